@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "drafters": DRAFTERS,
     "engine": ENGINE,
     "llm": LLM,
-    "training": {*ABOVE_LLM, "drafters"},
+    "training": {*ABOVE_LLM, "__init__", "drafters"},
     "benchmarking": {*ABOVE_LLM, "__init__"},
     "proof": {*ABOVE_LLM, "drafters"},
     "server": {*ABOVE_LLM, "__init__"},

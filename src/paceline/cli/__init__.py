@@ -15,6 +15,7 @@ from paceline.cli.doctor import doctor
 from paceline.cli.prove import prove
 from paceline.cli.run import run
 from paceline.cli.serve import serve
+from paceline.cli.train import train
 
 app = typer.Typer(
     name="paceline",
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": list(HELP_NAMES)},
 )
-for _command in (chat, run, serve, batch, doctor, prove, bench):
+for _command in (chat, run, serve, batch, doctor, prove, bench, train):
     app.command(cls=Command)(_command)
 
 

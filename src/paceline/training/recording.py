@@ -1,0 +1,189 @@
+"""Records the target's answers and hidden states, shard by shard; an interrupted recording goes on after its last shard."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.engine.loader import LoadedEngine
+from paceline.errors import CapacityError, ConfigError
+from paceline.models.config import ModelConfig
+from paceline.sampling.params import SamplingParams
+from paceline.training.prompts import SELF_MADE, Prompt, read_prompts, write_own_prompts
+from paceline.training.recorder import BATCH, FeatureRecorder, open_recorder, run
+from paceline.training.settings import TrainSettings
+from paceline.training.shards import Recorded, ShardStore
+
+Say = Callable[[str], None]
+_SHARD_BYTES = 192 << 20
+_HELDOUT_SHARE = 0.05
+_MAX_HELDOUT = 64
+_REPEATED = 8  # tokens of the n-grams that show repetition
+_SPARE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The recorded data of a run."""
+
+    train: ShardStore
+    heldout: ShardStore
+    heldout_prompts: Sequence[Prompt]
+
+
+def record(settings: TrainSettings, target: ModelConfig, directory: Path, say: Say) -> Data:
+    """Record what is missing of a run's data in `directory`.
+
+    Raises:
+        ConfigError: there is nothing to record, or the directory holds other data.
+        CapacityError: the disk has no room for it.
+        PacelineError: the target cannot be loaded.
+    """
+    facts = settings.data_facts
+    train, heldout = ShardStore(directory, "train", facts), ShardStore(directory, "heldout", facts)
+    kept = _read_kept_prompts(directory)
+    if kept is None or train.num_prompts < len(kept[0]) or heldout.num_prompts < len(kept[1]):
+        boundaries = settings.boundaries or ()
+        loaded, recorder = open_recorder(settings, boundaries, target.hidden_size)
+        if kept is None:
+            kept = _choose_prompts(loaded, settings, say)
+            _keep_prompts(directory, kept)
+        _say_estimate(loaded, recorder, kept[0][train.num_prompts :], settings, directory, say)
+        _fill(heldout, loaded, recorder, kept[1], settings, say, temperatures=(0.0,))
+        _fill(train, loaded, recorder, kept[0], settings, say, temperatures=settings.temperatures)
+    counts = train.counts
+    say(
+        f"data: {counts['sequences']:,} sequences, {counts['tokens']:,} tokens, {counts['answer_tokens']:,} of answers, "
+        f"{counts['bytes'] / 1e9:.2f} GB; {counts['left_out']} looping answers left out"
+    )
+    if not counts["answer_tokens"]:
+        raise ConfigError(f"{directory} holds no answer to train with: give more or other --data")
+    return Data(train, heldout, kept[1])
+
+
+def _choose_prompts(loaded: LoadedEngine, settings: TrainSettings, say: Say) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to train with and those held out."""
+    num_own = settings.self_prompts if settings.self_prompts is not None else 0 if settings.data else settings.num_prompts
+    num_own = min(num_own, settings.num_prompts)
+    own: list[Prompt] = []
+    if num_own:
+        start = time.monotonic()
+        own = write_own_prompts(loaded, settings, num_own)
+        say(f"prompts: the target wrote {len(own)} in {time.monotonic() - start:.0f} s")
+    given = read_prompts(settings.data, loaded, settings, most=settings.num_prompts - len(own))
+    prompts = _merge(own, given)
+    if settings.eval_data:
+        heldout = [one for name in settings.eval_data for one in read_prompts([name], loaded, settings, most=settings.num_eval_prompts)]
+    else:
+        count = max(1, min(_MAX_HELDOUT, int(_HELDOUT_SHARE * len(prompts))))
+        prompts, heldout = prompts[count:], prompts[:count]
+    if not prompts:
+        raise ConfigError("there is no prompt to train with: give more --data, or more --self-prompts")
+    return prompts, heldout
+
+
+def _merge(first: Sequence[Prompt], second: Sequence[Prompt]) -> list[Prompt]:
+    """Mix two lists evenly, so that each part of the data holds both."""
+    keyed = [((index + 0.5) / len(part), number, one) for number, part in enumerate((first, second)) for index, one in enumerate(part)]
+    return [one for _, _, one in sorted(keyed, key=lambda item: item[:2])]
+
+
+def _read_kept_prompts(directory: Path) -> tuple[list[Prompt], list[Prompt]] | None:
+    path = directory / "prompts.json"
+    if not path.is_file():
+        return None
+    train, heldout = json.loads(path.read_text(encoding="utf-8"))
+    return [Prompt(**one) for one in train], [Prompt(**one) for one in heldout]
+
+
+def _keep_prompts(directory: Path, prompts: tuple[list[Prompt], list[Prompt]]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / "prompts.json.new"
+    temporary.write_text(json.dumps([[asdict(one) for one in part] for part in prompts]), encoding="utf-8")
+    temporary.replace(directory / "prompts.json")
+
+
+def _say_estimate(
+    loaded: LoadedEngine, recorder: FeatureRecorder, prompts: Sequence[Prompt], settings: TrainSettings, directory: Path, say: Say
+) -> None:
+    """Record a few answers, and print the time and the bytes that all of them will take.
+
+    Raises:
+        CapacityError: the disk has no room.
+    """
+    trial = prompts[:: max(1, len(prompts) // BATCH)][:BATCH]
+    if not trial:
+        return
+    start = time.monotonic()
+    sequences = _answers(loaded, recorder, trial, settings, settings.temperatures, first=0)
+    seconds = (time.monotonic() - start) / len(trial) * len(prompts)
+    num_tokens = sum(len(one.token_ids) for one in sequences) / len(trial) * len(prompts)
+    size = int(num_tokens * recorder.width * 2)
+    free = shutil.disk_usage(directory).free
+    gigabytes = size / 1e9
+    say(
+        f"recording {len(prompts):,} answers: about {num_tokens:,.0f} tokens, {gigabytes:.2f} GB in {directory}, {seconds / 60:.1f} minutes"
+    )
+    if size + _SPARE_BYTES > free:
+        raise CapacityError(f"{directory} has {free / 1e9:.1f} GB free and {gigabytes:.1f} GB are needed: give less --num-prompts")
+
+
+def _fill(
+    store: ShardStore,
+    loaded: LoadedEngine,
+    recorder: FeatureRecorder,
+    prompts: Sequence[Prompt],
+    settings: TrainSettings,
+    say: Say,
+    *,
+    temperatures: Sequence[float],
+) -> None:
+    """Record the prompts that a store lacks."""
+    size = max(BATCH, min(1024, _SHARD_BYTES // (settings.max_tokens * recorder.width * 2)))
+    while (first := store.num_prompts) < len(prompts):
+        start = time.monotonic()
+        part = prompts[first : first + size]
+        answers = _answers(loaded, recorder, part, settings, temperatures, first=first)
+        usable = [one for one in answers if repeat_share(one.token_ids) <= settings.max_repeat_share]
+        store.append(usable, num_prompts=len(part), num_left_out=len(answers) - len(usable))
+        seconds = time.monotonic() - start
+        left = (len(prompts) - store.num_prompts) / len(part) * seconds
+        rate = sum(sum(one.is_answer) for one in answers) / seconds
+        say(f"recorded {store.num_prompts:,} of {len(prompts):,} {store.part} answers, {rate:,.0f} tokens/s, {left / 60:.1f} minutes left")
+
+
+def _answers(
+    loaded: LoadedEngine,
+    recorder: FeatureRecorder,
+    prompts: Sequence[Prompt],
+    settings: TrainSettings,
+    temperatures: Sequence[float],
+    *,
+    first: int,
+) -> list[Recorded]:
+    """Run prompts through the target and return their sequences."""
+    params = [
+        SamplingParams(
+            max_tokens=settings.max_answer_tokens if one.answer_mask is None else 1,
+            temperature=temperatures[(first + index) % len(temperatures)],
+            seed=settings.seed * 2**20 + first + index,
+        )
+        for index, one in enumerate(prompts)
+    ]
+    found = []
+    for prompt, request in zip(prompts, run(loaded, [one.token_ids for one in prompts], params), strict=True):
+        count = len(prompt.token_ids)
+        ids = list(request.token_ids) if prompt.answer_mask is None else prompt.token_ids
+        mask = prompt.answer_mask or [index >= count for index in range(len(ids))]
+        features = recorder.take(request)[: len(ids) - 1]
+        if len(ids) >= 4 and len(features) == len(ids) - 1:
+            found.append(Recorded(ids, mask, features, prompt.source or SELF_MADE))
+    return found
+
+
+def repeat_share(token_ids: Sequence[int]) -> float:
+    """Return the share of 8-grams that occurred before in the same text."""
+    grams = [tuple(token_ids[index : index + _REPEATED]) for index in range(len(token_ids) - _REPEATED + 1)]
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0

@@ -1,0 +1,233 @@
+"""The training loop: AdamW, warm-up and cosine, checkpoints that continue bit for bit.
+
+Everything random is a function of the seed and the number of the step or epoch, so a checkpoint needs no state of a random generator. The
+number of steps of a time budget is planned from the measured time of a step every few steps, and the plan is part of the checkpoint.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import CheckpointError, shortened
+from paceline.training.batches import epoch_batches, make_batch
+from paceline.training.drafter import TrainableDrafter
+from paceline.training.estimate import Estimate, estimate
+from paceline.training.recording import Say
+from paceline.training.settings import TrainSettings
+from paceline.training.shards import SequenceData
+
+CHECKPOINT = "checkpoint.pt"
+WARMUP_STEPS = 30
+PLAN_STEPS = 16  # between two plans, and two entries of the history
+WEIGHT_DECAY, CLIP = 0.05, 1.0
+_SAVE_S, _ESTIMATE_S, _SAY_S = 120.0, 90.0, 20.0
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run is.
+
+    Attributes:
+        step: steps done.
+        epoch, index: the next batch.
+        elapsed_s: seconds of training, without estimates and checkpoints.
+        total_steps: planned; 0 = not yet.
+        history: one entry for every few steps.
+        estimates: estimates on held-out texts.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    index: int = 0
+    elapsed_s: float = 0.0
+    total_steps: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    estimates: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Trainer:
+    """Trains a drafter on recorded data.
+
+    Args:
+        directory: of the checkpoint.
+        clock: seconds; for tests.
+    """
+
+    def __init__(
+        self,
+        drafter: TrainableDrafter,
+        data: SequenceData,
+        heldout: SequenceData,
+        settings: TrainSettings,
+        directory: Path,
+        say: Say,
+        *,
+        device: str = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.drafter, self.settings, self.directory, self.progress = drafter.to(device), settings, directory, Progress()
+        self._data, self._heldout, self._say, self._device, self._clock = data, heldout, say, device, clock
+        matrices = [one for one in drafter.parameters() if one.dim() > 1]
+        vectors = [one for one in drafter.parameters() if one.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+        self._batches: list[list[int]] = []
+
+    def run(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Train to the end, or until `is_stopped`; save a checkpoint and return whether the end is reached."""
+        progress = self.progress
+        saved_s = estimated_s = said_s = progress.elapsed_s
+        sums = _Sums()
+        while not self._is_finished():
+            if is_stopped():
+                self.save()
+                return False
+            start = self._clock()
+            sums.add(*self._step())
+            progress.elapsed_s += self._clock() - start
+            if progress.step % PLAN_STEPS == 0 or self._is_finished():
+                self._plan()
+                progress.history.append(sums.entry(progress, self._learning_rate()))
+                sums = _Sums()
+                if progress.elapsed_s - said_s >= _SAY_S or len(progress.history) == 1:
+                    said_s = progress.elapsed_s
+                    self._say_progress()
+            if progress.elapsed_s - estimated_s >= max(_ESTIMATE_S, 6 * self.settings.minutes):
+                estimated_s = progress.elapsed_s
+                self._estimate()
+            if progress.elapsed_s - saved_s >= _SAVE_S:
+                saved_s = progress.elapsed_s
+                self.save()
+        self._estimate()
+        self.save()
+        return True
+
+    def _is_finished(self) -> bool:
+        progress = self.progress
+        return 0 < (self.settings.steps or progress.total_steps) <= progress.step
+
+    def _plan(self) -> None:
+        """Set the number of steps to what fits into the budget."""
+        progress, budget_s = self.progress, 60 * self.settings.minutes
+        left_s = max(0.0, budget_s - progress.elapsed_s)
+        recent = progress.history[-4:]  # other programs come and go
+        since = recent[0] if len(recent) == 4 else {"step": 0, "elapsed_s": 0.0}
+        step_s = (progress.elapsed_s - since["elapsed_s"]) / max(1, progress.step - since["step"])
+        progress.total_steps = self.settings.steps or progress.step + int(left_s / (step_s + 1e-9))
+
+    def _learning_rate(self) -> float:
+        """Return the learning rate of the next step: a linear warm-up, then a cosine to zero."""
+        step, total = self.progress.step, self.settings.steps or self.progress.total_steps
+        warmup = WARMUP_STEPS if total == 0 else min(WARMUP_STEPS, max(1, total // 10))
+        factor = min(1.0, (step + 1) / warmup)
+        if total > warmup and step > warmup:
+            factor = 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+        return factor * (self.settings.learning_rate or 1e-3)
+
+    def _step(self) -> tuple[float, list[int], list[int]]:
+        """Train on the next batch; return its loss, and hits and rows by depth."""
+        progress, settings = self.progress, self.settings
+        if not self._batches:
+            self._batches = epoch_batches(self._data, settings.seed, progress.epoch, settings.batch_tokens)
+        indices = self._batches[progress.index]
+        batch = make_batch(self._data, indices, self.drafter.vocabulary, self.drafter.target.config.hidden_size, self._device)
+        generator = torch.Generator().manual_seed(settings.seed * 2**32 + progress.step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate()
+        with torch.autocast(self._device, torch.bfloat16, enabled=self.drafter.dtype is torch.bfloat16):
+            result = self.drafter.step(batch, generator)
+        self._optimizer.zero_grad(set_to_none=True)
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.drafter.parameters(), CLIP)
+        self._optimizer.step()
+        progress.step, progress.index = progress.step + 1, progress.index + 1
+        if progress.index >= len(self._batches):
+            progress.epoch, progress.index, self._batches = progress.epoch + 1, 0, []
+        return float(result.loss.detach()), result.num_hits, result.num_rows
+
+    def _estimate(self) -> None:
+        """Estimate the acceptance on held-out texts."""
+        if not len(self._heldout):
+            return
+        found = self.estimates()
+        self.progress.estimates.append(
+            {
+                "elapsed_s": round(self.progress.elapsed_s, 1),
+                "step": self.progress.step,
+                **{name: asdict(one) for name, one in found.items()},
+            }
+        )
+        parts = [f"{name} {one.mean_acceptance_length:.2f} (first {one.accuracy:.0%})" for name, one in found.items()]
+        self._say(f"held out, tokens a step: {', '.join(parts)}")
+
+    def estimates(self) -> dict[str, Estimate]:
+        """Return the estimates on held-out texts."""
+        return estimate(self.drafter, self._heldout, self._device, self.settings.batch_tokens)
+
+    def _say_progress(self) -> None:
+        progress, last = self.progress, self.progress.history[-1]
+        left_s = (progress.total_steps - progress.step) * progress.elapsed_s / progress.step
+        accuracy = " ".join(f"{one:.2f}" for one in last["accuracy"])
+        where = f"step {progress.step:,} of {progress.total_steps:,}, epoch {progress.epoch + 1}"
+        self._say(
+            f"{where}: loss {last['loss']:.3f}, accuracy {accuracy}, {last['tokens_per_s']:,.0f} tokens/s, {left_s / 60:.1f} minutes left"
+        )
+
+    def save(self) -> None:
+        """Write the checkpoint; an interrupted write leaves the one before it."""
+        temporary = self.directory / f"{CHECKPOINT}.new"
+        state = {"drafter": self.drafter.state_dict(), "optimizer": self._optimizer.state_dict(), "progress": asdict(self.progress)}
+        torch.save(state, temporary)
+        temporary.replace(self.directory / CHECKPOINT)
+
+    def load(self) -> None:
+        """Continue from the checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be read, or is another drafter's.
+        """
+        path = self.directory / CHECKPOINT
+        try:
+            state = torch.load(path, map_location=self._device, weights_only=True)
+            self.drafter.load_state_dict(state["drafter"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            self.progress = Progress(**state["progress"])
+        except (OSError, RuntimeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
+            reason = shortened(str(error).splitlines()[0])
+            raise CheckpointError(f"{path} cannot be continued ({reason}): delete it to train from the beginning") from error
+
+
+class _Sums:
+    """Sums over a few steps."""
+
+    def __init__(self) -> None:
+        self._loss, self._steps = 0.0, 0
+        self._hits: list[int] = []
+        self._rows: list[int] = []
+        self._start_s: float | None = None
+
+    def add(self, loss: float, hits: list[int], rows: list[int]) -> None:
+        self._loss, self._steps = self._loss + loss, self._steps + 1
+        self._hits = [a + b for a, b in zip(self._hits or [0] * len(hits), hits, strict=True)]
+        self._rows = [a + b for a, b in zip(self._rows or [0] * len(rows), rows, strict=True)]
+
+    def entry(self, progress: Progress, learning_rate: float) -> dict[str, Any]:
+        """Return the entry of the history."""
+        last_s = progress.history[-1]["elapsed_s"] if progress.history else 0.0
+        seconds = max(1e-9, progress.elapsed_s - last_s)
+        return {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "elapsed_s": round(progress.elapsed_s, 2),
+            "loss": round(self._loss / max(1, self._steps), 4),
+            "accuracy": [round(hits / max(1, rows), 4) for hits, rows in zip(self._hits, self._rows, strict=True)],
+            "tokens_per_s": round(self._rows[0] / seconds, 1) if self._rows else 0.0,
+            "learning_rate": learning_rate,
+        }

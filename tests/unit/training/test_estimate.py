@@ -1,0 +1,19 @@
+"""The walk over recorded texts counts steps as decoding does."""
+
+import numpy as np
+import pytest
+
+from paceline.training.estimate import walk
+
+
+@pytest.mark.parametrize(
+    ("hits", "steps"),
+    [
+        ([[0, 0], [0, 0], [0, 0], [0, 0]], 4),  # plain decoding
+        ([[1, 1], [1, 1], [1, 1], [1, 1]], 2),  # the prompt's pass, then one step with two accepted tokens and one more
+        ([[0, 0], [0, 1], [1, 0], [0, 0]], 3),  # a right second token after a wrong first one is not accepted
+        ([[0, 0]], 1),
+    ],
+)
+def test_walk_counts_steps(hits: list[list[int]], steps: int) -> None:
+    assert walk(np.array(hits, bool)) == (steps, len(hits))

@@ -1,0 +1,55 @@
+"""Settings of a run: defaults for a target, what is refused, and the file they are kept in."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.model_configs import make_config
+from paceline.errors import ConfigError
+from paceline.models.config import WeightType
+from paceline.models.rope_config import RopeConfig
+from paceline.training.settings import TrainSettings
+
+TARGET = make_config(
+    family="llama", vocab_size=50_000, hidden_size=32, intermediate_size=64, num_layers=30, num_heads=4, num_kv_heads=2, head_size=8,
+    norm_eps=1e-5, max_positions=512, rope=RopeConfig(theta=5e5), weight_type=WeightType.F32,
+)  # fmt: skip
+
+
+def test_defaults_depend_on_the_target() -> None:
+    found = TrainSettings(drafter="eagle3").for_target(TARGET)
+    assert (found.boundaries, found.draft_vocab_size, found.learning_rate) == ((2, 15, 27), 16384, 1.2e-3)
+
+
+def test_settings_survive_their_file(tmp_path: Path) -> None:
+    settings = TrainSettings(drafter="dspark", data=("a.jsonl",), boundaries=(1, 4), minutes=2.5)
+    settings.write(tmp_path)
+    assert TrainSettings.read(tmp_path) == settings
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"drafter": "hydra"}, "use one of eagle3, dspark, dflash, medusa"),
+        ({"loss": "both"}, "use one of soft, hard"),
+        ({"answers": "keep"}, "there is no data"),
+        ({"minutes": 0}, "minutes must be above 0"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"temperatures": (-1.0,)}, "at least 0"),
+        ({"block_size": 1}, "block_size must be at least 2"),
+    ],
+)
+def test_values_out_of_range_are_refused(values: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        TrainSettings(**{"drafter": "eagle3", **values})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("boundaries", [(3, 2), (2, 2), (2, 31), ()])
+def test_impossible_boundaries_are_refused(boundaries: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="boundaries is"):
+        TrainSettings(drafter="eagle3", boundaries=boundaries).for_target(TARGET)
+
+
+def test_nothing_to_resume_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        TrainSettings.read(tmp_path)
