@@ -41,6 +41,7 @@ def test_two_modes_and_one_workload_are_measured_in_seconds(tmp_path: Path, monk
     assert files[1].read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize(("option", "begin"), [(("-o", "md"), "| model | threads | workload | mode | tokens/s |"), (("--json",), "{")])
 def test_a_result_is_printed_as_markdown_or_json(monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], begin: str) -> None:
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):

@@ -344,7 +344,7 @@ def test_run_takes_a_model_and_a_text(fake_llm: type[FakeLLM], monkeypatch: pyte
     assert (NO_MODEL in done.stderr) is (model == "mini" and "mini" not in arguments)
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "serve", "doctor", "prove", "bench"])
+@pytest.mark.parametrize("command", ["run", "chat", "doctor", "prove", "bench"])
 def test_two_models_are_refused(command: str) -> None:
     done = _invoke(command, "one", *(["text"] if command == "run" else []), "--model", "two")
     assert (done.exit_code, done.stderr) == (2, "error: two models are given, 'one' and --model 'two': give one of them\n")

@@ -118,7 +118,7 @@ def test_wrong_setting_is_named_with_its_range(directory: Path, name: str, value
 
 @pytest.mark.parametrize(
     "prompt",
-    [None, 5, "", [], [[]], ["the", ""], [-1], [97], [10**30], [1.0], [True], [None], [[1, 2], 5], ["a", 5], b"abc", [np.float32(1)]],
+    [None, 5, "", [[]], ["the", ""], [-1], [97], [10**30], [1.0], [True], [None], [[1, 2], 5], ["a", 5], b"abc", [np.float32(1)]],
     ids=repr,
 )
 def test_wrong_prompt_is_refused_before_a_pass(llm: LLM, prompt: Any) -> None:

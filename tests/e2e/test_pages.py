@@ -28,9 +28,9 @@ from paceline.models.checkpoint import read_model_config
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [str(path.relative_to(REPOSITORY)) for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]]
-# environments and downloads; a server does not end by itself (tests/e2e/server); measuring and proving take minutes (test_bench.py,
-# test_prove.py)
-NOT_RUN_HERE = ("make ", "pip ", "paceline serve", "paceline bench", "paceline prove")
+# environments and downloads; a server does not end by itself (tests/e2e/server); measuring, proving and training take minutes
+# (test_bench.py, test_prove.py, tests/unit/training)
+NOT_RUN_HERE = ("make ", "pip ", "mkdir ", "paceline serve", "paceline bench", "paceline prove", "paceline train")
 CLIENT = "python client"  # code for another environment, such as an API's own client
 SMALL = {"num_hidden_layers": 2}
 

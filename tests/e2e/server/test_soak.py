@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 import httpx
+import pytest
 
 from harness.live_server import until
 from harness.server_process import Server
@@ -201,6 +202,7 @@ class Soak:
             self.faults.append(f"{case}: {content!r}")
 
 
+@pytest.mark.long
 def test_overloaded_server_refuses_some_and_answers_others_right(
     mini_dir: Path, tmp_path: Path, large_counts: bool, tally: "Counter[str]"
 ) -> None:

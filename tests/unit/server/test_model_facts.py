@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
-from harness.llama_gguf import write_gguf
 
+from harness.gguf_checkpoints import write_gguf
 from harness.tool_model import write_tool_model
 from paceline.config import EngineConfig
 from paceline.errors import CheckpointError, ConfigError
