@@ -97,7 +97,7 @@ class PaidOracle(OracleDrafter):
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         start = time.perf_counter()
-        trees = self.paid.propose(requests, [replace(budget, min_reach=0.0) for budget in budgets])  # its probabilities are random
+        trees = self.paid.propose(requests, [replace(budget, min_path_prob=0.0) for budget in budgets])  # its probabilities are random
         self.seconds.append(time.perf_counter() - start)
         depths = [0 if tree is None else tree.tree_depth for tree in trees]
         return super().propose(requests, [replace(budget, max_depth=depth) for budget, depth in zip(budgets, depths, strict=True)])

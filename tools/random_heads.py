@@ -28,7 +28,7 @@ RANK, EAGLE_IDS = 256, 32_000
 
 
 def write(directory: Path, target: ModelConfig, kind: str, num_layers: int, block_size: int) -> None:
-    attention = next(iter(target.attentions.values()))
+    attention = target.attention
     inner = next(layer.mlp.intermediate_size for layer in target.layers if isinstance(layer.mlp, DenseMLP))
     hidden, num_ids = target.hidden_size, min(EAGLE_IDS, target.vocab_size)
     config: dict[str, Any] = {
