@@ -30,7 +30,7 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [str(path.relative_to(REPOSITORY)) for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]]
 # environments and downloads; a server does not end by itself (tests/e2e/server); measuring, proving and training take minutes
 # (test_bench.py, test_prove.py, tests/unit/training)
-NOT_RUN_HERE = ("make ", "pip ", "mkdir ", "paceline serve", "paceline bench", "paceline prove", "paceline train")
+NOT_RUN_HERE = ("make ", "pip ", "mkdir ", "paceline serve", "paceline bench", "paceline prove", "paceline train", "python tools/")
 CLIENT = "python client"  # code for another environment, such as an API's own client
 SMALL = {"num_hidden_layers": 2}
 
