@@ -34,7 +34,7 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs, acceptance, excess
 from paceline.speculation import rejection
-from paceline.speculation.rejection import SeededDecisions, verify_rejection
+from paceline.speculation.rejection import StepRandomness, verify_rejection
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
 from paceline.speculation.verify import verify
@@ -341,5 +341,5 @@ def test_acceptance_noise_is_uniform_in_the_open_interval():
 
 def test_accepting_never_fails_from_1_on_and_never_happens_at_0():
     request = _request(ScriptedTarget(), SamplingParams(temperature=1.0), seed=2)
-    chance = SeededDecisions(request)
+    chance = StepRandomness(request)
     assert all(chance.accepts(1.0, depth, 0) and not chance.accepts(0.0, depth, 0) for depth in range(500))

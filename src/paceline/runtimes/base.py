@@ -94,7 +94,7 @@ class LogitsRows(NamedTuple):
 
     Attributes:
         rows: [R] int32, each row at most once, in any order.
-        ranking: return this summary of each row; None = return the logits.
+        ranking: how to summarise each row (its top tokens and log-sum); None = return the logits.
         draws: [rankings, R] `DRAW`: how to sample each row of each ranking, in the order the network records them; None = no sampling.
     """
 

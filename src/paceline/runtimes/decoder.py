@@ -170,7 +170,10 @@ class Blocks(Protocol[Value]):
 
 
 class Compose(Protocol):
-    """A network as a function of blocks: returns its results by name, [T, width], or [R, width] after `logits_rows`."""
+    """Builds a forward pass by calling the operations of `blocks`, a backend's implementation of them.
+
+    Returns results by name: [T, width] for the T rows of the pass, or [R, width] after `logits_rows` has taken R of them.
+    """
 
     def __call__(self, blocks: Blocks[Value]) -> Mapping[str, Value]: ...
 
@@ -356,10 +359,10 @@ def ranked(compose: Compose, ranking: Ranking | None) -> Compose:
     if ranking is None:
         return compose
 
-    def composed(blocks: Blocks[Value]) -> Mapping[str, Value]:
+    def compose_ranked(blocks: Blocks[Value]) -> Mapping[str, Value]:
         results = dict(compose(blocks))
         for name in [name for name in results if name.split(".")[0] == LOGITS]:
             results[RANKED + name.removeprefix(LOGITS)] = blocks.rank(results[name], ranking)
         return results
 
-    return composed
+    return compose_ranked

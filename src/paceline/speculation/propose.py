@@ -34,9 +34,9 @@ class ErrorGuard:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        return error is not None and self.handle(error)
+        return error is not None and self.count_and_suppress(error)
 
-    def handle(self, error: BaseException) -> bool:
+    def count_and_suppress(self, error: BaseException) -> bool:
         """Count an exception; return False for an interrupt, which must be raised."""
         if is_interrupt(error):
             return False
@@ -136,7 +136,7 @@ class Proposer:
                 if self._call_drafter(name, drafter, batch, policy, max_rows):
                     self._pauses.pop(name, None)
             except BaseException as error:
-                if not self._guard.handle(error):
+                if not self._guard.count_and_suppress(error):
                     raise
                 num_steps = min(MAX_FAILURE_BACKOFF_STEPS, 2 ** min(pause.num_failures, 10) - 1)
                 self._pauses[name] = FailurePause(pause.num_failures + 1, num_steps)

@@ -25,11 +25,11 @@ from paceline.speculation.verify import VerifyResult, verify
 class Acceptance(Enum):
     """The rule that accepts draft tokens."""
 
-    MATCH = "match"  # a token that the target itself draws: the seed's plain text
+    MATCH = "match"  # accept what the target itself samples: the output of plain decoding with the same seed
     REJECTION = "rejection"  # as often as the target's distribution allows: another text of the same distribution
 
 
-class SeededDecisions:
+class StepRandomness:
     """The random decisions of one step, each made once. The key of their noise is the number of tokens before the step, and the depth.
 
     A key of the position alone would repeat: block verification decides by a later draft token whether an earlier one is accepted, and the
@@ -66,7 +66,7 @@ def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> V
     def target_probs(node: int, path: Sequence[int]) -> TokenProbs:
         return TokenProbs.from_distribution(request.processor.process(logits[node], path))
 
-    return RejectionSampler(tree, target_probs, lambda: FinishCheck(request), SeededDecisions(request)).verify()
+    return RejectionSampler(tree, target_probs, lambda: FinishCheck(request), StepRandomness(request)).verify()
 
 
 class RejectionSampler:
@@ -83,7 +83,7 @@ class RejectionSampler:
         tree: DraftTree,
         target_probs: Callable[[int, Sequence[int]], TokenProbs],
         new_finish_check: Callable[[], FinishCheck],
-        decisions: SeededDecisions,
+        decisions: StepRandomness,
     ) -> None:
         self._tree, self._target_probs, self._decisions = tree, target_probs, decisions
         self._new_finish_check, self._finish_check = new_finish_check, new_finish_check()

@@ -39,7 +39,7 @@ class ModuleTensors:
     """The tensors of a file for one module.
 
     Attributes:
-        name: the module, without wrapper prefixes, and with the common names of experts.
+        name: the module, without wrapper prefixes; experts are named alike in all families.
         in_file: its name in the file, without PEFT's prefix.
         is_embedding: the low-rank matrices are lora_embedding_A and lora_embedding_B.
         tensors: with their full names in the file, for errors.

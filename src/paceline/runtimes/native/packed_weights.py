@@ -155,7 +155,7 @@ def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None
         CheckpointError: a scale is not finite.
         CapacityError: out of memory.
     """
-    (outputs, columns), zero_row = blocks.shape, _zero_row_groups(blocks)
+    (outputs, columns), zero_row = blocks.shape, _groups_of_zero_row(blocks)
     packed = _allocate(zero_row, outputs, has_float16=_has_float16_scales(blocks, zero_row), arena=arena)
     if blocks.block_type.name in CONVERTED_TYPES:
         return _pack_converted(blocks, packed, num_threads)
@@ -182,7 +182,7 @@ def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None
 
 def packed_bytes(blocks: StoredBlocks) -> int:
     """Return the bytes `pack_gguf_blocks` takes at most; no weight is read."""
-    zero_row = _zero_row_groups(blocks)
+    zero_row = _groups_of_zero_row(blocks)
     has_float16 = blocks.block_type.name != "MXFP4" and _has_float16_scales(blocks, zero_row)  # for MXFP4 all scales would have to be read
     panel = _allocate(zero_row, PANEL_OUTPUTS, has_float16=has_float16)
     return -(-blocks.shape[0] // PANEL_OUTPUTS) * panel.data.nbytes
@@ -253,7 +253,7 @@ def _contiguous(array: Any) -> Any:
     return None if array is None else np.ascontiguousarray(array)
 
 
-def _zero_row_groups(blocks: StoredBlocks) -> GroupedMatrix:
+def _groups_of_zero_row(blocks: StoredBlocks) -> GroupedMatrix:
     """Return the groups of a row of zeros, from which the shapes and types of all rows are read."""
     zeros = np.zeros((1, blocks.raw.shape[1]), np.uint8)
     return StoredBlocks(zeros, blocks.block_type, blocks.where, runs=blocks.runs).groups()

@@ -94,7 +94,7 @@ class TorchNetwork(Network):
 
     @property
     def supports_xlora(self) -> bool:
-        return bool(self._shared.mixture_storage)
+        return bool(self._shared.xlora_kv_storage)
 
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         caches, self._shared.kv_storage = self._allocate(num_blocks)
@@ -102,7 +102,7 @@ class TorchNetwork(Network):
 
     def enable_xlora(self, cache: KVCache) -> None:
         check_supports_xlora(self.config)
-        caches, self._shared.mixture_storage = self._allocate(cache.pool.num_blocks)
+        caches, self._shared.xlora_kv_storage = self._allocate(cache.pool.num_blocks)
         for own in caches:
             cache.add_layer_cache(own)
 
@@ -171,7 +171,7 @@ class TorchNetwork(Network):
         """Run a pass over the keys and values of mixtures; a row's scalings depend on the tokens up to it only."""
         states, no_logits = RecurrentPass(self._layout, None, batch.ranges), LogitsRows(np.zeros(0, np.int32))
         self._shared.num_xlora_passes += 1
-        return self.compose(self._blocks(self._shared.mixture_storage, states, inputs, batch, no_logits, scalings))[HIDDEN_STATES]
+        return self.compose(self._blocks(self._shared.xlora_kv_storage, states, inputs, batch, no_logits, scalings))[HIDDEN_STATES]
 
     def load_adapter(self, adapter: Adapter) -> int:
         check_xlora_enabled(self, adapter)
@@ -233,7 +233,7 @@ class _Shared:
     weights: TorchWeights
     kv_storage: Sequence[torch.Tensor] = ()
     states: RecurrentStateCache | None = None
-    mixture_storage: Sequence[torch.Tensor] = ()
+    xlora_kv_storage: Sequence[torch.Tensor] = ()
     num_passes: int = 0
     num_xlora_passes: int = 0
     adapters: dict[int, TorchAdapter] = field(default_factory=dict)

@@ -192,7 +192,7 @@ class AdaptiveDraftLength(FixedDraftLength):
     def plan(self, batch: Sequence[RequestRows], drafter: Drafter, max_rows: int | None) -> None:
         for rows in batch:
             if rows.budget is not None and not self._is_sufficiently_measured(rows.request, drafter):
-                rows.budget = _short_chain(rows.budget, COLD_TOKENS)
+                rows.budget = _limit_to_chain(rows.budget, COLD_TOKENS)
         if drafter.traits.is_lookup:  # lookup drafters take next to no time: `prune_drafts` judges their drafts
             return
         shape = self._shape or BatchShape.from_batch(batch)
@@ -311,7 +311,10 @@ class AdaptiveDraftLength(FixedDraftLength):
     def _planned_gains(
         self, batch: Sequence[RequestRows], drafter: Drafter, present: Sequence[Sequence[float]]
     ) -> tuple[list[Sequence[float]], set[int]]:
-        """Return the gains if each request uses the better of its present draft and this drafter's, and the requests with the latter."""
+        """Return the expected gains of the better draft of each request, its present one or this drafter's, and which have the latter.
+
+        A gain is the probability that a draft token and all before it are accepted, [draft tokens] for each request.
+        """
         planned, undrafted = list(present), set[int]()
         for index, rows in enumerate(batch):
             if rows.budget is not None:
@@ -368,8 +371,8 @@ class AdaptiveDraftLength(FixedDraftLength):
         self._probed = rows.request
         self._rates_and_history(rows.request, drafter.name)[
             1
-        ].num_observed = 0.0  # so that the outcome of the probe changes the request's bias strongly
-        rows.budget = _short_chain(rows.budget, PROBE_TOKENS)
+        ].num_observed = 0.0  # so that one probe is enough to correct the acceptance rate of this request
+        rows.budget = _limit_to_chain(rows.budget, PROBE_TOKENS)
         return True
 
     def _back_off(self, history: DraftHistory, max_level: int) -> None:
@@ -433,7 +436,7 @@ def drafter_of(tree: DraftTree) -> str | None:
     return next((source for source in tree.sources[1:] if source != FORCED), None)
 
 
-def _short_chain(budget: DraftBudget, num_tokens: int) -> DraftBudget:
+def _limit_to_chain(budget: DraftBudget, num_tokens: int) -> DraftBudget:
     """Return a budget for a chain of at most `num_tokens`."""
     depth = min(budget.max_depth, num_tokens)
     return replace(budget, row_budget=min(budget.row_budget, depth + 1), max_depth=depth)
