@@ -90,6 +90,7 @@ def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], sai
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.long
 def test_ctrl_c_reports_what_there_is_and_leaves_no_process(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [

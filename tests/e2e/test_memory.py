@@ -113,6 +113,7 @@ def measure(model: Path, quantization: str, cache: Path, *drafts: Path) -> dict[
 
 
 @needs_linux
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize("form", FORMS)
 def test_load_takes_the_memory_that_doctor_predicts(form: str, tmp_path: Path, large_counts: bool) -> None:
     if form not in SMALL_COUNTS and not large_counts:

@@ -164,6 +164,7 @@ def test_a_hostile_file_opens_or_is_one_of_our_errors(
         assert findings.outcomes[kind.__name__, "refused"] + findings.outcomes[kind.__name__, "opened"] > 1
 
 
+@pytest.mark.long
 def test_a_process_that_dies_hangs_or_raises_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The net has no hole: four files that do what none may do."""
     (tmp_path / "worker").mkdir()

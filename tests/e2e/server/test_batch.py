@@ -188,6 +188,7 @@ def on_a_terminal(command: list[str]) -> tuple[int, str]:
     return process.wait(), shown.decode()
 
 
+@pytest.mark.long
 def test_killed_run_continues_and_a_terminal_shows_progress(run: Run, tmp_path: Path, large_counts: bool, seed: int) -> None:
     draws = random.Random(seed)
     num_kills, num_lines = (10, 60) if large_counts else (1, 12)

@@ -123,6 +123,7 @@ def test_a_model_is_not_starved_by_requests_for_the_loaded_one(names: list[str],
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_a_running_stream_is_finished_before_its_model_makes_room(names: list[str], expected: dict[str, str]) -> None:
     async def run() -> None:
         async with serving(names) as (pool, ask):
@@ -197,6 +198,7 @@ def test_an_idle_model_is_unloaded_and_loaded_again(names: list[str], expected: 
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_keep_alive_of_ollama_sets_how_long_a_model_stays(names: list[str]) -> None:
     async def run() -> None:
         async with serving(names) as (pool, ask):

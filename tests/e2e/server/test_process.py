@@ -118,6 +118,7 @@ def test_sigterm_lets_running_requests_finish(start: Start, tmp_path: Path) -> N
     assert logged[-1]["route"] == CHAT
 
 
+@pytest.mark.long
 def test_stream_and_body_longer_than_the_drain_end_with_it(start: Start) -> None:
     server = start("--drain-s", "0.2", "--quiet", "--host", "0.0.0.0", PACELINE_API_KEYS=f"another-key-of-the-test,{KEY}")
     assert "WARNING" in server.stderr
@@ -222,6 +223,7 @@ def test_api_key_on_the_command_line_is_taken_with_a_word_on_ps(refused: Callabl
 
 
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="the size of a pipe can be set on Linux alone")
+@pytest.mark.long
 def test_full_stderr_pipe_blocks_neither_answers_nor_shutdown() -> None:
     """A line that waits for its reader in the event loop would be the last thing the server does."""
     reading, writing = os.pipe()
