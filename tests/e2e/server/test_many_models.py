@@ -144,6 +144,22 @@ def test_a_running_stream_is_finished_before_its_model_makes_room(names: list[st
     asyncio.run(run())
 
 
+def test_a_model_goes_on_answering_if_nobody_waits_for_its_room_any_more(names: list[str], expected: dict[str, str]) -> None:
+    async def run() -> None:
+        async with serving(names) as (pool, ask):
+            body = json.dumps({**FIELDS, "model": "alpha", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
+            async with call_app(create_pool_app(pool), "POST", PATH, body) as stream:
+                await anext(stream.parts)
+                asked = asyncio.ensure_future(ask(PATH, {**FIELDS, "model": "beta"}))
+                await until(lambda: pool.models[0].is_closing)
+                asked.cancel()
+                answer = await asyncio.wait_for(ask(PATH, {**FIELDS, "model": "alpha"}), 20)  # while the stream is still open
+                assert answer.json()["choices"][0]["text"] == expected["alpha"]
+                assert pool.models[0].num_requests == 1
+
+    asyncio.run(run())
+
+
 def test_two_models_stay_loaded_where_both_have_room(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with serving(names, max_loaded=2) as (pool, ask):
