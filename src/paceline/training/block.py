@@ -25,7 +25,7 @@ ANCHOR_SHARE = 0.4
 """Share of a batch's positions that are anchors."""
 
 
-class BlockTrainer(TrainableDrafter):
+class TrainableBlockDrafter(TrainableDrafter):
     """The drafter that `drafters/block` runs."""
 
     def __init__(self, target: TargetMatrices, vocabulary: DraftVocabulary, settings: TrainSettings) -> None:

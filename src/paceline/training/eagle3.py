@@ -32,7 +32,7 @@ from paceline.training.vocabulary import DraftVocabulary
 SPARE_POSITIONS = 16  # drafted rows have positions after the end of a text
 
 
-class Eagle3Drafter(TrainableDrafter):
+class TrainableEagle3Head(TrainableDrafter):
     """The head that `drafters/eagle` runs."""
 
     depth = 5

@@ -19,7 +19,7 @@ from paceline.training.settings import TrainSettings
 from paceline.training.vocabulary import DraftVocabulary
 
 
-class MedusaTrainer(TrainableDrafter):
+class TrainableMedusaHeads(TrainableDrafter):
     """The heads that `drafters/medusa` runs."""
 
     def __init__(self, target: TargetMatrices, vocabulary: DraftVocabulary, settings: TrainSettings) -> None:

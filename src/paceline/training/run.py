@@ -15,11 +15,11 @@ from paceline.hub import resolve
 from paceline.machine import usable_processors
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
 from paceline.tokenizer.tokenizer import Tokenizer
-from paceline.training.block import BlockTrainer
+from paceline.training.block import TrainableBlockDrafter
 from paceline.training.card import write_card
 from paceline.training.drafter import TargetMatrices, TrainableDrafter
-from paceline.training.eagle3 import Eagle3Drafter
-from paceline.training.medusa import MedusaTrainer
+from paceline.training.eagle3 import TrainableEagle3Head
+from paceline.training.medusa import TrainableMedusaHeads
 from paceline.training.recording import Data, Say, record
 from paceline.training.serving import measure
 from paceline.training.settings import SETTINGS_FILE, TrainSettings
@@ -29,10 +29,10 @@ from paceline.training.vocabulary import choose_vocabulary
 DATA_FOLDER = "data"
 WEIGHTS_FILE = "model.safetensors"
 _DRAFTERS: dict[str, type[TrainableDrafter]] = {
-    "eagle3": Eagle3Drafter,
-    "dspark": BlockTrainer,
-    "dflash": BlockTrainer,
-    "medusa": MedusaTrainer,
+    "eagle3": TrainableEagle3Head,
+    "dspark": TrainableBlockDrafter,
+    "dflash": TrainableBlockDrafter,
+    "medusa": TrainableMedusaHeads,
 }
 
 

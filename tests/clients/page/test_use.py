@@ -235,6 +235,7 @@ def test_models_are_listed_with_their_facts_and_requested_by_name(page: Any) -> 
         route.fulfill(json={"object": "list", "data": listed[-1]})
 
     page.route("**/v1/models", models)
+    page.route("**/props?model=*", lambda route: route.fulfill(json={"chat_template": "{{ messages }}"}))
     page.reload()
     until(page, lambda: page.locator(".model").inner_text() == "small")
     open_settings(page)

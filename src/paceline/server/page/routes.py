@@ -92,7 +92,7 @@ def _add(router: APIRouter, path: str, content: bytes) -> None:
     kind = _PLACES[path][1].rpartition(".")[2]
     headers = {**_HEADERS, "Content-Type": MEDIA_TYPES[kind], "Content-Length": str(len(content))}
     if path == SERVICE_WORKER:
-        headers["Service-Worker-Allowed"] = "../"  # the page itself lies above this file
+        headers["Service-Worker-Allowed"] = "../"  # the page is one folder above this file
 
     async def file() -> Response:
         return Response(content, headers=headers)
