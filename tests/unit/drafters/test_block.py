@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from harness.block_checkpoints import (
     write_random_block2,
 )
 from harness.block_gguf import write_gguf_block
-from harness.checkpoints import write_checkpoint
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.eagle_checkpoints import write_head
 from harness.exact_targets import skip_without_kernels
 from harness.gguf_checkpoints import write_gguf
@@ -440,3 +441,22 @@ def accepted(tree: DraftTree, text: Sequence[int]) -> list[int]:
             break
         nodes += found
     return nodes
+
+
+@pytest.mark.parametrize("tree_width", [1, 3])
+def test_whole_rows_of_logits_draft_what_their_ranking_drafts(tree_width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A banned id that neither text nor drafts hold keeps the pass from ranking the rows, and changes nothing else."""
+    skip_without_kernels()
+    draft_always(monkeypatch)
+    target = write_checkpoint(tmp_path / "target", "llama")
+    drafter = write_random_block(tmp_path / "drafter", vocab_size=VOCAB_SIZE)
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True)
+    options = {"tree_width": tree_width, "num_speculative_tokens": 6, "kv_cache_gb": 0.05}
+    with LLM(str(target), drafter=str(drafter), **options) as llm:
+        ranked = llm.generate([[5, 6, 7]], sampling, speculation={"trees": True})[0]
+        used = {*ranked.token_ids, *(token for step in ranked.steps or () for token in step.draft_token_ids)}
+        banned = next(token for token in range(VOCAB_SIZE) if token not in used)
+        whole = llm.generate([[5, 6, 7]], replace(sampling, banned_token_ids=[banned]), speculation={"trees": True})[0]
+    drafts = [[step.draft_token_ids for step in output.steps or ()] for output in (ranked, whole)]
+    assert drafts[0] == drafts[1]
+    assert any(len(set(step)) > 1 for step in drafts[0])
