@@ -138,6 +138,13 @@ def json_object(content: bytes, source: object) -> dict[str, Any]:
     return values
 
 
+def write_whole(path: Path, content: str) -> None:
+    """Write a text file; an interrupted write leaves what was there before."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(content, encoding="utf-8")
+    temporary.replace(path)
+
+
 def is_file(path: Path) -> bool:
     """Whether there is a regular file that can be seen; never raises."""
     try:

@@ -13,6 +13,7 @@ import torch
 
 from paceline import __version__
 from paceline.errors import printable
+from paceline.small_files import write_whole
 from paceline.training.recording import Data
 from paceline.training.settings import TrainSettings
 from paceline.training.trainer import Progress
@@ -50,9 +51,8 @@ def write_card(
         "estimates": progress.estimates,
         "served": dict(results),
     }
-    (directory / RESULTS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (directory / CARD).write_text(card(found), encoding="utf-8")
-    (directory / PLOT).write_text(plot(progress.history), encoding="utf-8")
+    for name, content in ((RESULTS, json.dumps(found, indent=1) + "\n"), (CARD, card(found)), (PLOT, plot(progress.history))):
+        write_whole(directory / name, content)
 
 
 def card(found: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """A training run from settings to a drafter with its card; each stage continues where an interrupted run ended."""
 
+import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.hub import resolve
 from paceline.machine import usable_processors
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
+from paceline.small_files import write_whole
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.training.block import TrainableBlockDrafter
 from paceline.training.card import write_card
@@ -48,7 +50,10 @@ def train(settings: TrainSettings, directory: Path, say: Say, *, is_resumed: boo
         PacelineError: the target cannot be used.
     """
     if is_resumed:
-        settings = TrainSettings.read(directory)
+        stored = TrainSettings.read(directory)
+        if stored.drafter != settings.drafter:
+            raise ConfigError(f"{directory} holds a run of {stored.drafter}, not {settings.drafter}: name that, or give another --output")
+        settings = stored
     elif (directory / SETTINGS_FILE).is_file():
         raise ConfigError(f"{directory} holds a run already: continue it with --resume, or give another --output")
     target = resolve(settings.model, gguf_file=settings.gguf_file)
@@ -96,15 +101,15 @@ def make_drafter(settings: TrainSettings, target: TargetMatrices, data: Data, sa
 
 def export(drafter: TrainableDrafter, directory: Path, name: str) -> None:
     """Write config.json and the weights in bfloat16, in the publishers' layout."""
-    import json
-
     config, tensors = drafter.export(name)
     stored = {
         key: (values.detach().to(torch.bfloat16) if values.is_floating_point() else values.detach()).cpu().contiguous()
         for key, values in tensors.items()
     }
-    save_file(stored, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    unfinished = directory / f"{WEIGHTS_FILE}.new"
+    save_file(stored, unfinished, metadata={"format": "pt"})
+    unfinished.replace(directory / WEIGHTS_FILE)
+    write_whole(directory / "config.json", json.dumps(config, indent=1) + "\n")
 
 
 def _facts(drafter: TrainableDrafter, trainer: Trainer, files: list[tuple[str, int]]) -> dict[str, Any]:
