@@ -19,7 +19,7 @@ from paceline.training.run import train
 from paceline.training.settings import TrainSettings
 
 
-def test_run_leaves_a_measured_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_writes_a_measured_drafter_and_resumes_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, output = write_checkpoint(tmp_path / "target", "llama"), tmp_path / "drafter"
     settings = TrainSettings(
         drafter="eagle3", model=str(target), data=(str(write_prompts(tmp_path / "prompts.jsonl", 12)),),
@@ -61,7 +61,7 @@ def test_run_leaves_a_measured_drafter(tmp_path: Path, monkeypatch: pytest.Monke
         (["eagle3", "--output", "x", "--resume"], "nothing to resume"),
     ],
 )
-def test_wrong_use_is_one_line(arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_usage_error_exits_with_2(arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["train", *arguments])
     assert result.exit_code == 2
