@@ -54,7 +54,9 @@ def train(settings: TrainSettings, directory: Path, say: Say, *, is_resumed: boo
         if stored.drafter != settings.drafter:
             raise ConfigError(f"{directory} holds a run of {stored.drafter}, not {settings.drafter}: name that, or give another --output")
         settings = stored
-    elif (directory / SETTINGS_FILE).is_file():
+    elif directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is a file: give a directory as --output")
+    elif (directory / SETTINGS_FILE).is_file() and (directory / DATA_FOLDER).exists():
         raise ConfigError(f"{directory} holds a run already: continue it with --resume, or give another --output")
     target = resolve(settings.model, gguf_file=settings.gguf_file)
     config = read_model_config(target)

@@ -13,7 +13,15 @@ from paceline.small_files import read_json, write_whole
 METHODS = ("eagle3", "dspark", "dflash", "medusa")
 ANSWERS = ("target", "keep")
 LOSSES = ("soft", "hard")
+DEVICES = ("auto", "cpu", "cuda")
 SETTINGS_FILE = "train.json"
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "num_prompts": (8, 10**8), "self_prompts": (0, 10**8), "num_eval_prompts": (1, 10**6), "max_prompt_tokens": (8, 2**20),
+    "max_answer_tokens": (8, 2**20), "temperatures": (0, 2), "max_repeat_share": (0, 1), "num_layers": (1, 64),
+    "block_size": (2, 64), "markov_rank": (1, 4096), "num_heads": (1, 16), "ttt_steps": (1, 16), "learning_rate": (1e-8, 1),
+    "batch_tokens": (16, 2**20), "minutes": (0.001, 10**6), "steps": (1, 10**9), "seed": (0, 2**63 - 1), "threads": (1, 4096),
+    "tree_width": (1, 64),
+}  # fmt: skip
 _DATA_NAMES = (
     "model", "gguf_file", "data", "eval_data", "answers", "num_prompts", "self_prompts", "num_eval_prompts", "max_prompt_tokens",
     "max_answer_tokens", "temperatures", "max_repeat_share", "boundaries", "seed",
@@ -91,22 +99,16 @@ class TrainSettings:
     command: str = ""
 
     def __post_init__(self) -> None:
-        for name, known in (("drafter", METHODS), ("answers", ANSWERS), ("loss", LOSSES)):
+        for name, known in (("drafter", METHODS), ("answers", ANSWERS), ("loss", LOSSES), ("device", DEVICES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: use one of {', '.join(known)}")
-        least = {
-            "num_prompts": 8, "num_eval_prompts": 1, "max_prompt_tokens": 8, "max_answer_tokens": 8, "num_layers": 1, "block_size": 2,
-            "num_heads": 1, "ttt_steps": 1, "batch_tokens": 16, "tree_width": 1,
-        }  # fmt: skip
-        for name, lowest in least.items():
-            if getattr(self, name) < lowest:
-                raise ConfigError(f"{name} must be at least {lowest}, got {getattr(self, name)}")
-        if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"steps must be at least 1, got {self.steps}")
-        if not self.minutes > 0:
-            raise ConfigError(f"minutes must be above 0, got {self.minutes}")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ConfigError(f"temperatures is {self.temperatures}: give one or more of at least 0")
+        for name, (lowest, highest) in _RANGES.items():
+            value = getattr(self, name)
+            for number in value if isinstance(value, tuple) else () if value is None else (value,):
+                if not lowest <= number <= highest:
+                    raise ConfigError(f"{name} is {number}: use {lowest:,} to {highest:,}")
+        if not self.temperatures:
+            raise ConfigError("temperatures is empty: give one or more")
         if self.answers == "keep" and not self.data:
             raise ConfigError("answers is 'keep' and there is no data: give files with answers, or let the target answer")
 
@@ -167,4 +169,7 @@ class TrainSettings:
         if unknown := sorted(set(values) - known):
             raise ConfigError(f"unknown settings {', '.join(unknown)}: known are {', '.join(sorted(known))}")
         given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        return cls(**given)
+        try:
+            return cls(**given)
+        except TypeError as error:  # a value of another type, or none for a setting without a default
+            raise ConfigError(f"settings of a training run cannot be read: {error}") from error

@@ -32,17 +32,21 @@ from paceline import LLM, SamplingParams
 from paceline.drafters import find_head
 from paceline.drafters.block.checkpoint import open_block
 from paceline.drafters.block.config import read_block_config
-from paceline.drafters.block.drafter import BlockDrafter, best_first_tree
+from paceline.drafters.block.drafter import MAX_DEFERRED_ROWS, MAX_PENDING_ROWS, BlockDrafter, best_first_tree
+from paceline.drafters.block.network import PendingContext
 from paceline.drafters.draft_sampler import DraftSampler, DraftTokens
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
+from paceline.engine import loader as loader_module
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import read_model_config
 from paceline.proof.doctor import DoctorOptions, diagnose
 from paceline.sampling.draw import Distribution, draw
-from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.draft_length.policy import FixedDraftLength
+from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import Request
+from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
 TARGET = make_config(hidden_size=32, vocab_size=97, num_layers=9)
@@ -462,3 +466,36 @@ def test_block_drafts_from_full_logits_equal_those_from_ranked_logits(
     drafts = [[step.draft_token_ids for step in output.steps or ()] for output in (ranked, whole)]
     assert drafts[0] == drafts[1]
     assert any(len(set(step)) > 1 for step in drafts[0])
+
+
+def test_text_generated_while_drafting_does_not_pay_costs_no_context_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first draft afterwards attends to the last rows only."""
+    skip_without_kernels()
+    num_plain = 300
+
+    class DraftsLate(FixedDraftLength):
+        def skip_reason(self, request: Request, drafter: Drafter) -> SkipReason | None:
+            return SkipReason.UNPROFITABLE if request.num_output_tokens < num_plain else None
+
+    monkeypatch.setattr(loader_module, "_policy", lambda *_: DraftsLate(6))
+    target = write_checkpoint(tmp_path / "target", "llama")
+    folder = write_random_block(tmp_path / "drafter", vocab_size=VOCAB_SIZE)
+    options: dict[str, Any] = {"dtype": "f32", "draft_quantization": "none", "max_model_len": 512, "kv_cache_gb": 0.05}
+    with LLM(str(target), drafter=str(folder), **options) as llm:
+        (drafter,) = llm.engine.speculator.drafters
+        assert isinstance(drafter, BlockDrafter)
+        passes, run_context = list[PendingContext](), drafter.head.run_context
+        monkeypatch.setattr(drafter.head, "run_context", lambda rows: passes.extend(rows) or run_context(rows))
+        features, observe = list[Any](), drafter.context.observe
+        monkeypatch.setattr(drafter.context, "observe", lambda *args: features.extend(args[2].copy()) or observe(*args))
+        sampling = SamplingParams(max_tokens=num_plain + 20, ignore_eos=True)
+        (output,) = llm.generate([[7, 9] * 40], sampling, speculation={"trees": True})
+    counts = [one.rows.num_rows for one in passes]
+    assert counts[0] == 80
+    assert MAX_PENDING_ROWS < counts[1] <= MAX_DEFERRED_ROWS
+    assert max(counts[2:]) <= 7
+    late = passes[1]
+    first = 80 + num_plain - 1 - counts[1]
+    assert (late.rows.cached_len, late.rows.first_slot) == (first, first)
+    np.testing.assert_array_equal(late.features, features[first : first + counts[1]])
+    assert any(step.draft_token_ids for step in output.steps or ())

@@ -13,7 +13,7 @@ from harness.quick_profiles import quick_profiles
 from harness.training_runs import write_prompts
 from paceline.cli import app
 from paceline.drafters import find_head
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.training import run as running
 from paceline.training.run import train
 from paceline.training.settings import TrainSettings
@@ -59,6 +59,12 @@ def test_train_writes_a_measured_drafter_and_resumes_after_a_stop(tmp_path: Path
         (["eagle3", "--output", "x", "--temperatures", "hot"], "use numbers with commas"),
         (["eagle3", "--output", "x", "--resume", "--steps", "3"], "leave out --steps"),
         (["eagle3", "--output", "x", "--resume"], "nothing to resume"),
+        (["eagle3", "--output", "x", "--minutes", "inf"], "minutes is inf: use 0.001 to 1,000,000"),
+        (["eagle3", "--output", "x", "--learning-rate", "nan"], "learning_rate is nan"),
+        (["eagle3", "--output", "x", "--temperatures", "0,-1"], "temperatures is -1.0: use 0 to 2"),
+        (["dspark", "--output", "x", "--markov-rank", "0"], "markov_rank is 0"),
+        (["eagle3", "--output", "x", "--seed", "-1"], "seed is -1"),
+        (["eagle3", "--output", "x", "--device", "tpu"], "device is 'tpu': use one of auto, cpu, cuda"),
     ],
 )
 def test_train_usage_error_exits_with_2(arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,3 +73,33 @@ def test_train_usage_error_exits_with_2(arguments: list[str], text: str, tmp_pat
     assert result.exit_code == 2
     assert text in result.output
     assert not (tmp_path / "x").exists()
+
+
+def test_resuming_another_method_is_refused(tmp_path: Path) -> None:
+    TrainSettings(drafter="medusa").write(tmp_path)
+    with pytest.raises(ConfigError, match="holds a run of medusa, not eagle3"):
+        train(TrainSettings(drafter="eagle3"), tmp_path, print, is_resumed=True)
+
+
+DAMAGED_SETTINGS = ['{"drafter": "eagle3", "num_prompts": "many"}', "{}", '{"drafter": "eagle3", "colour": 1}', "[1]", "{"]
+
+
+@pytest.mark.parametrize("content", DAMAGED_SETTINGS)
+def test_damaged_settings_of_a_run_are_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_text(content, encoding="utf-8")
+    with pytest.raises(PacelineError):
+        train(TrainSettings(drafter="eagle3"), tmp_path, print, is_resumed=True)
+
+
+def test_a_run_whose_data_cannot_be_read_can_be_started_again(tmp_path: Path) -> None:
+    target, output, data = write_checkpoint(tmp_path / "target", "llama"), tmp_path / "drafter", tmp_path / "prompts.txt"
+    data.touch()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="holds no usable prompt"):
+            train(TrainSettings(drafter="eagle3", model=str(target), data=(str(data),)), output, print)
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file: give a directory"):
+        train(TrainSettings(drafter="eagle3"), tmp_path / "file", print)

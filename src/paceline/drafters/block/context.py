@@ -82,6 +82,17 @@ class ContextCache:
         begin = context.num_rows
         return PendingContext(context.pending[0], RowRange(0, context.num_seen - begin, begin, table, None, min(begin, context.first)))
 
+    def drop_oldest(self, request: Request, num_kept: int) -> None:
+        """Drop all pending positions but the last `num_kept`. No draft attends to them, nor to earlier ones."""
+        rows = self.pending_rows(request)
+        if rows is None or rows.rows.num_rows <= num_kept:
+            return
+        context = self._contexts[request]
+        begin = context.num_seen - num_kept
+        hashes = self._prefix_hashes(request.token_ids[context.num_rows : begin], context.num_rows, context.hash)
+        context.first = context.num_rows = begin
+        context.hash, context.pending = hashes[-1], [context.pending[0][-num_kept:].copy()]
+
     def mark_computed(self, request: Request) -> None:
         """Record that keys and values of the pending positions are now cached."""
         context = self._contexts[request]

@@ -4,13 +4,15 @@ Sources: DFlash and DFlash2 (z-lab), DSpark (deepseek-ai/DeepSpec), trees over i
 accepted token is the target's own draw; a draft may be shorter than the drafter's block; trees are chosen by probability per row of the
 target's pass.
 
-Context rows are computed from the target's hidden states once per committed position, before the first draft that needs them. There is no
-pass over the prompt.
+Context rows are computed from the target's hidden states once per committed position: those of a prompt in its passes, later ones with the
+next draft. There is no separate pass over the prompt. While drafting does not pay, the oldest rows that wait are dropped, so that text is
+not attended to later.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from time import perf_counter
 
 import numpy as np
 
@@ -22,12 +24,13 @@ from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, IntArray, split_into_passes
 from paceline.runtimes.ranking import Draws, RankedRow
-from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, PrefillTime, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
 
-MAX_PENDING_ROWS = 64  # with more pending rows, context rows are computed outside of drafting
+MAX_PENDING_ROWS = 64  # a prompt's context rows are computed when more are pending; those of generated tokens wait for the next draft
+MAX_DEFERRED_ROWS = 256  # when more wait because drafting does not pay, the oldest are dropped
 MIN_ALIGNMENT_LEAD, MAX_ALIGNMENT_COMPARISONS = 4, 24
 """If the config does not state which position a row drafts, it is decided by a lead of MIN_ALIGNMENT_LEAD correct
 predictions, or after MAX_ALIGNMENT_COMPARISONS."""
@@ -59,6 +62,7 @@ class BlockDrafter(Drafter):
         self.context = ContextCache(head.runtime, cache, window=config.layers.max_positions)
         self._sampler = DraftSampler(head.target_ids, vocab_size, head.embedded_ids)
         self._tree_width = tree_width
+        self._prefill_time = PrefillTime()
         ranking = self._sampler.ranking(tree_width)
         head.set_ranking(replace(ranking, count=config.num_candidates) if config.num_candidates else ranking)
         self._is_alignment_unknown = config.drafts_at_anchor is None
@@ -74,8 +78,13 @@ class BlockDrafter(Drafter):
             if collected is None:
                 raise RuntimeError(f"the target returned none of the hidden states that {self.name} reads")
             features = collected.transpose(1, 0, 2).reshape(one.num_rows, -1)
-            if self.context.observe(one.request, one.start, features) > MAX_PENDING_ROWS or one.request.is_finished:
+            num_pending = self.context.observe(one.request, one.start, features)
+            is_prefill = one.start < one.request.num_prompt_tokens or one.num_rows > MAX_PENDING_ROWS
+            is_last = one.request.is_finished and num_pending <= MAX_PENDING_ROWS  # a later request may begin with this text
+            if is_last or (is_prefill and num_pending > MAX_PENDING_ROWS):
                 late.append(one.request)
+            elif num_pending > MAX_DEFERRED_ROWS:
+                self.context.drop_oldest(one.request, MAX_DEFERRED_ROWS - MAX_PENDING_ROWS)
         self._compute_pending_contexts(late)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
@@ -104,6 +113,9 @@ class BlockDrafter(Drafter):
             trees |= self._draft_blocks(group)
         return [trees.get(id(request)) for request in requests]
 
+    def prefill_s(self, request: Request) -> float:
+        return self._prefill_time.expected_s(self.context.num_pending_rows(request))
+
     def release(self, request: Request) -> None:
         self.context.release(request)
         self._first_row_tokens.pop(request)
@@ -129,12 +141,14 @@ class BlockDrafter(Drafter):
             self._run_context_pass([request for request, _ in part], [rows for _, rows in part])
 
     def _run_context_pass(self, requests: Sequence[Request], rows: Sequence[PendingContext]) -> None:
+        start_s = perf_counter()
         try:
             self.head.run_context(rows)
         except BaseException:  # an interrupted pass leaves no valid rows
             for request in requests:
                 self.context.release(request)
             raise
+        self._prefill_time.observe(sum(one.rows.num_rows for one in rows), perf_counter() - start_s)
         for request in requests:
             self.context.mark_computed(request)
 
