@@ -468,7 +468,7 @@ def test_block_drafts_from_full_logits_equal_those_from_ranked_logits(
     assert any(len(set(step)) > 1 for step in drafts[0])
 
 
-def test_text_generated_while_drafting_does_not_pay_costs_no_context_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_drafter_skips_context_passes_while_drafting_does_not_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first draft afterwards attends to the last rows only."""
     skip_without_kernels()
     num_plain = 300
