@@ -29,7 +29,7 @@ def families() -> str:
         packed = "; MXFP4 experts" if family.has_mxfp4_experts else ""
         drafters = f"{_usable(family.bundled_drafters)} | {_usable(family.published_heads)}"
         rows.append(f"| {family.models} | `{family.name}` | f32, f16, bf16{packed} | {architecture} | {drafters} |")
-    head = "| models | `model_type` | safetensors | GGUF architecture | drafters they bring | heads others trained |"
+    head = "| models | `model_type` | safetensors | GGUF architecture | drafters by the publisher | heads by others |"
     return "\n".join([head, "|---|---|---|---|---|---|", *rows])
 
 

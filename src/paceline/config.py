@@ -129,8 +129,8 @@ class SpeculationConfig:
         num_speculative_tokens: maximum draft tokens per step, or "auto" (16). The length of each draft is chosen from measured costs.
         tree_width: draft tokens per position, of draft models and heads; 1 = a chain, or the default tree of Medusa heads.
         draft_quantization: quantise draft models and heads during loading: "none", "int8", "int4" or `QuantOptions`. "auto": draft models
-            on the CPU get 4 bits if the target has at most 10 bits per value, 8 if it has 16. Rows that a head copies from the target's
-            vocabulary matrix get the same, other matrices of heads stay as they are.
+            and block drafters on the CPU get 4 bits if the target has at most 10 bits per value, 8 if it has 16. Rows that a head copies
+            from the target's vocabulary matrix get the same, other matrices of heads stay as they are.
         draft_adapter: directory of a LoRA adapter for the draft model; None = none.
         drafter_options: settings of one method by name, such as {"tree": "accuracy"}; see drafters/options.py.
         acceptance: rule that accepts draft tokens. "match": those that the target samples itself, so a seed gives the same text as without

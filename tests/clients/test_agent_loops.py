@@ -63,7 +63,7 @@ def served(model: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_no_agent_loop_fails_with_a_public_template(
+def test_agent_loops_of_client_libraries_work_with_public_templates(
     name: str, clients: Path, loop_clients: LoopClients, mini_dir: Path, tmp_path: Path, tally: "Counter[str]"
 ) -> None:
     template = clients / "parsers/llama.cpp/models/templates" / f"{name}.jinja"

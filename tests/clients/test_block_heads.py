@@ -124,7 +124,7 @@ def drafters(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("name", CASES)
-def test_five_drafts_are_those_of_the_publishers_classes(
+def test_block_drafts_equal_those_of_the_publishers_classes(
     name: str, backend: str, drafters: Path, monkeypatch: pytest.MonkeyPatch, tally: "Counter[str]"
 ) -> None:
     if backend == "torch":

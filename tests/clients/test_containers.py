@@ -31,7 +31,7 @@ def written(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("writer", sorted(WRITERS))
-def test_a_matrix_has_the_values_that_its_writer_unpacks(written: Path, writer: str) -> None:
+def test_packed_matrix_equals_what_its_quantisation_tool_unpacks(written: Path, writer: str) -> None:
     cases = sorted(written.glob(f"{writer}-*"))
     assert cases
     for folder in cases:
@@ -52,5 +52,5 @@ def test_a_matrix_has_the_values_that_its_writer_unpacks(written: Path, writer: 
             assert np.array_equal(found, expected), folder.name
 
 
-def test_what_no_tool_here_writes_is_known() -> None:
+def test_quantisation_methods_without_a_tool_to_test_are_listed() -> None:
     assert set(METHODS) - {writer.replace("_", "-") for writer in WRITERS} == {"gptq", "fbgemm_fp8", "modelopt"}

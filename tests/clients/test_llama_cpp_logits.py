@@ -62,7 +62,7 @@ BOUNDS = {"gemma2": 5e-3, "gemma3_text": 5e-3, "gemma4_text": 2e-2, "gemma4_unif
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_llama_cpps(clients: Path, tmp_path: Path, tally: "Counter[str]", name: str) -> None:
+def test_float32_logits_equal_those_of_llama_cpp(clients: Path, tmp_path: Path, tally: "Counter[str]", name: str) -> None:
     family, values = CASES[name]
     directory = write_checkpoint(tmp_path / "model", family, **values)
     path = tmp_path / "model.gguf"
@@ -73,7 +73,9 @@ def test_logits_are_llama_cpps(clients: Path, tmp_path: Path, tally: "Counter[st
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)
-def test_logits_of_recurrent_layers_are_llama_cpps(clients: Path, tmp_path: Path, tally: "Counter[str]", architecture: str) -> None:
+def test_logits_of_recurrent_models_equal_those_of_llama_cpp(
+    clients: Path, tmp_path: Path, tally: "Counter[str]", architecture: str
+) -> None:
     family, values = HYBRIDS[architecture]
     metadata = {"tokenizer.ggml.model": "no_vocab", f"{architecture}.vocab_size": VOCAB_SIZE}
     if family == "nemotron_h":
@@ -84,7 +86,7 @@ def test_logits_of_recurrent_layers_are_llama_cpps(clients: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("block_type", "bound"), [("Q4_K", 0.1), ("Q5_K", 2e-4), ("Q6_K", 2e-4)])
-def test_logits_of_k_quants_are_llama_cpps(
+def test_logits_of_k_quants_equal_those_of_llama_cpp(
     clients: Path, tmp_path: Path, tally: "Counter[str]", block_type: str, bound: float, seed: int
 ) -> None:
     """Its BLAS takes rows of a prompt as they are, unless weights are Q4_K, which it lays out anew; ours are rounded the second time."""

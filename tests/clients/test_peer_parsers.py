@@ -189,7 +189,7 @@ def count(suite: str, found: list[tuple[SuiteCase, str | None]], num_left_out: i
     tally[f"tests of {suite}'s parsers that are not run"] += num_left_out
 
 
-def test_texts_of_llama_cpps_tests_are_read_as_it_reads_them(parsers: Path, tally: "Counter[str]") -> None:
+def test_tool_call_parsers_agree_with_the_cases_of_llama_cpp(parsers: Path, tally: "Counter[str]") -> None:
     folder = parsers / "llama.cpp"
     suite = llama_cpp_suite(folder)
     found = list(llama_cpp_differences(folder, suite))
@@ -199,11 +199,11 @@ def test_texts_of_llama_cpps_tests_are_read_as_it_reads_them(parsers: Path, tall
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_public_template_shows_the_formats_of_its_model(template: str, parsers: Path) -> None:
+def test_public_chat_template_selects_the_expected_parsers(template: str, parsers: Path) -> None:
     source = (parsers / "llama.cpp/models/templates" / f"{template}.jinja").read_text(encoding="utf-8")
     assert OutputFormat.of_template(source) == OutputFormat(*TEMPLATES[template])
 
 
-def test_every_public_template_has_expected_formats(parsers: Path) -> None:
+def test_every_public_chat_template_has_an_expected_parser(parsers: Path) -> None:
     found = {path.stem for path in (parsers / "llama.cpp/models/templates").glob("*.jinja")}
     assert found == TEMPLATES.keys()

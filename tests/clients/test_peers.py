@@ -63,7 +63,7 @@ def test_peer_text_equals_ours_up_to_near_ties(
         ), answer
 
 
-def test_a_request_for_what_a_peer_has_not_is_one_error(clients: Path, mini_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_worker_reports_an_unsupported_mode_as_one_error(clients: Path, mini_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(clients.absolute()))
     for peer in PEERS.values():
         make_environment(peer)
@@ -72,7 +72,7 @@ def test_a_request_for_what_a_peer_has_not_is_one_error(clients: Path, mini_dir:
         assert "mtp" in answer["error"], answer
 
 
-def test_llama_cpp_reads_every_type_that_is_written(
+def test_llama_cpp_runs_every_gguf_type_that_paceline_writes(
     clients: Path, mini_dir: Path, monkeypatch: pytest.MonkeyPatch, tally: "Counter[str]"
 ) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(clients.absolute()))

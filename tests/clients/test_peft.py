@@ -64,7 +64,7 @@ def logits_beside(network: Network, adapter: Adapter, ids: Sequence[int]) -> Flo
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
-def test_every_variant_has_the_weights_and_logits_that_peft_makes_of_it(written: Callable[[str], Path], model: str) -> None:
+def test_merged_weights_and_logits_equal_those_of_peft(written: Callable[[str], Path], model: str) -> None:
     from paceline.runtimes.native.network import NativeNetwork
     from paceline.runtimes.torch.network import TorchNetwork
 

@@ -32,7 +32,7 @@ def written(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_variant_has_the_logits_and_the_tokens_that_peft_gives(written: Path, model: str) -> None:
+def test_x_lora_logits_and_tokens_equal_those_of_peft(written: Path, model: str) -> None:
     from paceline.runtimes.torch.network import TorchNetwork
 
     base = written / model / "base"

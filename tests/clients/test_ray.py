@@ -170,7 +170,7 @@ def check_answer(answer: httpx.Response, solo: HttpClient, path: str, fields: di
         assert told(answer.json()) == told(alone)
 
 
-def test_turns_of_a_chat_find_their_rows_and_a_signal_lets_streams_finish(clients: Path) -> None:
+def test_chats_hit_the_prefix_cache_of_their_replica_and_sigterm_drains(clients: Path) -> None:
     with closing(Command(clients, "serve", "--port", "0", *OPTIONS)) as server:
         url = server.url()
         num_cached = 0
@@ -212,7 +212,7 @@ def answers_in(path: Path) -> dict[str, Any]:
     return {line["id"]: told(line["response"]["body"]) for line in lines}
 
 
-def test_a_batch_loses_nothing_with_a_replica_or_with_its_command(clients: Path, tmp_path: Path, tally: "Counter[str]") -> None:
+def test_batch_loses_no_answer_when_a_replica_or_the_command_is_killed(clients: Path, tmp_path: Path, tally: "Counter[str]") -> None:
     source, target = write_requests(tmp_path / "in", NUM_REQUESTS), tmp_path / "out"
     command = ["batch", str(source), str(target), *OPTIONS]
     with closing(Command(clients, *command)) as batch:

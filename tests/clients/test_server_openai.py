@@ -58,7 +58,7 @@ def by_frameworks(clients: Path, server: Server) -> dict[str, Any]:
     return asked(clients, "framework_calls.py", server.url)
 
 
-def test_openais_client_gets_the_texts_of_the_engine_whole_and_streamed(by_openai: dict[str, Any], llm: LLM) -> None:
+def test_openai_client_gets_the_engine_text_whole_and_streamed(by_openai: dict[str, Any], llm: LLM) -> None:
     found = by_openai["chats"]
     sampled = SamplingParams(max_tokens=24, temperature=0.9, seed=7)
     for name, params in (("greedy", GREEDY), ("sampled", sampled)):
@@ -77,7 +77,7 @@ def test_openais_client_gets_the_texts_of_the_engine_whole_and_streamed(by_opena
     assert by_openai["models"] == [["mini"], "mini"]
 
 
-def test_openais_client_reads_log_probabilities_and_schemas(by_openai: dict[str, Any], llm: LLM) -> None:
+def test_openai_client_reads_logprobs_and_parsed_json_schemas(by_openai: dict[str, Any], llm: LLM) -> None:
     expected = llm.chat(MESSAGES, SamplingParams(max_tokens=24, logprobs=2)).logprobs
     assert expected is not None
     found = by_openai["chats"]["logprobs"]
@@ -86,7 +86,7 @@ def test_openais_client_reads_log_probabilities_and_schemas(by_openai: dict[str,
     assert set(by_openai["chats"]["parsed"]) == {"age", "is_tall"}
 
 
-def test_openais_client_raises_its_own_class_for_every_error(by_openai: dict[str, Any]) -> None:
+def test_openai_client_raises_its_own_class_for_every_error(by_openai: dict[str, Any]) -> None:
     assert by_openai["errors"] == {
         "key": {"class": "AuthenticationError", "status": 401, "param": None, "code": "invalid_api_key"},
         "model": {"class": "NotFoundError", "status": 404, "param": "model", "code": "model_not_found"},
@@ -105,7 +105,7 @@ def test_openai_client_retries_on_a_full_server(clients: Path, llm: LLM) -> None
     assert found["retried"] == llm.chat(MESSAGES, GREEDY).text
 
 
-def test_litellm_and_langchain_get_the_same_texts(by_frameworks: dict[str, Any], llm: LLM) -> None:
+def test_litellm_and_langchain_get_the_engine_text(by_frameworks: dict[str, Any], llm: LLM) -> None:
     answer, text = llm.chat(MESSAGES, GREEDY), llm.generate(PROMPT, SHORT)[0].text
     for name in ("litellm", "langchain"):
         found = by_frameworks[name]
@@ -167,7 +167,7 @@ def samples(
     return {name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in logged.items()}
 
 
-def test_lm_eval_scores_choices_as_the_engine_does(samples: dict[str, list[dict[str, Any]]], llm: LLM) -> None:
+def test_lm_eval_choice_scores_equal_those_of_the_engine(samples: dict[str, list[dict[str, Any]]], llm: LLM) -> None:
     """By `echo` with `logprobs`, one choice a request."""
     assert len(samples["local_choice"]) == len(CHOICES)
     for sample in samples["local_choice"]:
@@ -187,7 +187,7 @@ def test_lm_eval_gets_the_texts_of_the_engine(samples: dict[str, list[dict[str, 
     assert [sample["exact_match"] for sample in samples["local_text"]] == [1.0] * len(CHOICES)
 
 
-def test_no_request_that_schemathesis_invents_is_a_fault_of_ours(clients: Path, server: Server, tmp_path: Path) -> None:
+def test_schemathesis_finds_no_request_with_a_server_error(clients: Path, server: Server, tmp_path: Path) -> None:
     command = ["-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--checks", "not_a_server_error", "--max-examples", "40"]
     command += ["--header", f"Authorization: Bearer {KEY}", "--seed", "20260101", "--workers", "1", "--request-timeout", "60", "--no-color"]
     report = called(

@@ -80,7 +80,7 @@ def check(found: dict[str, Any], expected: RequestOutput) -> None:
 
 
 @pytest.mark.parametrize("asked", ["chat"], indirect=True)
-def test_openais_client_reads_chats(asked: dict[str, Any], expected: RequestOutput) -> None:
+def test_openai_client_reads_chat_completions(asked: dict[str, Any], expected: RequestOutput) -> None:
     check(asked, expected)
     assert asked["call"][2] == "tool_calls"
     assert asked["events"][-1] == "chunk" or "content.done" in asked["events"]
@@ -88,7 +88,7 @@ def test_openais_client_reads_chats(asked: dict[str, Any], expected: RequestOutp
 
 
 @pytest.mark.parametrize("asked", ["responses"], indirect=True)
-def test_openais_client_reads_responses(asked: dict[str, Any], expected: RequestOutput) -> None:
+def test_openai_client_reads_responses(asked: dict[str, Any], expected: RequestOutput) -> None:
     check(asked, expected)
     assert once(asked["events"])[:-1] == [f"response.{kind}" for kind in RESPONSE_EVENTS]
     assert asked["events"][-1] in ("response.completed", "response.incomplete")
@@ -97,7 +97,7 @@ def test_openais_client_reads_responses(asked: dict[str, Any], expected: Request
 
 
 @pytest.mark.parametrize("asked", ["messages"], indirect=True)
-def test_anthropics_client_reads_messages(asked: dict[str, Any], expected: RequestOutput) -> None:
+def test_anthropic_client_reads_messages(asked: dict[str, Any], expected: RequestOutput) -> None:
     check(asked, expected)
     assert once(asked["raw_events"]) == MESSAGE_EVENTS
     assert [kind for kind in once(asked["events"]) if kind in MESSAGE_EVENTS][-1] == "message_stop"
@@ -107,7 +107,7 @@ def test_anthropics_client_reads_messages(asked: dict[str, Any], expected: Reque
 
 
 @pytest.mark.parametrize("asked", ["ollama"], indirect=True)
-def test_ollamas_client_reads_chats_and_prompts(asked: dict[str, Any], expected: RequestOutput) -> None:
+def test_ollama_client_reads_chat_and_generate(asked: dict[str, Any], expected: RequestOutput) -> None:
     check(asked, expected)
     assert asked["done"] == [False] * (len(asked["done"]) - 1) + [True]
     assert asked["prompted"] == expected.text

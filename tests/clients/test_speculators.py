@@ -169,7 +169,7 @@ def heads(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("name", CASES)
-def test_heads_of_speculators_compute_what_its_classes_do(
+def test_speculators_heads_compute_what_the_library_classes_do(
     name: str, backend: str, heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: "Counter[str]"
 ) -> None:
     """Log-probabilities and drafts of true pairs and of those behind them; a head that overlooks the switch would show."""

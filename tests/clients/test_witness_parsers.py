@@ -93,7 +93,7 @@ def answers(python: Path, script: str, folder: Path, asked: list[Row]) -> list[R
 
 
 @pytest.mark.parametrize("project", WITNESSES)
-def test_another_projects_parsers_find_our_calls(project: str, clients: Path, tally: "Counter[str]") -> None:
+def test_parsers_of_other_projects_read_the_same_tool_calls(project: str, clients: Path, tally: "Counter[str]") -> None:
     folder = clients / "parsers"
     if not (folder / project).exists():
         pytest.skip("the environment of other projects' parsers is not there: make test-clients builds it")

@@ -112,7 +112,7 @@ class Late(Drafter):
         return [None] * len(requests)
 
 
-def test_properties_that_raise_after_load_fail_no_request() -> None:
+def test_drafter_properties_that_raise_after_load_fail_no_request() -> None:
     params = SamplingParams(max_tokens=12)
     plain = LLM("mini", drafter="none", threads=1).generate("The old man", params)[0].token_ids
     llm = LLM("mini", drafter=[Late(), NgramDrafter()], threads=1)
@@ -144,6 +144,6 @@ def named(name: object = "own", **members: Any) -> Any:
         ([named(), "ngram"], "drafter holds Own and 'ngram'"),
     ],
 )
-def test_unusable_drafter_object_is_one_error_at_load(drafter: Any, text: str) -> None:
+def test_invalid_drafter_object_is_one_error_at_load(drafter: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         LLM("mini", drafter=drafter, threads=1)

@@ -22,7 +22,7 @@ def bench(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["bench", *arguments])
 
 
-def test_two_modes_and_one_workload_are_measured_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_measures_two_modes_of_one_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["paceline", "bench", *SHORT])
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
         monkeypatch.setenv(name, "1")  # set by the command if nobody has: so that it is taken back
@@ -43,7 +43,7 @@ def test_two_modes_and_one_workload_are_measured_in_seconds(tmp_path: Path, monk
 
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize(("option", "begin"), [(("-o", "md"), "| model | threads | workload | mode | tokens/s |"), (("--json",), "{")])
-def test_a_result_is_printed_as_markdown_or_json(monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], begin: str) -> None:
+def test_bench_prints_its_result_as_markdown_or_json(monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], begin: str) -> None:
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
         monkeypatch.setenv(name, "1")
     done = bench("mini", *SHORT, *option)
@@ -75,7 +75,7 @@ def test_a_result_is_printed_as_markdown_or_json(monkeypatch: pytest.MonkeyPatch
         (["--html", "."], "is a folder: give the name of a file"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_reports_invalid_options_before_measuring(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
         monkeypatch.setenv(name, "1")
@@ -91,7 +91,7 @@ def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], sai
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 @pytest.mark.long
-def test_ctrl_c_reports_what_there_is_and_leaves_no_process(tmp_path: Path) -> None:
+def test_interrupted_bench_prints_partial_results_and_ends_its_workers(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [
         sys.executable,

@@ -47,25 +47,25 @@ def last_messages(llm: FakeLLM) -> list[str]:
 # --- from a pipe ---
 
 
-def test_a_conversation_remembers_what_was_said(fake_llm: type[FakeLLM]) -> None:
+def test_chat_command_sends_all_earlier_turns(fake_llm: type[FakeLLM]) -> None:
     done = chat("--system", "Be brief.", stdin="Hi\n\nAnd?\n")
     assert (done.exit_code, done.stdout) == (0, f"{TEXT}\n{TEXT}\n")
     first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert fake_llm.made[0].asked == [first, [*first, {"role": "assistant", "content": TEXT}, {"role": "user", "content": "And?"}]]
 
 
-def test_lines_that_go_on_and_blocks_are_one_message(fake_llm: type[FakeLLM]) -> None:
+def test_chat_joins_continued_lines_and_quoted_blocks_into_one_message(fake_llm: type[FakeLLM]) -> None:
     given = 'one \\\ntwo\n"""\nthree\n\n/exit\n"""\n"""four"""\n"""five\nsix"""\na path\\\\\n"""\nto the end\n'
     assert chat(stdin=given).exit_code == 0
     assert last_messages(fake_llm.made[0]) == ["one \ntwo", "three\n\n/exit", "four", "five\nsix", "a path\\\\", "to the end"]
 
 
-def test_reset_forgets_all_but_the_system_message(fake_llm: type[FakeLLM]) -> None:
+def test_chat_reset_keeps_only_the_system_message(fake_llm: type[FakeLLM]) -> None:
     chat("--system", "Be brief.", stdin="Hi\n/reset\nAnd?\n")
     assert [message["content"] for message in fake_llm.made[0].asked[1]] == ["Be brief.", "And?"]
 
 
-def test_exit_ends_and_help_lists(fake_llm: type[FakeLLM]) -> None:
+def test_chat_exit_ends_and_help_lists_the_commands(fake_llm: type[FakeLLM]) -> None:
     done = chat(stdin="/help\n/exit\nnever asked\n")
     assert (done.exit_code, fake_llm.made[0].asked) == (0, [])
     assert all(
@@ -74,12 +74,12 @@ def test_exit_ends_and_help_lists(fake_llm: type[FakeLLM]) -> None:
 
 
 @pytest.mark.parametrize("command", ["/exit", "/quit", "/bye"])
-def test_other_names_of_commands_work(fake_llm: type[FakeLLM], command: str) -> None:
+def test_chat_accepts_quit_bye_and_clear_as_commands(fake_llm: type[FakeLLM], command: str) -> None:
     assert chat(stdin=f"Hi\n/reset\nHi\n/clear\nHi\n{command}\nnever asked\n").exit_code == 0
     assert [len(messages) for messages in fake_llm.made[0].asked] == [1, 1, 1]
 
 
-def test_drafts_shows_who_drafted_the_last_answer(fake_llm: type[FakeLLM]) -> None:
+def test_chat_drafts_command_marks_the_tokens_of_the_last_answer(fake_llm: type[FakeLLM]) -> None:
     done = chat(stdin="/drafts\nHi\n/drafts\n")
     assert done.stdout == f"{TEXT}\n{{The}}[ quick brown] fox[ caf]é\n"
     assert "/drafts: there is no answer yet" in done.stderr
@@ -90,7 +90,7 @@ def test_drafts_shows_who_drafted_the_last_answer(fake_llm: type[FakeLLM]) -> No
 
 
 @pytest.mark.parametrize(("option", "first"), [([], "Be brief."), (["--no-keep-system"], "And?")])
-def test_a_full_context_drops_the_oldest_turns_and_says_so_once(fake_llm: type[FakeLLM], option: list[str], first: str) -> None:
+def test_chat_drops_the_oldest_turns_of_a_full_context_with_one_notice(fake_llm: type[FakeLLM], option: list[str], first: str) -> None:
     fake_llm.max_model_len = 80  # a token a character: a quarter is kept for the answer
     done = chat("--system", "Be brief.", *option, stdin="Hi\nAnd?\nAnd?\nAnd?\n/save /dev/null\n")
     sent = [[message["content"] for message in messages] for messages in fake_llm.made[0].asked]
@@ -102,13 +102,13 @@ def test_a_full_context_drops_the_oldest_turns_and_says_so_once(fake_llm: type[F
     assert done.stderr.count("the context of 80 tokens is full: from now on the oldest turns are not sent to the model") == 1
 
 
-def test_a_message_that_does_not_fit_alone_is_sent_and_refused(fake_llm: type[FakeLLM]) -> None:
+def test_chat_message_larger_than_the_context_is_sent_alone(fake_llm: type[FakeLLM]) -> None:
     fake_llm.max_model_len = 10
     chat(stdin="Hi\nA message that is too long\n")
     assert [len(messages) for messages in fake_llm.made[0].asked] == [1, 1]
 
 
-def test_a_saved_conversation_has_the_dropped_turns_too(fake_llm: type[FakeLLM], tmp_path: Path) -> None:
+def test_chat_save_includes_turns_dropped_from_the_context(fake_llm: type[FakeLLM], tmp_path: Path) -> None:
     fake_llm.max_model_len = 40
     chat(stdin=f"Hi\nAnd?\nAnd?\n/save {tmp_path / 'said.json'}\n")
     assert len(json.loads((tmp_path / "said.json").read_text())) == 6
@@ -130,7 +130,7 @@ def wrapped(text: str, monkeypatch: pytest.MonkeyPatch, *, pieces: int = 1, colu
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 50])
-def test_words_are_not_cut_at_the_edge_of_a_terminal(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
+def test_chat_wraps_lines_at_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
     text = "The quick brown fox jumps over the lazy dog.\n\n    indented, and a-word-longer-than-the-line is cut"
     lines = wrapped(text, monkeypatch, pieces=pieces)
     assert lines[:3] == ["The quick brown fox ", "jumps over the lazy ", "dog."]
@@ -138,16 +138,16 @@ def test_words_are_not_cut_at_the_edge_of_a_terminal(monkeypatch: pytest.MonkeyP
     assert [word for line in lines for word in line.split()] == text.split()
 
 
-def test_wide_characters_are_counted_as_two_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_counts_wide_characters_as_two_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrapped("日本語の文章には空白がありません", monkeypatch, columns=10) == ["日本語の文", "章には空白", "がありませ", "ん"]
 
 
-def test_a_pipe_gets_the_text_as_it_is(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_does_not_wrap_lines_in_a_pipe(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "10")
     assert chat(stdin="Hi\n").stdout == f"{TEXT}\n"
 
 
-def test_a_message_may_start_with_a_path(fake_llm: type[FakeLLM]) -> None:
+def test_chat_message_may_start_with_a_path(fake_llm: type[FakeLLM]) -> None:
     chat(stdin="/etc/hosts holds what?\n/usr what is it\n")
     assert last_messages(fake_llm.made[0]) == ["/etc/hosts holds what?", "/usr what is it"]
 
@@ -168,13 +168,13 @@ def test_a_message_may_start_with_a_path(fake_llm: type[FakeLLM]) -> None:
         ("/save ~nobodyhere/x", "/save: ~nobodyhere/x cannot be written"),
     ],
 )
-def test_a_command_that_cannot_be_obeyed_is_said_and_told_by_the_exit_code(fake_llm: type[FakeLLM], line: str, says: str) -> None:
+def test_invalid_chat_command_is_reported_and_exits_with_2(fake_llm: type[FakeLLM], line: str, says: str) -> None:
     done = chat(stdin=f"{line}\nHi\n")
     assert (done.exit_code, done.stdout) == (2, f"{TEXT}\n")
     assert f"error: {says}" in done.stderr
 
 
-def test_sampling_parameters_are_shown_and_set(fake_llm: type[FakeLLM]) -> None:
+def test_chat_set_command_shows_and_changes_sampling_parameters(fake_llm: type[FakeLLM]) -> None:
     commands = "/set temperature 0.5\n/set max-tokens 7\n/set stop END\n/set seed 3\n/set ignore_eos true\n"
     done = chat("--top-k", "4", "--temp", "0", stdin=f"{commands}Hi\n/set seed none\n/set stop none\n/set\n")
     assert done.exit_code == 0
@@ -185,7 +185,7 @@ def test_sampling_parameters_are_shown_and_set(fake_llm: type[FakeLLM]) -> None:
     assert "temperature is 0.5\n" in done.stderr
 
 
-def test_the_system_message_is_shown_set_and_removed(fake_llm: type[FakeLLM]) -> None:
+def test_chat_system_command_shows_sets_and_removes_the_system_message(fake_llm: type[FakeLLM]) -> None:
     done = chat(stdin='Hi\n/system "Be brief."\nHi\n/system\n/system ""\nHi\n')
     roles = [[message["role"] for message in messages][:1] for messages in fake_llm.made[0].asked]
     assert roles == [["user"], ["system"], ["user"]]
@@ -193,14 +193,14 @@ def test_the_system_message_is_shown_set_and_removed(fake_llm: type[FakeLLM]) ->
     assert "no system message" in done.stderr
 
 
-def test_retry_asks_the_last_message_again(fake_llm: type[FakeLLM]) -> None:
+def test_chat_retry_sends_the_last_message_again(fake_llm: type[FakeLLM]) -> None:
     done = chat("--temp", "0", stdin="Hi\nAnd?\n/retry\n/set temperature 1\n/retry\n")
     assert done.exit_code == 0
     assert fake_llm.made[0].asked[1] == fake_llm.made[0].asked[2] == fake_llm.made[0].asked[3]
     assert done.stderr.count("the same answer will come again; /set temperature 0.7 makes it another one") == 1
 
 
-def test_a_saved_conversation_is_what_a_model_takes(fake_llm: type[FakeLLM], tmp_path: Path) -> None:
+def test_chat_save_writes_messages_in_request_format(fake_llm: type[FakeLLM], tmp_path: Path) -> None:
     path = tmp_path / "said.json"
     done = chat("--system", "Be brief.", stdin=f"Grüß dich\n/save {path}\nAnd?\n/save {path}\n")
     assert done.exit_code == 0, done.stderr
@@ -210,7 +210,7 @@ def test_a_saved_conversation_is_what_a_model_takes(fake_llm: type[FakeLLM], tmp
     assert chat(stdin=f"Hi\n/save {path}\n").exit_code == 2, "another conversation's file"
 
 
-def test_a_message_that_cannot_be_served_is_taken_back_and_told_by_the_exit_code(fake_llm: type[FakeLLM]) -> None:
+def test_refused_chat_message_is_removed_and_sets_the_exit_code(fake_llm: type[FakeLLM]) -> None:
     fake_llm.fails_at, fake_llm.failure = 0, RequestError("the prompt is too long", parameter="prompt")
     done = chat(stdin="Hi\nAnd?\n/retry\n")
     assert done.exit_code == 2
@@ -220,20 +220,20 @@ def test_a_message_that_cannot_be_served_is_taken_back_and_told_by_the_exit_code
     assert chat(stdin="Hi\n").exit_code == 1
 
 
-def test_an_interrupt_ends_a_conversation_that_nobody_sits_at(fake_llm: type[FakeLLM]) -> None:
+def test_interrupt_ends_a_chat_that_reads_a_pipe(fake_llm: type[FakeLLM]) -> None:
     fake_llm.fails_at = 1
     done = chat(stdin="Hi\nAnd?\n")
     assert (done.exit_code, done.stdout) == (130, "The\n")
     assert fake_llm.made[0].closed_streams == 1
 
 
-def test_quiet_prints_answers_and_what_to_know(fake_llm: type[FakeLLM]) -> None:
+def test_quiet_option_prints_only_answers_and_notices(fake_llm: type[FakeLLM]) -> None:
     for arguments in (["chat", "-q"], ["run", "--quiet", "Hi"]):
         done = CliRunner().invoke(app, arguments, input="Hi\n")
         assert (done.exit_code, done.stdout, done.stderr) == (0, f"{TEXT}\n", "a notice\n")
 
 
-def test_a_model_without_a_chat_template_is_refused_before_anybody_types(tmp_path: Path) -> None:
+def test_chat_without_chat_template_is_refused_before_loading(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1, vocab_size=300)
     write_byte_level_tokenizer(directory)
     done = chat("--model", str(directory), "--drafter", "none", stdin="Hi\n")
@@ -244,7 +244,7 @@ def test_a_model_without_a_chat_template_is_refused_before_anybody_types(tmp_pat
     assert done.stderr.count("\n") == 1, "nothing is loaded"
 
 
-def test_a_template_that_cannot_be_compiled_is_refused_before_anybody_types(tmp_path: Path) -> None:
+def test_chat_with_an_invalid_template_is_refused_before_input(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1, vocab_size=300)
     write_byte_level_tokenizer(directory)
     (directory / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content")
@@ -260,7 +260,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_statistics_are_folded_between_words_on_a_terminal_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_are_wrapped_between_words_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "7 tokens | 12.0 tokens/s | mean acceptance length 2.33 | acceptance rate 50% (4 of 8 drafted)"
     monkeypatch.setenv("COLUMNS", "30")
     for stream in (Terminal(), io.StringIO()):
@@ -288,7 +288,7 @@ class Sitter:
         return self._entries.pop(0)
 
 
-def test_an_interrupt_behind_an_answer_ends_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_after_an_answer_does_not_end_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeLLM.made = []
     llm, told = FakeLLM(), list[str]()
 
@@ -374,7 +374,7 @@ def leave(terminal: Any) -> None:
     assert terminal.match[1] == terminal.settings
 
 
-def test_typed_and_pasted_blocks_are_one_message(sit: Sit) -> None:
+def test_typed_and_pasted_multi_line_blocks_are_one_message(sit: Sit) -> None:
     terminal = sit()
     for keys, message in (
         (pasted("one\ntwo \\\n/exit"), "one\ntwo \\\n/exit"),
@@ -393,7 +393,7 @@ def test_typed_and_pasted_blocks_are_one_message(sit: Sit) -> None:
     leave(terminal)
 
 
-def test_what_is_typed_during_an_answer_is_neither_lost_nor_mixed_in(sit: Sit, gate: Path) -> None:
+def test_input_typed_during_an_answer_is_kept_for_the_next_prompt(sit: Sit, gate: Path) -> None:
     terminal = sit("-q")
     gate.touch()
     terminal.send("go\r")
@@ -411,7 +411,7 @@ def test_what_is_typed_during_an_answer_is_neither_lost_nor_mixed_in(sit: Sit, g
     leave(terminal)
 
 
-def test_ctrl_c_stops_an_answer_keeps_what_was_typed_and_the_conversation(sit: Sit, gate: Path) -> None:
+def test_ctrl_c_during_an_answer_keeps_the_typed_input_and_the_chat(sit: Sit, gate: Path) -> None:
     terminal = sit()
     gate.touch()
     terminal.send("go\r")

@@ -69,7 +69,7 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LIKE_OTHERS else []) for name in HOSTILE])
-def test_hostile_template_fails_in_bounded_time_and_memory(name: str) -> None:
+def test_hostile_chat_template_fails_in_bounded_time_and_memory(name: str) -> None:
     template = ChatTemplate(HOSTILE[name], {"bos_token": "<s>"})
     start = time.perf_counter()
     with pytest.raises(RequestError, match="chat template") as caught:
@@ -80,14 +80,14 @@ def test_hostile_template_fails_in_bounded_time_and_memory(name: str) -> None:
     assert NAMED_LIMITS.get(name, "") in str(caught.value)
 
 
-def test_invalid_template_is_a_checkpoint_error() -> None:
+def test_invalid_chat_template_is_a_checkpoint_error() -> None:
     ChatTemplate(PLAIN, {}).check()
     for name in ("no template", "depth"):
         with pytest.raises(CheckpointError, match="chat template cannot be compiled"):
             ChatTemplate(HOSTILE[name], {}).check()
 
 
-def test_template_output_limit_grows_with_messages_and_context() -> None:
+def test_chat_template_output_limit_grows_with_messages_and_context() -> None:
     doubled = ChatTemplate("{{ messages[0].content }}{{ messages[0].content }}", {})
     long = [{"role": "user", "content": "x" * 1_000_000}]
     assert len(doubled.render(long, add_generation_prompt=False, max_model_len=64)) == 2_000_000
@@ -97,7 +97,7 @@ def test_template_output_limit_grows_with_messages_and_context() -> None:
         of_its_own.render(HELLO, add_generation_prompt=False, max_model_len=2048)
 
 
-def test_after_a_failure_the_next_conversation_is_rendered() -> None:
+def test_chat_template_renders_again_after_a_failed_conversation() -> None:
     source = (
         "{% if messages[0].content == 'loop' %}"
         + HOSTILE["a long text"]
@@ -111,7 +111,7 @@ def test_after_a_failure_the_next_conversation_is_rendered() -> None:
                 template.render([{"role": "user", "content": bad}], add_generation_prompt=True)
 
 
-def test_killed_template_process_is_restarted() -> None:
+def test_killed_chat_template_process_is_restarted() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": "<s>"})
     template.check()
     os.kill(pid_of(template), signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_killed_template_process_is_restarted() -> None:
     assert template.render(HELLO, add_generation_prompt=False) == "<s>user: hello\n"
 
 
-def test_killed_template_process_fails_one_conversation() -> None:
+def test_killed_chat_template_process_fails_one_conversation() -> None:
     template = ChatTemplate("{% if messages|length > 1 %}" + HOSTILE["endless loops"] + "{% endif %}", {})
     template.check()
     killer = threading.Timer(0.2, os.kill, (pid_of(template), signal.SIGKILL))
@@ -142,7 +142,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_template_process_ends_with_its_template() -> None:
+def test_chat_template_process_ends_when_its_object_is_deleted() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": ""})
     template.check()
     pid = pid_of(template)
@@ -152,7 +152,7 @@ def test_template_process_ends_with_its_template() -> None:
     assert not is_alive(pid)
 
 
-def test_template_process_ends_with_the_program() -> None:
+def test_chat_template_process_ends_with_the_parent_process() -> None:
     program = f"""
 import os, sys
 from paceline.tokenizer.chat_template import ChatTemplate
@@ -175,7 +175,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_threads_get_their_own_texts() -> None:
+def test_chat_template_rendered_by_threads_gives_each_its_own_text() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": ""})
     found: dict[int, str] = {}
 
@@ -192,7 +192,7 @@ def test_threads_get_their_own_texts() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_process_starts_its_own_template_process() -> None:
+def test_forked_process_starts_its_own_chat_template_process() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": ""})
     template.check()
     pid = pid_of(template)
@@ -217,13 +217,13 @@ def test_forked_process_starts_its_own_template_process() -> None:
     wait_until(lambda: not is_alive(own))
 
 
-def test_template_process_ignores_keyboard_interrupts() -> None:
+def test_chat_template_process_ignores_keyboard_interrupts() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": ""})
     template.check()
     assert os.getsid(pid_of(template)) != os.getsid(0)
 
 
-def test_template_process_cannot_write_and_has_a_memory_limit() -> None:
+def test_chat_template_process_cannot_write_files_and_has_a_memory_limit() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": ""})
     template.check()
     limits = Path(f"/proc/{pid_of(template)}/limits").read_text()
@@ -232,7 +232,7 @@ def test_template_process_cannot_write_and_has_a_memory_limit() -> None:
     assert rows["Max file size"] == rows["Max core file size"] == ["0", "0"]
 
 
-def test_rendering_takes_less_than_a_millisecond_and_starting_little() -> None:
+def test_chat_template_renders_in_a_millisecond() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": ""})
     times = []
     for _ in range(100):
@@ -243,7 +243,7 @@ def test_rendering_takes_less_than_a_millisecond_and_starting_little() -> None:
     assert sorted(times)[20] < 1e-3
 
 
-def test_template_process_without_python_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_template_without_a_python_executable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for program in ("/no/such/python", "", "/bin/true"):
         monkeypatch.setattr(isolated.sys, "executable", program)
         with pytest.raises(BackendUnavailableError, match="cannot be started"):
@@ -254,7 +254,7 @@ def test_template_process_without_python_is_an_error(monkeypatch: pytest.MonkeyP
         ChatTemplate(PLAIN, {}).render(HELLO, add_generation_prompt=False)
 
 
-def test_values_of_other_types_reach_the_template_as_plain_ones() -> None:
+def test_chat_template_gets_other_types_as_json_values() -> None:
     template = ChatTemplate("{{ messages|tojson }}", {})
     value = {"role": "user", "content": ("a", np.float32(0.5), object(), {"x": None}), "name": None, "thinking": "hm"}
     assert template.render([value], add_generation_prompt=False) == (
@@ -263,7 +263,7 @@ def test_values_of_other_types_reach_the_template_as_plain_ones() -> None:
 
 
 @pytest.mark.parametrize("messages", [["hello"], [{"a": {(1, 2): 3}}], [None]], ids=str)
-def test_invalid_messages_are_a_request_error(messages: list[object]) -> None:
+def test_non_json_messages_are_a_request_error(messages: list[object]) -> None:
     with pytest.raises(RequestError, match="messages must be JSON values"):
         ChatTemplate(PLAIN, {}).render(messages, add_generation_prompt=False)  # type: ignore[arg-type]
     circular: dict[str, object] = {"role": "user"}

@@ -26,24 +26,24 @@ def llm(directory: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_a_chat_with_tools_returns_calls_content_and_reasoning(llm: LLM) -> None:
+def test_chat_with_tools_returns_tool_calls_content_and_reasoning(llm: LLM) -> None:
     one = llm.chat(CHAT, FORM, tools=[BOOK])
     assert one.text == WRITTEN
     assert (one.content, one.reasoning) == ("I book it.", "A ride.")
     assert [(call.name, call.arguments) for call in one.tool_calls] == [("book", {"kind": "taxi"})]
 
 
-def test_parsers_that_are_switched_off_leave_the_text(llm: LLM) -> None:
+def test_parsers_set_to_none_leave_the_text_unparsed(llm: LLM) -> None:
     one = llm.chat(CHAT, FORM, tools=[BOOK], tool_call_parser="none", reasoning_parser="none")
     assert (one.content, one.reasoning, one.tool_calls) == (WRITTEN, None, ())
 
 
-def test_a_generated_text_is_not_parsed(llm: LLM) -> None:
+def test_generate_does_not_parse_tool_calls_or_reasoning(llm: LLM) -> None:
     (one,) = llm.generate("Hm.", FORM)
     assert (one.content, one.reasoning, one.tool_calls) == (None, None, ())
 
 
-def test_async_chat_with_tools_equals_the_sync_one(directory: Path) -> None:
+def test_async_chat_with_tools_equals_the_synchronous_one(directory: Path) -> None:
     async def chat() -> tuple[str, ...]:
         engine = AsyncEngine.open(str(directory), drafter="none", threads=1)
         try:

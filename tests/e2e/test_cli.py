@@ -51,7 +51,7 @@ def _paceline(*arguments: str, stdin: str = "", **environment: str) -> "subproce
 # --- what goes where ---
 
 
-def test_stdout_holds_the_text_and_nothing_else(fake_llm: type[FakeLLM]) -> None:
+def test_run_prints_only_the_text_on_stdout(fake_llm: type[FakeLLM]) -> None:
     done = _invoke("run", "Once")
     assert (done.exit_code, done.stdout) == (0, TEXT + "\n")
     assert "a notice" in done.stderr
@@ -61,11 +61,11 @@ def test_stdout_holds_the_text_and_nothing_else(fake_llm: type[FakeLLM]) -> None
 CLOSING_LINE = "7 tokens, 12.0 tokens/s, 2.3 tokens a step, cut at the token limit"
 
 
-def test_an_answer_is_followed_by_one_short_line(fake_llm: type[FakeLLM]) -> None:
+def test_run_ends_with_one_line_of_statistics(fake_llm: type[FakeLLM]) -> None:
     assert _invoke("run", "Once").stderr.splitlines()[-1] == CLOSING_LINE
 
 
-def test_explain_adds_details_after_the_short_line(fake_llm: type[FakeLLM]) -> None:
+def test_run_explain_adds_details_after_the_statistics(fake_llm: type[FakeLLM]) -> None:
     details = (
         "drafter ngram | acceptance rate 50% (4 of 8 drafted) | plain steps 1 of 3 (the prompt's last pass: 1) | finish reason length | "
         "numerics exact"
@@ -74,7 +74,7 @@ def test_explain_adds_details_after_the_short_line(fake_llm: type[FakeLLM]) -> N
     assert _invoke("run", "Once", "--explain", "--temp", "0.7").stderr.splitlines()[-2] == f"{details} | seed 77"
 
 
-def test_json_is_one_object_and_nothing_else(fake_llm: type[FakeLLM]) -> None:
+def test_run_json_prints_one_object_only(fake_llm: type[FakeLLM]) -> None:
     done = _invoke("run", "Once", "--json")
     assert done.exit_code == 0
     assert done.stdout.count("\n") == 1
@@ -87,13 +87,13 @@ def test_json_is_one_object_and_nothing_else(fake_llm: type[FakeLLM]) -> None:
     assert answer["speculation"]["mean_acceptance_length"] == 2.3333
 
 
-def test_without_colours_runs_stand_in_brackets(fake_llm: type[FakeLLM]) -> None:
+def test_show_drafts_without_colours_marks_runs_with_brackets(fake_llm: type[FakeLLM]) -> None:
     done = _invoke("run", "Once", "--show-drafts")
     assert done.stdout == "{The}[ quick brown] fox[ caf]é\n"
     assert "[accepted draft], bonus token, {plain token}" in done.stderr
 
 
-def test_a_terminal_shows_three_styles_that_differ_without_colours(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_drafts_on_a_terminal_uses_three_text_styles(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
@@ -102,13 +102,13 @@ def test_a_terminal_shows_three_styles_that_differ_without_colours(fake_llm: typ
     assert "accepted draft (green)" in done.stderr
 
 
-def test_no_color_is_obeyed(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_variable_overrides_force_color(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("NO_COLOR", "1")
     assert CliRunner().invoke(app, ["run", "Once", "--show-drafts"], color=True).stdout == "{The}[ quick brown] fox[ caf]é\n"
 
 
-def test_show_drafts_ends_where_the_text_ends(fake_llm: type[FakeLLM]) -> None:
+def test_show_drafts_ends_where_a_stop_string_cut_the_text(fake_llm: type[FakeLLM]) -> None:
     """A stop string cuts inside a token."""
     fake_llm.text = "The quick br"
     assert _invoke("run", "Once", "--show-drafts").stdout == "{The}[ quick br]\n"
@@ -117,25 +117,25 @@ def test_show_drafts_ends_where_the_text_ends(fake_llm: type[FakeLLM]) -> None:
 # --- what is asked of the engine ---
 
 
-def test_a_prompt_is_completed_as_it_is(fake_llm: type[FakeLLM]) -> None:
+def test_run_completes_the_prompt_unchanged(fake_llm: type[FakeLLM]) -> None:
     _invoke("run", "Once ")
     assert fake_llm.made[0].asked == ["Once "]
 
 
 @pytest.mark.parametrize("arguments", [[], ["-"]])
-def test_without_a_prompt_standard_input_is_read_to_the_byte(fake_llm: type[FakeLLM], arguments: list[str]) -> None:
+def test_run_without_prompt_reads_standard_input_unchanged(fake_llm: type[FakeLLM], arguments: list[str]) -> None:
     _invoke("run", *arguments, stdin="Es war\r\neinmal ä\n".encode())
     assert fake_llm.made[0].asked == ["Es war\r\neinmal ä\n"]
 
 
-def test_chat_and_system_make_messages(fake_llm: type[FakeLLM]) -> None:
+def test_run_chat_and_system_options_send_messages(fake_llm: type[FakeLLM]) -> None:
     user = {"role": "user", "content": "Hi"}
     _invoke("run", "Hi", "--chat")
     _invoke("run", "Hi", "--system", "Be brief.", "--json")
     assert [llm.asked for llm in fake_llm.made] == [[[user]], [[{"role": "system", "content": "Be brief."}, user]]]
 
 
-def test_options_reach_the_engine(fake_llm: type[FakeLLM]) -> None:
+def test_run_options_reach_the_engine_and_sampling_parameters(fake_llm: type[FakeLLM]) -> None:
     options = "--model m --threads 3 --oversubscribe --kv-cache-gb 0.5 --offline --num-speculative-tokens 7 --drafter ngram --drafter d"
     options += " --tree-width 2 --kv-cache-dtype f16 --no-prefix-caching --acceptance rejection"
     options += " --draft-adapter e --drafter-options tree=accuracy --drafter-options boundaries=2,8,13"
@@ -158,7 +158,7 @@ def test_options_reach_the_engine(fake_llm: type[FakeLLM]) -> None:
     )  # fmt: skip
 
 
-def test_defaults_are_those_of_the_library(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_defaults_equal_those_of_the_python_api(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Settings] = []
     monkeypatch.setattr("paceline.cli.loading.load", lambda settings: taken.append(settings) or fake_llm())  # type: ignore[func-returns-value]
     _invoke("run", "x")
@@ -180,32 +180,32 @@ def test_defaults_are_those_of_the_library(fake_llm: type[FakeLLM], monkeypatch:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_an_error_is_one_line_and_an_exit_code(fake_llm: type[FakeLLM], error: PacelineError, code: int) -> None:
+def test_command_error_is_one_line_with_an_exit_code(fake_llm: type[FakeLLM], error: PacelineError, code: int) -> None:
     fake_llm.load_failure = error
     done = _invoke("run", "Once")
     assert (done.exit_code, done.stdout, done.stderr) == (code, "", "error: wrong\n")
 
 
-def test_a_long_error_stays_one_line(fake_llm: type[FakeLLM]) -> None:
+def test_command_error_with_line_breaks_is_one_line(fake_llm: type[FakeLLM]) -> None:
     fake_llm.load_failure = CheckpointError("no\nsuch [file] " + "x" * 300)
     assert _invoke("run", "Once").stderr == "error: no such [file] " + "x" * 300 + "\n"
 
 
-def test_debug_adds_the_traceback(fake_llm: type[FakeLLM]) -> None:
+def test_debug_option_prints_the_traceback(fake_llm: type[FakeLLM]) -> None:
     fake_llm.load_failure = ConfigError("wrong")
     done = _invoke("run", "Once", "--debug")
     assert "Traceback" in done.stderr
     assert done.stderr.endswith("error: wrong\n")
 
 
-def test_an_error_of_another_library_is_one_line_too(fake_llm: type[FakeLLM]) -> None:
+def test_unexpected_exception_is_reported_in_one_line(fake_llm: type[FakeLLM]) -> None:
     fake_llm.fails_at, fake_llm.failure = 1, RuntimeError("out of luck")
     done = _invoke("run", "Once")
     assert (done.exit_code, done.stdout) == (1, "The\n")
     assert done.stderr.splitlines()[-1] == "error: RuntimeError: out of luck (unexpected; --debug prints where)"
 
 
-def test_an_interrupted_run_keeps_what_it_has(fake_llm: type[FakeLLM]) -> None:
+def test_interrupted_run_prints_the_partial_text(fake_llm: type[FakeLLM]) -> None:
     fake_llm.fails_at = 2
     done = _invoke("run", "Once")
     assert (done.exit_code, done.stdout) == (130, "The quick brown fox\n")
@@ -241,7 +241,7 @@ def test_an_interrupted_run_keeps_what_it_has(fake_llm: type[FakeLLM]) -> None:
         ("--json --show-drafts", "give one of them"),
     ],
 )
-def test_absurd_values_are_refused_before_anything_is_loaded(fake_llm: type[FakeLLM], options: str, says: str) -> None:
+def test_run_refuses_out_of_range_values_before_loading(fake_llm: type[FakeLLM], options: str, says: str) -> None:
     done = _invoke("run", "x", *options.split())
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
@@ -251,20 +251,20 @@ def test_absurd_values_are_refused_before_anything_is_loaded(fake_llm: type[Fake
 
 
 @pytest.mark.parametrize("options", ["--top-k many", "--no-such-option", "x y z"])
-def test_what_is_no_option_at_all_exits_with_2(fake_llm: type[FakeLLM], options: str) -> None:
+def test_unknown_or_malformed_option_exits_with_2(fake_llm: type[FakeLLM], options: str) -> None:
     done = _invoke("run", *options.split())
     assert (done.exit_code, done.stdout) == (2, "")
 
 
 @pytest.mark.parametrize("arguments", [[""], ["-"], [], ["--chat", ""], ["--system", "Be brief.", ""]], ids=repr)
-def test_an_empty_prompt_is_refused_before_anything_is_loaded(fake_llm: type[FakeLLM], arguments: list[str]) -> None:
+def test_run_refuses_an_empty_prompt_before_loading(fake_llm: type[FakeLLM], arguments: list[str]) -> None:
     done = _invoke("run", *arguments, stdin="")
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == "error: the prompt is empty: give a text, as an argument or on standard input\n"
     assert fake_llm.made == []
 
 
-def test_bytes_that_are_no_text_are_refused(fake_llm: type[FakeLLM]) -> None:
+def test_run_refuses_a_prompt_that_is_not_utf8(fake_llm: type[FakeLLM]) -> None:
     assert "standard input is not UTF-8 text at byte 2" in _invoke("run", stdin=b"ab\xff").stderr
     assert "prompt is not UTF-8 text at character 1" in _invoke("run", "a\udcff").stderr
     assert fake_llm.made == []
@@ -283,7 +283,7 @@ for line in sys.argv[1:]:
 """
 
 
-def test_help_and_refusals_load_no_heavy_library() -> None:
+def test_help_and_usage_errors_import_no_heavy_library() -> None:
     lines = ["--version", "--help", "run --help", "chat --help", "serve --help", "run x --temperature -1", "run --no-such-option"]
     done = subprocess.run([sys.executable, "-c", LIST_MODULES, *lines], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     loaded = dict(json.loads(shown) for shown in done.stdout.splitlines() if shown.startswith("["))
@@ -291,12 +291,12 @@ def test_help_and_refusals_load_no_heavy_library() -> None:
 
 
 @pytest.mark.parametrize("flag", ["-V", "--version"])
-def test_the_version_is_printed(flag: str) -> None:
+def test_version_option_prints_the_version(flag: str) -> None:
     done = _invoke(flag)
     assert (done.exit_code, done.stdout) == (0, f"paceline {paceline.__version__}\n")
 
 
-def test_a_shell_completes_commands_and_options() -> None:
+def test_shell_completion_completes_commands_and_options() -> None:
     assert "--install-completion" in _invoke("--help").stdout
     for words, expected in (("paceline ru", "run"), ("paceline run --num-s", "--num-speculative-tokens")):
         asked = {"_PACELINE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
@@ -309,7 +309,7 @@ def flag_of(name: str) -> str:
     return flags_of(name)[-1]
 
 
-def test_help_lists_common_options_and_help_all_the_others_too() -> None:
+def test_help_lists_common_options_and_help_all_lists_all() -> None:
     short, long = (_invoke("run", flag).stdout for flag in ("--help", "--help-all"))
     assert re.findall(r"─ (\w+) ─", short) == ["Arguments", "Options"]
     assert len(re.findall(r"^│ --", short, re.MULTILINE)) == 13
@@ -336,7 +336,9 @@ def test_help_lists_common_options_and_help_all_the_others_too() -> None:
     ],
     ids=" ".join,
 )
-def test_run_takes_a_model_and_a_text(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, arguments, model, asked) -> None:  # type: ignore[no-untyped-def]
+def test_run_accepts_model_and_text_as_arguments_or_options(
+    fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, arguments, model, asked
+) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(REPOSITORY)
     done = _invoke("run", *arguments, stdin="from stdin")
     assert done.exit_code == 0, done.output
@@ -345,12 +347,12 @@ def test_run_takes_a_model_and_a_text(fake_llm: type[FakeLLM], monkeypatch: pyte
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "doctor", "prove", "bench"])
-def test_two_models_are_refused(command: str) -> None:
+def test_model_given_as_argument_and_option_is_refused(command: str) -> None:
     done = _invoke(command, "one", *(["text"] if command == "run" else []), "--model", "two")
     assert (done.exit_code, done.stderr) == (2, "error: two models are given, 'one' and --model 'two': give one of them\n")
 
 
-def test_a_text_given_twice_is_refused(fake_llm: type[FakeLLM]) -> None:
+def test_text_given_as_argument_and_option_is_refused(fake_llm: type[FakeLLM]) -> None:
     done = _invoke("run", "m", "Once", "--prompt", "Twice")
     assert (done.exit_code, fake_llm.made) == (2, [])
     assert "the text is given twice" in done.stderr
@@ -370,7 +372,7 @@ def test_a_text_given_twice_is_refused(fake_llm: type[FakeLLM]) -> None:
         ("-hf", "--model"),
     ],
 )
-def test_an_unknown_option_is_one_line_with_the_nearest_name(fake_llm: type[FakeLLM], option: str, meant: str) -> None:
+def test_unknown_option_error_suggests_the_nearest_name(fake_llm: type[FakeLLM], option: str, meant: str) -> None:
     done = _invoke("run", "x", option, "1")
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == f"error: there is no option {option}: did you mean {meant}?\n"
@@ -386,7 +388,7 @@ def test_an_unknown_option_is_one_line_with_the_nearest_name(fake_llm: type[Fake
         (["run", "--top-k", "many"], "Invalid value for '--top-k'"),
     ],
 )
-def test_wrong_usage_is_one_line(fake_llm: type[FakeLLM], arguments: list[str], says: str) -> None:
+def test_usage_error_is_one_line(fake_llm: type[FakeLLM], arguments: list[str], says: str) -> None:
     done = _invoke(*arguments)
     assert (done.exit_code, done.stdout, fake_llm.made) == (2, "", [])
     assert done.stderr.startswith("error: ")
@@ -394,7 +396,7 @@ def test_wrong_usage_is_one_line(fake_llm: type[FakeLLM], arguments: list[str], 
     assert says in done.stderr
 
 
-def test_short_forms_are_those_of_llama_cpp(fake_llm: type[FakeLLM]) -> None:
+def test_short_options_are_those_of_llama_cpp(fake_llm: type[FakeLLM]) -> None:
     done = _invoke("run", *["-m", "m", "-p", "Once", "-n", "9", "-t", "3", "-c", "100", "-md", "d", "--temp", "0.5"])
     assert done.exit_code == 0, done.output
     (llm,) = fake_llm.made
@@ -405,7 +407,7 @@ def test_short_forms_are_those_of_llama_cpp(fake_llm: type[FakeLLM]) -> None:
 # --- sampling of conversations ---
 
 
-def test_a_conversation_uses_the_sampling_that_the_model_recommends(fake_llm: type[FakeLLM]) -> None:
+def test_run_chat_uses_the_sampling_recommended_by_the_model(fake_llm: type[FakeLLM]) -> None:
     fake_llm.recommended = {"temperature": 0.6, "top_p": 0.9}
     done = _invoke("run", "Hi", "--chat")
     assert fake_llm.made[0].params == SamplingParams(temperature=0.6, top_p=0.9)
@@ -415,21 +417,21 @@ def test_a_conversation_uses_the_sampling_that_the_model_recommends(fake_llm: ty
     assert "sampling: greedy, top_p 0.9\n" in done.stderr
 
 
-def test_a_conversation_without_recommendations_is_sampled_and_a_text_is_greedy(fake_llm: type[FakeLLM]) -> None:
+def test_run_chat_defaults_to_temperature_0_7_and_completion_to_greedy(fake_llm: type[FakeLLM]) -> None:
     assert "sampling: temperature 0.7\n" in _invoke("run", "Hi", "--chat").stderr
     fake_llm.recommended = {"temperature": 0.6}
     assert "sampling" not in _invoke("run", "Hi").stderr
     assert [llm.params for llm in fake_llm.made] == [SamplingParams(temperature=0.7), SamplingParams()]
 
 
-def test_every_field_a_panel_names_is_in_help() -> None:
+def test_help_all_lists_every_option_of_every_panel() -> None:
     text = _invoke("run", "--help-all").stdout
     assert all(flag_of(name) in text for panel in PANELS for name in panel.options)
     assert [title for title in ("Prompt", "Model", "Memory", "Sampling", "Speculation", "Output") if f"─ {title} ─" not in text] == []
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "doctor"])
-def test_help_cuts_no_name_off_in_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_truncates_no_option_name_at_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = _invoke(command, "--help-all").stdout
     assert "…" not in text
@@ -463,7 +465,7 @@ main()
 """
 
 
-def test_a_reader_that_stops_reading_ends_the_run_quietly() -> None:
+def test_run_ends_quietly_if_its_output_pipe_is_closed() -> None:
     running = subprocess.Popen([sys.executable, "-c", ENDLESS_STREAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert running.stdout is not None
     assert running.stderr is not None
@@ -475,7 +477,7 @@ def test_a_reader_that_stops_reading_ends_the_run_quietly() -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of a terminal")
-def test_an_interrupt_from_the_terminal_exits_with_130() -> None:
+def test_run_interrupted_from_the_terminal_exits_with_130() -> None:
     running = subprocess.Popen([sys.executable, "-c", ENDLESS_STREAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert running.stdout is not None
     with running:
@@ -502,7 +504,7 @@ main()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of a terminal")
-def test_an_interrupt_while_the_command_is_being_imported_is_one_line_and_130() -> None:
+def test_interrupt_during_import_prints_one_line_and_exits_with_130() -> None:
     running = subprocess.Popen([sys.executable, "-c", SLOW_IMPORT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert running.stdout is not None
     with running:
@@ -539,28 +541,28 @@ def _answer(drafter: str) -> dict[str, Any]:
     return answer
 
 
-def test_the_embedded_model_says_the_same_with_any_drafter(answers: dict[str, dict[str, Any]]) -> None:
+def test_embedded_model_gives_the_same_tokens_with_every_drafter(answers: dict[str, dict[str, Any]]) -> None:
     assert (answers["none"]["drafter"], answers["ngram"]["drafter"]) == ("none", "ngram")
     assert answers["ngram"]["speculation"]["num_accepted_tokens"] > 0
     assert len(answers["none"]["token_ids"]) == 32
     assert answers["none"]["token_ids"] == answers["ngram"]["token_ids"] == answers["auto"]["token_ids"]
 
 
-def test_the_embedded_model_streams_what_json_holds(answers: dict[str, dict[str, Any]]) -> None:
+def test_embedded_model_streams_the_text_of_the_json_output(answers: dict[str, dict[str, Any]]) -> None:
     streamed = _paceline("run", "-", *LIMITS, stdin=PROMPT, PYTHONUTF8="1")
     assert streamed.returncode == 0, streamed.stderr
     assert streamed.stdout.removesuffix("\n") == answers["none"]["text"].removesuffix("\n")
     assert streamed.stderr.splitlines()[-1].startswith("32 tokens, ")
 
 
-def test_the_embedded_model_converses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_model_answers_in_the_chat_command(monkeypatch: pytest.MonkeyPatch) -> None:
     _keep_library_settings(monkeypatch)
     done = _invoke("chat", "--max-tokens", "8", "--offline", stdin="Hello\nA table for two\n/exit\n")
     assert done.exit_code == 0, done.output
     assert len(re.findall(r"^\d+ tokens?, ", done.stderr, re.MULTILINE)) == 2
 
 
-def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+def test_missing_model_error_is_one_line(tmp_path: Path) -> None:
     done = _paceline("run", "x", "--model", str(tmp_path / "nothing"), "--offline")
     assert done.returncode in (1, 2)
     assert done.stdout == ""

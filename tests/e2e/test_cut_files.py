@@ -35,7 +35,7 @@ def run(model: Path, cut: Path, *, drafter: str | Path = "none") -> "subprocess.
 
 
 @pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
-def test_truncated_file_of_a_loaded_model_fails_the_call(tmp_path: Path) -> None:
+def test_truncated_file_of_a_loaded_model_fails_the_request(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model", "llama", hidden_size=128, num_hidden_layers=2, vocab_size=500)
     cut = model / "model.safetensors"
     done = run(model, cut)
@@ -48,7 +48,7 @@ def test_truncated_file_of_a_loaded_model_fails_the_call(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
-def test_truncated_head_file_leaves_plain_steps(tmp_path: Path) -> None:
+def test_truncated_file_of_a_loaded_head_leaves_plain_decoding(tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1)
     head = write_heads(tmp_path / "head", "rows", random_heads())
     done = run(target, head / "medusa_lm_head.safetensors", drafter=head)

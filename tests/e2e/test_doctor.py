@@ -78,7 +78,7 @@ def pair_of(facts: dict[str, Any]) -> dict[str, Any]:
 # Pairs
 
 
-def test_doctor_reports_a_pair_of_equal_vocabularies(target: Path, draft: Path) -> None:
+def test_doctor_reports_a_draft_model_with_the_same_vocabulary(target: Path, draft: Path) -> None:
     code, facts = ask("--model", target, "--drafter", draft)
     assert (code, facts["works"], facts["problems"]) == (0, True, [])
     assert (pair_of(facts)["match"], pair_of(facts)["same_ids"], pair_of(facts)["notes"]) == ("same", 1.0, [])
@@ -89,7 +89,7 @@ def test_doctor_reports_a_pair_of_equal_vocabularies(target: Path, draft: Path) 
     assert "pair same vocabularies: 100.0% of the target's ids mean the same to the drafter; ids are used unchanged" in said
 
 
-def test_doctor_reports_a_pair_with_padding(target: Path, tmp_path: Path) -> None:
+def test_doctor_reports_a_draft_model_with_a_padded_vocabulary(target: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "padded", "llama", num_hidden_layers=1, vocab_size=128)
     code, facts = ask("--model", target, "--drafter", other)
     assert (code, pair_of(facts)["match"], facts["drafters"][0]["model"]["vocabulary_rows"]) == (0, "padded", 128)
@@ -97,21 +97,21 @@ def test_doctor_reports_a_pair_with_padding(target: Path, tmp_path: Path) -> Non
     assert pair_of(ask("--model", target, "--drafter", other)[1])["match"] == "same"
 
 
-def test_doctor_reports_a_pair_of_overlapping_vocabularies(target: Path, draft: Path, tmp_path: Path) -> None:
+def test_doctor_reports_a_draft_model_with_an_overlapping_vocabulary(target: Path, draft: Path, tmp_path: Path) -> None:
     other = reorder_vocabulary(draft, tmp_path / "other", list(range(VOCAB_SIZE))[::-1])
     code, facts = ask("--model", target, "--drafter", other)
     assert (code, pair_of(facts)["match"], pair_of(facts)["shared_pieces"]) == (0, "overlapping", 1.0)
     assert "ids are mapped by the pieces that both have (100.0% of the target's pieces)" in text("--model", target, "--drafter", other)[1]
 
 
-def test_doctor_reports_a_pair_of_disjoint_vocabularies(mini_dir: Path, tmp_path: Path) -> None:
+def test_doctor_reports_a_draft_model_with_a_disjoint_vocabulary(mini_dir: Path, tmp_path: Path) -> None:
     other = reorder_vocabulary(mini_dir / "draft", tmp_path / "other", list(range(700)))
     code, facts = ask("--drafter", other)
     assert (code, pair_of(facts)["match"], pair_of(facts)["spellable"]) == (0, "disjoint", 1.0)
     assert "drafts are decoded and encoded again" in pair_of(facts)["summary"]
 
 
-def test_doctor_reports_an_incompatible_pair(mini_dir: Path, draft: Path) -> None:
+def test_doctor_reports_an_incompatible_draft_model(mini_dir: Path, draft: Path) -> None:
     code, facts = ask("--drafter", draft)
     assert (code, facts["works"]) == (1, False)
     assert f"the draft model {draft} cannot draft for {mini_dir}: disjoint vocabularies" in facts["problems"][0]
@@ -121,7 +121,7 @@ def test_doctor_reports_an_incompatible_pair(mini_dir: Path, draft: Path) -> Non
     assert said.endswith("does not work")
 
 
-def test_a_shorter_context_other_ends_and_a_large_draft_model_are_noted(target: Path, tmp_path: Path) -> None:
+def test_doctor_notes_context_size_and_end_token_of_a_draft_model(target: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "d", "llama", num_hidden_layers=3, max_position_embeddings=64, eos_token_id=2)
     notes = pair_of(ask("--model", target, "--drafter", other)[1])["notes"]
     assert [note.partition(":")[0] for note in notes] == [
@@ -131,12 +131,12 @@ def test_a_shorter_context_other_ends_and_a_large_draft_model_are_noted(target: 
     ]
 
 
-def test_a_drafter_named_twice_is_one_problem(target: Path) -> None:
+def test_doctor_reports_a_drafter_named_twice(target: Path) -> None:
     found = diagnose(DoctorOptions(model=str(target), drafters=["ngram", "suffix", "ngram"]))
     assert found.problems == ["drafter 'ngram' was given more than once: name each drafter once"]
 
 
-def test_drafters_without_a_model_and_unknown_ones(target: Path) -> None:
+def test_doctor_accepts_lookup_drafters_and_reports_unknown_names(target: Path) -> None:
     code, facts = ask("--model", target, "--drafter", "ngram")
     assert (code, facts["drafters"][0]) == (0, {"name": "ngram", "model": None, "head": None, "pair": None, "adapter": None})
     assert ask("--model", target)[1]["drafters"][0]["name"] == "ngram"
@@ -191,7 +191,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_doctor_checks_the_shapes_of_a_head(heads: HeadPairs, kind: str) -> None:
+def test_doctor_checks_the_tensor_shapes_of_a_head(heads: HeadPairs, kind: str) -> None:
     code, facts = ask(*heads.arguments(kind))
     assert (code, facts["problems"], facts["drafters"][0]["name"]) == (0, [], kind)
     assert pair_of(facts)["summary"].startswith(HEADS[kind])
@@ -219,7 +219,7 @@ def test_doctor_checks_the_shapes_of_a_head(heads: HeadPairs, kind: str) -> None
         ("medusa", "tree=accuracy", "tree accuracy"),
     ],
 )
-def test_an_option_of_a_method_is_taken_into_account(heads: HeadPairs, kind: str, option: str, said: str) -> None:
+def test_doctor_applies_drafter_options(heads: HeadPairs, kind: str, option: str, said: str) -> None:
     code, facts = ask(*heads.arguments(kind, option))
     assert code == 0
     assert said in pair_of(facts)["summary"]
@@ -235,13 +235,13 @@ def test_an_option_of_a_method_is_taken_into_account(heads: HeadPairs, kind: str
         ("mtp", "nothing=1", "'nothing' is unknown; there are tree (medusa), boundaries (eagle3 and peagle)"),
     ],
 )
-def test_an_option_that_cannot_be_used_is_a_problem(heads: HeadPairs, kind: str, option: str, problem: str) -> None:
+def test_doctor_reports_an_unusable_drafter_option(heads: HeadPairs, kind: str, option: str, problem: str) -> None:
     code, facts = ask(*heads.arguments(kind, option))
     assert (code, len(facts["problems"])) == (1, 1)
     assert problem in facts["problems"][0]
 
 
-def test_options_reach_what_a_probe_loads(heads: HeadPairs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_probe_passes_drafter_options_to_the_loader(heads: HeadPairs, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = heads.arguments("eagle3", "boundaries=1,2,3", "rope_theta=5e5")
     given: dict[str, Any] = {}
 
@@ -254,7 +254,7 @@ def test_options_reach_what_a_probe_loads(heads: HeadPairs, monkeypatch: pytest.
     assert given["drafter_options"] == {"boundaries": "1,2,3", "rope_theta": "5e5"}
 
 
-def test_a_probe_notices_heads_of_the_same_sizes_for_other_weights(heads: HeadPairs, tmp_path: Path) -> None:
+def test_doctor_probe_notices_heads_trained_for_other_weights(heads: HeadPairs, tmp_path: Path) -> None:
     """Medusa and EAGLE heads that draft almost nothing right."""
     model, _ = heads.pairs["medusa"]
     others = {
@@ -272,14 +272,14 @@ def test_a_probe_notices_heads_of_the_same_sizes_for_other_weights(heads: HeadPa
         assert not any("made for another" in notice for notice in right["notices"])
 
 
-def test_a_module_of_a_file_of_its_own_is_judged_as_that(heads: HeadPairs, tmp_path: Path) -> None:
+def test_doctor_accepts_an_mtp_module_in_its_own_file(heads: HeadPairs, tmp_path: Path) -> None:
     model, _ = heads.pairs["mtp"]
     code, facts = ask("--model", model, "--drafter", write_speculators(tmp_path / "module", perfect_module(), model))
     assert (code, facts["problems"]) == (0, [])
     assert pair_of(facts)["summary"].startswith("mtp module of a file of its own; its sizes fit the target's")
 
 
-def test_a_head_for_another_target_is_one_clear_problem(heads: HeadPairs, target: Path, tmp_path: Path) -> None:
+def test_doctor_reports_a_head_for_another_target(heads: HeadPairs, target: Path, tmp_path: Path) -> None:
     legible, _ = heads.pairs["eagle3"]
     heads_of_64 = write_heads(tmp_path / "medusa", "rows", random_heads(hidden=64))
     short = write_recalling_peagle(tmp_path / "short")
@@ -315,7 +315,7 @@ def damage(path: Path, change: Callable[[bytes], bytes]) -> None:
     ],
 )
 @pytest.mark.parametrize("is_draft", [False, True])
-def test_a_corrupted_file_is_one_clear_problem(
+def test_doctor_reports_a_corrupted_file(
     target: Path, tmp_path: Path, name: str, change: Callable[[bytes], bytes], message: str, is_draft: bool
 ) -> None:
     damaged = Path(shutil.copytree(target, tmp_path / "damaged"))
@@ -326,7 +326,7 @@ def test_a_corrupted_file_is_one_clear_problem(
     assert str(damaged) in facts["problems"][0]
 
 
-def test_a_model_that_is_not_there_is_not_downloaded() -> None:
+def test_doctor_does_not_download_a_missing_model() -> None:
     code, facts = ask("--model", "owner/no-such-model")
     assert code == 1
     assert "is not in the local cache" in facts["problems"][0]
@@ -360,7 +360,7 @@ def test_doctor_counts_adapter_memory(target: Path, tmp_path: Path, monkeypatch:
     assert any("GB while it is read, 1e-07 GB are free" in problem for problem in diagnose(with_adapter).problems)
 
 
-def test_x_lora_is_named_with_what_it_takes(target: Path, tmp_path: Path) -> None:
+def test_doctor_names_an_x_lora_mix_with_its_memory(target: Path, tmp_path: Path) -> None:
     directory = write_xlora(tmp_path / "mix", read_model_config(target), seed=1)
     plain, mixed = (diagnose(DoctorOptions(model=str(target), adapters=own)) for own in ({}, {"mix": str(directory)}))
     assert plain.memory is not None
@@ -425,7 +425,7 @@ def test_doctor_counts_quantised_weights(mini_dir: Path) -> None:
     assert ask("--quantization", "int4", "--drafter", "none")[1]["memory"]["target_weights_bytes"] == sizes[2]
 
 
-def test_doctor_reports_a_machine_without_backend(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_machine_without_any_backend(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_has_torch", lambda: False)
     code, facts = ask("--model", target, "--device", "cuda")
     assert (code, facts["memory"]) == (1, None)
@@ -433,7 +433,7 @@ def test_doctor_reports_a_machine_without_backend(target: Path, monkeypatch: pyt
     assert text("--model", target, "--device", "cuda")[0] == 1
 
 
-def test_a_context_longer_than_the_model_was_made_for_is_a_problem(target: Path) -> None:
+def test_doctor_reports_a_context_longer_than_the_model_allows(target: Path) -> None:
     code, facts = ask("--model", target, "--max-model-len", "513")
     assert code == 1
     assert facts["problems"] == ["max_model_len is 513, the model's limit is 512: lower max_model_len"]
@@ -451,7 +451,7 @@ def test_doctor_reads_gguf_files(shared_dir: Path) -> None:
     assert str(path) in facts["problems"][0]
 
 
-def test_a_gguf_draft_model_is_paired_by_its_pieces(tmp_path: Path) -> None:
+def test_doctor_compares_the_vocabulary_of_a_gguf_draft_model(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     directory = write_checkpoint(tmp_path / "hf", "llama", vocab_size=263, num_hidden_layers=1)
     write_byte_level_tokenizer(directory)
@@ -466,7 +466,7 @@ def test_a_gguf_draft_model_is_paired_by_its_pieces(tmp_path: Path) -> None:
     assert ask("--model", path, "--drafter", "none")[0] == 0
 
 
-def test_a_gguf_file_takes_less_when_it_is_quantised_further(tmp_path: Path) -> None:
+def test_doctor_predicts_the_memory_of_a_requantised_gguf_file(tmp_path: Path) -> None:
     """Without converting a matrix: what it will take is what the loaded weights take."""
     pytest.importorskip("gguf")
     directory = write_checkpoint(tmp_path / "hf", "llama", vocab_size=263)
@@ -542,7 +542,7 @@ def test_doctor_probe_measures_and_predicts_a_speedup(target: Path, draft: Path)
     assert times == sorted(times)
 
 
-def test_a_probe_of_a_lookup_says_what_was_measured_and_promises_nothing_else(target: Path) -> None:
+def test_doctor_probe_of_a_lookup_drafter_reports_only_measured_speed(target: Path) -> None:
     said = text("--model", target, "--drafter", "ngram", "--probe")[1]
     assert "at 90%" not in said
     assert re.search(r"new prose \d\.\d\dx measured; \d+% of steps used a draft, of which \d+% of tokens were accepted", said)
@@ -550,11 +550,11 @@ def test_a_probe_of_a_lookup_says_what_was_measured_and_promises_nothing_else(ta
     assert "ngram ngram built in 5% to 55% depends on the text" in said
 
 
-def test_a_probe_without_drafters_measures_no_speedup(target: Path) -> None:
+def test_doctor_probe_without_drafters_measures_no_speedup(target: Path) -> None:
     assert ask(target, "--drafter", "none", "--probe")[1]["probe"]["measured"] == []
 
 
-def test_a_prediction_is_the_best_draft_length() -> None:
+def test_doctor_prediction_uses_the_best_draft_length() -> None:
     pass_s = {1: 1.0, 2: 1.1, 5: 1.5}
     best = predict(pass_s, 0.05)
     assert [one.num_draft_tokens for one in best] == [1, 4, 4]
@@ -563,18 +563,18 @@ def test_a_prediction_is_the_best_draft_length() -> None:
     assert expected_speedup(1.0, 4, 1.0, 1.0, 0.0) == 5.0
 
 
-def test_disturbed_probe_predicts_no_impossible_speedup() -> None:
+def test_doctor_probe_with_slow_passes_predicts_no_impossible_speedup() -> None:
     assert [one.speedup for one in predict({1: 2.0, 2: 1.0}, 0.0)] == [1.5, 1.7, 1.9]
 
 
-def test_probe_predicts_no_draft_if_drafting_cannot_pay() -> None:
+def test_doctor_probe_predicts_no_draft_if_drafting_cannot_pay() -> None:
     assert [(one.num_draft_tokens, one.speedup) for one in predict({1: 1.0, 2: 2.0, 5: 5.0}, 1.0)] == [(0, 1.0)] * 3
 
 
 # Suggestions
 
 
-def test_published_drafters_of_a_model_that_is_not_here_are_listed() -> None:
+def test_doctor_suggests_published_drafters_for_a_missing_model() -> None:
     code, facts = ask("--model", "Qwen/Qwen3-8B")
     names = {one["drafter"]: one for one in facts["suggested_drafters"]}
     assert code == 1
@@ -584,7 +584,7 @@ def test_published_drafters_of_a_model_that_is_not_here_are_listed() -> None:
     assert "Qwen/Qwen3-0.6B draft_model on the Hugging Face hub 0.6 B 55% to 80% not measured" in said
 
 
-def test_a_probe_predicts_no_speedup_of_lookups(target: Path) -> None:
+def test_doctor_suggests_no_speedup_for_lookup_drafters(target: Path) -> None:
     code, facts = ask("--model", target, "--drafter", "none", "--probe")
     assert code == 0
     assert [(one["location"], one["slowest"]) for one in facts["suggested_drafters"]] == [("built_in", None)] * 3

@@ -44,7 +44,7 @@ def text(*arguments: str | Path) -> str:
     return " ".join(done.stdout.split())
 
 
-def test_an_adapter_that_would_be_merged_is_named_or_a_problem(target: Path, of_target: Path, of_draft: Path) -> None:
+def test_doctor_checks_an_adapter_to_merge(target: Path, of_target: Path, of_draft: Path) -> None:
     code, facts = ask("--model", target, "--merge-adapter", of_target)
     assert (code, facts["merged_adapter"]["name"], facts["merged_adapter"]["num_products"]) == (0, "wide", 2)
     assert ask("--model", target)[1]["merged_adapter"] is None
@@ -69,12 +69,12 @@ def test_doctor_counts_merged_gguf_matrices_as_float16(tmp_path: Path) -> None:
     assert any("2 quantised matrices become f16 with the adapter merged" in note for note in merged["notes"])
 
 
-def test_other_adapters_are_held_to_the_model_with_one_merged(target: Path, of_target: Path) -> None:
+def test_doctor_checks_adapters_against_the_merged_model(target: Path, of_target: Path) -> None:
     code, facts = ask("--model", target, "--merge-adapter", of_target, "--adapter", f"more={of_target}")
     assert (code, [one["name"] for one in facts["adapters"]]) == (0, ["more"])
 
 
-def test_an_adapter_of_the_draft_model_is_named_or_a_problem(target: Path, draft: Path, of_target: Path, of_draft: Path) -> None:
+def test_doctor_checks_an_adapter_of_the_draft_model(target: Path, draft: Path, of_target: Path, of_draft: Path) -> None:
     pair = ("--model", target, "--drafter", draft)
     code, facts = ask(*pair, "--draft-adapter", of_draft)
     assert (code, facts["drafters"][0]["adapter"]["name"], facts["drafters"][0]["adapter"]["num_products"]) == (0, "small", 1)

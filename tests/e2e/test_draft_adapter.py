@@ -40,7 +40,7 @@ def answer(llm: LLM, temperature: float = 0.0) -> RequestOutput:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_draft_model_with_the_adapter_of_the_target_is_accepted(
+def test_draft_model_with_the_adapter_of_the_target_drafts_its_tokens(
     temperature: float, open_llm: Open, adapter: Path, always_drafts: None
 ) -> None:
     expected = answer(open_llm(merge_adapter=adapter, drafter="none"), temperature).token_ids
@@ -55,7 +55,7 @@ def test_draft_model_with_the_adapter_of_the_target_is_accepted(
     assert shares[1] == 1.0
 
 
-def test_a_draft_model_is_quantised_with_its_adapter(open_llm: Open, adapter: Path, always_drafts: None) -> None:
+def test_draft_model_is_quantised_after_merging_its_adapter(open_llm: Open, adapter: Path, always_drafts: None) -> None:
     drafter: Any = open_llm(merge_adapter=adapter, draft_adapter=adapter, draft_quantization="int8").drafter
     weights = drafter.runtime.weights
     assert {weights.info(name).bits for name in weights if len(weights.info(name).shape) == 2} == {8}

@@ -119,7 +119,7 @@ def assert_perfect(outputs: Sequence[RequestOutput]) -> None:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_tree_as_paths_over_shared_blocks_contains_the_right_path(name: str, heads: Heads, plain: PlainTargets) -> None:
+def test_perfect_eagle_tree_is_accepted_in_the_paths_layout(name: str, heads: Heads, plain: PlainTargets) -> None:
     with opened_as("paths"):
         llm = open_llm(heads(name), row_budget=24, tree_width=3)
     texts = prompts(31, 33, 60)
@@ -131,7 +131,7 @@ def test_tree_as_paths_over_shared_blocks_contains_the_right_path(name: str, hea
     check(llm)
 
 
-def test_cached_prefix_without_head_rows_is_skipped(heads: Heads, plain: PlainTargets) -> None:
+def test_eagle_skips_a_cached_prefix_that_ran_without_the_head(heads: Heads, plain: PlainTargets) -> None:
     """Rows that ran without the head: it drafts from what is behind them, at the right places."""
     for name, is_perfect in (("reading", True), ("reading 3", True), ("listening", False)):
         llm = open_llm(heads(name))
@@ -149,7 +149,7 @@ def test_cached_prefix_without_head_rows_is_skipped(heads: Heads, plain: PlainTa
         assert (output.speculation.acceptance_rate == 1.0) == is_perfect
 
 
-def test_reused_blocks_without_head_rows_are_skipped(heads: Heads, plain: PlainTargets, large_counts: bool) -> None:
+def test_eagle_skips_reused_blocks_that_ran_without_the_head(heads: Heads, plain: PlainTargets, large_counts: bool) -> None:
     """A cache so small that blocks change hands, some of them with the head off."""
     llm = open_llm(heads("listening"), kv_cache_gb=SMALL_CACHE_GB, max_model_len=256)
     texts = [text for seed in range(5 if large_counts else 3) for text in prompts(40, 65, 97, seed=seed)]
@@ -165,7 +165,7 @@ def test_reused_blocks_without_head_rows_are_skipped(heads: Heads, plain: PlainT
     check(llm)
 
 
-def test_penalties_count_draft_tokens(heads: Heads, plain: PlainTargets) -> None:
+def test_eagle_drafts_follow_penalties_over_draft_tokens(heads: Heads, plain: PlainTargets) -> None:
     params = replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.4)
     llm = open_llm(heads("reading"))
     texts = prompts(33, 50)
@@ -174,7 +174,7 @@ def test_penalties_count_draft_tokens(heads: Heads, plain: PlainTargets) -> None
     assert_perfect(outputs)
 
 
-def test_text_beyond_the_head_context_is_drafted_from_its_end(heads: Heads, plain: PlainTargets, tmp_path: Path) -> None:
+def test_eagle_text_beyond_the_head_context_uses_its_last_tokens(heads: Heads, plain: PlainTargets, tmp_path: Path) -> None:
     files = write_reading_eagle1(tmp_path / "short", max_positions=40)
     llm = open_llm((heads("reading")[0], files))
     assert "sees the last 40 tokens" in drafter_of(llm).traits.description
@@ -183,7 +183,7 @@ def test_text_beyond_the_head_context_is_drafted_from_its_end(heads: Heads, plai
     assert_perfect([output])
 
 
-def test_failing_head_pass_leaves_plain_steps(heads: Heads, plain: PlainTargets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_eagle_pass_causes_plain_steps(heads: Heads, plain: PlainTargets, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(heads("listening"))
     drafter = drafter_of(llm)
     real, calls = drafter.head.runtime.forward, [0]
@@ -202,12 +202,12 @@ def test_failing_head_pass_leaves_plain_steps(heads: Heads, plain: PlainTargets,
     check(llm)
 
 
-def test_head_for_another_target_is_refused(heads: Heads, tmp_path: Path) -> None:
+def test_eagle_head_loaded_for_another_target_is_refused(heads: Heads, tmp_path: Path) -> None:
     with pytest.raises(IncompatibleDrafterError, match="boundaries"):
         open_llm((heads("reading 3")[0], write_reading_eagle3(tmp_path / "deep", boundaries=(2, 4, 9))))
 
 
-def test_head_with_fewer_embeddings_than_tokens_is_refused(tmp_path: Path) -> None:
+def test_eagle_head_with_fewer_embeddings_than_tokens_is_refused(tmp_path: Path) -> None:
     """Where it ends within the padding behind them, no id is guessed that it could not go on from."""
     target = write_checkpoint(tmp_path / "target", "llama")
     write_tokenizer(target, vocab_size=80)  # of 97 rows
@@ -229,7 +229,7 @@ def test_head_with_fewer_embeddings_than_tokens_is_refused(tmp_path: Path) -> No
         check(llm)
 
 
-def test_head_with_a_sliding_window_drafts_the_same(heads: Heads, plain: PlainTargets, tmp_path: Path) -> None:
+def test_eagle_head_with_a_window_of_one_still_drafts_right(heads: Heads, plain: PlainTargets, tmp_path: Path) -> None:
     """The reading head hears the current pair alone, so a window changes nothing but what is looked at: one of one pair stays right."""
     files = write_reading_eagle1(tmp_path / "windowed", layer_types=["sliding_attention"], sliding_window=1)
     for row_budget, width in ((None, 1), (13, 3)):

@@ -83,7 +83,7 @@ def change_weights(directory: Path, change: Callable[[dict[str, np.ndarray]], ob
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_nan_in_all_rows_is_found_at_load_and_not_cached(
+def test_nan_logits_at_load_are_a_checkpoint_error_and_not_cached(
     directory: Path, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test of the machine must not learn from a damaged file what it would then believe of a good one."""
@@ -108,7 +108,7 @@ def test_nan_in_all_rows_is_found_at_load_and_not_cached(
         ("drafter", ["ngram", 5], "ngram"),
     ],
 )
-def test_wrong_setting_is_named_with_its_range(directory: Path, name: str, value: object, way_out: str) -> None:
+def test_invalid_setting_error_names_value_and_range(directory: Path, name: str, value: object, way_out: str) -> None:
     with raises(ConfigError, name, tuple(value) if isinstance(value, list) else value, way_out):
         open_llm(directory, **{name: value})
 
@@ -121,7 +121,7 @@ def test_wrong_setting_is_named_with_its_range(directory: Path, name: str, value
     [None, 5, "", [[]], ["the", ""], [-1], [97], [10**30], [1.0], [True], [None], [[1, 2], 5], ["a", 5], b"abc", [np.float32(1)]],
     ids=repr,
 )
-def test_wrong_prompt_is_refused_before_a_pass(llm: LLM, prompt: Any) -> None:
+def test_invalid_prompt_is_refused_before_a_forward_pass(llm: LLM, prompt: Any) -> None:
     passes = llm.runtime.num_passes
     with raises(RequestError, "prompt") as caught:
         llm.generate(prompt, GREEDY)
@@ -137,7 +137,7 @@ def test_prompt_id_out_of_range_is_named_with_the_range(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("messages", [None, [], [[]], "hi", [{"role": "robot", "content": "x"}]], ids=repr)
-def test_wrong_messages_are_refused(llm: LLM, messages: Any) -> None:
+def test_invalid_messages_are_refused(llm: LLM, messages: Any) -> None:
     with raises(RequestError, "messages") as caught:
         llm.chat(messages, GREEDY)
     assert caught.value.parameter == "messages"
@@ -244,7 +244,7 @@ def plain(directory: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", [*GARBAGE, *UNUSABLE])
-def test_invalid_drafts_leave_plain_steps_and_one_warning(
+def test_invalid_drafts_cause_plain_decoding_and_one_warning(
     directory: Path, shared_llm: LLM, plain: list[list[int]], name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_llm.engine, "speculator", shared_llm.engine.speculator)  # restored in the end
@@ -262,7 +262,7 @@ def test_invalid_drafts_leave_plain_steps_and_one_warning(
     assert_usable(shared_llm)
 
 
-def test_damaged_draft_model_leaves_plain_steps(
+def test_damaged_draft_model_causes_plain_steps(
     directory: Path, copy: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft_always(monkeypatch)
@@ -309,7 +309,7 @@ def test_tokenizer_panic_ends_its_request_alone(llm: LLM, method: str, monkeypat
 # How long a text may be
 
 
-def test_too_long_prompt_is_refused_with_a_way_out_that_works(directory: Path) -> None:
+def test_too_long_prompt_error_gives_advice_that_works(directory: Path) -> None:
     """Whoever follows it gets further, and is never sent back."""
     with raises(RequestError, "maximum context length is 64 tokens", "shorten the prompt or raise max_model_len"):
         open_llm(directory, max_model_len=64).generate([[5] * 64])

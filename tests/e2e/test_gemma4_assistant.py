@@ -41,7 +41,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(("changes", "options"), [({}, {}), ({}, {"tree_width": 3}), (CLUSTERS, {}), ({}, {"backend": "torch"})])
-def test_perfect_assistant_is_always_accepted(tmp_path: Path, changes: dict[str, Any], options: dict[str, Any]) -> None:
+def test_perfect_gemma4_assistant_is_always_accepted(tmp_path: Path, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """Over chunked prompts, batches, cached prompts, windows and preemptions."""
     target, assistant, successor = write_right_pair(tmp_path, sharpness=3.0, **changes)
     llm = open_llm(target, str(assistant), prefill_chunk_size=32, **options)
@@ -61,7 +61,7 @@ def test_perfect_assistant_is_always_accepted(tmp_path: Path, changes: dict[str,
 
 
 @pytest.mark.parametrize("shape", [{"num_speculative_tokens": 4}, {"num_speculative_tokens": 4, "tree_width": 3}], ids=["chain", "tree"])
-def test_beside_a_target_with_experts_no_token_changes(tmp_path: Path, shape: dict[str, int]) -> None:
+def test_gemma4_assistant_of_a_moe_target_changes_no_token(tmp_path: Path, shape: dict[str, int]) -> None:
     """As beside 26B-A4B: a batch whose rows choose experts of their own, and each alone."""
     values = {**EXPERTS, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
     target, assistant = write_target(tmp_path / "target", **values), write_assistant(tmp_path / "assistant")
@@ -77,7 +77,7 @@ def test_beside_a_target_with_experts_no_token_changes(tmp_path: Path, shape: di
     drafting.engine.cache.check()
 
 
-def test_assistant_drafts_in_a_text_equal_those_of_a_fresh_one(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemma4_assistant_drafts_do_not_depend_on_earlier_steps(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """After steps that kept and dropped guesses, windows that moved and cached prompts."""
     target, assistant = pair
     llm = open_llm(target, str(assistant), prefill_chunk_size=32)
@@ -112,7 +112,7 @@ def test_assistant_drafts_in_a_text_equal_those_of_a_fresh_one(pair: tuple[Path,
 
 
 @pytest.mark.parametrize("changes", [{}, CLUSTERS])
-def test_rejection_keeps_what_an_assistant_of_the_same_distribution_draws(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_gemma4_assistant_drafts_are_accepted_by_rejection_sampling(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Drawn with noise of its own: tokens outside the clusters have probability 0, so the law stays the target's."""
     target, assistant, _ = write_right_pair(tmp_path, sharpness=0.5, **changes)
     llm = open_llm(target, str(assistant), acceptance="rejection")
@@ -123,7 +123,7 @@ def test_rejection_keeps_what_an_assistant_of_the_same_distribution_draws(tmp_pa
     assert llm.stats().drafter_failures == 0
 
 
-def test_assistant_next_to_its_target_is_used_by_default(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_gemma4_assistant_next_to_its_target_is_used_by_default(pair: tuple[Path, Path], tmp_path: Path) -> None:
     target = shutil.copytree(pair[0], tmp_path / "target")
     assert open_llm(target, "auto").drafter.name == "ngram"
     shutil.copytree(pair[1], target / "assistant")
@@ -132,7 +132,7 @@ def test_assistant_next_to_its_target_is_used_by_default(pair: tuple[Path, Path]
     assert "4 of 12 clusters" in llm.banner
 
 
-def test_doctor_knows_an_assistant(pair: tuple[Path, Path]) -> None:
+def test_doctor_accepts_a_gemma4_assistant(pair: tuple[Path, Path]) -> None:
     diagnosis = diagnose(DoctorOptions(model=str(pair[0]), drafters=(str(pair[1]),)))
     assert not diagnosis.problems
 
@@ -147,13 +147,15 @@ def test_doctor_knows_an_assistant(pair: tuple[Path, Path]) -> None:
         ({"text_config": {"num_attention_heads": 3, "num_key_value_heads": 1}}, "3 query heads of 16 values where the target's layer 4"),
     ],
 )
-def test_an_assistant_of_another_target_is_one_line(pair: tuple[Path, Path], tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_gemma4_assistant_of_another_target_is_refused_in_one_line(
+    pair: tuple[Path, Path], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(IncompatibleDrafterError, match=message) as caught:
         open_llm(pair[0], str(write_assistant(tmp_path, **changes)))
     assert "\n" not in str(caught.value)
 
 
-def test_other_kinds_of_targets_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_gemma4_assistant_of_another_architecture_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     llama = write_checkpoint(tmp_path / "llama", "llama", vocab_size=VOCAB_SIZE)
     with pytest.raises(IncompatibleDrafterError, match="is an assistant of Gemma 4, and the target is a llama"):
         open_llm(llama, str(pair[1]))
@@ -188,7 +190,7 @@ def _twice_ordered(tensors: dict[str, Any]) -> None:
         (None, {"text_config": {"layer_types": [SLIDING, "chunked", SLIDING, FULL]}}, "layer_types"),
     ],
 )
-def test_damaged_files_are_one_line_that_names_what_is_wrong(
+def test_damaged_gemma4_assistant_is_refused_in_one_line(
     pair: tuple[Path, Path], tmp_path: Path, change: Callable[[dict[str, Any]], None] | None, values: dict[str, Any], message: str
 ) -> None:
     assistant = shutil.copytree(pair[1], tmp_path / "assistant")

@@ -96,7 +96,7 @@ def check_equal(found: Assistant, expected: Assistant) -> None:
 
 @pytest.mark.parametrize("architecture", ["gemma4-assistant", "gemma4_assistant"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gguf_assistant_equals_its_directory(
+def test_gguf_assistant_equals_its_safetensors_directory(
     pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str, architecture: str
 ) -> None:
     target, directory = pair_of(kind)
@@ -113,7 +113,7 @@ def test_gguf_assistant_equals_its_directory(
     ],
     ids=["old", "strange", "without_sizes"],
 )
-def test_other_names_are_understood(
+def test_gguf_assistant_names_of_older_converters_are_read(
     pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, names: dict[str, str], metadata: dict[str, Any]
 ) -> None:
     """Older converters had others; what no name tells is known by its shape."""
@@ -123,7 +123,7 @@ def test_other_names_are_understood(
 
 
 @pytest.mark.parametrize(("changes", "types"), [({}, "Q8_0"), (CLUSTERS, "Q8_0"), (CLUSTERS, "BF16")])
-def test_beside_a_file_it_is_right_where_it_must_be(tmp_path: Path, changes: dict[str, Any], types: str) -> None:
+def test_perfect_gguf_assistant_is_always_accepted_by_a_gguf_target(tmp_path: Path, changes: dict[str, Any], types: str) -> None:
     """Quantised as well: the roundings of both are small beside how sure they are."""
     target, directory, successor = write_right_pair(tmp_path, sharpness=3.0, **changes)
     model = write_gguf_target(target, tmp_path / "model.gguf", types)
@@ -165,7 +165,7 @@ def drafter_of(model: Path) -> str:
     return str(open_llm(model, "auto").drafter_name)
 
 
-def test_doctor_knows_a_file(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_doctor_accepts_a_gguf_assistant(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     target, directory = pair_of("clusters")
     path = write_gguf_assistant(directory, tmp_path / "assistant.gguf", "Q8_0")
     assert not diagnose(DoctorOptions(model=str(target), drafters=(str(path),))).problems
@@ -246,7 +246,7 @@ def _with_odd_clusters(arrays: dict[str, Any]) -> None:
         (None, {"feed_forward_length": 64}, r"blk\.0\.ffn_gate\.weight' has shape \[48, 32\]"),
     ],
 )
-def test_damaged_files_are_one_line_that_names_what_is_wrong(
+def test_damaged_gguf_assistant_is_refused_in_one_line(
     pair_of: Callable[[str], tuple[Path, Path]],
     tmp_path: Path,
     change: Callable[[dict[str, Any]], None] | None,

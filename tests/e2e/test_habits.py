@@ -62,7 +62,7 @@ def ask(request: pytest.FixtureRequest, llm: LLM, directory: Path) -> Ask:
     return ask_engine
 
 
-def test_sampling_params_can_be_passed_by_name(ask: Ask, llm: LLM) -> None:
+def test_sampling_params_are_accepted_by_keyword(ask: Ask, llm: LLM) -> None:
     expected = [llm.generate("the cat", SAMPLED)[0].token_ids]
     assert ask("generate", "the cat", sampling_params=SAMPLED) == expected
     assert ask("chat", MESSAGES, sampling_params=GREEDY) == [llm.chat(MESSAGES, GREEDY).token_ids]
@@ -71,7 +71,7 @@ def test_sampling_params_can_be_passed_by_name(ask: Ask, llm: LLM) -> None:
         ask("generate", "the cat", params=SAMPLED)
 
 
-def test_each_prompt_may_have_params_of_its_own(ask: Ask, llm: LLM) -> None:
+def test_each_prompt_may_have_its_own_sampling_params(ask: Ask, llm: LLM) -> None:
     prompts = ["the cat", "a dog"]
     expected = [llm.generate(prompt, params)[0].token_ids for prompt, params in zip(prompts, (SAMPLED, GREEDY), strict=True)]
     assert ask("generate", prompts, [SAMPLED, GREEDY]) == expected
@@ -84,7 +84,7 @@ def test_each_prompt_may_have_params_of_its_own(ask: Ask, llm: LLM) -> None:
     assert ask("generate", prompts, [dataclasses.replace(SAMPLED, n=2), GREEDY])[2] == expected[1]
 
 
-def test_a_prompt_may_be_a_mapping_of_text_or_ids(ask: Ask, llm: LLM) -> None:
+def test_prompt_may_be_a_mapping_with_text_or_token_ids(ask: Ask, llm: LLM) -> None:
     text, ids = "the cat", llm.tokenizer.encode("the cat")
     expected = [llm.generate(text, GREEDY)[0].token_ids]
     assert ask("generate", {"prompt": text}, GREEDY) == expected
@@ -100,13 +100,13 @@ def test_a_prompt_may_be_a_mapping_of_text_or_ids(ask: Ask, llm: LLM) -> None:
             ask("generate", wrong, GREEDY)
 
 
-def test_switches_that_are_off_elsewhere_are_off_here() -> None:
+def test_stop_none_and_top_k_minus_1_mean_off() -> None:
     assert SamplingParams(stop=None, top_k=-1) == SamplingParams()
     with pytest.raises(RequestError, match="top_k: -2 is out of range"):
         SamplingParams(top_k=-2)
 
 
-def test_a_message_may_be_a_list_of_text_parts(ask: Ask, llm: LLM) -> None:
+def test_message_content_may_be_a_list_of_text_parts(ask: Ask, llm: LLM) -> None:
     expected = [llm.chat([{"role": "user", "content": "the cat\nsat"}], GREEDY).token_ids]
     parts = [{"type": "text", "text": "the cat"}, {"type": "text", "text": "sat"}]
     assert ask("chat", [{"role": "user", "content": parts}], GREEDY) == expected
@@ -122,7 +122,7 @@ def test_a_message_may_be_a_list_of_text_parts(ask: Ask, llm: LLM) -> None:
         assert error.value.parameter == "messages"
 
 
-def test_a_closed_llm_gives_its_memory_back_and_says_that_it_is_closed(directory: Path) -> None:
+def test_closed_llm_frees_its_memory_and_refuses_further_calls(directory: Path) -> None:
     with LLM(str(directory), **OPTIONS) as llm:
         held = [weakref.ref(llm.runtime), weakref.ref(llm.engine.cache)]
         llm.generate("the cat", GREEDY)
@@ -142,7 +142,7 @@ def test_a_closed_llm_gives_its_memory_back_and_says_that_it_is_closed(directory
     llm.close()
 
 
-def test_a_stream_that_is_open_when_its_llm_is_closed_ends_with_that_error(directory: Path) -> None:
+def test_open_stream_of_a_closed_llm_raises(directory: Path) -> None:
     llm = LLM(str(directory), **OPTIONS)
     held, stream = weakref.ref(llm.runtime), llm.stream("the cat", GREEDY)
     next(stream)
@@ -154,7 +154,7 @@ def test_a_stream_that_is_open_when_its_llm_is_closed_ends_with_that_error(direc
     assert held() is None
 
 
-def test_an_output_as_a_dictionary_is_json_and_tells_the_truth(llm: LLM) -> None:
+def test_request_output_asdict_is_json(llm: LLM) -> None:
     (output,) = llm.generate("the cat sat", dataclasses.replace(SAMPLED, logprobs=2, prompt_logprobs=1))
     record = json.loads(json.dumps(dataclasses.asdict(output)))
     assert record["speculation"]["skip_counts"]["prompt"] == 1
@@ -177,7 +177,7 @@ def keys_in(value: Any) -> set[str]:
     return set(value).union(*(keys_in(one) for one in value.values())) if isinstance(value, dict) else set()
 
 
-def test_json_and_python_have_one_name_for_one_thing(llm: LLM) -> None:
+def test_json_records_use_the_attribute_names_of_python(llm: LLM) -> None:
     (output,) = llm.generate("the cat", GREEDY)
     record = output.as_dict(model="m", version="1")
     plain = set(record["speculation"]["skip_counts"])  # reasons, no names
@@ -186,7 +186,7 @@ def test_json_and_python_have_one_name_for_one_thing(llm: LLM) -> None:
     assert keys_in(stats.as_dict()) - set(stats.as_dict()["speculation"]["skip_counts"]) <= names_in(stats)
 
 
-def test_the_public_names_are_listed() -> None:
+def test_dir_of_the_package_lists_the_public_names() -> None:
     assert dir(paceline) == sorted(paceline.__all__)
 
 
@@ -212,7 +212,7 @@ LLM_NAMES = {
 
 
 @pytest.mark.parametrize(("given", "meant"), SAMPLING_NAMES.items())
-def test_a_sampling_parameter_by_another_name_is_told_ours(given: str, meant: str) -> None:
+def test_sampling_parameter_of_another_library_gets_our_name_as_hint(given: str, meant: str) -> None:
     with pytest.raises(RequestError, match=rf"{given} is no argument of SamplingParams: did you mean {meant}\?") as error:
         SamplingParams(**{given: 1})
     assert error.value.parameter == given
@@ -220,12 +220,12 @@ def test_a_sampling_parameter_by_another_name_is_told_ours(given: str, meant: st
 
 @pytest.mark.parametrize("open_it", [LLM, AsyncEngine.open], ids=["LLM", "AsyncEngine"])
 @pytest.mark.parametrize(("given", "meant"), LLM_NAMES.items())
-def test_an_option_by_another_name_is_told_ours(open_it: Callable[..., object], given: str, meant: str) -> None:
+def test_llm_option_of_another_library_gets_our_name_as_hint(open_it: Callable[..., object], given: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"{given} is no argument of LLM: did you mean {meant}\?"):
         open_it("mini", **{given: 1})
 
 
-def test_a_name_like_none_of_ours_is_told_all_of_them() -> None:
+def test_unknown_argument_error_lists_all_arguments() -> None:
     with pytest.raises(ConfigError, match=r"zzz is no argument of LLM: it takes .*drafter.*threads"):
         LLM("mini", zzz=1)  # type: ignore[call-arg]
     with pytest.raises(RequestError, match=r"zzz is no argument of SamplingParams: it takes .*top_k"):
@@ -235,7 +235,7 @@ def test_a_name_like_none_of_ours_is_told_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("given", "meant"), [("max_tokens", "max_tokens"), ("max_new_tokens", "max_tokens"), ("temperature", "temperature")]
 )
-def test_sampling_parameters_in_the_wrong_place_are_told_theirs(ask: Ask, given: str, meant: str) -> None:
+def test_sampling_parameter_passed_to_generate_gets_a_hint(ask: Ask, given: str, meant: str) -> None:
     with pytest.raises(RequestError, match=rf"{given} is no argument of generate: give sampling_params=SamplingParams\({meant}=...\)"):
         ask("generate", "the cat", **{given: 5})
     with pytest.raises(
@@ -244,14 +244,14 @@ def test_sampling_parameters_in_the_wrong_place_are_told_theirs(ask: Ask, given:
         LLM("mini", **{given: 5})
 
 
-def test_every_setting_of_an_engine_is_an_argument_with_its_default() -> None:
+def test_every_engine_setting_is_an_argument_of_llm() -> None:
     settings = {field.name: field.default for kind in (EngineConfig, SpeculationConfig) for field in dataclasses.fields(kind)}
     arguments = {name: one.default for name, one in inspect.signature(LLM).parameters.items()}
     assert arguments == settings | {"drafter_options": None, "adapters": None, "speculative_config": None}
     assert "prefill_chunk_size" in arguments
 
 
-def test_other_names_that_are_suggested_are_ours() -> None:
+def test_names_suggested_for_other_libraries_exist() -> None:
     from paceline.spelling import OTHER_NAMES
 
     ours = {name for one in (LLM, SamplingParams, LLM.generate, LLM.chat) for name in inspect.signature(one).parameters}
@@ -268,27 +268,27 @@ def test_other_names_that_are_suggested_are_ours() -> None:
         ("nonsense", ""),
     ],
 )
-def test_a_method_by_another_name_is_told_ours(llm: LLM, name: str, ours: str) -> None:
+def test_method_of_another_library_gets_our_method_as_hint(llm: LLM, name: str, ours: str) -> None:
     with pytest.raises(AttributeError, match=rf"^an LLM has no {name}") as raised:
         getattr(llm, name)
     assert ours in str(raised.value)
     assert hasattr(llm, name) is False
 
 
-def test_from_pretrained_and_a_call_are_told_ours(llm: LLM) -> None:
+def test_from_pretrained_and_calling_an_llm_get_a_hint(llm: LLM) -> None:
     with pytest.raises(AttributeError, match=r'an LLM has no from_pretrained: use LLM\("owner/name"\)'):
         LLM.from_pretrained("mini")
     with pytest.raises(RequestError, match=r"use llm\.generate\(prompt"):
         llm("the cat")
 
 
-def test_no_prompts_have_no_outputs(ask: Ask) -> None:
+def test_generate_of_no_prompts_returns_an_empty_list(ask: Ask) -> None:
     assert ask("generate", [], GREEDY) == []
     assert ask("generate", [], []) == []
 
 
 @pytest.mark.parametrize(("given", "ours"), [("float16", "f16"), ("bfloat16", "bf16"), ("torch.float32", "f32"), ("half", "f16")])
-def test_a_type_by_pytorchs_name_is_told_ours(given: str, ours: str) -> None:
+def test_pytorch_dtype_name_gets_our_name_as_hint(given: str, ours: str) -> None:
     with pytest.raises(ConfigError, match=rf"dtype is {given!r}: did you mean {ours!r}\? use one of auto"):
         LLM("mini", dtype=given)
 
@@ -305,7 +305,7 @@ def test_a_type_by_pytorchs_name_is_told_ours(given: str, ours: str) -> None:
         ({"method": "medusa", "model": "owner/heads"}, "owner/heads", "auto"),
     ],
 )
-def test_a_speculative_config_of_vllm_is_served(given: dict[str, object], drafter: str, count: object) -> None:
+def test_speculative_config_of_vllm_is_accepted(given: dict[str, object], drafter: str, count: object) -> None:
     _, speculation, _ = parse_settings("mini", {"speculative_config": given, "drafter": "auto", "num_speculative_tokens": "auto"})
     assert (speculation.drafter, speculation.num_speculative_tokens) == (drafter, count)
 
@@ -322,12 +322,12 @@ def test_a_speculative_config_of_vllm_is_served(given: dict[str, object], drafte
         ({"method": "ngram"}, {"drafter": "suffix"}, "speculative_config and drafter are both given"),
     ],
 )
-def test_a_speculative_config_that_cannot_be_served_says_why(given: object, more: dict[str, Any], says: str) -> None:
+def test_unsupported_speculative_config_is_refused_with_its_reason(given: object, more: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         LLM("mini", speculative_config=given, **more)  # type: ignore[arg-type]
 
 
-def test_an_output_asked_for_what_others_have_is_told_ours(llm: LLM) -> None:
+def test_output_attribute_of_another_library_gets_a_hint(llm: LLM) -> None:
     (output,) = llm.generate([[5, 6]], SamplingParams(max_tokens=2))
     with pytest.raises(AttributeError, match=r"a RequestOutput has no outputs: it is one output itself, use \.text"):
         _ = output.outputs
@@ -336,7 +336,7 @@ def test_an_output_asked_for_what_others_have_is_told_ours(llm: LLM) -> None:
     assert copy.deepcopy(output) == pickle.loads(pickle.dumps(output)) == output
 
 
-def test_an_engine_that_was_not_opened_is_refused_before_a_thread_starts() -> None:
+def test_async_engine_constructor_with_a_model_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"not 'mini': use AsyncEngine\.open\(model\)"):
         AsyncEngine("mini")  # type: ignore[arg-type]
     for model in (None, b"mini", ["mini"]):

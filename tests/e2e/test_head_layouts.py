@@ -114,7 +114,7 @@ FIELDS = {"final_norm": "has_final_norm"}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_option_overrides_the_default_and_the_probe_finds_it(name: str, target: Path, tmp_path: Path) -> None:
+def test_eagle_drafter_option_overrides_the_file_and_the_probe_suggests_it(name: str, target: Path, tmp_path: Path) -> None:
     write, options = CASES[name]
     head = write(tmp_path / "head")
     default = default_of(head, target)
@@ -129,7 +129,7 @@ def test_an_option_overrides_the_default_and_the_probe_finds_it(name: str, targe
 
 
 @pytest.mark.parametrize(("theta", "written"), [(1e4, 1e6), (1e6, 1e6)])
-def test_the_base_of_rotations_is_as_written_or_an_option(
+def test_rope_theta_of_an_eagle_head_is_its_config_or_the_option(
     theta: float, written: float, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     target = write_legible_target(tmp_path_factory.mktemp("looking"), reads_mean=False, looks_back=LOOKS_BACK)
@@ -138,7 +138,7 @@ def test_the_base_of_rotations_is_as_written_or_an_option(
     assert acceptance(open_llm(target, head, rope_theta=theta)) == 1.0
 
 
-def test_heads_that_are_right_as_written_need_no_option(target: Path, tmp_path: Path) -> None:
+def test_correctly_configured_eagle_heads_get_no_option_suggestion(target: Path, tmp_path: Path) -> None:
     heads = [
         write_reading_eagle3(tmp_path / "whole"),
         write_reading_eagle3(tmp_path / "unset", norm_before_residual=None),
@@ -150,7 +150,7 @@ def test_heads_that_are_right_as_written_need_no_option(target: Path, tmp_path: 
         assert notes_of(target, head) == []
 
 
-def test_boundaries_that_the_target_lacks_are_refused(target: Path, tmp_path: Path) -> None:
+def test_eagle_head_reading_layers_the_target_lacks_is_refused(target: Path, tmp_path: Path) -> None:
     head = write_reading_eagle3(tmp_path / "head", **{IDS: [7, 8, 9]})
     with pytest.raises(IncompatibleDrafterError, match=r"--drafter-options boundaries=… names 3 different ones from 0 to 4"):
         open_llm(target, head)

@@ -34,7 +34,7 @@ def shown(*arguments: str) -> str:
 
 @pytest.mark.parametrize("case", ["a directory", "a missing directory", "a tensor", "a value", "an adapter", "a tokenizer", "a GGUF file"])
 @pytest.mark.parametrize("command", ["doctor", "run"])
-def test_escape_sequences_in_names_are_escaped(case: str, command: str, tmp_path: Path) -> None:
+def test_escape_sequences_in_file_names_are_escaped_in_messages(case: str, command: str, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     if case == "a directory":
         directory = model(tmp_path / f"model{CLEAR}")
@@ -63,7 +63,7 @@ def test_escape_sequences_in_names_are_escaped(case: str, command: str, tmp_path
         assert report.replace("\n", "").isprintable(), report
 
 
-def test_notices_are_texts_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_sequences_in_notices_and_errors_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     print_notice(f"the head {CLEAR} holds\nanother line")
     print_error(f"the library says {CLEAR}")
     lines = capsys.readouterr().err.splitlines()

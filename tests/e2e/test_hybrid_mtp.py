@@ -62,7 +62,9 @@ def loaded(directory: Path) -> MtpModule:
         ("qwen3_next", "torch", 1, "none"),
     ],
 )
-def test_hybrid_with_mtp_equals_plain_decoding(tmp_path: Path, case: str, backend: str, tree_width: int, quantization: str) -> None:
+def test_hybrid_model_with_mtp_drafts_equals_plain_decoding(
+    tmp_path: Path, case: str, backend: str, tree_width: int, quantization: str
+) -> None:
     """In batches, alone, and on a prefix that is cached; sampled and not. What torch rounds otherwise may decide near-ties."""
     target = write_whole(tmp_path, case)
     plain = open_llm(target, "none", backend=backend)
@@ -137,14 +139,14 @@ def test_unusable_mtp_module_is_an_error_only_if_requested(tmp_path: Path) -> No
         ("mtp.layers.0.linear_attn.A_log", (4,), r"holds 1 tensor: mtp\.layers\.0\.linear_attn\.A_log that no known mtp head has"),
     ],
 )
-def test_wrong_tensors_of_a_module_are_named(tmp_path: Path, name: str, shape: tuple[int, ...], text: str) -> None:
+def test_wrong_shape_of_an_mtp_tensor_is_named(tmp_path: Path, name: str, shape: tuple[int, ...], text: str) -> None:
     target = write_whole(tmp_path)
     edit(target / "model.safetensors", lambda tensors: tensors.update({name: np.zeros(shape, np.float32)}))
     with pytest.raises(CheckpointError, match=text):
         loaded(target)
 
 
-def test_mtp_uses_its_own_embedding_if_configured(tmp_path: Path) -> None:
+def test_mtp_module_uses_its_own_embedding_if_configured(tmp_path: Path) -> None:
     """Else it is a copy of the target's, which is used."""
     target = write_whole(tmp_path)
     change_config(target, mtp_use_dedicated_embeddings=True)
@@ -162,7 +164,7 @@ def test_mtp_uses_its_own_embedding_if_configured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
-def test_mtp_module_of_a_gguf_drafts_for_its_model(tmp_path: Path, case: str) -> None:
+def test_hybrid_gguf_drafts_with_its_mtp_module(tmp_path: Path, case: str) -> None:
     target = write_hybrid_gguf(write_whole(tmp_path, case), tmp_path / "model.gguf", "Q8_0", metadata=VOCABULARY)
     plain, llm = open_llm(target, "none"), open_llm(target, "mtp")
     assert open_llm(target, "auto").drafter_name == "ngram+mtp"

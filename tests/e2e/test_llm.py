@@ -53,7 +53,7 @@ def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-def test_prompts_come_as_text_or_ids_alone_or_in_lists_and_mixed(llm: LLM) -> None:
+def test_prompts_may_be_text_or_token_ids_single_or_in_lists(llm: LLM) -> None:
     text, ids = "the cat sat", [4, 6, 9]
     assert llm.tokenizer.encode(text) == ids
     (expected,) = ids_of(llm.generate(text, GREEDY))
@@ -66,7 +66,7 @@ def test_prompts_come_as_text_or_ids_alone_or_in_lists_and_mixed(llm: LLM) -> No
         assert ids_of(llm.generate(prompts, GREEDY)) == [expected, other]
 
 
-def test_output_contains_usage_timing_and_speculation(llm: LLM) -> None:
+def test_request_output_contains_usage_timing_and_speculation(llm: LLM) -> None:
     (output,) = llm.generate("the cat sat", GREEDY)
     assert output.text == llm.tokenizer.decode(output.token_ids)
     assert (output.usage.prompt_tokens, output.usage.completion_tokens, output.usage.total_tokens) == (3, 16, 19)
@@ -87,7 +87,7 @@ def test_output_contains_usage_timing_and_speculation(llm: LLM) -> None:
     assert record["token_ids"] == output.token_ids
 
 
-def test_by_default_decoding_is_greedy(llm: LLM) -> None:
+def test_llm_decodes_greedily_by_default(llm: LLM) -> None:
     first, second = (llm.generate("the cat")[0] for _ in range(2))
     assert first.token_ids == second.token_ids
     assert len(first.token_ids) <= 256
@@ -115,7 +115,7 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     assert [chunk.output for chunk in llm.stream_chat(one, GREEDY)][-1].token_ids == answer.token_ids
 
 
-def test_a_chat_continues_the_last_message(llm: LLM) -> None:
+def test_chat_continues_the_final_assistant_message(llm: LLM) -> None:
     messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a dog"}]
     answer = llm.chat(messages, GREEDY, continue_final_message=True)
     assert llm.tokenizer.decode(answer.prompt_token_ids).endswith("a dog")
@@ -146,7 +146,7 @@ STREAMED = {
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_streamed_chunks_add_up_to_the_output(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_chunks_join_to_the_final_output(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.engine.speculator, "policy", FixedDraftLength(4))  # which steps are plain must not hang on times
     for prompt in ("the cat sat", [7] * 300):
         (whole,) = llm.generate([prompt], STREAMED[name])
@@ -176,7 +176,7 @@ def test_stop_string_across_tokens_is_removed_unless_included(llm: LLM) -> None:
         assert kept.token_ids == cut.token_ids
 
 
-def test_stop_token_ends_the_output_and_is_no_text(llm: LLM) -> None:
+def test_stop_token_ends_the_output_and_is_left_out_of_the_text(llm: LLM) -> None:
     (whole,) = llm.generate("the cat sat", GREEDY)
     stop = whole.token_ids[8]
     count = whole.token_ids.index(stop) + 1
@@ -202,18 +202,18 @@ def test_special_tokens_written_out_in_a_prompt_are_tokens(llm: LLM) -> None:
     assert output.prompt_token_ids[-1] == 2
 
 
-def test_max_tokens_beyond_the_context_ends_with_the_context(llm: LLM) -> None:
+def test_max_tokens_beyond_the_context_ends_at_the_context_limit(llm: LLM) -> None:
     (output,) = llm.generate([[5] * (llm.max_model_len - 7)], SamplingParams(max_tokens=10_000, ignore_eos=True))
     assert (len(output.token_ids), output.finish_reason) == (7, "length")
 
 
-def test_a_long_prompt_runs_in_chunks_of_256_rows(open_llm: Open) -> None:
+def test_long_prompt_is_prefilled_in_chunks_of_256_rows(open_llm: Open) -> None:
     llm = open_llm(drafter="none")
     llm.generate([[5] * 400], replace(GREEDY, max_tokens=3))
     assert llm.runtime.num_passes == 2 + 2
 
 
-def test_two_streams_may_be_open_at_once_and_one_abandoned(llm: LLM) -> None:
+def test_concurrent_streams_are_independent_of_an_abandoned_one(llm: LLM) -> None:
     (expected,) = ids_of(llm.generate("the cat sat", SAMPLED))
     first, second, abandoned = (llm.stream("the cat sat", SAMPLED) for _ in range(3))
     next(abandoned)
@@ -225,7 +225,7 @@ def test_two_streams_may_be_open_at_once_and_one_abandoned(llm: LLM) -> None:
     del abandoned
 
 
-def test_banner_describes_the_drafter(directory: Path, open_llm: Open) -> None:
+def test_llm_banner_describes_the_drafter(directory: Path, open_llm: Open) -> None:
     assert "ngram" in LLM(directory, threads=2, device="cpu", kv_cache_gb=0.02).banner  # type: ignore[arg-type]
     assert open_llm(drafter="none").banner == "speculation: off"
     both = open_llm(drafter=["ngram", str(directory)])
@@ -235,7 +235,7 @@ def test_banner_describes_the_drafter(directory: Path, open_llm: Open) -> None:
 
 
 @pytest.mark.usefixtures("always_drafts")
-def test_draft_models_have_names_of_their_own(open_llm: Open, directory: Path, tmp_path: Path) -> None:
+def test_second_draft_model_is_named_draft_model_2(open_llm: Open, directory: Path, tmp_path: Path) -> None:
     """The second is never the first one: the target itself is always right, the other nearly never."""
     other = write_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1)
     for paths in ([directory, other], [other, directory]):
@@ -252,7 +252,7 @@ def test_draft_models_have_names_of_their_own(open_llm: Open, directory: Path, t
         assert max(rates.values()) < 0.5
 
 
-def test_context_shorter_than_the_profiled_one_loads(open_llm: Open) -> None:
+def test_context_shorter_than_the_profiled_lengths_loads(open_llm: Open) -> None:
     for options in ({"max_model_len": 2, "num_speculative_tokens": 64}, {"max_model_len": 40}, {"kv_cache_gb": 16384 / 1e9}):
         llm = open_llm(**options)
         assert llm.generate([5], GREEDY)[0].finish_reason == "length"
@@ -260,7 +260,7 @@ def test_context_shorter_than_the_profiled_one_loads(open_llm: Open) -> None:
     assert "the cache holds 32 tokens" in llm.notices[-1]
 
 
-def test_profile_cache_follows_its_setting(shared_llm: LLM, measured_facts: Path) -> None:
+def test_profile_is_stored_in_the_configured_cache_directory(shared_llm: LLM, measured_facts: Path) -> None:
     assert (measured_facts / "measured.json").is_file()
 
 
@@ -276,7 +276,7 @@ def test_explain_shows_drafts_and_costs() -> None:
     assert output.as_dict(model="mini", version="0")["steps"][0]["skip_reason"] == "prompt"
 
 
-def test_without_a_drafter_only_the_steps_are_explained() -> None:
+def test_explain_without_a_drafter_lists_steps_only() -> None:
     llm = LLM("mini", drafter="none", threads=2)
     (output,) = llm.generate("one two three", SamplingParams(max_tokens=4), speculation={"trees": True})
     assert [line.split()[0] for line in llm.explain(output)] == ["draft", "plain", "plain"]

@@ -40,7 +40,9 @@ def successor_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ND
 
 
 @pytest.mark.parametrize("tree", ["probability", "accuracy", "mc_sim_7b_63"])
-def test_right_path_of_each_kind_of_tree_is_accepted(successor_target: tuple[Path, NDArray[np.int64]], tmp_path: Path, tree: str) -> None:
+def test_medusa_tree_of_each_kind_accepts_the_right_path(
+    successor_target: tuple[Path, NDArray[np.int64]], tmp_path: Path, tree: str
+) -> None:
     target, successor = successor_target
     files = HeadFiles.open(write_heads(tmp_path, "rows", perfect_heads(successor, 4)))
     drafter = open_medusa(files, load_target(target, SpeculationConfig(drafter_options={"tree": tree})))
@@ -59,7 +61,7 @@ def follow(successor: NDArray[np.int64], prompt: Sequence[int], count: int) -> l
     return tokens[1:]
 
 
-def test_target_with_heads_inside_runs_without_them(tmp_path: Path) -> None:
+def test_model_file_with_medusa_heads_runs_without_them(tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     before = open_llm(target, "none").generate(PROMPTS, GREEDY)
     write_heads(target, "whole", random_heads())

@@ -132,7 +132,7 @@ def test_load_takes_the_memory_that_doctor_predicts(form: str, tmp_path: Path, l
 
 
 @needs_linux
-def test_memory_of_a_draft_model_is_predicted(tmp_path: Path, large_counts: bool) -> None:
+def test_doctor_predicts_the_memory_of_a_draft_model(tmp_path: Path, large_counts: bool) -> None:
     if not large_counts:
         pytest.skip("small counts")
     target, draft = (write_directory(tmp_path / name, "bf16", layers) for name, layers in (("target", LAYERS), ("draft", 4)))
@@ -142,7 +142,7 @@ def test_memory_of_a_draft_model_is_predicted(tmp_path: Path, large_counts: bool
 
 
 @needs_linux
-def test_cache_memory_grows_as_it_is_used(mini_dir: Path) -> None:
+def test_resident_memory_of_the_kv_cache_grows_with_its_use(mini_dir: Path) -> None:
     def resident() -> int:
         return 4096 * int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
 

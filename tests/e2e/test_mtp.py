@@ -42,7 +42,7 @@ def loaded(directory: Path) -> MtpModule:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_target_with_a_module_inside_runs_without_it(tmp_path: Path, layout: str) -> None:
+def test_model_file_with_an_mtp_module_runs_without_it(tmp_path: Path, layout: str) -> None:
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     before = [output.token_ids for output in open_llm(target, "none").generate(PROMPTS, GREEDY)]
     add_module(target, layout, random_module(), num_layers=2)
@@ -53,7 +53,7 @@ def test_a_target_with_a_module_inside_runs_without_it(tmp_path: Path, layout: s
         assert not any("holds a drafting head" in notice for notice in open_llm(target, drafter).notices)
 
 
-def test_extra_layer_that_is_no_mtp_module_is_refused(tmp_path: Path) -> None:
+def test_extra_decoder_layer_that_is_no_mtp_module_is_refused(tmp_path: Path) -> None:
     """config.json names too few layers: running without the others would give other tokens."""
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=3)
     config = target / "config.json"
@@ -62,7 +62,7 @@ def test_extra_layer_that_is_no_mtp_module_is_refused(tmp_path: Path) -> None:
         open_llm(target, "none")
 
 
-def test_wrong_modules_are_named_exactly(tmp_path: Path) -> None:
+def test_missing_and_incomplete_mtp_modules_are_named(tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     with pytest.raises(IncompatibleDrafterError, match=r"holds no mtp head"):
         open_llm(target, "mtp")
@@ -87,7 +87,7 @@ def test_wrong_modules_are_named_exactly(tmp_path: Path) -> None:
         loaded(target)
 
 
-def test_norms_of_one_layout_hold_their_weights_less_one(tmp_path: Path) -> None:
+def test_mtp_norm_weights_stored_minus_one_get_one_added(tmp_path: Path) -> None:
     arrays = random_module()
     for layout in LAYOUTS:
         target = write_checkpoint(tmp_path / layout, "qwen3", num_hidden_layers=2)
@@ -97,7 +97,7 @@ def test_norms_of_one_layout_hold_their_weights_less_one(tmp_path: Path) -> None
         assert module.config.normed_recurrence
 
 
-def test_matrices_equal_to_the_targets_are_the_targets(tmp_path: Path) -> None:
+def test_mtp_matrices_equal_to_those_of_the_target_are_shared(tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     config = read_model_config(target)
     own = {
@@ -114,7 +114,7 @@ def test_matrices_equal_to_the_targets_are_the_targets(tmp_path: Path) -> None:
     assert np.array_equal(as_float32(module.weights["lm_head.weight"]), own["lm_head"]), "the target's, as transformers has it"
 
 
-def test_later_mtp_modules_are_ignored_with_a_notice(tmp_path: Path) -> None:
+def test_mtp_modules_after_the_first_are_ignored_with_a_notice(tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     add_module(target, "extra_layer", random_module(), num_layers=2)
     (one,) = [loaded(target).notices]
@@ -132,7 +132,7 @@ def test_later_mtp_modules_are_ignored_with_a_notice(tmp_path: Path) -> None:
         ("mtp_layers", "model.mtp_layers.0.attention_sink"),
     ],
 )
-def test_parts_of_a_module_that_nothing_computes_are_refused(layout: str, name: str, tmp_path: Path) -> None:
+def test_unknown_tensors_of_an_mtp_module_are_refused(layout: str, name: str, tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     add_module(target, layout, random_module(), num_layers=2)
     loaded(target)
@@ -141,7 +141,7 @@ def test_parts_of_a_module_that_nothing_computes_are_refused(layout: str, name: 
         loaded(target)
 
 
-def test_later_mtp_modules_of_every_layout_are_ignored(tmp_path: Path) -> None:
+def test_mtp_modules_after_the_first_are_ignored_in_every_layout(tmp_path: Path) -> None:
     for layout, name in (("mtp", "mtp.layers.1.mlp.up_proj.weight"), ("mtp_layers", "model.mtp_layers.1.input_proj.weight")):
         target = write_checkpoint(tmp_path / layout, "qwen3", num_hidden_layers=2)
         add_module(target, layout, random_module(), num_layers=2)
@@ -165,7 +165,7 @@ def test_mimo_drafts_with_its_mtp_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_normed", [False, True])
-def test_recurrence_of_an_mtp_module_is_an_option(is_normed: bool, tmp_path: Path) -> None:
+def test_mtp_normed_recurrence_option_selects_the_unnormed_state(is_normed: bool, tmp_path: Path) -> None:
     target, successor = write_successor_target(tmp_path, "qwen3")
     add_module(target, "extra_layer", module_with_signs(successor, is_normed=is_normed), num_layers=2)
     llm = open_llm(target, "mtp", drafter_options={} if is_normed else {"normed_recurrence": False})

@@ -99,7 +99,7 @@ def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "int4", "Q8_0", "Q4_0"])
-def test_drafts_are_the_best_of_the_first_ids(tmp_path: Path, stored: str, tied: bool, backend: str) -> None:
+def test_draft_vocab_size_limits_mtp_logits_to_the_first_ids(tmp_path: Path, stored: str, tied: bool, backend: str) -> None:
     """Their logits are those of all ids, cut off; drawn tokens and the sum of probabilities are over these alone."""
     module = load(write_stored(tmp_path, stored, tied=tied), stored)
     whole = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
@@ -122,7 +122,7 @@ def test_drafts_are_the_best_of_the_first_ids(tmp_path: Path, stored: str, tied:
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "Q8_0", "Q4_0"])
-def test_drafts_are_the_best_of_chosen_ids(tmp_path: Path, stored: str, backend: str) -> None:
+def test_draft_vocab_corpus_limits_mtp_logits_to_its_ids(tmp_path: Path, stored: str, backend: str) -> None:
     module, ids = load(write_stored(tmp_path, stored, tied=False), stored), np.arange(5, VOCABULARY, 5)
     whole = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
     part = open_mtp_head(restrict_vocab(module, ids), num_threads=2, max_model_len=128, backend=backend)
@@ -137,7 +137,7 @@ def test_drafts_are_the_best_of_chosen_ids(tmp_path: Path, stored: str, backend:
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "int8", "Q8_0"])
-def test_draft_vocab_rows_equal_those_of_the_whole_matrix(tmp_path: Path, stored: str) -> None:
+def test_draft_vocab_rows_are_a_view_of_the_whole_matrix(tmp_path: Path, stored: str) -> None:
     module = load(write_stored(tmp_path, stored, tied=False), stored)
     whole, part = module.weights["lm_head.weight"], restrict_vocab(module, range(FIRST)).weights["lm_head.weight"]
     assert part.shape == (FIRST, 64)
@@ -151,7 +151,7 @@ def test_draft_vocab_rows_equal_those_of_the_whole_matrix(tmp_path: Path, stored
 
 
 @pytest.mark.parametrize(("stored", "bits"), [("float32", 8), ("bfloat16", 8), ("bfloat16", 4), ("Q8_0", 4), ("int8", 4)])
-def test_more_bits_than_a_draft_model_has_become_a_copy(tmp_path: Path, stored: str, bits: int) -> None:
+def test_draft_vocab_with_fewer_bits_than_stored_is_a_quantised_copy(tmp_path: Path, stored: str, bits: int) -> None:
     module, quantization = load(write_stored(tmp_path, stored, tied=False), stored), QuantOptions(bits=bits)
     copy = restrict_vocab(module, range(FIRST), quantization, num_threads=2)
     facts = copy.weights.info("lm_head.weight")
@@ -168,7 +168,7 @@ def test_more_bits_than_a_draft_model_has_become_a_copy(tmp_path: Path, stored: 
 
 
 @pytest.mark.parametrize(("stored", "bits"), [("Q8_0", 8), ("int8", 8), ("Q4_0", 4), ("Q4_0", 8)])
-def test_draft_vocab_with_enough_bits_is_not_copied(tmp_path: Path, stored: str, bits: int) -> None:
+def test_draft_vocab_stored_with_no_more_bits_is_not_copied(tmp_path: Path, stored: str, bits: int) -> None:
     module = load(write_stored(tmp_path, stored, tied=False), stored)
     found, view = restrict_vocab(module, range(FIRST), QuantOptions(bits=bits)), restrict_vocab(module, range(FIRST))
     assert not found.has_lm_head_copy
@@ -176,7 +176,7 @@ def test_draft_vocab_with_enough_bits_is_not_copied(tmp_path: Path, stored: str,
         assert np.shares_memory(ours, theirs)
 
 
-def test_draft_vocab_of_a_16_bit_target_is_a_copy(tmp_path: Path) -> None:
+def test_draft_vocab_of_a_16_bit_target_is_copied_and_counted_by_doctor(tmp_path: Path) -> None:
     """And doctor counts the copy; --draft-quantization none keeps the view."""
     target = write_checkpoint(tmp_path / "model", "qwen3_5_text", dtype="float16", **{**DELTA, "vocab_size": VOCABULARY})
     tensors = module_tensors(write_donor(tmp_path / "donor", "qwen3_5"))
@@ -316,7 +316,7 @@ def test_draft_vocab_corpus_selects_the_ids(
     assert f"drafts the {FIRST} most frequent ids of {text}" in str(found.as_dict())
 
 
-def test_own_lm_head_of_a_module_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_counts_the_lm_head_of_an_mtp_module_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By doctor: its copied rows take the place of all of them."""
     target, found = write_whole(tmp_path), load_mtp
 
@@ -363,7 +363,7 @@ def test_draft_vocab_defaults_to_all_ids(tmp_path: Path) -> None:
         assert run(llm.drafter.head, ranks=False).logits.shape == (20, VOCABULARY)
 
 
-def test_more_ids_than_there_are_is_an_error_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_vocab_size_beyond_the_vocabulary_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_whole(tmp_path)
     text = "drafter_options: draft_vocab_size is 608 and the target has 600 ids: use at most 600, or leave it out to draft all ids"
     found = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options={"draft_vocab_size": 608}))

@@ -74,7 +74,7 @@ def test_moe_model_drafts_with_its_mtp_module(tmp_path: Path, case: str, quantiz
         ("mlp.experts.4.up_proj.weight", r"it lacks 1 tensor: layers\.3\.mlp\.experts\.4\.up_proj\.weight \[32, 64\]"),
     ],
 )
-def test_experts_that_are_not_those_of_the_config_are_named(tmp_path: Path, change: "dict[str, int] | str", message: str) -> None:
+def test_mtp_expert_count_unlike_the_config_is_refused(tmp_path: Path, change: "dict[str, int] | str", message: str) -> None:
     target = write_glm4_moe(tmp_path)
     config = read_model_config(target)
     weights = open_weights(target, config)
@@ -91,7 +91,7 @@ def test_experts_that_are_not_those_of_the_config_are_named(tmp_path: Path, chan
             open_weights(target, config)  # of the model itself
 
 
-def test_a_stack_of_other_experts_is_named(tmp_path: Path) -> None:
+def test_mtp_expert_stack_of_the_wrong_shape_is_refused(tmp_path: Path) -> None:
     target = in_stacks(write_glm4_moe(tmp_path / "one-by-one"), tmp_path / "target")
     weights = open_weights(target, read_model_config(target))
     name = "model.layers.3.mlp.experts.down_proj"
@@ -101,7 +101,7 @@ def test_a_stack_of_other_experts_is_named(tmp_path: Path) -> None:
         load_mtp(HeadFiles.open(target), read_model_config(target), weights)
 
 
-def test_mtp_module_of_a_gguf_drafts_for_its_model(tmp_path: Path) -> None:
+def test_moe_gguf_drafts_with_its_mtp_module(tmp_path: Path) -> None:
     """Blocks count it; its values are those of the directory, or rounded as the model's are."""
     directory = write_glm4_moe(tmp_path / "model", "glm4_moe-groups")
     plain = write_gguf(directory, tmp_path / "plain.gguf", metadata=VOCABULARY)
@@ -127,7 +127,7 @@ def test_mtp_module_of_a_gguf_drafts_for_its_model(tmp_path: Path) -> None:
             assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
 
 
-def test_only_copies_in_a_gguf_mtp_module_are_ignored(tmp_path: Path) -> None:
+def test_gguf_mtp_module_ignores_copies_of_target_tensors_only(tmp_path: Path) -> None:
     directory = write_glm4_moe(tmp_path / "model")
     copies = {"model.layers.3.embed_tokens.weight": random_matrix(1), "model.layers.3.shared_head.head.weight": random_matrix(2)}
     edit(directory / "model.safetensors", lambda tensors: tensors.update(copies))

@@ -98,7 +98,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_code_block_has_a_language(page: str) -> None:
+def test_code_blocks_of_documentation_pages_have_a_language(page: str) -> None:
     """Text is for what is no code: it does not run. A client's code is compiled alone."""
     assert {language for language, _ in blocks_of(page)} <= {"python", "sh", "text", CLIENT}
     for language, content in blocks_of(page):
@@ -109,7 +109,7 @@ def test_every_code_block_has_a_language(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(language == "python" for language, _ in blocks_of(page))])
-def test_the_python_of_a_page_runs(here: None, page: str) -> None:
+def test_python_examples_of_documentation_pages_run(here: None, page: str) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for language, content in blocks_of(page):
         if language == "python":
@@ -127,7 +127,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_of_a_page_runs(here: None, line: str) -> None:
+def test_commands_of_documentation_pages_run(here: None, line: str) -> None:
     program, *arguments = shlex.split(line, comments=True)
     assert program == "paceline"
     done = CliRunner().invoke(app, arguments, input="Hello\n")

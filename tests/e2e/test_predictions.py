@@ -39,7 +39,7 @@ def answers(directory: Path) -> list[list[int]]:
     return [output.token_ids for output in open_llm(directory, "none").generate(PROMPTS, GREEDY)]
 
 
-def test_each_prompt_has_its_own_prediction_or_none(directory: Path, answers: list[list[int]]) -> None:
+def test_each_prompt_may_have_its_own_prediction(directory: Path, answers: list[list[int]]) -> None:
     llm = open_llm(directory)
     outputs = llm.generate(PROMPTS, GREEDY, prediction=[answers[0], None, np.array(answers[2])])
     assert [output.token_ids for output in outputs] == answers
@@ -47,7 +47,7 @@ def test_each_prompt_has_its_own_prediction_or_none(directory: Path, answers: li
     assert outputs[1].speculation.num_draft_tokens == 0
 
 
-def test_one_prediction_serves_all_prompts_as_ids_or_text(directory: Path, answers: list[list[int]]) -> None:
+def test_one_prediction_as_text_or_ids_applies_to_all_prompts(directory: Path, answers: list[list[int]]) -> None:
     llm = open_llm(directory)
     for prediction in (answers[0], tuple(answers[0]), np.array(answers[0])):
         outputs = llm.generate(PROMPTS, GREEDY, prediction=prediction)
@@ -59,7 +59,7 @@ def test_one_prediction_serves_all_prompts_as_ids_or_text(directory: Path, answe
     assert output.speculation.num_draft_tokens > 0
 
 
-def test_streams_and_stacks_read_predictions_too(directory: Path, answers: list[list[int]]) -> None:
+def test_stream_and_combined_drafters_use_predictions(directory: Path, answers: list[list[int]]) -> None:
     llm = open_llm(directory, ["ngram", "prediction"])
     *_, last = llm.stream(PROMPTS[0], GREEDY, prediction=answers[0])
     assert last.output is not None
@@ -96,7 +96,7 @@ def test_invalid_prediction_is_refused_before_a_pass(directory: Path, prediction
     assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks
 
 
-def test_finished_outputs_are_drafted_only_in_their_namespace(directory: Path) -> None:
+def test_suffix_drafter_uses_finished_outputs_of_its_namespace_only(directory: Path) -> None:
     prompt = np.random.default_rng(3).integers(3, 90, 12).tolist()
     sampled = replace(GREEDY, temperature=1.5, seed=4, max_tokens=32)
     llm = open_llm(directory, SuffixDrafter(store=SuffixStore()))
@@ -112,7 +112,7 @@ def test_finished_outputs_are_drafted_only_in_their_namespace(directory: Path) -
 
 
 @pytest.mark.parametrize("ending", ["off", "no drafts", "aborted", "failed"])
-def test_failed_or_aborted_outputs_are_not_stored(directory: Path, ending: str) -> None:
+def test_suffix_store_keeps_no_failed_aborted_or_excluded_output(directory: Path, ending: str) -> None:
     """An output is offered to others of its namespace only where its sender let drafters see it, and it came to its end."""
 
     def fail_late(token_ids: Sequence[int], scores: Any) -> Any:
@@ -144,7 +144,7 @@ def run(*arguments: str) -> Any:
     )
 
 
-def test_prediction_file_adds_its_drafter_first(directory: Path, tmp_path: Path) -> None:
+def test_prediction_file_option_puts_the_prediction_drafter_first(directory: Path, tmp_path: Path) -> None:
     plain = json.loads(run("--model", str(directory), "--drafter", "none", "--json").stdout)
     path = tmp_path / "expected.txt"
     path.write_text(plain["text"], encoding="utf-8")
@@ -158,7 +158,7 @@ def test_prediction_file_adds_its_drafter_first(directory: Path, tmp_path: Path)
 
 @pytest.mark.skipif(os.name == "nt", reason="there are no such files there")
 @pytest.mark.parametrize("kind", ["pipe", "device", "large"])
-def test_a_prediction_file_without_an_end_is_refused(directory: Path, tmp_path: Path, kind: str) -> None:
+def test_prediction_file_that_is_a_pipe_device_or_too_large_is_refused(directory: Path, tmp_path: Path, kind: str) -> None:
     path = Path("/dev/full") if kind == "device" else tmp_path / "expected"
     if kind == "pipe":
         os.mkfifo(path)

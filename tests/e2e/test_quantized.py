@@ -54,7 +54,7 @@ def test_quantised_weights_are_cached(open_llm: Open, monkeypatch: pytest.Monkey
     assert [path.stat().st_mtime_ns for path in (tmp_path / FOLDER).iterdir()] == [written]
 
 
-def test_requantizing_gives_what_opening_anew_gives_and_back_again(open_llm: Open) -> None:
+def test_requantize_equals_loading_with_that_quantization(open_llm: Open) -> None:
     stored, int4 = ids(open_llm(), SAMPLED), ids(open_llm(quantization="int4"), SAMPLED)
     llm = open_llm()
     old_runtime, old_cache = llm.runtime, llm.engine.cache
@@ -106,7 +106,7 @@ def test_missing_checkpoint_keeps_the_old_target(open_llm: Open, tmp_path: Path)
     assert (llm.engine, ids(llm)) == before
 
 
-def test_an_unknown_setting_changes_nothing(failing_llm: LLM) -> None:
+def test_requantize_with_an_unknown_setting_keeps_the_model(failing_llm: LLM) -> None:
     with pytest.raises(ConfigError, match="quantization is 'int5': use one of none, int8, int4"):
         failing_llm.requantize("int5")
 

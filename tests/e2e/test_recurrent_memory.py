@@ -23,7 +23,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("hybrid"), family, **values)
 
 
-def test_long_prompts_leave_no_records_in_a_target_or_a_draft_model(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrent_state_records_of_long_prompts_are_bounded(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, real = [], RecurrentStateCache._take_records
     monkeypatch.setattr(RecurrentStateCache, "_take_records", lambda memory, text, count: counts.append(count) or real(memory, text, count))
     llm = LLM(str(hybrid), drafter=str(hybrid), num_speculative_tokens=4, max_model_len=512, kv_cache_gb=0.1, dtype="f32", threads=1)
@@ -35,7 +35,7 @@ def test_long_prompts_leave_no_records_in_a_target_or_a_draft_model(hybrid: Path
     assert max(counts) < MIN_UNRECORDED_ROWS
 
 
-def test_recurrent_states_limit_running_requests(hybrid: Path) -> None:
+def test_recurrent_state_memory_limits_running_requests(hybrid: Path) -> None:
     options: dict[str, Any] = {"drafter": "none", "max_model_len": 128, "dtype": "f32", "threads": 1}
     plain = LLM(str(hybrid), **options, kv_cache_gb=0.1)
     assert plain.engine.scheduler.limits.max_num_seqs == 16

@@ -183,7 +183,7 @@ def work(soak: Soak, number: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_random_load_hangs_nothing_and_changes_no_token(tmp_path: Path, seed: int, large_counts: bool, tally: "Counter[str]") -> None:
+def test_random_load_neither_hangs_nor_changes_a_token(tmp_path: Path, seed: int, large_counts: bool, tally: "Counter[str]") -> None:
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=2)
     alone = open_small(directory, 80)
     answers = {

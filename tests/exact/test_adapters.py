@@ -132,7 +132,7 @@ def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
 
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize(("target", "kind"), [pytest.param(*case, marks=[pytest.mark.long] if case in RARE else []) for case in CASES])
-def test_requests_with_several_adapters_equal_those_alone(target: str, kind: str, given_of: GivenOf) -> None:
+def test_batched_requests_with_several_adapters_equal_each_alone(target: str, kind: str, given_of: GivenOf) -> None:
     given = given_of(target)
     assert len({tuple(one.answer.token_ids) for one in given.asked}) > len(given.asked) // 2  # adapters matter
     llm = given.open(kind)
@@ -148,7 +148,7 @@ def test_requests_with_several_adapters_equal_those_alone(target: str, kind: str
         assert llm.stats().drafter_failures == 0
 
 
-def test_two_adapters_on_one_prompt_share_no_block(given_of: GivenOf) -> None:
+def test_two_adapters_with_the_same_prompt_share_no_block(given_of: GivenOf) -> None:
     given = given_of("llama")
     llm = given.open("none", num_blocks=60)
     prompt = given.asked[0].prompt
@@ -162,7 +162,7 @@ def test_two_adapters_on_one_prompt_share_no_block(given_of: GivenOf) -> None:
     assert output.usage.num_cached_tokens == 0  # no salt is an adapter's key
 
 
-def test_removed_adapter_serves_only_running_requests(given_of: GivenOf) -> None:
+def test_removed_adapter_finishes_its_running_requests_only(given_of: GivenOf) -> None:
     given = given_of("llama")
     llm = given.open("none", num_blocks=60)
     one = next(one for one in given.asked if one.adapter == "plain")
@@ -259,9 +259,7 @@ class Events:
 
 
 @pytest.mark.parametrize("kind", ["suffix_tree", "draft_model"])
-def test_random_loads_removals_and_requests_leave_nothing_and_mix_nothing(
-    kind: str, given_of: GivenOf, seed: int, large_counts: bool
-) -> None:
+def test_random_adapter_loads_and_removals_change_no_token(kind: str, given_of: GivenOf, seed: int, large_counts: bool) -> None:
     given = given_of("llama")
     llm = given.open(kind)
     for name in llm.adapters:
@@ -328,7 +326,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("target", "plant"), FAULTS)
-def test_planted_faults_are_found(
+def test_planted_adapter_faults_are_found(
     target: str, plant: Callable[[pytest.MonkeyPatch], None], given_of: GivenOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = given_of(target)

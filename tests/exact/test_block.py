@@ -109,7 +109,7 @@ CASES = [*product(TARGETS, FITTED, SHAPES)]
 
 
 @pytest.mark.parametrize(("target", "kind", "shape"), CASES, ids=map("-".join, CASES))
-def test_every_request_gets_the_tokens_of_plain_decoding(
+def test_block_drafts_change_no_token(
     target: str, kind: str, shape: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]"
 ) -> None:
     """Requests come in batches of 1 to 16, are preempted, share prefixes, and their prompts are split into chunks."""
@@ -129,7 +129,7 @@ NORMAL_REJECTED = {("llama-f32-native", "dspark-rnn"), ("gemma4-f32-native", "ds
 
 
 @pytest.mark.parametrize(("target", "kind"), REJECTED, ids=map("-".join, REJECTED))
-def test_greedy_tokens_are_the_same_under_the_rejection_rule(
+def test_greedy_block_drafts_under_the_rejection_rule_change_no_token(
     target: str, kind: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]"
 ) -> None:
     if not large_counts and (target, kind) not in NORMAL_REJECTED:
@@ -167,7 +167,7 @@ def exact_distribution(solo: Solo, prompt: list[int], params: SamplingParams, nu
 
 @pytest.mark.spread(0.1)
 @pytest.mark.parametrize("kind", FITTED)
-def test_drawn_drafts_leave_the_targets_distribution(
+def test_sampled_block_drafts_keep_the_target_distribution(
     kind: str, given_of: GivenOf, large_counts: bool, seed: int, monkeypatch: pytest.MonkeyPatch, tally: "Counter[str]"
 ) -> None:
     proposals: set[Proposal] = set()
@@ -201,7 +201,7 @@ def test_drawn_drafts_leave_the_targets_distribution(
 @pytest.mark.spread(0.3)
 @pytest.mark.parametrize("kv_cache_dtype", [one.value for one in KVCacheDtype])
 @pytest.mark.parametrize("kind", ["dflash-sliding", "dspark-rnn"])
-def test_tokens_are_the_same_with_every_type_of_keys(
+def test_block_drafts_change_no_token_with_any_kv_cache_dtype(
     kind: str, kv_cache_dtype: str, given_of: GivenOf, monkeypatch: pytest.MonkeyPatch, tally: "Counter[str]"
 ) -> None:
     given, random = given_of("llama-f32-native"), np.random.default_rng(1)

@@ -246,7 +246,7 @@ def how_it_ended(case: Case, ran: Ran) -> str:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "fallback"])
-def test_multi_token_steps_end_where_single_token_steps_end(
+def test_request_ends_at_the_same_token_with_single_and_multi_token_steps(
     kind: str, tokenizers: dict[str, Tokenizer], seed: int, large_counts: bool, tally: "Counter[str]"
 ) -> None:
     num_blocks = 50_000 if large_counts else 1_000
@@ -265,7 +265,7 @@ def walks_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("walks_on")
-def test_commit_ends_a_request_with_any_accepted_path(tokenizers: dict[str, Tokenizer], seed: int) -> None:
+def test_commit_ends_a_request_within_any_accepted_path(tokenizers: dict[str, Tokenizer], seed: int) -> None:
     for tokenizer in tokenizers.values():
         compare(tokenizer, np.random.default_rng(seed), 500, walks_on=True)
 
@@ -274,7 +274,7 @@ def test_commit_ends_a_request_with_any_accepted_path(tokenizers: dict[str, Toke
 
 
 @pytest.mark.usefixtures("walks_on")
-def test_fault_of_verification_after_the_end_is_found(tokenizers: dict[str, Tokenizer], seed: int) -> None:
+def test_fault_of_verification_past_the_end_is_found(tokenizers: dict[str, Tokenizer], seed: int) -> None:
     with pytest.raises(AssertionError):
         compare(tokenizers["bytes"], np.random.default_rng(seed), 700)
 
@@ -315,7 +315,7 @@ def test_fault_of_a_processor_reading_past_the_end_is_found(faulty: Callable[[],
         faulty()
 
 
-def test_fault_of_counts_before_the_cut_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_statistics_counted_before_the_stop_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are counted as the walk kept them, not as the stop left them."""
     real = commit_module.commit
     monkeypatch.setattr(
@@ -325,7 +325,7 @@ def test_fault_of_counts_before_the_cut_is_found(faulty: Callable[[], None], mon
         faulty()
 
 
-def test_fault_of_stop_strings_per_block_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_checking_stop_strings_once_per_step_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop that spans two blocks is missed, and within one it is found only at the block's end."""
     real_commit, real_push = commit_module.commit, TextStop.push
 
@@ -364,7 +364,7 @@ def test_fault_of_min_tokens_without_the_draft_path_is_found(faulty: Callable[[]
         faulty()
 
 
-def test_fault_of_max_tokens_per_block_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_checking_max_tokens_once_per_step_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def without_limit(self: Request, row_budget: int, max_depth: int) -> tuple[int, int]:
         return row_budget, max_depth
 

@@ -199,7 +199,7 @@ def compare(tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor],
     return met
 
 
-def test_end_of_a_text_is_equal_with_and_without_drafts(
+def test_finish_reason_and_output_are_equal_with_and_without_drafts(
     tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor], seed: int, large_counts: bool, tally: "Counter[str]"
 ) -> None:
     count = 20_000 if large_counts else 300
@@ -209,7 +209,7 @@ def test_end_of_a_text_is_equal_with_and_without_drafts(
     tally["ends compared with plain decoding's, by both rules"] += met["requests"]
 
 
-def test_fault_of_verification_after_the_end_is_found(
+def test_fault_of_verification_that_stops_at_end_tokens_only_is_found(
     tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: walks look for end tokens only."""

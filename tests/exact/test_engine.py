@@ -107,7 +107,7 @@ def given_of(checkpoint: Directory, tmp_path_factory: pytest.TempPathFactory, la
 
 
 @pytest.mark.parametrize(("target", "kind"), CASES, ids=map("-".join, CASES))
-def test_every_request_of_a_batch_equals_that_alone(
+def test_every_request_of_a_batch_equals_the_request_alone(
     target: str, kind: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]"
 ) -> None:
     if not large_counts and kind not in SAMPLE.get(target, ()):
@@ -137,7 +137,7 @@ def test_every_request_of_a_batch_equals_that_alone(
                 assert stats.num_cached_tokens == hits.hit_tokens == hits.evicted_blocks == 0
 
 
-def test_jobs_cover_all_sampling_sharing_and_ending_options(given_of: GivenOf) -> None:
+def test_compared_requests_cover_all_sampling_and_ending_options(given_of: GivenOf) -> None:
     (jobs, *_) = given_of("llama-f32-native").jobs
     assert {job.name for job in jobs} == set(SAMPLINGS) - {"grammar"}
     assert len(jobs) == 64
@@ -164,7 +164,7 @@ def interrupted(forward: Forward, *, is_behind_pass: bool) -> Forward:
 
 
 @pytest.mark.parametrize("kind", ["chaos", "draft_tree", "several", "eagle3", "mtp"])
-def test_random_events_leak_nothing_and_change_no_token(
+def test_random_engine_events_leak_no_block_and_change_no_token(
     kind: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = given_of({"eagle3": "legible-f32-native", "mtp": "successor-f32-native"}.get(kind, "llama-f32-native"))
@@ -308,7 +308,7 @@ def differs() -> Any:
 
 
 @pytest.mark.parametrize("num_blocks", [NUM_BLOCKS, PLENTY])
-def test_small_comparison_without_a_fault_passes(faulty: Faulty, num_blocks: int) -> None:
+def test_batch_comparison_passes_without_a_fault(faulty: Faulty, num_blocks: int) -> None:
     faulty(num_rounds=1, num_blocks=num_blocks)
 
 
@@ -326,7 +326,7 @@ def test_fault_of_block_hash_without_its_parent_is_found(faulty: Faulty, differs
         faulty(num_blocks=PLENTY)
 
 
-def test_fault_of_shifted_noise_after_preemption_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def test_fault_of_noise_that_depends_on_preemptions_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     real, draw = verify_module.verify, EditedRow.draw
 
     def shifted(tree: Any, logits: Any, request: Request, walked: Any = None) -> Any:
@@ -375,7 +375,7 @@ def test_fault_of_registering_a_partial_block_is_found(faulty: Faulty, differs: 
         faulty(num_blocks=PLENTY)
 
 
-def test_fault_of_rows_of_another_tree_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def test_fault_of_logits_rows_of_another_tree_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     real = step_module.assemble
 
     def shifted(plans: Any, token_ids: Any, wanted: Any, adapters: Any) -> Any:
@@ -390,7 +390,7 @@ def test_fault_of_rows_of_another_tree_is_found(faulty: Faulty, differs: Any, mo
         faulty()
 
 
-def test_fault_of_a_leftover_processor_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def test_fault_of_a_reused_logits_processor_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     released, real_make, real_release = [], InputProcessor.make, Engine._release
 
     def release(self: Engine, request: Request) -> None:
@@ -411,7 +411,7 @@ def test_fault_of_a_leftover_processor_is_found(faulty: Faulty, differs: Any, mo
         faulty()
 
 
-def test_fault_of_another_sample_index_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def test_fault_of_a_wrong_sample_index_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     draw, sample = EditedRow.draw, CompiledBatchPathSampler.sample
     monkeypatch.setattr(EditedRow, "draw", lambda self, seed, _, position: draw(self, seed, 0, position))
     monkeypatch.setattr(

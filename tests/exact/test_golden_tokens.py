@@ -44,7 +44,7 @@ def golden() -> dict[str, Any]:
 
 @pytest.mark.spread(0.4)
 @pytest.mark.parametrize(("name", "drafter"), CASES, ids=IDS)
-def test_token_ids_of_a_batch_equal_the_stored_ones(
+def test_token_ids_of_a_batch_equal_the_golden_ones(
     name: str, drafter: str, target_of: TargetOf, golden: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft_always(monkeypatch)
@@ -60,7 +60,7 @@ def test_token_ids_of_a_batch_equal_the_stored_ones(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "drafter"), CASES, ids=IDS)
-def test_token_ids_equal_the_stored_ones_whatever_the_draft_length(
+def test_token_ids_equal_the_golden_ones_for_every_draft_length(
     name: str, drafter: str, target_of: TargetOf, golden: dict[str, Any]
 ) -> None:
     """By the policy in use and by fixed draft lengths, in a batch and one by one."""

@@ -100,7 +100,7 @@ def make_drafter(kind: str, reference: ReferenceOutput, seed: int) -> str | Draf
     return str(reference.directory / "draft") if kind.startswith("draft") else kind
 
 
-def test_finished_text_validates_and_cut_text_is_a_prefix(reference: ReferenceOutput, mini_dir: Path) -> None:
+def test_finished_json_output_validates_and_cut_output_is_a_prefix(reference: ReferenceOutput, mini_dir: Path) -> None:
     llm = open_llm(mini_dir, "none")
     compiler = GrammarCompiler(llm.tokenizer, (0, 2))
     num_finished = 0
@@ -116,7 +116,7 @@ def test_finished_text_validates_and_cut_text_is_a_prefix(reference: ReferenceOu
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_drafts_change_no_constrained_token(
+def test_drafts_change_no_token_under_a_grammar(
     kind: str, reference: ReferenceOutput, large_counts: bool, seed: int, tally: "Counter[str]"
 ) -> None:
     drafter = make_drafter(kind, reference, seed)

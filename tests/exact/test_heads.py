@@ -143,7 +143,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
 
 
 @pytest.mark.parametrize(("target", "kind", "shape"), CASES, ids=map("-".join, CASES))
-def test_drafts_of_every_kind_change_no_token(
+def test_heads_of_every_kind_change_no_token(
     target: str,
     kind: str,
     shape: str,
@@ -175,7 +175,7 @@ def test_drafts_of_every_kind_change_no_token(
 
 
 @pytest.mark.parametrize("target", ["random-f32-native", "random-bf16-native", "random-f32-paths"])
-def test_collected_boundaries_change_no_token(target: str, given_of: GivenOf, tally: "Counter[str]") -> None:
+def test_collecting_hidden_states_for_a_head_changes_no_token(target: str, given_of: GivenOf, tally: "Counter[str]") -> None:
     """Nor the last bit of a row, as far as the probabilities of the tokens show it."""
     given = given_of(target)
     llm = given.open("eagle3", enable_prefix_caching=False)
@@ -209,7 +209,7 @@ DRAWN = [
 
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize(("name", "kind", "shape", "proposal"), DRAWN, ids=["-".join(case[:3]) for case in DRAWN])
-def test_rejection_runs_with_every_drafter(
+def test_rejection_sampling_works_with_every_head(
     name: str, kind: str, shape: str, proposal: Proposal, given_of: GivenOf, proposals: list[DraftTree], tally: "Counter[str]"
 ) -> None:
     """Greedy texts are the plain ones; sampled ones end where they must, and are the same again for the same seed."""

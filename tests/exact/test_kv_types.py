@@ -52,7 +52,7 @@ def answers(directory: Path, kv_cache_dtype: str, params: SamplingParams, drafte
 @pytest.mark.spread(0.5)
 @BY_TYPE
 @pytest.mark.parametrize("params", [GREEDY, FREE], ids=["greedy", "sampled"])
-def test_text_per_kv_cache_dtype_is_independent_of_drafts(
+def test_kv_cache_dtype_text_is_equal_with_and_without_drafts(
     kv_cache_dtype: str, params: SamplingParams, directory: Path, drafting: None
 ) -> None:
     plain = answers(directory, kv_cache_dtype, params, threads=1, max_num_seqs=1)
@@ -87,7 +87,7 @@ def test_long_context_text_is_equal_with_drafts(kv_cache_dtype: str, tmp_path: P
     assert outputs(ChaosDrafter(known, 96, seed=2), threads=1, tree_width=3) == [plain]
 
 
-def test_another_type_is_another_target(directory: Path) -> None:
+def test_kv_cache_dtypes_give_different_logprobs(directory: Path) -> None:
     """So the comparisons above would see rows that are not read as they are stored."""
     found = {kv_cache_dtype: _logprobs(directory, kv_cache_dtype) for kv_cache_dtype in ("f32", "bf16", "f16", "int8")}
     assert len({tuple(values) for values in found.values()}) == 4
@@ -122,7 +122,7 @@ def test_cache_capacity_follows_kv_cache_dtype(directory: Path) -> None:
     assert slots[KVCacheDtype.INT8] > 1.5 * slots[KVCacheDtype.F16]  # scales take as much as 4 of the 16 columns
 
 
-def test_torch_refuses_another_type_than_it_computes_in(directory: Path) -> None:
+def test_torch_backend_refuses_another_kv_cache_dtype_than_its_own(directory: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"kv_cache_dtype is 'int8', torch keeps .* 'f32': leave kv_cache_dtype out, or use backend='native'"
     ):

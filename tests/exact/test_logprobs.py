@@ -129,7 +129,7 @@ def test_logprobs_are_equal_alone_batched_cached_and_with_drafts(kind: str, targ
 
 @pytest.mark.parametrize("kind", ["none", "chaos"])
 @pytest.mark.parametrize("target", TARGETS[:2])
-def test_logprobs_of_preempted_requests_are_whole(target: str, kind: str, alone_of: AloneOf, seed: int) -> None:
+def test_preempted_requests_return_complete_logprobs(target: str, kind: str, alone_of: AloneOf, seed: int) -> None:
     alone = alone_of(target)
     random = np.random.default_rng(seed)
     for enable_prefix_caching in (True, False):
@@ -164,7 +164,7 @@ def test_text_cut_by_a_stop_string_has_no_logprobs(alone_of: AloneOf) -> None:
 
 
 @pytest.mark.parametrize("target", ["llama-f32-native", "qwen3-f32-paths"])
-def test_logprobs_are_those_of_transformers(target: str, alone_of: AloneOf, large_counts: bool) -> None:
+def test_logprobs_equal_those_of_transformers(target: str, alone_of: AloneOf, large_counts: bool) -> None:
     if not large_counts and target != TARGETS[0]:
         pytest.skip("left to make test-long")
     torch = pytest.importorskip("torch")
@@ -226,7 +226,7 @@ def test_comparison_of_logprobs_without_a_fault_passes(faulty: Callable[[], None
     faulty()
 
 
-def test_fault_of_the_node_row_for_its_parent_row_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_logprobs_from_the_row_after_the_token_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     real = commit_module.token_logprobs
 
     def of_next(tokens: Any, nodes: Any, logits: Any, request: Any) -> Any:
@@ -237,7 +237,7 @@ def test_fault_of_the_node_row_for_its_parent_row_is_found(faulty: Callable[[], 
         faulty()
 
 
-def test_fault_of_logprobs_after_the_commit_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_processed_logprobs_taken_after_commit_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Penalties would count the token itself."""
     real = step_module.commit
 
@@ -258,7 +258,7 @@ def test_fault_of_logprobs_after_the_commit_is_found(faulty: Callable[[], None],
         faulty()
 
 
-def test_fault_of_missing_prompt_rows_is_found(alone_of: AloneOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_prompt_logprobs_with_cached_prompt_rows_is_found(alone_of: AloneOf, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = alone_of(TARGETS[0])
     llm, name = alone.open("oracle"), "with the prompt's"
 

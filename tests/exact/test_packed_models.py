@@ -84,7 +84,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tupl
         *((family, kind, "native") for family in list(FAMILIES)[1:] for kind in ("gptq", "fp8")),
     ],
 )
-def test_packed_matrices_give_the_logits_of_their_values(
+def test_packed_checkpoint_has_the_logits_of_its_dequantised_values(
     pairs: Callable[[str, str], tuple[Path, Path]], family: str, kind: str, backend: str
 ) -> None:
     plain, packed = pairs(family, kind)
@@ -112,7 +112,7 @@ def test_drafts_change_no_token_of_a_packed_model(pairs: Callable[[str, str], tu
     assert texts[:2] == texts[2:]
 
 
-def test_dequantised_matrices_are_reported_and_counted(pairs: Callable[[str, str], tuple[Path, Path]]) -> None:
+def test_dequantised_fp8_matrices_are_reported_and_counted_as_memory(pairs: Callable[[str, str], tuple[Path, Path]]) -> None:
     _, packed = pairs("llama", "fp8")
     notices = load_runtime(packed, RuntimeOptions(device="cpu", backend="torch")).notices
     assert any("activations are not rounded" in notice for notice in notices)
@@ -126,7 +126,7 @@ def test_dequantised_matrices_are_reported_and_counted(pairs: Callable[[str, str
     assert any("matrices become f32" in note for note in found.notes)
 
 
-def test_zero_biases_are_ignored_and_others_refused(pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_packed_checkpoint_ignores_zero_biases_and_refuses_others(pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
     plain, _ = pairs("llama", "gptq")
     for value, message in ((0.0, None), (1e-3, "holds 1 tensor: model.layers.0.self_attn.q_proj.bias")):
         (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
@@ -138,7 +138,7 @@ def test_zero_biases_are_ignored_and_others_refused(pairs: Callable[[str, str], 
                 open_weights(tmp_path, read_model_config(tmp_path))
 
 
-def test_packed_matrix_of_the_wrong_shape_is_refused(pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_packed_matrix_of_a_shape_unlike_the_config_is_refused(pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
     _, packed = pairs("llama", "gptq")
     config = json.loads((packed / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))

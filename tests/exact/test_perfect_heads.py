@@ -213,7 +213,9 @@ def play(scene: Scene, plain: Plain, walks: Walks, *, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", PerfectHeads.WRONG)
-def test_misread_head_is_rejected(name: str, heads: PerfectHeads, plain_of: PlainOf, walks: Walks, tally: "Counter[str]") -> None:
+def test_drafts_of_a_misread_head_are_mostly_rejected(
+    name: str, heads: PerfectHeads, plain_of: PlainOf, walks: Walks, tally: "Counter[str]"
+) -> None:
     """Halves swapped, offsets of ids taken for ids, or every head one token further than its place says."""
     scene = Scene(heads, name, plain_of(name), depth=3, width=1)
     scene.ask(prompts(31, 40, 70, 64, seed=9))

@@ -127,7 +127,7 @@ def cached(outputs: Sequence[RequestOutput]) -> list[int]:
 @pytest.mark.spread(0.25)
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=map("-".join, CASES))
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_prefix_hits_are_equal_with_and_without_drafts(
+def test_outputs_after_prefix_hits_are_equal_with_and_without_drafts(
     params: SamplingParams, name: str, kind: str, open_with: OpenWith, talks_of: Callable[[str], Talks]
 ) -> None:
     talks = talks_of(name)
@@ -143,7 +143,7 @@ def test_prefix_hits_are_equal_with_and_without_drafts(
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=map("-".join, CASES))
-def test_concurrent_equal_prompts_share_cached_rows(
+def test_equal_prompts_in_one_batch_share_cached_blocks(
     name: str, kind: str, open_with: OpenWith, talks_of: Callable[[str], Talks], large_counts: bool
 ) -> None:
     if not large_counts and kind not in ("chaos", "draft_model", "eagle3", "mtp"):
@@ -221,7 +221,7 @@ def test_drafter_prefills_only_the_last_block_of_a_cached_prompt(
 
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize(("name", "kind"), WITH_ROWS, ids=map("-".join, WITH_ROWS))
-def test_drafts_after_cached_rows_equal_those_without(
+def test_drafts_after_a_prefix_hit_equal_drafts_after_prefill(
     name: str, kind: str, open_with: OpenWith, talks_of: Callable[[str], Talks], large_counts: bool
 ) -> None:
     """Its own rows of the prompt are the ones it had: drafts and what became of them are the same."""
@@ -242,7 +242,7 @@ def test_drafts_after_cached_rows_equal_those_without(
 
 
 @pytest.mark.parametrize(("name", "kind"), WITH_ROWS, ids=map("-".join, WITH_ROWS))
-def test_rows_of_another_salt_are_not_matched(
+def test_cached_blocks_of_another_salt_are_not_matched(
     name: str,
     kind: str,
     open_with: OpenWith,

@@ -55,7 +55,7 @@ def prove(checkpoint: Callable[[str], Path], tmp_path: Path, seed: int) -> Prove
     return ask
 
 
-def test_nothing_differs_without_a_fault(prove: Prove) -> None:
+def test_prove_finds_no_difference_without_a_fault(prove: Prove) -> None:
     code, report = prove("--tokens", 2 * TOKENS)
     assert (code, report["verdict"], report["findings"]) == (0, "equal", [])
     compared = report["compared"]
@@ -72,14 +72,14 @@ def test_nothing_differs_without_a_fault(prove: Prove) -> None:
     assert compared["by"]["event"]["cold"]["cached_tokens"] == 0
 
 
-def test_batch_size_is_that_of_every_case(prove: Prove) -> None:
+def test_prove_batch_size_option_applies_to_every_case(prove: Prove) -> None:
     code, report = prove("--batch-size", 8)
     assert (code, report["verdict"]) == (0, "equal")
     assert {level: counts["tokens"] for level, counts in report["compared"]["by"]["batch"].items()} == {"8": report["compared"]["tokens"]}
 
 
 @pytest.mark.parametrize("size", [0, 9])
-def test_a_batch_that_cannot_be_is_refused(size: int) -> None:
+def test_prove_refuses_a_batch_size_out_of_range(size: int) -> None:
     result = run("--batch-size", size, "--tokens", 100)
     assert result.exit_code == 2
     assert f"batch_size is {size}: use 1 to 8 requests at a time" in " ".join(result.output.split())
@@ -299,7 +299,7 @@ def jittery(patch: pytest.MonkeyPatch, size: Callable[[int], float]) -> None:
     patch.setattr(NativeNetwork, "forward", forward)
 
 
-def test_noise_that_depends_on_rows_makes_near_ties_only(prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prove_reports_row_dependent_noise_as_near_ties(prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     jittery(monkeypatch, lambda rows: 2e-2)
     code, report = prove("--numerics", "fast", "--tokens", 2 * TOKENS)
     assert (code, report["verdict"], report["numerics"]) == (0, "near-ties", "fast")
@@ -315,7 +315,7 @@ def test_noise_that_depends_on_rows_makes_near_ties_only(prove: Prove, monkeypat
         assert finding["margin"] < finding["bound"]
 
 
-def test_noise_a_hundred_times_larger_than_at_load_is_a_bug(prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prove_reports_noise_above_the_load_measurement_as_a_bug(prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a kernel that is wrong for some shapes: passes of 1 and 8 rows are right."""
     jittery(monkeypatch, lambda rows: 2e-3 if rows in (1, 8) else 2e-1)
     monkeypatch.setattr(prove_module, "MOST_BUGS", 5)
@@ -328,7 +328,7 @@ def test_noise_a_hundred_times_larger_than_at_load_is_a_bug(prove: Prove, monkey
 @pytest.mark.parametrize(
     "plant", [accept_one_node_too_many, key_noise_by_node, process_rows_without_the_path_to_them], ids=lambda plant: plant.__name__
 )
-def test_a_wrong_choice_is_a_bug_however_the_rows_are_rounded(
+def test_prove_reports_wrong_token_choices_as_a_bug_despite_noise(
     plant: Callable[[pytest.MonkeyPatch], None], prove: Prove, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jittery(monkeypatch, lambda rows: 1e-3)
@@ -339,7 +339,7 @@ def test_a_wrong_choice_is_a_bug_however_the_rows_are_rounded(
     assert all(finding["rows_differ_by"] is None or finding["rows_differ_by"] < report["noise_bound"] for finding in report["findings"])
 
 
-def test_rows_that_are_said_to_be_exact_and_are_not_are_a_bug(prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prove_reports_inexact_rows_of_an_exact_backend_as_a_bug(prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     prove("--tokens", 1)  # the answer of the test at load is remembered
     jittery(monkeypatch, lambda rows: 1e-3)
     monkeypatch.setattr(prove_module, "MOST_BUGS", 1)
@@ -352,7 +352,7 @@ def test_rows_that_are_said_to_be_exact_and_are_not_are_a_bug(prove: Prove, monk
 # What a report says can be repeated.
 
 
-def test_the_same_seed_gives_the_same_report(prove: Prove) -> None:
+def test_prove_with_the_same_seed_gives_the_same_report(prove: Prove) -> None:
     (_, one), (_, again), (_, other) = (prove("--tokens", 400, *seed) for seed in ((), (), ("--seed", 12345)))
     compared, repeated = ({name: value for name, value in report["compared"]["by"].items() if name != "drafter"} for report in (one, again))
     tokens = [{level: counts["tokens"] for level, counts in levels.items()} for levels in compared.values()]
@@ -361,9 +361,7 @@ def test_the_same_seed_gives_the_same_report(prove: Prove) -> None:
     assert other["compared"]["by"]["prompt"] != one["compared"]["by"]["prompt"]
 
 
-def test_a_case_of_a_report_is_found_again_by_its_number_and_by_its_file(
-    prove: Prove, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_prove_repeats_a_reported_case_by_number_and_by_file(prove: Prove, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(prove_module, "MOST_BUGS", 1)
     with pytest.MonkeyPatch.context() as patch:
         key_noise_by_node(patch)
@@ -392,7 +390,9 @@ KINDS = ("sliding", "qwen3_5", "gemma4", "gpt_oss", "lfm2")
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_nothing_differs_whatever_layers_remember(name: str, prove: Prove, checkpoint: Callable[[str], Path], large_counts: bool) -> None:
+def test_prove_finds_no_difference_for_every_kind_of_layer(
+    name: str, prove: Prove, checkpoint: Callable[[str], Path], large_counts: bool
+) -> None:
     if not large_counts and name != "qwen3_5":
         pytest.skip("left to make test-long")
     code, report = prove("--model", checkpoint(name), "--tokens", 30 * TOKENS if large_counts else TOKENS)
@@ -402,7 +402,7 @@ def test_nothing_differs_whatever_layers_remember(name: str, prove: Prove, check
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(3))
-def test_three_hundred_thousand_tokens_of_the_mini_do_not_differ(part: int, seed: int, tally: "Counter[str]") -> None:
+def test_prove_finds_no_difference_in_300_000_tokens_of_mini(part: int, seed: int, tally: "Counter[str]") -> None:
     """In parts with cases and prompts of their own, so that a run that was stopped can go on."""
     skip_without_kernels()
     prover = Prover(ProofOptions(num_tokens=100_000, seed=seed + part, asks_transformers=part == 0))
@@ -438,14 +438,14 @@ WRONG_USE = [
 
 
 @pytest.mark.parametrize(("arguments", "text"), WRONG_USE, ids=[" ".join(arguments) for arguments, _ in WRONG_USE])
-def test_wrong_use_is_told_and_ends_with_2(arguments: tuple[str, ...], text: str, checkpoint: Callable[[str], Path]) -> None:
+def test_prove_usage_errors_exit_with_2(arguments: tuple[str, ...], text: str, checkpoint: Callable[[str], Path]) -> None:
     skip_without_kernels()
     result = run("--model", checkpoint("llama"), "--threads", 1, *arguments)
     assert result.exit_code == 2, result.output
     assert text in result.output
 
 
-def test_files_that_hold_no_prompts_or_cases_are_wrong_use(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+def test_prove_refuses_prompt_and_case_files_without_content(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     skip_without_kernels()
     contents = {
         "empty.txt": ("--prompts", "\n \n"),
@@ -468,7 +468,7 @@ def test_files_that_hold_no_prompts_or_cases_are_wrong_use(tmp_path: Path, check
         assert "unexpected" not in result.output
 
 
-def test_given_prompts_are_what_is_compared(prove: Prove, tmp_path: Path) -> None:
+def test_prove_compares_the_given_prompts(prove: Prove, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text('then one two three four\n\n{"prompt_token_ids": [5, 6, 7]}\n' + "the cat " * 40 + "\n")
     code, report = prove("--prompts", file, "--drafter", "ngram", "--tokens", 600)
@@ -478,7 +478,7 @@ def test_given_prompts_are_what_is_compared(prove: Prove, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("form", ["--quiet", "--details", "--json"])
-def test_the_answer_is_one_line_or_a_table_or_one_object(checkpoint: Callable[[str], Path], form: str) -> None:
+def test_prove_prints_one_line_a_table_or_json(checkpoint: Callable[[str], Path], form: str) -> None:
     skip_without_kernels()
     limits = ("--tokens", 200, "--seed", 3, "--threads", 1, "--no-transformers", "--drafter", "ngram")
     result = run(checkpoint("llama"), *limits, "--quiet", form)
@@ -492,7 +492,7 @@ def test_the_answer_is_one_line_or_a_table_or_one_object(checkpoint: Callable[[s
     assert (len(lines) == 1) is (form == "--quiet")
 
 
-def test_a_report_says_where_its_numbers_come_from_and_what_transformers_says(
+def test_prove_report_contains_provenance_and_the_transformers_result(
     mini_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the embedded model, which has a draft model of its own."""

@@ -280,7 +280,7 @@ FAULTS: dict[str, tuple[str, Callable[..., object]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_faults_of_the_state_cache_are_found(
+def test_planted_recurrent_state_cache_faults_are_found(
     layout: TreeLayout, fault: tuple[str, Callable[..., object]], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = np.random.default_rng(seed)
@@ -290,7 +290,7 @@ def test_faults_of_the_state_cache_are_found(
         traffic.run(Knowing(traffic.texts, random, has_branches=True), num_blocks=40)
 
 
-def test_cutting_rows_goes_back_to_where_a_state_is_kept(seed: int) -> None:
+def test_truncate_of_a_recurrent_state_goes_back_to_a_checkpoint(seed: int) -> None:
     toy, token_ids = Toy(TreeLayout.PATHS), np.random.default_rng(seed).integers(0, VOCAB, 22).tolist()
     cache = toy.new_cache(20)
     sequence = cache.new_sequence()

@@ -145,12 +145,12 @@ def test_rejection_over_seeds_has_the_joint_distribution_of_the_target(name, see
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_drafts_are_both_accepted_and_refused_here(name, seed):
+def test_rejection_distribution_cases_accept_and_reject_drafts(name, seed):
     accepted = [_speak(SCENES[name], one)[1] for one in range(seed, seed + 100)]
     assert len(set(accepted)) >= 3
 
 
-def test_scenes_contain_chains_and_trees():
+def test_rejection_distribution_cases_contain_chains_and_trees():
     proposals = {name: _draft(scene, _request(scene, 1)).proposal for name, scene in SCENES.items()}
     assert proposals["chain"] is proposals["long chain over few ids"] is Proposal.SAMPLED
     assert proposals["tree"] is proposals["wide, then a chain"] is Proposal.WITHOUT_REPLACEMENT
@@ -279,7 +279,7 @@ def _keeps_the_distribution(shape: Shape, room: Room, drafts: DraftsOf, seed: in
 @pytest.mark.spread(0.3)
 @pytest.mark.parametrize("drafts", [full_probs, sparse_probs, ending_probs])
 @pytest.mark.parametrize("name", CUT_SHAPES)
-def test_trees_cut_for_memory_keep_the_exact_distribution(name, drafts, seed, tally, large_counts):
+def test_sampled_trees_pruned_for_memory_keep_the_exact_distribution(name, drafts, seed, tally, large_counts):
     rooms = _rooms(CUT_SHAPES[name])
     assert any(len(left) > 2 for _, left in rooms), "drafts are left"
     num_cases = 10 if large_counts else NUM_FULL_CASES if drafts is full_probs else NUM_CUT_CASES
@@ -329,7 +329,7 @@ WRONG_CUTS: dict[str, tuple[str, DraftsOf, Order]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_CUTS)
-def test_fault_of_a_cut_by_drawn_tokens_is_found(wrong, seed, monkeypatch):
+def test_fault_of_pruning_a_sampled_tree_by_token_is_found(wrong, seed, monkeypatch):
     name, drafts, order = WRONG_CUTS[wrong]
     rooms = _rooms(CUT_SHAPES[name]).values()
     monkeypatch.setattr(DraftTree, "prune", _prune_by(order))
@@ -338,7 +338,7 @@ def test_fault_of_a_cut_by_drawn_tokens_is_found(wrong, seed, monkeypatch):
     )
 
 
-def test_cut_order_in_use_passes_the_same_test(seed, monkeypatch):
+def test_pruning_a_sampled_tree_in_node_order_keeps_the_distribution(seed, monkeypatch):
     """So what the wrong ones are noticed by is their order, not how they are put together here."""
     monkeypatch.setattr(DraftTree, "prune", _prune_by(lambda tree: range(1, len(tree.parents))))
     for name, drafts, _ in WRONG_CUTS.values():
@@ -347,13 +347,13 @@ def test_cut_order_in_use_passes_the_same_test(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("drafts", [sparse_probs, ending_probs])
-def test_fault_of_a_shape_chosen_by_draws_is_found(drafts, seed):
+def test_fault_of_a_sampled_tree_that_widens_with_depth_is_found(drafts, seed):
     """Where nothing is cut at all: two draws behind a chain, of which there may be fewer. So levels must not become wider."""
     cases = ((full_probs(seed, 2 * case), drafts(seed, 2 * case + 1, 3)) for case in range(NUM_WRONG_CUTS))
     assert any(distribution_of_step((0, 1, 2, 2), target, draft) != plain_distribution(target, 4) for target, draft in cases)
 
 
-def test_levels_of_drawn_trees_never_become_wider():
+def test_sampled_draft_trees_never_widen_with_depth():
     for layout, width, depth, budget in product(TreeLayout, range(1, 5), range(1, 6), range(2, 26)):
         counts = _tokens_per_level(width, depth, budget, layout)
         assert list(counts) == sorted(counts, reverse=True)

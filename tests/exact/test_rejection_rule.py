@@ -79,7 +79,7 @@ def test_stop_string_across_drafts_keeps_the_distribution(name, seed):
     assert _is_exact(SHAPES[name], seed, ends=lambda text: text[-2:] in ((0, 1), (2, 2)))
 
 
-def test_block_verification_accepts_more_than_token_by_token(seed, monkeypatch):
+def test_block_verification_accepts_at_least_as_much_as_token_by_token(seed, monkeypatch):
     def mean_length(shape: Shape, case: int) -> Fraction:
         target, draft = sparse_probs(seed, 2 * case, 3), sparse_probs(seed, 2 * case + 1, 3)
         ways = every_way(lambda chance: walk(draw_tree(shape, draft, chance), target, chance))
@@ -143,14 +143,14 @@ WRONG: dict[str, tuple[str, Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("wrong", "name"), [(wrong, name) for wrong, (_, _, names) in WRONG.items() for name in names])
-def test_fault_of_a_wrong_draft_distribution_is_found(wrong, name, seed, monkeypatch):
+def test_fault_of_wrong_draft_probabilities_is_found(wrong, name, seed, monkeypatch):
     function, replacement, _ = WRONG[wrong]
     monkeypatch.setattr(rejection, function, replacement)
     assert not _is_exact(SHAPES[name], seed, NUM_WRONG_CASES)
 
 
 @pytest.mark.parametrize("name", ["two draws", "two draws at two depths"])
-def test_fault_of_a_wrong_second_residual_is_found(name, seed, monkeypatch):
+def test_fault_of_a_wrong_residual_after_a_second_draw_is_found(name, seed, monkeypatch):
     really_draw = draw_tree
 
     def judged(without: Callable[[TokenProbs, int], TokenProbs]) -> Callable[..., DraftTree]:
@@ -169,7 +169,7 @@ def test_fault_of_a_wrong_second_residual_is_found(name, seed, monkeypatch):
         assert not _is_exact(SHAPES[name], seed, NUM_WRONG_CASES)
 
 
-def test_fault_of_reordered_siblings_is_found(seed, monkeypatch):
+def test_fault_of_verifying_siblings_in_another_order_is_found(seed, monkeypatch):
     children = DraftTree.children
     monkeypatch.setattr(DraftTree, "children", lambda tree, node: children(tree, node)[::-1])
     assert not _is_exact(SHAPES["two draws"], seed, NUM_WRONG_CASES)
@@ -179,7 +179,7 @@ def _trim(layout: TreeLayout, max_depth: int, row_budget: int, vocab_size: int =
     return lambda tree: tree.trim(vocab_size=vocab_size, max_depth=max_depth, row_budget=row_budget, layout=layout)
 
 
-def test_trimming_by_depth_and_rows_keeps_the_distribution(seed, tally):
+def test_trimming_sampled_trees_keeps_the_exact_distribution(seed, tally):
     shape = (0, 0, 1, 1, 2)
     target, draft = full_probs(seed, 1), full_probs(seed, 2)
     wanted = plain_distribution(target, num_tokens(shape))
@@ -195,7 +195,7 @@ def test_trimming_by_depth_and_rows_keeps_the_distribution(seed, tally):
     assert {trim(whole).proposal for trim in trims.values()} == set(Proposal)
 
 
-def test_draft_probs_of_unknown_ids_keep_the_distribution(seed, monkeypatch):
+def test_draft_probs_of_unknown_ids_keep_the_exact_distribution(seed, monkeypatch):
     """Whatever was drawn: to change the type only where an unknown id came up would be wrong."""
     target, draft = full_probs(seed, 1), full_probs(seed, 2, vocab_size=4)
     trim = _trim(TreeLayout.MASK, 9, 99)
@@ -207,7 +207,7 @@ def test_draft_probs_of_unknown_ids_keep_the_distribution(seed, monkeypatch):
             assert distribution_of_step(shape, target, draft, cut=trim) != wanted
 
 
-def test_drafts_pruned_by_value_count_as_deterministic(seed):
+def test_drafts_pruned_by_token_value_are_treated_as_deterministic(seed):
     target, draft = full_probs(seed, 1), full_probs(seed, 2)
     shape = (0, 0)
     wanted = plain_distribution(target, num_tokens(shape))
@@ -231,7 +231,7 @@ def test_drafts_pruned_by_value_count_as_deterministic(seed):
     assert distribution_of_step(shape, target, draft, cut=drawn_where_nothing_changed) != wanted
 
 
-def test_invalid_row_affects_only_texts_that_reach_it(seed):
+def test_invalid_logits_row_fails_only_outputs_that_reach_it(seed):
     target, draft = full_probs(seed, 1), full_probs(seed, 2)
     dead: Text = (0, 1)
 
@@ -270,7 +270,7 @@ def _rows(target: ScriptedTarget, request: Request, tree: DraftTree) -> np.ndarr
     return np.stack([target.logits((*request.token_ids, *path)) for path in paths_of(tree)])
 
 
-def test_at_temperature_0_rejection_is_the_plain_match():
+def test_rejection_at_temperature_0_equals_exact_match_verification():
     target = ScriptedTarget()
     params = SamplingParams(repetition_penalty=1.3)
     for seed in range(20):
@@ -281,7 +281,7 @@ def test_at_temperature_0_rejection_is_the_plain_match():
         assert verify_rejection(tree, rows, request) == verify(tree, rows, request)
 
 
-def test_rows_after_a_rejected_deterministic_draft_are_not_read():
+def test_logits_after_a_rejected_deterministic_draft_are_not_read():
     target = ScriptedTarget()
     request = _request(target, SamplingParams(temperature=1.0), seed=5)
     tree = DraftTree.grow(request.token_ids[-1], range(32), [0] * 32, "test")
@@ -291,7 +291,7 @@ def test_rows_after_a_rejected_deterministic_draft_are_not_read():
     assert verify_rejection(tree, rows, request).accepted_nodes == (node,)
 
 
-def test_damaged_rows_after_a_rejected_draft_are_ignored():
+def test_damaged_logits_rows_after_a_rejected_draft_are_ignored():
     target = ScriptedTarget()
     context = target.prompt
     for _ in range(3):  # the second best: neither always kept nor always refused where it has half of the draft's distribution
@@ -339,7 +339,7 @@ def test_acceptance_noise_is_uniform_in_the_open_interval():
     assert ((counts - len(numbers) / 16) ** 2 / (len(numbers) / 16)).sum() < 45  # chi-square of 15 degrees: p > 1e-4
 
 
-def test_accepting_never_fails_from_1_on_and_never_happens_at_0():
+def test_acceptance_is_certain_at_probability_1_and_never_at_0():
     request = _request(ScriptedTarget(), SamplingParams(temperature=1.0), seed=2)
     chance = StepRandomness(request)
     assert all(chance.accepts(1.0, depth, 0) and not chance.accepts(0.0, depth, 0) for depth in range(500))

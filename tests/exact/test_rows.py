@@ -165,7 +165,7 @@ def test_row_is_independent_of_the_rest_of_the_pass(subject: Subject, large_coun
     assert rows >= (14_000 if large_counts else 200)
 
 
-def test_rows_of_a_tree_are_those_of_its_paths_decoded_alone(
+def test_tree_rows_equal_their_paths_decoded_alone_bit_by_bit(
     subject: Subject, large_counts: bool, seed: int, tally: "Counter[str]"
 ) -> None:
     rows, differing = compare_trees(subject, seed, num_trees=40 if large_counts else 2)
@@ -175,7 +175,7 @@ def test_rows_of_a_tree_are_those_of_its_paths_decoded_alone(
 
 
 @pytest.mark.parametrize(("name", "dtype", "backend"), EVERYTHING)
-def test_collecting_boundaries_does_not_change_a_bit(
+def test_collecting_hidden_states_changes_no_bit_of_the_logits(
     checkpoint: Directory, large_counts: bool, name: str, dtype: str, backend: str, seed: int
 ) -> None:
     if not large_counts and not is_in_a_normal_run(name, dtype, backend):
@@ -208,20 +208,24 @@ def change_plans(monkeypatch: pytest.MonkeyPatch, change: Callable[[RowPlan], Ro
     monkeypatch.setattr(cache_module, "plan_rows", lambda *args: change(real(*args)))
 
 
-def test_fault_of_a_stale_row_is_found(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_an_uncopied_tail_block_of_a_tree_path_is_found(
+    small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The partial tail block of a path is not copied: the path attends to what the block held before."""
     subject = small_subjects("paths")
     change_plans(monkeypatch, lambda plan: replace(plan, copies=()))
     assert compare_trees(subject, seed, num_trees=4)[1] > 0
 
 
-def test_fault_of_an_ignored_mask_is_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_an_ignored_tree_mask_is_found(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = small_subjects("native")
     change_plans(monkeypatch, lambda plan: replace(plan, paths=tuple(path._replace(mask=None) for path in plan.paths)))
     assert compare_trees(subject, seed, num_trees=4)[1] > 0
 
 
-def test_fault_of_unmoved_tree_rows_is_found(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_tree_rows_not_moved_after_acceptance_is_found(
+    small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rows of the path that was kept do not move together: what comes next attends to rejected ones."""
     subject = small_subjects("native")
     real = RowPlan.commit
@@ -229,7 +233,9 @@ def test_fault_of_unmoved_tree_rows_is_found(small_subjects: Subjects, seed: int
     assert compare_trees(subject, seed, num_trees=8)[1] > 0
 
 
-def test_fault_of_a_key_in_the_wrong_slot_is_found(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_keys_written_to_blocks_of_another_sequence_is_found(
+    small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last sequence of a pass writes and reads in the blocks of the first."""
     subject = small_subjects("native")
     real = PassRecord.fill
@@ -243,7 +249,7 @@ def test_fault_of_a_key_in_the_wrong_slot_is_found(small_subjects: Subjects, see
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_fault_of_off_by_one_in_keep_path_is_seen(
+def test_fault_of_keep_path_keeping_the_parent_row_is_found(
     small_subjects: Subjects, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = small_subjects(backend)

@@ -42,7 +42,7 @@ def test_sampled_texts_have_the_joint_distribution_of_the_logits(name, seed):
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_requests_give_the_texts_of_the_vectorised_sampler(name, seed):
+def test_single_request_sampling_equals_the_vectorised_sampler(name, seed):
     target = ScriptedTarget()
     seeds = _seeds(seed, 2_000)
     many = target.generate_many(PARAMS[name], seeds, NUM_TOKENS)
@@ -65,7 +65,7 @@ def test_fault_of_noise_without_position_is_found(name, wrong_position: NoisePos
     assert chi_square_p_value(joint_counts(texts), distribution) < 1e-6
 
 
-def test_samples_of_one_seed_are_independent(seed):
+def test_samples_of_one_request_are_independent(seed):
     target = ScriptedTarget()
     params = PARAMS["top-k"]
     row = LogitsProcessor(params, target.vocab_size, target.prompt).process(target.logits(target.prompt))

@@ -104,7 +104,7 @@ def test_verified_drafts_have_the_joint_distribution_of_the_target(name, propose
 
 
 @pytest.mark.parametrize(("name", "proposer"), EVERY)
-def test_drafts_of_this_test_are_accepted_and_rejected(name, proposer, seed):
+def test_distribution_test_drafts_are_accepted_and_rejected(name, proposer, seed):
     accepted = [_speculate(PARAMS[name], one, PROPOSERS[proposer])[1] for one in range(seed, seed + 200)]
     assert set(accepted) >= {0, 1, 2}
 
@@ -118,7 +118,7 @@ def test_fault_of_noise_reused_at_the_next_position_is_found(name, proposer, see
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
-def test_fault_of_penalties_without_the_node_path_is_found(proposer, seed, monkeypatch):
+def test_fault_of_penalties_that_ignore_the_draft_path_is_found(proposer, seed, monkeypatch):
     edit = LogitsProcessor.edit
     seeds = range(seed, seed + NUM_BROKEN_SEEDS)
     plain = _plain_texts("penalties", seeds)

@@ -175,7 +175,7 @@ def compare(llm: LLM, plain: Plain, samplings: Sequence[str]) -> int:
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("target", list(map("-".join, EVERYTHING)))
-def test_drafts_change_no_token(
+def test_drafts_of_every_drafter_change_no_token(
     target: str,
     kind: str,
     plain_of: PlainOf,
@@ -203,7 +203,7 @@ def test_drafts_change_no_token(
 
 
 @pytest.mark.parametrize("name", ["llama", *HYBRIDS])
-def test_every_step_is_one_target_pass(plain_of: PlainOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_runs_one_target_forward_pass(plain_of: PlainOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draft_always(monkeypatch)
     plain = plain_of(name, "f32", "native")
     llm = plain.open(OracleDrafter(plain.by_prompt(list(SAMPLINGS))))
@@ -300,7 +300,7 @@ def faulty(plain_of: PlainOf, seed: int) -> Faulty:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_comparison_without_a_fault_passes(faulty: Faulty, backend: str) -> None:
+def test_token_comparison_passes_without_a_fault(faulty: Faulty, backend: str) -> None:
     faulty(backend)
 
 
@@ -331,7 +331,7 @@ def test_fault_of_a_stale_cache_row_is_found(faulty: Faulty, monkeypatch: pytest
         faulty("paths")
 
 
-def test_fault_of_an_ignored_mask_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_an_ignored_tree_mask_in_decoding_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     real = cache_module.plan_rows
 
     def without_masks(*args: object) -> RowPlan:

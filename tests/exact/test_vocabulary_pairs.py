@@ -71,7 +71,7 @@ def plain(mini_dir: Path) -> dict[str, list[RequestOutput]]:
         ("byte-level of another size", "disjoint", 1),
     ],
 )
-def test_tokens_are_the_same_whatever_vocabulary_drafts(
+def test_draft_models_with_other_vocabularies_change_no_token(
     mini_dir: Path,
     drafts: Callable[[str], Path],
     plain: dict[str, list[RequestOutput]],
@@ -107,7 +107,9 @@ def test_draft_model_with_permuted_ids_has_equal_acceptance(mini_dir: Path, draf
 
 
 @pytest.mark.parametrize(("target_rows", "draft_rows", "draft_ids"), [(97, 128, 97), (128, 97, 97), (128, 160, 97), (128, 160, 120)])
-def test_padded_rows_are_neither_emitted_nor_drafted(tmp_path: Path, target_rows: int, draft_rows: int, draft_ids: int) -> None:
+def test_padding_ids_of_a_vocabulary_are_neither_emitted_nor_drafted(
+    tmp_path: Path, target_rows: int, draft_rows: int, draft_ids: int
+) -> None:
     """The largest logits are those of padding: matrices of random numbers have no quiet rows."""
     target = write_checkpoint(tmp_path / "target", "llama", vocab_size=target_rows, num_hidden_layers=1)
     draft = write_checkpoint(tmp_path / "draft", "llama", vocab_size=draft_rows, num_hidden_layers=1, seed=1)

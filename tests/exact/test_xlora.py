@@ -117,7 +117,7 @@ def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_requests_with_xlora_and_adapters_equal_those_alone(kind: str, given: Given, large_counts: bool) -> None:
+def test_batched_requests_with_x_lora_and_adapters_equal_each_alone(kind: str, given: Given, large_counts: bool) -> None:
     if given.backend == "torch" and kind not in BY_TORCH and not large_counts:
         pytest.skip("large counts only")
     assert len({tuple(one.answer.token_ids) for one in given.asked}) > len(given.asked) // 2  # adapters matter
@@ -148,7 +148,7 @@ def test_only_xlora_steps_run_a_scaling_pass(given: Given) -> None:
     assert llm.stats().as_dict()["num_mixture_passes"] > 0
 
 
-def test_x_lora_shares_cached_rows_with_itself_alone(given: Given) -> None:
+def test_x_lora_prefix_cache_is_shared_within_one_adapter_only(given: Given) -> None:
     llm = given.open(num_blocks=40)
     prompt, params = given.asked[0].prompt, SamplingParams(max_tokens=2)
     for name in (None, "mix", "layers"):
@@ -158,7 +158,7 @@ def test_x_lora_shares_cached_rows_with_itself_alone(given: Given) -> None:
         assert output.usage.num_cached_tokens == BLOCK
 
 
-def test_x_lora_is_loaded_later_only_where_its_cache_was_planned(given: Given, checkpoint: Callable[[str], Path]) -> None:
+def test_x_lora_loads_later_only_if_planned_at_engine_start(given: Given, checkpoint: Callable[[str], Path]) -> None:
     directory = given.adapters["mix"]
     llm = given.open(num_blocks=40)
     one = next(one for one in given.asked if one.adapter == "mix")
@@ -174,13 +174,13 @@ def test_x_lora_is_loaded_later_only_where_its_cache_was_planned(given: Given, c
     assert 2 * without.engine.cache.bytes_per_token == llm.engine.cache.bytes_per_token
 
 
-def test_models_with_recurrent_layers_take_no_x_lora(given: Given, checkpoint: Callable[[str], Path]) -> None:
+def test_x_lora_is_refused_for_models_with_recurrent_layers(given: Given, checkpoint: Callable[[str], Path]) -> None:
     options: dict[str, Any] = {"drafter": "none", "threads": 1, "max_model_len": MAX_CONTEXT, "device": "cpu", "backend": given.backend}
     with pytest.raises(ConfigError, match="would need states of its own, and the model has recurrent layers"):
         LLM(str(checkpoint("lfm2")), adapters={"mix": given.adapters["mix"]}, **options)
 
 
-def test_layers_with_a_window_give_back_the_rows_of_both_passes(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_x_lora_with_sliding_windows_changes_no_token_or_logprob(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """A prompt far beyond the window, drafted for and known already, is answered as without a drafter and without a cache."""
     skip_without_kernels()
     target = checkpoint("sliding")
@@ -256,7 +256,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("plant", "kind"), FAULTS)
-def test_planted_faults_are_found(
+def test_planted_x_lora_faults_are_found(
     plant: Callable[[pytest.MonkeyPatch, LLM], None], kind: str, given: Given, monkeypatch: pytest.MonkeyPatch, large_counts: bool
 ) -> None:
     if given.backend == "torch" and not large_counts:

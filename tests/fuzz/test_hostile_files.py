@@ -150,7 +150,7 @@ def open_all(num_files: int, seed: int, folder: Path, kept: Path) -> Findings:
     return findings
 
 
-def test_a_hostile_file_opens_or_is_one_of_our_errors(
+def test_fuzzed_file_opens_or_raises_a_paceline_error(
     tmp_path: Path, seed: int, large_counts: bool, tally: "Counter[str]", pytestconfig: pytest.Config
 ) -> None:
     num_files = LARGE if large_counts else SMALL
@@ -165,7 +165,7 @@ def test_a_hostile_file_opens_or_is_one_of_our_errors(
 
 
 @pytest.mark.long
-def test_a_process_that_dies_hangs_or_raises_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fuzzer_detects_crashes_hangs_and_foreign_exceptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The net has no hole: four files that do what none may do."""
     (tmp_path / "worker").mkdir()
     program = (tmp_path / "program.py").write_text
@@ -217,7 +217,7 @@ worker.main(worker.Path(sys.argv[1]), int(sys.argv[2]))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_the_file_that_damage_begins_with_opens(kind: type[Kind], tmp_path: Path) -> None:
+def test_unmodified_fuzz_seed_file_opens(kind: type[Kind], tmp_path: Path) -> None:
     made = kind(tmp_path)
     made.path.write_bytes(made.undamaged())
     if kind is AdapterConfigFile:
@@ -228,7 +228,7 @@ def test_the_file_that_damage_begins_with_opens(kind: type[Kind], tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", [SafetensorsFile, GgufModelFile])
-def test_opening_a_model_allocates_no_more_than_its_header_takes(kind: type[Kind], tmp_path: Path) -> None:
+def test_opening_a_model_file_allocates_less_than_a_megabyte(kind: type[Kind], tmp_path: Path) -> None:
     made = kind(tmp_path)
     made.path.write_bytes(made.undamaged())
     made.use(1)
@@ -242,7 +242,7 @@ def test_opening_a_model_allocates_no_more_than_its_header_takes(kind: type[Kind
 
 # PyTorch's older format holds addresses
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not HeadTorchFile], ids=lambda kind: kind.__name__)
-def test_a_file_follows_from_its_numbers(kind: type[Kind], tmp_path: Path, seed: int) -> None:
+def test_fuzzed_file_is_reproducible_from_seed_and_number(kind: type[Kind], tmp_path: Path, seed: int) -> None:
     first, second = kind(tmp_path / "first"), kind(tmp_path / "second")
     contents = [first.content(seed, index) for index in range(5)]
     assert contents == [second.content(seed, index) for index in range(5)]

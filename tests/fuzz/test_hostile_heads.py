@@ -83,7 +83,7 @@ def heads(number: str) -> dict[str, tuple[Mapping[str, Any], Tensors]]:
 @pytest.mark.parametrize(
     "number", ["99999999", "999999", "9" * 5000, "x", "-1", "٣"], ids=["many", "fewer", "long", "none", "minus", "arabic"]
 )
-def test_numbers_in_names_are_never_counted_up_to(name: str, number: str, tmp_path: Path) -> None:
+def test_huge_layer_numbers_in_tensor_names_are_refused_fast(name: str, number: str, tmp_path: Path) -> None:
     config, tensors = heads(number)[name]
     directory = write_head(tmp_path / name, config, tensors)
     began = time.perf_counter()
@@ -98,14 +98,14 @@ def test_numbers_in_names_are_never_counted_up_to(name: str, number: str, tmp_pa
     assert time.perf_counter() - began < MOST_SECONDS
 
 
-def test_prefixes_are_stripped_in_one_go() -> None:
+def test_repeated_tensor_name_prefixes_are_stripped_in_linear_time() -> None:
     began = time.perf_counter()
     assert plain_name("model." * 1_000_000 + "norm.weight") == "norm.weight"
     assert time.perf_counter() - began < MOST_SECONDS
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
-def test_a_tensor_of_another_rank_is_named(method: str, tmp_path: Path) -> None:
+def test_head_tensor_of_the_wrong_rank_is_refused(method: str, tmp_path: Path) -> None:
     """Numbers and vectors in place of matrices, one after the other."""
     config, tensors = {
         "eagle": (EAGLE1, eagle1_tensors() | {"lm_head.weight": torch.zeros(VOCAB_SIZE, 32)}),
@@ -134,7 +134,7 @@ KEYS = (
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "peagle", "speculators", "nested"])
-def test_whatever_a_config_says_is_read_or_refused(method: str, tmp_path: Path) -> None:
+def test_fuzzed_head_config_is_read_or_refused(method: str, tmp_path: Path) -> None:
     """Every field with everything JSON can hold; with a window and rotations, so that their fields are looked at."""
     more = {"rope_scaling": {"type": "linear", "factor": 2.0}, "layer_types": ["sliding_attention"], "sliding_window": 9}
     mask = {"mask_hidden": torch.zeros(1, 96)}
@@ -162,14 +162,14 @@ def test_whatever_a_config_says_is_read_or_refused(method: str, tmp_path: Path) 
     "scaling", [{"rope_theta": 1e-300}, {"rope_scaling": {"type": "linear", "factor": 1e-45}}], ids=["theta", "factor"]
 )
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_rotations_that_no_number_describes_are_refused(method: str, scaling: dict[str, Any], tmp_path: Path) -> None:
+def test_head_rope_settings_with_infinite_frequencies_are_refused(method: str, scaling: dict[str, Any], tmp_path: Path) -> None:
     config, tensors = {"eagle": (EAGLE1, eagle1_tensors()), "eagle3": (EAGLE3, eagle3_tensors())}[method]
     with pytest.raises(CheckpointError, match="give frequencies that are not finite"):
         load(write_head(tmp_path, {**config, **scaling}, tensors))
 
 
 @pytest.mark.parametrize("name", ["blk.99999999.attn_q.weight", "blk.0", "blk.x.y.weight", "blk.", "blk.0.attn_q"])
-def test_names_of_gguf_files_are_not_believed_either(name: str, tmp_path: Path) -> None:
+def test_invalid_tensor_names_of_a_gguf_head_are_refused(name: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     spec = {**EAGLE3, "intermediate_size": 64}
     path = tmp_path / "head.gguf"
@@ -188,7 +188,7 @@ def test_names_of_gguf_files_are_not_believed_either(name: str, tmp_path: Path) 
         ("vocab_size", "x"),
     ],
 )
-def test_metadata_of_gguf_files_is_read_or_refused(key: str, value: object, tmp_path: Path) -> None:
+def test_invalid_metadata_of_a_gguf_head_is_refused(key: str, value: object, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     spec = {**EAGLE3, "intermediate_size": 64}
     path = tmp_path / "head.gguf"
@@ -197,7 +197,7 @@ def test_metadata_of_gguf_files_is_read_or_refused(key: str, value: object, tmp_
         load(path)
 
 
-def test_ids_beyond_the_draft_vocabulary_are_refused(tmp_path: Path) -> None:
+def test_draft_vocabulary_ids_out_of_range_are_refused(tmp_path: Path) -> None:
     tensors = eagle3_tensors() | {"d2t": torch.full((len(DRAFT_IDS),), 2**62)}
     with pytest.raises(PacelineError):
         load(write_head(tmp_path, EAGLE3, tensors))

@@ -126,7 +126,7 @@ def native(config: Any, weights: MergedWeights) -> Network:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_merged_matrices_are_the_stored_ones_with_what_the_adapter_adds(name: str, models: Any, tmp_path: Path) -> None:
+def test_merged_matrix_is_the_stored_one_plus_the_adapter_product(name: str, models: Any, tmp_path: Path) -> None:
     case, rng = CASES[name], np.random.default_rng(0)
     model = models(case.family, case.overrides)
     stored = load_file(model / "model.safetensors")
@@ -145,7 +145,7 @@ def test_merged_matrices_are_the_stored_ones_with_what_the_adapter_adds(name: st
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_experts_adapted_as_one_parameter_are_adapted_one_by_one(family: str, models: Any, tmp_path: Path) -> None:
+def test_adapter_on_stacked_experts_is_merged_into_each_expert(family: str, models: Any, tmp_path: Path) -> None:
     rng, count, rank = np.random.default_rng(1), 6, 3
     overrides = {**expert_checkpoints.CASES[family][1], "num_local_experts" if family == "gpt_oss" else "num_experts": count}
     model = models(family, overrides)
@@ -181,7 +181,7 @@ def test_experts_adapted_as_one_parameter_are_adapted_one_by_one(family: str, mo
     check_same(model, adapter, with_added(model, tmp_path / "changed", change))
 
 
-def test_adapter_biases_replace_and_lora_biases_are_added(models: Any, tmp_path: Path) -> None:
+def test_adapter_bias_replaces_and_lora_bias_is_added(models: Any, tmp_path: Path) -> None:
     rng, model = np.random.default_rng(2), models("llama", {"attention_bias": True})
     module = LAYER + "self_attn.q_proj"
     tensors: Tensors = low_rank(rng, module, (64, 64))
@@ -199,7 +199,7 @@ def test_adapter_biases_replace_and_lora_biases_are_added(models: Any, tmp_path:
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_adapted_embedding_changes_a_tied_head_only_if_asked(ties: bool, models: Any, tmp_path: Path) -> None:
+def test_embedding_adapter_changes_a_tied_lm_head_only_if_configured(ties: bool, models: Any, tmp_path: Path) -> None:
     rng, model = np.random.default_rng(3), models("llama", {"tie_word_embeddings": True})
     down, up = rng.normal(0, 0.1, (4, 97)).astype(np.float32), rng.normal(0, 0.1, (64, 4)).astype(np.float32)
     tensors = {"model.embed_tokens.lora_embedding_A": down, "model.embed_tokens.lora_embedding_B": up}
@@ -212,7 +212,7 @@ def test_adapted_embedding_changes_a_tied_head_only_if_asked(ties: bool, models:
     assert np.abs(as_float32(ours["lm_head.weight"]) - (changed if ties else table)).max() <= TOLERANCE
 
 
-def test_whole_matrices_replace_those_of_the_model(models: Any, tmp_path: Path) -> None:
+def test_modules_to_save_of_an_adapter_replace_model_matrices(models: Any, tmp_path: Path) -> None:
     rng, model = np.random.default_rng(4), models("llama")
     stored = load_file(model / "model.safetensors")
     tensors: Tensors = low_rank(rng, LAYER + "self_attn.q_proj", (64, 64))

@@ -118,7 +118,7 @@ def test_adapter_next_to_the_weights_equals_the_merged_model(
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("target", MIXTURES)
-def test_texts_of_several_adapters_get_what_each_gets_alone_of_its_experts(
+def test_expert_adapters_in_one_batch_give_each_sequence_its_own_logits(
     target: str, runtime: str, opened: Callable[[str], tuple[ModelConfig, Weights]]
 ) -> None:
     if runtime == "native" and kernels_path() is None:
@@ -141,7 +141,7 @@ def test_texts_of_several_adapters_get_what_each_gets_alone_of_its_experts(
     assert np.abs(together[1] - together[2]).max() > 0.05 < np.abs(together[0] - together[1]).max()
 
 
-def test_quantised_weights_are_unchanged_by_an_adapter(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
+def test_quantised_weights_are_unchanged_by_a_separate_adapter(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
     if kernels_path() is None:
         pytest.skip("no native kernels for this machine")
     config, weights = opened("llama")
@@ -162,7 +162,7 @@ def test_unsupported_adapter_target_is_refused_by_name(opened: Callable[[str], t
             make(config, weights).load_adapter(adapter)
 
 
-def test_network_without_adapters_refuses_them(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
+def test_network_without_adapter_support_refuses_an_adapter(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
     if kernels_path() is None:
         pytest.skip("no native kernels for this machine")
     config, weights = opened("llama")

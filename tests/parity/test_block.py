@@ -133,7 +133,7 @@ def select(head: BlockHead, logits: Any, selected: Any, anchor: int) -> list[int
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_five_drafts_equal_the_definition(name: str, backend: str, tmp_path: Path) -> None:
+def test_block_drafts_and_confidences_equal_the_definition(name: str, backend: str, tmp_path: Path) -> None:
     if backend == "native" and kernels_path() is None:
         pytest.skip("no native kernels here")
     variant, random = VARIANTS[name], np.random.default_rng(1)
@@ -157,7 +157,7 @@ def test_five_drafts_equal_the_definition(name: str, backend: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith("dflash2")])
-def test_dflash2_drafts_equal_the_shared_reference(name: str, tmp_path: Path) -> None:
+def test_dflash2_drafts_equal_the_shared_reference_code(name: str, tmp_path: Path) -> None:
     if not REFERENCE.exists():
         pytest.skip(f"{REFERENCE} is not there")
     reference, variant, random = runpy.run_path(str(REFERENCE)), VARIANTS[name], np.random.default_rng(1)
@@ -176,7 +176,7 @@ def test_dflash2_drafts_equal_the_shared_reference(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("has_all_ids", [False, True])
-def test_candidates_of_a_draft_vocabulary_are_scored_by_their_own_rows(has_all_ids: bool, tmp_path: Path) -> None:
+def test_dflash2_scores_draft_vocabulary_candidates_by_their_own_rows(has_all_ids: bool, tmp_path: Path) -> None:
     random, ids, chosen = np.random.default_rng(1), np.arange(0, VOCAB_SIZE, 2), np.array([3, 7, 20])
     embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
     after = torch.randn(VOCAB_SIZE if has_all_ids else len(ids), 8)
@@ -205,7 +205,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_drafts_of_a_gguf_file_equal_those_of_safetensors(name: str, tmp_path: Path) -> None:
+def test_block_drafts_of_a_gguf_file_equal_those_of_safetensors(name: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     config, parts = FILES[name]
     tensors = block_tensors(config, **parts)
@@ -214,7 +214,7 @@ def test_drafts_of_a_gguf_file_equal_those_of_safetensors(name: str, tmp_path: P
 
 @pytest.mark.parametrize("matrix_type", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("kind", ["dspark", "dflash2"])
-def test_quantised_drafters_equal_their_values(kind: str, matrix_type: str, tmp_path: Path) -> None:
+def test_quantised_gguf_block_drafter_equals_its_dequantised_values(kind: str, matrix_type: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     config = {**(DSPARK if kind == "dspark" else DFLASH2), **WIDE}
     tensors = block_tensors(config, markov="vanilla" if kind == "dspark" else None, target_hidden=256)
@@ -223,7 +223,7 @@ def test_quantised_drafters_equal_their_values(kind: str, matrix_type: str, tmp_
     compare_with_gguf(tmp_path, config, tensors, write_gguf_block(tmp_path / "drafter.gguf", config, tensors, matrix_type))
 
 
-def test_keys_of_a_gguf_file_without_values_are_its_values(tmp_path: Path) -> None:
+def test_gguf_block_layers_without_v_proj_use_keys_as_values(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     random = np.random.default_rng(1)
     embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
@@ -242,7 +242,7 @@ def test_keys_of_a_gguf_file_without_values_are_its_values(tmp_path: Path) -> No
     np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
-def test_a_gguf_file_names_the_target_ids_of_its_draft_vocabulary(tmp_path: Path) -> None:
+def test_gguf_block_drafter_reads_the_target_ids_of_its_draft_vocabulary(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     ids = np.arange(0, VOCAB_SIZE, 2)
     own = {"lm_head.weight": torch.randn(len(ids), 32), "d2t": torch.from_numpy(ids - np.arange(len(ids)))}
@@ -276,7 +276,7 @@ def compare_with_gguf(tmp_path: Path, config: Mapping[str, Any], tensors: Tensor
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-def test_blocks_of_one_pass_do_not_see_one_another(backend: str, tmp_path: Path) -> None:
+def test_blocks_of_several_sequences_in_one_pass_are_independent(backend: str, tmp_path: Path) -> None:
     if backend == "native" and kernels_path() is None:
         pytest.skip("no native kernels here")
     random = np.random.default_rng(1)
@@ -293,7 +293,7 @@ def test_blocks_of_one_pass_do_not_see_one_another(backend: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("window", [64, 9])
-def test_drafts_equal_transformers_muse_glimmer_assistant(window: int, tmp_path: Path) -> None:
+def test_block_drafts_equal_transformers_muse_glimmer_assistant(window: int, tmp_path: Path) -> None:
     modeling = pytest.importorskip("transformers.models.muse_glimmer_assistant")
     from transformers.cache_utils import DFlashCache
 

@@ -215,12 +215,12 @@ def compare(pretrained: Any, source: str) -> int:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_devices_of_published_templates_make_the_same_texts(pretrained: Any, name: str) -> None:
+def test_chat_template_features_render_as_in_transformers(pretrained: Any, name: str) -> None:
     num_texts = compare(pretrained, TEMPLATES[name])
     assert (num_texts == 0) == (name in ("a refused namespace", "a missing value"))
 
 
-def test_the_templates_of_checkpoints_at_hand_make_the_same_texts(pretrained: Any, mini_dir: Path) -> None:
+def test_chat_templates_of_local_checkpoints_render_as_in_transformers(pretrained: Any, mini_dir: Path) -> None:
     found = dict(templates_at_hand(mini_dir))
     assert "target" in found
     for source in found.values():
@@ -237,7 +237,7 @@ CALL = [
 ]
 
 
-def test_what_templates_write_for_a_call_is_read_as_that_call(pretrained: Any, mini_dir: Path) -> None:
+def test_tool_calls_rendered_by_chat_templates_are_parsed_back(pretrained: Any, mini_dir: Path) -> None:
     """A model writes calls as its template does; so its format is the one that the template shows."""
     found = {"our own": TEMPLATE, **dict(templates_at_hand(mini_dir))}
     num_read = 0
@@ -257,13 +257,13 @@ def test_what_templates_write_for_a_call_is_read_as_that_call(pretrained: Any, m
     assert num_read >= 1
 
 
-def test_a_template_may_change_its_own_lists_unlike_in_transformers() -> None:
+def test_chat_template_may_append_to_its_own_lists() -> None:
     source = "{% set found = [] %}{% for m in messages %}{% set _ = found.append(m.role) %}{% endfor %}{{ found | map('upper') | tojson }}"
     for _ in range(2):
         assert ChatTemplate(source, {}).render(CONVERSATIONS[1], add_generation_prompt=False) == '["SYSTEM", "USER"]'
 
 
-def test_a_template_that_loops_over_missing_tools_gets_no_tools() -> None:
+def test_chat_template_looping_over_missing_tools_gets_an_empty_list() -> None:
     """Unlike in transformers, where it fails without tools."""
     source = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}{{ tools is none }}"
     assert ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}], add_generation_prompt=False) == "hiFalse"
@@ -271,7 +271,7 @@ def test_a_template_that_loops_over_missing_tools_gets_no_tools() -> None:
     assert ChatTemplate(unaware, {}).render([{"role": "user", "content": "hi"}], add_generation_prompt=False) == "hiTrue"
 
 
-def test_tools_are_also_given_under_the_name_of_older_templates() -> None:
+def test_chat_template_gets_tools_also_as_functions() -> None:
     template = ChatTemplate("{{- functions | trim }}|{{ datetime | length > 10 }}", {})
     assert template.mentions("tools")
     shown, has_date = template.render(CONVERSATIONS[0], tools=DESCRIBED[:1], add_generation_prompt=False).split("|")
@@ -280,7 +280,7 @@ def test_tools_are_also_given_under_the_name_of_older_templates() -> None:
     assert template.render(CONVERSATIONS[0], add_generation_prompt=False).startswith("[]|")
 
 
-def test_the_names_of_special_tokens_are_those_of_the_tokenizer(pretrained: Any) -> None:
+def test_chat_template_special_token_names_are_those_of_the_tokenizer(pretrained: Any) -> None:
     source = "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token }}{{ sep_token }}"
     assert ChatTemplate(source, pretrained.special_tokens_map).render(CONVERSATIONS[0], add_generation_prompt=False) == "<s></s><unk><pad>"
 
@@ -322,7 +322,7 @@ def prompt_ids(ours: Any, source: str, messages: list[dict[str, Any]], **options
     return chat_prompt(input_processor, messages, **options).token_ids
 
 
-def test_prompts_have_the_ids_of_transformers_with_every_tokenizer_at_hand(mini_dir: Path) -> None:
+def test_chat_prompt_ids_equal_transformers_with_local_tokenizers(mini_dir: Path) -> None:
     paths = list(tokenizers_at_hand(mini_dir))
     if len(paths) < 5:
         pytest.skip(f"only {len(paths)} tokenizers are at hand, of shared/data none")
@@ -340,7 +340,7 @@ def test_prompts_have_the_ids_of_transformers_with_every_tokenizer_at_hand(mini_
     assert num_compared > 4 * len(paths)
 
 
-def test_spelled_out_control_tokens_are_encoded_as_text(mini_dir: Path) -> None:
+def test_control_tokens_spelled_out_in_messages_are_encoded_as_text(mini_dir: Path) -> None:
     num_compared = 0
     for path in tokenizers_at_hand(mini_dir):
         ours, pretrained = opened_both(path)
@@ -360,7 +360,7 @@ def test_spelled_out_control_tokens_are_encoded_as_text(mini_dir: Path) -> None:
 @pytest.mark.spread(0.3)
 @pytest.mark.parametrize("name", ["ChatML", "turns that alternate", "namespaces and thoughts", "other role names"])
 @pytest.mark.parametrize("text", ["It is", "It is ", "<think>\nhm", "  It\n\n"])
-def test_a_continued_message_is_rendered_as_transformers_does(pretrained: Any, name: str, text: str) -> None:
+def test_continued_final_message_is_rendered_as_in_transformers(pretrained: Any, name: str, text: str) -> None:
     messages = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": text}]
     expected = pretrained.apply_chat_template(
         messages, chat_template=TEMPLATES[name], continue_final_message=True, return_dict=False, add_generation_prompt=False

@@ -370,7 +370,7 @@ def true_rows(token_ids: Sequence[int], features: NDArray[np.float32], first: in
 
 @pytest.mark.spread(0.4)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_true_pairs_and_recurrence_are_as_written_down(name: str, backend: str, tmp_path: Path) -> None:
+def test_eagle_head_outputs_equal_the_reference_formula(name: str, backend: str, tmp_path: Path) -> None:
     variant = VARIANTS[name]
     head, reference = open_variant(variant, tmp_path)
     is_final = variant.method == 1 or variant.more.get("final", False)
@@ -403,7 +403,7 @@ def test_true_pairs_and_recurrence_are_as_written_down(name: str, backend: str, 
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle1, a window", "eagle3, a window in the first of two layers"])
-def test_a_tree_is_its_paths(name: str, backend: str, tmp_path: Path) -> None:
+def test_eagle_tree_rows_equal_the_chains_of_their_paths(name: str, backend: str, tmp_path: Path) -> None:
     """Nodes of a masked pass compute what they would at the end of a chain of their ancestors."""
     head, reference = open_variant(VARIANTS[name], tmp_path)
     random = np.random.default_rng(8)
@@ -449,7 +449,7 @@ PEAGLE = {
 
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize("form", PEAGLE)
-def test_masked_pairs_are_as_written_down(form: str, is_normed: bool, backend: str, tmp_path: Path) -> None:
+def test_p_eagle_masked_rows_equal_the_reference_formula(form: str, is_normed: bool, backend: str, tmp_path: Path) -> None:
     """One pass over the last true pairs and the masked ones behind them: positions go on, and each sees all before it."""
     spec = {**PEAGLE[form], "fc_norm": is_normed}
 
@@ -472,7 +472,7 @@ def test_masked_pairs_are_as_written_down(form: str, is_normed: bool, backend: s
     np.testing.assert_allclose(found, logits[-5:], atol=1e-4)
 
 
-def test_rows_of_a_draft_vocabulary_in_any_order_are_those_of_their_ids(tmp_path: Path) -> None:
+def test_reordered_draft_vocabulary_of_an_eagle_head_keeps_its_logits(tmp_path: Path) -> None:
     """vLLM's `token_map` beside a matrix of its rows, or of all rows."""
     ids = np.random.default_rng(8).permutation(DRAFT_IDS)
     whole = random_tensors({"lm_head.weight": (VOCAB_SIZE, 32)}, 3)["lm_head.weight"]
@@ -493,7 +493,7 @@ def test_rows_of_a_draft_vocabulary_in_any_order_are_those_of_their_ids(tmp_path
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_narrow_weights_are_read_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_eagle_weights_in_16_bits_are_read_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
     wide = VARIANTS["eagle3"].tensors()
     rounded = {name: values.to(dtype).float() if values.is_floating_point() else values for name, values in wide.items()}
     weights = Weights(
@@ -510,7 +510,7 @@ def test_narrow_weights_are_read_exactly(dtype: torch.dtype, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("matrix_type", "tolerance"), [("F32", 0.0), ("F16", 2e-3), ("Q8_0", 0.05)])
-def test_a_gguf_head_is_the_head_it_was_made_from(matrix_type: str, tolerance: float, tmp_path: Path) -> None:
+def test_gguf_eagle_head_equals_the_safetensors_head(matrix_type: str, tolerance: float, tmp_path: Path) -> None:
     """Ids in place of offsets, interleaved rows and boundaries that begin with 1 included."""
     pytest.importorskip("gguf")
     spec = {**E3, "norm_before_residual": True, "intermediate_size": 64}

@@ -43,7 +43,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
 @pytest.mark.spread(0.4)
 @pytest.mark.parametrize("case", CASES)
 @BY_BACKEND
-def test_prompt_whole_and_in_chunks_has_the_logits_of_transformers(references: Callable[[str], Reference], case: str, backend: str) -> None:
+def test_moe_prompt_logits_equal_transformers_whole_and_in_chunks(references: Callable[[str], Reference], case: str, backend: str) -> None:
     check_a_prompt(references(case), backend, bound=BOUND)
 
 
@@ -95,7 +95,7 @@ CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
 
 
 @pytest.mark.parametrize(("case", "change"), CHANGES, ids=[f"{number}-{case}" for number, (case, _) in enumerate(CHANGES)])
-def test_another_way_of_choosing_or_computing_changes_the_logits(
+def test_moe_logits_change_with_another_routing_or_activation(
     references: Callable[[str], Reference], case: str, change: Callable[[ModelConfig], ModelConfig]
 ) -> None:
     """What the parity above can see: with it, it would fail by far more than its bound."""
@@ -106,7 +106,7 @@ def test_another_way_of_choosing_or_computing_changes_the_logits(
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe-groups"])
-def test_experts_in_stacks_are_the_same_experts(references: Callable[[str], Reference], tmp_path: Path, case: str) -> None:
+def test_stacked_experts_equal_experts_stored_one_by_one(references: Callable[[str], Reference], tmp_path: Path, case: str) -> None:
     reference = references(case)
     stacked = in_stacks(reference.directory, tmp_path / "stacked")
     assert sum(name.endswith(".experts.gate_up_proj") for name in read_tensors(stacked)) >= 2
@@ -149,7 +149,7 @@ def expanded(packed: Path, to: Path) -> Path:
     return to
 
 
-def test_mxfp4_has_the_values_of_transformers_and_of_gguf(references: Callable[[str], Reference], tmp_path: Path, seed: int) -> None:
+def test_mxfp4_values_equal_those_of_transformers_and_gguf(references: Callable[[str], Reference], tmp_path: Path, seed: int) -> None:
     packed = write_mxfp4(references("gpt_oss").directory, tmp_path / "packed", seed)
     plain = expanded(packed, tmp_path / "plain")
     path = write_gguf(plain, tmp_path / "model.gguf", lambda name: "MXFP4" if "_exps" in name else "F32")
@@ -186,7 +186,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_does_not_fit_its_config_is_one_line_that_names_it(references: Callable[[str], Reference], tmp_path: Path, name: str) -> None:
+def test_moe_tensors_unlike_the_config_are_refused_by_name(references: Callable[[str], Reference], tmp_path: Path, name: str) -> None:
     case, changes, message = BROKEN[name]
     shutil.copytree(references(case).directory, tmp_path / "changed")
     path = tmp_path / "changed" / "config.json"
@@ -199,7 +199,7 @@ def test_what_does_not_fit_its_config_is_one_line_that_names_it(references: Call
     assert "\n" not in str(caught.value)
 
 
-def test_a_router_that_is_missing_is_named(references: Callable[[str], Reference], tmp_path: Path) -> None:
+def test_missing_moe_router_is_named(references: Callable[[str], Reference], tmp_path: Path) -> None:
     changed = shutil.copytree(references("mixtral").directory, tmp_path / "changed")
     tensors = read_tensors(changed)
     router = next(name for name in tensors if name.endswith("gate.weight"))
@@ -216,7 +216,7 @@ def test_a_router_that_is_missing_is_named(references: Callable[[str], Reference
         ("gpt_oss", {"layer_types": None, "sliding_window_pattern": 1}),
     ],
 )
-def test_names_that_a_family_does_not_know_change_nothing(
+def test_config_fields_unknown_to_a_moe_family_are_ignored(
     references: Callable[[str], Reference], tmp_path: Path, case: str, changes: dict[str, Any]
 ) -> None:
     """As in transformers, whose classes do not read them either."""
@@ -240,7 +240,7 @@ def test_names_that_a_family_does_not_know_change_nothing(
         ("down_proj_blocks", lambda tensor: tensor.view(torch.int8), r"down_proj_blocks' is of type I8 and shape"),
     ],
 )
-def test_a_stack_in_mxfp4_that_is_damaged_is_named(
+def test_damaged_mxfp4_expert_stack_is_refused_by_name(
     references: Callable[[str], Reference], tmp_path: Path, seed: int, name: str, change: Callable[[Any], Any] | None, message: str
 ) -> None:
     from safetensors.torch import load_file, save_file
@@ -275,7 +275,7 @@ def test_a_stack_in_mxfp4_that_is_damaged_is_named(
         ),
     ],
 )
-def test_metadata_of_a_gguf_file_is_named_as_the_file_does(
+def test_moe_metadata_error_names_the_gguf_key(
     references: Callable[[str], Reference], tmp_path: Path, case: str, key: str, value: int, message: str
 ) -> None:
     path = write_gguf(references(case).directory, tmp_path / "model.gguf", metadata={key: value})

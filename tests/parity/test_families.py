@@ -147,7 +147,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
 
 @pytest.mark.spread(0.4)
 @BY_CASE_AND_BACKEND
-def test_prompt_whole_and_in_chunks_has_the_logits_of_transformers(references: Callable[[str], Reference], case: str, backend: str) -> None:
+def test_family_prompt_logits_equal_transformers_whole_and_in_chunks(
+    references: Callable[[str], Reference], case: str, backend: str
+) -> None:
     check_a_prompt(references(case), backend, max_model_len=CASES[case].max_model_len)
 
 
@@ -191,7 +193,7 @@ def test_embeddings_and_hidden_states_equal_those_of_transformers(references: Ca
         *((name, {"window": window}) for name in WINDOWS for window in (None, 15, 17)),
     ],
 )
-def test_family_with_a_part_left_out_has_other_logits(references: Callable[[str], Reference], case: str, changes: dict[str, Any]) -> None:
+def test_family_logits_change_if_a_part_is_left_out(references: Callable[[str], Reference], case: str, changes: dict[str, Any]) -> None:
     """What the parity above can see: without the soft cap, say, it would fail by far more than its bound."""
     reference = references(case)
     config = read_config(reference.directory).for_context(CASES[case].max_model_len)
@@ -212,7 +214,7 @@ def test_family_with_a_part_left_out_has_other_logits(references: Callable[[str]
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
-def test_gemma2_with_and_without_kernels_applies_its_soft_cap(
+def test_gemma2_soft_cap_is_applied_with_and_without_kernels(
     references: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch, *, has_kernels: bool
 ) -> None:
     reference = references("gemma2")
@@ -234,7 +236,9 @@ def test_gemma2_with_and_without_kernels_applies_its_soft_cap(
         ("gemma2", "torch", 0.1),  # not native: with scores this large transformers' own bfloat16 scores are off by 0.25
     ],
 )
-def test_bfloat16_logits_are_within_their_bound(tmp_path: Path, case: str, backend: str, bound: float, seed: int) -> None:
+def test_bfloat16_family_logits_are_within_their_bound_of_transformers(
+    tmp_path: Path, case: str, backend: str, bound: float, seed: int
+) -> None:
     """Gemma-2's is wider on torch because transformers caps logits in bfloat16, we in float32."""
     directory = write_checkpoint(tmp_path, CASES[case].family, dtype="bfloat16", seed=seed, **CASES[case].overrides)
     token_ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE, 60).tolist()
@@ -247,7 +251,7 @@ def test_bfloat16_logits_are_within_their_bound(tmp_path: Path, case: str, backe
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("nesting", ["model.language_model.", "language_model.model."])
 @pytest.mark.parametrize(("case", "kind"), [("gemma3", "gemma3"), ("ministral3", "mistral3")])
-def test_text_model_next_to_an_image_encoder_is_the_same_model(
+def test_text_model_stored_with_an_image_encoder_has_equal_logits(
     references: Callable[[str], Reference], tmp_path: Path, case: str, kind: str, nesting: str, backend: str
 ) -> None:
     from safetensors.torch import load_file, save_file

@@ -54,7 +54,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
 @pytest.mark.spread(0.4)
 @BACKENDS
 @pytest.mark.parametrize("case", CASES)
-def test_prompt_whole_and_in_chunks_has_the_logits_of_transformers(references: Callable[[str], Reference], case: str, backend: str) -> None:
+def test_gemma4_prompt_logits_equal_transformers_whole_and_in_chunks(
+    references: Callable[[str], Reference], case: str, backend: str
+) -> None:
     reference = references(case)
     bound = max(BOUND, reference.rounding)
     check_a_prompt(reference, backend, bound=bound)
@@ -93,7 +95,7 @@ def rotated_alike(mixer: AttentionConfig) -> dict[str, Any]:
         "unified's rope": ("unified", lambda config: with_layers(config, lambda layer: with_mixer(**rotated_alike(layer.mixer))(layer))),
     }.values(),
 )  # fmt: skip
-def test_gemma4_with_a_part_left_out_has_other_logits(
+def test_gemma4_logits_change_if_a_part_is_left_out(
     references: Callable[[str], Reference], case: str, change: Callable[[ModelConfig], ModelConfig]
 ) -> None:
     """What the parity above can see."""
@@ -114,7 +116,7 @@ def _earlier(layer: LayerConfig) -> int | None:
 
 
 @BACKENDS
-def test_bfloat16_logits_are_as_near_as_those_of_transformers(tmp_path: Path, backend: str, seed: int) -> None:
+def test_gemma4_bfloat16_logits_are_as_near_as_those_of_transformers(tmp_path: Path, backend: str, seed: int) -> None:
     directory = write_gemma4(tmp_path, dtype="bfloat16", seed=seed)
     token_ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE, 60).tolist()
     exact, narrow = (transformers_output(directory, token_ids, dtype)[0] for dtype in ("float32", "bfloat16"))
@@ -124,7 +126,7 @@ def test_bfloat16_logits_are_as_near_as_those_of_transformers(tmp_path: Path, ba
 
 @BACKENDS
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
-def test_text_model_next_to_encoders_is_the_same_model(
+def test_gemma4_text_model_stored_with_encoders_has_equal_logits(
     references: Callable[[str], Reference], tmp_path: Path, kind: str, backend: str
 ) -> None:
     """Published files name the sizes of all global layers at once; transformers writes them for each layer."""
@@ -179,7 +181,7 @@ def test_text_model_next_to_encoders_is_the_same_model(
         ({"per_layer_config": None, "num_global_key_value_heads": 3}, "4 query heads over 3 key heads"),
     ],
 )
-def test_unsupported_config_is_refused_by_the_name_of_its_field(
+def test_unsupported_gemma4_config_is_refused_by_the_name_of_its_field(
     references: Callable[[str], Reference], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     from paceline import CheckpointError

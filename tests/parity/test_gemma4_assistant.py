@@ -133,7 +133,7 @@ def test_gemma4_assistant_drafts_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-def test_nodes_do_not_see_one_another(pairs: Callable[[str, str], Pair], backend: str) -> None:
+def test_gemma4_assistant_rows_in_one_pass_are_independent(pairs: Callable[[str, str], Pair], backend: str) -> None:
     """Several nodes of several texts in one pass; the cache is as it was."""
     pair, prompt = pairs("e2b", "dense"), np.random.default_rng(4).integers(0, VOCAB_SIZE, 60).tolist()
     network, sequence, feature = opened(pair, backend, prompt)
@@ -147,7 +147,7 @@ def test_nodes_do_not_see_one_another(pairs: Callable[[str, str], Pair], backend
     assert np.allclose(together, alone, rtol=0, atol=1e-5 if backend == "torch" else 0.0)
 
 
-def test_a_layer_reads_the_last_of_its_kind_that_keeps_something(pairs: Callable[[str, str], Pair]) -> None:
+def test_gemma4_assistant_layers_read_the_last_target_kv_of_their_kind(pairs: Callable[[str, str], Pair]) -> None:
     for kind, local, whole in (("e2b", 4, 3), ("unified", 6, 7)):
         runtime = load_runtime(pairs(kind, "dense").target, RuntimeOptions(numerics=Numerics.FAST, device="cpu", backend="torch")).runtime
         config = load_assistant(HeadFiles.open(pairs(kind, "dense").assistant), runtime.config).config

@@ -99,7 +99,7 @@ def distance(found: FloatArray, expected: FloatArray) -> float:
     return float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
 
 
-def test_recommended_sampling_is_read_from_metadata(tmp_path: Path) -> None:
+def test_recommended_sampling_is_read_from_gguf_metadata(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "hf", "llama")
     given = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.25}
     found = read_model_config(write_gguf(directory, tmp_path / "model.gguf", metadata=given))
@@ -168,7 +168,9 @@ def test_quantised_gguf_has_the_logits_of_its_dequantised_values(checkpoint: Mak
         ("gemma3", "Q4_0"),
     ],
 )
-def test_native_kernels_round_rows_unless_dtype_is_float32(checkpoint: Make, tmp_path: Path, case: str, block_type: str) -> None:
+def test_native_gguf_kernels_round_activations_unless_dtype_is_float32(
+    checkpoint: Make, tmp_path: Path, case: str, block_type: str
+) -> None:
     """Rounding moves logits by a few hundredths of their spread; in float32 only the order of sums differs from torch's."""
     path = write_gguf(checkpoint(case, "float32"), tmp_path / "model.gguf", block_type)
     expected = logits(path)
@@ -180,7 +182,7 @@ def test_native_kernels_round_rows_unless_dtype_is_float32(checkpoint: Make, tmp
 @pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
 @pytest.mark.parametrize("quantization", [None, QuantOptions(bits=4)])
 @pytest.mark.parametrize("case", ["llama", "qwen2-tied", "gemma2", "qwen3_moe"])
-def test_packed_weights_are_not_held_twice_and_are_readable(
+def test_packed_gguf_weights_are_held_once_and_stay_readable(
     checkpoint: Make, tmp_path: Path, case: str, quantization: QuantOptions | None
 ) -> None:
     path = write_gguf(checkpoint(case, "float32"), tmp_path / "model.gguf", "Q8_0")
@@ -197,7 +199,7 @@ def test_packed_weights_are_not_held_twice_and_are_readable(
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
-def test_only_used_rows_of_layer_inputs_are_converted(checkpoint: Make, tmp_path: Path, backend: str) -> None:
+def test_only_used_rows_of_per_layer_embeddings_are_converted(checkpoint: Make, tmp_path: Path, backend: str) -> None:
     if backend == "native" and kernels_path() is None:
         pytest.skip("no native kernels for this machine")
     directory = checkpoint("gemma4", "float32")
@@ -258,7 +260,7 @@ def test_gguf_of_mixed_block_types_runs(tmp_path: Path, seed: int) -> None:
         assert distance(logits(path, backend="native", dtype=None), logits(path)) < 0.1
 
 
-def test_split_gguf_equals_the_whole_one(checkpoint: Make, tmp_path: Path) -> None:
+def test_split_gguf_file_has_the_logits_of_the_whole_file(checkpoint: Make, tmp_path: Path) -> None:
     directory = checkpoint("qwen3", "float32")
     whole = write_gguf(directory, tmp_path / "whole.gguf")
     write_gguf(directory, tmp_path / "split.gguf", max_tensors=10)
@@ -268,7 +270,7 @@ def test_split_gguf_equals_the_whole_one(checkpoint: Make, tmp_path: Path) -> No
         assert np.array_equal(logits(part), logits(whole))
 
 
-def test_regrouped_matrices_have_nearly_the_same_logits(checkpoint: Make, tmp_path: Path) -> None:
+def test_regrouped_gguf_matrices_have_nearly_the_same_logits(checkpoint: Make, tmp_path: Path) -> None:
     directory = checkpoint("llama", "float32")
     path = write_gguf(directory, tmp_path / "model.gguf", "Q8_0")
     config = read_model_config(path)
@@ -293,7 +295,7 @@ def test_unsupported_rope_type_is_refused(checkpoint: Make, tmp_path: Path, case
         read_model_config(path)
 
 
-def test_unknown_rope_divisors_are_used_as_stored(checkpoint: Make, tmp_path: Path) -> None:
+def test_gguf_rope_divisors_of_unknown_origin_are_used_as_stored(checkpoint: Make, tmp_path: Path) -> None:
     rope = {**LLAMA3, "original_max_position_embeddings": 64}
     directory = write_checkpoint(tmp_path / "directory", "llama", rope_parameters=rope)
     path = write_gguf(directory, tmp_path / "model.gguf")
@@ -303,7 +305,7 @@ def test_unknown_rope_divisors_are_used_as_stored(checkpoint: Make, tmp_path: Pa
     assert read_model_config(known).attention.rope.type is RopeType.LLAMA3
 
 
-def test_block_types_equal_those_of_the_gguf_package() -> None:
+def test_gguf_block_type_table_equals_that_of_the_gguf_package() -> None:
     known = {number: (block.name, block.num_items, block.num_bytes) for number, block in BLOCK_TYPES.items()}
     expected = {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     assert {number: expected.get(number) for number in known} == known

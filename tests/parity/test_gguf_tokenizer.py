@@ -99,7 +99,7 @@ def sample_texts(seed: int, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_ids_are_those_llama_cpp_recorded(opened: dict[str, Tokenizer], shared_dir: Path, name: str) -> None:
+def test_gguf_tokenizer_ids_equal_those_recorded_from_llama_cpp(opened: dict[str, Tokenizer], shared_dir: Path, name: str) -> None:
     if name not in opened:
         pytest.skip(f"no vocabulary of {name} in ../shared")
     cases = recorded(shared_dir, name)
@@ -109,7 +109,9 @@ def test_ids_are_those_llama_cpp_recorded(opened: dict[str, Tokenizer], shared_d
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_text_survives_ids_whole_and_streamed(opened: dict[str, Tokenizer], name: str, seed: int, large_counts: bool) -> None:
+def test_gguf_tokenizer_encodes_and_decodes_random_text_unchanged(
+    opened: dict[str, Tokenizer], name: str, seed: int, large_counts: bool
+) -> None:
     if name not in opened:
         pytest.skip(f"no vocabulary of {name} in ../shared")
     tokenizer = opened[name]
@@ -120,7 +122,7 @@ def test_text_survives_ids_whole_and_streamed(opened: dict[str, Tokenizer], name
         assert streamed == tokenizer.decode(ids) == text
 
 
-def test_a_byte_level_tokenizer_is_the_one_it_was_converted_from(shared_dir: Path, seed: int, large_counts: bool) -> None:
+def test_byte_level_gguf_tokenizer_equals_its_tokenizer_json(shared_dir: Path, seed: int, large_counts: bool) -> None:
     path = shared_dir / "data" / "tokenizers" / "phi-2" / "tokenizer.json"
     if not path.is_file():
         pytest.skip("no phi-2 tokenizer.json in ../shared")
@@ -132,7 +134,7 @@ def test_a_byte_level_tokenizer_is_the_one_it_was_converted_from(shared_dir: Pat
         assert ours.encode(text).ids == original.encode(text, add_special_tokens=False).ids, text
 
 
-def test_a_sentencepiece_tokenizer_is_the_one_it_was_converted_from(shared_dir: Path, seed: int, large_counts: bool) -> None:
+def test_sentencepiece_gguf_tokenizer_equals_its_original_model(shared_dir: Path, seed: int, large_counts: bool) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     path = shared_dir / "data" / "tokenizers" / "mistral" / "tokenizer.model.v1"
     if not path.is_file():
@@ -153,7 +155,7 @@ def test_a_sentencepiece_tokenizer_is_the_one_it_was_converted_from(shared_dir: 
         assert ours.decode(ours.encode(text)) == text
 
 
-def test_a_chat_template_of_a_file_turns_messages_into_ids(opened: dict[str, Tokenizer]) -> None:
+def test_chat_template_of_a_gguf_file_renders_message_ids(opened: dict[str, Tokenizer]) -> None:
     if "phi-3" not in opened:
         pytest.skip("no vocabulary of phi-3 in ../shared")
     tokenizer = opened["phi-3"]
@@ -162,7 +164,7 @@ def test_a_chat_template_of_a_file_turns_messages_into_ids(opened: dict[str, Tok
     assert tokenizer.end_token_ids == (32000, 32007)
 
 
-def test_bytes_that_are_no_text_are_decoded_as_sentencepiece_does(seed: int, large_counts: bool) -> None:
+def test_invalid_utf8_byte_tokens_are_decoded_as_by_sentencepiece(seed: int, large_counts: bool) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     model, rng = io.BytesIO(), random.Random(seed)
     sentencepiece.SentencePieceTrainer.train(

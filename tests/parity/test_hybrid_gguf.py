@@ -96,7 +96,7 @@ def differ(found: FloatArray, expected: FloatArray) -> float:
 
 
 @BY_CASE
-def test_gguf_has_the_config_tensors_and_logits_of_its_directory(checkpoint: Make, tmp_path: Path, case: str) -> None:
+def test_hybrid_gguf_has_the_config_tensors_and_logits_of_its_directory(checkpoint: Make, tmp_path: Path, case: str) -> None:
     directory = checkpoint(case)
     path = write_hybrid_gguf(directory, tmp_path / "model.gguf")
     config, expected_config = read_model_config(path), read_model_config(directory)
@@ -111,7 +111,7 @@ def test_gguf_has_the_config_tensors_and_logits_of_its_directory(checkpoint: Mak
     assert differ(logits(path, BACKENDS[-1]), logits(directory, BACKENDS[-1])) <= 1e-5
 
 
-def test_the_first_files_of_qwen3_next_have_queries_to_gates_in_one_matrix(checkpoint: Make, tmp_path: Path) -> None:
+def test_early_qwen3_next_gguf_with_fused_ssm_inputs_is_read(checkpoint: Make, tmp_path: Path) -> None:
     directory = checkpoint("qwen3next")
     path = write_hybrid_gguf(directory, tmp_path / "model.gguf", fuses_inputs=True)
     found, expected = (open_weights(one, read_model_config(one)) for one in (path, directory))
@@ -123,7 +123,7 @@ def test_the_first_files_of_qwen3_next_have_queries_to_gates_in_one_matrix(check
 @pytest.mark.spread(0.3)
 @BY_CASE
 @pytest.mark.parametrize("block_type", ["F16", "Q4_0", "Q8_0"])
-def test_quantised_gguf_values_equal_those_of_the_gguf_package(checkpoint: Make, tmp_path: Path, case: str, block_type: str) -> None:
+def test_quantised_hybrid_gguf_values_equal_those_of_the_gguf_package(checkpoint: Make, tmp_path: Path, case: str, block_type: str) -> None:
     """A directory with the rounded values has the same tensors; columns move by runs where these hold whole heads."""
     directory = checkpoint(case)
     plain = write_hybrid_gguf(directory, tmp_path / "plain.gguf")
@@ -147,7 +147,7 @@ def test_quantised_gguf_values_equal_those_of_the_gguf_package(checkpoint: Make,
 
 
 @pytest.mark.parametrize("case", ["qwen35moe", "granitehybrid-experts"])
-def test_gates_and_ups_of_experts_may_lie_in_one_stack(checkpoint: Make, tmp_path: Path, case: str) -> None:
+def test_gguf_experts_with_fused_gate_and_up_are_read(checkpoint: Make, tmp_path: Path, case: str) -> None:
     directory = checkpoint(case)
     path = write_hybrid_gguf(directory, tmp_path / "model.gguf", fuses_experts=True)
     assert any(tensor.name.endswith("ffn_gate_up_exps.weight") for tensor in gguf.GGUFReader(path).tensors)
@@ -156,7 +156,7 @@ def test_gates_and_ups_of_experts_may_lie_in_one_stack(checkpoint: Make, tmp_pat
         assert np.array_equal(as_float32(found[name]), as_float32(expected[name])), name
 
 
-def test_a_file_without_marks_of_its_layers_has_attention_in_every_fourth(checkpoint: Make, tmp_path: Path) -> None:
+def test_gguf_without_layer_marks_has_attention_in_every_fourth_layer(checkpoint: Make, tmp_path: Path) -> None:
     directory, key = checkpoint("qwen35"), "{a}.full_attention_interval"
     expected = read_model_config(directory)
     marks = {"{a}.attention.recurrent_layers": [True, True, True, False]}
@@ -187,7 +187,7 @@ def test_a_file_without_marks_of_its_layers_has_attention_in_every_fourth(checkp
         ("qwen35moe", {"{a}.expert_gating_func": 2}, "qwen35moe.expert_gating_func = 2, expected 1"),
     ],
 )
-def test_metadata_that_cannot_be_run_is_refused_by_its_name(
+def test_unsupported_hybrid_gguf_metadata_is_refused_by_its_key(
     checkpoint: Make, tmp_path: Path, case: str, metadata: dict[str, Any], text: str
 ) -> None:
     path = write_hybrid_gguf(checkpoint(case), tmp_path / "model.gguf", metadata=metadata)
@@ -208,13 +208,13 @@ def test_metadata_that_cannot_be_run_is_refused_by_its_name(
         ("qwen35", "blk.3.attn_q.weight", r"lacks 1 tensor: blk\.3\.attn_q\.weight"),
     ],
 )
-def test_a_tensor_that_is_missing_is_named(checkpoint: Make, tmp_path: Path, case: str, leaves_out: str, text: str) -> None:
+def test_missing_tensor_of_a_hybrid_gguf_is_named(checkpoint: Make, tmp_path: Path, case: str, leaves_out: str, text: str) -> None:
     path = write_hybrid_gguf(checkpoint(case), tmp_path / "model.gguf", leaves_out=(leaves_out,))
     with pytest.raises(CheckpointError, match=text):
         open_weights(path, read_model_config(path))
 
 
-def test_layer_kinds_unlike_the_metadata_are_refused(checkpoint: Make, tmp_path: Path) -> None:
+def test_hybrid_gguf_tensors_unlike_its_layer_kinds_are_refused(checkpoint: Make, tmp_path: Path) -> None:
     marks = {"{a}.attention.recurrent_layers": [True, True, False, True]}
     path = write_hybrid_gguf(checkpoint("qwen35"), tmp_path / "model.gguf", metadata=marks)
     with pytest.raises(CheckpointError, match=r"lacks .*blk\.2\.attn_q\.weight"):

@@ -111,9 +111,7 @@ def target_matrices(directory: Path) -> tuple[Floats, Floats]:
         ("qwen3_next", {}),
     ],
 )
-def test_true_pairs_and_recurrence_are_what_transformers_layer_gives(
-    tmp_path: Path, case: str, layout: dict[str, Any], backend: str
-) -> None:
+def test_hybrid_mtp_outputs_equal_a_transformers_decoder_layer(tmp_path: Path, case: str, layout: dict[str, Any], backend: str) -> None:
     directory, donor = write_host(tmp_path / "model", case), write_donor(tmp_path / "donor", case)
     tensors = module_tensors(donor, **layout)
     add_module(directory, tensors)
@@ -123,7 +121,7 @@ def test_true_pairs_and_recurrence_are_what_transformers_layer_gives(
 
 
 @pytest.mark.parametrize("case", HOSTS)
-def test_the_module_in_a_gguf_file_is_that_of_the_directory(tmp_path: Path, case: str) -> None:
+def test_gguf_mtp_module_equals_that_of_its_directory(tmp_path: Path, case: str) -> None:
     directory, donor = write_host(tmp_path / "model", case), write_donor(tmp_path / "donor", case)
     tensors = module_tensors(donor)
     add_module(directory, tensors)

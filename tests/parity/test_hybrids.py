@@ -51,13 +51,15 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     ("case", "backend"),
     [(case, backend) for backend in ("torch", "native") for case in CASES],
 )
-def test_prompt_whole_and_in_chunks_has_the_logits_of_transformers(references: Callable[[str], Reference], case: str, backend: str) -> None:
+def test_hybrid_prompt_logits_equal_transformers_whole_and_in_chunks(
+    references: Callable[[str], Reference], case: str, backend: str
+) -> None:
     reference = references(case)
     check_a_prompt(reference, backend, bound=BOUND)
 
 
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next", "granite"])
-def test_chunks_that_transformers_takes_for_prompts_are_the_same_function(references: Callable[[str], Reference], case: str) -> None:
+def test_hybrid_chunked_logits_equal_the_chunkwise_transformers_algorithm(references: Callable[[str], Reference], case: str) -> None:
     reference = references(case)
     found = prompt_logits(open_backend(reference.directory, "torch"), reference.token_ids)
     assert difference(found, make_reference(reference.directory).logits) <= 1e-3
@@ -75,7 +77,9 @@ def known_rows(runtime: Network, cache: KVCache, sequence: CachedSequence, token
 @pytest.mark.parametrize("case", ["qwen3_5", "lfm2", "granite"])
 @pytest.mark.parametrize("chunk_lens", [[63, 1, 64, 65], [64, 64, 1, 128], [65, 63, 127], [127, 2, 128], [129, 15, 16, 17]])
 @BY_BACKEND
-def test_known_rows_may_be_cut_anywhere(references: Callable[[str], Reference], case: str, chunk_lens: list[int], backend: str) -> None:
+def test_hybrid_prompt_in_chunks_of_any_length_has_equal_logits(
+    references: Callable[[str], Reference], case: str, chunk_lens: list[int], backend: str
+) -> None:
     reference, begin = references(case), 0
     runtime = open_backend(reference.directory, backend)
     cache = runtime.new_cache(64)
@@ -92,7 +96,7 @@ def test_known_rows_may_be_cut_anywhere(references: Callable[[str], Reference], 
 
 @pytest.mark.parametrize("case", ["qwen3_next", "lfm2-biased", "granite-moe"])
 @BY_BACKEND
-def test_tree_rows_continue_their_parents_state(references: Callable[[str], Reference], case: str, backend: str) -> None:
+def test_hybrid_tree_rows_continue_from_the_state_of_their_parent(references: Callable[[str], Reference], case: str, backend: str) -> None:
     reference, random = references(case), np.random.default_rng(1)
     runtime = open_backend(reference.directory, backend)
     cache = runtime.new_cache(64)
@@ -165,7 +169,7 @@ CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
 
 
 @pytest.mark.parametrize(("case", "change"), CHANGES, ids=[f"{number}-{case}" for number, (case, _) in enumerate(CHANGES)])
-def test_another_way_of_computing_changes_the_logits(
+def test_hybrid_logits_change_if_a_part_is_computed_differently(
     references: Callable[[str], Reference], case: str, change: Callable[[ModelConfig], ModelConfig]
 ) -> None:
     """What the parity above can see: with it, it would fail by far more than its bound."""
@@ -174,7 +178,9 @@ def test_another_way_of_computing_changes_the_logits(
 
 
 @pytest.mark.parametrize("case", ["qwen3_5-moe", "qwen3_next", "lfm2-moe", "granite-moe", "nemotron_h-moe"])
-def test_stacked_experts_and_module_names_are_the_same_model(references: Callable[[str], Reference], tmp_path: Path, case: str) -> None:
+def test_hybrid_experts_saved_by_transformers_5_are_the_same_model(
+    references: Callable[[str], Reference], tmp_path: Path, case: str
+) -> None:
     reference = references(case)
     model = AutoModelForCausalLM.from_pretrained(reference.directory, dtype=torch.float32)
     model.save_pretrained(tmp_path, save_original_format=False)
@@ -185,7 +191,7 @@ def test_stacked_experts_and_module_names_are_the_same_model(references: Callabl
 
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5-moe"])
 @BY_BACKEND
-def test_text_model_next_to_encoder_and_mtp_head_is_the_same(
+def test_hybrid_text_model_stored_with_encoder_and_mtp_has_equal_logits(
     references: Callable[[str], Reference], tmp_path: Path, case: str, backend: str
 ) -> None:
     plain, kind = references(case), case.replace("-", "_")
@@ -208,7 +214,7 @@ def test_text_model_next_to_encoder_and_mtp_head_is_the_same(
 @pytest.mark.spread(0.4)
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next", "lfm2", "granite"])
 @BY_BACKEND
-def test_bfloat16_files_are_computed_with_in_float32_exactly(tmp_path: Path, case: str, backend: str) -> None:
+def test_bfloat16_hybrid_checkpoint_is_computed_in_float32(tmp_path: Path, case: str, backend: str) -> None:
     family, values = CASES[case]
     with row_by_row():
         reference = make_reference(write_checkpoint(tmp_path, family, dtype="bfloat16", **values))
@@ -216,7 +222,7 @@ def test_bfloat16_files_are_computed_with_in_float32_exactly(tmp_path: Path, cas
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_made_of_stored_tensors_is_described_before_it_is_made(references: Callable[[str], Reference], case: str) -> None:
+def test_shape_and_size_of_derived_hybrid_tensors_are_known_before_reading(references: Callable[[str], Reference], case: str) -> None:
     directory = references(case).directory
     config = read_model_config(directory)
     weights = open_weights(directory, config)
@@ -243,9 +249,7 @@ def test_what_is_made_of_stored_tensors_is_described_before_it_is_made(reference
         ("nemotron_h-moe", "model.norm_f.weight"),
     ],
 )
-def test_a_tensor_that_is_missing_or_of_another_shape_is_named(
-    references: Callable[[str], Reference], tmp_path: Path, case: str, name: str
-) -> None:
+def test_missing_or_misshapen_hybrid_tensor_is_named(references: Callable[[str], Reference], tmp_path: Path, case: str, name: str) -> None:
     shutil.copytree(references(case).directory, tmp_path / "other")
     tensors = {stored.replace("backbone.", "model."): tensor for stored, tensor in read_tensors(tmp_path / "other").items()}
     for changed in ({name: tensors[name][1:]}, None):

@@ -46,7 +46,7 @@ def reference(arrays: Arrays, head: int, features: torch.Tensor, lm_head: NDArra
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_medusa_layout_computes_the_formula(target: Path, tmp_path: Path, layout: str, backend: str) -> None:
+def test_medusa_heads_of_every_layout_equal_the_formula(target: Path, tmp_path: Path, layout: str, backend: str) -> None:
     dtype = "bfloat16" if layout in ("rows_pt", "vllm") else "float32"
     num_blocks = 2 if layout in ("rows", "vllm") else 1
     token_map = np.arange(0, VOCAB_SIZE, 3) if layout == "vllm_map" else None
@@ -73,7 +73,7 @@ def test_every_medusa_layout_computes_the_formula(target: Path, tmp_path: Path, 
             assert np.abs(outputs.logits_of(head) - expected).max() <= TOLERANCE * max(1.0, np.abs(expected).max())
 
 
-def test_a_row_does_not_depend_on_the_others(target: Path, tmp_path: Path) -> None:
+def test_medusa_rows_do_not_depend_on_each_other(target: Path, tmp_path: Path) -> None:
     network = opened(HeadFiles.open(write_heads(tmp_path, "rows", random_heads())), target, "native")
     features = np.random.default_rng(2).normal(0, 1, (9, 64)).astype(np.float32)
     outputs = network.forward(features, 3)

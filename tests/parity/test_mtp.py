@@ -78,7 +78,7 @@ def reference(
         ("mimo", "mtp_layers", False),
     ],
 )
-def test_mtp_pairs_and_recurrence_equal_the_formula(tmp_path: Path, family: str, layout: str, brings_matrices: bool, backend: str) -> None:
+def test_mtp_outputs_equal_the_formula(tmp_path: Path, family: str, layout: str, brings_matrices: bool, backend: str) -> None:
     assert layout in LAYOUTS
     write = write_mimo if family == "mimo" else partial(write_checkpoint, family=family)
     directory = write(tmp_path, num_hidden_layers=2)
@@ -120,7 +120,7 @@ def test_mtp_pairs_and_recurrence_equal_the_formula(tmp_path: Path, family: str,
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize(("case", "is_stacked"), [("glm4_moe", False), ("glm4_moe", True), ("glm4_moe-groups", False)])
-def test_the_module_of_a_mixture_of_experts_is_the_one_of_transformers(
+def test_moe_mtp_outputs_equal_those_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, is_stacked: bool, backend: str
 ) -> None:
     """Its MtpModel, which applies a module once; for the steps behind, its layer is fed by hand with what it said."""

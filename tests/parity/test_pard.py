@@ -32,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_checkpoint(root / "target", "llama", num_hidden_layers=2, seed=8), write_pard(root / "draft")
 
 
-def test_drafts_are_those_of_transformers_in_one_pass(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pard_drafts_equal_transformers_in_one_forward_pass(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_kernels()
     draft_always(monkeypatch)
     target, draft = models
@@ -59,7 +59,7 @@ def test_drafts_are_those_of_transformers_in_one_pass(models: tuple[Path, Path],
     assert passes <= len(output.steps) + 3  # with those that measure it
 
 
-def test_a_mask_token_that_is_no_id_and_pard2_are_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_pard_mask_token_out_of_range_and_pard2_are_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
     target, _ = models
     with pytest.raises(CheckpointError, match="pard_token = 100000, expected an id below"):
         LLM(str(target), drafter=str(write_pard(tmp_path / "id", pard_token=100_000)))

@@ -32,14 +32,16 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Refere
 
 @BY_BACKEND
 @pytest.mark.parametrize("prompt_len", [1, 2, 31, 32, 33, 65])
-def test_prompt_of_any_length_has_the_logits_of_transformers(references: Callable[..., Reference], backend: str, prompt_len: int) -> None:
+def test_prompt_logits_equal_transformers_for_any_prompt_length(
+    references: Callable[..., Reference], backend: str, prompt_len: int
+) -> None:
     reference = references("qwen3")
     found = prompt_logits(open_backend(reference.directory, backend), reference.token_ids[:prompt_len])
     assert difference(found, reference.logits[:prompt_len]) <= BOUNDS[backend]
 
 
 @BY_BACKEND
-def test_sequences_in_one_pass_do_not_see_each_other(references: Callable[..., Reference], backend: str) -> None:
+def test_sequences_in_one_pass_have_independent_logits(references: Callable[..., Reference], backend: str) -> None:
     reference = references("qwen3")
     runtime = open_backend(reference.directory, backend)
     cache = runtime.new_cache(64)
@@ -52,7 +54,7 @@ def test_sequences_in_one_pass_do_not_see_each_other(references: Callable[..., R
 
 @pytest.mark.parametrize(("backend", "layout"), [("torch", TreeLayout.MASK), ("torch", TreeLayout.PATHS), ("native", TreeLayout.MASK)])
 @pytest.mark.parametrize("committed_len", [7, 31])
-def test_tree_node_has_the_logits_of_its_path(
+def test_tree_node_logits_equal_those_of_its_path_in_transformers(
     references: Callable[..., Reference], backend: str, layout: TreeLayout, committed_len: int
 ) -> None:
     reference = references("llama", rope_parameters={**LLAMA3, "original_max_position_embeddings": 64})

@@ -90,7 +90,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 
 
 @pytest.mark.parametrize(("kind", "backend"), [*((kind, "native") for kind in CASES), ("qwen2_vl", "torch"), ("llava", "torch")])
-def test_a_text_has_the_logits_of_the_whole_model(whole: Callable[[str], tuple[Path, list[int]]], kind: str, backend: str) -> None:
+def test_text_logits_of_a_multimodal_model_equal_the_whole_model(
+    whole: Callable[[str], tuple[Path, list[int]]], kind: str, backend: str
+) -> None:
     directory, token_ids = whole(kind)
     expected = np.load(directory / "logits.npy")
     assert expected.std() > 0.1
@@ -101,7 +103,7 @@ def test_a_text_has_the_logits_of_the_whole_model(whole: Callable[[str], tuple[P
     assert open_weights(directory, read_config(directory)).has_encoders
 
 
-def test_positions_of_a_text_are_equal_in_all_three_directions() -> None:
+def test_mrope_positions_of_text_are_equal_in_all_three_dimensions() -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.for_model("qwen2_5_vl", text_config={**TEXT, **MROPE, "model_type": "qwen2_5_vl_text"}, vision_config=VISION)
@@ -131,7 +133,7 @@ def test_flat_qwen_vl_config_with_mrope_is_read(whole: Callable[[str], tuple[Pat
 @pytest.mark.parametrize(
     ("kind", "text"), [("llava", {"model_type": "llama"}), ("llava_next", {"model_type": "mistral"}), ("internvl", {}), ("qwen2_vl", {})]
 )
-def test_what_a_text_config_leaves_out_is_what_transformers_assumes(tmp_path: Path, kind: str, text: dict[str, Any]) -> None:
+def test_multimodal_text_config_defaults_equal_those_of_transformers(tmp_path: Path, kind: str, text: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": text, "dtype": "float16"}))
@@ -144,7 +146,7 @@ def test_what_a_text_config_leaves_out_is_what_transformers_assumes(tmp_path: Pa
 
 
 @pytest.mark.parametrize("outer", [True, False])
-def test_wrapper_tie_setting_follows_the_stored_tensors(
+def test_multimodal_tie_word_embeddings_follows_the_stored_tensors(
     whole: Callable[[str], tuple[Path, list[int]]], tmp_path: Path, outer: bool
 ) -> None:
     directory, _ = whole("llava")
@@ -155,11 +157,11 @@ def test_wrapper_tie_setting_follows_the_stored_tensors(
     assert not read_config(tmp_path).tied_embeddings
 
 
-def test_every_wrapper_is_compared() -> None:
+def test_every_supported_multimodal_model_is_compared_with_transformers() -> None:
     elsewhere = {"gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe"}
     assert set(MULTIMODAL_MODELS) == {*CASES, *elsewhere}
 
 
-def test_a_text_config_that_is_no_object_is_named() -> None:
+def test_text_config_that_is_no_json_object_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"text_config of a gemma3 model is \[1\]: it must be an object"):
         text_model_fields({"model_type": "gemma3", "text_config": [1]})

@@ -111,24 +111,24 @@ def check(network: Network, base: Path, directory: Path) -> None:
 @pytest.mark.spread(0.4)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_every_setting_is_computed_as_it_is_defined(runtime: str, name: str, made: Setup) -> None:
+def test_x_lora_logits_with_every_setting_equal_the_definition(runtime: str, name: str, made: Setup) -> None:
     check(*made(runtime, "llama", {"attention_bias": True}, list(VARIANTS).index(name), **VARIANTS[name]))
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[pytest.mark.long] if number > 4 else []) for number, name in enumerate(FAMILIES)]
 )
-def test_scalings_layer_by_layer_come_in_the_order_of_the_models_modules(family: str, made: Setup) -> None:
+def test_layerwise_x_lora_scalings_follow_the_module_order_of_the_model(family: str, made: Setup) -> None:
     check(*made("torch", family, FAMILIES[family], 20, modules=ONE_EACH, layerwise_scalings=True))
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_matrices_that_hold_several_are_adapted_as_one(runtime: str, made: Setup) -> None:
+def test_x_lora_on_fused_projections_equals_the_definition(runtime: str, made: Setup) -> None:
     check(*made(runtime, "phi3", {}, 21, modules=JOINED))
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_rows_of_several_adapters_run_in_one_pass_as_alone(runtime: str, made: Setup) -> None:
+def test_rows_of_several_x_lora_adapters_in_one_pass_equal_each_alone(runtime: str, made: Setup) -> None:
     """Two X-LoRA adapters with other scaling passes, and the model itself; one scaling pass serves both."""
     network, base, first = made(runtime, "llama", {}, 30)
     _, _, second = made(runtime, "llama", {}, 31, scaling_pass_value=0.3, layerwise_scalings=True)
@@ -145,7 +145,7 @@ def test_rows_of_several_adapters_run_in_one_pass_as_alone(runtime: str, made: S
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_a_row_of_a_tree_is_the_row_of_its_path_and_the_kept_path_goes_on(runtime: str, made: Setup) -> None:
+def test_x_lora_tree_rows_equal_their_paths_also_after_keep_path(runtime: str, made: Setup) -> None:
     """The scaling pass sees the tree as the real one does, and its keys and values move with the kept rows."""
     network, base, directory = made(runtime, "llama", {}, 32, scaling_pass_value=0.2, xlora_depth=2)
     definition, random = Definition(base, directory), np.random.default_rng(2)

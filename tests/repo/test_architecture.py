@@ -29,19 +29,19 @@ ARROWS = [*_arrows("data"), *_arrows("opening")]
 
 
 @pytest.mark.parametrize(("source", "function", "target"), ARROWS, ids=[" ".join(arrow) for arrow in ARROWS])
-def test_an_arrow_is_a_call(source: str, function: str, target: str) -> None:
+def test_each_call_in_the_architecture_figure_exists_in_the_code(source: str, function: str, target: str) -> None:
     assert re.search(rf"\b{function}\(", (PACKAGE / source).read_text(encoding="utf-8")), f"{source} calls no {function}"
     places = sorted(PACKAGE.glob(target)) + sorted(PACKAGE.glob(f"{target}/*.py"))
     defined = re.compile(rf"^(?:\s*(?:async )?def|void) {function}\(", re.MULTILINE)
     assert any(defined.search(place.read_text(encoding="utf-8")) for place in places if place.is_file()), f"{target} has no {function}"
 
 
-def test_there_are_arrows() -> None:
+def test_architecture_figure_contains_more_than_25_calls() -> None:
     assert len(ARROWS) > 25
 
 
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/dev/decisions.md"])
-def test_files_that_a_page_names_are_there(page: str) -> None:
+def test_files_named_by_a_developer_page_exist(page: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w/*{},.]+\.(?:py|c|h|md))`", text) if "{" not in name and "*" not in name}
     known = [str(path) for folder in ("src", "tests", "tools", "docs") for path in (REPOSITORY / folder).rglob("*")]

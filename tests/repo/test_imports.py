@@ -105,11 +105,11 @@ def _is_below(name: str, allowed: str) -> bool:
     return name == allowed or name.startswith(f"{allowed}.")
 
 
-def test_the_table_of_arrows_names_every_part() -> None:
+def test_import_table_contains_every_package() -> None:
     assert {name.split(".")[0] for name in modules()} - set(ARROWS) == set()
 
 
-def test_imports_point_along_the_arrows() -> None:
+def test_imports_between_packages_follow_the_import_table() -> None:
     wrong = [
         one
         for one in _imports()
@@ -127,7 +127,7 @@ SHARED_BY_DRAFTERS = {
 }  # fmt: skip
 
 
-def test_no_drafter_imports_another() -> None:
+def test_drafters_do_not_import_each_other() -> None:
     """Except the table, with the options of its entries."""
     wrong = [
         one
@@ -140,7 +140,7 @@ def test_no_drafter_imports_another() -> None:
     assert _describe(wrong) == []
 
 
-def test_the_table_has_no_cycle() -> None:
+def test_import_table_has_no_cycle() -> None:
     def reachable(part: str, seen: tuple[str, ...]) -> None:
         assert part not in seen, " -> ".join([*seen, part])
         for target in ARROWS[part]:
@@ -151,7 +151,7 @@ def test_the_table_has_no_cycle() -> None:
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_bookkeeping_needs_no_torch(module: str) -> None:
+def test_torch_free_modules_import_torch_neither_directly_nor_indirectly(module: str) -> None:
     """Neither itself nor through anything it imports."""
     everything = _imports()
     chains = {module: module}
@@ -168,11 +168,11 @@ def test_bookkeeping_needs_no_torch(module: str) -> None:
                 pending.append(one.target)
 
 
-def test_torch_stays_in_its_runtime() -> None:
+def test_only_the_torch_runtime_imports_torch() -> None:
     wrong = [one for one in _imports() if one.at_import and one.target.split(".")[0] == "torch" and not one.source.startswith(WITH_TORCH)]
     assert _describe(wrong) == []
 
 
-def test_figure_of_the_architecture_page_equals_the_imports() -> None:
+def test_import_figure_of_the_architecture_page_is_up_to_date() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == with_blocks(page, BLOCKS), "python tools/draw_imports.py --write redraws it"

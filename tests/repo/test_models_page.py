@@ -10,17 +10,17 @@ from paceline.models.gguf.config import gguf_format
 from page_blocks import with_blocks
 
 
-def test_tables_equal_those_made_from_the_code() -> None:
+def test_models_page_tables_equal_the_code() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == with_blocks(page, BLOCKS), "python tools/list_models.py --write"
 
 
-def test_drafters_of_families_are_kinds_of_heads() -> None:
+def test_drafters_in_the_family_table_are_known_head_kinds() -> None:
     named = {name for family in FAMILIES.values() for name in (*family.bundled_drafters, *family.published_heads)}
     assert named <= {kind.value for kind in HeadKind}
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_gguf_architecture_equals_that_of_converters(family: str) -> None:
+def test_gguf_architecture_names_equal_those_of_the_converters(family: str) -> None:
     assert ARCHITECTURES[family] == gguf_format(FAMILIES[family]).architectures[0]
     assert f"| `{family}` |" in PAGE.read_text(encoding="utf-8")

@@ -17,19 +17,19 @@ def words(page: str) -> str:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda path: path.name)
-def test_wrapping_a_page_changes_line_ends_only(page: Path) -> None:
+def test_wrap_pages_changes_line_breaks_only(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     again = wrapped(text)
     assert words(again) == words(text)
     assert wrapped(again) == again
 
 
-def test_wrapping_moves_no_markup_to_a_line_start() -> None:
+def test_wrap_pages_starts_no_line_with_markdown_markup() -> None:
     for sign in ("-", "*", "+", ">", "#", "##", "3."):
         text = f"- {'x' * (COLUMNS - 4)} {sign} and on\n"
         assert not any(line.strip().startswith(sign + " ") for line in wrapped(text).splitlines()[1:])
         assert words(wrapped(text)) == words(text)
 
 
-def test_every_page_is_wrapped() -> None:
+def test_documentation_pages_are_wrapped() -> None:
     assert [page.name for page in pages() if wrapped(page.read_text(encoding="utf-8")) != page.read_text(encoding="utf-8")] == []

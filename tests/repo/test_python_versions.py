@@ -27,22 +27,22 @@ def promised_minors(page: str) -> set[int]:
     return {int(minor) for minor in re.findall(r"Python (?:from )?3\.(\d+) (?:or later|on|and later|or newer)\b", text)}
 
 
-def test_pages_promise_the_versions_of_the_metadata() -> None:
+def test_pages_name_the_oldest_supported_python_version() -> None:
     assert {page: found for page in PAGES if not (found := promised_minors(page)) <= {min_minor()}} == {}
     assert promised_minors("README.md") == {min_minor()}
 
 
-def test_the_classifiers_begin_with_the_oldest_version() -> None:
+def test_python_classifiers_begin_with_the_oldest_supported_version() -> None:
     minors = [int(one.removeprefix(CLASSIFIER)) for one in PROJECT["project"]["classifiers"] if one.startswith(CLASSIFIER)]
     assert minors == list(range(min_minor(), min_minor() + len(minors)))
 
 
-def test_the_linter_checks_for_the_oldest_version() -> None:
+def test_ruff_targets_the_oldest_supported_python_version() -> None:
     assert PROJECT["tool"]["ruff"]["target-version"] == f"py3{min_minor()}"
 
 
 @pytest.mark.parametrize(("version", "is_refused"), [((2, 7), True), ((3, 9), True), ((3, -1), True), ((3, 0), False), ((3, 1), False)])
-def test_make_refuses_older_versions(version: tuple[int, int], is_refused: bool, tmp_path: Path) -> None:
+def test_make_refuses_unsupported_python_versions(version: tuple[int, int], is_refused: bool, tmp_path: Path) -> None:
     """A second number of -1 to 1 is counted from the oldest minor version."""
     major, minor = version
     minor = minor if minor > 1 else min_minor() + minor

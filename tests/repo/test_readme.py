@@ -49,14 +49,14 @@ def _project_files() -> list[Path]:
     return [path for name in done.stdout.split("\0") if name and (path := REPOSITORY / name).is_file()]
 
 
-def test_the_readme_names_the_two_commands() -> None:
+def test_readme_names_make_demo_and_make_test() -> None:
     commands = _code_blocks(_page("README.md"))
     assert re.search(r"^\s*make demo\b", commands, re.MULTILINE)
     assert re.search(r"^\s*make test\b", commands, re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", _pages())
-def test_every_make_target_a_page_names_exists(page: str) -> None:
+def test_make_targets_named_by_pages_exist(page: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", _page("Makefile"), re.MULTILINE))
     text = _page(page)
     code = _code_blocks(text) + "\n" + "\n".join(re.findall(r"`(make [^`\n]*)`", text))
@@ -64,7 +64,7 @@ def test_every_make_target_a_page_names_exists(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", _pages())
-def test_every_command_and_option_a_page_names_exists(page: str) -> None:
+def test_commands_and_options_named_by_pages_exist(page: str) -> None:
     for command, rest in re.findall(r"^\s*(?:\.venv/bin/)?paceline ([a-z]+)((?:[^\n\\]|\\\n)*)", _code_blocks(_page(page)), re.MULTILINE):
         assert re.search(rf"\b{command}\b", _help()), f"paceline {command}"
         options = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", re.sub(r"\"[^\"]*\"|'[^']*'|#.*", "", rest)))
@@ -73,18 +73,18 @@ def test_every_command_and_option_a_page_names_exists(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", _pages())
-def test_every_extra_a_page_names_exists(page: str) -> None:
+def test_extras_named_by_pages_exist(page: str) -> None:
     declared = set(metadata.metadata("paceline").get_all("Provides-Extra") or [])
     assert set(re.findall(r"'(?:\.|paceline)\[(\w+)\]'", _page(page))) <= declared
 
 
 @pytest.mark.parametrize("page", _pages())
-def test_every_link_between_pages_leads_somewhere(page: str) -> None:
+def test_links_between_pages_lead_to_files(page: str) -> None:
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", _page(page))
     assert [link for link in links if not (REPOSITORY / page).parent.joinpath(link).exists()] == []
 
 
-def test_the_code_map_lists_the_package() -> None:
+def test_code_map_of_the_architecture_page_lists_the_package() -> None:
     """The map is the code block that starts with `src/paceline/`: one entry a line, then two spaces and what it is."""
     blocks = [block.splitlines() for block in FENCED.findall(_page("ARCHITECTURE.md"))]
     maps = [lines[1:] for lines in blocks if lines and lines[0].split("  ")[0].strip() == "src/paceline/"]
@@ -96,7 +96,7 @@ def test_the_code_map_lists_the_package() -> None:
 
 
 @pytest.mark.parametrize("word", MACHINE_PATHS + REGISTRIES)
-def test_no_file_names_a_machine_or_a_registry(word: str) -> None:
+def test_repository_files_contain_no_machine_path_or_private_registry(word: str) -> None:
     found = []
     for path in _project_files():
         if path.name in VOCABULARY_FILES or path.stat().st_size > MAX_CORPUS_BYTES:

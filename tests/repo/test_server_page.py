@@ -9,7 +9,7 @@ from page_blocks import with_block
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_table_equals_that_made_from_the_code(name: str) -> None:
+def test_server_page_table_equals_the_code(name: str) -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == with_block(page, name, BLOCKS[name]()), "python tools/list_server_tables.py --write"
 

@@ -22,7 +22,7 @@ def modules_of_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
-def test_imports_of_every_tool_exist(tool: Path) -> None:
+def test_modules_imported_by_tools_exist(tool: Path) -> None:
     """Of ours: what foreign programs and torch bring is imported where it is used."""
     source = tool.read_text(encoding="utf-8")
     statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
@@ -36,7 +36,7 @@ def is_there(module: str, name: str) -> bool:
     return hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}") is not None
 
 
-def test_sanitized_kernels_are_compiled_as_those_of_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sanitized_kernels_use_the_compiler_flags_of_wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("sanitizers run on Linux only")
     import sanitize_kernels
@@ -48,7 +48,7 @@ def test_sanitized_kernels_are_compiled_as_those_of_a_wheel(monkeypatch: pytest.
     assert {*build.FLAGS, *build.POSIX_FLAGS} <= {*commands[0]}
 
 
-def test_audit_without_network_prints_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_package_audit_without_network_prints_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import audit_packages
 
     def unreachable(*_: object, **__: object) -> None:

@@ -77,7 +77,7 @@ PLATFORMS = {
 
 
 @pytest.mark.parametrize("name", PLATFORMS)
-def test_a_wheel_is_for_one_platform_and_every_python(build: Build, name: str) -> None:
+def test_wheel_is_tagged_for_one_platform_and_any_python_3(build: Build, name: str) -> None:
     built_on, platforms, target, levels = PLATFORMS[name]
     wheel = build(*built_on)
     assert tags_of(wheel) == [f"py3-none-{platform}" for platform in platforms]
@@ -87,7 +87,7 @@ def test_a_wheel_is_for_one_platform_and_every_python(build: Build, name: str) -
     assert all(f" -target {target} " in command for command in kernels.values())
 
 
-def test_a_wheel_holds_the_package_and_nothing_half_done(build: Build) -> None:
+def test_wheel_contains_the_package_and_no_temporary_files(build: Build) -> None:
     with zipfile.ZipFile(build("linux", "x86_64", "glibc")) as archive:
         names = set(archive.namelist())
     sources = {path.relative_to(REPOSITORY / "src").as_posix() for path in (REPOSITORY / "src").rglob("*.py") if "mini" not in path.parts}
@@ -113,12 +113,12 @@ def test_wheel_without_kernels_is_for_any_platform(build: Build, built_on: tuple
     assert (tags_of(wheel), kernels_of(wheel)) == (["py3-none-any"], {})
 
 
-def test_a_compiler_that_fails_leaves_a_package_without_kernels(build: Build) -> None:
+def test_wheel_is_built_without_kernels_if_the_compiler_fails(build: Build) -> None:
     wheel = build("linux", "x86_64", "glibc", compiles=False)
     assert (tags_of(wheel), kernels_of(wheel)) == (["py3-none-any"], {})
 
 
-def test_a_source_distribution_holds_what_a_wheel_is_built_from(build: Build) -> None:
+def test_source_distribution_contains_what_a_wheel_build_needs(build: Build) -> None:
     import tarfile
 
     with tarfile.open(build("linux", "x86_64", "glibc", is_sdist=True)) as archive:
@@ -127,7 +127,7 @@ def test_a_source_distribution_holds_what_a_wheel_is_built_from(build: Build) ->
     assert not any(name.endswith(".so") for name in names)
 
 
-def test_its_licence_is_ours_and_those_of_the_libraries_it_holds(build: Build) -> None:
+def test_wheel_licence_names_the_licences_of_all_bundled_libraries(build: Build) -> None:
     with zipfile.ZipFile(build("linux", "x86_64", "glibc")) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().splitlines()

@@ -42,7 +42,7 @@ from paceline.machine import usable_processors
         ("kv_cache_gb", True),
     ],
 )
-def test_a_wrong_engine_setting_is_named_with_its_value(name: str, value: Any) -> None:
+def test_invalid_engine_setting_is_named_with_its_value(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name) as caught:
         EngineConfig(**{name: value})
     assert repr(value) in str(caught.value)
@@ -50,7 +50,7 @@ def test_a_wrong_engine_setting_is_named_with_its_value(name: str, value: Any) -
 
 
 @pytest.mark.parametrize(("name", "value"), [("revision", 5), ("hf_token", b"hf_x"), ("offline", "x"), ("enable_prefix_caching", None)])
-def test_settings_of_another_type_are_refused_and_no_token_is_shown(name: str, value: Any) -> None:
+def test_setting_of_the_wrong_type_is_refused_without_showing_the_hf_token(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name} is .*: use ") as caught:
         EngineConfig(**{name: value})
     assert "hf_x" not in str(caught.value)
@@ -76,13 +76,13 @@ def test_settings_of_another_type_are_refused_and_no_token_is_shown(name: str, v
         ("acceptance", "typical"),
     ],
 )
-def test_a_wrong_speculation_setting_is_named_with_its_value(name: str, value: Any) -> None:
+def test_invalid_speculation_setting_is_named_with_its_value(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name) as caught:
         SpeculationConfig(**{name: value})
     assert repr(value) in str(caught.value)
 
 
-def test_good_settings_stay_as_they_are() -> None:
+def test_valid_settings_are_kept_unchanged() -> None:
     config = EngineConfig(
         threads=1, max_model_len=2, kv_cache_gb=0.001, max_num_seqs=1024, prefill_chunk_size=4096, dtype="bf16", device="cuda"
     )
@@ -92,7 +92,7 @@ def test_good_settings_stay_as_they_are() -> None:
         assert SpeculationConfig(num_speculative_tokens=count, drafter=("ngram", "a/b"), tree_width=8).num_speculative_tokens == count
 
 
-def test_threads_are_by_default_the_processors_there_are() -> None:
+def test_threads_default_to_the_usable_processors() -> None:
     assert EngineConfig().num_threads == usable_processors() >= 1
 
 
@@ -107,7 +107,7 @@ def test_threads_are_capped_unless_oversubscribe_is_set(monkeypatch: pytest.Monk
         assert settled.notices == ()
 
 
-def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_directory_follows_the_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", "/a/b")
     assert cache_directory() == Path("/a/b")
     monkeypatch.delenv("PACELINE_CACHE")
@@ -118,7 +118,7 @@ def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch
     assert cache_directory() == Path("/someone/.cache/paceline")
 
 
-def test_a_user_without_a_home_directory_has_no_cache_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_directory_of_a_user_without_home_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -128,7 +128,7 @@ def test_a_user_without_a_home_directory_has_no_cache_and_no_error(monkeypatch: 
     assert cache_directory() is None
 
 
-def test_no_record_shows_the_token() -> None:
+def test_repr_of_settings_does_not_show_the_hf_token() -> None:
     engine, nothing = EngineConfig(hf_token="hf_secret"), cast(Any, None)
     target = LoadedTarget(
         directory=Path("model"), runtime=nothing, cache=nothing, tokenizer=nothing, vocab_size=8, max_model_len=8, engine=engine,

@@ -17,7 +17,7 @@ TREE = [value for value in vars(errors).values() if isinstance(value, type) and 
 
 
 @pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)
-def test_no_error_shows_a_control_character(kind: type[PacelineError]) -> None:
+def test_errors_never_show_control_characters(kind: type[PacelineError]) -> None:
     every = "".join(map(chr, range(sys.maxunicode + 1)))
     hostile = [every[start : start + 256] for start in range(0, 0x3000, 256)] + ["\x1b[2J\x1b]0;title\x07", "\ud800", "\u202e", "\r\nok"]
     for text in hostile:
@@ -26,23 +26,23 @@ def test_no_error_shows_a_control_character(kind: type[PacelineError]) -> None:
         shown.encode("utf-8")
 
 
-def test_the_letters_of_all_scripts_stay_as_they_are() -> None:
+def test_error_texts_keep_letters_of_all_scripts() -> None:
     text = "die Straße, 你好, café, ▁the Ġthe — “quoted” 😀 № ½"
     assert str(PacelineError(text)) == text
 
 
-def test_line_breaks_become_spaces_and_others_are_spelled_out() -> None:
+def test_line_breaks_in_errors_become_spaces_and_controls_are_escaped() -> None:
     assert printable("one\ntwo\tthree\x1b[31m\x07\u202e\udc80") == "one two three\\x1b[31m\\x07\\u202e\\udc80"
 
 
-def test_a_long_text_keeps_its_beginning_and_the_way_out() -> None:
+def test_long_error_keeps_its_beginning_and_end() -> None:
     shown = str(CheckpointError("config.json: " + "x" * 10_000_000 + "; download it again"))
     assert len(shown) <= 4000
     assert shown.startswith("config.json: x")
     assert shown.endswith("x; download it again")
 
 
-def test_a_value_from_a_file_is_shown_in_part() -> None:
+def test_value_shown_in_an_error_is_shortened() -> None:
     deep: object = 1
     for _ in range(900):
         deep = [deep]
@@ -51,7 +51,7 @@ def test_a_value_from_a_file_is_shown_in_part() -> None:
     assert shortened("LlamaForSequenceClassification") == "'LlamaForSequenceClassification'"
 
 
-def test_a_request_error_still_names_its_parameter() -> None:
+def test_request_error_names_its_parameter_after_pickling() -> None:
     error = RequestError("bad\x1b", parameter="stop")
     assert (str(error), error.parameter) == ("bad\\x1b", "stop")
     assert str(pickle.loads(pickle.dumps(error))) == "bad\\x1b"
@@ -60,7 +60,7 @@ def test_a_request_error_still_names_its_parameter() -> None:
 @pytest.mark.parametrize(
     "wrap", [lambda handler: handler, functools.partial, lambda handler: Callee(handler), lambda handler: Callee(handler).call]
 )
-def test_an_exit_is_the_programs_where_a_signals_handler_raises_it(wrap: Callable[[Callable[..., None]], Any]) -> None:
+def test_exit_raised_by_a_signal_handler_is_an_interrupt(wrap: Callable[[Callable[..., None]], Any]) -> None:
     def leave(*_: object) -> None:
         sys.exit(1)
 

@@ -46,13 +46,13 @@ def test_grown_model_has_the_logits_of_its_source_in_transformers(source: Path, 
 @pytest.mark.parametrize(
     "changes", [{"hidden": 128}, {"layers": 6}, {"heads": 8}, {"kv_heads": 4}, {"inner": 97}, {}], ids=lambda one: "-".join(one) or "none"
 )
-def test_each_size_can_grow_alone(changes: dict[str, int], source: Path, tmp_path: Path) -> None:
+def test_each_size_of_a_model_can_be_grown_alone(changes: dict[str, int], source: Path, tmp_path: Path) -> None:
     _, sizes = grow.read_config(source)
     wanted = Sizes(**({name: getattr(sizes, name) for name in sizes.__slots__} | {"heads": 8} | changes))
     assert grow.grow(source, tmp_path, wanted, dtype="f32", seed=0, token_ids=IDS) < 1e-5
 
 
-def test_grown_matrices_are_dense_and_have_no_equal_rows(grown: Path) -> None:
+def test_grown_model_matrices_are_dense_and_have_no_equal_rows(grown: Path) -> None:
     """What group quantisers see is what they see in trained models, also where a sublayer does nothing."""
     matrices = {name: tensor for name, tensor in load_file(grown / "model.safetensors").items() if tensor.dim() == 2}
     for name, tensor in matrices.items():
@@ -72,7 +72,7 @@ def test_plan_layers_uses_each_source_sublayer_once_in_order() -> None:
         assert acts == [(layer, part) for layer in range(old) for part in "am"]
 
 
-def test_model_with_different_logits_is_not_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grown_model_with_different_logits_is_not_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share = Growth._share
     monkeypatch.setattr(Growth, "_share", lambda *given, **options: share(*given, **options) * 1.01)
     with pytest.raises(SystemExit, match="nothing was written"):
@@ -81,7 +81,7 @@ def test_model_with_different_logits_is_not_written(source: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("name", "value"), [("hidden", 32), ("layers", 2), ("head", 24), ("heads", 6), ("hidden", 100), ("vocab", 98)])
-def test_impossible_sizes_are_refused(name: str, value: int) -> None:
+def test_impossible_grown_model_sizes_are_refused(name: str, value: int) -> None:
     old = Sizes(hidden=64, layers=3, heads=4, kv_heads=2, head=16, inner=96, vocab=97)
     values = {each: getattr(old, each) for each in old.__slots__} | {"kv_heads": 4, "heads": 8, name: value}
     with pytest.raises(ValueError, match=str(value)):

@@ -35,14 +35,14 @@ def no_download(monkeypatch: pytest.MonkeyPatch) -> Download:
     return download
 
 
-def test_a_directory_is_itself(tmp_path: Path, no_download: Download) -> None:
+def test_model_directory_resolves_to_itself(tmp_path: Path, no_download: Download) -> None:
     touch(tmp_path, "model.safetensors")
     assert resolve(tmp_path) == tmp_path
     assert resolve(str(tmp_path)) == tmp_path
     assert no_download.calls == []
 
 
-def test_mini_is_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_download: Download) -> None:
+def test_model_name_mini_resolves_to_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_download: Download) -> None:
     target = tmp_path / "assets" / "mini" / "target"
     target.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -53,7 +53,7 @@ def test_mini_is_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert resolve("mini") == target
 
 
-def test_an_id_is_downloaded_with_the_files_we_read_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_model_is_downloaded_with_the_needed_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = Download(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     touch(tmp_path, "model.safetensors")
@@ -67,19 +67,19 @@ def test_an_id_is_downloaded_with_the_files_we_read_and_no_others(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["./model", "/no/such/model", "a/b/c", "../model", "~/no-such-model", "models\\one", "a b", "model.gguf"])
-def test_what_looks_like_a_path_is_never_asked_for_on_the_hub(name: str, no_download: Download) -> None:
+def test_model_name_that_looks_like_a_path_is_not_requested_from_the_hub(name: str, no_download: Download) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         resolve(name)
     assert no_download.calls == []
 
 
 @pytest.mark.parametrize("name", ["", " "])
-def test_an_empty_name_is_not_the_current_directory(name: str, no_download: Download) -> None:
+def test_empty_model_name_is_refused(name: str, no_download: Download) -> None:
     with pytest.raises(CheckpointError, match="name is empty"):
         resolve(name)
 
 
-def test_a_missing_path_object_is_an_error(tmp_path: Path, no_download: Download) -> None:
+def test_missing_path_object_as_model_is_refused(tmp_path: Path, no_download: Download) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         resolve(tmp_path / "model")
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -87,7 +87,7 @@ def test_a_missing_path_object_is_an_error(tmp_path: Path, no_download: Download
     assert no_download.calls == []
 
 
-def test_a_file_is_not_a_model(tmp_path: Path, no_download: Download) -> None:
+def test_safetensors_file_as_model_is_refused(tmp_path: Path, no_download: Download) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(CheckpointError, match="is a file; give the directory"):
@@ -122,7 +122,7 @@ def touch(directory: Path, *names: str) -> None:
         (directory / name).touch()
 
 
-def test_a_gguf_file_is_a_model(tmp_path: Path, no_download: Download) -> None:
+def test_gguf_file_resolves_to_itself(tmp_path: Path, no_download: Download) -> None:
     touch(tmp_path, "model.gguf")
     assert resolve(tmp_path / "model.gguf") == tmp_path / "model.gguf"
     with pytest.raises(CheckpointError, match=r"is a file and the GGUF file 'other\.gguf' is named besides"):
@@ -137,12 +137,12 @@ def test_only_gguf_file_of_a_directory_is_the_model(tmp_path: Path, no_download:
     assert resolve(tmp_path, gguf_file="one.gguf") == tmp_path / "one.gguf"
 
 
-def test_the_parts_of_a_split_file_are_one_model(tmp_path: Path, no_download: Download) -> None:
+def test_split_gguf_in_a_directory_resolves_to_its_first_part(tmp_path: Path, no_download: Download) -> None:
     touch(tmp_path, *(f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)))
     assert resolve(tmp_path) == tmp_path / "m-00001-of-00003.gguf"
 
 
-def test_several_gguf_files_are_listed(tmp_path: Path, no_download: Download) -> None:
+def test_several_gguf_files_in_a_directory_are_listed_in_the_error(tmp_path: Path, no_download: Download) -> None:
     touch(tmp_path, "q4.gguf", "q8.gguf", "sub/q2.gguf")
     with pytest.raises(CheckpointError, match=r"several GGUF files; name one with gguf_file \(--gguf-file\): it holds q4\.gguf, q8\.gguf"):
         resolve(tmp_path)
@@ -153,7 +153,7 @@ def test_several_gguf_files_are_listed(tmp_path: Path, no_download: Download) ->
             resolve(tmp_path, gguf_file=name)
 
 
-def test_a_named_gguf_file_is_all_that_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_gguf_file_is_the_only_file_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = Download(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     touch(tmp_path, "q4.gguf", "big-00001-of-00002.gguf")
@@ -162,7 +162,7 @@ def test_a_named_gguf_file_is_all_that_is_downloaded(tmp_path: Path, monkeypatch
     assert [arguments["allow_patterns"] for _, arguments in download.calls] == [["q4.gguf"], ["big-*-of-00002.gguf"]]
 
 
-def test_a_model_of_gguf_files_alone_is_downloaded_or_its_files_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_model_with_one_gguf_file_is_downloaded_and_several_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = Download(tmp_path)
     files = ["README.md", "q4.gguf"]
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -192,7 +192,7 @@ def test_head_download_prefers_safetensors(tmp_path: Path, monkeypatch: pytest.M
     assert "pytorch_model.bin" not in download.calls[-1][1]["allow_patterns"]
 
 
-def test_offline_the_only_gguf_file_of_the_cache_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_resolve_uses_the_only_cached_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(tmp_path))
     touch(tmp_path, "q4.gguf")
     assert resolve("owner/model", offline=True) == tmp_path / "q4.gguf"
@@ -217,7 +217,7 @@ def test_model_id_without_owner_is_refused_offline(name: str, no_download: Downl
     ],
     ids=["nothing", "hidden files", "an adapter", "MLX", "pickles", "no weights"],
 )
-def test_a_directory_without_a_model_is_named_as_what_it_is(names: list[str], text: str, tmp_path: Path, no_download: Download) -> None:
+def test_directory_without_a_model_is_refused_with_its_content(names: list[str], text: str, tmp_path: Path, no_download: Download) -> None:
     touch(tmp_path, *names)
     if "adapter_config.json" in names:
         (tmp_path / "adapter_config.json").write_text("{}")
@@ -227,7 +227,7 @@ def test_a_directory_without_a_model_is_named_as_what_it_is(names: list[str], te
         assert resolve(tmp_path, with_heads=True) == tmp_path
 
 
-def test_adapter_names_its_base_model(tmp_path: Path) -> None:
+def test_adapter_given_as_model_names_its_base_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/base"}')
     with pytest.raises(CheckpointError, match="holds a LoRA adapter for 'owner/base', not a model: give that as the model"):
         resolve(tmp_path)
@@ -238,7 +238,7 @@ def test_adapter_names_its_base_model(tmp_path: Path) -> None:
     ["~no-such-user-here/model", "model\0.gguf", "x" * 5000, "a/" * 3000, "owner/" + "x" * 5000, "/dev/null", "/dev/zero.gguf", "\udcff"],
     ids=["unknown user", "zero byte", "long", "deep", "long id", "device", "no device", "not UTF-8"],
 )
-def test_no_path_is_an_error_of_the_system(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_path_as_model_is_a_checkpoint_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(ValueError("no such repository id")))
     for model in (name, Path(name)):
         with pytest.raises(CheckpointError) as caught:
@@ -247,7 +247,7 @@ def test_no_path_is_an_error_of_the_system(name: str, monkeypatch: pytest.Monkey
         assert str(caught.value).isprintable()
 
 
-def test_a_home_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_path_with_an_unknown_home_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home(_: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -256,14 +256,14 @@ def test_a_home_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         resolve("~/model")
 
 
-def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+def test_pipe_as_model_is_refused_without_opening_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match="is neither a directory nor a regular file"):
         resolve(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("error", [ValueError("not a repository id"), RuntimeError("no connection"), TypeError("what?")])
-def test_whatever_the_hubs_client_raises_is_one_error(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_any_exception_of_the_hub_client_is_a_checkpoint_error(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(error))
     with pytest.raises(CheckpointError, match="cannot be downloaded"):
         resolve("owner/model")

@@ -27,25 +27,25 @@ def installed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return installed_from
 
 
-def test_from_an_index_an_extra_is_named(installed_from: Any) -> None:
+def test_install_hint_of_an_index_installation_names_the_package(installed_from: Any) -> None:
     installed_from(None)
     assert install_extra("grammar") == "pip install 'paceline[grammar]'"
 
 
 @pytest.mark.parametrize(("is_editable", "flag"), [(True, "-e "), (False, "")])
-def test_from_a_clone_the_extra_is_the_clone_s(installed_from: Any, tmp_path: Path, is_editable: bool, flag: str) -> None:
+def test_install_hint_of_a_clone_names_the_clone(installed_from: Any, tmp_path: Path, is_editable: bool, flag: str) -> None:
     clone = tmp_path / "my clone"
     clone.mkdir()
     installed_from({"url": clone.as_uri(), "dir_info": {"editable": is_editable}})
     assert install_extra("torch") == f"pip install {flag}'{clone}[torch]'"
 
 
-def test_install_hint_for_a_removed_clone_omits_it(installed_from: Any, tmp_path: Path) -> None:
+def test_install_hint_of_a_deleted_clone_does_not_name_it(installed_from: Any, tmp_path: Path) -> None:
     installed_from({"url": (tmp_path / "gone").as_uri(), "dir_info": {}})
     assert install_extra("torch") == "pip install '.[torch]' in a clone of paceline"
 
 
-def test_from_a_wheel_the_extra_is_the_wheel_s(installed_from: Any, tmp_path: Path) -> None:
+def test_install_hint_of_a_wheel_file_names_the_wheel(installed_from: Any, tmp_path: Path) -> None:
     wheel = tmp_path / "paceline-1.0-py3-none-any.whl"
     wheel.touch()
     installed_from({"url": wheel.as_uri(), "archive_info": {}})
@@ -59,19 +59,19 @@ def test_from_a_wheel_the_extra_is_the_wheel_s(installed_from: Any, tmp_path: Pa
         ({"url": "https://example.org/paceline-1.0.whl", "archive_info": {}}, "https://example.org/paceline-1.0.whl"),
     ],
 )
-def test_from_elsewhere_the_extra_comes_from_there(installed_from: Any, record: dict[str, Any], source: str) -> None:
+def test_install_hint_of_another_url_names_the_url(installed_from: Any, record: dict[str, Any], source: str) -> None:
     installed_from(record)
     assert install_extra("grammar") == f"pip install 'paceline[grammar] @ {source}'"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "no json", '{"url": 5}', '{"dir_info": {}}'])
-def test_a_record_that_is_none_is_no_obstacle(installed_from: Any, tmp_path: Path, text: str) -> None:
+def test_install_hint_with_an_invalid_record_assumes_a_clone(installed_from: Any, tmp_path: Path, text: str) -> None:
     installed_from(None)
     (tmp_path / "paceline-1.0.dist-info" / "direct_url.json").write_text(text)
     assert install_extra("grammar") == "pip install '.[grammar]' in a clone of paceline"
 
 
-def test_without_an_installation_there_is_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_hint_without_an_installation_assumes_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
     def distribution(name: str) -> metadata.Distribution:
         raise metadata.PackageNotFoundError(name)
 
@@ -79,7 +79,7 @@ def test_without_an_installation_there_is_a_clone(monkeypatch: pytest.MonkeyPatc
     assert install_extra("grammar") == "pip install '.[grammar]' in a clone of paceline"
 
 
-def test_every_hint_asks_here_and_names_an_extra_that_exists() -> None:
+def test_install_hints_come_from_one_function_and_name_existing_extras() -> None:
     declared = set(metadata.metadata("paceline").get_all("Provides-Extra") or [])
     sources = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
     named = {name for text in sources.values() for name in re.findall(r"install_extra\(['\"](\w+)", text)}

@@ -21,12 +21,12 @@ def failure_of(function: str, argument: str, limits: Limits) -> tuple[Failure, s
     return caught.value.failure, str(caught.value)
 
 
-def test_values_reach_the_function_and_return_unchanged() -> None:
+def test_isolated_function_gets_and_returns_values_unchanged() -> None:
     text = '[1, "é\\ud83d\\ude00\\n", {"a": null}, 0.5]'
     assert run(f"{FUNCTIONS}:echo", text, LIMITS) == [1, "é😀\n", {"a": None}, 0.5]
 
 
-def test_a_setup_is_called_once_and_its_function_serves_the_calls() -> None:
+def test_isolated_function_setup_is_called_once() -> None:
     isolated = IsolatedFunction(f"{FUNCTIONS}:adder", LIMITS, setup="40")
     assert [isolated.run("2"), isolated.run("3")] == [42, 43]
     with pytest.raises(IsolatedError, match="a setup that fails"):
@@ -45,20 +45,20 @@ def test_a_setup_is_called_once_and_its_function_serves_the_calls() -> None:
         ("no_such_function", "1", LIMITS, (Failure.NOT_STARTED, f"module '{FUNCTIONS}' has no attribute 'no_such_function'")),
     ],
 )
-def test_a_call_without_a_result_fails_with_its_reason(function: str, argument: str, limits: Limits, expected: tuple[Failure, str]) -> None:
+def test_isolated_function_failure_has_its_reason(function: str, argument: str, limits: Limits, expected: tuple[Failure, str]) -> None:
     assert failure_of(function, argument, limits) == expected
 
 
 @limited_memory
 @pytest.mark.parametrize(("argument", "megabytes"), [("1000000000", 256), ("1", 1), ("1", 4)])
-def test_more_memory_than_the_limit_is_refused(argument: str, megabytes: int) -> None:
+def test_isolated_function_over_its_memory_limit_fails(argument: str, megabytes: int) -> None:
     """Also where the process has more before the call, of which enough is free for a small one."""
     expected = (Failure.MEMORY, f"it needed more than the {megabytes} MB it may have")
     assert failure_of("allocate", argument, Limits(5.0, megabytes << 20)) == expected
 
 
 @limited_memory
-def test_memory_that_earlier_calls_kept_does_not_fail_a_later_one() -> None:
+def test_isolated_function_process_holding_memory_is_replaced_when_needed() -> None:
     isolated = IsolatedFunction(f"{FUNCTIONS}:keep", LIMITS)
     first = isolated.run("1")
     counts = [isolated.run(str(100 << 20)) for _ in range(4)]
@@ -66,7 +66,7 @@ def test_memory_that_earlier_calls_kept_does_not_fail_a_later_one() -> None:
 
 
 @pytest.mark.parametrize("function", ["fail", "panic", "leave"])
-def test_after_a_failure_the_next_call_is_served(function: str) -> None:
+def test_isolated_function_serves_calls_after_a_failure(function: str) -> None:
     isolated = IsolatedFunction(f"{FUNCTIONS}:{function}", LIMITS)
     for _ in range(3):
         with pytest.raises(IsolatedError):
@@ -75,7 +75,7 @@ def test_after_a_failure_the_next_call_is_served(function: str) -> None:
     assert isolated.pid is not None
 
 
-def test_a_process_serves_many_calls_and_a_killed_one_is_replaced() -> None:
+def test_isolated_function_replaces_a_killed_process() -> None:
     isolated = IsolatedFunction(f"{FUNCTIONS}:echo", LIMITS)
     pids = set()
     for number in range(20):
@@ -90,7 +90,7 @@ def test_a_process_serves_many_calls_and_a_killed_one_is_replaced() -> None:
     assert isolated.pid != pid
 
 
-def test_close_ends_a_call_in_another_thread_and_later_ones() -> None:
+def test_closing_an_isolated_function_ends_running_and_later_calls() -> None:
     isolated, failures = IsolatedFunction(f"{FUNCTIONS}:sleep", Limits(60.0, 256 << 20)), list[Failure]()
 
     def call() -> None:
@@ -110,7 +110,7 @@ def test_close_ends_a_call_in_another_thread_and_later_ones() -> None:
     assert failures == [Failure.CLOSED] * 4
 
 
-def test_the_process_ends_with_its_object() -> None:
+def test_isolated_function_process_ends_with_its_object() -> None:
     isolated = IsolatedFunction(f"{FUNCTIONS}:echo", LIMITS)
     isolated.start()
     pid = isolated.pid

@@ -34,13 +34,13 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ("no colons here\n", {}, None),
     ],
 )
-def test_the_tightest_quota_of_the_processs_cgroups_counts(tmp_path: Path, membership: str, files: dict[str, str], wanted: float) -> None:
+def test_processor_quota_is_the_tightest_of_the_cgroups(tmp_path: Path, membership: str, files: dict[str, str], wanted: float) -> None:
     root = write(tmp_path / "cgroup", files)
     write(tmp_path, {"self": membership})
     assert processor_quota(root, tmp_path / "self") == wanted
 
 
-def test_without_cgroups_there_is_no_limit(tmp_path: Path) -> None:
+def test_missing_cgroup_files_mean_no_limit(tmp_path: Path) -> None:
     assert processor_quota(tmp_path / "absent", tmp_path / "none") is None
     assert memory_left_bytes(tmp_path / "absent", tmp_path / "none") is None
 
@@ -68,20 +68,22 @@ def test_without_cgroups_there_is_no_limit(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_memory_is_what_is_left_of_the_tightest_limit(tmp_path: Path, membership: str, files: dict[str, str], wanted: int | None) -> None:
+def test_memory_left_is_that_of_the_tightest_cgroup_limit(
+    tmp_path: Path, membership: str, files: dict[str, str], wanted: int | None
+) -> None:
     root = write(tmp_path / "cgroup", files)
     write(tmp_path, {"self": membership})
     assert memory_left_bytes(root, tmp_path / "self") == wanted
 
 
 @pytest.mark.parametrize(("quota", "wanted"), [(None, 8), (0.3, 1), (1.9, 1), (2.0, 2), (99.0, 8)])
-def test_a_quota_caps_the_processors(quota: float | None, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cgroup_quota_caps_the_usable_processors(quota: float | None, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr(machine, "processor_quota", lambda: quota)
     assert usable_processors() == wanted
 
 
-def test_a_memory_limit_caps_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cgroup_limit_caps_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 << 24 < available_memory_bytes() < 1 << 50
     monkeypatch.setattr(machine, "memory_left_bytes", lambda: 12_345)
     assert available_memory_bytes() == 12_345

@@ -26,17 +26,17 @@ def make_output(token_ids: list[int], *, decode_s: float = 2.0) -> RequestOutput
     )
 
 
-def test_totals_are_sums() -> None:
+def test_total_tokens_and_total_time_are_sums() -> None:
     assert Usage(2, 3).total_tokens == 5
     assert Timing(0.5, 2.0).total_s == 2.5
 
 
 @pytest.mark.parametrize(("token_ids", "decode_s", "speed"), [([1, 2, 3], 2.0, 1.0), ([1], 0.0, 0.0), ([], 0.0, 0.0), ([1], 1.0, 0.0)])
-def test_speed_counts_the_tokens_after_the_first(token_ids: list[int], decode_s: float, speed: float) -> None:
+def test_tokens_per_s_counts_the_tokens_after_the_first(token_ids: list[int], decode_s: float, speed: float) -> None:
     assert make_output(token_ids, decode_s=decode_s).tokens_per_s == speed
 
 
-def test_the_json_record_is_json_and_complete() -> None:
+def test_request_output_as_dict_is_complete_json() -> None:
     record = make_output([1, 2, 3]).as_dict(model="mini", version="9.9")
     assert json.loads(json.dumps(record)) == record
     assert record["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, "num_cached_tokens": 0}

@@ -25,19 +25,19 @@ def pretend(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
 
 
 @pytest.mark.parametrize("text", [X86, ARM])
-def test_flags_are_those_of_the_first_processor_listed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_flags_are_those_of_the_first_processor_listed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, text.format("avx512_bf16 bf16"))
     assert {"avx512_bf16", "bf16"} <= processor.processor_flags()
     assert "amx_bf16" not in processor.processor_flags()
 
 
-def test_without_a_list_nothing_is_taken_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_flags_without_cpuinfo_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, None)
     assert processor.processor_flags() == frozenset()
     assert isinstance(processor.processor_name(), str)
 
 
-def test_on_macos_the_system_is_asked_and_apples_own_processors_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_flags_on_macos_come_from_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor.platform, "system", lambda: "Darwin")
     monkeypatch.setattr(processor.platform, "machine", lambda: "arm64")
     assert library._LEVELS["armv8_dotprod"] <= processor.processor_flags()
@@ -54,7 +54,9 @@ def test_on_macos_the_system_is_asked_and_apples_own_processors_are_known(monkey
 
 
 @pytest.mark.parametrize(("features", "level"), [({40}, "x86_64_v3"), ({40, 41}, "x86_64_v4"), (set(), None)])
-def test_on_windows_the_system_is_asked(features: set[int], level: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_flags_on_windows_come_from_the_system_call(
+    features: set[int], level: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel32 = SimpleNamespace(IsProcessorFeaturePresent=lambda number: int(number in features))
     monkeypatch.setattr(processor.ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
     monkeypatch.setattr(processor.platform, "system", lambda: "Windows")
@@ -63,7 +65,7 @@ def test_on_windows_the_system_is_asked(features: set[int], level: str | None, m
     assert path is None if level is None else path is not None and path.name == f"kernels.{level}.dll"
 
 
-def test_processors_that_differ_in_a_flag_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_name_depends_on_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
     for text in (X86.format("avx512f"), X86.format("avx512_bf16"), ARM.format("bf16")):
         pretend(monkeypatch, text)

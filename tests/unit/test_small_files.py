@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "config.json"
 
 
-def test_a_file_that_is_not_there_is_none(path: Path) -> None:
+def test_reading_a_missing_small_file_returns_none(path: Path) -> None:
     assert read_small(path, 10) is None
     assert read_json(path) is None
     assert read_json(path / "below" / "it") is None
@@ -31,14 +31,14 @@ def test_a_file_that_is_not_there_is_none(path: Path) -> None:
     assert read_json(path) is None
 
 
-def test_links_are_followed(path: Path) -> None:
+def test_reading_a_small_file_follows_links(path: Path) -> None:
     path.with_name("blob").write_text('{"a": 1}')
     path.symlink_to("blob")
     assert read_json(path) == {"a": 1}
 
 
 @pytest.mark.parametrize("kind", ["pipe", "linked pipe", "zeros", "terminal", "socket", "directory"])
-def test_what_is_no_regular_file_is_refused_at_once(kind: str, path: Path) -> None:
+def test_reading_a_pipe_or_device_as_a_small_file_is_refused_at_once(kind: str, path: Path) -> None:
     own = path.with_name("it")
     if "pipe" in kind:
         os.mkfifo(own)
@@ -58,7 +58,7 @@ def test_what_is_no_regular_file_is_refused_at_once(kind: str, path: Path) -> No
     assert time.perf_counter() - start < 1.0
 
 
-def test_a_pipe_in_place_of_any_file_of_a_checkpoint_is_named(tmp_path: Path) -> None:
+def test_pipe_in_place_of_any_checkpoint_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match=r"config\.json is a pipe"):
@@ -79,7 +79,7 @@ def test_a_pipe_in_place_of_any_file_of_a_checkpoint_is_named(tmp_path: Path) ->
         read_header(tmp_path / "model.safetensors.index.json")
 
 
-def test_more_bytes_than_its_kind_may_have_are_not_read(path: Path) -> None:
+def test_small_file_over_its_size_limit_is_refused_unread(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 40)  # no disk holds it
     tracemalloc.start()
@@ -104,7 +104,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_what_is_no_json_object_is_refused_in_bounded_time_and_memory(content: bytes) -> None:
+def test_hostile_json_file_is_refused_in_bounded_time_and_memory(content: bytes) -> None:
     tracemalloc.start()
     start = time.perf_counter()
     with pytest.raises(CheckpointError, match=r"^the file"):
@@ -115,7 +115,7 @@ def test_what_is_no_json_object_is_refused_in_bounded_time_and_memory(content: b
 
 
 @pytest.mark.long
-def test_the_most_that_is_allowed_is_parsed_in_bounded_memory() -> None:
+def test_largest_allowed_json_file_is_parsed_in_bounded_memory() -> None:
     for content in (b'{"a":[' + b"{}," * (MAX_VALUES // 2 - 3) + b"1]}", b'{"a":[' + b"9" * 19 + b",1" * (MAX_VALUES - 3) + b"]}"):
         tracemalloc.start()
         json_object(content, "the file")
@@ -123,7 +123,7 @@ def test_the_most_that_is_allowed_is_parsed_in_bounded_memory() -> None:
         tracemalloc.stop()
 
 
-def test_integers_without_end_are_numbers_and_take_no_time() -> None:
+def test_huge_json_integers_become_floats_fast() -> None:
     start = time.perf_counter()
     values = json_object(b'{"a": ' + b"9" * 3_000_000 + b', "b": -123456789012345678901234567890, "c": 18446744073709551615}', "it")
     assert time.perf_counter() - start < 1.0
@@ -149,7 +149,7 @@ def header_file(path: Path, header: bytes) -> Path:
     ],
     ids=["many dimensions", "a long size", "long sizes", "sizes", "a long offset", "depth", "many tensors"],
 )
-def test_a_header_of_nothing_but_digits_or_depth_or_names_is_refused_soon(header: bytes, tmp_path: Path) -> None:
+def test_hostile_safetensors_header_is_refused_in_bounded_time(header: bytes, tmp_path: Path) -> None:
     path = header_file(tmp_path / "model.safetensors", header)
     tracemalloc.start()
     start = time.perf_counter()
@@ -161,7 +161,7 @@ def test_a_header_of_nothing_but_digits_or_depth_or_names_is_refused_soon(header
     tracemalloc.stop()
 
 
-def test_header_of_20000_tensors_is_accepted(tmp_path: Path) -> None:
+def test_safetensors_header_of_20000_tensors_is_accepted(tmp_path: Path) -> None:
     names = [f"model.layers.{layer}.mlp.experts.{index}.gate_proj.weight" for layer in range(200) for index in range(100)]
     entries = {name: {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]} for name in names}
     assert len(read_header(header_file(tmp_path / "model.safetensors", json.dumps(entries).encode()))) == 20_000

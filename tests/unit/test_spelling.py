@@ -23,11 +23,11 @@ OF_SAMPLING = ("top_k", "max_tokens")
         ("x", "x is no argument of f: it takes drafter, prompts, threads"),
     ],
 )
-def test_the_answer_is_our_name_for_it_or_all_names(name: str, text: str) -> None:
+def test_unknown_argument_error_suggests_our_name_or_lists_all(name: str, text: str) -> None:
     assert unknown_argument(name, "f", KNOWN, of_sampling=OF_SAMPLING) == text
 
 
-def test_what_a_function_has_reaches_it() -> None:
+def test_known_arguments_reach_a_function_with_spelling_hints() -> None:
     @suggest_arguments("f")
     def f(prompts: str, *, threads: int = 1) -> tuple[str, int]:
         return prompts, threads
@@ -44,7 +44,7 @@ class Options(TypedDict, total=False):
     salt: bytes
 
 
-def test_unpacked_options_are_known_arguments() -> None:
+def test_unpacked_typed_dict_options_are_known_arguments() -> None:
     @suggest_arguments("f")
     def f(prompts: str, **options: Unpack[Options]) -> Options:
         return options
@@ -58,7 +58,7 @@ def test_unpacked_options_are_known_arguments() -> None:
         f("a", seed=1)  # type: ignore[call-arg]
 
 
-def test_a_coroutine_function_stays_one() -> None:
+def test_coroutine_function_with_spelling_hints_stays_a_coroutine() -> None:
     @suggest_arguments("LLM")
     async def f(*, threads: int = 1) -> int:
         return threads

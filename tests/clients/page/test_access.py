@@ -71,7 +71,7 @@ def states(page: Any) -> Any:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_wider_than_a_narrow_screen(open_page: Any, server: Any, scheme: str) -> None:
+def test_page_has_no_horizontal_overflow_on_a_narrow_screen(open_page: Any, server: Any, scheme: str) -> None:
     page = open_page(server.url, color_scheme=scheme, **NARROW)
     for state in states(page):
         width, seen = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
@@ -80,7 +80,7 @@ def test_nothing_is_wider_than_a_narrow_screen(open_page: Any, server: Any, sche
         assert wide == [], state
 
 
-def test_every_control_has_a_name_and_every_id_is_one(page: Any) -> None:
+def test_page_controls_have_labels_and_element_ids_are_unique(page: Any) -> None:
     for state in states(page):
         nameless = page.locator(CONTROLS).evaluate_all(NAMELESS)
         assert nameless == [], state
@@ -94,7 +94,7 @@ def test_every_control_has_a_name_and_every_id_is_one(page: Any) -> None:
         assert set(orders) <= {0, -1}, "the order of the focus is that of the page"
 
 
-def test_the_page_has_the_parts_that_screen_readers_jump_to(page: Any) -> None:
+def test_page_has_landmarks_headings_and_one_status_line(page: Any) -> None:
     assert page.locator("html").get_attribute("lang") == "en"
     script(page, scripted_stream(LONG))
     send(page)
@@ -110,12 +110,12 @@ def test_the_page_has_the_parts_that_screen_readers_jump_to(page: Any) -> None:
     assert legend.locator("li").all_text_contents() == ["accepted", "bonus", "plain"]
 
 
-def test_who_guessed_a_token_is_seen_without_colours(page: Any) -> None:
+def test_token_origins_on_the_page_have_different_underlines(page: Any) -> None:
     lines = page.locator(".long-legend .token").evaluate_all("nodes => nodes.map(node => getComputedStyle(node).borderBottomStyle)")
     assert lines == ["solid", "double", "dotted"]
 
 
-def test_a_conversation_needs_no_mouse(page: Any) -> None:
+def test_page_conversation_works_with_the_keyboard_only(page: Any) -> None:
     script(page, scripted_stream(LONG))
     assert page.evaluate("document.activeElement.id") == "message"
     page.keyboard.type("One line")
@@ -171,7 +171,7 @@ def go_to(page: Any, name: str, key: str) -> None:
     raise AssertionError(f"{name} is not reached with {key}")
 
 
-def test_the_focus_is_seen(page: Any) -> None:
+def test_focused_page_control_has_an_outline(page: Any) -> None:
     page.keyboard.press("Tab")
     page.keyboard.press("Shift+Tab")
     outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle + getComputedStyle(document.activeElement).outlineWidth")
@@ -179,14 +179,14 @@ def test_the_focus_is_seen(page: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_can_be_read(open_page: Any, server: Any, scheme: str) -> None:
+def test_page_text_contrast_is_at_least_4_5(open_page: Any, server: Any, scheme: str) -> None:
     page = open_page(server.url, color_scheme=scheme)
     for state in states(page):
         for text, contrast in page.locator(TEXTS).evaluate_all(CONTRASTS):
             assert contrast >= 4.5, (state, text)
 
 
-def test_the_page_follows_the_system_until_its_switch_says_else(open_page: Any, server: Any) -> None:
+def test_page_theme_follows_the_system_until_the_switch_sets_it(open_page: Any, server: Any) -> None:
     page = open_page(server.url, color_scheme="dark")
     dark = ground(page)
     assert max(dark) < 60
@@ -224,7 +224,7 @@ FOCUS = """() => {
 
 
 @pytest.mark.parametrize("width", [390, 1200])
-def test_tab_goes_through_the_page_in_its_order_and_is_always_seen(open_page: Any, server: Any, width: int) -> None:
+def test_tab_key_visits_page_controls_in_order_with_a_visible_outline(open_page: Any, server: Any, width: int) -> None:
     page = open_page(server.url, viewport={"width": width, "height": 844})
     script(page, scripted_stream([*LONG, (["\n\nline\n\n"] * 40, [], 0)]))
     send(page, "A question")

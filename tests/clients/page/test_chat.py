@@ -23,7 +23,7 @@ from harness.page_driver import (
 HELLO: Sequence[Step] = [(["Hel"], [], 0), (["lo", " wor", "ld"], ["lo", " wor", "k"], 2), (["!"], ["?", "?"], 0)]
 
 
-def test_every_token_is_coloured_by_who_guessed_it_as_the_api_says(page: Any, server: Any) -> None:
+def test_page_token_colours_equal_the_origins_of_the_api(page: Any, server: Any) -> None:
     asked = record(page)
     open_settings(page)
     page.get_by_label("Temperature").fill("0")
@@ -54,7 +54,7 @@ def classes_of(nodes: Any) -> list[str]:
     return found
 
 
-def test_a_step_is_one_group_and_opens_its_tree(page: Any) -> None:
+def test_page_groups_tokens_by_step_and_opens_the_draft_tree(page: Any) -> None:
     script(page, scripted_stream(HELLO))
     send(page)
     wait(page)
@@ -77,7 +77,7 @@ def test_a_step_is_one_group_and_opens_its_tree(page: Any) -> None:
     assert page.locator(".tree").count() == 0
 
 
-def test_the_same_without_drafts_has_the_same_token_ids(page: Any) -> None:
+def test_page_comparison_without_drafts_shows_equal_token_ids(page: Any) -> None:
     asked = record(page)
     send(page)
     wait(page)
@@ -105,7 +105,7 @@ def test_the_same_without_drafts_has_the_same_token_ids(page: Any) -> None:
     assert page.locator(".comparison").count() == 0
 
 
-def test_the_first_difference_is_shown_if_there_is_one(page: Any) -> None:
+def test_page_comparison_shows_the_first_differing_token(page: Any) -> None:
     other = scripted_stream([(["Hel"], [], 0), (["la"], [], 0)], first_id=100).replace("[101]", "[777]")
     script(page, scripted_stream(HELLO), other, other.replace('"exact"', '"fast"'))
     send(page)
@@ -118,7 +118,7 @@ def test_the_first_difference_is_shown_if_there_is_one(page: Any) -> None:
         assert shown == f"✕ Token 2 differs: lo (id 101) with drafts, la (id 777) without.{reason}"
 
 
-def test_an_answer_that_is_shorter_differs_where_it_ends(page: Any) -> None:
+def test_page_comparison_of_a_shorter_answer_differs_at_its_end(page: Any) -> None:
     script(page, scripted_stream(HELLO), scripted_stream(HELLO[:2]))
     send(page)
     wait(page)
@@ -127,7 +127,7 @@ def test_an_answer_that_is_shorter_differs_where_it_ends(page: Any) -> None:
     assert "! (id 104) with drafts, none without." in page.locator(".verdict").inner_text()
 
 
-def test_stop_keeps_what_is_there_and_the_rest_can_be_compared(page: Any) -> None:
+def test_stopped_answer_on_the_page_is_kept_and_can_be_compared(page: Any) -> None:
     asked = []
 
     def endless(route: Any) -> None:
@@ -150,7 +150,7 @@ def test_stop_keeps_what_is_there_and_the_rest_can_be_compared(page: Any) -> Non
     assert asked[1]["max_tokens"] == num_tokens
 
 
-def test_an_edited_message_replaces_what_followed(page: Any) -> None:
+def test_edited_page_message_replaces_the_later_turns(page: Any) -> None:
     asked = record(page)
     for text in ("First question", "Second question"):
         send(page, text)
@@ -171,7 +171,7 @@ def test_an_edited_message_replaces_what_followed(page: Any) -> None:
     assert page.locator(".typed").all_text_contents() == ["Fourth question"]
 
 
-def test_a_retry_draws_another_seed_and_a_given_seed_repeats_the_answer(page: Any) -> None:
+def test_page_retry_uses_a_new_seed_unless_a_seed_is_set(page: Any) -> None:
     asked = record(page)
     send(page)
     wait(page)
@@ -191,7 +191,7 @@ def test_a_retry_draws_another_seed_and_a_given_seed_repeats_the_answer(page: An
     assert texts[0] == texts[1] != ""
 
 
-def test_the_whole_conversation_is_sent_and_a_new_one_begins_empty(page: Any) -> None:
+def test_page_sends_all_turns_and_a_new_chat_starts_empty(page: Any) -> None:
     asked = script(page, scripted_stream(HELLO))
     send(page, "One")
     wait(page)
@@ -206,7 +206,7 @@ def test_the_whole_conversation_is_sent_and_a_new_one_begins_empty(page: Any) ->
     assert len(asked[2]["messages"]) == 1
 
 
-def test_what_is_chosen_is_what_is_sent(page: Any) -> None:
+def test_page_settings_are_sent_as_request_fields(page: Any) -> None:
     asked = script(page, scripted_stream(HELLO))
     open_settings(page)
     options = page.get_by_label("Drafter").locator("option").all_text_contents()
@@ -233,14 +233,14 @@ def test_what_is_chosen_is_what_is_sent(page: Any) -> None:
     ]
 
 
-def test_what_is_left_empty_is_left_to_the_server(page: Any) -> None:
+def test_empty_page_settings_are_not_sent(page: Any) -> None:
     asked = script(page, scripted_stream(HELLO))
     send(page)
     wait(page)
     assert set(asked[0]) == {"model", "messages", "stream", "stream_options", "max_tokens", "seed", "speculation"}
 
 
-def test_every_setting_is_one_that_the_server_takes(page: Any) -> None:
+def test_server_accepts_every_page_setting(page: Any) -> None:
     asked = record(page)
     open_settings(page)
     values = {"Temperature": 0.3, "Top p": 0.9, "Top k": 40, "Min p": 0.05, "Max tokens": 9, "Min tokens": 2, "Repetition": 1.1}
@@ -261,7 +261,7 @@ def test_every_setting_is_one_that_the_server_takes(page: Any) -> None:
     assert page.locator(".markdown").inner_text() in ('"yes"', '"no"')
 
 
-def test_a_setting_that_is_no_json_is_reported_and_no_message_is_lost(page: Any) -> None:
+def test_invalid_json_in_a_page_setting_is_reported_and_keeps_the_message(page: Any) -> None:
     open_settings(page)
     field = page.get_by_label("JSON schema of")
     field.fill('{"type": ')
@@ -275,7 +275,7 @@ def test_a_setting_that_is_no_json_is_reported_and_no_message_is_lost(page: Any)
     assert (field.input_value(), page.get_by_label("Max tokens").input_value()) == ("", "1024")
 
 
-def test_an_answer_is_copied_as_the_model_wrote_it(open_page: Any, server: Any) -> None:
+def test_page_copy_button_copies_the_markdown_of_the_answer(open_page: Any, server: Any) -> None:
     page = open_page(server.url, permissions=["clipboard-read", "clipboard-write"])
     script(page, scripted_stream([(["**Hello**", "\n\n", "* one"], [], 0)]))
     send(page)
@@ -284,7 +284,7 @@ def test_an_answer_is_copied_as_the_model_wrote_it(open_page: Any, server: Any) 
     assert page.evaluate("navigator.clipboard.readText()") == "**Hello**\n\n* one"
 
 
-def test_spaces_line_ends_and_parts_of_characters_can_be_seen(page: Any) -> None:
+def test_page_shows_whitespace_and_incomplete_characters_of_tokens(page: Any) -> None:
     script(page, scripted_stream([(["a\n"], [], 0), (["\t", "  b", "bytes:\\xe2\\x82"], ["\t", "  b"], 2)]))
     send(page)
     wait(page)
@@ -292,7 +292,7 @@ def test_spaces_line_ends_and_parts_of_characters_can_be_seen(page: Any) -> None
     assert page.locator(".strip .token").all_text_contents() == ["a↵", "→", "  b", "⟨e2 82⟩"]
 
 
-def test_thoughts_are_folded_and_not_sent_back(page: Any) -> None:
+def test_reasoning_on_the_page_is_folded_and_not_sent_back(page: Any) -> None:
     thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "They say *hello*."}, "finish_reason": None}]}
     asked = script(page, f"data: {json.dumps(thought)}\n\n{scripted_stream(HELLO)}")
     send(page, "Hello")
@@ -306,7 +306,7 @@ def test_thoughts_are_folded_and_not_sent_back(page: Any) -> None:
     assert [message["content"] for message in asked[1]["messages"]] == ["Hello", "Hello world!", "Again"]
 
 
-def test_a_growing_answer_is_followed_until_somebody_scrolls_up(page: Any) -> None:
+def test_page_scrolls_with_the_answer_until_the_user_scrolls_up(page: Any) -> None:
     script_slowly(page, scripted_stream([([f"line {index}", "\n\n"], ["line"], 0) for index in range(150)]), pause_ms=20)
     send(page)
     places = "[scrollY, document.documentElement.scrollHeight - innerHeight]"
@@ -321,7 +321,7 @@ def test_a_growing_answer_is_followed_until_somebody_scrolls_up(page: Any) -> No
     assert page.evaluate(places)[0] == before
 
 
-def test_numbers_are_there_while_the_answer_comes(page: Any) -> None:
+def test_page_shows_speed_and_tokens_per_step_during_the_answer(page: Any) -> None:
     script_slowly(page, scripted_stream([(["a", "b"], ["a"], 1)] * 60), pause_ms=30)
     send(page)
     show_tokens(page)

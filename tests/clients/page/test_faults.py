@@ -28,7 +28,7 @@ HOSTILE = """<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>
 """
 
 
-def test_html_in_an_answer_is_text_and_links_lead_to_web_pages_only(page: Any) -> None:
+def test_page_escapes_html_in_answers_and_allows_only_web_links(page: Any) -> None:
     script(page, scripted_stream([([HOSTILE], [], 0)]))
     send(page)
     wait(page)
@@ -54,7 +54,7 @@ def test_html_in_an_answer_is_text_and_links_lead_to_web_pages_only(page: Any) -
     assert page.evaluate("window.pwned") is None
 
 
-def test_html_in_a_message_is_text(page: Any) -> None:
+def test_page_escapes_html_in_user_messages(page: Any) -> None:
     asked = record(page)
     send(page, HOSTILE)
     wait(page)
@@ -66,7 +66,7 @@ def test_html_in_a_message_is_text(page: Any) -> None:
     assert page.evaluate("window.pwned") is None
 
 
-def test_the_policy_stops_code_that_gets_into_the_page(open_page: Any, server: Any) -> None:
+def test_content_security_policy_blocks_injected_page_code(open_page: Any, server: Any) -> None:
     page = open_page(server.url, expects_faults=True)
     raised = {
         "() => document.body.append(Object.assign(document.createElement('script'), {text: 'window.pwned = 1'}))": "TrustedScript",
@@ -81,7 +81,7 @@ def test_the_policy_stops_code_that_gets_into_the_page(open_page: Any, server: A
     assert page.evaluate("window.pwned") is None
 
 
-def test_a_key_is_asked_for_and_kept_in_this_tab_alone(open_page: Any, serve: Any, tmp_path: Any) -> None:
+def test_page_asks_for_the_api_key_and_keeps_it_in_one_tab(open_page: Any, serve: Any, tmp_path: Any) -> None:
     (tmp_path / "keys").write_text(KEY, encoding="utf-8")
     server = serve("--api-key-file", str(tmp_path / "keys"))
     page = open_page(server.url, expects_faults=True, viewport={"width": 360, "height": 740})
@@ -107,7 +107,7 @@ def test_a_key_is_asked_for_and_kept_in_this_tab_alone(open_page: Any, serve: An
     assert other.get_by_label("API key").input_value() == ""
 
 
-def test_what_the_server_refuses_is_said_in_its_words(open_page: Any, server: Any) -> None:
+def test_page_shows_the_error_message_of_the_server(open_page: Any, server: Any) -> None:
     page = open_page(server.url, expects_faults=True)
     open_settings(page)
     page.get_by_label("Temperature").fill("-1")
@@ -122,7 +122,7 @@ def test_what_the_server_refuses_is_said_in_its_words(open_page: Any, server: An
     assert page.locator(".markdown").inner_text() != ""
 
 
-def test_a_fault_within_a_stream_is_said_below_what_was_there(page: Any) -> None:
+def test_page_shows_a_stream_error_below_the_partial_answer(page: Any) -> None:
     begun = scripted_stream([(["Half"], [], 0)], finish_reason=None)
     script(page, begun + 'data: {"error": {"message": "the answer was not finished within 1 s"}}\n\n', scripted_stream([(["All"], [], 0)]))
     send(page)
@@ -134,14 +134,14 @@ def test_a_fault_within_a_stream_is_said_below_what_was_there(page: Any) -> None
     assert page.get_by_role("alert").count() == 0
 
 
-def test_a_stream_that_breaks_off_is_not_taken_for_an_answer(page: Any) -> None:
+def test_page_reports_a_stream_that_ends_early_as_lost_connection(page: Any) -> None:
     script(page, scripted_stream([(["Half"], [], 0)], finish_reason=None))
     send(page)
     wait(page)
     assert page.get_by_role("alert").inner_text().startswith("The connection was lost: the stream ended before the answer did.")
 
 
-def test_a_server_that_dies_costs_the_rest_of_the_answer_and_no_more(open_page: Any, serve: Any) -> None:
+def test_page_keeps_the_partial_answer_when_the_server_dies(open_page: Any, serve: Any) -> None:
     server = serve()
     page = open_page(server.url, expects_faults=True)
     page.route(CHAT, lambda route: route.continue_(post_data=json.dumps({**route.request.post_data_json, "ignore_eos": True})))

@@ -42,7 +42,7 @@ def shown(page: Any) -> list[str]:
     return found
 
 
-def test_a_chat_outlives_its_page_with_its_tokens_and_settings(page: Any) -> None:
+def test_reloaded_page_restores_chats_with_tokens_and_settings(page: Any) -> None:
     script(page, scripted_stream(FIRST))
     open_settings(page)
     page.get_by_label("System prompt").fill("Be short.")
@@ -60,7 +60,7 @@ def test_a_chat_outlives_its_page_with_its_tokens_and_settings(page: Any) -> Non
     assert [message["content"] for message in asked[0]["messages"]] == ["Be short.", "One", "Hello **first**", "Two"]
 
 
-def test_a_chat_is_opened_from_the_list_and_found_by_words_of_it(page: Any) -> None:
+def test_page_lists_chats_and_finds_them_by_their_words(page: Any) -> None:
     script(page, scripted_stream(FIRST), scripted_stream(SECOND))
     talk(page, "Apples", "Pears\nand more of them")
     until(page, lambda: titles(page) == ["Pears", "Apples"])
@@ -75,7 +75,7 @@ def test_a_chat_is_opened_from_the_list_and_found_by_words_of_it(page: Any) -> N
     assert page.locator("[aria-current=true]").inner_text().startswith("Apples")
 
 
-def test_a_chat_is_deleted_after_a_question(page: Any) -> None:
+def test_page_asks_before_deleting_a_chat(page: Any) -> None:
     script(page, scripted_stream(FIRST))
     talk(page, "One", "Two", "Three")
     until(page, lambda: len(titles(page)) == 3)
@@ -94,7 +94,7 @@ def test_a_chat_is_deleted_after_a_question(page: Any) -> None:
     page.get_by_text("No chats yet.").wait_for()
 
 
-def test_nothing_is_kept_where_keep_chats_is_off(page: Any) -> None:
+def test_page_stores_no_chat_if_keep_chats_is_off(page: Any) -> None:
     script(page, scripted_stream(FIRST))
     open_settings(page)
     page.get_by_label("Keep chats").uncheck()
@@ -107,7 +107,7 @@ def test_nothing_is_kept_where_keep_chats_is_off(page: Any) -> None:
     assert page.locator(".turn").count() == 0
 
 
-def test_a_browser_that_refuses_to_keep_is_reported_and_the_chat_goes_on(open_page: Any, server: Any) -> None:
+def test_page_reports_failed_browser_storage_and_the_chat_continues(open_page: Any, server: Any) -> None:
     page = open_page(server.url, expects_faults=True)
     page.evaluate("() => { IDBDatabase.prototype.transaction = () => { throw new Error('the disk is full') } }")
     script(page, scripted_stream(FIRST))
@@ -116,7 +116,7 @@ def test_a_browser_that_refuses_to_keep_is_reported_and_the_chat_goes_on(open_pa
     assert shown(page) == ["One", "Hello first"]
 
 
-def test_a_chat_is_exported_as_markdown_and_as_json(page: Any, tmp_path: Path) -> None:
+def test_page_exports_a_chat_as_markdown_and_as_json(page: Any, tmp_path: Path) -> None:
     script(page, scripted_stream(FIRST), scripted_stream(SECOND))
     open_settings(page)
     page.get_by_label("System prompt").fill("Be short.")
@@ -141,7 +141,7 @@ def test_a_chat_is_exported_as_markdown_and_as_json(page: Any, tmp_path: Path) -
     assert [token["id"] for step in answers[0]["steps"] for token in step["tokens"]] == [100, 101, 102]
 
 
-def test_every_version_of_a_message_and_an_answer_can_be_shown_again(page: Any) -> None:
+def test_page_shows_earlier_versions_of_messages_and_answers(page: Any) -> None:
     asked = script(page, scripted_stream(FIRST), scripted_stream(SECOND), scripted_stream([(["Third"], [], 0)]))
     talk(page, "One")
     page.get_by_role("button", name="Retry").click()
@@ -164,7 +164,7 @@ def test_every_version_of_a_message_and_an_answer_can_be_shown_again(page: Any) 
     assert [message["content"] for message in asked[-1]["messages"]] == ["One", "Hello **first**", "Two"]
 
 
-def test_two_tabs_with_one_chat_lose_nothing(page: Any) -> None:
+def test_chat_edited_in_two_tabs_keeps_all_its_turns(page: Any) -> None:
     script(page, scripted_stream(FIRST))
     talk(page, "One")
     until(page, lambda: titles(page) == ["One"])
@@ -183,7 +183,7 @@ def test_two_tabs_with_one_chat_lose_nothing(page: Any) -> None:
     until(page, lambda: shown(page)[-2:] == ["From the second", "Hello second"])
 
 
-def test_an_answer_that_was_cut_by_a_reload_is_shown_as_stopped(page: Any) -> None:
+def test_page_marks_an_answer_cut_by_a_reload_as_stopped(page: Any) -> None:
     page.evaluate(
         """body => {
           window.fetch = async () => new Response(new ReadableStream({
@@ -200,7 +200,7 @@ def test_an_answer_that_was_cut_by_a_reload_is_shown_as_stopped(page: Any) -> No
     assert page.get_by_role("button", name="Retry").is_enabled()
 
 
-def test_the_key_is_in_nothing_that_is_kept(open_page: Any, serve: Any, tmp_path: Path) -> None:
+def test_page_never_stores_the_api_key_with_chats(open_page: Any, serve: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("the-key-of-this-test", encoding="utf-8")
     page = open_page(serve("--api-key-file", str(tmp_path / "keys")).url, expects_faults=True)
     page.get_by_label("API key").fill("the-key-of-this-test")
@@ -213,7 +213,7 @@ def test_the_key_is_in_nothing_that_is_kept(open_page: Any, serve: Any, tmp_path
     assert "the-key-of-this-test" not in kept
 
 
-def test_a_model_or_drafter_that_is_no_longer_served_is_not_requested(page: Any) -> None:
+def test_page_does_not_request_a_stored_model_that_is_gone(page: Any) -> None:
     kept = json.dumps({"settings": {"model": "gone", "drafter": "gone", "temperature": "0.5"}})
     page.evaluate("kept => localStorage.setItem('paceline-preferences', kept)", kept)
     page.reload()

@@ -17,7 +17,7 @@ KEPT_PATHS = """async () => {
 }"""
 
 
-def test_a_race_shows_both_answers_at_their_pace_and_what_they_share(page: Any) -> None:
+def test_page_race_shows_both_answers_at_their_own_speed(page: Any) -> None:
     drafted = scripted_stream([(["a", "b", "c"], ["a", "b"], 2)] * 10)
     plain = scripted_stream([([letter], [], 0) for letter in "abc" * 10])
     script_slowly(page, drafted, pause_ms=200)
@@ -42,7 +42,7 @@ def test_a_race_shows_both_answers_at_their_pace_and_what_they_share(page: Any) 
 
 
 @pytest.mark.parametrize("viewport", [{"width": 1200, "height": 800}, {"width": 390, "height": 844}], ids=["wide", "narrow"])
-def test_a_race_fits_on_one_screen(open_page: Any, server: Any, viewport: dict[str, int]) -> None:
+def test_page_race_fits_on_one_screen(open_page: Any, server: Any, viewport: dict[str, int]) -> None:
     page = open_page(server.url, viewport=viewport)
     script(page, scripted_stream([(["word "] * 3, ["word "] * 2, 2)] * 80))
     send(page)
@@ -56,7 +56,7 @@ def test_a_race_fits_on_one_screen(open_page: Any, server: Any, viewport: dict[s
         assert box["y"] + box["height"] <= page.locator(".composer textarea").bounding_box()["y"], part
 
 
-def test_code_is_coloured_and_copied_as_it_was_written(open_page: Any, server: Any) -> None:
+def test_page_highlights_code_and_copies_it_unchanged(open_page: Any, server: Any) -> None:
     page = open_page(server.url, permissions=["clipboard-read", "clipboard-write"])
     script(page, scripted_stream([([CODE], [], 0)]))
     send(page)
@@ -73,7 +73,7 @@ def test_code_is_coloured_and_copied_as_it_was_written(open_page: Any, server: A
     assert page.evaluate("navigator.clipboard.readText()") == ADD
 
 
-def test_a_text_file_goes_into_the_message(page: Any) -> None:
+def test_text_file_attached_on_the_page_is_sent_in_the_message(page: Any) -> None:
     asked = script(page, scripted_stream([(["Read"], [], 0)]))
     notes = {"name": "notes.md", "mimeType": "text/markdown", "buffer": b"One\n```\ncode\n```\n"}
     words = {"name": "words.txt", "mimeType": "text/plain", "buffer": "Grüße".encode()}
@@ -92,7 +92,7 @@ def test_a_text_file_goes_into_the_message(page: Any) -> None:
     assert asked[1]["messages"][0]["content"].startswith("Sum it up shorter.\n\nnotes.md:\n````\nOne")
 
 
-def test_a_binary_or_too_long_file_is_not_attached(page: Any) -> None:
+def test_page_refuses_binary_and_too_long_attachments(page: Any) -> None:
     chooser = page.get_by_label("Text files", exact=True)
     binary = {"name": "image.png", "mimeType": "image/png", "buffer": b"\x89PNG\x00"}
     long = {"name": "long.txt", "mimeType": "text/plain", "buffer": b"x" * 1_000_001}
@@ -104,7 +104,7 @@ def test_a_binary_or_too_long_file_is_not_attached(page: Any) -> None:
     assert page.get_by_label("Attached files").locator("li").count() == 1
 
 
-def test_the_header_stays_in_sight(page: Any) -> None:
+def test_page_header_stays_visible_while_scrolling(page: Any) -> None:
     script(page, scripted_stream([(["line\n\n"], [], 0)] * 80))
     send(page)
     wait(page)
@@ -114,7 +114,7 @@ def test_the_header_stays_in_sight(page: Any) -> None:
     assert page.locator("header.top").bounding_box()["y"] == 0
 
 
-def test_shortcuts_and_escape_work_without_a_mouse(open_page: Any, server: Any) -> None:
+def test_page_keyboard_shortcuts_and_escape_move_the_focus(open_page: Any, server: Any) -> None:
     page = open_page(server.url, viewport={"width": 390, "height": 844})
     script(page, scripted_stream([(["Hello"], [], 0)]))
     send(page)
@@ -135,7 +135,7 @@ def test_shortcuts_and_escape_work_without_a_mouse(open_page: Any, server: Any) 
     assert page.evaluate(focused) == "message"
 
 
-def test_the_examples_are_answered(page: Any) -> None:
+def test_page_examples_are_sent_and_answered(page: Any) -> None:
     examples = page.get_by_label("Examples").locator("button")
     asked = record(page)
     texts = examples.all_inner_texts()
@@ -148,7 +148,7 @@ def test_the_examples_are_answered(page: Any) -> None:
     assert len(asked) == len(texts) >= 3
 
 
-def test_tokens_of_new_answers_are_open_where_that_is_chosen(page: Any) -> None:
+def test_page_opens_the_tokens_of_new_answers_if_set(page: Any) -> None:
     script(page, scripted_stream([(["Hello"], [], 0)]))
     send(page)
     wait(page)
@@ -161,7 +161,7 @@ def test_tokens_of_new_answers_are_open_where_that_is_chosen(page: Any) -> None:
     until(page, lambda: page.locator(".strip").count() == 2)
 
 
-def test_the_page_can_be_installed_and_opens_without_its_server(open_page: Any, serve: Any) -> None:
+def test_page_can_be_installed_and_opens_while_the_server_is_down(open_page: Any, serve: Any) -> None:
     server = serve()
     page = open_page(server.url, service_workers="allow", expects_faults=True)
     script(page, scripted_stream([(["Kept"], [], 0)]))
@@ -187,7 +187,7 @@ def test_the_page_can_be_installed_and_opens_without_its_server(open_page: Any, 
     until(page, lambda: page.locator(".model").inner_text() == "mini")
 
 
-def test_the_service_worker_does_not_hide_another_program_at_its_address(open_page: Any, serve: Any) -> None:
+def test_service_worker_does_not_hide_another_site_at_the_same_address(open_page: Any, serve: Any) -> None:
     server = serve()
     page = open_page(server.url, service_workers="allow", expects_faults=True)
     page.evaluate("() => navigator.serviceWorker.ready.then(() => true)")
@@ -197,7 +197,7 @@ def test_the_service_worker_does_not_hide_another_program_at_its_address(open_pa
     assert page.title() == "another"
 
 
-def test_a_base_model_continues_texts(open_page: Any, serve: Any, mini_dir: Path, tmp_path: Path) -> None:
+def test_page_sends_completions_to_a_model_without_chat_template(open_page: Any, serve: Any, mini_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(mini_dir, tmp_path / "base")
     for path in (tmp_path / "base").glob("chat_template*"):
         path.unlink()
@@ -223,7 +223,7 @@ def test_a_base_model_continues_texts(open_page: Any, serve: Any, mini_dir: Path
     assert text.strip() != ""
 
 
-def test_models_are_listed_with_their_facts_and_requested_by_name(page: Any) -> None:
+def test_page_lists_models_with_size_and_requests_the_selected_one(page: Any) -> None:
     loaded = {"id": "small", "drafters": ["ngram"], "meta": {"n_params": 134_515_008, "size": 98_362_432, "quantization": "Q4_1"}}
     adapter = {"id": "tuned", "drafters": ["ngram"], "parent": "small"}
     unloaded = {"id": "other", "drafters": [], "status": {"value": "unloaded"}, "meta": {"quantization": "bf16"}}

@@ -61,7 +61,7 @@ async def collect(stream: Any) -> tuple[str, list[int], RequestOutput]:
     return text, tokens, output
 
 
-def test_concurrent_callers_get_the_same_as_alone(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
+def test_concurrent_async_requests_equal_each_request_alone(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
     async def work(engine: AsyncEngine) -> None:
         engine.loaded.engine.speculator.policy = FixedDraftLength(4)
         streams = [collect(engine.stream(prompt, SAMPLED)) for prompt in PROMPTS]
@@ -80,7 +80,7 @@ def test_concurrent_callers_get_the_same_as_alone(serve: Serve, solo: dict[str, 
     run(serve(), work)
 
 
-def test_conversations_are_answered(serve: Serve) -> None:
+def test_async_chat_and_stream_chat_give_the_same_answer(serve: Serve) -> None:
     messages = [{"role": "user", "content": "the cat"}]
 
     async def work(engine: AsyncEngine) -> None:
@@ -92,7 +92,7 @@ def test_conversations_are_answered(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "cancel", "garbage", "timeout"])
-def test_cancelled_caller_frees_its_request(serve: Serve, solo: dict[str, list[RequestOutput]], how: str) -> None:
+def test_cancelled_async_request_is_aborted_and_frees_its_blocks(serve: Serve, solo: dict[str, list[RequestOutput]], how: str) -> None:
     async def leave(engine: AsyncEngine) -> None:
         stream = engine.stream([7] * 80, ENDLESS)
         await anext(stream)
@@ -128,7 +128,7 @@ def fail_processor(token_ids: Sequence[int], scores: np.ndarray) -> np.ndarray:
     return scores
 
 
-def test_error_reaches_only_its_own_caller(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
+def test_error_of_one_async_request_does_not_reach_others(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
     async def work(engine: AsyncEngine) -> None:
         other = asyncio.create_task(engine.generate(PROMPTS[1], GREEDY))
         with pytest.raises(RequestError, match="no more"):
@@ -149,7 +149,7 @@ def test_error_reaches_only_its_own_caller(serve: Serve, solo: dict[str, list[Re
     run(serve(), work)
 
 
-def test_close_ends_open_requests_and_refuses_new_ones(serve: Serve) -> None:
+def test_async_engine_close_ends_open_requests_and_refuses_new_ones(serve: Serve) -> None:
     async def work(engine: AsyncEngine) -> None:
         stream = engine.stream([7] * 40, ENDLESS)
         await anext(stream)
@@ -169,7 +169,7 @@ def test_close_ends_open_requests_and_refuses_new_ones(serve: Serve) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine method 'aclose':RuntimeWarning")  # Python 3.13 says of the closed loop what is meant here
-def test_callers_may_use_different_event_loops(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
+def test_async_engine_can_be_used_from_different_event_loops(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
     """A loop that was closed over an open stream takes its request with it."""
     engine = serve()
 
@@ -187,7 +187,7 @@ def test_callers_may_use_different_event_loops(serve: Serve, solo: dict[str, lis
     run(engine, work)
 
 
-def test_an_engine_is_opened_with_the_options_of_an_llm(directory: Any) -> None:
+def test_async_engine_takes_the_options_of_llm(directory: Any) -> None:
     options: dict[str, Any] = {"threads": 2, "device": "cpu", "kv_cache_gb": 0.01}
     engine = AsyncEngine.open(directory, drafter=["ngram", "suffix"], max_num_seqs=3, **options)
     assert engine.loaded.drafter_name == "ngram+suffix"
@@ -197,7 +197,7 @@ def test_an_engine_is_opened_with_the_options_of_an_llm(directory: Any) -> None:
         AsyncEngine.open(directory, max_seqs=3)
 
 
-def test_a_batch_that_streams_names_the_prompt_of_each_chunk(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
+def test_stream_batch_chunks_contain_their_prompt_index(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
     async def work(engine: AsyncEngine) -> None:
         texts: dict[tuple[int, int], str] = {}
         ended: dict[tuple[int, int], RequestOutput] = {}
@@ -215,7 +215,7 @@ def test_a_batch_that_streams_names_the_prompt_of_each_chunk(serve: Serve, solo:
     run(serve(), work)
 
 
-def test_check_open_raises_after_close(serve: Serve) -> None:
+def test_async_engine_check_open_raises_after_close(serve: Serve) -> None:
     engine = serve()
     engine.check_open()
     asyncio.run(engine.close())

@@ -41,7 +41,7 @@ class Spy(Drafter):
 # Cached prompts
 
 
-def test_only_requests_with_one_salt_share_their_prompts(open_llm: Open) -> None:
+def test_prompts_are_shared_in_the_cache_only_under_one_salt(open_llm: Open) -> None:
     llm = open_llm(40)
     found = [llm.generate([PROMPT], GREEDY, cache_salt=salt)[0].usage.num_cached_tokens for salt in (None, "a", "a", b"a", "b", None)]
     assert found == [0, 0, 64, 64, 0, 64]
@@ -52,7 +52,7 @@ def test_only_requests_with_one_salt_share_their_prompts(open_llm: Open) -> None
 # Samples
 
 
-def test_samples_share_their_prompt_and_are_what_each_would_be_alone(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_share_the_prompt_blocks_and_equal_each_sample_alone(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = open_llm(40, enable_prefix_caching=False)
     expected = alone.generate([PROMPT], replace(SAMPLED, n=4))
     llm = open_llm(40)
@@ -70,7 +70,7 @@ def test_samples_share_their_prompt_and_are_what_each_would_be_alone(open_llm: O
     assert_clean(llm)
 
 
-def test_unseeded_samples_share_a_seed_that_gives_them_again(open_llm: Open) -> None:
+def test_unseeded_samples_report_a_shared_seed_that_repeats_them(open_llm: Open) -> None:
     llm = open_llm(40)
     outputs = llm.generate(["the cat", "the cat"], replace(SAMPLED, seed=None, n=2))
     seeds = [output.seed for output in outputs]
@@ -173,7 +173,7 @@ def test_num_speculative_tokens_of_a_request_limits_its_drafts(open_llm: Open, l
     assert len(limited.stats.num_draft_tokens_by_position) == min(limit, 4)
 
 
-def test_a_request_may_name_one_of_several_drafters(open_llm: Open) -> None:
+def test_request_can_select_one_of_several_drafters(open_llm: Open) -> None:
     first, second = Spy("first"), Spy("second")
     llm = open_llm(40, [first, second])
     llm.engine.speculator.policy = FixedDraftLength(4)
@@ -191,7 +191,7 @@ def test_a_request_may_name_one_of_several_drafters(open_llm: Open) -> None:
     assert_clean(llm)
 
 
-def test_only_the_named_drafter_is_called(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_has_candidates_is_called_only_for_the_named_drafter(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     members, looked_at = [Spy("first"), Spy("second")], list[str]()
     for one in members:
         monkeypatch.setattr(one, "has_candidates", lambda request, name=one.name: looked_at.append(name) or name == "first")

@@ -75,7 +75,7 @@ def test_max_num_seqs_limits_running_requests(open_llm: Open, solo: list[list[in
     assert llm.stats().num_preemptions == 0
 
 
-def test_preempted_request_matches_its_own_rows_again(open_llm: Open) -> None:
+def test_preempted_request_reuses_its_cached_blocks_without_counting_a_hit(open_llm: Open) -> None:
     llm = open_llm(40)
     request = make(llm, [7] * 100, LONG)
     llm.engine.add(request)
@@ -152,7 +152,7 @@ def test_drafts_take_the_rows_left_in_a_pass(
     assert all(output.speculation.num_draft_tokens > 0 for output in outputs) or max_num_batched_tokens == 5
 
 
-def test_capacity_error_if_blocks_are_held_outside_the_engine(open_llm: Open) -> None:
+def test_request_is_a_capacity_error_if_other_sequences_hold_the_blocks(open_llm: Open) -> None:
     llm = open_llm(4)
     (expected,) = llm.generate([[8] * 40], GREEDY)
     held = llm.engine.cache.new_sequence()
@@ -166,7 +166,7 @@ def test_capacity_error_if_blocks_are_held_outside_the_engine(open_llm: Open) ->
 
 
 @pytest.mark.parametrize("num_prompt", [1, 100, 127])
-def test_output_ends_where_the_cache_is_full(open_llm: Open, num_prompt: int) -> None:
+def test_output_ends_with_length_when_the_cache_is_full(open_llm: Open, num_prompt: int) -> None:
     llm = open_llm(4, "ngram")
     (expected,) = open_llm(40).generate([[5] * num_prompt], replace(GREEDY, max_tokens=128 - num_prompt))
     (output,) = llm.generate([[5] * num_prompt], replace(GREEDY, max_tokens=400))
@@ -200,7 +200,7 @@ def test_abort_frees_blocks_and_leaves_other_requests(open_llm: Open, solo: list
     assert_clean(llm)
 
 
-def test_abort_within_a_step_takes_effect_after_it(open_llm: Open, solo: list[list[int]]) -> None:
+def test_abort_during_a_step_takes_effect_after_the_step(open_llm: Open, solo: list[list[int]]) -> None:
     llm = open_llm(40)
     requests: list[Request] = []
 
@@ -245,7 +245,7 @@ def test_failing_request_ends_alone_with_its_error(open_llm: Open, solo: list[li
     assert_clean(llm)
 
 
-def test_failing_stream_raises_if_another_call_ran_the_step(open_llm: Open) -> None:
+def test_failing_stream_raises_although_another_call_ran_the_step(open_llm: Open) -> None:
     llm = open_llm(40)
     stream = llm.stream(PROMPTS[0], replace(GREEDY, processors=[fail_processor]))
     assert len(next(stream).token_ids) == 1
@@ -255,7 +255,7 @@ def test_failing_stream_raises_if_another_call_ran_the_step(open_llm: Open) -> N
     assert_clean(llm)
 
 
-def test_nan_row_ends_its_request_and_is_not_reused_as_prefix(tmp_path: Path, open_llm: Open) -> None:
+def test_request_with_nan_logits_fails_and_its_blocks_are_not_reused(tmp_path: Path, open_llm: Open) -> None:
     from safetensors.numpy import load_file, save_file
 
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=2)
@@ -278,7 +278,9 @@ def test_nan_row_ends_its_request_and_is_not_reused_as_prefix(tmp_path: Path, op
     assert_clean(llm)
 
 
-def test_pass_without_memory_preempts_the_youngest_request(open_llm: Open, solo: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_in_a_pass_preempts_the_youngest_request(
+    open_llm: Open, solo: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = open_llm(40)
     real, num_calls = llm.runtime.forward, 0
 
@@ -303,7 +305,7 @@ def interrupt(*_: object, **__: object) -> None:
 @pytest.mark.parametrize("drafter", ["none", "ngram", "self", ["ngram", "suffix"]], ids=str)
 @pytest.mark.parametrize("params", [GREEDY, LONG], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("is_behind_pass", [False, True])
-def test_interrupt_in_the_pass_leaves_other_streams(
+def test_interrupt_during_a_forward_pass_does_not_end_other_streams(
     is_behind_pass: bool, params: SamplingParams, drafter: Any, open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two streams are open; one is interrupted, and other calls are before that."""
@@ -339,7 +341,7 @@ def test_interrupt_in_the_pass_leaves_other_streams(
 
 
 @pytest.mark.parametrize("function", ["commit", "reserve", "assemble"])
-def test_interrupt_outside_the_pass_ends_its_requests(function: str, open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_outside_the_forward_pass_ends_all_its_requests(function: str, open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(40)
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)

@@ -27,7 +27,7 @@ def resident_bytes(path: Path) -> int:
 
 @pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
 @pytest.mark.skipif(not SMAPS.is_file(), reason="needs Linux's /proc")
-def test_experts_that_no_row_has_chosen_cost_no_memory(tmp_path: Path) -> None:
+def test_unselected_experts_are_not_read_into_memory(tmp_path: Path) -> None:
     """One row reads 2 of 64 experts in each of two layers; all others stay on the disk."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 64, "num_experts_per_tok": 2, "num_hidden_layers": 2}
     directory = write_checkpoint(tmp_path / "model", "qwen3_moe", dtype="bfloat16", **sizes)

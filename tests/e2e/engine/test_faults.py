@@ -130,7 +130,7 @@ def test_failing_request_in_the_engine_thread_ends_alone(open_llm: Open, solo: l
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_direct_call_raises_only_exits_and_interrupts(open_llm: Open, solo: list[list[int]], kind: type) -> None:
+def test_generate_raises_exits_as_they_are_and_faults_as_request_error(open_llm: Open, solo: list[list[int]], kind: type) -> None:
     llm = open_llm(60)
     with pytest.raises(kind if kind in FOR_THE_PROGRAM else RequestError, match="out of a request"):
         llm.generate([PROMPTS[0]], failing(kind))
@@ -138,7 +138,7 @@ def test_direct_call_raises_only_exits_and_interrupts(open_llm: Open, solo: list
     assert llm.generate([PROMPTS[0]], GREEDY)[0].token_ids == solo[0]
 
 
-def test_system_exit_of_a_signal_is_raised(open_llm: Open, solo: list[list[int]]) -> None:
+def test_system_exit_of_a_signal_handler_leaves_generate(open_llm: Open, solo: list[list[int]]) -> None:
     llm = open_llm(60)
 
     def leave(*_: object) -> None:
@@ -220,7 +220,7 @@ def test_failed_pass_ends_its_requests_only(open_llm: Open, solo: list[list[int]
 
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("function", ["assemble", "commit"])
-def test_fault_in_a_step_keeps_the_engine_thread(
+def test_exception_in_a_step_does_not_end_the_engine_thread(
     open_llm: Open, solo: list[list[int]], kind: type, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -261,7 +261,7 @@ def test_end_of_the_engine_thread_wakes_all_callers(open_llm: Open, kind: type) 
     run(serve(open_llm), work)
 
 
-def test_unanswerable_request_raises_in_its_caller(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_release_raises_in_the_caller_of_async_stats(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(engine: AsyncEngine) -> None:
         with monkeypatch.context() as patch:
             patch.setattr("paceline.engine.engine.deepcopy", FaultyDrafter(PanicException, "release").release)
@@ -292,7 +292,7 @@ def test_unreferenced_engine_ends_its_thread(open_llm: Open, is_used: bool) -> N
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_forked_process_gets_an_error(open_llm: Open, is_busy: bool) -> None:
+def test_async_engine_used_in_a_forked_process_raises(open_llm: Open, is_busy: bool) -> None:
     engine = serve(open_llm)
 
     def child_learns() -> bool:

@@ -50,7 +50,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(1, 90, length).tolist()
 
 
-def test_gemma4_cache_holds_global_rows_and_local_windows(open_llm: Open) -> None:
+def test_gemma4_cache_stores_global_layers_whole_and_windows_of_local_ones(open_llm: Open) -> None:
     smallest = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "prefill_chunk_size": 64}
     llm = open_llm(drafter="none", kv_cache_gb=0.006, max_model_len=None, **smallest)
     (local,) = (memory for memory in llm.engine.cache.layer_caches if isinstance(memory, SlidingWindowCache))
@@ -67,7 +67,7 @@ def test_gemma4_cache_holds_global_rows_and_local_windows(open_llm: Open) -> Non
     assert local.pool.num_free == local.storage.shape[1]
 
 
-def test_holding_windows_and_drafting_change_no_token(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_eviction_and_drafting_change_no_gemma4_token(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt_of(700), prompt_of(40, 1), [*prompt_of(700), 3, 4]]
     held, drafted = (open_llm(drafter=drafter).generate(prompts, GREEDY) for drafter in ("none", "ngram"))
     monkeypatch.setattr(NativeNetwork, "has_window_eviction", False)
@@ -76,14 +76,14 @@ def test_holding_windows_and_drafting_change_no_token(open_llm: Open, monkeypatc
         assert one.token_ids == other.token_ids == expected.token_ids
 
 
-def test_doctor_counts_what_each_kind_of_layer_keeps(directory: Path) -> None:
+def test_doctor_counts_cache_memory_by_layer_type(directory: Path) -> None:
     memory = estimate_memory(read_checkpoint_facts(directory), None, "cpu", [])
     assert memory.cache_bytes_per_1k == 1000 * (GLOBAL_ROW + LOCAL_ROW)
     assert memory.cache_bytes(30_000) - memory.cache_bytes(29_000) == 1000 * GLOBAL_ROW
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
-def test_suppressed_ids_are_never_sampled(open_llm: Open, directory: Path, tmp_path: Path, drafter: str) -> None:
+def test_suppress_tokens_of_generation_config_are_never_sampled(open_llm: Open, directory: Path, tmp_path: Path, drafter: str) -> None:
     (free,) = open_llm(drafter=drafter).generate([prompt_of(50)], GREEDY)
     said = sorted(set(free.token_ids))[:3]
     shutil.copytree(directory, tmp_path / "model")

@@ -26,7 +26,7 @@ def count_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def test_draft_model_prefills_more_prompts_than_one_pass(mini_dir: Path) -> None:
+def test_draft_model_prefills_prompts_larger_than_one_pass(mini_dir: Path) -> None:
     prompts = [[100 + index] * 240 for index in range(1 + MAX_PASS_ROWS // 240)]
     llm = LLM(
         str(mini_dir), drafter="draft_model", max_num_seqs=32, max_num_batched_tokens=4096, max_model_len=300, kv_cache_gb=0.5, threads=2
@@ -46,7 +46,9 @@ def plan_nothing(batch: Any, drafter: Any, max_rows: int | None) -> None:
 
 @pytest.mark.spread(0.6)
 @pytest.mark.parametrize("max_num_batched_tokens", [3, 7, 20])
-def test_forced_tokens_fit_the_rows_of_a_pass(mini_dir: Path, max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_grammar_tokens_fit_max_num_batched_tokens(
+    mini_dir: Path, max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also for requests whose drafting does not pay: what is forced is guessed for them all the same."""
     pytest.importorskip("llguidance")
     params = SamplingParams(max_tokens=40, grammar=Grammar.choice(["the whole of this long sentence is forced, to its very end."]))
@@ -62,6 +64,6 @@ def test_forced_tokens_fit_the_rows_of_a_pass(mini_dir: Path, max_num_batched_to
 
 
 @pytest.mark.parametrize("name", ["prefill_chunk_size", "max_num_batched_tokens"])
-def test_limits_of_rows_are_settings_and_checked(mini_dir: Path, name: str) -> None:
+def test_prefill_chunk_size_and_max_num_batched_tokens_must_be_positive(mini_dir: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0"):
         EngineConfig(**{name: 0})

@@ -70,7 +70,7 @@ def answers(open_llm: Open, params: Sequence[SamplingParams]) -> dict[tuple[tupl
 
 
 @pytest.mark.parametrize("num_blocks", [60, 6])
-def test_accepted_nodes_and_the_bonus_are_what_a_step_emitted(open_llm: Open, num_blocks: int, seed: int) -> None:
+def test_step_records_contain_the_accepted_nodes_and_bonus_token(open_llm: Open, num_blocks: int, seed: int) -> None:
     """Random trees, with end tokens, ids out of range and exceptions; with six blocks trees are pruned and requests preempted."""
     params = [replace(GREEDY, seed=1), SAMPLED, replace(SAMPLED, max_tokens=17, stop_token_ids=[12, 20, 33])]
     known = answers(open_llm, params[:2])
@@ -89,7 +89,7 @@ def test_accepted_nodes_and_the_bonus_are_what_a_step_emitted(open_llm: Open, nu
     assert_clean(llm)
 
 
-def test_an_accepted_token_may_be_the_last_one(open_llm: Open) -> None:
+def test_step_record_may_end_with_an_accepted_token(open_llm: Open) -> None:
     known = answers(open_llm, [SAMPLED])
     llm = open_llm(60, OracleDrafter(known))
     llm.engine.speculator.policy = FixedDraftLength(4)
@@ -100,7 +100,7 @@ def test_an_accepted_token_may_be_the_last_one(open_llm: Open) -> None:
         assert len(output.token_ids) == 13
 
 
-def test_drawn_drafts_kept_by_rejection_are_what_a_step_emitted(open_llm: Open, directory: object) -> None:
+def test_step_records_of_rejection_sampling_contain_the_accepted_nodes(open_llm: Open, directory: object) -> None:
     llm = open_llm(60, str(directory), acceptance="rejection")
     assert isinstance(llm.drafter, DraftModelDrafter)
     assert llm.engine.speculator.acceptance is Acceptance.REJECTION
@@ -110,7 +110,7 @@ def test_drawn_drafts_kept_by_rejection_are_what_a_step_emitted(open_llm: Open, 
         assert {source for step in output.steps or () for source in step.sources} == {"draft_model"}
 
 
-def test_stream_contains_each_step_once(open_llm: Open) -> None:
+def test_stream_chunks_contain_each_step_record_once(open_llm: Open) -> None:
     known = answers(open_llm, [SAMPLED])
     llm = open_llm(60, ChaosDrafter(known, VOCAB_SIZE, eos=12, raises=False))
     llm.engine.speculator.policy = FixedDraftLength(4)
@@ -124,7 +124,7 @@ def test_stream_contains_each_step_once(open_llm: Open) -> None:
     assert all(chunk.steps == [] for chunk in llm.stream(PROMPTS[0], SAMPLED))
 
 
-def test_samples_streamed_by_the_asyncio_front_have_steps_of_their_own(directory: object) -> None:
+def test_samples_streamed_by_async_engine_have_separate_step_records(directory: object) -> None:
     async def ask() -> None:
         async with AsyncEngine.open(str(directory), drafter="ngram", threads=1, kv_cache_gb=0.02) as engine:
             steps: dict[int, list[StepRecord]] = {0: [], 1: []}
@@ -138,7 +138,7 @@ def test_samples_streamed_by_the_asyncio_front_have_steps_of_their_own(directory
     asyncio.run(ask())
 
 
-def test_step_records_are_json() -> None:
+def test_step_records_are_json_serialisable() -> None:
     record = StepRecord(3, (7, 8), (7, 9), (0, 0), ("ngram", "ngram"), (1,))
     assert record.as_dict() == {
         "start": 3,
@@ -153,6 +153,6 @@ def test_step_records_are_json() -> None:
     }
 
 
-def test_trees_are_asked_for_with_true_or_false() -> None:
+def test_speculation_trees_option_must_be_true_or_false() -> None:
     with pytest.raises(RequestError, match="trees is 1: use true or false"):
         SpeculationOptions.parse({"trees": 1})

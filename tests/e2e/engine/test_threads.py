@@ -35,7 +35,7 @@ def in_threads(works: Sequence[Callable[[], Any]]) -> list[Any]:
         return [future.result(PATIENCE_S) for future in [pool.submit(work) for work in works]]
 
 
-def test_threads_run_their_requests_together(open_llm: Open) -> None:
+def test_requests_of_several_threads_share_steps(open_llm: Open) -> None:
     """A second caller need not wait until the first one is served."""
     llm = open_llm(80)
     long = replace(GREEDY, max_tokens=400)
@@ -59,7 +59,7 @@ def test_dropped_stream_frees_blocks_while_another_thread_steps(open_llm: Open) 
 
 
 @pytest.mark.parametrize("call", ["generate", "stream"])
-def test_call_from_within_a_step_fails_its_request(open_llm: Open, call: str) -> None:
+def test_generate_called_within_a_step_fails_that_request(open_llm: Open, call: str) -> None:
     llm = open_llm(80)
 
     def greedy_caller(token_ids: Sequence[int], scores: Any) -> Any:
@@ -155,7 +155,7 @@ def test_requantize_while_another_thread_prepares_a_call_is_refused(open_llm: Op
     assert llm.engine.is_idle
 
 
-def test_process_forked_during_a_step_gets_an_error(
+def test_llm_used_after_a_fork_during_a_step_raises(
     open_llm: Open, forked: Callable[[Callable[[], bool]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = open_llm(80)

@@ -56,7 +56,9 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(1, 90, length).tolist()
 
 
-def test_a_long_text_holds_its_window_and_a_pass(open_llm: Open, large_counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windowed_cache_of_a_long_text_stays_at_window_plus_one_pass(
+    open_llm: Open, large_counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     length, most = 32_000 if large_counts else 3_000, [0]
     keep_path = SlidingWindowCache.keep_path
 
@@ -77,7 +79,7 @@ def test_a_long_text_holds_its_window_and_a_pass(open_llm: Open, large_counts: b
     assert held.token_ids == everything.token_ids
 
 
-def test_continued_conversations_match_cached_prefixes(open_llm: Open) -> None:
+def test_continued_conversations_of_windowed_models_hit_the_prefix_cache(open_llm: Open) -> None:
     llm, alone = open_llm(max_num_seqs=1), open_llm(enable_prefix_caching=False)
     talk = prompt_of(900)
     for count in (900, 940, 300, 33, 901, 64, 970):
@@ -91,7 +93,7 @@ def test_continued_conversations_match_cached_prefixes(open_llm: Open) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
-def test_profiling_fits_the_blocks_of_a_small_engine(open_llm: Open, tmp_path: Path, drafter: str) -> None:
+def test_profiling_fits_a_cache_smaller_than_the_profiled_passes(open_llm: Open, tmp_path: Path, drafter: str) -> None:
     """Passes are profiled with more rows and sequences than the steps of this engine will have."""
     smallest = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "prefill_chunk_size": 1}
     if drafter == "eagle3":
@@ -124,7 +126,7 @@ def windowed(request: pytest.FixtureRequest, directory: Path, tmp_path: Path) ->
 
 @pytest.mark.spread(0.3)
 @pytest.mark.parametrize("windowed", ["mistral", "gpt_oss", "gemma4"], indirect=True)
-def test_aborts_leak_no_block(
+def test_aborted_requests_of_windowed_models_free_all_blocks(
     windowed: Windowed, seed: int, large_counts: bool, tally: "dict[str, int]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft_always(monkeypatch)

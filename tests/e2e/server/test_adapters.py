@@ -58,7 +58,7 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_an_adapter_answers_by_its_name_in_every_dialect(name: str, client: HttpClient) -> None:
+def test_adapter_is_selected_as_the_model_in_every_dialect(name: str, client: HttpClient) -> None:
     path, fields = REQUESTS[name]
     base, adapted = (client.json(path, {"model": model, **fields}) for model in ("mini", "first"))
     assert (base["model"], adapted["model"]) == ("mini", "first")
@@ -82,7 +82,7 @@ def test_adapter_removed_during_a_request_is_not_found(name: str, client: HttpCl
     assert client.post(path, {"model": "second", **fields}).status_code == 404
 
 
-def test_adapters_are_listed_with_the_model_they_are_of(client: HttpClient) -> None:
+def test_models_list_names_the_parent_model_of_an_adapter(client: HttpClient) -> None:
     listed = client.get("/v1/models").json()["data"]
     assert [(one["id"], one.get("parent")) for one in listed] == [("mini", None), ("first", "mini")]
     assert client.get("/v1/models/first").json()["parent"] == "mini"
@@ -91,7 +91,7 @@ def test_adapters_are_listed_with_the_model_they_are_of(client: HttpClient) -> N
     assert client.json("/api/show", {"model": "first:latest"})["details"]["parent_model"] == "mini"
 
 
-def test_metrics_count_what_adapters_finished(served: Callable[..., HttpClient]) -> None:
+def test_metrics_count_finished_requests_by_adapter(served: Callable[..., HttpClient]) -> None:
     client = served()
     for model in ("mini", "first", "first"):
         client.json("/v1/completions", {"model": model, "prompt": PROMPT, **GREEDY})
@@ -99,7 +99,7 @@ def test_metrics_count_what_adapters_finished(served: Callable[..., HttpClient])
     assert counted == ['paceline:adapter_requests_total{adapter="first",engine="0",finished_reason="length",model_name="mini"} 2.0']
 
 
-def test_requests_load_and_remove_adapters_where_that_is_switched_on(served: Callable[..., HttpClient], second: Path) -> None:
+def test_adapters_are_loaded_and_unloaded_over_http_if_allowed(served: Callable[..., HttpClient], second: Path) -> None:
     client = served({"Authorization": f"Bearer {KEY}"}, **ALLOWED)
     fields = {"lora_name": "second", "lora_path": str(second), "lora_int_id": 2, "load_inplace": False}
     answer = client.post("/v1/load_lora_adapter", fields)
@@ -157,15 +157,13 @@ WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_invalid_adapter_request_names_the_reason(name: str, served: Callable[..., HttpClient]) -> None:
+def test_invalid_adapter_request_has_status_and_parameter_name(name: str, served: Callable[..., HttpClient]) -> None:
     path, fields, status, parameter = WRONG[name]
     answer = served({"x-api-key": KEY}, **ALLOWED).post(f"/v1/{path}_lora_adapter", fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, parameter)
 
 
-def test_adapter_larger_than_memory_is_a_server_error(
-    served: Callable[..., HttpClient], second: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapter_larger_than_memory_is_status_507(served: Callable[..., HttpClient], second: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client, fields = served({"x-api-key": KEY}, **ALLOWED), {"lora_name": "second", "lora_path": str(second)}
     with monkeypatch.context() as patch:
         patch.setattr("paceline.engine.loader.available_memory_bytes", lambda: 100)
@@ -177,13 +175,13 @@ def test_adapter_larger_than_memory_is_a_server_error(
     assert client.post("/v1/unload_lora_adapter", fields).status_code == 200
 
 
-def test_without_the_key_nothing_is_loaded(served: Callable[..., HttpClient], second: Path) -> None:
+def test_adapter_loading_without_the_api_key_is_status_401(served: Callable[..., HttpClient], second: Path) -> None:
     answer = served(**ALLOWED).post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": str(second)})
     assert answer.status_code == 401
 
 
 @pytest.mark.parametrize("name", ["first", "first:latest"])
-def test_an_adapter_with_the_models_name_is_refused(name: str, engine: AsyncEngine) -> None:
+def test_adapter_with_the_served_model_name_is_refused(name: str, engine: AsyncEngine) -> None:
     with pytest.raises(ConfigError, match="an adapter is called 'first', as the model is"):
         create_app(engine, ServerSettings(served_model_name=name))
 
@@ -228,7 +226,7 @@ def test_invalid_adapter_path_or_name_is_refused(second: Path) -> None:
                 llm.unload_adapter(name)  # type: ignore[arg-type]
 
 
-def test_configured_adapter_answers_as_the_merged_one(second: Path) -> None:
+def test_adapter_given_at_load_answers_as_the_merged_model(second: Path) -> None:
     params = SamplingParams(max_tokens=NUM_TOKENS)
     with LLM("mini", drafter="none", threads=1, dtype="f32", adapters={"second": second}) as llm:
         beside = llm.generate(PROMPT, params, adapter="second")[0].token_ids

@@ -98,7 +98,7 @@ def test_batch_answers_equal_those_of_the_server(run: Run, client: HttpClient, t
             assert answer["response"]["body"].get(name) == served.json().get(name)
 
 
-def test_bad_lines_are_reported_and_others_answered(run: Run, tmp_path: Path) -> None:
+def test_batch_leaves_out_bad_lines_and_answers_the_others(run: Run, tmp_path: Path) -> None:
     said: list[str] = []
     result = run([request(0), "oops", request(1), {**request(2), "url": "/v1/files"}], said)
     assert [one.number for one in result.bad] == [2, 4]
@@ -106,7 +106,7 @@ def test_bad_lines_are_reported_and_others_answered(run: Run, tmp_path: Path) ->
     assert {line["custom_id"] for line in answers_in(tmp_path / "out")} == {"request 0", "request 1"}
 
 
-def test_second_run_answers_only_missing_lines(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_batch_run_answers_only_missing_lines(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [request(index) for index in range(6)]
     run(lines)
     whole = (tmp_path / "out").read_bytes().splitlines(keepends=True)
@@ -126,12 +126,12 @@ def test_second_run_answers_only_missing_lines(run: Run, tmp_path: Path, monkeyp
     assert Counter(line["custom_id"] for line in answers_in(tmp_path / "out")) == Counter(line["custom_id"] for line in lines)
 
 
-def test_batch_takes_more_samples_than_the_queue_limit(run: Run) -> None:
+def test_batch_runs_more_samples_than_the_queue_limit(run: Run) -> None:
     lines = [{**request(index), "body": {**request(index)["body"], "n": 16, "max_tokens": 1}} for index in range(0, 24, 2)]
     assert run(lines).num_by_status == {200: 12}
 
 
-def test_draining_engine_leaves_the_rest_to_the_next_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_batch_is_finished_by_the_next_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [request(index) for index in range(6)]
     made = create_app
 
@@ -148,7 +148,7 @@ def test_draining_engine_leaves_the_rest_to_the_next_run(run: Run, tmp_path: Pat
     assert run(lines).num_by_status == {200: 6}
 
 
-def test_output_of_another_model_is_refused(run: Run) -> None:
+def test_batch_output_of_another_model_is_refused(run: Run) -> None:
     run([request(0)])
     with pytest.raises(ConfigError, match="holds answers of the model 'mini', and this is 'other'"):
         run([request(0), request(1)], served_model_name="other")
@@ -189,7 +189,7 @@ def on_a_terminal(command: list[str]) -> tuple[int, str]:
 
 
 @pytest.mark.long
-def test_killed_run_continues_and_a_terminal_shows_progress(run: Run, tmp_path: Path, large_counts: bool, seed: int) -> None:
+def test_killed_batch_continues_and_shows_progress_on_a_terminal(run: Run, tmp_path: Path, large_counts: bool, seed: int) -> None:
     draws = random.Random(seed)
     num_kills, num_lines = (10, 60) if large_counts else (1, 12)
     lines = [request(index) for index in range(num_lines)]
@@ -215,7 +215,7 @@ def test_killed_run_continues_and_a_terminal_shows_progress(run: Run, tmp_path: 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such devices here")
 @pytest.mark.parametrize("place", ["/dev/full", "/dev/null"])
-def test_output_that_is_a_device_is_refused(tmp_path: Path, place: str) -> None:
+def test_batch_output_to_a_device_is_refused(tmp_path: Path, place: str) -> None:
     silent = Watcher(lambda text: None, lambda text: None)
     with pytest.raises(RequestError, match="is no regular file"):
         run_batch({}, ServerSettings(), write_lines(tmp_path / "in", [request(0)]), Path(place), silent)

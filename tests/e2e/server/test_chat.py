@@ -55,7 +55,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("more", VARIANTS, ids=json.dumps)
-def test_streamed_and_whole_answers_are_equal(client: HttpClient, more: dict[str, Any]) -> None:
+def test_streamed_chat_answer_equals_the_whole_one(client: HttpClient, more: dict[str, Any]) -> None:
     fields = {**GREEDY, **more}
     whole = client.json(PATH, fields)
     events = client.events(PATH, {**fields, "stream_options": {"include_usage": True}})
@@ -71,7 +71,7 @@ def test_streamed_and_whole_answers_are_equal(client: HttpClient, more: dict[str
     assert len({chunk["id"] for chunk in events}) == 1
 
 
-def test_stream_begins_with_the_role_and_has_no_usage(client: HttpClient) -> None:
+def test_chat_stream_begins_with_the_role_and_has_no_usage_by_default(client: HttpClient) -> None:
     first, *others = client.events(PATH, GREEDY)
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -79,7 +79,7 @@ def test_stream_begins_with_the_role_and_has_no_usage(client: HttpClient) -> Non
     assert all("usage" not in event for event in (first, *others))
 
 
-def test_samples_differ_and_a_seed_repeats_them(client: HttpClient) -> None:
+def test_chat_samples_differ_and_are_reproducible_by_seed(client: HttpClient) -> None:
     fields = {**SAMPLED, "n": 3}
     texts = [[choice["message"]["content"] for choice in client.json(PATH, fields)["choices"]] for _ in range(2)]
     assert texts[0] == texts[1]
@@ -88,7 +88,7 @@ def test_samples_differ_and_a_seed_repeats_them(client: HttpClient) -> None:
     assert negative[0] == negative[1]
 
 
-def test_logprobs_spell_the_answer(client: HttpClient) -> None:
+def test_chat_logprobs_tokens_join_to_the_answer(client: HttpClient) -> None:
     fields = {**GREEDY, "logprobs": True, "top_logprobs": 2, "max_tokens": 6}
     (choice,) = client.json(PATH, fields)["choices"]
     content = choice["logprobs"]["content"]
@@ -99,12 +99,12 @@ def test_logprobs_spell_the_answer(client: HttpClient) -> None:
     assert [token for piece in pieces if piece for token in piece["content"]] == content
 
 
-def test_logprobs_alone_have_no_alternatives(client: HttpClient) -> None:
+def test_chat_logprobs_without_top_logprobs_list_no_alternatives(client: HttpClient) -> None:
     (choice,) = client.json(PATH, {**GREEDY, "logprobs": True, "max_tokens": 2})["choices"]
     assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[], []]
 
 
-def test_json_schema_constrains_the_answer(client: HttpClient) -> None:
+def test_json_schema_response_format_constrains_the_chat_answer(client: HttpClient) -> None:
     schema = {
         "type": "object",
         "properties": {"age": {"type": "integer", "maximum": 99}},
@@ -116,13 +116,13 @@ def test_json_schema_constrains_the_answer(client: HttpClient) -> None:
     assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"age"}
 
 
-def test_answer_without_limit_may_fill_the_context(short_client: HttpClient, short_engine: AsyncEngine) -> None:
+def test_chat_answer_without_max_tokens_may_fill_the_context(short_client: HttpClient, short_engine: AsyncEngine) -> None:
     fields = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True}
     usage = short_client.json(PATH, fields)["usage"]
     assert usage["total_tokens"] == short_engine.loaded.input_processor.max_model_len
 
 
-def test_content_may_come_in_parts_and_developers_are_the_system(client: HttpClient) -> None:
+def test_content_parts_are_joined_and_developer_role_is_system(client: HttpClient) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": MESSAGES[0]["content"]}]}]
     assert client.json(PATH, {**GREEDY, "messages": parts})["choices"] == client.json(PATH, GREEDY)["choices"]
     answers = [
@@ -132,7 +132,7 @@ def test_content_may_come_in_parts_and_developers_are_the_system(client: HttpCli
     assert answers[0] == answers[1]
 
 
-def test_prediction_is_drafted_and_changes_no_text(client: HttpClient) -> None:
+def test_chat_prediction_is_drafted_and_changes_no_text(client: HttpClient) -> None:
     plain = client.json(PATH, {**GREEDY, "speculation": {"enabled": False}})
     text = plain["choices"][0]["message"]["content"]
     predicted = client.json(PATH, {**GREEDY, "prediction": {"type": "content", "content": [{"type": "text", "text": text}]}})
@@ -141,7 +141,7 @@ def test_prediction_is_drafted_and_changes_no_text(client: HttpClient) -> None:
     assert plain["speculation"]["plain_steps"] == plain["speculation"]["steps"]
 
 
-def test_answer_contains_token_origins_on_request(client: HttpClient) -> None:
+def test_chat_answer_contains_token_origins_on_request(client: HttpClient) -> None:
     fields = {**GREEDY, "speculation": {"origins": True, "drafter": "ngram", "num_speculative_tokens": 3}}
     answer = client.json(PATH, fields)
     stats = answer["speculation"]
@@ -153,7 +153,7 @@ def test_answer_contains_token_origins_on_request(client: HttpClient) -> None:
     assert "origins" not in client.json(PATH, GREEDY)["speculation"]
 
 
-def test_answer_contains_draft_trees_on_request(client: HttpClient, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_answer_contains_draft_trees_on_request(client: HttpClient, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.loaded.engine.speculator, "policy", FixedDraftLength(4))  # the same guesses every time, whatever they cost
     told = client.json(PATH, GREEDY)["choices"][0]["message"]["content"]
     predicted = {"prediction": {"type": "content", "content": told}}
@@ -176,13 +176,13 @@ def test_answer_contains_draft_trees_on_request(client: HttpClient, engine: Asyn
     assert ("trees" in alone, alone["steps"]) == (False, len(alone["origins"][0]) - alone["num_accepted_tokens"])
 
 
-def test_usage_of_a_stream_contains_timing(client: HttpClient) -> None:
+def test_chat_stream_usage_contains_timing(client: HttpClient) -> None:
     *_, last = client.events(PATH, {**GREEDY, "stream_options": {"include_usage": True}})
     assert last["speculation"]["timing"]["prompt_s"] > 0
     assert last["speculation"]["timing"]["decode_s"] > 0
 
 
-def test_fields_without_effect_are_accepted(client: HttpClient) -> None:
+def test_chat_fields_without_effect_change_no_answer(client: HttpClient) -> None:
     more = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "tools": [], "modalities": ["text"]}
     assert client.json(PATH, {**GREEDY, **more})["choices"] == client.json(PATH, GREEDY)["choices"]
 
@@ -235,7 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "name", "code"), REFUSED, ids=[f"{name}-{place}" for place, (_, name, _) in enumerate(REFUSED)])
-def test_invalid_field_is_named(client: HttpClient, fields: dict[str, Any], name: str, code: str) -> None:
+def test_invalid_chat_field_is_named_in_the_error(client: HttpClient, fields: dict[str, Any], name: str, code: str) -> None:
     for is_streamed in (False, True):
         error = client.refusal(PATH, {**fields, "stream": is_streamed})
         assert (error["param"], error["type"]) == (name, "invalid_request_error")
@@ -244,7 +244,7 @@ def test_invalid_field_is_named(client: HttpClient, fields: dict[str, Any], name
             assert error["code"] == code
 
 
-def test_another_model_is_not_found(client: HttpClient, served: Callable[..., HttpClient]) -> None:
+def test_unknown_model_in_a_chat_request_is_status_404(client: HttpClient, served: Callable[..., HttpClient]) -> None:
     error = client.refusal(PATH, changed(model="gpt-5"), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     own = served(served_model_name="owner/mine")

@@ -23,7 +23,7 @@ def ids_of(engine: AsyncEngine, text: str) -> list[int]:
     return engine.loaded.input_processor.prompt_ids(text)
 
 
-def test_a_completion_is_in_openais_shape(client: HttpClient) -> None:
+def test_completion_response_has_the_fields_of_openai(client: HttpClient) -> None:
     answer = client.json(PATH, GREEDY)
     assert (answer["object"], answer["model"]) == ("text_completion", "mini")
     (choice,) = answer["choices"]
@@ -33,7 +33,7 @@ def test_a_completion_is_in_openais_shape(client: HttpClient) -> None:
     assert answer["usage"]["completion_tokens"] <= 12
 
 
-def test_completion_prompt_is_text_or_ids_or_a_list(client: HttpClient, engine: AsyncEngine) -> None:
+def test_completion_prompt_may_be_text_token_ids_or_a_list(client: HttpClient, engine: AsyncEngine) -> None:
     texts = ["The old fisherman", "def add(a, b):"]
     alone = [client.json(PATH, {**GREEDY, "prompt": text})["choices"][0]["text"] for text in texts]
     for prompt in (texts, [ids_of(engine, text) for text in texts]):
@@ -64,7 +64,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("more", VARIANTS, ids=json.dumps)
-def test_streamed_and_whole_completions_are_equal(client: HttpClient, more: dict[str, Any]) -> None:
+def test_streamed_completion_equals_the_whole_one(client: HttpClient, more: dict[str, Any]) -> None:
     fields = {**GREEDY, **more}
     whole = client.json(PATH, fields)
     events = client.events(PATH, {**fields, "stream_options": {"include_usage": True}})
@@ -79,7 +79,7 @@ def test_streamed_and_whole_completions_are_equal(client: HttpClient, more: dict
     assert events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
 
-def test_echo_returns_the_prompt_and_its_logprobs(client: HttpClient, engine: AsyncEngine) -> None:
+def test_completion_echo_returns_the_prompt_and_its_logprobs(client: HttpClient, engine: AsyncEngine) -> None:
     (choice,) = client.json(PATH, {**GREEDY, "echo": True, "logprobs": 2})["choices"]
     (plain,) = client.json(PATH, {**GREEDY, "logprobs": 2})["choices"]
     assert choice["text"] == GREEDY["prompt"] + plain["text"]
@@ -93,7 +93,7 @@ def test_echo_returns_the_prompt_and_its_logprobs(client: HttpClient, engine: As
     assert len({len(values) for values in logprobs.values()}) == 1
 
 
-def test_max_tokens_0_only_scores_the_prompt(client: HttpClient, engine: AsyncEngine) -> None:
+def test_completion_with_max_tokens_0_only_scores_the_prompt(client: HttpClient, engine: AsyncEngine) -> None:
     fields = {**GREEDY, "prompt": [GREEDY["prompt"], "Once upon"], "echo": True, "logprobs": 1}
     scored, whole = (client.json(PATH, {**fields, "max_tokens": count}) for count in (0, 4))
     assert scored["usage"]["completion_tokens"] == 0
@@ -104,7 +104,7 @@ def test_max_tokens_0_only_scores_the_prompt(client: HttpClient, engine: AsyncEn
     assert [choice["text"] for choice in scored["choices"]] == fields["prompt"]
 
 
-def test_parts_of_characters_are_spelled_as_bytes(client: HttpClient, engine: AsyncEngine) -> None:
+def test_completion_logprobs_spell_incomplete_characters_as_bytes(client: HttpClient, engine: AsyncEngine) -> None:
     (choice,) = client.json(PATH, {"prompt": "\N{SNOWMAN}", "echo": True, "logprobs": 0, "max_tokens": 0})["choices"]
     tokens = choice["logprobs"]["tokens"]
     assert choice["text"] == "\N{SNOWMAN}"
@@ -130,13 +130,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("more", "name", "code"), REFUSED, ids=[f"{name}-{place}" for place, (_, name, _) in enumerate(REFUSED)])
-def test_invalid_field_is_named(client: HttpClient, more: dict[str, Any], name: str, code: str) -> None:
+def test_invalid_completion_field_is_named_in_the_error(client: HttpClient, more: dict[str, Any], name: str, code: str) -> None:
     error = client.refusal(PATH, {**GREEDY, **more})
     assert error["param"].split("[")[0] == name
     assert not code or error["code"] == code
 
 
-def test_models_are_listed_and_found(client: HttpClient, engine: AsyncEngine) -> None:
+def test_models_endpoint_lists_the_model_and_finds_it_by_name(client: HttpClient, engine: AsyncEngine) -> None:
     (listed,) = client.get("/v1/models").json()["data"]
     assert (listed["id"], listed["object"], listed["max_model_len"]) == ("mini", "model", engine.loaded.input_processor.max_model_len)
     assert listed["drafters"] == ["ngram", "prediction"]
@@ -144,7 +144,7 @@ def test_models_are_listed_and_found(client: HttpClient, engine: AsyncEngine) ->
     assert client.get("/v1/models/other").status_code == 404
 
 
-def test_text_becomes_ids_and_back(client: HttpClient, engine: AsyncEngine) -> None:
+def test_tokenize_and_detokenize_endpoints_are_inverse(client: HttpClient, engine: AsyncEngine) -> None:
     answer = client.json("/tokenize", {"prompt": "The old fisherman"})
     assert answer["tokens"] == ids_of(engine, "The old fisherman")
     assert answer["count"] == len(answer["tokens"])
@@ -168,7 +168,7 @@ def test_completion_contains_draft_trees_on_request(client: HttpClient) -> None:
     assert [one for event in events for tree in event["speculation"]["trees"] for one in tree["token_ids"]] == token_ids
 
 
-def test_prompt_that_fills_the_context_can_only_be_scored() -> None:
+def test_prompt_of_full_context_length_is_only_accepted_with_max_tokens_0() -> None:
     engine = AsyncEngine.open("mini", drafter="ngram", max_model_len=64, max_num_seqs=2, threads=1)
     client = HttpClient(create_app(engine, ServerSettings()))
     longer = (ids_of(engine, "The old fisherman ") * 30)[:65]

@@ -74,12 +74,12 @@ def is_ended(connection: socket.socket, drip: bytes = b"") -> bool:
 
 
 @pytest.mark.parametrize("drip", [b"", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: " + b"x" * 100], ids=["silent", "slow"])
-def test_missing_request_head_ends_the_connection(server: LiveServer, drip: bytes) -> None:
+def test_connection_without_a_complete_request_head_times_out(server: LiveServer, drip: bytes) -> None:
     with server.connect() as connection:
         assert is_ended(connection, drip)
 
 
-def test_incomplete_next_head_ends_the_connection(server: LiveServer) -> None:
+def test_connection_with_an_incomplete_second_request_head_times_out(server: LiveServer) -> None:
     """Where uvicorn alone stops its clock at the first byte."""
     with server.connect() as connection:
         connection.sendall(HEALTH)
@@ -96,7 +96,7 @@ def test_request_longer_than_the_head_timeout_is_answered(server: LiveServer) ->
         assert statuses(read_all(connection)) == [200]
 
 
-def test_idle_connections_beyond_the_limit_make_room(engine: AsyncEngine) -> None:
+def test_oldest_idle_connection_is_closed_beyond_the_limit(engine: AsyncEngine) -> None:
     """The oldest one is closed: silent clients without a key must not make the server look dead."""
     with live_server(engine, max_connections=3, api_keys=(KEY,)) as server:
         opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(12)]
@@ -111,7 +111,7 @@ def test_idle_connections_beyond_the_limit_make_room(engine: AsyncEngine) -> Non
                 connection.close()
 
 
-def test_recently_used_connection_is_kept(engine: AsyncEngine) -> None:
+def test_recently_used_connection_survives_the_connection_limit(engine: AsyncEngine) -> None:
     """Its client may have sent the next request already."""
     with live_server(engine, max_connections=1) as server, server.connect() as first:
         for _ in range(3):
@@ -125,7 +125,7 @@ def test_recently_used_connection_is_kept(engine: AsyncEngine) -> None:
             assert statuses(server.sent(b"")) == [503]
 
 
-def test_a_connection_beyond_the_limit_is_refused_if_all_are_busy(engine: AsyncEngine) -> None:
+def test_connection_beyond_the_limit_is_refused_if_all_are_busy(engine: AsyncEngine) -> None:
     with live_server(engine, max_connections=2) as server:
         with server.connect() as first, server.connect() as second:
             for connection in (first, second):
@@ -139,7 +139,7 @@ def test_a_connection_beyond_the_limit_is_refused_if_all_are_busy(engine: AsyncE
 
 @pytest.mark.parametrize("num_sent", [0, 50_000, 1_500_000])
 @pytest.mark.parametrize("kind", ["length", "chunked"])
-def test_a_body_beyond_the_limit_is_refused_at_once(small_server: LiveServer, kind: str, num_sent: int) -> None:
+def test_request_body_beyond_the_limit_is_refused_at_once(small_server: LiveServer, kind: str, num_sent: int) -> None:
     """Whether its size is announced, passed, or only that of a chunk is known."""
     with small_server.connect() as connection:
         length = {"Content_Length": "2000000"} if kind == "length" else {"Transfer_Encoding": "chunked"}
@@ -150,7 +150,7 @@ def test_a_body_beyond_the_limit_is_refused_at_once(small_server: LiveServer, ki
         assert time.monotonic() - started_s < 5
 
 
-def test_status_of_a_refused_body_is_readable_after_sending_it(small_server: LiveServer) -> None:
+def test_client_that_sends_a_refused_body_to_its_end_reads_status_413(small_server: LiveServer) -> None:
     for _ in range(3):
         answer = small_server.sent(post_of(CHAT, b" " * 20_000_000))
         assert (statuses(answer), b"body_too_large" in answer) == ([413], True)
@@ -168,7 +168,7 @@ def test_idle_connections_time_out(server: LiveServer) -> None:
             connection.close()
 
 
-def test_client_that_does_not_read_a_stream_is_disconnected(engine: AsyncEngine) -> None:
+def test_client_that_stops_reading_a_stream_is_disconnected(engine: AsyncEngine) -> None:
     """Its place and its cache are free again, although the socket never failed."""
     with live_server(engine, send_timeout_s=0.5, send_bytes=4096) as server, server.connect(receive_bytes=4096) as connection:
         connection.sendall(post_of(CHAT, body_of({**LONG, "n": 4})))
@@ -186,7 +186,7 @@ def test_client_that_does_not_read_answers_is_disconnected(engine: AsyncEngine) 
         assert len(statuses(begin + read_all(connection))) < asked
 
 
-def test_slow_reader_is_served_completely(engine: AsyncEngine) -> None:
+def test_slow_reading_client_gets_the_whole_response(engine: AsyncEngine) -> None:
     with live_server(engine, send_timeout_s=0.5, send_bytes=4096) as server, server.connect(receive_bytes=4096) as connection:
         connection.sendall(head_of("/openapi.json") * 7 + head_of("/openapi.json", Connection="close"))
         answer, started_s = b"", time.monotonic()
@@ -197,14 +197,14 @@ def test_slow_reader_is_served_completely(engine: AsyncEngine) -> None:
         assert statuses(answer) == [200] * 8
 
 
-def test_requests_sent_ahead_are_answered_in_their_order_and_once(server: LiveServer) -> None:
+def test_pipelined_requests_are_answered_once_and_in_order(server: LiveServer) -> None:
     asked = [HEALTH, post_of(CHAT, body_of(FIELDS)), head_of("/nowhere"), post_of(CHAT, body_of({**FIELDS, "stream": True}))]
     answer = server.sent(b"".join([*asked, head_of("/v1/models", Connection="close"), HEALTH]))
     assert statuses(answer) == [200, 200, 404, 200, 200]
 
 
 @pytest.mark.parametrize("more", [{"X_Long": "x" * 20_000}, {f"X-{place}": "x" for place in range(200)}], ids=["long", "many"])
-def test_too_long_headers_are_refused(server: LiveServer, more: dict[str, str]) -> None:
+def test_too_long_http_headers_are_refused(server: LiveServer, more: dict[str, str]) -> None:
     """However they come: h11 alone counts only what it has not understood yet."""
     assert statuses(server.sent(head_of("/health", **more) + HEALTH)) == [431]
     with server.connect() as connection:
@@ -242,7 +242,7 @@ SMUGGLED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", SMUGGLED)
-def test_ambiguous_request_framing_is_refused(server: LiveServer, name: str) -> None:
+def test_request_smuggling_framing_is_refused(server: LiveServer, name: str) -> None:
     (status,) = statuses(server.sent(SMUGGLED[name] + HEALTH))
     assert status in (400, 501)
 
@@ -306,7 +306,7 @@ def test_absolute_request_target_with_a_known_host_is_served(server: LiveServer,
 
 
 @pytest.mark.parametrize("path", ["//health", "/health/", "ftp://127.0.0.1/health", "/%2e%2e/health"])
-def test_path_similar_to_an_open_one_needs_a_key(closed_server: LiveServer, path: str) -> None:
+def test_path_similar_to_a_public_path_needs_the_api_key(closed_server: LiveServer, path: str) -> None:
     assert statuses(closed_server.sent(head_of(path, Connection="close"))) == [401]
     assert statuses(closed_server.sent(head_of(path, Connection="close", x_api_key=KEY))) == [404], "and leads nowhere"
 

@@ -63,7 +63,7 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-def test_request_reads_no_file_host_or_program(client: HttpClient, watch: Watch) -> None:
+def test_http_request_opens_no_file_host_or_program(client: HttpClient, watch: Watch) -> None:
     for fields in REQUESTS:
         assert client.post(CHAT, fields).status_code in (200, 400, 404)
     for path in (f"/v1/models/../../{MARK}", f"/v1/models/%2e%2e%2f{MARK}", f"/{MARK}", f"/..%5c{MARK}"):
@@ -72,7 +72,7 @@ def test_request_reads_no_file_host_or_program(client: HttpClient, watch: Watch)
     assert [line for line in watch.seen if MARK in line] == []
 
 
-def test_audit_hook_sees_file_access(watch: Watch) -> None:
+def test_audit_hook_of_the_containment_test_sees_file_access(watch: Watch) -> None:
     with pytest.raises(FileNotFoundError):
         Path(f"/{MARK}").read_text()
     assert any(MARK in line for line in watch.seen)

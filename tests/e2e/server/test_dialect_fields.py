@@ -104,7 +104,9 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("dialect", "more", "place"), REFUSED, ids=[f"{case[0].path} {case[2]} {at}" for at, case in enumerate(REFUSED)])
-def test_a_wrong_or_refused_field_is_named(client: HttpClient, dialect: Spoken, more: dict[str, Any], place: str) -> None:
+def test_invalid_field_is_named_in_the_error_of_every_dialect(
+    client: HttpClient, dialect: Spoken, more: dict[str, Any], place: str
+) -> None:
     for is_streamed in (False, True):
         answer = client.post(dialect.path, {"stream": is_streamed, **asked(dialect, **more)})
         assert answer.status_code == 400, answer.text
@@ -113,7 +115,7 @@ def test_a_wrong_or_refused_field_is_named(client: HttpClient, dialect: Spoken, 
 
 
 @pytest.mark.parametrize("num_ctx", [4096, 0, -1])
-def test_context_of_ollama_out_of_range_is_ignored_by_name(client: HttpClient, num_ctx: int) -> None:
+def test_ollama_num_ctx_other_than_the_context_is_reported_as_ignored(client: HttpClient, num_ctx: int) -> None:
     for is_streamed in (False, True):
         answer = client.post(OLLAMA.path, {"stream": is_streamed, **asked(OLLAMA, **options(num_ctx=num_ctx, num_predict=2))})
         assert (answer.status_code, answer.headers[IGNORED_HEADER]) == (200, "options.num_ctx")
@@ -121,7 +123,7 @@ def test_context_of_ollama_out_of_range_is_ignored_by_name(client: HttpClient, n
     assert IGNORED_HEADER not in answer.headers
 
 
-def test_limit_of_ollama_that_is_zero_is_none(client: HttpClient) -> None:
+def test_ollama_num_predict_0_means_no_limit(client: HttpClient) -> None:
     answer = client.json(OLLAMA.path, {"stream": False, **asked(OLLAMA, **options(num_predict=0, temperature=0))})
     assert answer["done_reason"] == "stop"
     assert answer["eval_count"] > 2
@@ -148,7 +150,7 @@ TAKEN: list[tuple[Spoken, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("dialect", "more"), TAKEN, ids=[f"{case[0].path} {at}" for at, case in enumerate(TAKEN)])
-def test_a_field_that_changes_nothing_leaves_the_text(client: HttpClient, dialect: Spoken, more: dict[str, Any]) -> None:
+def test_fields_without_effect_change_no_text_in_any_dialect(client: HttpClient, dialect: Spoken, more: dict[str, Any]) -> None:
     assert dialect.said(dialect.whole(client, asked(dialect, **more))) == dialect.said(dialect.whole(client, asked(dialect)))
 
 
@@ -160,7 +162,7 @@ DESCRIBED: list[tuple[Spoken, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("dialect", "more"), DESCRIBED, ids=[case[0].path for case in DESCRIBED])
-def test_tools_without_place_in_the_template_lengthen_the_prompt(client: HttpClient, dialect: Spoken, more: dict[str, Any]) -> None:
+def test_tools_unknown_to_the_template_are_described_in_the_prompt(client: HttpClient, dialect: Spoken, more: dict[str, Any]) -> None:
     """The embedded model's template knows no tools: they are described in the system message."""
     whole = dialect.whole(client, asked(dialect, **more))
     assert dialect.said(whole)
@@ -176,19 +178,19 @@ FORMS: list[tuple[Spoken, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("dialect", "form"), FORMS, ids=[case[0].path for case in FORMS])
-def test_a_schema_constrains_the_answer(client: HttpClient, dialect: Spoken, form: dict[str, Any]) -> None:
+def test_json_schema_constrains_the_answer_in_every_dialect(client: HttpClient, dialect: Spoken, form: dict[str, Any]) -> None:
     fields = {**dialect.fields(TURNS, temperature=0, max_tokens=40), **form}
     ((_, text),) = dialect.said(dialect.whole(client, fields))
     assert set(json.loads(text)) == {"age"}
 
 
-def test_json_without_a_schema_constrains_the_answer(client: HttpClient) -> None:
+def test_json_object_format_constrains_the_answer(client: HttpClient) -> None:
     for dialect, form in ((RESPONSES, {"text": {"format": {"type": "json_object"}}}), (OLLAMA, {"format": "json"})):
         ((_, text),) = dialect.said(dialect.whole(client, {**asked(dialect), **form}))
         assert text.startswith("{")
 
 
-def test_message_has_its_stop_reason(client: HttpClient, short_client: HttpClient, short_engine: AsyncEngine) -> None:
+def test_anthropic_message_has_the_right_stop_reason(client: HttpClient, short_client: HttpClient, short_engine: AsyncEngine) -> None:
     text = MESSAGES.said(MESSAGES.whole(client, asked(MESSAGES)))[0][1]
     stopped = client.json(MESSAGES.path, asked(MESSAGES, stop_sequences=["nowhere", text[3:8]]))
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", text[3:8])
@@ -198,7 +200,7 @@ def test_message_has_its_stop_reason(client: HttpClient, short_client: HttpClien
     assert MESSAGES.ending(full)[1] + MESSAGES.ending(full)[2] == short_engine.loaded.input_processor.max_model_len
 
 
-def test_turns_of_one_role_are_one_turn(client: HttpClient) -> None:
+def test_consecutive_messages_of_one_role_are_merged(client: HttpClient) -> None:
     both = "I need a taxi.\nTo the airport."
     one = MESSAGES.whole(client, asked(MESSAGES, messages=[{"role": "user", "content": both}]))
     parts = [{"role": "user", "content": part} for part in both.split("\n")]
@@ -209,7 +211,7 @@ def test_turns_of_one_role_are_one_turn(client: HttpClient) -> None:
     assert MESSAGES.ending(one)[1] == MESSAGES.ending(several)[1] == RESPONSES.ending(response)[1]
 
 
-def test_cached_tokens_of_a_message_are_counted_separately(client: HttpClient, engine: AsyncEngine) -> None:
+def test_cached_tokens_are_reported_in_anthropic_and_responses_usage(client: HttpClient, engine: AsyncEngine) -> None:
     talk = turns("I need a taxi to the airport. " * 40)
     first, again = (client.json(MESSAGES.path, asked(MESSAGES, messages=talk, max_tokens=1))["usage"] for _ in range(2))
     assert first["input_tokens"] + first["cache_read_input_tokens"] == len(engine.loaded.input_processor.chat_ids(talk))
@@ -219,13 +221,13 @@ def test_cached_tokens_of_a_message_are_counted_separately(client: HttpClient, e
     assert details["cached_tokens"] == again["cache_read_input_tokens"]
 
 
-def test_tokens_beyond_the_context_are_counted(client: HttpClient, engine: AsyncEngine) -> None:
+def test_count_tokens_accepts_prompts_beyond_the_context(client: HttpClient, engine: AsyncEngine) -> None:
     count = client.json("/v1/messages/count_tokens", {"messages": TURNS})["input_tokens"]
     assert count == len(engine.loaded.input_processor.chat_ids(TURNS))
     assert client.json("/v1/messages/count_tokens", {"messages": turns("a " * 3000)})["input_tokens"] > 2048
 
 
-def test_a_response_repeats_the_fields_of_its_request(client: HttpClient) -> None:
+def test_responses_api_returns_the_fields_of_the_request(client: HttpClient) -> None:
     more = {"instructions": "Be short.", "text": {"format": {"type": "text"}}, "parallel_tool_calls": False, "top_p": 0.5}
     body = json.dumps({**asked(RESPONSES, **more), "metadata": {"a": "\ud800"}}).encode()
     whole = client.ask("POST", RESPONSES.path, content=body, headers={"Content-Type": "application/json"}).json()
@@ -237,7 +239,7 @@ def test_a_response_repeats_the_fields_of_its_request(client: HttpClient) -> Non
         assert (answer["store"], answer["parallel_tool_calls"], answer["max_output_tokens"]) == (False, False, 8)
 
 
-def test_ollama_streams_by_default(client: HttpClient) -> None:
+def test_ollama_requests_stream_by_default(client: HttpClient) -> None:
     fields = asked(OLLAMA)
     events = OLLAMA.events(client.post(OLLAMA.path, fields).text)
     assert len(events) > 2
@@ -245,7 +247,7 @@ def test_ollama_streams_by_default(client: HttpClient) -> None:
 
 
 @pytest.mark.parametrize("kind", [{}, {"Content-Type": "application/x-www-form-urlencoded"}])
-def test_body_without_json_content_type_is_accepted_only_by_ollama(client: HttpClient, kind: dict[str, str]) -> None:
+def test_json_content_type_is_optional_only_for_ollama_paths(client: HttpClient, kind: dict[str, str]) -> None:
     body = json.dumps(asked(OLLAMA, stream=False)).encode()
     answer = client.ask("POST", OLLAMA.path, content=body, headers=kind)
     assert answer.status_code == 200
@@ -256,7 +258,7 @@ def test_body_without_json_content_type_is_accepted_only_by_ollama(client: HttpC
         assert client.ask("POST", dialect.path, content=json.dumps(asked(dialect)).encode(), headers=kind).status_code == 415
 
 
-def test_a_prompt_is_a_chat_unless_it_is_raw(client: HttpClient, engine: AsyncEngine) -> None:
+def test_ollama_generate_applies_the_chat_template_unless_raw(client: HttpClient, engine: AsyncEngine) -> None:
     prompt = {"model": "mini", "prompt": TURNS[0]["content"], "stream": False, **options()}
     answer = client.json("/api/generate", prompt)
     assert [("text", answer["response"])] == OLLAMA.said(OLLAMA.whole(client, asked(OLLAMA)))
@@ -274,7 +276,7 @@ def test_a_prompt_is_a_chat_unless_it_is_raw(client: HttpClient, engine: AsyncEn
         assert (answer.status_code, name in OLLAMA.message_of(answer.json())) == (400, True)
 
 
-def test_ollamas_log_probabilities_are_those_of_chats(client: HttpClient) -> None:
+def test_ollama_logprobs_equal_those_of_openai_chat(client: HttpClient) -> None:
     chat = {"messages": TURNS, **GREEDY, "logprobs": True, "top_logprobs": 2}
     content = client.json("/v1/chat/completions", chat)["choices"][0]["logprobs"]["content"]
     fields = asked(OLLAMA, logprobs=True, top_logprobs=2)
@@ -282,12 +284,12 @@ def test_ollamas_log_probabilities_are_those_of_chats(client: HttpClient) -> Non
     assert [one for event in OLLAMA.stream(client, fields) for one in event.get("logprobs", ())] == content
 
 
-def test_an_ollama_request_without_a_prompt_reports_the_loaded_model(client: HttpClient) -> None:
+def test_ollama_request_without_a_prompt_reports_the_loaded_model(client: HttpClient) -> None:
     for path, empty in (("/api/chat", {"messages": []}), ("/api/generate", {"prompt": ""}), ("/api/generate", {})):
         assert client.json(path, {"model": "mini", **empty})["done_reason"] == "load"
 
 
-def test_ollamas_clients_find_the_model(client: HttpClient) -> None:
+def test_ollama_tags_ps_and_show_report_the_model(client: HttpClient) -> None:
     assert client.get("/api/version").json()["version"].count(".") == 2
     (listed,), (running,) = (client.get(path).json()["models"] for path in ("/api/tags", "/api/ps"))
     assert listed["name"] == listed["model"] == running["name"] == "mini"

@@ -57,7 +57,9 @@ def plain(said: Said) -> Said:
 
 
 @pytest.mark.parametrize("piece_len", [1, 7, 1000])
-def test_reasoning_text_and_calls_are_separated(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str, piece_len: int) -> None:
+def test_reasoning_content_and_tool_calls_are_separated_in_every_dialect(
+    talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str, piece_len: int
+) -> None:
     write_down(monkeypatch, WRITTEN, piece_len=piece_len)
     dialect = DIALECTS[name]
     whole, events = dialect.whole(talking, asked(name)), dialect.stream(talking, asked(name))
@@ -67,7 +69,7 @@ def test_reasoning_text_and_calls_are_separated(talking: HttpClient, monkeypatch
     assert dialect.ending(whole)[0] == dialect.streamed_ending(events)[0] == REASONS[name]
 
 
-def test_answer_cut_within_a_call_ends_with_length(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_answer_cut_within_a_tool_call_has_finish_reason_length(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     write_down(monkeypatch, WRITTEN[:-30], finish_reason="length")
     dialect: Spoken = DIALECTS[name]
     fields = asked(name)
@@ -109,13 +111,13 @@ RESPONSE_ORDER = [
 ]
 
 
-def test_events_come_in_the_order_of_the_dialect(talking: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_events_follow_the_order_of_anthropic_and_responses(talking: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
     write_down(monkeypatch, WRITTEN)
     assert kinds(Messages().stream(talking, asked("messages"))) == MESSAGE_ORDER
     assert kinds(Responses().stream(talking, asked("responses"))) == RESPONSE_ORDER
 
 
-def test_thinking_block_ends_with_a_signature(talking: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anthropic_thinking_block_ends_with_a_signature(talking: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
     write_down(monkeypatch, WRITTEN)
     deltas = [event["delta"]["type"] for event in Messages().stream(talking, asked("messages")) if event["type"] == "content_block_delta"]
     assert deltas.count("signature_delta") == 1
@@ -130,7 +132,7 @@ FORCED = {
 
 
 @pytest.mark.parametrize("name", FORCED, indirect=True)
-def test_required_call_fits_its_schema_in_every_dialect(talking: HttpClient, name: str) -> None:
+def test_required_tool_call_fits_its_schema_in_every_dialect(talking: HttpClient, name: str) -> None:
     dialect = DIALECTS[name]
     fields = asked(name, **FORCED[name])
     whole, events = dialect.whole(talking, fields), dialect.stream(talking, fields)
@@ -142,7 +144,7 @@ def test_required_call_fits_its_schema_in_every_dialect(talking: HttpClient, nam
 
 
 @pytest.mark.parametrize("name", FORCED, indirect=True)
-def test_invalid_tool_schema_is_named_by_its_place_in_the_dialect(talking: HttpClient, name: str) -> None:
+def test_invalid_tool_schema_error_names_its_field_path(talking: HttpClient, name: str) -> None:
     wrong = {"type": "object", "properties": {"city": {"type": 7}}}
     tools: Any = copy.deepcopy(TOOLS[name]["tools"])
     tools[0].update({"input_schema": wrong} if name == "messages" else {})
@@ -167,7 +169,7 @@ HISTORY = [
 ]
 
 
-def test_a_conversation_with_calls_is_the_same_in_every_dialect() -> None:
+def test_history_with_tool_calls_is_read_equally_in_every_dialect() -> None:
     settings = ServerSettings()
     blocks = [
         {"type": "thinking", "thinking": "Hm.", "signature": ""},
@@ -203,7 +205,7 @@ def test_a_conversation_with_calls_is_the_same_in_every_dialect() -> None:
     assert ollama.conversation(ollama.ChatFields.model_validate({"model": "mini", "messages": told}), settings) == HISTORY
 
 
-def test_tool_result_without_its_call_is_kept() -> None:
+def test_tool_result_without_an_earlier_call_is_kept() -> None:
     """Agents cut old turns off. Whether such a result can be rendered is up to the chat template."""
     settings, result = ServerSettings(), {"role": "tool", "tool_call_id": "b", "content": "rain"}
     block = {"type": "tool_result", "tool_use_id": "b", "content": "rain"}
@@ -228,7 +230,7 @@ THINKING: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", THINKING, indirect=True)
-def test_thinking_option_reaches_the_template(talking: HttpClient, client: HttpClient, name: str) -> None:
+def test_thinking_option_of_every_dialect_reaches_the_chat_template(talking: HttpClient, client: HttpClient, name: str) -> None:
     dialect = DIALECTS[name]
     fields = dialect.fields(MESSAGES, max_tokens=1)
     untold = dialect.ending(dialect.whole(talking, fields))[1]
@@ -247,7 +249,7 @@ def test_ollama_show_lists_capabilities(talking: HttpClient, client: HttpClient)
     assert client.json("/api/show", {"model": "mini:latest"})["capabilities"] == ["completion"]
 
 
-def test_tokens_are_counted_with_the_tools(talking: HttpClient) -> None:
+def test_count_tokens_includes_the_tools(talking: HttpClient) -> None:
     fields = {name: value for name, value in asked("messages").items() if name in ("model", "messages", "tools")}
     count = talking.json("/v1/messages/count_tokens", fields)["input_tokens"]
     assert count == Messages().ending(Messages().whole(talking, asked("messages")))[1]

@@ -56,7 +56,7 @@ SAMPLINGS: dict[str, Callable[[LLM], dict[str, Any]]] = {
 
 @pytest.mark.spread(0.3)
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_streamed_and_whole_answers_are_the_text_of_the_engine(client: HttpClient, llm: LLM, dialect: Spoken, name: str) -> None:
+def test_every_dialect_returns_the_engine_text_whole_and_streamed(client: HttpClient, llm: LLM, dialect: Spoken, name: str) -> None:
     sampling = SAMPLINGS[name](llm)
     output = llm.chat(MESSAGES, SamplingParams(**sampling))
     fields = dialect.fields(MESSAGES, **sampling)
@@ -66,12 +66,12 @@ def test_streamed_and_whole_answers_are_the_text_of_the_engine(client: HttpClien
     assert dialect.ending(whole)[1:] == (output.usage.prompt_tokens, output.usage.completion_tokens)
 
 
-def test_conversation_in_every_dialect_gives_the_text_of_the_engine(client: HttpClient, llm: LLM, dialect: Spoken) -> None:
+def test_every_dialect_gives_the_engine_text_for_a_conversation(client: HttpClient, llm: LLM, dialect: Spoken) -> None:
     output = llm.chat(TALK, SamplingParams(**SAMPLED))
     assert dialect.said(dialect.whole(client, dialect.fields(TALK, **SAMPLED))) == [("text", output.text)]
 
 
-def test_drafts_change_no_text_and_are_reported(client: HttpClient, dialect: Spoken) -> None:
+def test_drafts_change_no_dialect_answer_and_are_reported(client: HttpClient, dialect: Spoken) -> None:
     fields = dialect.fields(MESSAGES, **SAMPLED)
     plain = dialect.whole(client, {**fields, "speculation": {"enabled": False}})
     drafted = {**fields, "speculation": {"origins": True, "drafter": "ngram", "num_speculative_tokens": 3}}
@@ -112,7 +112,7 @@ def test_errors_have_the_shape_of_the_dialect(
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_too_long_prompt_has_the_sentences_that_agents_know(client: HttpClient, dialect: Spoken, streams: bool) -> None:
+def test_too_long_prompt_error_has_the_phrases_agents_recognise(client: HttpClient, dialect: Spoken, streams: bool) -> None:
     for text in ("x " * 3000, "x" * 3_000_000):
         fields = {**dialect.fields([{"role": "user", "content": text}], max_tokens=2), "stream": streams}
         answer = client.post(dialect.path, fields)
@@ -123,7 +123,7 @@ def test_too_long_prompt_has_the_sentences_that_agents_know(client: HttpClient, 
         assert "shorten the prompt" in message
 
 
-def test_keys_are_taken_as_each_client_sends_them(served: Served, new_dialect: Spoken) -> None:
+def test_api_key_is_accepted_as_x_api_key_and_bearer_token(served: Served, new_dialect: Spoken) -> None:
     client = served(api_keys=("key-of-this-very-test",))
     for headers in ({"x-api-key": "key-of-this-very-test"}, {"Authorization": "Bearer key-of-this-very-test"}):
         assert client.post(new_dialect.path, new_dialect.fields(MESSAGES, max_tokens=1), headers=headers).status_code == 200

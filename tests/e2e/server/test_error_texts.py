@@ -90,7 +90,7 @@ SAID: list[tuple[Spoken, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("dialect", "more", "text"), SAID, ids=[f"{case[0].path} {at}" for at, case in enumerate(SAID)])
-def test_error_names_field_value_and_expected_value(client: HttpClient, dialect: Spoken, more: dict[str, Any], text: str) -> None:
+def test_request_error_names_field_value_and_allowed_value(client: HttpClient, dialect: Spoken, more: dict[str, Any], text: str) -> None:
     limit = {} if dialect is CHAT else {"max_tokens": 4}
     message, name = refusal(client, dialect, {**dialect.fields(TURNS, **limit), **more})
     assert text in message
@@ -116,7 +116,9 @@ HALVES: list[tuple[Spoken, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("dialect", "more", "place"), HALVES, ids=[f"{case[0].path} {case[2]}" for case in HALVES])
-def test_half_surrogate_pair_is_refused_with_its_field(client: HttpClient, dialect: Spoken, more: dict[str, Any], place: str) -> None:
+def test_half_surrogate_pair_in_a_text_is_refused_with_its_field(
+    client: HttpClient, dialect: Spoken, more: dict[str, Any], place: str
+) -> None:
     message, name = refusal(client, dialect, {**dialect.fields(TURNS, max_tokens=2), **more})
     assert message.startswith(f"{place} holds half of a surrogate pair")
     assert name in (None, place)
@@ -162,7 +164,7 @@ def body_with(dialect: Spoken, name: str, value: float) -> dict[str, Any]:
 
 @pytest.mark.spread(0.3)
 @pytest.mark.parametrize(("dialect", "name"), CASES, ids=[f"{dialect.path} {name}" for dialect, name in CASES])
-def test_limits_in_error_texts_are_those_applied(short_client: HttpClient, dialect: Spoken, name: str) -> None:
+def test_number_limits_in_error_messages_are_the_enforced_ones(short_client: HttpClient, dialect: Spoken, name: str) -> None:
     """Both are taken, and the next number beyond each of them is refused with the same words."""
     is_whole = bool(WHOLE.search(name.rpartition(".")[2]))
     number: Callable[[str], float] = int if is_whole else float
@@ -196,13 +198,13 @@ def test_token_id_error_names_the_vocabulary_of_this_model(client: HttpClient, e
     client.json(CHAT.path, {**CHAT.fields(TURNS, max_tokens=1), "stop_token_ids": [last]})
 
 
-def test_several_prompts_that_do_not_fit_name_the_prompt(served: Callable[..., HttpClient]) -> None:
+def test_too_many_prompts_or_samples_error_names_prompt_or_n(served: Callable[..., HttpClient]) -> None:
     client = served(max_queue=0)
     for more, name in (({"prompt": ["a"] * 9}, "prompt"), ({"prompt": "a", "n": 9}, "n"), ({"prompt": ["a"] * 3, "n": 3}, "n")):
         assert refusal(client, COMPLETIONS, more)[1] == name
 
 
-def test_unused_prediction_is_refused_with_the_drafter_option() -> None:
+def test_prediction_without_prediction_drafter_names_the_option() -> None:
     import asyncio
 
     engine = AsyncEngine.open("mini", drafter="ngram", threads=1)
@@ -213,7 +215,7 @@ def test_unused_prediction_is_refused_with_the_drafter_option() -> None:
     asyncio.run(engine.close())
 
 
-def test_wrong_method_names_the_allowed_one(client: HttpClient) -> None:
+def test_wrong_http_method_error_names_the_allowed_one(client: HttpClient) -> None:
     for dialect in (CHAT, MESSAGES, RESPONSES, OLLAMA):
         answer = client.get(dialect.path)
         assert (answer.status_code, answer.headers["allow"]) == (405, "POST")

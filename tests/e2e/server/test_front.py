@@ -89,7 +89,7 @@ def front(engine: AsyncEngine) -> Front:
     return made
 
 
-def test_answers_are_those_of_one_server(front: Front, client: HttpClient) -> None:
+def test_front_answers_equal_those_of_a_single_server(front: Front, client: HttpClient) -> None:
     fronted, pool = front()
     for path, fields in (
         (CHAT, FIELDS),
@@ -107,7 +107,7 @@ def test_answers_are_those_of_one_server(front: Front, client: HttpClient) -> No
     assert len(pool.asked) == 9
 
 
-def test_query_and_headers_reach_the_replica_and_keys_do_not(front: Front, caplog: pytest.LogCaptureFixture) -> None:
+def test_front_forwards_query_and_headers_but_no_credentials(front: Front, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     fronted, pool = front({"Authorization": f"Bearer {KEY}", "x-api-key": KEY, "Cookie": "a=b"}, api_keys=(KEY,))
     answer = fronted.post(f"{CHAT}?beta=true&a=%20b", FIELDS, headers={"x-request-id": "mine", "anthropic-beta": "x"})
@@ -120,7 +120,7 @@ def test_query_and_headers_reach_the_replica_and_keys_do_not(front: Front, caplo
     assert logged == [answer.headers["x-request-id"]] * 2, "the replica's line of log and the front's have one id"
 
 
-def test_turns_of_a_chat_reach_one_replica(front: Front) -> None:
+def test_later_turns_of_a_chat_reach_the_same_replica(front: Front) -> None:
     fronted, pool = front(replicas=5)
     turns = [*FIELDS["messages"], {"role": "assistant", "content": "Where?"}, {"role": "user", "content": "Here."}]
     for num_turns in (1, 3, 3, 1):
@@ -128,7 +128,7 @@ def test_turns_of_a_chat_reach_one_replica(front: Front) -> None:
     assert len(pool.chosen) == 1
 
 
-def test_front_applies_the_checks_of_a_server(front: Front) -> None:
+def test_front_authenticates_and_limits_as_a_single_server(front: Front) -> None:
     fronted, pool = front(api_keys=(KEY,), max_body_mb=0.001)
     assert fronted.refusal(CHAT, FIELDS, 401)["code"] == "invalid_api_key"
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -146,7 +146,7 @@ def test_front_applies_the_checks_of_a_server(front: Front) -> None:
 
 
 @pytest.mark.parametrize("lost_after", [0, 1])
-def test_lost_replica_is_one_error_with_a_way_out(front: Front, lost_after: int) -> None:
+def test_lost_replica_is_status_503_with_retry_advice(front: Front, lost_after: int) -> None:
     fronted, _ = front(lost_after=lost_after)
     answer = fronted.post(CHAT, FIELDS)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
@@ -169,7 +169,7 @@ def test_request_without_replicas_is_503_with_retry_after(front: Front) -> None:
     assert (fronted.get("/health").status_code, fronted.get("/ready").status_code) == (200, 503)
 
 
-def test_front_counts_open_requests_until_their_streams_end(front: Front) -> None:
+def test_front_counts_open_streams_until_they_end(front: Front) -> None:
     fronted, _ = front(max_queue=0)
     admission = fronted.app.state.service.admission
 
@@ -207,7 +207,7 @@ def test_disconnected_client_frees_its_replica(front: Front, engine: AsyncEngine
     asyncio.run(asyncio.wait_for(leave(), 20))
 
 
-def test_metrics_of_all_replicas_stand_on_one_page(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_front_merges_the_metrics_of_all_replicas(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     fronted, pool = front()
     fronted.json(CHAT, FIELDS)
     page = fronted.get("/metrics").text
@@ -220,7 +220,7 @@ def test_metrics_of_all_replicas_stand_on_one_page(front: Front, monkeypatch: py
     assert fronted.get("/metrics").status_code == 200
 
 
-def test_replica_sends_status_headers_and_body() -> None:
+def test_replica_yields_status_and_headers_before_the_body() -> None:
     replica = Replica({"model": "mini", "drafter": "none", "threads": 1, "max_num_seqs": 2}, ServerSettings())
 
     async def answers() -> tuple[list[ResponseHead | bytes], dict[str, object]]:
@@ -245,7 +245,7 @@ def test_replica_sends_status_headers_and_body() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_close_stream_parts_are_merged_without_loss(fails: bool) -> None:
+def test_stream_chunks_close_in_time_are_joined_without_loss(fails: bool) -> None:
     async def source() -> AsyncGenerator[bytes, None]:
         for index in range(30):
             yield b"%d " % index
@@ -266,7 +266,7 @@ def test_close_stream_parts_are_merged_without_loss(fails: bool) -> None:
     assert len(parts) < 20
 
 
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_import_error_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, "0")  # set by the command if nobody has: so that it is taken back
@@ -277,7 +277,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         pass
 
 
-def test_replicas_of_one_machine_share_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_of_one_machine_share_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.server.replicas import settings
 
     monkeypatch.setattr(settings, "usable_processors", lambda: 9)
@@ -290,10 +290,10 @@ def test_replicas_of_one_machine_share_its_processors(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["replicas", "max_lead"])
 @pytest.mark.parametrize("value", [-1, 10_001, 1.5, True])
-def test_counts_of_a_cluster_have_limits(name: str, value: object) -> None:
+def test_cluster_settings_out_of_range_are_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name} is"):
         ClusterSettings(**{name: value})
 
 
-def test_blocks_of_a_batch_are_large_but_leave_others_something() -> None:
+def test_batch_block_size_is_large_but_gives_every_replica_some_lines() -> None:
     assert [lines_a_block(*sizes) for sizes in ((1, 2, 8), (80, 2, 8), (10_000, 2, 8), (10_000, 1000, 8))] == [1, 10, 64, 2]

@@ -30,12 +30,12 @@ def served_in(served: Callable[..., HttpClient], engine: AsyncEngine) -> Callabl
 
 
 @pytest.mark.parametrize("schema", ENDLESS, ids=["multipleOf", "patterns"])
-def test_a_schema_that_takes_too_long_is_refused(served_in: Callable[[float], HttpClient], schema: dict[str, Any]) -> None:
+def test_schema_that_compiles_too_long_is_refused(served_in: Callable[[float], HttpClient], schema: dict[str, Any]) -> None:
     error = served_in(0.7).refusal(CHAT, asking(schema))
     assert (error["param"], "longer than 0.7 s" in error["message"]) == ("response_format", True)
 
 
-def test_other_schemas_wait_seconds_at_most(served_in: Callable[[float], HttpClient]) -> None:
+def test_slow_schema_compilation_delays_other_schemas_by_seconds_at_most(served_in: Callable[[float], HttpClient]) -> None:
     client = served_in(1.0)
     known = {"type": "object", "properties": {"known": {"type": "boolean"}}, "required": ["known"], "additionalProperties": False}
     expected = client.json(CHAT, asking(known))["choices"]
@@ -50,7 +50,7 @@ def test_other_schemas_wait_seconds_at_most(served_in: Callable[[float], HttpCli
         hostile.join(30)
 
 
-def test_waiting_too_long_for_a_grammar_is_503(client: HttpClient, engine: AsyncEngine) -> None:
+def test_busy_grammar_compiler_is_status_503_with_retry_after(client: HttpClient, engine: AsyncEngine) -> None:
     sandbox = engine.loaded.input_processor.compiler.sandbox = CompileSandbox(0.02)
     with sandbox._lock:
         answer = client.post(CHAT, asking({"title": "one that nobody asked for before"}))
@@ -58,7 +58,7 @@ def test_waiting_too_long_for_a_grammar_is_503(client: HttpClient, engine: Async
     assert int(answer.headers["retry-after"]) > 0
 
 
-def test_many_that_wait_with_the_same_grammar_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_with_the_same_grammar_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     monkeypatch.setattr(CompileSandbox, "_compile", lambda _, text: compiled.append(text))
     sandbox = CompileSandbox(5.0)
@@ -67,13 +67,13 @@ def test_many_that_wait_with_the_same_grammar_wait_for_one_compilation(monkeypat
     assert compiled == ["a", "b"]
 
 
-def test_a_grammar_that_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_that_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.sampling.grammars.compile_sandbox.MEMORY_BYTES", 1 << 20)
     with pytest.raises(RequestError, match="MB"):
         CompileSandbox(30.0).check('{"grammars": [{"json_schema": {"type": "object"}}]}')
 
 
-def test_closing_the_engine_ends_grammar_compilations() -> None:
+def test_closing_the_engine_ends_waiting_grammar_compilations() -> None:
     """A thread that waits holds the end of the process up, and one turn after the other may take a minute."""
     sandbox, outcomes = CompileSandbox(60.0), list[str | None]()
 
@@ -103,7 +103,7 @@ def nested(depth: int) -> bytes:
     return json.dumps(asking({"place": 0})).replace('{"place": 0}', schema).encode()
 
 
-def test_too_deep_schema_is_a_client_error(client: HttpClient) -> None:
+def test_too_deeply_nested_json_schema_is_status_400(client: HttpClient) -> None:
     """Also where it can be read, and not be written again."""
     for depth in range(400, 500):
         answer = client.ask("POST", CHAT, content=nested(depth), headers={"Content-Type": "application/json"})

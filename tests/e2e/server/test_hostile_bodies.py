@@ -161,7 +161,7 @@ def talking(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_no_field_value_causes_a_server_error(
+def test_no_field_value_causes_a_server_error_status(
     talking: HttpClient, monkeypatch: pytest.MonkeyPatch, path: str, seed: int, large_counts: bool, tally: "Counter[str]"
 ) -> None:
     write_down(monkeypatch, "hello")
@@ -185,14 +185,14 @@ def test_no_field_value_causes_a_server_error(
     "body",
     [b"", b"[]", b"null", b"\xff\xfe", b"[" * 50_000, b'{"model": NaN}', b'{"model":' * 900 + b"1" + b"}" * 900],
 )
-def test_body_that_is_no_request_is_a_client_error(talking: HttpClient, path: str, body: bytes) -> None:
+def test_malformed_request_body_is_status_400(talking: HttpClient, path: str, body: bytes) -> None:
     answer = talking.ask("POST", path, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
     assert BODIES[path][0].message_of(answer.json())
 
 
 @pytest.mark.parametrize("depth", [150, 500, 900, 940, 980])
-def test_deeply_nested_json_is_no_server_error(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+def test_deeply_nested_json_body_causes_no_server_error(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     write_down(monkeypatch, "hello")
     bodies = {
         "/v1/messages": ("messages", 1, "content", 0, "input", "city"),

@@ -99,7 +99,7 @@ def test_disconnected_client_is_aborted_in_every_dialect(engine: AsyncEngine, na
     run(work)
 
 
-def test_client_that_disconnects_during_a_token_is_aborted(engine: AsyncEngine) -> None:
+def test_request_of_a_client_that_disconnects_between_tokens_is_aborted(engine: AsyncEngine) -> None:
     async def work() -> None:
         app = create_app(engine)
         for _ in range(20):
@@ -133,7 +133,7 @@ def test_full_queue_is_429_with_retry_after(engine: AsyncEngine) -> None:
     run(work)
 
 
-def test_queued_request_gets_the_same_answer(engine: AsyncEngine) -> None:
+def test_queued_request_gets_the_same_answer_as_an_immediate_one(engine: AsyncEngine) -> None:
     async def work() -> None:
         app = create_app(engine)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE, timeout=60) as client:
@@ -173,7 +173,7 @@ def test_draining_server_finishes_and_refuses_new_requests(engine: AsyncEngine) 
     run(work)
 
 
-def test_drain_ends_after_its_timeout(engine: AsyncEngine) -> None:
+def test_server_drain_ends_after_its_timeout(engine: AsyncEngine) -> None:
     async def work() -> None:
         app = create_app(engine)
         visitor = Visitor(app, CHAT, ENDLESS)

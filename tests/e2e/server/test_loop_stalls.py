@@ -210,6 +210,6 @@ TRAFFIC: dict[str, Callable[[Server], None]] = {
 
 
 @pytest.mark.parametrize("name", attacks(TRAFFIC))
-def test_traffic_does_not_stall_a_stream(server: Server, stream: Stream, name: str) -> None:
+def test_hostile_traffic_does_not_stall_another_stream(server: Server, stream: Stream, name: str) -> None:
     check_stalls(stream, lambda: TRAFFIC[name](server))
     assert httpx.get(server.url + "/health").status_code == 200

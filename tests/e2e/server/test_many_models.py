@@ -78,7 +78,7 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_alternating_requests_with_room_for_one_are_all_answered(names: list[str], expected: dict[str, str]) -> None:
+def test_alternating_models_in_a_pool_of_one_are_all_answered(names: list[str], expected: dict[str, str]) -> None:
     async def run() -> None:
         async with serving(names) as (pool, ask):
             order = ["alpha", "beta", "beta", "alpha"] * 4
@@ -99,7 +99,7 @@ def test_alternating_requests_with_room_for_one_are_all_answered(names: list[str
     asyncio.run(run())
 
 
-def test_a_model_is_not_starved_by_requests_for_the_loaded_one(names: list[str], expected: dict[str, str]) -> None:
+def test_model_pool_loads_a_waiting_model_despite_requests_for_another(names: list[str], expected: dict[str, str]) -> None:
     async def run() -> None:
         async with serving(names) as (_, ask):
             await ask(PATH, {**FIELDS, "model": "alpha"})
@@ -124,7 +124,7 @@ def test_a_model_is_not_starved_by_requests_for_the_loaded_one(names: list[str],
 
 
 @pytest.mark.long
-def test_a_running_stream_is_finished_before_its_model_makes_room(names: list[str], expected: dict[str, str]) -> None:
+def test_model_pool_finishes_a_running_stream_before_unloading_its_model(names: list[str], expected: dict[str, str]) -> None:
     async def run() -> None:
         async with serving(names) as (pool, ask):
             body = json.dumps({**FIELDS, "model": "alpha", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
@@ -144,7 +144,7 @@ def test_a_running_stream_is_finished_before_its_model_makes_room(names: list[st
     asyncio.run(run())
 
 
-def test_a_model_goes_on_answering_if_nobody_waits_for_its_room_any_more(names: list[str], expected: dict[str, str]) -> None:
+def test_model_pool_keeps_serving_if_the_waiting_client_disconnects(names: list[str], expected: dict[str, str]) -> None:
     async def run() -> None:
         async with serving(names) as (pool, ask):
             body = json.dumps({**FIELDS, "model": "alpha", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
@@ -160,7 +160,7 @@ def test_a_model_goes_on_answering_if_nobody_waits_for_its_room_any_more(names: 
     asyncio.run(run())
 
 
-def test_two_models_stay_loaded_where_both_have_room(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_pool_keeps_two_models_loaded_within_max_loaded(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with serving(names, max_loaded=2) as (pool, ask):
             for name in ("alpha", "beta", "alpha"):
@@ -177,7 +177,7 @@ def test_two_models_stay_loaded_where_both_have_room(names: list[str], monkeypat
     asyncio.run(run())
 
 
-def test_another_model_makes_room_if_loading_runs_out_of_memory(names: list[str]) -> None:
+def test_model_pool_unloads_a_model_if_loading_runs_out_of_memory(names: list[str]) -> None:
     async def run() -> None:
         async with serving(names, max_loaded=2) as (pool, ask):
             alpha, beta = pool.models
@@ -197,7 +197,7 @@ def test_another_model_makes_room_if_loading_runs_out_of_memory(names: list[str]
     asyncio.run(run())
 
 
-def test_an_idle_model_is_unloaded_and_loaded_again(names: list[str], expected: dict[str, str]) -> None:
+def test_model_pool_unloads_an_idle_model_and_loads_it_again(names: list[str], expected: dict[str, str]) -> None:
     async def run() -> None:
         async with serving(names, unload_after="300ms") as (pool, ask):
             for num_loads in (1, 2):
@@ -215,7 +215,7 @@ def test_an_idle_model_is_unloaded_and_loaded_again(names: list[str], expected: 
 
 
 @pytest.mark.long
-def test_keep_alive_of_ollama_sets_how_long_a_model_stays(names: list[str]) -> None:
+def test_ollama_keep_alive_sets_when_a_model_is_unloaded(names: list[str]) -> None:
     async def run() -> None:
         async with serving(names) as (pool, ask):
             fields = {"model": "alpha:latest", "prompt": PROMPT, "options": {"num_predict": 4}, "stream": False}
@@ -241,7 +241,7 @@ def test_keep_alive_of_ollama_sets_how_long_a_model_stays(names: list[str]) -> N
     asyncio.run(run())
 
 
-def test_a_model_that_cannot_be_loaded_fails_its_own_requests_alone(names: list[str], expected: dict[str, str], tmp_path: Path) -> None:
+def test_model_that_fails_to_load_fails_only_its_own_requests(names: list[str], expected: dict[str, str], tmp_path: Path) -> None:
     async def run() -> None:
         broken = tmp_path / "broken"
         shutil.copytree(names[1], broken)
@@ -286,7 +286,7 @@ def slow(names: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[threadin
     may_load.set()
 
 
-def test_the_server_answers_while_a_model_loads(names: list[str], slow: threading.Event) -> None:
+def test_server_answers_other_requests_while_a_model_loads(names: list[str], slow: threading.Event) -> None:
     async def run() -> None:
         async with serving(names, max_queue=0) as (pool, ask):
             asked = [asyncio.ensure_future(ask(PATH, {**FIELDS, "model": "alpha"})) for _ in range(4)]
@@ -303,7 +303,7 @@ def test_the_server_answers_while_a_model_loads(names: list[str], slow: threadin
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_while_its_model_loads_leaves_nothing_behind(names: list[str], slow: threading.Event) -> None:
+def test_client_that_disconnects_during_model_loading_leaves_no_request(names: list[str], slow: threading.Event) -> None:
     async def run() -> None:
         async with serving(names) as (pool, ask):
             app, body = create_pool_app(pool), json.dumps({**FIELDS, "model": "alpha"}).encode()
@@ -326,7 +326,7 @@ async def _read(app: Any, body: bytes) -> bytes:
         return await answer.body()
 
 
-def test_closing_the_pool_ends_the_requests_that_wait(names: list[str], slow: threading.Event) -> None:
+def test_closing_the_model_pool_fails_waiting_requests(names: list[str], slow: threading.Event) -> None:
     async def run() -> None:
         async with serving(names) as (pool, ask):
             asked = asyncio.ensure_future(ask(PATH, {**FIELDS, "model": "alpha"}))
@@ -339,7 +339,7 @@ def test_closing_the_pool_ends_the_requests_that_wait(names: list[str], slow: th
     asyncio.run(run())
 
 
-def test_waiting_for_a_model_ends_with_the_time_of_a_request(names: list[str], slow: threading.Event) -> None:
+def test_waiting_for_a_model_counts_toward_the_request_timeout(names: list[str], slow: threading.Event) -> None:
     async def run() -> None:
         async with serving(names, request_timeout_s=0.2) as (_, ask):
             answer = await ask(PATH, {**FIELDS, "model": "alpha"})
@@ -350,7 +350,7 @@ def test_waiting_for_a_model_ends_with_the_time_of_a_request(names: list[str], s
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_every_dialect_names_its_model(names: list[str], name: str) -> None:
+def test_every_dialect_selects_the_model_by_name(names: list[str], name: str) -> None:
     pool = ModelPool.of_names(names, ARGUMENTS, ServerSettings())
     client, dialect = HttpClient(create_pool_app(pool)), DIALECTS[name]
     fields = dialect.fields([{"role": "user", "content": "Hi"}], max_tokens=4)
@@ -367,7 +367,7 @@ def test_every_dialect_names_its_model(names: list[str], name: str) -> None:
     asyncio.run(run())
 
 
-def test_models_are_listed_with_their_facts_before_they_are_loaded(names: list[str]) -> None:
+def test_model_list_reports_size_and_quantisation_before_loading(names: list[str]) -> None:
     client = HttpClient(create_pool_app(ModelPool.of_names(names, ARGUMENTS, ServerSettings())))
     listed = client.get("/v1/models").json()["data"]
     tags = client.get("/api/tags").json()["models"]
@@ -386,12 +386,12 @@ def test_models_are_listed_with_their_facts_before_they_are_loaded(names: list[s
     assert tags[0]["digest"] != tags[1]["digest"]
 
 
-def test_health_names_no_model_where_a_key_is_needed(names: list[str]) -> None:
+def test_health_of_a_server_with_api_keys_names_no_model(names: list[str]) -> None:
     client = HttpClient(create_pool_app(ModelPool.of_names(names, ARGUMENTS, ServerSettings(api_keys=("a-key-of-this-test",)))))
     assert client.get("/health").json() == {"status": "ok"}
 
 
-def test_a_request_without_a_model_is_answered_by_the_first(names: list[str], expected: dict[str, str]) -> None:
+def test_request_without_model_field_uses_the_first_model(names: list[str], expected: dict[str, str]) -> None:
     async def run() -> None:
         async with serving(names) as (_, ask):
             answer = (await ask(PATH, FIELDS)).json()
@@ -408,19 +408,19 @@ def test_a_request_without_a_model_is_answered_by_the_first(names: list[str], ex
         ({"adapter_loading": True, "api_keys": ("a-key-of-this-test",)}, {}, "adapter_loading belongs to one model"),
     ],
 )
-def test_options_of_one_model_are_refused_for_several(
+def test_single_model_options_are_refused_for_several_models(
     names: list[str], settings: dict[str, Any], arguments: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         ModelPool.of_names(names, {**ARGUMENTS, **arguments}, ServerSettings(**settings))
 
 
-def test_two_models_of_one_name_are_refused(names: list[str]) -> None:
+def test_two_models_with_the_same_name_are_refused(names: list[str]) -> None:
     with pytest.raises(ConfigError, match="two models are called 'alpha'"):
         ModelPool.of_names([names[0], names[0]], ARGUMENTS, ServerSettings())
 
 
-def test_keep_alive_is_ignored_where_the_only_model_stays(names: list[str]) -> None:
+def test_keep_alive_is_ignored_by_a_server_of_one_model(names: list[str]) -> None:
     engine = AsyncEngine.open(names[0], **ARGUMENTS)  # type: ignore[arg-type]
     pool = ModelPool.of_engine(engine, ServerSettings(), lambda: engine)
     client = HttpClient(create_pool_app(pool))

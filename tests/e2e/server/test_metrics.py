@@ -47,7 +47,7 @@ def grown(client: HttpClient, ask: Callable[[], object]) -> Callable[[str], floa
     return lambda name: total(after, name) - total(before, name)
 
 
-def test_counters_are_those_of_the_answers(client: HttpClient) -> None:
+def test_metrics_counters_equal_the_usage_of_the_answers(client: HttpClient) -> None:
     answers = []
     fields = {**FIELDS, "temperature": 1, "seed": 2, "n": 2}
     growth = grown(client, lambda: answers.append(client.json(CHAT, fields)))
@@ -64,7 +64,7 @@ def test_counters_are_those_of_the_answers(client: HttpClient) -> None:
     assert growth("spec_decode_num_accepted_tokens_total") + stats["num_bonus_tokens"] == usage["completion_tokens"]
 
 
-def test_times_of_every_sample_are_counted(client: HttpClient) -> None:
+def test_latency_metrics_count_streamed_and_whole_requests(client: HttpClient) -> None:
     growth = grown(client, lambda: [client.json(CHAT, FIELDS), client.events(CHAT, FIELDS)])
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
         assert growth(f"{name}_count") == 2
@@ -78,7 +78,7 @@ def test_metrics_of_an_idle_engine_are_zero(client: HttpClient) -> None:
         assert numbers[name, ()] == 0
 
 
-def test_names_that_dashboards_know_are_there(client: HttpClient, engine: AsyncEngine) -> None:
+def test_metrics_have_the_names_and_labels_of_vllm(client: HttpClient, engine: AsyncEngine) -> None:
     client.json(CHAT, FIELDS)
     numbers = read(client)
     drafter = (("drafter", engine.loaded.drafter_name),)
@@ -89,12 +89,12 @@ def test_names_that_dashboards_know_are_there(client: HttpClient, engine: AsyncE
 
 
 @pytest.mark.parametrize(("model", "name"), [("mini", "mini"), ("owner/name", "owner/name"), ("/usr/lib/", "lib"), (".", None)])
-def test_served_model_name_is_the_last_part_of_its_path(model: str, name: str | None) -> None:
+def test_default_served_model_name_contains_no_directories(model: str, name: str | None) -> None:
     assert "/" not in served_model_name(model) or model == "owner/name"
     assert name is None or served_model_name(model) == name
 
 
-def test_inter_token_latency_counts_every_gap(client: HttpClient) -> None:
+def test_inter_token_latency_counts_every_gap_between_steps(client: HttpClient) -> None:
     """One for each step of a sample behind its first; their sum is its time of decoding, whether it was streamed or not."""
     answers: list[dict[str, Any]] = []
     growth = grown(client, lambda: answers.extend([client.json(CHAT, FIELDS), *client.events(CHAT, FIELDS)]))
@@ -109,7 +109,7 @@ def test_inter_token_latency_counts_every_gap(client: HttpClient) -> None:
     assert [value for _, value in buckets] == sorted(value for _, value in buckets)
 
 
-def test_answers_are_counted_by_route_and_status(client: HttpClient) -> None:
+def test_http_responses_are_counted_by_route_and_status(client: HttpClient) -> None:
     def ask() -> None:
         client.json(CHAT, FIELDS)
         client.refusal(CHAT, {})
@@ -128,7 +128,7 @@ DASHBOARD = json.loads((REPOSITORY / "docs/grafana/paceline.json").read_text(enc
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 
 
-def test_dashboard_uses_only_existing_metrics(client: HttpClient) -> None:
+def test_grafana_dashboard_uses_only_existing_metrics(client: HttpClient) -> None:
     client.json(CHAT, FIELDS)
     names = {f"paceline:{name}" for name, _ in read(client)}
     asked = set(re.findall(r"paceline:\w+", json.dumps(DASHBOARD)))
@@ -136,7 +136,7 @@ def test_dashboard_uses_only_existing_metrics(client: HttpClient) -> None:
     assert asked - names == set()
 
 
-def test_dashboard_shows_every_metric(client: HttpClient) -> None:
+def test_grafana_dashboard_shows_every_metric(client: HttpClient) -> None:
     client.json(CHAT, FIELDS)
     families = {name for name, _ in read(client)}
     families = {re.sub(r"_(bucket|sum|count|total|created)$", "", name) for name in families}
@@ -144,7 +144,7 @@ def test_dashboard_shows_every_metric(client: HttpClient) -> None:
     assert {name for name in families if name not in shown} == {"request_time_per_output_token_seconds", "request_inference_time_seconds"}
 
 
-def test_dashboard_is_valid_for_grafana() -> None:
+def test_grafana_dashboard_is_valid() -> None:
     """What its importer needs: ids that differ, places that do not overlap, targets with queries whose brackets close."""
     assert {"title", "uid", "schemaVersion", "templating", "time"} <= DASHBOARD.keys()
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])

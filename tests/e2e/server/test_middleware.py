@@ -54,7 +54,7 @@ def visit(engine: AsyncEngine, settings: ServerSettings, received: Sequence[dict
     return sent
 
 
-def test_every_key_opens_and_nothing_else_does(served: Served) -> None:
+def test_each_api_key_is_accepted_and_other_keys_are_status_401(served: Served) -> None:
     client = served(api_keys=KEYS)
     for key in KEYS:
         for headers in ({"Authorization": f"Bearer {key}"}, {"Authorization": f"bearer {key}"}, {"x-api-key": key}):
@@ -67,12 +67,12 @@ def test_every_key_opens_and_nothing_else_does(served: Served) -> None:
             assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_watchers_need_no_key(served: Served) -> None:
+def test_health_and_ready_need_no_api_key(served: Served) -> None:
     client = served(api_keys=KEYS)
     assert [client.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
 
 
-def test_keys_are_compared_in_constant_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_keys_are_compared_in_constant_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them with `compare_digest`, by hashes of one length, also behind one that fits."""
     compared: list[tuple[int, int]] = []
     import hmac
@@ -101,22 +101,22 @@ SPLIT = [
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::2]", "localhost.evil.example", *SPLIT]
 )
-def test_on_loopback_a_foreign_host_is_refused(client: HttpClient, host: str) -> None:
+def test_loopback_server_refuses_foreign_host_headers(client: HttpClient, host: str) -> None:
     answer = client.post(CHAT, FIELDS, headers={"Host": host})
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "mine.example"])
-def test_own_names_are_let_in(served: Served, host: str) -> None:
+def test_localhost_and_allowed_hosts_are_accepted_host_headers(served: Served, host: str) -> None:
     assert served(allowed_hosts=("Mine.example",)).get("/health", headers={"Host": host}).status_code == 200
 
 
-def test_beyond_the_loopback_any_host_is_let_in(served: Served) -> None:
+def test_server_on_a_public_address_accepts_any_host_header(served: Served) -> None:
     assert served(host="0.0.0.0", insecure=True).get("/health", headers={"Host": "some.example"}).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "my.example"])
-def test_a_server_that_others_reach_needs_a_key(host: str) -> None:
+def test_public_listen_address_requires_an_api_key_or_insecure(host: str) -> None:
     with pytest.raises(ConfigError, match="--insecure"):
         ServerSettings(host=host)
     ServerSettings(host=host, insecure=True)
@@ -124,15 +124,15 @@ def test_a_server_that_others_reach_needs_a_key(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
-def test_a_loopback_address_needs_none(host: str) -> None:
+def test_loopback_listen_address_needs_no_api_key(host: str) -> None:
     assert ServerSettings(host=host).is_loopback
 
 
-def test_the_default_is_the_loopback() -> None:
+def test_default_listen_address_is_127_0_0_1() -> None:
     assert ServerSettings().host == "127.0.0.1"
 
 
-def test_a_body_that_is_too_long_is_not_read(engine: AsyncEngine) -> None:
+def test_request_body_over_the_size_limit_is_status_413(engine: AsyncEngine) -> None:
     settings = ServerSettings(max_body_mb=0.001)
     announced = visit(engine, settings, [], content_length="1001")  # not a byte of it comes
     part = {"type": "http.request", "body": b" " * 400, "more_body": True}
@@ -142,24 +142,24 @@ def test_a_body_that_is_too_long_is_not_read(engine: AsyncEngine) -> None:
         assert json.loads(body["body"])["error"]["code"] == "body_too_large"
 
 
-def test_a_body_that_does_not_come_is_given_up(engine: AsyncEngine) -> None:
+def test_request_body_that_stops_arriving_is_status_408(engine: AsyncEngine) -> None:
     start, body, *_ = visit(engine, ServerSettings(body_timeout_s=0.05), [{"type": "http.request", "body": b"{", "more_body": True}])
     assert (start["status"], json.loads(body["body"])["error"]["code"]) == (408, "body_timeout")
 
 
-def test_a_client_that_goes_away_while_it_sends_is_told_nothing(engine: AsyncEngine) -> None:
+def test_client_that_disconnects_while_sending_gets_no_response(engine: AsyncEngine) -> None:
     assert visit(engine, ServerSettings(), [{"type": "http.disconnect"}]) == []
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a"])
-def test_what_a_page_elsewhere_may_send_unasked_is_refused(client: HttpClient, kind: str) -> None:
+def test_content_types_of_cross_site_forms_are_status_415(client: HttpClient, kind: str) -> None:
     """A browser sends these types to any server without asking it first."""
     answer = client.ask("POST", CHAT, content=json.dumps(FIELDS).encode(), headers={"Content-Type": kind})
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "identity, gzip"])
-def test_a_body_that_is_encoded_is_refused_as_such(client: HttpClient, encoding: str) -> None:
+def test_compressed_request_body_is_status_415(client: HttpClient, encoding: str) -> None:
     content = gzip.compress(json.dumps(FIELDS).encode())
     headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
     answer = client.ask("POST", CHAT, content=content, headers=headers)
@@ -169,7 +169,7 @@ def test_a_body_that_is_encoded_is_refused_as_such(client: HttpClient, encoding:
     assert plain.status_code == 200
 
 
-def test_no_other_origin_is_allowed_anything(client: HttpClient) -> None:
+def test_cross_origin_requests_get_no_cors_headers_by_default(client: HttpClient) -> None:
     headers = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     for answer in (client.ask("OPTIONS", CHAT, headers=headers), client.post(CHAT, FIELDS, headers=headers), client.get("/v1/models")):
         assert not [name for name in answer.headers if name.startswith("access-control")]
@@ -179,7 +179,7 @@ def test_no_other_origin_is_allowed_anything(client: HttpClient) -> None:
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
 
 
-def test_an_allowed_origin_is_answered_with_cors_headers(served: Served) -> None:
+def test_allowed_origin_gets_cors_headers_and_preflight(served: Served) -> None:
     """Also if it is refused: a page must be able to read why. A preflight has no key."""
     origin = "http://localhost:3000"
     client = served(allow_origin=(origin,), api_keys=KEYS)
@@ -203,12 +203,12 @@ def test_an_allowed_origin_is_answered_with_cors_headers(served: Served) -> None
 
 
 @pytest.mark.parametrize("origin", ["localhost:3000", "http://a/b", "", "http://a b", "null"])
-def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+def test_invalid_allow_origin_setting_is_refused(origin: str) -> None:
     with pytest.raises(ConfigError, match="allow_origin is"):
         ServerSettings(allow_origin=(origin,))
 
 
-def test_every_answer_has_its_id_and_security_headers(client: HttpClient) -> None:
+def test_responses_have_a_request_id_and_security_headers(client: HttpClient) -> None:
     answers = [client.get("/health"), client.post(CHAT, FIELDS), client.post(CHAT, {**FIELDS, "stream": True}), client.get("/nowhere")]
     assert len({answer.headers["x-request-id"] for answer in answers}) == len(answers)
     for answer in answers:
@@ -233,17 +233,19 @@ LIMITS: list[tuple[str, int, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("limit", "value", "more", "name"), LIMITS, ids=[limit for limit, *_ in LIMITS])
-def test_a_limit_holds(served: Served, limit: str, value: int, more: dict[str, Any], name: str) -> None:
+def test_server_limit_setting_refuses_larger_request_values(
+    served: Served, limit: str, value: int, more: dict[str, Any], name: str
+) -> None:
     assert served(**{limit: value}).refusal(CHAT, {**FIELDS, **more})["param"] == name
     served(**{limit: 1000}).json(CHAT, {**FIELDS, **more})
 
 
-def test_many_biases_and_stop_tokens_are_refused(client: HttpClient) -> None:
+def test_more_than_1024_logit_biases_or_stop_token_ids_are_refused(client: HttpClient) -> None:
     assert client.refusal(CHAT, {**FIELDS, "logit_bias": {str(token_id): 0 for token_id in range(1025)}})["param"] == "logit_bias"
     assert client.refusal(CHAT, {**FIELDS, "stop_token_ids": [5] * 1025})["param"] == "stop_token_ids"
 
 
-def test_an_answer_that_takes_too_long_is_given_up(served: Served) -> None:
+def test_request_over_the_request_timeout_is_status_504(served: Served) -> None:
     client = served(request_timeout_s=0.05)
     endless = {**FIELDS, "max_tokens": 1500, "ignore_eos": True}
     assert client.refusal(CHAT, endless, 504)["code"] == "timeout"
@@ -255,7 +257,9 @@ def test_an_answer_that_takes_too_long_is_given_up(served: Served) -> None:
         assert streamed.status_code == 504
 
 
-def test_nothing_of_a_request_is_logged(served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_contents_and_api_keys_are_never_logged(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.DEBUG)
     secret = "the-secret-of-this-test"
     client = served(headers={"Authorization": f"Bearer {KEYS[0]}"}, api_keys=KEYS)
@@ -281,7 +285,7 @@ def test_nothing_of_a_request_is_logged(served: Served, caplog: pytest.LogCaptur
     assert not [line for line in lines if secret in line or KEYS[0] in line]
 
 
-def test_keys_come_from_a_file_a_line_each(tmp_path: Path) -> None:
+def test_api_key_file_is_read_one_key_per_line(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# who may ask\n\n{KEYS[0]}  \n{KEYS[1]}\n")
     assert read_keys(path) == KEYS
@@ -289,7 +293,7 @@ def test_keys_come_from_a_file_a_line_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "short\n", "with a space in the middle\n", "umläut-umläut-umläut\n", "x" * 600])
-def test_a_file_without_usable_keys_is_refused_and_not_repeated(tmp_path: Path, text: str) -> None:
+def test_api_key_file_without_valid_keys_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -299,11 +303,11 @@ def test_a_file_without_usable_keys_is_refused_and_not_repeated(tmp_path: Path, 
         read_keys(tmp_path / "absent")
 
 
-def test_an_empty_environment_holds_no_key() -> None:
+def test_empty_api_key_variable_gives_no_key() -> None:
     assert keys_in("", "of nothing") == ()
 
 
-def test_a_key_that_cannot_be_used_is_told_by_its_place(tmp_path: Path) -> None:
+def test_invalid_api_key_error_names_its_line_only(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# two\n{KEYS[0]}\n\nshort-1\n")
     with pytest.raises(ConfigError) as caught:
@@ -314,13 +318,13 @@ def test_a_key_that_cannot_be_used_is_told_by_its_place(tmp_path: Path) -> None:
         keys_in(f"{KEYS[0]}\nshort-1", "of PACELINE_API_KEYS")
 
 
-def test_a_short_key_is_taken_with_a_notice() -> None:
+def test_short_api_key_is_accepted_with_a_notice() -> None:
     assert ServerSettings(api_keys=(KEYS[0],)).notices == []
     (notice,) = ServerSettings(api_keys=(KEYS[0], "eight-ch")).notices
     assert notice == "a key has 8 characters: use 16 or more where others can reach the server"
 
 
-def test_the_description_is_served_and_no_page_that_loads_from_elsewhere(client: HttpClient) -> None:
+def test_openapi_json_is_served_but_docs_and_redoc_are_not(client: HttpClient) -> None:
     assert "/v1/chat/completions" in client.get("/openapi.json").json()["paths"]
     assert [client.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]
 
@@ -330,7 +334,7 @@ def test_the_description_is_served_and_no_page_that_loads_from_elsewhere(client:
     [(b"[" * 100_000, "nested"), (b'{"seed": ' + b"9" * 5000 + b"}", "more than 4300 digits"), (b'{"prompt": "\xff"}', "UTF-8")],
     ids=["nested", "digits", "bytes"],
 )
-def test_a_body_that_cannot_be_read_is_refused_with_the_reason(served: Served, body: bytes, problem: str) -> None:
+def test_malformed_json_body_error_names_the_problem(served: Served, body: bytes, problem: str) -> None:
     answer = served().ask("POST", "/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] in ("invalid_value", "invalid_json")
@@ -340,7 +344,7 @@ def test_a_body_that_cannot_be_read_is_refused_with_the_reason(served: Served, b
 @pytest.mark.parametrize(
     "path", ["/health", "/ready", "/metrics", "/v1/models", "/models", "/props", "/api/tags", "/", "/openapi.json", "/nowhere", CHAT]
 )
-def test_head_is_answered_as_get_without_a_body(served: Served, path: str) -> None:
+def test_head_request_has_the_status_and_type_of_get_without_body(served: Served, path: str) -> None:
     head, get = served().ask("HEAD", path), served().get(path)
     assert (head.status_code, head.content) == (get.status_code, b"")
     assert head.headers["content-type"] == get.headers["content-type"]

@@ -28,7 +28,7 @@ def content_of(path: str) -> bytes:
 
 
 @pytest.mark.parametrize("path", PAGE_PATHS)
-def test_a_file_of_the_page_is_what_is_packaged_and_needs_no_key(served: Served, path: str) -> None:
+def test_page_files_are_served_unchanged_without_api_key(served: Served, path: str) -> None:
     client = served(api_keys=(KEY,))
     answer = client.get(path)
     first_line = answer.content.split(b"\n")[0] + b"\n" if path == SERVICE_WORKER else b""
@@ -39,7 +39,7 @@ def test_a_file_of_the_page_is_what_is_packaged_and_needs_no_key(served: Served,
     assert {**head.headers, "x-request-id": ""} == {**answer.headers, "x-request-id": ""}
 
 
-def test_the_page_may_load_and_ask_nothing_but_its_own_server(client: HttpClient) -> None:
+def test_content_security_policy_limits_the_page_to_its_own_server(client: HttpClient) -> None:
     for path in PAGE_PATHS:
         headers = client.get(path).headers
         policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
@@ -64,7 +64,7 @@ def test_the_page_may_load_and_ask_nothing_but_its_own_server(client: HttpClient
     assert client.get("/health").headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
 
 
-def test_only_the_page_is_without_a_key(served: Served) -> None:
+def test_only_page_files_are_served_without_api_key(served: Served) -> None:
     client = served(api_keys=(KEY,))
     for path in ("/v1/models", "/metrics", "/openapi.json", "/page", "/page/", "/page/index.html", "/page/vendor/README.md"):
         assert client.get(path).status_code == 401
@@ -86,27 +86,27 @@ def test_only_the_page_is_without_a_key(served: Served) -> None:
         "/index.html",
     ],
 )
-def test_no_path_of_a_request_reaches_another_file(client: HttpClient, path: str) -> None:
+def test_paths_outside_the_page_files_are_status_404(client: HttpClient, path: str) -> None:
     answer = client.get(path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
-def test_a_page_elsewhere_gets_nothing(client: HttpClient) -> None:
+def test_page_files_are_refused_for_foreign_hosts_and_origins(client: HttpClient) -> None:
     for path in PAGE_PATHS:
         assert client.get(path, headers={"Host": "evil.example"}).status_code == 403
         assert "access-control-allow-origin" not in client.get(path, headers={"Origin": "http://evil.example"}).headers
 
 
-def test_nothing_is_posted_to_the_page(client: HttpClient) -> None:
+def test_post_to_the_page_is_status_405(client: HttpClient) -> None:
     assert client.post("/", {}).status_code == 405
 
 
-def test_the_list_of_files_is_the_folder() -> None:
+def test_page_file_lists_equal_the_web_folders() -> None:
     assert sorted(OWN_FILES) == sorted({path.name for path in WEB.iterdir()} - {"index.html", "service_worker.js"})
     assert sorted(LIBRARIES) == sorted(path.name for path in VENDOR.glob("*js"))
 
 
-def test_the_libraries_are_those_of_the_table_with_their_licences() -> None:
+def test_vendored_page_libraries_match_their_table_hashes_and_licences() -> None:
     table = (VENDOR / "README.md").read_text(encoding="utf-8")
     rows = ROW.findall(table)
     assert sorted(file for _, _, _, file, _, _ in rows) == sorted(LIBRARIES)
@@ -117,7 +117,7 @@ def test_the_libraries_are_those_of_the_table_with_their_licences() -> None:
     assert named == {path.name for path in VENDOR.glob("*.LICENSE")}
 
 
-def test_the_page_has_no_code_of_its_own_and_names_only_its_files() -> None:
+def test_index_html_has_no_inline_code_and_links_only_page_files() -> None:
     page = (WEB / "index.html").read_text(encoding="utf-8")
     assert re.findall(r"<script[^>]*>", page) == ['<script type="module" src="page/app.js">']
     assert "<style" not in page
@@ -125,7 +125,7 @@ def test_the_page_has_no_code_of_its_own_and_names_only_its_files() -> None:
     assert {f"/{name}" for name in re.findall(r'(?:src|href)="([^"]+)"', page)} <= set(PAGE_PATHS)
 
 
-def test_the_service_worker_keeps_every_file_of_the_page_and_no_other(client: HttpClient) -> None:
+def test_service_worker_caches_exactly_the_page_files(client: HttpClient) -> None:
     answer = client.get(SERVICE_WORKER)
     found = re.match(r'const FILES = (\[.*?\]), VERSION = "([0-9a-f]{16})";\n', answer.text)
     assert found
@@ -134,14 +134,14 @@ def test_the_service_worker_keeps_every_file_of_the_page_and_no_other(client: Ht
     assert answer.headers["service-worker-allowed"] == "../"
 
 
-def test_the_manifest_names_files_of_the_page(client: HttpClient) -> None:
+def test_web_manifest_names_only_page_files(client: HttpClient) -> None:
     manifest = client.get("/page/manifest.webmanifest").json()
     assert {urljoin("/page/manifest.webmanifest", manifest[name]) for name in ("id", "start_url", "scope")} == {PAGE}
     assert {f"/page/{icon['src']}" for icon in manifest["icons"]} <= set(PAGE_PATHS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_is_small_imports_its_neighbours_and_makes_no_markup(name: str) -> None:
+def test_page_scripts_are_short_import_page_files_and_build_no_html(name: str) -> None:
     text = (WEB / name).read_text(encoding="utf-8")
     imported = re.findall(r'^(?:import|export) .*?from "([^"]+)";$|^import "([^"]+)";$', text, re.MULTILINE)
     assert {f"/page/{first or second}".replace("/./", "/") for first, second in imported} <= set(PAGE_PATHS)
@@ -153,7 +153,7 @@ def test_a_script_is_small_imports_its_neighbours_and_makes_no_markup(name: str)
     assert ("dangerouslySetInnerHTML" in text) == (name == "markdown.js")
 
 
-def test_every_script_is_used() -> None:
+def test_every_page_script_is_imported() -> None:
     texts = {name: (WEB / name).read_text(encoding="utf-8") for name in SCRIPTS}
     used = {found for text in texts.values() for found in re.findall(r'from "\./([\w.]+\.js)"', text)}
     assert used | {"app.js", "service_worker.js"} == set(SCRIPTS)

@@ -64,7 +64,7 @@ def joined(events: list[dict[str, Any]]) -> str:
     return "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
 
 
-def test_the_mini_answers_over_a_socket_streamed_and_whole(server: Server) -> None:
+def test_served_mini_model_answers_streamed_and_whole(server: Server) -> None:
     with server.client() as client:
         assert [client.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
         whole = client.post(CHAT, json=FIELDS).json()
@@ -76,7 +76,7 @@ def test_the_mini_answers_over_a_socket_streamed_and_whole(server: Server) -> No
         assert 'paceline:request_success_total{engine="0",finished_reason="stop",model_name="mini"}' in client.get("/metrics").text
 
 
-def test_requests_of_a_client_that_hangs_up_are_aborted(server: Server) -> None:
+def test_request_of_a_client_that_closes_its_connection_is_aborted(server: Server) -> None:
     with server.client() as client:
         before = number_of(client, "request_aborts_total")
         with client.stream("POST", CHAT, json=ENDLESS) as stream:
@@ -95,7 +95,7 @@ def number_of(client: httpx.Client, name: str) -> float:
     return float(found)
 
 
-def test_sigterm_lets_running_requests_finish(start: Start, tmp_path: Path) -> None:
+def test_sigterm_lets_running_requests_of_the_server_finish(start: Start, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key-of-the-file-one\nkey-of-the-file-two\n")
     server = start("--api-key-file", str(keys), "--served-model-name", "mine", PACELINE_API_KEYS=KEY)
@@ -119,7 +119,7 @@ def test_sigterm_lets_running_requests_finish(start: Start, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_stream_and_body_longer_than_the_drain_end_with_it(start: Start) -> None:
+def test_open_stream_and_upload_are_cut_after_drain_s(start: Start) -> None:
     server = start("--drain-s", "0.2", "--quiet", "--host", "0.0.0.0", PACELINE_API_KEYS=f"another-key-of-the-test,{KEY}")
     assert "WARNING" in server.stderr
     url = server.url.replace("0.0.0.0", "127.0.0.1")
@@ -141,7 +141,7 @@ def test_stream_and_body_longer_than_the_drain_end_with_it(start: Start) -> None
     assert "Cancel" not in server.stderr
 
 
-def test_second_signal_ends_requests_with_an_error(server: Server) -> None:
+def test_second_sigterm_ends_running_requests_with_an_error(server: Server) -> None:
     """Whole and streamed, in every dialect, and without the time of the drain."""
     answers: dict[str, bytes] = {}
     long = {"max_tokens": 1900, "temperature": 100.0, "seed": 1, "top_p": 1.0}  # it hardly ever ends by itself
@@ -203,7 +203,7 @@ def test_port_in_use_is_refused_before_loading(refused: Callable[..., Result]) -
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_refusal_is_one_line_on_stderr(arguments: list[str], says: str, refused: Callable[..., Result]) -> None:
+def test_startup_error_is_one_line_on_stderr(arguments: list[str], says: str, refused: Callable[..., Result]) -> None:
     done = refused(*arguments)
     assert done.exit_code in (1, 2)
     assert says in done.stderr
@@ -216,7 +216,7 @@ def test_unusable_api_key_is_refused_without_repeating_it(refused: Callable[...,
     assert (done.exit_code, "secret?" in done.output) == (2, False)
 
 
-def test_api_key_on_the_command_line_is_taken_with_a_word_on_ps(refused: Callable[..., Result]) -> None:
+def test_api_key_option_warns_that_ps_shows_the_key(refused: Callable[..., Result]) -> None:
     done = refused("absent-model", "--port", "0", "--api-key", KEY, "--offline")
     assert (done.exit_code, KEY in done.output) == (1, False)
     assert "every user of this machine can see the key with ps; --api-key-file and PACELINE_API_KEYS keep it private" in done.stderr
@@ -247,7 +247,7 @@ def test_full_stderr_pipe_blocks_neither_answers_nor_shutdown() -> None:
         process.wait()
 
 
-def test_several_models_are_served_until_a_signal_ends_the_process(start: Start, mini_dir: Path, tmp_path: Path) -> None:
+def test_server_of_several_models_runs_until_sigterm(start: Start, mini_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "other").symlink_to(mini_dir / "draft")
     server = start("mini", str(tmp_path / "other"), "--max-model-len", "256")
     fields = {"prompt": "Once there was a", "temperature": 0, "max_tokens": 8}

@@ -63,7 +63,7 @@ def read_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("row", read_cases())
-def test_case_has_the_right_status(picky: HttpClient, row: dict[str, Any]) -> None:
+def test_recorded_request_case_has_the_expected_status(picky: HttpClient, row: dict[str, Any]) -> None:
     body = {"model": "mini", "max_tokens": 4, **row["body"]}
     for is_streamed in (False, True):
         answer = picky.post(row["path"], {**body, "stream": is_streamed})
@@ -190,7 +190,7 @@ BARE: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", BARE)
-def test_tools_without_description_or_parameters_are_taken(picky: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_tools_without_description_or_parameters_are_accepted(picky: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     write_down(monkeypatch, "hello")
     for tool in BARE[name]:
         answer = picky.post(DIALECTS[name].path, {**DIALECTS[name].fields([USER], max_tokens=4), "tools": [tool]})
@@ -250,14 +250,14 @@ def test_unsupported_field_is_refused_by_name(picky: HttpClient, dialect: Spoken
     assert not isinstance(error, dict) or error.get("param", name) == name
 
 
-def test_gbnf_is_refused_with_the_way_out(picky: HttpClient) -> None:
+def test_gbnf_grammar_is_refused_with_a_hint_at_lark(picky: HttpClient) -> None:
     for field in ({"grammar": "root ::= [a-z]+"}, {"structured_outputs": {"grammar": "# rules\nroot  ::= item\nitem ::= 'a'"}}):
         message = picky.refusal(CHAT.path, {**CHAT.fields([USER]), **field})["message"]
         assert "GBNF" in message
         assert "Lark" in message
 
 
-def test_ignored_fields_are_named_in_a_header(picky: HttpClient) -> None:
+def test_ignored_fields_are_named_in_a_response_header(picky: HttpClient) -> None:
     for dialect in DIALECTS.values():
         for is_streamed in (False, True):
             fields = {**dialect.fields([USER], max_tokens=1), "stream": is_streamed}
@@ -298,7 +298,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("form", "pattern"), FORMS, ids=[json.dumps(row[0])[:70] for row in FORMS])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_form_holds_the_answer_in_every_spelling(picky: HttpClient, path: str, form: dict[str, Any], pattern: str) -> None:
+def test_structured_output_option_is_accepted_in_every_form(picky: HttpClient, path: str, form: dict[str, Any], pattern: str) -> None:
     prompt: dict[str, Any] = {"messages": [USER]} if "chat" in path else {"prompt": "I need a taxi."}
     (choice,) = picky.json(path, {**prompt, "temperature": 0, "max_tokens": 30, "seed": 1, **form})["choices"]
     text = choice["message"]["content"] if "chat" in path else choice["text"]
@@ -316,7 +316,7 @@ FORMAT = {
 
 
 @pytest.mark.parametrize("tag", [{"type": "structural_tag", "format": FORMAT}, json.dumps({**FORMAT, "type": "structural_tag"})])
-def test_schema_holds_what_follows_a_tag(picky: HttpClient, tag: Any) -> None:
+def test_structural_tag_schema_constrains_the_text_after_the_tag(picky: HttpClient, tag: Any) -> None:
     fields = {"messages": [USER], "temperature": 1.0, "max_tokens": 60, "structured_outputs": {"structural_tag": tag}}
     biased = {**fields, "logit_bias": {str(picky.json("/tokenize", {"content": "I"})["tokens"][-1]): 100}}
     for seed in range(4):
@@ -327,7 +327,7 @@ def test_schema_holds_what_follows_a_tag(picky: HttpClient, tag: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["It is", "It is ", "  It\n\nis"])
-def test_prefill_is_continued(picky: HttpClient, text: str) -> None:
+def test_final_assistant_message_is_continued(picky: HttpClient, text: str) -> None:
     messages = [USER, {"role": "assistant", "content": text}]
     fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     ids = picky.json("/tokenize", fields)["tokens"]
@@ -343,7 +343,7 @@ def test_prefill_is_continued(picky: HttpClient, text: str) -> None:
     assert picky.json("/v1/messages/count_tokens", {"messages": messages})["input_tokens"] == len(ids)
 
 
-def test_texts_of_claude_code_that_change_every_turn_are_left_out(picky: HttpClient) -> None:
+def test_changing_claude_code_header_is_removed_from_the_system_prompt(picky: HttpClient) -> None:
     note = "x-anthropic-billing-header: cc_version=2.1; cch=1a2b;"
     fields = {"messages": [USER], "max_tokens": 1}
 
@@ -364,7 +364,7 @@ ALLOWED = [{"type": "function", "function": {**FUNCTION, "name": name}} for name
 
 
 @pytest.mark.parametrize("names", [["g"], ["g", "h"]])
-def test_only_allowed_tools_are_called(picky: HttpClient, names: list[str]) -> None:
+def test_allowed_tools_limits_which_tools_are_called(picky: HttpClient, names: list[str]) -> None:
     listed = [{"type": "function", "function": {"name": name}} for name in names]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": listed}}
     fields = {**CHAT.fields([USER], max_tokens=60, temperature=1.2), "parallel_tool_calls": False, "tools": ALLOWED, "tool_choice": choice}
@@ -384,7 +384,7 @@ def test_only_allowed_tools_are_called(picky: HttpClient, names: list[str]) -> N
     assert picky.refusal(CHAT.path, {**fields, "tool_choice": unknown})["param"] == "tool_choice.allowed_tools"
 
 
-def test_log_probabilities_of_a_prompt_have_the_shape_of_vllm(picky: HttpClient) -> None:
+def test_prompt_logprobs_have_the_format_of_vllm(picky: HttpClient) -> None:
     text = "I need a taxi to the airport."
     whole = picky.json("/v1/completions", {"prompt": text, "max_tokens": 1, "prompt_logprobs": 2, "temperature": 0})
     echoed = picky.json("/v1/completions", {"prompt": text, "max_tokens": 1, "echo": True, "logprobs": 2, "temperature": 0})
@@ -401,14 +401,14 @@ def test_log_probabilities_of_a_prompt_have_the_shape_of_vllm(picky: HttpClient)
     assert "prompt_logprobs" not in picky.json(CHAT.path, {"messages": [USER], "max_tokens": 1})
 
 
-def test_limit_of_minus_one_is_the_rest_of_the_context(short_client: HttpClient, short_engine: AsyncEngine) -> None:
+def test_max_tokens_minus_1_fills_the_context(short_client: HttpClient, short_engine: AsyncEngine) -> None:
     for path, prompt in ((CHAT.path, {"messages": [USER]}), ("/v1/completions", {"prompt": "I need"})):
         for limit in ({"max_tokens": -1}, {"n_predict": -1}):
             usage = short_client.json(path, {**prompt, **limit, "ignore_eos": True, "temperature": 0})["usage"]
             assert usage["total_tokens"] == short_engine.loaded.input_processor.max_model_len
 
 
-def test_paths_are_served_without_v1_too(picky: HttpClient) -> None:
+def test_paths_without_the_v1_prefix_are_served(picky: HttpClient) -> None:
     greedy = {"temperature": 0, "max_tokens": 3}
     bodies: dict[str, dict[str, Any]] = {
         "/chat/completions": {"messages": [USER]},
@@ -426,7 +426,7 @@ def test_paths_are_served_without_v1_too(picky: HttpClient) -> None:
     assert picky.post("/messages", {"messages": []}).json()["type"] == "error"
 
 
-def test_tokenization_is_as_in_llama_cpp_too(picky: HttpClient) -> None:
+def test_tokenize_accepts_the_fields_of_llama_cpp(picky: HttpClient) -> None:
     tokens = picky.json("/tokenize", {"prompt": "I need a taxi."})["tokens"]
     assert picky.json("/tokenize", {"content": "I need a taxi.", "add_special": True})["tokens"] == tokens
     pieces = picky.json("/tokenize", {"content": "I need", "with_pieces": True})["tokens"]
@@ -439,7 +439,7 @@ def test_tokenization_is_as_in_llama_cpp_too(picky: HttpClient) -> None:
     assert picky.refusal("/tokenize", {"content": "a", "prompt": "b"})["param"] == "prompt"
 
 
-def test_control_tokens_without_parse_special_are_text(picky: HttpClient) -> None:
+def test_tokenize_with_parse_special_false_keeps_control_tokens_as_text(picky: HttpClient) -> None:
     text = "a<|im_end|>b"
     control = picky.json("/tokenize", {"content": "<|im_end|>"})["tokens"]
     assert len(control) == 1
@@ -450,7 +450,7 @@ def test_control_tokens_without_parse_special_are_text(picky: HttpClient) -> Non
         assert picky.json("/detokenize", {"tokens": tokens})["content"].endswith(text)
 
 
-def test_props_are_facts_about_the_model(picky: HttpClient) -> None:
+def test_props_reports_context_template_and_slots(picky: HttpClient) -> None:
     props = picky.get("/props").json()
     assert props["default_generation_settings"]["n_ctx"] == 2048
     assert (props["model_alias"], props["total_slots"]) == ("mini", 4)
@@ -458,7 +458,7 @@ def test_props_are_facts_about_the_model(picky: HttpClient) -> None:
     assert props["modalities"] == {"vision": False, "audio": False}
 
 
-def test_reasoning_is_sent_by_both_names(picky: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_is_sent_as_reasoning_and_reasoning_content(picky: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
     client = HttpClient(create_app(engine_of(picky), ServerSettings(reasoning_parser="think", tool_call_parser="hermes")))
     write_down(monkeypatch, "<think>\nHm.\n</think>\n\nYes.")
     message = client.json(CHAT.path, {"messages": [USER]})["choices"][0]["message"]
@@ -471,7 +471,7 @@ def test_reasoning_is_sent_by_both_names(picky: HttpClient, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_streamed_line_ends_are_escaped(picky: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_unicode_line_separators_are_escaped_in_streams(picky: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     text = "a\u2028b\u2029c\u0085d"
     write_down(monkeypatch, text, piece_len=100)
     dialect = DIALECTS[name]
@@ -483,7 +483,7 @@ def test_streamed_line_ends_are_escaped(picky: HttpClient, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_answers_can_be_sent_back_as_they_are(picky: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_answer_can_be_sent_back_unchanged_as_history(picky: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     dialect = DIALECTS[name]
     strict = HttpClient(create_app(engine_of(picky), ServerSettings(served_model_name="mini", unknown_fields="refuse")))
     write_down(monkeypatch, '<think>\nHm.\n</think>\n\nSee.<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')

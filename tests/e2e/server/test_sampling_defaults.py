@@ -71,9 +71,7 @@ def _chosen(params: SamplingParams) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("path", CHATS)
-def test_a_conversation_uses_what_the_model_recommends_in_every_dialect(
-    params: Params, advised: HttpClient, client: HttpClient, path: str
-) -> None:
+def test_chat_request_without_sampling_uses_recommended_values(params: Params, advised: HttpClient, client: HttpClient, path: str) -> None:
     assert _chosen(params(advised, path, CHATS[path])) == RECOMMENDED
     assert _chosen(params(client, path, CHATS[path])) == {"temperature": 0.7}
 
@@ -81,20 +79,20 @@ def test_a_conversation_uses_what_the_model_recommends_in_every_dialect(
 @pytest.mark.parametrize(
     ("path", "documented"), [("/v1/completions", {"temperature": 1.0}), ("/api/generate", {"temperature": 0.8, "top_k": 40, "top_p": 0.9})]
 )
-def test_a_text_uses_the_recommended_or_the_documented_parameters(
+def test_completion_without_sampling_uses_recommended_or_documented_values(
     params: Params, advised: HttpClient, client: HttpClient, path: str, documented: dict[str, float]
 ) -> None:
     assert _chosen(params(advised, path, TEXTS[path])) == RECOMMENDED
     assert _chosen(params(client, path, TEXTS[path])) == documented
 
 
-def test_what_a_request_gives_is_kept(params: Params, advised: HttpClient) -> None:
+def test_sampling_parameters_of_a_request_override_recommended_ones(params: Params, advised: HttpClient) -> None:
     fields = {**CHATS["/v1/chat/completions"], "temperature": 0, "top_k": 0}
     assert _chosen(params(advised, "/v1/chat/completions", fields)) == {"top_p": 0.95, "repetition_penalty": 1.05}
 
 
 @pytest.mark.parametrize("path", UNSERVED)
-def test_a_path_that_is_not_served_names_what_is(client: HttpClient, path: str) -> None:
+def test_known_but_unserved_path_is_status_501_with_advice(client: HttpClient, path: str) -> None:
     method = "DELETE" if path.endswith("delete") else "POST"
     answer = client.ask(method, path, json={"model": "x", "input": "y"})
     assert answer.status_code == 501

@@ -203,7 +203,7 @@ class Soak:
 
 
 @pytest.mark.long
-def test_overloaded_server_refuses_some_and_answers_others_right(
+def test_overloaded_server_refuses_some_requests_and_answers_the_rest(
     mini_dir: Path, tmp_path: Path, large_counts: bool, tally: "Counter[str]"
 ) -> None:
     model = write_tool_model(mini_dir, tmp_path / "talking")

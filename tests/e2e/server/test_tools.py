@@ -90,7 +90,7 @@ def streamed(client: HttpClient, fields: dict[str, Any]) -> tuple[Parsed, str]:
     "more", [{"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": {"type": "function", "function": {"name": "book"}}}]
 )
 @pytest.mark.parametrize("tool_call_parser", ["hermes", "qwen3_coder", "glm45", "mistral", "llama3_json", "gemma4", "openai"])
-def test_a_required_call_has_arguments_that_match_the_schema(
+def test_required_tool_call_has_arguments_that_match_the_schema(
     tooled: Callable[..., HttpClient], tool_call_parser: str, more: dict[str, Any]
 ) -> None:
     client = tooled(tool_call_parser=tool_call_parser, reasoning_parser="none")
@@ -105,7 +105,7 @@ def test_a_required_call_has_arguments_that_match_the_schema(
     assert streamed(client, fields) == (said, reason)
 
 
-def test_a_call_may_be_required_of_any_tool(tooled: Callable[..., HttpClient]) -> None:
+def test_tool_choice_required_can_select_any_tool(tooled: Callable[..., HttpClient]) -> None:
     fields = {**ASKED, "tool_choice": "required", "temperature": 1.5, "parallel_tool_calls": False}
     names = {whole(tooled(reasoning_parser="none"), {**fields, "seed": seed})[0][0][1] for seed in range(8)}
     assert names == {"book", "cancel"}
@@ -120,7 +120,7 @@ def kinds_in_order(said: Parsed) -> Parsed:
 SHORT_CASES = [case for case in CASES if case.output.strip() and not case.is_opened]
 
 
-def test_streamed_and_whole_answers_have_what_the_model_wrote(tooled: Callable[..., HttpClient], large_counts: bool) -> None:
+def test_tool_answers_whole_and_streamed_equal_the_parser_cases(tooled: Callable[..., HttpClient], large_counts: bool) -> None:
     for case in SHORT_CASES[:: 1 if large_counts else 12]:
         check_case(tooled, case)
 
@@ -135,14 +135,14 @@ def check_case(tooled: Callable[..., HttpClient], case: Case) -> None:
         assert streamed(client, fields) == (kinds_in_order(case.expected), reason)
 
 
-def test_answer_cut_by_max_tokens_ends_with_length(tooled: Callable[..., HttpClient]) -> None:
+def test_tool_answer_cut_by_max_tokens_has_finish_reason_length(tooled: Callable[..., HttpClient]) -> None:
     with answering(Grammar.choice(['<tool_call>{"name": "book", "arguments": {"kind": "taxi"}}</tool_call>'])):
         said, reason = whole(tooled(), {**ASKED, "max_tokens": 20})
         assert reason == "length"
         assert streamed(tooled(), {**ASKED, "max_tokens": 20}) == (said, reason)
 
 
-def test_stop_string_within_markup_ends_the_answer(tooled: Callable[..., HttpClient]) -> None:
+def test_stop_string_within_a_tool_call_ends_the_answer(tooled: Callable[..., HttpClient]) -> None:
     with answering(Grammar.choice(['I go. <tool_call>{"name": "book", "arguments": {"kind": "taxi"}}</tool_call>'])):
         for stop, expected in {
             "taxi": [("text", "I go."), ("call", "book", '{"kind": ""}')],
@@ -154,7 +154,7 @@ def test_stop_string_within_markup_ends_the_answer(tooled: Callable[..., HttpCli
             assert streamed(tooled(), {**ASKED, "stop": stop}) == (expected, "stop")
 
 
-def test_call_cut_by_a_stop_string_is_incomplete(tooled: Callable[..., HttpClient]) -> None:
+def test_tool_call_cut_by_a_stop_string_has_status_incomplete(tooled: Callable[..., HttpClient]) -> None:
     written = '<tool_call>{"name": "book", "arguments": {"seats": 2, "kind": "taxi"}}</tool_call>'
     with answering(Grammar.choice([written])):
         said = ([("call", "book", '{"seats": 2}')], "stop")
@@ -164,7 +164,7 @@ def test_call_cut_by_a_stop_string_is_incomplete(tooled: Callable[..., HttpClien
         assert (item["type"], item["status"]) == ("function_call", "incomplete")
 
 
-def test_call_cut_by_a_stop_string_has_finish_reason_stop(tooled: Callable[..., HttpClient]) -> None:
+def test_tool_call_cut_by_a_stop_string_has_finish_reason_stop(tooled: Callable[..., HttpClient]) -> None:
     call = '<tool_call>{"name": "book", "arguments": {"seats": %d, "kind": "taxi"}}</tool_call>'
     with answering(Grammar.choice([f"{call % 1}\n{call % 2}"])):
         fields = {**ASKED, "stop": '2, "kind"'}
@@ -173,7 +173,7 @@ def test_call_cut_by_a_stop_string_has_finish_reason_stop(tooled: Callable[..., 
         assert streamed(tooled(), fields) == (calls, reason)
 
 
-def test_markup_of_special_tokens_is_seen(tooled: Callable[..., HttpClient], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_call_that_starts_with_a_special_token_is_parsed(tooled: Callable[..., HttpClient], monkeypatch: pytest.MonkeyPatch) -> None:
     reads = Markers(anywhere={"<|im_start|>": hermes.MARKERS.anywhere[hermes.OPEN]})
     special = formats.ToolCallFormat(reads, (), ("<|im_start|>",), hermes.calls_grammar)
     monkeypatch.setitem(formats.TOOL_CALL_FORMATS, "special", special)
@@ -185,14 +185,14 @@ def test_markup_of_special_tokens_is_seen(tooled: Callable[..., HttpClient], mon
         assert streamed(client, ASKED) == ([("text", "a"), ("call", "cancel", "{}")], "tool_calls")
 
 
-def test_without_tools_calls_are_text(tooled: Callable[..., HttpClient]) -> None:
+def test_tool_call_markup_stays_text_without_tools(tooled: Callable[..., HttpClient]) -> None:
     written = '<tool_call>{"name": "book", "arguments": {}}</tool_call>'
     with answering(Grammar.choice([written])):
         for more in ({"tools": None}, {"tool_choice": "none"}):
             assert whole(tooled(), {**ASKED, **more}) == ([("text", written)], "stop")
 
 
-def test_reasoning_that_the_prompt_begins_is_reasoning(tooled: Callable[..., HttpClient]) -> None:
+def test_reasoning_opened_by_the_prompt_is_parsed_as_reasoning(tooled: Callable[..., HttpClient]) -> None:
     fields = {"messages": [USER], "temperature": 0, "max_tokens": 60}
     with answering(Grammar.choice(["Hm.\n</think>\n\nYes."])):
         for more in ({"reasoning_effort": "high"}, {"chat_template_kwargs": {"enable_thinking": True}}):
@@ -218,7 +218,7 @@ def test_response_format_constrains_the_text_after_reasoning(tooled: Callable[..
     assert (kind, set(json.loads(text))) == ("text", {"a"})
 
 
-def test_origins_and_logprobs_reach_a_client_that_calls_tools(tooled: Callable[..., HttpClient]) -> None:
+def test_tool_answers_contain_token_origins_and_logprobs(tooled: Callable[..., HttpClient]) -> None:
     fields = {**ASKED, "logprobs": True, "speculation": {"origins": True}}
     with answering(Grammar.choice(['I go. <tool_call>{"name": "cancel"}</tool_call>'])):
         (choice,) = (answer := tooled().json(PATH, fields))["choices"]
@@ -241,7 +241,7 @@ CALLED = [
 ]
 
 
-def test_calls_and_results_are_rendered_by_the_template(tooled: Callable[..., HttpClient], tool_engine: AsyncEngine) -> None:
+def test_tool_calls_and_results_are_rendered_by_the_chat_template(tooled: Callable[..., HttpClient], tool_engine: AsyncEngine) -> None:
     ids = tooled().json("/tokenize", {"messages": CALLED, "tools": DESCRIBED})["tokens"]
     text = tool_engine.loaded.input_processor.tokenizer.decode(ids, skip_special_tokens=False)
     assert '{"name": "cancel", "description": "", "parameters": {"type": "object", "properties": {}}}}\n' in text
@@ -287,14 +287,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("more", "name"), REFUSED, ids=[name for _, name in REFUSED])
-def test_a_wrong_tool_field_is_named(tooled: Callable[..., HttpClient], more: dict[str, Any], name: str) -> None:
+def test_invalid_tool_field_is_named_in_the_error(tooled: Callable[..., HttpClient], more: dict[str, Any], name: str) -> None:
     for is_streamed in (False, True):
         error = tooled(grammar_timeout_s=600).refusal(PATH, {**ASKED, **more, "stream": is_streamed})
         assert error["param"] == name
         assert not re.search("lark|rule_|%json|start:", error["message"], re.IGNORECASE), "how a grammar is put together"
 
 
-def test_required_tool_is_called_if_the_template_knows_no_tools(client: HttpClient) -> None:
+def test_required_tool_is_called_even_if_the_template_ignores_tools(client: HttpClient) -> None:
     """The embedded model's template knows no tools: calls have the generic form, and are held to the schema."""
     only = {"type": "function", "function": {"name": "book"}}
     said, reason = whole(client, {**ASKED, "tool_choice": only})
@@ -306,11 +306,11 @@ def test_required_tool_is_called_if_the_template_knows_no_tools(client: HttpClie
     assert streamed(client, {**ASKED, "tool_choice": only}) == (said, reason)
 
 
-def test_a_conversation_with_calls_is_answered_without_tools(client: HttpClient) -> None:
+def test_history_with_tool_calls_is_accepted_without_tools(client: HttpClient) -> None:
     client.json(PATH, {"messages": CALLED, "max_tokens": 1})
 
 
-def test_choice_of_a_function_may_be_flat(tooled: Callable[..., HttpClient]) -> None:
+def test_tool_choice_function_name_may_be_at_the_top_level(tooled: Callable[..., HttpClient]) -> None:
     name = ASKED["tools"][0]["function"]["name"]
     answers = [
         whole(tooled(), {**ASKED, "tool_choice": choice, "seed": 1, "max_tokens": 60})
@@ -337,28 +337,28 @@ THINKING: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("more", "names"), THINKING)
-def test_template_option_without_a_variable_is_ignored_by_name(client: HttpClient, more: dict[str, Any], names: str) -> None:
+def test_chat_template_kwargs_unknown_to_the_template_are_reported(client: HttpClient, more: dict[str, Any], names: str) -> None:
     for streams in (False, True):
         answer = client.post(PATH, {"messages": [USER], "max_tokens": 1, "stream": streams, **more})
         assert (answer.status_code, answer.headers.get(IGNORED_HEADER)) == (200, names), answer.text
 
 
-def test_template_option_of_a_tokenized_conversation_is_ignored_by_name(client: HttpClient) -> None:
+def test_tokenize_reports_chat_template_kwargs_unknown_to_the_template(client: HttpClient) -> None:
     answer = client.post("/tokenize", {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}})
     assert (answer.status_code, answer.headers[IGNORED_HEADER]) == (200, "chat_template_kwargs.enable_thinking")
 
 
-def test_tools_without_a_parser_are_refused(tooled: Callable[..., HttpClient]) -> None:
+def test_tools_without_a_tool_call_parser_are_refused(tooled: Callable[..., HttpClient]) -> None:
     assert "--tool-call-parser" in tooled(tool_call_parser="none").refusal(PATH, ASKED)["message"]
 
 
-def test_strict_tools_without_an_opening_token_leave_the_text_free(tooled: Callable[..., HttpClient]) -> None:
+def test_strict_tools_without_an_opening_token_do_not_constrain_the_text(tooled: Callable[..., HttpClient]) -> None:
     """Nothing says where a call begins in a vocabulary without a token for it, so the text stays free."""
     strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in DESCRIBED]
     assert whole(tooled(), {**ASKED, "tools": strict, "max_tokens": 12})[0]
 
 
-def test_answers_validate_as_openais_own_types(tooled: Callable[..., HttpClient]) -> None:
+def test_tool_answers_validate_as_types_of_the_openai_package(tooled: Callable[..., HttpClient]) -> None:
     chat = pytest.importorskip("openai.types.chat", reason="openai is not installed")
     fields = {**ASKED, "tool_choice": "required", "parallel_tool_calls": False}
     answer = chat.ChatCompletion.model_validate(tooled().json(PATH, fields), strict=True)

@@ -18,7 +18,7 @@ TEXT = "<|im_start|>user\nCan you add 12 and 345, don't you?<|im_end|>\n"
 
 
 @pytest.mark.parametrize("kind", ["BF16", "F32"])
-def test_exported_mini_gives_the_same_greedy_text(kind: str, mini_dir: Path, tmp_path: Path) -> None:
+def test_gguf_export_of_mini_gives_the_same_greedy_text(kind: str, mini_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "mini.gguf"
     export_gguf(mini_dir, file, kind)
     ids = Tokenizer.open(mini_dir).encode(TEXT)
@@ -32,7 +32,7 @@ def test_exported_mini_gives_the_same_greedy_text(kind: str, mini_dir: Path, tmp
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_export_with_biases_and_head_norms_gives_the_same_logits(family: str, tmp_path: Path) -> None:
+def test_gguf_export_with_biases_and_head_norms_gives_the_same_logits(family: str, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "model", family)
     (directory / "tokenizer.json").unlink()  # of words, which has no GGUF form
     file = tmp_path / "model.gguf"
@@ -41,7 +41,7 @@ def test_export_with_biases_and_head_norms_gives_the_same_logits(family: str, tm
     np.testing.assert_allclose(*logits, rtol=0, atol=1e-5)
 
 
-def test_rope_factors_equal_those_of_llama_3() -> None:
+def test_exported_llama3_rope_factors_equal_those_of_transformers() -> None:
     rope = {
         "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -53,7 +53,7 @@ def test_rope_factors_equal_those_of_llama_3() -> None:
     np.testing.assert_allclose(plain / np.array(factors), frequencies.numpy(), rtol=1e-5)
 
 
-def test_unsupported_model_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_gguf_export_of_an_unsupported_model_is_refused(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "model", "gemma2")
     with pytest.raises(ValueError, match=r"gemma2; written as GGUF are llama.*: name a GGUF file instead"):
         export_gguf(directory, tmp_path / "model.gguf", "F32")

@@ -31,24 +31,24 @@ def bare(mini_dir: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_drafter_that_is_there_is_a_mode(mini_dir: Path) -> None:
+def test_bench_modes_include_every_available_drafter(mini_dir: Path) -> None:
     found = {"plain": [], "ngram": ["ngram"], "suffix": ["suffix"], "draft_model": ["draft_model"]}
     assert modes(mini_dir) == found  # auto is the draft model
     assert modes(mini_dir, has_predictions=True) == {**found, "prediction": ["prediction"]}
 
 
-def test_a_model_without_a_draft_model_has_no_such_mode(bare: Path) -> None:
+def test_bench_of_a_model_without_draft_model_has_no_draft_model_mode(bare: Path) -> None:
     assert set(modes(bare)) == {"plain", "ngram", "suffix"}
 
 
-def test_a_draft_model_that_is_named_is_used(bare: Path, mini_dir: Path) -> None:
+def test_bench_uses_the_named_draft_model(bare: Path, mini_dir: Path) -> None:
     draft = str(mini_dir / "draft")
     assert modes(bare, draft_model=draft)["draft_model"] == [draft]
     assert modes(bare, draft_model=draft, drafters=("draft_model+ngram",)) == {"plain": [], "draft_model+ngram": [draft, "ngram"]}
     assert modes(bare, drafters=(draft,)) == {"plain": [], "draft_model draft": [draft]}
 
 
-def test_a_drafter_that_cannot_work_is_an_error(bare: Path) -> None:
+def test_bench_refuses_a_drafter_that_cannot_run(bare: Path) -> None:
     with pytest.raises(IncompatibleDrafterError, match="has no embedded draft model"):
         modes(bare, drafters=("draft_model",))
     with pytest.raises(IncompatibleDrafterError, match="neither one of auto"):
@@ -76,7 +76,7 @@ def test_a_drafter_that_cannot_work_is_an_error(bare: Path) -> None:
         ({"batch_size": 2, "peers": ("x",)}, "peers run one request at a time"),
     ],
 )
-def test_settings_are_checked(settings: dict[str, object], said: str) -> None:
+def test_invalid_bench_settings_are_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         BenchPlan(**settings)  # type: ignore[arg-type]
 
@@ -90,17 +90,17 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Peer:
     return PROGRAM
 
 
-def test_missing_peer_is_refused_with_the_install_command(program: Peer, mini_dir: Path) -> None:
+def test_missing_bench_peer_is_refused_with_the_install_command(program: Peer, mini_dir: Path) -> None:
     with pytest.raises(BackendUnavailableError, match=r"some.program is not installed: paceline bench --install-peers some.program"):
         peer_modes(BenchPlan(peers=("some_program",)), mini_dir, "bf16", context=1024)
 
 
-def test_an_unknown_peer_names_those_there_are(program: Peer) -> None:
+def test_unknown_bench_peer_error_lists_the_known_peers(program: Peer) -> None:
     with pytest.raises(ConfigError, match=r"peer is 'nobody': use one of .*some.program"):
         find_peer("nobody")
 
 
-def test_a_peer_has_its_own_plain_mode_and_the_draft_model(program: Peer, mini_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_peer_has_its_own_plain_mode_and_the_draft_model(program: Peer, mini_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_modes_module, "environment_python", lambda peer: Path(sys.executable))
     found, draft = peer_modes(BenchPlan(peers=("some.program",), num_speculative_tokens=3), mini_dir, "bf16", context=1024)
     assert draft == mini_dir / "draft"
@@ -113,14 +113,14 @@ def test_a_peer_has_its_own_plain_mode_and_the_draft_model(program: Peer, mini_d
     }  # fmt: skip
 
 
-def test_without_a_draft_model_a_peer_has_no_such_mode(program: Peer, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_peer_without_a_draft_model_has_no_draft_model_mode(program: Peer, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_modes_module, "environment_python", lambda peer: Path(sys.executable))
     found, draft = peer_modes(BenchPlan(peers=("some.program",)), bare, "bf16", context=1024)
     assert draft is None
     assert len(found) == 2
 
 
-def test_a_peer_that_cannot_read_the_files_is_refused(program: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_peer_that_cannot_read_the_file_format_is_refused(program: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_modes_module, "environment_python", lambda peer: Path(sys.executable))
     file = tmp_path / "model.gguf"
     shutil.copy(__file__, file)

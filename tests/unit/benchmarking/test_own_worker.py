@@ -39,7 +39,7 @@ def request(**fields: Any) -> dict[str, Any]:
     return {"prompt_ids": PROMPT, "max_tokens": 24, "temperature": 0.0, "seed": 5, **fields}
 
 
-def test_own_worker_reports_the_model_and_its_counters(own_kernels: None) -> None:
+def test_own_bench_worker_reports_the_model_and_its_counters(own_kernels: None) -> None:
     answers = io.StringIO()
     serve(
         io.StringIO("\n".join(map(json.dumps, [order("ngram"), request(), request(temperature=0.8), {"wait": True}, request()]))), answers
@@ -64,7 +64,7 @@ def test_own_worker_reports_the_model_and_its_counters(own_kernels: None) -> Non
             assert ready["cache_bytes_per_token"] > 0
 
 
-def test_a_request_does_not_help_the_next_one(own_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_requests_share_no_prefix_cache_or_suffix_store(own_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     draft_always(monkeypatch)
     model = OwnModel(order("suffix"))
     long = request(prompt_ids=PROMPT * 12)  # some blocks of the cache
@@ -74,7 +74,7 @@ def test_a_request_does_not_help_the_next_one(own_kernels: None, monkeypatch: py
     assert model._loaded.engine.stats.num_cached_tokens == 0
 
 
-def test_a_batch_has_the_tokens_of_its_requests(own_kernels: None) -> None:
+def test_bench_batch_gives_the_tokens_of_its_single_requests(own_kernels: None) -> None:
     model = OwnModel(order("ngram"))
     requests = [request(), request(prompt_ids=PROMPT[::-1], seed=6)]
     alone = [model.answer(one)["token_ids"] for one in requests]
@@ -83,7 +83,7 @@ def test_a_batch_has_the_tokens_of_its_requests(own_kernels: None) -> None:
     assert together["steps"] >= together["decoding_passes"]
 
 
-def test_own_worker_drafts_from_a_prediction(own_kernels: None) -> None:
+def test_own_bench_worker_drafts_from_a_prediction(own_kernels: None) -> None:
     plain = OwnModel(order()).answer(request())
     assert (plain["num_draft_tokens"], plain["acceptance_length"]) == (0, 1.0)
     guessed = OwnModel(order("prediction")).answer(request(prediction=plain["token_ids"]))
@@ -91,7 +91,7 @@ def test_own_worker_drafts_from_a_prediction(own_kernels: None) -> None:
     assert guessed["num_accepted_tokens"] > 0
 
 
-def test_a_request_that_cannot_be_served_is_answered_with_its_error(own_kernels: None) -> None:
+def test_bench_worker_answers_an_invalid_request_with_an_error(own_kernels: None) -> None:
     answers = io.StringIO()
     orders = [order(), request(prompt_ids=[]), request(max_tokens=10_000), {"nonsense": 1}, request(max_tokens=2)]
     serve(io.StringIO("\n".join(map(json.dumps, orders))), answers)
@@ -99,13 +99,13 @@ def test_a_request_that_cannot_be_served_is_answered_with_its_error(own_kernels:
     assert [list(one) == ["error"] for one in found] == [True, True, True, False]
 
 
-def test_a_model_that_cannot_be_opened_is_one_error(tmp_path: Path) -> None:
+def test_bench_worker_reports_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
     answers = io.StringIO()
     serve(io.StringIO(json.dumps(order() | {"model": str(tmp_path)}) + "\n"), answers)
     assert "error" in json.loads(answers.getvalue())
 
 
-def test_a_timed_call_returns_what_it_calls() -> None:
+def test_timed_call_returns_the_result_and_its_seconds() -> None:
     timed = TimedCall(lambda value: value + 1)
     assert timed(1) == 2
     assert timed.seconds > 0

@@ -51,20 +51,20 @@ def test_peer_environment_installs_torch_first(cache: Path) -> None:
     assert installed_versions(PEER) == {"fake": "1.0"}
 
 
-def test_torch_of_the_index_is_taken_where_its_cpu_build_is_not_to_be_had() -> None:
+def test_peer_environment_falls_back_to_torch_of_the_default_index() -> None:
     commands = Commands(refused="torch==2.13.0+cpu")
     make_environment(PEER, commands)
     assert commands.installed[1:] == [["torch==2.13.0"], ["torch==2.13.0", "fake==1.0"], ["--no-deps", "alone==2.0"]]
 
 
-def test_an_environment_that_is_there_is_not_made_again() -> None:
+def test_existing_peer_environment_is_not_rebuilt() -> None:
     make_environment(PEER, Commands())
     commands = Commands()
     assert make_environment(PEER, commands) == environment_python(PEER)
     assert commands.run == []
 
 
-def test_a_half_made_environment_is_none_and_is_made_anew(cache: Path) -> None:
+def test_incomplete_peer_environment_is_ignored_and_rebuilt(cache: Path) -> None:
     with pytest.raises(BackendUnavailableError):
         make_environment(PEER, Commands(refused="alone==2.0"))
     assert (cache / "peers" / "fake" / "bin" / "python").is_file()
@@ -75,7 +75,7 @@ def test_a_half_made_environment_is_none_and_is_made_anew(cache: Path) -> None:
     assert environment_python(PEER) is not None
 
 
-def test_an_environment_of_other_requirements_is_none(cache: Path) -> None:
+def test_peer_environment_with_other_requirements_is_ignored(cache: Path) -> None:
     make_environment(PEER, Commands())
     record = cache / "peers" / "fake" / RECORD
     for text in (record.read_text(encoding="utf-8").replace("fake==1.0", "fake==0.9"), "[]", "{"):
@@ -89,7 +89,7 @@ def test_failed_peer_installation_reports_its_reason() -> None:
 
 
 @pytest.mark.parametrize("peer", PEERS.values(), ids=lambda peer: peer.name)
-def test_a_peer_is_pinned_and_its_worker_imports_nothing_of_paceline(peer: Peer) -> None:
+def test_peer_packages_are_pinned_and_workers_import_no_paceline(peer: Peer) -> None:
     assert all("==" in package or package.startswith("setuptools<") for package in (*peer.packages, *peer.alone))
     assert set(peer.modes) <= {"plain", "ngram", "draft_model", "mtp"}
     assert peer.modes[0] == "plain"

@@ -52,7 +52,7 @@ def in_two_parts(request: WorkerRequest, arrived: Arrived) -> Generated:
     return Generated([5] * request["max_tokens"], 4, 2)
 
 
-def test_peer_worker_reports_ready_and_answers_requests() -> None:
+def test_bench_peer_worker_reports_ready_and_answers_requests() -> None:
     ready, first, second = said(in_two_parts, REQUEST, REQUEST)
     assert ready.pop("load_s") >= 0
     assert ready == {"ready": True, "name": "fake", "version": "1", "note": "as told"}
@@ -65,14 +65,14 @@ def test_peer_worker_reports_ready_and_answers_requests() -> None:
         assert 0 < answer["rss_bytes"] <= answer["peak_rss_bytes"] or not Path("/proc/self/status").exists()
 
 
-def test_times_reported_by_a_peer_are_used() -> None:
+def test_token_times_reported_by_a_peer_are_used() -> None:
     _, answer = said(lambda *_: Generated([1, 2, 3], times_s=[0.5, 1.0, 1.5]), REQUEST)
     assert answer["times_s"] == [0.5, 1.0, 1.5]
     assert answer["first_token_s"] == 0.5
 
 
 @pytest.mark.parametrize(("num_tokens", "num_arrived"), [(2, 3), (4, 3), (3, 2)])
-def test_another_number_of_tokens_than_was_asked_for_is_an_error(num_tokens: int, num_arrived: int) -> None:
+def test_peer_output_of_the_wrong_length_is_an_error(num_tokens: int, num_arrived: int) -> None:
     def generate(_: WorkerRequest, arrived: Arrived) -> Generated:
         arrived(num_arrived)
         return Generated([1] * num_tokens)
@@ -81,7 +81,7 @@ def test_another_number_of_tokens_than_was_asked_for_is_an_error(num_tokens: int
     assert f"{num_tokens} tokens, {num_arrived} of them in time, expected 3" in answer["error"]
 
 
-def test_an_error_is_one_line_and_not_the_end() -> None:
+def test_peer_error_is_one_line_and_the_worker_continues() -> None:
     def fails_once(request: WorkerRequest, arrived: Arrived) -> Generated:
         if request["seed"] == 1:
             raise PeerError("no such thing\nat some place")
@@ -92,7 +92,7 @@ def test_an_error_is_one_line_and_not_the_end() -> None:
     assert answer["token_ids"] == [5, 5, 5]
 
 
-def test_a_model_that_cannot_be_opened_is_one_error_and_the_end() -> None:
+def test_peer_that_cannot_open_the_model_reports_one_error_and_ends() -> None:
     def fails(_: WorkerRequest) -> Opened:
         raise PeerError("mtp is not to be had")
 
@@ -101,11 +101,11 @@ def test_a_model_that_cannot_be_opened_is_one_error_and_the_end() -> None:
     assert json.loads(answers.getvalue()) == {"error": "mtp is not to be had"}
 
 
-def test_wait_ends_a_worker() -> None:
+def test_wait_message_ends_a_peer_worker() -> None:
     assert len(said(in_two_parts, {"wait": True}, REQUEST)) == 1
 
 
-def test_thread_pools_are_sized_before_the_model_is_opened() -> None:
+def test_peer_thread_variables_are_set_before_the_model_is_opened() -> None:
     seen: dict[str, str] = {}
 
     def look(_: WorkerRequest) -> Opened:
@@ -117,7 +117,7 @@ def test_thread_pools_are_sized_before_the_model_is_opened() -> None:
     assert seen["HF_HUB_OFFLINE"] == "1"
 
 
-def test_what_a_library_prints_is_no_answer(tmp_path: Path) -> None:
+def test_output_printed_by_a_peer_library_goes_to_stderr(tmp_path: Path) -> None:
     script = tmp_path / "fake_worker.py"
     script.write_text(FAKE.format(folder=str(PEERS_FOLDER)), encoding="utf-8")
     lines = "".join(json.dumps(order) + "\n" for order in (FIRST, REQUEST))
@@ -128,7 +128,7 @@ def test_what_a_library_prints_is_no_answer(tmp_path: Path) -> None:
     assert done.stderr.splitlines() == ["a greeting", "chatter"]
 
 
-def test_a_model_is_converted_once_and_again_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_model_conversion_is_cached_until_the_model_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "environment"))
     (tmp_path / "environment").mkdir()
     source = tmp_path / "model"

@@ -40,22 +40,22 @@ def written(path: Path, *lines: object) -> Path:
 
 
 @pytest.mark.parametrize("workload", [one for one in builtin_workloads(NAMES) if one.name != "random"], ids=lambda one: one.name)
-def test_each_workload_has_eight_prompts_of_its_own(workload: Any) -> None:
+def test_builtin_workload_has_eight_different_prompts(workload: Any) -> None:
     assert len({str(prompt) for prompt in workload.prompts}) == 8
 
 
-def test_an_unknown_workload_names_those_there_are() -> None:
+def test_unknown_workload_error_lists_the_known_workloads() -> None:
     with pytest.raises(ConfigError, match=r"workload is 'poems': use one of chat, code, .*--prompts"):
         builtin_workloads(("chat", "poems"))
 
 
-def test_lines_of_text_are_prompts(tmp_path: Path) -> None:
+def test_each_line_of_a_text_file_is_a_bench_prompt(tmp_path: Path) -> None:
     found = file_workload(written(tmp_path / "mine.txt", "One", "", '{"prompt": "not JSON here"}'))
     assert found.name == "mine"
     assert [prompt.text for prompt in found.prompts] == ["One", '{"prompt": "not JSON here"}']
 
 
-def test_json_lines_are_texts_conversations_or_ids(tmp_path: Path) -> None:
+def test_jsonl_prompts_are_texts_messages_or_token_ids(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     path = written(
         tmp_path / "mine.jsonl",
@@ -83,12 +83,12 @@ def test_json_lines_are_texts_conversations_or_ids(tmp_path: Path) -> None:
         ({"prompt": "x", "prediction": 7}, "prediction is 7: give a text or a list"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: object, said: str) -> None:
+def test_invalid_line_of_a_prompt_file_is_named(tmp_path: Path, line: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         file_workload(written(tmp_path / "mine.jsonl", {"prompt": "fine"}, line))
 
 
-def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_missing_or_empty_prompt_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no file .*none.jsonl"):
         file_workload(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match=r"cannot be read: .* is a directory"):
@@ -97,7 +97,7 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         file_workload(written(tmp_path / "empty.txt", ""))
 
 
-def test_spec_bench_has_one_workload_per_category(tmp_path: Path) -> None:
+def test_spec_bench_file_gives_one_workload_per_category(tmp_path: Path) -> None:
     other = {**QUESTION, "category": "math", "turns": ["1 + 1?"]}
     found = spec_bench_workloads(written(tmp_path / "question.jsonl", QUESTION, other, QUESTION))
     assert [(one.name, len(one.prompts)) for one in found] == [("writing", 2), ("math", 1)]
@@ -114,12 +114,12 @@ def test_spec_bench_has_one_workload_per_category(tmp_path: Path) -> None:
         ({**QUESTION, "turns": [1]}, r"line 2 of .*: turns is \[1\]: give a list of texts"),
     ],
 )
-def test_a_line_that_is_no_question_is_named(tmp_path: Path, line: object, said: str) -> None:
+def test_invalid_line_of_a_spec_bench_file_is_named(tmp_path: Path, line: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         spec_bench_workloads(written(tmp_path / "question.jsonl", QUESTION, line))
 
 
-def test_the_published_questions_are_read(shared_dir: Path) -> None:
+def test_published_spec_bench_file_has_480_questions(shared_dir: Path) -> None:
     path = shared_dir / "data" / "prompts" / "spec_bench_question.jsonl"
     if not path.is_file():
         pytest.skip("no prompts in ../shared")
@@ -128,7 +128,7 @@ def test_the_published_questions_are_read(shared_dir: Path) -> None:
     assert found["translation"] == 80
 
 
-def test_two_workloads_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_workloads_with_the_same_name_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "chat.txt", "Hello")
     with pytest.raises(ConfigError, match="two workloads are called 'chat'"):
         select_workloads(BenchPlan(workloads=("chat",), prompts=path))
@@ -139,24 +139,24 @@ def test_two_workloads_of_one_name_are_refused(tmp_path: Path) -> None:
 # --- made ---
 
 
-def test_messages_go_through_the_chat_template(tokenizer: Tokenizer) -> None:
+def test_bench_messages_are_encoded_with_the_chat_template(tokenizer: Tokenizer) -> None:
     messages = ({"role": "user", "content": "Hi"},)
     assert list(encode(Prompt(messages=messages), tokenizer, 4096).prompt_ids) == tokenizer.apply_chat_template(messages)
 
 
-def test_without_a_template_they_are_their_texts(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_messages_without_a_chat_template_are_joined_as_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "has_chat_template", False)
     assert list(encode(Prompt(messages=({"role": "user", "content": "Hi"},)), tokenizer, 4096).prompt_ids) == tokenizer.encode("Hi\n")
 
 
-def test_an_id_that_does_not_exist_is_refused(tokenizer: Tokenizer) -> None:
+def test_bench_token_id_out_of_range_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="token id 4096: ids of this model are below 4096"):
         encode(Prompt(token_ids=(1, 4096)), tokenizer, 4096)
     with pytest.raises(ConfigError, match="token id 9999"):
         encode(Prompt(text="x", prediction=(9999,)), tokenizer, 4096)
 
 
-def test_random_prompts_are_uniform_and_a_seed_repeats_them() -> None:
+def test_random_bench_prompts_are_uniform_and_reproducible_by_seed() -> None:
     found = random_prompts(50, 16, seed=3)
     ids = [token_id for prompt in found for token_id in prompt.prompt_ids]
     assert len(ids) == 50 * RANDOM_TOKENS
@@ -167,7 +167,7 @@ def test_random_prompts_are_uniform_and_a_seed_repeats_them() -> None:
 
 
 @pytest.mark.parametrize(("length", "changed"), [(100, 5), (96, 5), (20, 1), (3, 1)])
-def test_five_per_cent_of_a_prediction_are_other_tokens(length: int, changed: int) -> None:
+def test_bench_prediction_replaces_five_percent_of_the_tokens(length: int, changed: int) -> None:
     text = list(range(length))
     found = replace_tokens(text, 4096, seed=1)
     assert sum(one != other for one, other in zip(text, found, strict=True)) == changed
@@ -176,7 +176,7 @@ def test_five_per_cent_of_a_prediction_are_other_tokens(length: int, changed: in
 
 
 @pytest.mark.parametrize("in_prompt", [False, True])
-def test_copies_are_predicted_and_held_by_the_prompt_where_that_is_asked(tokenizer: Tokenizer, in_prompt: bool) -> None:
+def test_copying_workload_puts_the_prediction_into_the_prompt_if_set(tokenizer: Tokenizer, in_prompt: bool) -> None:
     prompts = [EncodedPrompt((5, 6, 7)), EncodedPrompt((8, 9))]
     answers = {
         prompts[0]: tokenizer.encode("A letter is put into a box."),
@@ -192,7 +192,7 @@ def test_copies_are_predicted_and_held_by_the_prompt_where_that_is_asked(tokeniz
         assert (one.prompt_ids == prompt.prompt_ids) != in_prompt
 
 
-def test_prompts_without_room_are_left_out_and_a_line_says_so(tmp_path: Path, tokenizer: Tokenizer, mini_dir: Path) -> None:
+def test_bench_prompts_longer_than_the_context_are_left_out_with_a_notice(tmp_path: Path, tokenizer: Tokenizer, mini_dir: Path) -> None:
     config = read_model_config(mini_dir)
     path = written(tmp_path / "mine.jsonl", {"prompt_ids": [1] * 2000}, {"prompt_ids": [1] * 9})
     found = encode_workloads(BenchPlan(), select_workloads(BenchPlan(prompts=path)), config, tokenizer, (4, 96))
@@ -202,7 +202,7 @@ def test_prompts_without_room_are_left_out_and_a_line_says_so(tmp_path: Path, to
         encode_workloads(BenchPlan(), [file_workload(path)], config, tokenizer, (1, 96))
 
 
-def test_a_last_batch_begins_again_with_the_first_prompts() -> None:
+def test_last_bench_batch_is_filled_with_the_first_prompts() -> None:
     prompts = [EncodedPrompt((number,)) for number in range(3)]
     found = make_worker_requests("chat", 0.5, prompts, batch_size=2)
     assert [[prompt.prompt_ids[0] for prompt in order.prompts] for order in found] == [[0, 1], [2, 0]]

@@ -41,7 +41,7 @@ def test_provenance_lists_gguf_block_types(tmp_path: Path) -> None:
         assert [one["name"] for one in model_facts("x", file, "none").files] == [file.name]
 
 
-def test_the_machine_is_described() -> None:
+def test_provenance_describes_the_machine() -> None:
     found = machine_facts()
     assert found["cpu"]
     assert found["cores"] >= 1
@@ -58,9 +58,9 @@ def test_provenance_of_a_checkout_contains_its_commit(tmp_path: Path) -> None:
     assert commit(tmp_path) is None  # somebody else's repository
 
 
-def test_memory_is_read_at_some_speed() -> None:
+def test_measured_memory_bandwidth_is_plausible() -> None:
     assert 1e8 < read_bandwidth(1) < 1e13
 
 
-def test_a_command_is_shown_as_a_shell_reads_it() -> None:
+def test_provenance_command_is_quoted_for_a_shell() -> None:
     assert shown_command(["bench", "--model", "my model"]) == "paceline bench --model 'my model'"

@@ -81,7 +81,7 @@ MACHINE = ["cpu", "flags", "cores", "memory_bytes", "available_memory_bytes", "s
 MACHINE += ["read_bandwidth_bytes_per_s", "load_average_before", "load_average_after"]
 
 
-def test_the_json_has_these_fields(result: BenchResult) -> None:
+def test_bench_json_has_the_documented_fields(result: BenchResult) -> None:
     """Whoever reads files of another day finds the same: a change here is a new number in `schema`."""
     found = as_dict(result)
     assert found["schema"] == "paceline-bench/1"
@@ -100,7 +100,7 @@ def test_the_json_has_these_fields(result: BenchResult) -> None:
     assert list(found["settings"]) == settings
 
 
-def test_the_json_is_read_again_and_holds_every_sample(result: BenchResult, tmp_path: Path) -> None:
+def test_bench_json_round_trip_keeps_every_sample(result: BenchResult, tmp_path: Path) -> None:
     write_json(result, tmp_path / "result.json")
     found = json.loads((tmp_path / "result.json").read_text())
     assert set(keys_of(found)) == set(keys_of(json.loads(json.dumps(as_dict(result)))))
@@ -108,7 +108,7 @@ def test_the_json_is_read_again_and_holds_every_sample(result: BenchResult, tmp_
     assert {one["refusal"] for one in found["cells"]} >= {"", "nothing was drafted"}
 
 
-def test_report_contains_provenance(result: BenchResult) -> None:
+def test_bench_report_contains_provenance(result: BenchResult) -> None:
     machine = as_dict(result)["machine"]
     assert machine["versions"]["paceline"]
     assert machine["cores"] >= 1
@@ -121,7 +121,7 @@ def test_report_contains_provenance(result: BenchResult) -> None:
 
 
 @pytest.mark.parametrize("written", [shown, page], ids=["terminal", "page"])
-def test_a_refused_speedup_is_a_dash_with_its_reason(result: BenchResult, written: Any) -> None:
+def test_report_shows_a_dash_and_the_reason_for_a_refused_speedup(result: BenchResult, written: Any) -> None:
     text = re.sub(r"\s+", " ", written(result))
     assert "- nothing was drafted" in text
     assert "- 8 of 8 outputs differ from plain" in text
@@ -130,18 +130,18 @@ def test_a_refused_speedup_is_a_dash_with_its_reason(result: BenchResult, writte
 
 
 @pytest.mark.parametrize("written", [shown, page], ids=["terminal", "page"])
-def test_a_grown_model_is_called_so(result: BenchResult, written: Any) -> None:
+def test_report_marks_a_grown_model(result: BenchResult, written: Any) -> None:
     assert "grown" not in written(result)
     assert "made-up (grown)" in written(replace(result, model=replace(result.model, is_grown=True)))
 
 
 @pytest.mark.parametrize("written", [shown, page], ids=["terminal", "page"])
-def test_repetitive_texts_are_marked(result: BenchResult, written: Any) -> None:
+def test_report_marks_repetitive_outputs(result: BenchResult, written: Any) -> None:
     looping = [replace(cell, repeat_share=0.5, refusal="looping: 50% of the output repeats itself") for cell in result.cells]
     assert "50% looping" in re.sub(r"\s+", " ", written(replace(result, cells=looping)))
 
 
-def test_a_result_without_cells_is_reported(result: BenchResult) -> None:
+def test_report_without_results_shows_the_failures(result: BenchResult) -> None:
     empty = replace(result, cells=[], summaries=[])
     assert "failed: made up, temperature 0: dead ended" in shown(empty)
     assert "failed: made up, temperature 0: dead ended" in page(empty)
@@ -172,7 +172,7 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_whole_and_needs_nothing_else(result: BenchResult) -> None:
+def test_html_report_is_well_formed_and_loads_nothing(result: BenchResult) -> None:
     tags, text = Tags(), page(result)
     tags.feed(text)
     assert tags.open == []
@@ -185,7 +185,7 @@ def test_the_page_is_whole_and_needs_nothing_else(result: BenchResult) -> None:
     assert 'name="viewport"' in text
 
 
-def test_names_are_text_on_the_page(result: BenchResult) -> None:
+def test_html_report_escapes_names_and_messages(result: BenchResult) -> None:
     cells = [replace(cell, workload=HOSTILE, refusal=HOSTILE if cell.refusal else "") for cell in result.cells]
     failures = replace(result.measured, failures=[WorkerFailure(HOSTILE, HOSTILE, HOSTILE, 0.0, 1)], notices=[HOSTILE])
     hostile = replace(
@@ -197,13 +197,13 @@ def test_names_are_text_on_the_page(result: BenchResult) -> None:
     assert "\x1b" not in page(replace(result, command="\x1b[31m"))
 
 
-def test_a_refused_ratio_is_in_no_chart(result: BenchResult) -> None:
+def test_report_charts_leave_out_refused_speedups(result: BenchResult) -> None:
     """Of five modes one has a speedup: one line goes from round to round."""
     assert sum(cell.ratio is not None for cell in result.cells) == 3
     assert page(result).count("<polyline") == 1
 
 
-def test_labels_of_charts_are_text() -> None:
+def test_chart_labels_are_escaped() -> None:
     for drawn in (
         bars(HOSTILE, [Bar(HOSTILE, 1.0, note=HOSTILE), Bar("b", None, note=HOSTILE)]),
         lines(HOSTILE, [(HOSTILE, "mode-0", [1.0])]),
@@ -211,7 +211,7 @@ def test_labels_of_charts_are_text() -> None:
         assert "<script" not in drawn
 
 
-def test_a_bar_is_as_long_as_its_value() -> None:
+def test_chart_bar_length_is_proportional_to_its_value() -> None:
     drawn = bars("title", [Bar("one", 1.0), Bar("two", 2.0), Bar("none", None, note="why")])
     widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', drawn)]
     assert widths[1] == pytest.approx(2 * widths[0], rel=0.01)

@@ -14,27 +14,27 @@ def sample(times: list[float], **answer: Any) -> Sample:
     return Sample.of({"token_ids": tokens, "times_s": times, "seconds": times[-1], **answer}, **KNOWN)
 
 
-def test_decode_time_starts_after_the_first_token() -> None:
+def test_sample_decode_time_starts_after_the_first_token() -> None:
     found = sample([1.0, 1.5, 1.5, 2.0])
     assert (found.first_token_s, found.num_decoded, found.decoding_s) == (1.0, 3, 1.0)
 
 
-def test_several_tokens_at_once_have_one_gap() -> None:
+def test_tokens_that_arrive_together_have_one_gap() -> None:
     assert sample([1.0, 1.5, 1.5, 2.0]).gaps_s == [0.5, 0.5]
 
 
-def test_tokens_that_all_come_at_once_took_the_whole_time() -> None:
+def test_output_that_arrives_at_once_has_the_whole_time_as_decode_time() -> None:
     found = sample([2.0, 2.0, 2.0])
     assert (found.num_decoded, found.decoding_s) == (3, 2.0)
 
 
-def test_a_batch_decodes_from_when_all_have_a_token() -> None:
+def test_batch_decode_time_starts_when_all_requests_have_a_token() -> None:
     outputs = [{"token_ids": [1, 2, 3], "times_s": [1.0, 2.0, 3.0]}, {"token_ids": [4, 5, 6], "times_s": [2.0, 3.0, 4.0]}]
     found = Sample.of({"outputs": outputs, "seconds": 4.0}, **KNOWN)
     assert (found.num_tokens, found.first_token_s, found.num_decoded, found.decoding_s) == (6, 1.5, 3, 2.0)
 
 
-def test_tokens_a_step_follow_from_steps_or_else_from_what_was_accepted() -> None:
+def test_acceptance_length_follows_from_steps_or_accepted_tokens() -> None:
     times = [float(index) for index in range(1, 13)]
     assert sample(times, steps=4).acceptance_length == 3.0
     assert sample(times, num_accepted_tokens=8).acceptance_length == 3.0
@@ -44,18 +44,18 @@ def test_tokens_a_step_follow_from_steps_or_else_from_what_was_accepted() -> Non
 @pytest.mark.parametrize(
     "answer", [{}, {"token_ids": [1], "times_s": [], "seconds": 1.0}, {"token_ids": [], "times_s": [], "seconds": 1.0}]
 )
-def test_an_answer_against_the_protocol_is_none(answer: dict[str, Any]) -> None:
+def test_incomplete_worker_answer_is_refused(answer: dict[str, Any]) -> None:
     with pytest.raises((KeyError, ValueError)):
         Sample.of(answer, **KNOWN)
 
 
-def test_repeats_are_pieces_of_eight_tokens_that_stood_there_before() -> None:
+def test_repeats_counts_runs_of_eight_tokens_that_occurred_before() -> None:
     assert repeats(list(range(20))) == (0, 13)
     assert repeats([1, 2] * 10) == (11, 13)  # two pieces are new
     assert repeats(list(range(7))) == (0, 0)
 
 
-def test_outputs_do_not_repeat_one_another() -> None:
+def test_repeat_share_is_counted_within_each_output() -> None:
     assert repeat_share([list(range(20)), list(range(20))]) == 0.0
     assert repeat_share([list(range(20)), [1, 2] * 10]) == 11 / 26
     assert repeat_share([[1, 2, 3]]) == 0.0

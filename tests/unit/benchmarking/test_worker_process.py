@@ -30,14 +30,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_worker_answers_and_ends() -> None:
+def test_worker_process_answers_and_ends() -> None:
     with worker() as process:
         assert len(process.send(REQUEST, 30)["token_ids"]) == 4
         assert is_running(process.pid)
     assert not is_running(process.pid)
 
 
-def test_error_of_a_dead_worker_contains_its_stderr() -> None:
+def test_error_of_a_dead_bench_worker_contains_its_stderr() -> None:
     with worker("dies=1") as process:
         with pytest.raises(WorkerError, match="fake ended with exit code 3: out of luck") as raised:
             process.send(REQUEST, 30)
@@ -46,7 +46,7 @@ def test_error_of_a_dead_worker_contains_its_stderr() -> None:
             process.send(REQUEST, 30)
 
 
-def test_hanging_worker_is_ended_in_time() -> None:
+def test_hanging_bench_worker_process_is_ended_in_time() -> None:
     with worker("hangs=1") as process:
         start = time.monotonic()
         with pytest.raises(WorkerError, match=r"did not answer within 0.2 s") as raised:
@@ -56,14 +56,14 @@ def test_hanging_worker_is_ended_in_time() -> None:
         assert not is_running(process.pid)
 
 
-def test_worker_with_invalid_output_is_ended() -> None:
+def test_bench_worker_with_invalid_output_is_ended() -> None:
     with worker("nonsense") as process:
         with pytest.raises(WorkerError, match="no JSON") as raised:
             process.send(REQUEST, 30)
         assert raised.value.is_over
 
 
-def test_an_error_is_an_answer() -> None:
+def test_worker_error_answer_does_not_end_the_worker() -> None:
     with closing(WorkerProcess("fake", fake_mode("fake", "refuses").command)) as process:
         with pytest.raises(WorkerError, match="fake: this model is too new") as raised:
             process.send({}, 30)
@@ -71,7 +71,7 @@ def test_an_error_is_an_answer() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-def test_child_processes_end_with_their_worker(tmp_path: Path) -> None:
+def test_child_processes_end_with_their_worker_process(tmp_path: Path) -> None:
     with worker(f"child={tmp_path / 'pid'}") as process:
         child = int((tmp_path / "pid").read_text())
         assert is_running(child)
@@ -82,6 +82,6 @@ def test_child_processes_end_with_their_worker(tmp_path: Path) -> None:
     assert not is_running(child)
 
 
-def test_a_program_that_is_not_there_is_an_error() -> None:
+def test_worker_program_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(WorkerError, match="no-such-program cannot be started"):
         WorkerProcess("fake", ("no-such-program",))

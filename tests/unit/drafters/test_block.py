@@ -65,7 +65,7 @@ TARGET = make_config(hidden_size=32, vocab_size=97, num_layers=9)
         ({**DFLASH, "projector_type": "domino"}, HeadKind.DOMINO),
     ],
 )
-def test_a_block_drafter_is_recognised_by_its_config(config: Any, kind: HeadKind, tmp_path: Path) -> None:
+def test_block_drafter_kind_is_recognised_from_its_config(config: Any, kind: HeadKind, tmp_path: Path) -> None:
     assert HeadFiles.open(write_head(tmp_path, config, block_tensors())).kind is kind
 
 
@@ -82,7 +82,7 @@ def test_a_block_drafter_is_recognised_by_its_config(config: Any, kind: HeadKind
         ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 4, "is_causal": False}, "shorter than a block"),
     ],
 )
-def test_a_drafter_that_computes_something_else_is_refused(more: Any, what: str, tmp_path: Path) -> None:
+def test_unsupported_block_drafter_kind_is_refused(more: Any, what: str, tmp_path: Path) -> None:
     files = HeadFiles.open(write_head(tmp_path, {**DSPARK, **more}, block_tensors(markov="vanilla")))
     with pytest.raises(IncompatibleDrafterError, match=what):
         read_block_config(files, TARGET)
@@ -109,14 +109,14 @@ def test_a_drafter_that_computes_something_else_is_refused(more: Any, what: str,
         ({"architectures": ["DFlash2DraftModel"]}, r"a dflash2 drafter without candidate_selector\.\*"),
     ],
 )
-def test_an_impossible_value_of_the_config_is_refused(more: Any, what: str, tmp_path: Path) -> None:
+def test_invalid_value_in_a_block_drafter_config_is_refused(more: Any, what: str, tmp_path: Path) -> None:
     config = {name: value for name, value in {**DSPARK, **more}.items() if value is not None}
     files = HeadFiles.open(write_head(tmp_path, config, block_tensors(markov="vanilla")))
     with pytest.raises(CheckpointError, match=what):
         read_block_config(files, TARGET)
 
 
-def test_a_dspark_drafter_under_dflashs_name_is_one(tmp_path: Path) -> None:
+def test_dspark_drafter_with_a_dflash_config_is_recognised(tmp_path: Path) -> None:
     """As SpecForge writes them; whether the confidence head reads the token shows in its width."""
     nested = {"mask_token_id": 96, "target_layer_ids": [1, 3, 5], "projector_type": "dspark", "enable_confidence_head": True}
     tensors = block_tensors(markov="vanilla", confidence=True)
@@ -126,7 +126,7 @@ def test_a_dspark_drafter_under_dflashs_name_is_one(tmp_path: Path) -> None:
     assert open_block(files, config, TARGET).tables.keys() == {"markov_w1"}
 
 
-def test_missing_layers_of_a_shallow_target_are_named(tmp_path: Path) -> None:
+def test_target_with_too_few_layers_for_a_block_drafter_is_refused(tmp_path: Path) -> None:
     files = HeadFiles.open(write_head(tmp_path, {**DFLASH, "dflash_config": {"mask_token_id": 3}}, block_tensors()))
     with pytest.raises(
         IncompatibleDrafterError, match="has no target_layer_ids, and the usual ones for 3 layers do not exist in a target of 2"
@@ -143,14 +143,14 @@ def test_missing_layers_of_a_shallow_target_are_named(tmp_path: Path) -> None:
         ({"selector_rank": 9}, "selector_rank = 9, and the tensors of .* have 8"),
     ],
 )
-def test_sizes_that_a_dflash2_drafter_does_not_have_are_refused(more: Any, what: str, tmp_path: Path) -> None:
+def test_invalid_dflash2_sizes_are_refused(more: Any, what: str, tmp_path: Path) -> None:
     config = {**DFLASH2, "dflash_config": {**DFLASH2["dflash_config"], **more}}
     files = HeadFiles.open(write_head(tmp_path, config, block_tensors(DFLASH2)))
     with pytest.raises(CheckpointError, match=what):
         read_block_config(files, TARGET)
 
 
-def test_tensors_without_a_config_are_named_as_a_block_drafters(tmp_path: Path) -> None:
+def test_block_drafter_without_config_is_refused(tmp_path: Path) -> None:
     path = write_head(tmp_path, DFLASH, block_tensors())
     (path / "config.json").unlink()
     files = HeadFiles.open(path / "model.safetensors")
@@ -158,7 +158,7 @@ def test_tensors_without_a_config_are_named_as_a_block_drafters(tmp_path: Path) 
         read_block_config(files, TARGET)
 
 
-def test_the_mask_embedding_of_a_file_replaces_the_targets_row(tmp_path: Path) -> None:
+def test_mask_embedding_file_replaces_the_embedding_of_the_mask_token(tmp_path: Path) -> None:
     path = write_head(tmp_path, DFLASH, block_tensors())
     torch.save({"mask_token_id": 96, "embedding": torch.arange(32.0)}, path / "mask_embedding.pt")
     files = HeadFiles.open(path)
@@ -180,7 +180,7 @@ def test_the_mask_embedding_of_a_file_replaces_the_targets_row(tmp_path: Path) -
         ({"embedding": "x"}, "expected a tensor 'embedding'"),
     ],
 )
-def test_a_mask_embedding_that_cannot_be_used_is_refused(content: Any, what: str, tmp_path: Path) -> None:
+def test_invalid_mask_embedding_file_is_refused(content: Any, what: str, tmp_path: Path) -> None:
     path = write_head(tmp_path, DFLASH, block_tensors())
     if content is None:
         (path / "mask_embedding.pt").mkdir()
@@ -202,7 +202,7 @@ def test_a_mask_embedding_that_cannot_be_used_is_refused(content: Any, what: str
         ({"mask_token_id": 200}, "mask_token_id = .200., expected one id below the target's 97"),
     ],
 )
-def test_metadata_of_a_gguf_file_is_read_or_refused(metadata: Any, what: str, tmp_path: Path) -> None:
+def test_invalid_metadata_of_a_gguf_block_drafter_is_refused(metadata: Any, what: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     write_gguf_block(tmp_path / "drafter.gguf", DFLASH, block_tensors(), metadata=metadata)
     with pytest.raises((CheckpointError, IncompatibleDrafterError), match=what):
@@ -215,19 +215,19 @@ def find_block(path: Path) -> HeadFiles:
     return files
 
 
-def test_a_huge_head_size_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+def test_huge_head_dim_of_a_block_drafter_is_refused_before_allocation(tmp_path: Path) -> None:
     files = HeadFiles.open(write_head(tmp_path, {**DFLASH, "head_dim": 10**9}, block_tensors()))
     with pytest.raises(CheckpointError, match="heads of 1000000000 values, expected 64 in all as q_proj has"):
         read_block_config(files, TARGET)
 
 
-def test_a_drafter_of_another_width_is_refused(tmp_path: Path) -> None:
+def test_block_drafter_of_another_hidden_size_is_refused(tmp_path: Path) -> None:
     files = HeadFiles.open(write_random_block(tmp_path, hidden_size=64))
     with pytest.raises(IncompatibleDrafterError, match="it was made for another model"):
         read_block_config(files, make_config(hidden_size=48, vocab_size=97, num_layers=9))
 
 
-def test_an_unknown_tensor_is_refused_and_copies_of_the_target_are_not_loaded(tmp_path: Path) -> None:
+def test_block_drafter_ignores_copied_target_tensors_and_refuses_unknown(tmp_path: Path) -> None:
     copies = {"embed_tokens.weight": torch.zeros(97, 32), "lm_head.weight": torch.zeros(97, 32)}
     files = HeadFiles.open(write_head(tmp_path / "copies", DFLASH, block_tensors() | copies))
     assert not {"embedding.weight", "lm_head.weight"} & set(open_block(files, read_block_config(files, TARGET), TARGET).weights)
@@ -236,12 +236,12 @@ def test_an_unknown_tensor_is_refused_and_copies_of_the_target_are_not_loaded(tm
         open_block(files, read_block_config(files, TARGET), TARGET)
 
 
-def test_layers_without_names_are_spread_over_the_target(tmp_path: Path) -> None:
+def test_block_drafter_without_target_layer_ids_uses_evenly_spaced_layers(tmp_path: Path) -> None:
     files = HeadFiles.open(write_head(tmp_path, {**DFLASH, "dflash_config": {"mask_token_id": 3}}, block_tensors()))
     assert read_block_config(files, TARGET).boundaries == (2, 5, 7)  # outputs of layers 1, round(3.5) and 6
 
 
-def test_the_row_that_drafts_is_found_where_the_files_do_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_row_offset_is_found_from_the_first_drafts_if_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_kernels()
     draft_always(monkeypatch)
     target, _ = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
@@ -292,7 +292,7 @@ def test_doctor_checks_a_block_drafter_without_loading_it(tmp_path: Path) -> Non
     assert any("it was made for another model" in problem for problem in found.problems)
 
 
-def test_auto_takes_the_block_drafter_in_the_targets_draft_folder(tmp_path: Path) -> None:
+def test_auto_uses_the_block_drafter_in_the_draft_folder_of_the_target(tmp_path: Path) -> None:
     skip_without_kernels()
     target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
     write_perfect_block(target / "draft", successor, sharpness=4.0)
@@ -304,7 +304,7 @@ def test_auto_takes_the_block_drafter_in_the_targets_draft_folder(tmp_path: Path
 
 @pytest.mark.parametrize("folder", ["draft", "assistant"])
 @pytest.mark.parametrize("is_file", [False, True])
-def test_auto_takes_the_gguf_drafter_next_to_its_target(is_file: bool, folder: str, tmp_path: Path) -> None:
+def test_auto_uses_the_gguf_block_drafter_next_to_its_target(is_file: bool, folder: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     skip_without_kernels()
     target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
@@ -326,14 +326,14 @@ def test_auto_takes_the_gguf_drafter_next_to_its_target(is_file: bool, folder: s
         assert llm.generate([[5, 6]], sampling)[0].token_ids == plain.token_ids
 
 
-def test_a_gguf_drafter_given_as_a_model_is_named_as_a_drafter(tmp_path: Path) -> None:
+def test_gguf_drafter_given_as_model_gets_a_hint(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     write_gguf_block(tmp_path / "drafter.gguf", DFLASH, block_tensors())
     with pytest.raises(CheckpointError, match=r"holds a drafter \(dflash\): pass it as the drafter of the model it is for"):
         read_model_config(tmp_path / "drafter.gguf")
 
 
-def test_doctor_checks_a_gguf_drafter(tmp_path: Path) -> None:
+def test_doctor_checks_a_gguf_block_drafter(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
     config, tensors = perfect_block(successor, sharpness=4.0)
@@ -348,7 +348,9 @@ def test_doctor_checks_a_gguf_drafter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
-def test_candidates_are_drawn_from_their_own_distribution(acceptance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dflash2_candidates_are_sampled_from_their_own_distribution(
+    acceptance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At a temperature: with the target's noise, or with separate noise and the probabilities that rejection needs."""
     skip_without_kernels()
     draft_always(monkeypatch)
@@ -401,7 +403,7 @@ def best_first(rows: Sequence[DraftTokens], num_rows: int) -> DraftTree:
 
 
 @pytest.mark.parametrize("confidence", [0.9, 0.7, 0.5])
-def test_a_tree_over_independent_rows_holds_the_most_probable_paths(confidence: float, seed: int) -> None:
+def test_tree_from_independent_positions_contains_the_most_probable_paths(confidence: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     for _ in range(20):
         rows = [DraftTokens(row.token_ids[:3], row.probs[:3]) for row in marginals(random, confidence, 8)]
@@ -418,9 +420,7 @@ def test_a_tree_over_independent_rows_holds_the_most_probable_paths(confidence: 
 
 
 @pytest.mark.parametrize(("confidence", "least_gain"), [(0.9, 1.02), (0.8, 1.1), (0.7, 1.2), (0.5, 1.4)])
-def test_a_tree_over_independent_rows_emits_more_tokens_than_a_chain_of_as_many_rows(
-    confidence: float, least_gain: float, seed: int
-) -> None:
+def test_tree_from_independent_positions_emits_more_than_an_equal_chain(confidence: float, least_gain: float, seed: int) -> None:
     random, emitted = np.random.default_rng(seed), {"chain": 0, "tree": 0}
     for _ in range(100):
         rows = marginals(random, confidence)
@@ -448,7 +448,9 @@ def accepted(tree: DraftTree, text: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("tree_width", [1, 3])
-def test_whole_rows_of_logits_draft_what_their_ranking_drafts(tree_width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_drafts_from_full_logits_equal_those_from_ranked_logits(
+    tree_width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A banned id that neither text nor drafts hold keeps the pass from ranking the rows, and changes nothing else."""
     skip_without_kernels()
     draft_always(monkeypatch)
@@ -466,7 +468,7 @@ def test_whole_rows_of_logits_draft_what_their_ranking_drafts(tree_width: int, t
     assert any(len(set(step)) > 1 for step in drafts[0])
 
 
-def test_text_generated_while_drafting_does_not_pay_costs_no_context_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_drafter_skips_context_passes_while_drafting_does_not_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first draft afterwards attends to the last rows only."""
     skip_without_kernels()
     num_plain = 300

@@ -52,7 +52,7 @@ def embedding(seed: int) -> np.ndarray:
     return np.random.default_rng(seed + 1).normal(0, 1, (VOCAB, HIDDEN)).astype(np.float32)
 
 
-def test_a_row_that_is_none_ends_a_draft(embedding: np.ndarray, seed: int) -> None:
+def test_nan_logits_of_an_eagle_draft_token_end_the_draft(embedding: np.ndarray, seed: int) -> None:
     """The pairs of drafted tokens are damaged: what was guessed before is proposed."""
     embedding[4:] = np.nan
     drafter, request = begun(embedding, [1, 2, 3], seed)
@@ -62,14 +62,14 @@ def test_a_row_that_is_none_ends_a_draft(embedding: np.ndarray, seed: int) -> No
 
 
 @pytest.mark.parametrize("tree_width", [1, 3])
-def test_a_root_whose_row_is_none_makes_a_plain_step(tree_width: int, embedding: np.ndarray, seed: int) -> None:
+def test_nan_logits_of_the_eagle_root_cause_a_plain_step(tree_width: int, embedding: np.ndarray, seed: int) -> None:
     embedding[3] = np.nan
     drafter, request = begun(embedding, [1, 2, 3], seed, tree_width=tree_width)
     assert drafter.propose([request], [DraftBudget(9, 3, TreeLayout.MASK)]) == [None]
     assert drafter.head.runtime.num_passes == 1
 
 
-def test_a_token_without_an_embedding_makes_a_plain_step(embedding: np.ndarray, seed: int) -> None:
+def test_eagle_token_without_an_embedding_causes_a_plain_step(embedding: np.ndarray, seed: int) -> None:
     drafter, request = begun(embedding[: VOCAB - 1], [1, 2, VOCAB - 1], seed)
     assert drafter.propose([request], [DraftBudget(9, 3, TreeLayout.MASK)]) == [None]
     assert drafter.head.runtime.num_passes == 0

@@ -102,7 +102,7 @@ def test_draft_model_runs_one_pass_per_draft_depth(drafter: DraftModelDrafter) -
 
 
 @pytest.mark.parametrize("length", [CATCH_UP_ROWS, CATCH_UP_ROWS + 1, 600])
-def test_a_long_prompt_is_caught_up_in_chunks(drafter: DraftModelDrafter, twin: Network, length: int) -> None:
+def test_draft_model_prefills_a_long_prompt_in_chunks(drafter: DraftModelDrafter, twin: Network, length: int) -> None:
     request = make_request([5, 6, 7, 8, 9, 10] * 100)
     del request.token_ids[length:]
     assert ask(drafter, request) == ask(make_drafter(twin), request)
@@ -110,7 +110,7 @@ def test_a_long_prompt_is_caught_up_in_chunks(drafter: DraftModelDrafter, twin: 
 
 
 @pytest.mark.parametrize("params", [GREEDY, FREE], ids=["greedy", "sampled"])
-def test_rejected_drafts_leave_the_draft_cache_unchanged(
+def test_draft_model_drafts_after_rejections_equal_a_fresh_drafter(
     drafter: DraftModelDrafter, twin: Network, params: SamplingParams, seed: int
 ) -> None:
     """After every mix of accepted, rejected and unasked steps, it proposes what it would for a text it never saw."""
@@ -127,7 +127,7 @@ def test_rejected_drafts_leave_the_draft_cache_unchanged(
         append(request, [*drafts[:kept], *unasked])
 
 
-def test_text_longer_than_the_draft_context_is_read_from_its_end(drafter: DraftModelDrafter, twin: Network, seed: int) -> None:
+def test_text_longer_than_the_draft_context_is_drafted_from_its_end(drafter: DraftModelDrafter, twin: Network, seed: int) -> None:
     limit, depth = drafter.runtime.config.max_positions, 8
     tokens = np.random.default_rng(seed).integers(0, VOCAB_SIZE, limit + 30).tolist()
     request = make_request(tokens[: limit - depth])
@@ -142,7 +142,7 @@ def test_text_longer_than_the_draft_context_is_read_from_its_end(drafter: DraftM
         drafter.cache.check()
 
 
-def test_batch_drafts_equal_those_of_each_request_alone(drafter: DraftModelDrafter, twin: Network, seed: int) -> None:
+def test_draft_model_batch_drafts_equal_each_request_alone(drafter: DraftModelDrafter, twin: Network, seed: int) -> None:
     random = np.random.default_rng(seed)
     requests = [make_request(random.integers(0, VOCAB_SIZE, length).tolist(), FREE, seed=length) for length in (1, 7, 40, 300)]
     for _ in range(3):
@@ -152,7 +152,7 @@ def test_batch_drafts_equal_those_of_each_request_alone(drafter: DraftModelDraft
             append(request, [*(drafts or ())[: len(request.token_ids) % 4], 9])
 
 
-def test_prefill_s_counts_tokens_not_in_the_draft_cache(runtime: Network, drafter: DraftModelDrafter) -> None:
+def test_draft_model_prefill_s_counts_tokens_not_in_its_cache(runtime: Network, drafter: DraftModelDrafter) -> None:
     drafter._prefill_time = PrefillTime(0.5)
     request, others = make_request([5, 6, 7] * 40), make_request([5, 6, 7] * 60)
     assert drafter.prefill_s(request) == 60.0
@@ -170,7 +170,7 @@ def test_prefill_s_counts_tokens_not_in_the_draft_cache(runtime: Network, drafte
     drafter.release(others)
 
 
-def test_batch_larger_than_a_pass_drafts_the_same_as_alone(
+def test_draft_batch_larger_than_a_pass_drafts_the_same_as_alone(
     drafter: DraftModelDrafter, twin: Network, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts whose last rows alone, or whose chunks, are too many for one pass."""
@@ -185,7 +185,7 @@ def test_batch_larger_than_a_pass_drafts_the_same_as_alone(
             drafter.release(request)
 
 
-def test_batch_with_different_depths_runs_the_deepest_only(drafter: DraftModelDrafter) -> None:
+def test_draft_batch_with_different_depths_runs_the_deepest_only(drafter: DraftModelDrafter) -> None:
     requests = [make_request([5, 6]), make_request([7]), make_request([8, 9])]
     trees = drafter.propose(requests, [DraftBudget(9, 5), DraftBudget(3, 9), DraftBudget(1, 4)])
     assert [tree and tree.num_draft_tokens for tree in trees] == [5, 2, None]
@@ -193,7 +193,7 @@ def test_batch_with_different_depths_runs_the_deepest_only(drafter: DraftModelDr
 
 
 @pytest.mark.parametrize("width", [2, 3])
-def test_wider_tree_contains_the_chain_and_the_best_siblings(runtime: Network, twin: Network, width: int) -> None:
+def test_wider_draft_tree_contains_the_chain_and_the_likeliest_siblings(runtime: Network, twin: Network, width: int) -> None:
     request = make_request([5, 6, 7], FREE)
     (chain,) = ask(make_drafter(twin), request)
     drafter = make_drafter(runtime, tree_width=width)
@@ -214,7 +214,7 @@ def test_wider_tree_contains_the_chain_and_the_best_siblings(runtime: Network, t
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_draft_stops_after_an_unlikely_token(runtime: Network, width: int) -> None:
+def test_draft_model_stops_after_an_unlikely_token(runtime: Network, width: int) -> None:
     """The chance halves with each token, and what is behind less than a fifth is not wanted: 1/2, 1/4, and 1/8 behind the last pass."""
     drafter = make_drafter(runtime, tree_width=width)
     request = make_request([5, 6, 7])
@@ -228,9 +228,7 @@ def test_draft_stops_after_an_unlikely_token(runtime: Network, width: int) -> No
 
 @pytest.mark.parametrize("layout", TreeLayout)
 @pytest.mark.parametrize("needs_draft_probs", [False, True], ids=["grown", "drawn"])
-def test_a_tree_fills_its_rows_and_its_chain_goes_no_deeper_than_they_do(
-    runtime: Network, layout: TreeLayout, needs_draft_probs: bool
-) -> None:
+def test_draft_tree_fills_the_row_budget_and_drafts_no_deeper(runtime: Network, layout: TreeLayout, needs_draft_probs: bool) -> None:
     """What the engine would cut is not drafted: neither nodes beyond the rows nor passes behind the last level that has one."""
     random = np.random.default_rng(5)
     num_passes = num_levels = 0
@@ -249,7 +247,7 @@ def test_a_tree_fills_its_rows_and_its_chain_goes_no_deeper_than_they_do(
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_drafts_for_rejection_are_drawn_from_the_stored_probs(runtime: Network, twin: Network, width: int) -> None:
+def test_drafts_for_rejection_are_sampled_from_the_stored_probs(runtime: Network, twin: Network, width: int) -> None:
     """The law of a node is what its whole text, run anew, gives after the request's processors."""
     params = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2)
     request = make_request([5, 6, 7], params)
@@ -283,7 +281,7 @@ def test_drafts_for_rejection_are_drawn_from_the_stored_probs(runtime: Network, 
     drafter.release(request)
 
 
-def test_at_temperature_0_nothing_is_drawn(drafter: DraftModelDrafter) -> None:
+def test_drafts_at_temperature_0_are_deterministic(drafter: DraftModelDrafter) -> None:
     request = make_request([5, 6, 7])
     (tree,) = drafter.propose([request], [DraftBudget(5, 4, needs_draft_probs=True)])
     assert tree is not None
@@ -292,7 +290,7 @@ def test_at_temperature_0_nothing_is_drawn(drafter: DraftModelDrafter) -> None:
 
 
 @pytest.mark.parametrize("needs_draft_probs", [False, True])
-def test_draft_ends_where_the_grammar_allows_no_token(
+def test_draft_model_stops_where_the_grammar_allows_no_token(
     drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch, needs_draft_probs: bool
 ) -> None:
     request = make_request([5, 6, 7], replace(FREE, presence_penalty=0.1))
@@ -309,7 +307,7 @@ def test_draft_ends_where_the_grammar_allows_no_token(
     assert tree.num_draft_tokens == 2
 
 
-def test_failed_draft_pass_leaves_the_cache_clean(drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_draft_model_pass_leaves_its_cache_clean(drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [make_request([5, 6, 7]), make_request([8])]
     expected = ask(drafter, *requests)
     forward = drafter.runtime.forward
@@ -354,7 +352,7 @@ def test_draft_logits_are_cropped_or_padded_to_the_target_vocabulary(runtime: Ne
             drafter.release(request)
 
 
-def test_unknown_token_of_the_target_ends_the_draft(runtime: Network) -> None:
+def test_target_token_unknown_to_the_draft_model_ends_drafting(runtime: Network) -> None:
     drafter = make_drafter(runtime, vocab_size=150)
     request = make_request([5, 6, 7], vocab_size=150)
     assert ask(drafter, request)[0] is not None

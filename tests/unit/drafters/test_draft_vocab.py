@@ -25,7 +25,7 @@ class Letters:
 LETTERS = cast(Tokenizer, Letters())
 
 
-def test_the_most_frequent_and_the_end_are_taken_then_the_lowest() -> None:
+def test_draft_vocab_takes_frequent_ids_and_end_tokens_then_the_lowest() -> None:
     text = "xxxxwwwqq" + "t"
     assert frequent_ids(text, LETTERS, 4, 26).tolist() == [16, 22, 23, 25]
     assert frequent_ids(text, LETTERS, 8, 26).tolist() == [0, 1, 2, 16, 19, 22, 23, 25], "of ids without a use the lowest"
@@ -33,16 +33,16 @@ def test_the_most_frequent_and_the_end_are_taken_then_the_lowest() -> None:
     assert frequent_ids("", LETTERS, 26, 26).tolist() == list(range(26))
 
 
-def test_ids_that_the_matrix_lacks_are_left_out() -> None:
+def test_draft_vocab_leaves_out_ids_beyond_the_lm_head() -> None:
     assert frequent_ids("zzzzc", LETTERS, 2, 10).tolist() == [0, 2]
 
 
-def test_a_long_text_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_vocab_corpus_is_tokenized_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHUNK_CHARS", 3)
     assert frequent_ids("abcdexyxyxy", LETTERS, 3, 26).tolist() == [23, 24, 25]
 
 
-def test_a_text_makes_a_set_and_no_text_the_first_ids(tmp_path: Path) -> None:
+def test_draft_vocab_without_a_corpus_takes_the_first_ids(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("x" * 9, encoding="utf-8")
     assert draft_vocab(HeadOptions(), LETTERS, 600) is None
@@ -63,7 +63,9 @@ def test_a_text_makes_a_set_and_no_text_the_first_ids(tmp_path: Path) -> None:
         (b"x" * 41, "draft_vocab_corpus cannot be read: [^;]*text[^;]* 40 [^;]*; give a text file of at most 40 bytes$"),
     ],
 )
-def test_what_is_no_text_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, message: str) -> None:
+def test_invalid_draft_vocab_corpus_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, message: str
+) -> None:
     monkeypatch.setattr(module, "MAX_CORPUS_BYTES", 40)
     if content is not None:
         (tmp_path / "text").write_bytes(content)
@@ -71,6 +73,6 @@ def test_what_is_no_text_is_one_error(tmp_path: Path, monkeypatch: pytest.Monkey
         read_corpus(tmp_path / "text")
 
 
-def test_a_directory_is_no_text(tmp_path: Path) -> None:
+def test_draft_vocab_corpus_that_is_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"draft_vocab_corpus cannot be read: [^;]* directory[^;]*; give a text file of at most"):
         read_corpus(tmp_path)

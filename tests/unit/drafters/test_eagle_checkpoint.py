@@ -47,7 +47,9 @@ def without(tensors: Tensors, *names: str) -> Tensors:
         ({IDS: [0, 15, 28]}, (0, 15, 28)),
     ],
 )
-def test_boundaries(config: Mapping[str, Any], boundaries: tuple[int, ...], tmp_path: Path) -> None:
+def test_eagle3_hidden_state_layers_are_read_from_the_config(
+    config: Mapping[str, Any], boundaries: tuple[int, ...], tmp_path: Path
+) -> None:
     assert opened(tmp_path, {**EAGLE3, **config}, eagle3_tensors()).config.boundaries == boundaries
 
 
@@ -60,17 +62,17 @@ def test_partial_rotary_factor_of_speculators_heads_is_ignored(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("ids", [[2, 16], [2, 16, 33], [2, 16, 16], [1, 2, 3, 4]])
-def test_boundaries_that_cannot_be_are_refused(ids: list[int], tmp_path: Path) -> None:
+def test_invalid_eagle3_hidden_state_layers_are_refused(ids: list[int], tmp_path: Path) -> None:
     with pytest.raises(IncompatibleDrafterError, match="reads 3 of the target's layer boundaries"):
         opened(tmp_path, {**EAGLE3, IDS: ids}, eagle3_tensors())
 
 
-def test_a_shallow_target_has_no_usual_boundaries(tmp_path: Path) -> None:
+def test_eagle3_default_layers_are_refused_for_a_shallow_target(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleDrafterError, match=r"the default gives \[2, 2, 1\] for its 4 layers"):
         opened(tmp_path, EAGLE3, eagle3_tensors(), replace(TARGET, layers=TARGET.layers[:4]))
 
 
-def test_the_base_of_rotations_is_never_the_targets(tmp_path: Path) -> None:
+def test_eagle_rope_theta_does_not_come_from_the_target(tmp_path: Path) -> None:
     assert opened(tmp_path / "absent", EAGLE3, eagle3_tensors()).config.layers.attention.rope.theta == 10000.0
     assert opened(tmp_path / "given", {**EAGLE3, "rope_theta": 1e6}, eagle3_tensors()).config.layers.attention.rope.theta == 1e6
     scaled = {**EAGLE3, "rope_scaling": {"type": "linear", "factor": 4.0}}
@@ -79,7 +81,7 @@ def test_the_base_of_rotations_is_never_the_targets(tmp_path: Path) -> None:
     assert opened(tmp_path / "mrope", text, eagle3_tensors()).config.layers.attention.rope.type is RopeType.DEFAULT
 
 
-def test_offsets_become_ids(tmp_path: Path) -> None:
+def test_eagle_draft_vocabulary_offsets_become_target_ids(tmp_path: Path) -> None:
     tensors = eagle3_tensors()
     assert tensors["d2t"][1] == DRAFT_IDS[1] - 1
     ids = opened(tmp_path / "narrow", EAGLE3, tensors).target_ids
@@ -103,12 +105,12 @@ def test_offsets_become_ids(tmp_path: Path) -> None:
         ({"d2t": torch.zeros(30)}, CheckpointError, "expected whole numbers"),
     ],
 )
-def test_a_table_that_cannot_be_is_refused(tables: Tensors, kind: type[Exception], message: str, tmp_path: Path) -> None:
+def test_invalid_eagle_draft_vocabulary_table_is_refused(tables: Tensors, kind: type[Exception], message: str, tmp_path: Path) -> None:
     with pytest.raises(kind, match=message):
         opened(tmp_path, EAGLE3, eagle3_tensors() | tables)
 
 
-def test_missing_and_misshapen_tensors_are_all_named(tmp_path: Path) -> None:
+def test_missing_and_misshapen_eagle_tensors_are_all_named(tmp_path: Path) -> None:
     broken = without(eagle3_tensors(), "midlayer.hidden_norm.weight", "midlayer.self_attn.v_proj.weight", "norm.weight")
     broken["midlayer.mlp.down_proj.weight"] = torch.zeros(32, 40)
     with pytest.raises(CheckpointError) as error:
@@ -120,7 +122,7 @@ def test_missing_and_misshapen_tensors_are_all_named(tmp_path: Path) -> None:
     assert "layers.0.mlp.down_proj.weight [32, 40] instead of [32, 48]" in text
 
 
-def test_a_head_over_part_of_the_vocabulary_needs_its_own_matrix(tmp_path: Path) -> None:
+def test_eagle_head_with_a_draft_vocabulary_needs_its_own_lm_head(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lm_head.weight \[30, 32\]"):
         opened(tmp_path / "narrow", EAGLE3, without(eagle3_tensors(), "lm_head.weight"))
     whole = without(eagle3_tensors({**EAGLE3, "draft_vocab_size": None}, draft_ids=None), "lm_head.weight")
@@ -128,19 +130,19 @@ def test_a_head_over_part_of_the_vocabulary_needs_its_own_matrix(tmp_path: Path)
     assert not checkpoint.weights.has("lm_head.weight")
 
 
-def test_tie_word_embeddings_of_a_head_is_ignored(tmp_path: Path) -> None:
+def test_tie_word_embeddings_of_an_eagle_head_is_ignored(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, {**EAGLE3, "tie_word_embeddings": True}, eagle3_tensors(has_own_embedding=True))
     assert checkpoint.weights["lm_head.weight"].shape == (30, 32)
 
 
-def test_unknown_tensors_are_refused_and_unused_ones_ignored(tmp_path: Path) -> None:
+def test_unknown_eagle_tensors_are_refused_and_unused_ones_ignored(tmp_path: Path) -> None:
     known = {"verifier_norm.weight": torch.zeros(32), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     opened(tmp_path / "known", EAGLE1, eagle1_tensors() | known)
     with pytest.raises(CheckpointError, match=r"holds 1 tensor: strange\.weight that no known eagle head has"):
         opened(tmp_path / "strange", EAGLE1, eagle1_tensors() | known | {"strange.weight": torch.zeros(3)})
 
 
-def test_sizes_follow_the_tensors(tmp_path: Path) -> None:
+def test_eagle_sizes_are_taken_from_the_tensors_not_the_config(tmp_path: Path) -> None:
     """As in a head whose config describes a mixture of experts that its file does not hold."""
     wide = {**EAGLE1, "num_key_value_heads": 4, "intermediate_size": 80}
     checkpoint = opened(tmp_path, {**EAGLE1, "num_local_experts": 8}, eagle1_tensors(wide))
@@ -148,12 +150,12 @@ def test_sizes_follow_the_tensors(tmp_path: Path) -> None:
     assert checkpoint.config.layers.layers[0].mlp.intermediate_size == 80
 
 
-def test_biases_are_those_that_are_there(tmp_path: Path) -> None:
+def test_eagle_biases_are_used_if_stored_whatever_the_config_says(tmp_path: Path) -> None:
     assert opened(tmp_path / "with", {**EAGLE1, "bias": False}, eagle1_tensors()).weights.has("fc.bias")
     assert not opened(tmp_path / "without", {**EAGLE1, "bias": True}, eagle1_tensors(bias=False)).weights.has("fc.bias")
 
 
-def test_the_length_a_head_was_made_for(tmp_path: Path) -> None:
+def test_eagle_context_length_is_read_from_the_config_or_2048(tmp_path: Path) -> None:
     lengthless = {name: value for name, value in EAGLE1.items() if name != "max_position_embeddings"}
     assert opened(tmp_path / "absent", lengthless, eagle1_tensors()).config.layers.max_positions == 2048
     other = {**lengthless, "max_sequence_length": 4096}
@@ -170,19 +172,19 @@ def test_the_length_a_head_was_made_for(tmp_path: Path) -> None:
         ({**EAGLE3, "eagle_config": {"use_mtp_layernorm": True}}, TARGET, "use_mtp_layernorm"),
     ],
 )
-def test_a_head_for_something_else_is_refused(config: Mapping[str, Any], target: ModelConfig, message: str, tmp_path: Path) -> None:
+def test_eagle_head_for_another_target_is_refused(config: Mapping[str, Any], target: ModelConfig, message: str, tmp_path: Path) -> None:
     with pytest.raises(IncompatibleDrafterError, match=message):
         opened(tmp_path, config, eagle3_tensors(), target)
 
 
-def test_a_head_without_config_is_refused(tmp_path: Path) -> None:
+def test_eagle_head_without_config_is_refused(tmp_path: Path) -> None:
     directory = write_head(tmp_path / "head", EAGLE1, eagle1_tensors())
     (directory / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config.json is missing"):
         read_eagle_config(HeadFiles.open(directory), TARGET)
 
 
-def test_names_of_the_layer_agree(tmp_path: Path) -> None:
+def test_eagle3_layer_name_prefixes_are_equivalent(tmp_path: Path) -> None:
     files = [
         with_canonical_names(HeadFiles.open(write_head(tmp_path / name.strip("."), EAGLE3, eagle3_tensors(first_layer=name))))
         for name in ("midlayer.", "layers.0.", "model.midlayer.")
@@ -217,7 +219,7 @@ def test_norms_of_an_old_speculators_head_follow_its_config(tmp_path: Path) -> N
         opened(tmp_path / "denied", {**OLD, "layernorms": False}, old_tensors(*NORMS))
 
 
-def test_an_eagle1_head_may_bring_its_own_matrix(tmp_path: Path) -> None:
+def test_eagle1_head_may_have_its_own_lm_head(tmp_path: Path) -> None:
     """In its plain form, and with a config that vLLM nests; without one the target's is used."""
     own = {"lm_head.weight": torch.ones(VOCAB_SIZE, 32)}
     for name, config, tensors in (("plain", EAGLE1, eagle1_tensors()), ("nested", NESTED, eagle1_tensors(bias=False))):
@@ -241,7 +243,7 @@ def test_an_eagle1_head_may_bring_its_own_matrix(tmp_path: Path) -> None:
         ([5, 6, 96], None, CheckpointError, r"lacks 1 tensor: lm_head\.weight \[3, 32\]"),
     ],
 )
-def test_a_map_of_tokens_that_cannot_be_is_refused(
+def test_invalid_eagle_token_map_is_refused(
     ids: list[int], rows: int | None, kind: type[Exception] | None, message: str, tmp_path: Path
 ) -> None:
     tensors = eagle1_tensors(bias=False) | {"token_map": torch.tensor(ids, dtype=torch.int64)}
@@ -266,7 +268,7 @@ def test_a_map_of_tokens_that_cannot_be_is_refused(
         ({"model_type": "qwen3", "layer_types": ["sliding_attention"], "sliding_window": 8}, None),  # switched off
     ],
 )
-def test_the_window_of_a_heads_own_layers(config: Mapping[str, Any], window: int | None, tmp_path: Path) -> None:
+def test_sliding_window_of_an_eagle_head_is_read_from_its_config(config: Mapping[str, Any], window: int | None, tmp_path: Path) -> None:
     assert opened(tmp_path, {**EAGLE3, **config}, eagle3_tensors()).config.layers.attention.window == window
 
 
@@ -291,21 +293,21 @@ def test_the_window_of_a_heads_own_layers(config: Mapping[str, Any], window: int
         ),
     ],
 )
-def test_switches_that_change_the_computation_are_followed_or_refused(
+def test_unsupported_eagle_config_switches_are_refused(
     config: Mapping[str, Any], kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(kind, match=message):
         opened(tmp_path, {**EAGLE3, **config}, eagle3_tensors())
 
 
-def test_two_names_for_one_tensor_are_refused(tmp_path: Path) -> None:
+def test_tensor_stored_under_two_names_is_refused(tmp_path: Path) -> None:
     more = {"layers.0.hidden_norm.weight": torch.ones(32)}
     with pytest.raises(CheckpointError, match=r"holds layers\.0\.hidden_norm\.weight under two names"):
         opened(tmp_path, EAGLE3, eagle3_tensors() | more)
 
 
 @pytest.mark.parametrize("named", ["xpress", "mlp"])
-def test_a_method_that_cannot_be_used_is_named_as_its_publisher_names_it(named: str, tmp_path: Path) -> None:
+def test_unsupported_speculators_method_is_named_in_the_error(named: str, tmp_path: Path) -> None:
     head = write_head(tmp_path, {**EAGLE3, "speculators_model_type": named}, eagle3_tensors())
     with pytest.raises(IncompatibleDrafterError, match=f"is a {named} drafter, which is not supported; those of medusa, eagle, .* are"):
         find_head(head)

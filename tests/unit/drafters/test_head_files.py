@@ -86,11 +86,13 @@ KINDS: list[tuple[HeadKind, Shapes, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "shapes", "config", "file"), KINDS)
-def test_the_first_evidence_tells_the_method(tmp_path: Path, kind: HeadKind, shapes: Shapes, config: dict[str, Any], file: str) -> None:
+def test_head_kind_is_detected_from_files_config_and_tensors(
+    tmp_path: Path, kind: HeadKind, shapes: Shapes, config: dict[str, Any], file: str
+) -> None:
     assert HeadFiles.open(write(tmp_path, shapes, config, file)).kind is kind
 
 
-def test_the_methods_own_file_comes_first_then_safetensors(tmp_path: Path) -> None:
+def test_method_specific_head_file_is_preferred_to_safetensors(tmp_path: Path) -> None:
     order = [*METHOD_FILES, "model.safetensors", "pytorch_model.bin", "x.safetensors"]
     for index, file in enumerate(order):
         write(tmp_path, {f"tensor{index}": (2,)}, file=file)
@@ -104,7 +106,7 @@ def test_the_methods_own_file_comes_first_then_safetensors(tmp_path: Path) -> No
         HeadFiles.open(tmp_path)
 
 
-def test_one_file_is_enough(tmp_path: Path) -> None:
+def test_head_may_be_a_single_file_without_config(tmp_path: Path) -> None:
     write(tmp_path, {"0.0.linear.weight": (8, 8)}, file="medusa_lm_head.pt")
     files = HeadFiles.open(tmp_path / "medusa_lm_head.pt")
     assert (files.kind, files.config, files.files) == (HeadKind.MEDUSA, {}, (tmp_path / "medusa_lm_head.pt",))
@@ -113,7 +115,7 @@ def test_one_file_is_enough(tmp_path: Path) -> None:
     assert not is_head_file("owner/medusa.pt")
 
 
-def test_names_lose_the_prefixes_of_training_code(tmp_path: Path) -> None:
+def test_training_prefixes_are_stripped_from_head_tensor_names(tmp_path: Path) -> None:
     assert plain_name("module.ea_layer.fc.weight") == "fc.weight"
     assert plain_name("draft_model.model.norm.weight") == "norm.weight"
     assert plain_name("eagle_module.layers.0.x") == "layers.0.x"
@@ -123,7 +125,7 @@ def test_names_lose_the_prefixes_of_training_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_both_containers_give_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_safetensors_and_pytorch_heads_have_equal_values(tmp_path: Path, dtype: torch.dtype) -> None:
     content = {"w": torch.randn(3, 5).to(dtype), "ids": torch.tensor([3, 1]), "flags": torch.tensor([True, False])}
     save_file(content, tmp_path / "model.safetensors")
     torch.save(content, tmp_path / "pytorch_model.bin")
@@ -140,7 +142,7 @@ def test_both_containers_give_the_same_bits(tmp_path: Path, dtype: torch.dtype) 
     assert np.array_equal(one.weight("w").array, other.weight("w").array)
 
 
-def test_shards_of_both_kinds_are_joined(tmp_path: Path) -> None:
+def test_sharded_head_files_are_joined(tmp_path: Path) -> None:
     for suffix, folder in ((".bin", "bin"), (".safetensors", "safe")):
         directory = tmp_path / folder
         directory.mkdir()
@@ -167,7 +169,7 @@ class RunsWhenRead:
 
 
 @pytest.mark.parametrize("in_archive", [True, False])
-def test_nothing_in_a_file_is_run(tmp_path: Path, in_archive: bool) -> None:
+def test_pickled_code_in_a_head_file_is_never_run(tmp_path: Path, in_archive: bool) -> None:
     trace, path = tmp_path / "trace", tmp_path / "pytorch_model.bin"
     if in_archive:
         torch.save({"w": RunsWhenRead(trace)}, path)
@@ -182,13 +184,13 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, in_archive: bool) -> None:
 
 
 @pytest.mark.parametrize("content", [{"w": torch.zeros(1), "step": 3}, [torch.zeros(1)], {"state_dict": {"w": torch.zeros(1)}}])
-def test_a_training_checkpoint_is_not_a_head(tmp_path: Path, content: object) -> None:
+def test_training_checkpoint_is_refused_as_a_head(tmp_path: Path, content: object) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="holds more than tensors by name"):
         HeadFiles.open(tmp_path)
 
 
-def test_damaged_files_are_errors_that_name_them(tmp_path: Path) -> None:
+def test_damaged_head_file_is_named_in_the_error(tmp_path: Path) -> None:
     write(tmp_path, {"w": (50, 50)}, file="pytorch_model.bin")
     path = tmp_path / "pytorch_model.bin"
     path.write_bytes(path.read_bytes()[:200])
@@ -199,7 +201,7 @@ def test_damaged_files_are_errors_that_name_them(tmp_path: Path) -> None:
         HeadFiles.open(tmp_path)
 
 
-def test_everything_that_is_missing_or_wrong_is_named_at_once(tmp_path: Path) -> None:
+def test_missing_and_misshapen_head_tensors_are_listed_in_one_error(tmp_path: Path) -> None:
     files = HeadFiles.open(write(tmp_path, {"a": (2, 3), "b": (4,), "extra": (1,), "rotary_emb.inv_freq": (4,)}, {}))
     files.check({"a": (2, 3)}, {"b": (4,), "absent": (9,)})
     with pytest.raises(CheckpointError) as caught:
@@ -221,19 +223,19 @@ def test_unused_tensor_of_a_head_is_refused(tmp_path: Path) -> None:
         files.check_all_used(["a"])
 
 
-def test_a_container_that_names_an_unknown_method_is_refused_by_that_name(tmp_path: Path) -> None:
+def test_head_of_an_unknown_speculators_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleDrafterError, match="speculators head of unknown type 'frobnicate'"):
         HeadFiles.open(write(tmp_path, EAGLE, {"speculators_model_type": "frobnicate"}))
 
 
-def test_a_pytorch_file_without_torch_is_one_line_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_head_without_torch_names_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, EAGLE, {}, file="pytorch_model.bin")
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(BackendUnavailableError, match=r"pytorch_model\.bin is a PyTorch file.*pip install .*\[torch\]"):
         HeadFiles.open(tmp_path)
 
 
-def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_head_with_the_hidden_size_of_another_model_is_refused(tmp_path: Path) -> None:
     files = HeadFiles.open(write(tmp_path, {"0.0.linear.weight": (8, 8)}, {}))
     rope = RopeConfig(theta=10000.0)
     target = make_config(vocab_size=32000, hidden_size=8, num_heads=1, num_kv_heads=1, head_size=8, max_positions=64, rope=rope)
@@ -245,7 +247,7 @@ def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
         check_pairing(files, target, hidden_size=8, vocab_rows=128256)
 
 
-def test_a_refused_pickle_does_not_say_how_to_let_it_run(tmp_path: Path) -> None:
+def test_refused_pickle_error_does_not_suggest_unsafe_loading(tmp_path: Path) -> None:
     for content in (Path("/etc/passwd"), {"a": Path("x")}, [print]):
         for is_zipped in (True, False):
             torch.save(content, tmp_path / "medusa_lm_head.pt", _use_new_zipfile_serialization=is_zipped)

@@ -28,7 +28,7 @@ def drafter(request: pytest.FixtureRequest) -> Drafter:
     return request.param()  # type: ignore[no-any-return]
 
 
-def test_each_request_is_drafted_from_its_own_text(drafter: Drafter) -> None:
+def test_lookup_drafter_drafts_each_request_from_its_own_text(drafter: Drafter) -> None:
     fresh = text_request([90], [1, 2, 3])
     tree, none = drafter.propose([looping(drafter), fresh], [DraftBudget(9, 4)] * 2)
     assert none is None
@@ -39,7 +39,7 @@ def test_each_request_is_drafted_from_its_own_text(drafter: Drafter) -> None:
 
 
 @pytest.mark.parametrize(("row_budget", "max_depth", "count"), [(9, 2, 2), (3, 9, 2), (1, 5, 0), (2, 1, 1)])
-def test_draft_keeps_to_its_budget(drafter: Drafter, row_budget: int, max_depth: int, count: int) -> None:
+def test_lookup_draft_stays_within_its_budget(drafter: Drafter, row_budget: int, max_depth: int, count: int) -> None:
     (tree,) = drafter.propose([looping(drafter)], [DraftBudget(row_budget, max_depth)])
     assert (0 if tree is None else tree.num_draft_tokens) == count
 
@@ -56,7 +56,7 @@ TEXTS: dict[str, Callable[[np.random.Generator], list[int]]] = {
 @pytest.mark.parametrize(
     "make", [NgramDrafter, lambda: SuffixDrafter(min_match=1), PredictionDrafter], ids=["ngram", "suffix", "prediction"]
 )
-def test_step_time_does_not_grow_with_the_text(make: Make, text: str, seed: int) -> None:
+def test_lookup_drafter_step_time_does_not_grow_with_the_text(make: Make, text: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     ids, drafter = TEXTS[text](random), make()
     request = text_request([90], ids[:30_000], prediction_token_ids=tuple(ids) if isinstance(drafter, PredictionDrafter) else ())

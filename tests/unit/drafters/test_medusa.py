@@ -78,7 +78,7 @@ def table() -> NDArray[np.float32]:
     return np.random.default_rng(8).normal(0, 2, (12, 50)).astype(np.float32)
 
 
-def test_wrong_heads_are_named_exactly(tmp_path: Path) -> None:
+def test_medusa_tensor_errors_name_the_wrong_tensors(tmp_path: Path) -> None:
     target = load_target(write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1), SpeculationConfig())
 
     def opened(name: str, layout: str, arrays: Arrays, **options: object) -> MedusaDrafter:
@@ -106,7 +106,7 @@ def test_wrong_heads_are_named_exactly(tmp_path: Path) -> None:
         open_medusa(HeadFiles.open(bare), target)
 
 
-def test_counts_come_from_the_tensors(tmp_path: Path) -> None:
+def test_number_of_medusa_heads_is_taken_from_the_tensors(tmp_path: Path) -> None:
     target = load_target(write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1), SpeculationConfig())
     directory = write_heads(tmp_path / "heads", "rows", random_heads(num_heads=5), config={"medusa_num_heads": 2})
     drafter = open_medusa(HeadFiles.open(directory), target)
@@ -124,7 +124,7 @@ def test_medusa_chain_takes_the_best_token_of_each_head(table: NDArray[np.float3
     assert list(tree.parents) == [-1, 0, 1, 2]
 
 
-def test_a_sampled_chain_is_drawn_with_the_targets_noise(table: NDArray[np.float32]) -> None:
+def test_sampled_medusa_chain_uses_the_noise_of_the_target(table: NDArray[np.float32]) -> None:
     """What the target draws where its row is the head's: the processors see the chain before."""
     params = SamplingParams(temperature=1.2, top_k=20, repetition_penalty=1.5)
     for seed in range(40):
@@ -138,7 +138,7 @@ def test_a_sampled_chain_is_drawn_with_the_targets_noise(table: NDArray[np.float
         assert list(tree.token_ids) == [4, *chain]
 
 
-def test_a_grown_tree_holds_the_likeliest_nodes(table: NDArray[np.float32]) -> None:
+def test_medusa_tree_contains_the_most_probable_nodes(table: NDArray[np.float32]) -> None:
     """With a mask every node costs a row: the tree is the best N by probability of their whole path, which the heads give by product."""
     drafter, request = a_drafter(table), a_request([4, 4])
     show(drafter, request, 0.0)
@@ -153,7 +153,7 @@ def test_a_grown_tree_holds_the_likeliest_nodes(table: NDArray[np.float32]) -> N
     assert paths_of(tree) == set(best)
 
 
-def test_the_rows_of_a_chain_are_a_tree_where_heads_are_unsure(table: NDArray[np.float32]) -> None:
+def test_medusa_rows_form_a_tree_if_the_heads_are_uncertain(table: NDArray[np.float32]) -> None:
     """A tree width of 1 says how many guesses there are, not their shape."""
     sure = np.zeros_like(table)
     sure[:, 7] = 30.0
@@ -173,7 +173,7 @@ def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", STATIC_TREES)
-def test_published_trees_are_trees(name: str) -> None:
+def test_published_medusa_trees_are_valid(name: str) -> None:
     choices = STATIC_TREES[name].split()
     assert len(choices) == len(set(choices)) == 63
     assert max(map(len, choices)) <= 4
@@ -188,7 +188,7 @@ def test_published_trees_are_trees(name: str) -> None:
         assert all(parent == node for node, (parent, _, _) in enumerate(static_tree_nodes(name, 4, budget, TreeLayout.CHAIN)))
 
 
-def test_a_published_tree_tries_the_ranks_it_names(table: NDArray[np.float32]) -> None:
+def test_published_medusa_tree_drafts_the_listed_ranks(table: NDArray[np.float32]) -> None:
     drafter, request = a_drafter(table, tree="zephyr_stage2", num_heads=4), a_request([7, 7])
     show(drafter, request, 1.0)
     (tree,) = drafter.propose([request], [DraftBudget(64, 4, TreeLayout.MASK)])
@@ -200,7 +200,7 @@ def test_a_published_tree_tries_the_ranks_it_names(table: NDArray[np.float32]) -
     assert paths_of(tree) == expected
 
 
-def test_measured_accuracy_decides_which_ranks_are_tried(table: NDArray[np.float32]) -> None:
+def test_medusa_accuracy_tree_follows_the_measured_accuracy(table: NDArray[np.float32]) -> None:
     """A head whose third guess is always right comes to have its third guesses tried, and alone where there is room for one."""
     drafter = a_drafter(table, tree="accuracy", num_heads=1)
     ranks = np.argsort(-table[3])
@@ -227,7 +227,7 @@ def test_medusa_accuracy_counts_positions_after_accepted_drafts() -> None:
     assert accuracy.estimate(7, 0, 0.25) == 0.25
 
 
-def test_drafts_kept_by_rejection_say_their_distribution(table: NDArray[np.float32], large_counts: bool) -> None:
+def test_sampled_medusa_drafts_carry_their_distribution(table: NDArray[np.float32], large_counts: bool) -> None:
     """Drawn from what each head says, which the tree names; and with other noise than the target's."""
     num_seeds = 3000 if large_counts else 1500
     counts = np.zeros(50)
@@ -250,7 +250,7 @@ def test_drafts_kept_by_rejection_say_their_distribution(table: NDArray[np.float
     assert differ > num_seeds / 6
 
 
-def test_one_pass_serves_all_requests(table: NDArray[np.float32]) -> None:
+def test_medusa_propose_runs_one_pass_for_all_requests(table: NDArray[np.float32]) -> None:
     drafter = a_drafter(table)
     requests = [a_request([1, token]) for token in (2, 3, 4, 5)]
     for feature, request in enumerate(requests[:3]):
@@ -262,7 +262,7 @@ def test_one_pass_serves_all_requests(table: NDArray[np.float32]) -> None:
     assert [int(token) for token in trees[1].token_ids[1:]] == [int(table[1].argmax()), int(table[2].argmax())]  # type: ignore[union-attr]
 
 
-def test_a_feature_of_another_position_is_never_used(table: NDArray[np.float32]) -> None:
+def test_medusa_ignores_a_hidden_state_of_another_position(table: NDArray[np.float32]) -> None:
     drafter, request = a_drafter(table), a_request([1, 2, 3])
     budget = DraftBudget(4, 3)
     assert drafter.propose([request], [budget]) == [None]
@@ -276,7 +276,7 @@ def test_a_feature_of_another_position_is_never_used(table: NDArray[np.float32])
     assert drafter.propose([request], [budget]) != [None]
 
 
-def test_ids_that_the_target_does_not_know_are_never_proposed() -> None:
+def test_medusa_never_drafts_ids_beyond_the_target_vocabulary() -> None:
     wide = np.zeros((1, 60), np.float32)
     wide[0, 55], wide[0, 8] = 9.0, 5.0
     narrow = np.array([[0.0, 3.0, 2.0, 9.0]], np.float32)
@@ -292,7 +292,7 @@ def test_ids_that_the_target_does_not_know_are_never_proposed() -> None:
         assert list(tree.token_ids[1:]) == expected
 
 
-def test_damaged_medusa_logits_cost_one_request_its_draft(table: NDArray[np.float32]) -> None:
+def test_nan_medusa_logits_remove_the_draft_of_one_request_only(table: NDArray[np.float32]) -> None:
     broken = table.copy()
     broken[0] = np.nan
     drafter, requests = a_drafter(broken, num_heads=1), [a_request([1, 2]), a_request([1, 3])]
@@ -303,6 +303,6 @@ def test_damaged_medusa_logits_cost_one_request_its_draft(table: NDArray[np.floa
     assert trees[1] is not None
 
 
-def test_an_unknown_tree_is_refused(table: NDArray[np.float32]) -> None:
+def test_unknown_medusa_tree_is_refused(table: NDArray[np.float32]) -> None:
     with pytest.raises(ConfigError, match="medusa tree 'oak' is unknown: use one of probability, accuracy, mc_sim_7b_63"):
         a_drafter(table, tree="oak")

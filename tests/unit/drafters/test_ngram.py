@@ -24,7 +24,7 @@ def search(token_ids: Sequence[int], count: int, min_match: int, max_match: int)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 6])
-def test_proposals_are_those_of_a_search_of_the_whole_text(vocab_size: int, seed: int, large_counts: bool) -> None:
+def test_ngram_proposals_equal_a_search_of_the_whole_text(vocab_size: int, seed: int, large_counts: bool) -> None:
     random = np.random.default_rng([seed, vocab_size])
     proposals = 0
     for _ in range(300 if large_counts else 12):
@@ -42,18 +42,18 @@ def test_proposals_are_those_of_a_search_of_the_whole_text(vocab_size: int, seed
     assert proposals > 40
 
 
-def test_the_example_of_the_docstring_holds() -> None:
+def test_ngram_docstring_example_is_right() -> None:
     assert NgramIndex(2).propose([1, 2, 3, 4, 1, 2, 3], 6) == [4, 1, 2, 3, 4, 1]
 
 
 @pytest.mark.parametrize(("repeat", "count"), [(1, 1), (2, 5), (3, 20)])
-def test_a_loop_goes_on(repeat: int, count: int) -> None:
+def test_ngram_draft_of_a_repeating_text_continues_the_repetition(repeat: int, count: int) -> None:
     loop = [5, 6, 7][:repeat]
     text = loop * 6
     assert NgramIndex().propose(text, count) == (loop * (count + 1))[:count]
 
 
-def test_matches_shorter_than_the_least_propose_nothing() -> None:
+def test_ngram_match_shorter_than_min_match_proposes_nothing() -> None:
     assert MIN_MATCH == 3 <= MAX_MATCH
     assert NgramIndex().propose([1, 2, 9, 1, 2], 4) == []
     assert NgramIndex().propose([], 4) == NgramIndex().propose([1], 4) == []
@@ -72,7 +72,7 @@ def test_ngram_has_candidates_exactly_if_it_proposes(seed: int) -> None:
     assert set(answers) == {True, False}
 
 
-def test_ngram_has_candidates_is_true_for_an_unread_text() -> None:
+def test_ngram_has_candidates_is_true_before_the_text_is_indexed() -> None:
     drafter = NgramDrafter()
     assert drafter.has_candidates(text_request(range(8)))
     request = text_request([1, 2, 3])

@@ -37,12 +37,12 @@ IDS = "eagle_aux_hidden_state_layer_ids"
         ),
     ],
 )
-def test_options_are_values_or_their_text(given: Mapping[str, object], expected: HeadOptions) -> None:
+def test_head_options_are_parsed_from_values_or_strings(given: Mapping[str, object], expected: HeadOptions) -> None:
     options = HeadOptions.parse(given)
     assert options == expected
 
 
-def test_every_field_is_an_option() -> None:
+def test_drafter_options_list_every_head_options_field() -> None:
     assert list(OPTIONS) == list(HeadOptions.__dataclass_fields__)
 
 
@@ -70,13 +70,13 @@ def test_every_field_is_an_option() -> None:
         ({"branches": 2}, "'branches' is unknown; there are tree \\(medusa\\), boundaries \\(eagle3 and peagle\\)"),
     ],
 )
-def test_what_an_option_does_not_take_is_named_with_what_it_does(given: Mapping[str, object], message: str) -> None:
+def test_invalid_drafter_option_error_names_the_allowed_values(given: Mapping[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HeadOptions.parse(given)
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(256, 256), (257, 272), (592, 592), (593, 600), (600, 600)])
-def test_a_number_of_ids_is_rounded_up_but_not_beyond_the_vocabulary(asked: int, expected: int) -> None:
+def test_draft_vocab_size_is_rounded_up_within_the_vocabulary(asked: int, expected: int) -> None:
     assert HeadOptions(draft_vocab_size=asked).num_draft_ids(600) == expected
     assert HeadOptions().num_draft_ids(600) is None
     assert HeadOptions(draft_vocab_corpus=Path("a.txt")).num_draft_ids(600) == 600
@@ -100,7 +100,7 @@ def test_unused_drafter_option_is_refused(target: Path, drafter: str | tuple[str
         open_llm(target, drafter, drafter_options={"boundaries": (1, 2, 3)})
 
 
-def test_a_drafter_that_is_made_takes_no_options(target: Path) -> None:
+def test_drafter_options_with_a_drafter_object_are_refused(target: Path) -> None:
     options = {"drafter": NgramDrafter(), "drafter_options": {"tree": "accuracy"}}
     with pytest.raises(ConfigError, match="came with a drafter that is made already"):
         open_llm(target, **options)
@@ -108,7 +108,7 @@ def test_a_drafter_that_is_made_takes_no_options(target: Path) -> None:
         parse_settings(str(target), options)
 
 
-def test_a_medusa_tree_is_a_choice_of_the_user(tmp_path: Path) -> None:
+def test_medusa_tree_option_selects_the_tree(tmp_path: Path) -> None:
     target, successor = write_successor_target(tmp_path / "target", sharpness=3.0)
     heads = str(write_heads(tmp_path / "heads", "rows", perfect_heads(successor, 4, sharpness=3.0)))
     prompt, params = [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True)
@@ -123,7 +123,7 @@ def test_a_medusa_tree_is_a_choice_of_the_user(tmp_path: Path) -> None:
     assert said[0] == said[1] == said[2] == open_llm(target, "none").generate([prompt], params)[0].token_ids
 
 
-def test_boundaries_named_by_hand_override_the_files(target: Path, tmp_path: Path) -> None:
+def test_boundaries_option_overrides_the_eagle3_config(target: Path, tmp_path: Path) -> None:
     head = str(write_reading_eagle3(tmp_path / "head", **{IDS: [7, 8, 9]}))  # the target has no such boundaries
     with pytest.raises(IncompatibleDrafterError, match="--drafter-options boundaries="):
         open_llm(target, head)
@@ -136,7 +136,7 @@ def test_boundaries_named_by_hand_override_the_files(target: Path, tmp_path: Pat
         open_llm(target, head, drafter_options={"boundaries": (1, 2)})
 
 
-def test_a_draft_model_reads_none(tmp_path: Path) -> None:
+def test_drafter_options_with_a_draft_model_are_refused(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     with pytest.raises(ConfigError, match="'tree' is for medusa heads, and the drafter is draft_model"):
         open_llm(directory, str(directory), drafter_options={"tree": "accuracy"})

@@ -93,7 +93,7 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [2, 31, 32, 33, 34, 64, 65, 66])
-def test_the_pair_of_a_root_without_a_slot_runs_again(length: int) -> None:
+def test_eagle_root_at_the_end_of_a_block_is_recomputed(length: int) -> None:
     """The target has written everything but the root; a pair outside of the target's blocks is not kept."""
     bench = Bench.make()
     request = bench.request(text(length))
@@ -111,7 +111,7 @@ def test_the_pair_of_a_root_without_a_slot_runs_again(length: int) -> None:
     assert len(again.token_ids) == (2 if has_slot else 3)
 
 
-def test_chunks_run_without_a_root() -> None:
+def test_eagle_prompt_chunks_run_without_the_root() -> None:
     bench = Bench.make()
     request = bench.request(text(100))
     for count in (40, 30, 29):
@@ -124,7 +124,7 @@ def test_chunks_run_without_a_root() -> None:
     assert len(rows.token_ids) == 1
 
 
-def test_a_root_whose_feature_is_missing_is_not_drafted() -> None:
+def test_eagle_root_without_a_hidden_state_is_not_drafted() -> None:
     bench = Bench.make()
     request = bench.request(text(50))
     bench.commit(request, 30)
@@ -133,7 +133,7 @@ def test_a_root_whose_feature_is_missing_is_not_drafted() -> None:
 
 
 @pytest.mark.parametrize("shared", [32, 40, 64, 95])
-def test_an_adopted_prefix_goes_on_with_the_feature_of_its_last_token(shared: int) -> None:
+def test_eagle_drafts_after_a_prefix_hit_continue_from_its_hidden_state(shared: int) -> None:
     bench = Bench.make()
     first = bench.request(text(97))
     bench.commit(first, 96)
@@ -148,7 +148,7 @@ def test_an_adopted_prefix_goes_on_with_the_feature_of_its_last_token(shared: in
     assert rows.rows.first_slot == 1
 
 
-def test_a_prefix_drafted_in_part_is_seen_in_part() -> None:
+def test_eagle_uses_only_the_drafted_part_of_a_cached_prefix() -> None:
     """Two blocks that ran without the head, two with it: who adopts all of them sees the latter."""
     bench = Bench.make()
     first = bench.request(text(65))
@@ -167,7 +167,7 @@ def test_a_prefix_drafted_in_part_is_seen_in_part() -> None:
     assert (rows.rows.first_slot, rows.rows.cached_len) == (65, 128)
 
 
-def test_a_preempted_request_begins_anew() -> None:
+def test_eagle_cache_of_a_preempted_request_starts_again() -> None:
     bench = Bench.make()
     request = bench.request(text(90))
     bench.commit(request, 89)
@@ -181,7 +181,7 @@ def test_a_preempted_request_begins_anew() -> None:
     assert (rows.rows.first_slot, rows.rows.cached_len) == (1, 64)
 
 
-def test_a_window_hides_what_is_farther_back() -> None:
+def test_eagle_window_limits_the_visible_cache_slots() -> None:
     bench = Bench.make(window=20)
     request = bench.request(text(60))
     bench.commit(request, 59)
@@ -193,7 +193,7 @@ def test_a_window_hides_what_is_farther_back() -> None:
     assert rows.rows.first_slot == 40  # the root's slot is 59
 
 
-def test_any_order_of_events_leaves_rows_of_the_right_text(seed: int, large_counts: bool) -> None:
+def test_eagle_cache_rows_match_the_text_after_random_events(seed: int, large_counts: bool) -> None:
     """Prompts with common beginnings come and go, run with and without the head, are cut off and adopt one another's rows."""
     random = np.random.default_rng(seed)
     bench = Bench.make()

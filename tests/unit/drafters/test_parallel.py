@@ -126,7 +126,7 @@ def test_peagle_sampled_drafts_use_the_noise_of_their_positions(target: Path, he
     assert all(checked)
 
 
-def test_a_draft_that_crosses_the_border_of_a_block_takes_a_spare_one(target: Path, head: Path) -> None:
+def test_peagle_draft_across_a_block_border_uses_a_spare_block(target: Path, head: Path) -> None:
     llm = open_llm(target, head, enable_prefix_caching=False)
     for length in range(26, 36):
         (output,) = llm.generate(prompts(length), replace(GREEDY, max_tokens=14))
@@ -142,7 +142,7 @@ def random_peagle(directory: Path, mask: torch.Tensor | None, **config: object) 
     return write_head(directory, spec, eagle3_tensors(spec, target_hidden=72) | more)
 
 
-def test_a_file_that_does_not_name_its_mask_takes_it_as_an_option(target: Path, tmp_path: Path) -> None:
+def test_peagle_mask_token_id_may_be_given_as_an_option(target: Path, tmp_path: Path) -> None:
     """SpecForge's files have none."""
     files = random_peagle(tmp_path, torch.zeros(1, 1, 216))
     with pytest.raises(IncompatibleDrafterError, match=r"has no mask_token_id.*--drafter-options mask_token_id=ID"):
@@ -158,7 +158,7 @@ def test_a_file_that_does_not_name_its_mask_takes_it_as_an_option(target: Path, 
 
 @pytest.mark.parametrize("names", [{"mask_token_id": 5}, {"pard_token": 5}, {"ptd_token_id": 5}, {"dflash_config": {"mask_token_id": 5}}])
 @pytest.mark.parametrize("shape", [(216,), (1, 216), (1, 1, 216)])
-def test_the_mask_is_read_by_all_its_names_and_shapes(
+def test_peagle_mask_is_read_under_all_names_and_shapes(
     names: dict[str, object], shape: tuple[int, ...], target: Path, tmp_path: Path
 ) -> None:
     llm = open_llm(target, random_peagle(tmp_path, torch.arange(216.0).reshape(shape), **names))
@@ -168,7 +168,7 @@ def test_the_mask_is_read_by_all_its_names_and_shapes(
     assert masked.feature.tolist() == list(range(216))
 
 
-def test_a_parallel_head_without_its_mask_is_refused(target: Path, tmp_path: Path) -> None:
+def test_peagle_head_without_mask_hidden_is_refused(target: Path, tmp_path: Path) -> None:
     for name, mask in (("none", None), ("short", torch.zeros(1, 1, 72))):
         files = random_peagle(tmp_path / name, mask, mask_token_id=5)
         with pytest.raises(CheckpointError, match=r"mask_hidden.*\[1, 1, 216\]"):

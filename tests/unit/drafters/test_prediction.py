@@ -75,7 +75,7 @@ def edited(text: Sequence[int], vocab_size: int, random: np.random.Generator) ->
 
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 40, 1000])
-def test_proposals_are_those_of_a_search_of_all_places(vocab_size: int, seed: int, large_counts: bool) -> None:
+def test_prediction_proposals_equal_a_search_of_all_positions(vocab_size: int, seed: int, large_counts: bool) -> None:
     random = np.random.default_rng([seed, vocab_size])
     num_proposals = 0
     for _ in range(30 if large_counts else 4):
@@ -129,7 +129,7 @@ def test_prediction_realigns_by_the_rule_that_was_right_before() -> None:
     assert list(fresh.propose(2)) != [8, 1]
 
 
-def test_every_wrong_token_of_a_prediction_costs_one_step(seed: int) -> None:
+def test_each_wrong_prediction_token_costs_about_one_step(seed: int) -> None:
     random = np.random.default_rng(seed)
     text = [int(token) for token in random.integers(0, 12, 300)]  # every pair of tokens occurs several times
     predicted = [50 if at % 20 == 10 else token for at, token in enumerate(text)]
@@ -151,12 +151,12 @@ def test_prediction_confidence_falls_after_a_mismatch() -> None:
     assert prediction.confidence(0) == []
 
 
-def test_prediction_takes_the_next_of_equal_matches() -> None:
+def test_prediction_uses_the_next_of_several_equal_matches() -> None:
     predicted = [7, 8, 1, 7, 8, 2, 7, 8, 3, 7, 8, 4]
     assert after(predicted, [7, 8, 1, 7, 8, 2, 50, 7, 8]) == [3, 7, 8]
 
 
-def test_a_verbatim_prediction_is_proposed_to_its_end() -> None:
+def test_verbatim_prediction_is_proposed_to_its_end() -> None:
     predicted = list(range(100, 130))
     request, drafter = make_request(predicted, predicted[:1]), PredictionDrafter()
     num_steps = 0

@@ -53,7 +53,7 @@ class Remembered:
     """Something whose end shows."""
 
 
-def test_request_state_ends_with_the_request() -> None:
+def test_request_state_is_freed_with_the_request() -> None:
     state = RequestState[Remembered]()
     request, kept = make_request(TEXT), Remembered()
     state[request] = kept
@@ -70,7 +70,7 @@ def test_request_state_ends_with_the_request() -> None:
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_request_at_a_reused_address_gets_new_state(name: str) -> None:
+def test_request_with_a_reused_object_id_gets_new_drafter_state(name: str) -> None:
     drafter, places = MAKE[name](), set[int]()
     for _ in range(20):
         request = make_request(TEXT)
@@ -84,7 +84,7 @@ def test_request_at_a_reused_address_gets_new_state(name: str) -> None:
     assert len(places) < 40, "places are taken again"
 
 
-def test_release_that_raises_frees_the_other_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_that_raises_in_release_does_not_block_other_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draft_always(monkeypatch)
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     draft = make_drafter(str(directory), directory)

@@ -81,7 +81,7 @@ def paths(tree: DraftTree | None) -> list[Path]:
 
 @pytest.mark.parametrize("layout", [TreeLayout.PATHS, TreeLayout.MASK])
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 6])
-def test_proposals_are_those_of_counting_in_the_whole_text(vocab_size: int, layout: TreeLayout, seed: int, large_counts: bool) -> None:
+def test_suffix_proposals_equal_counting_in_the_whole_text(vocab_size: int, layout: TreeLayout, seed: int, large_counts: bool) -> None:
     random = np.random.default_rng([seed, vocab_size])
     num_branching = num_proposals = 0
     for _ in range(60 if large_counts else 4):
@@ -109,7 +109,7 @@ def test_proposals_are_those_of_counting_in_the_whole_text(vocab_size: int, layo
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 4, 20])
-def test_counts_are_those_of_a_search_for_every_run_up_to_the_bound(vocab_size: int, seed: int) -> None:
+def test_suffix_automaton_counts_equal_a_search(vocab_size: int, seed: int) -> None:
     random = np.random.default_rng([seed, vocab_size])
     automaton = SuffixAutomaton(5)
     text: list[int] = []
@@ -125,7 +125,7 @@ def test_counts_are_those_of_a_search_for_every_run_up_to_the_bound(vocab_size: 
         assert found == law(text, context, 1, 5)
 
 
-def test_a_loop_goes_on_and_a_certain_passage_is_a_chain() -> None:
+def test_suffix_draft_of_a_repeating_text_is_a_chain() -> None:
     (tree,) = SuffixDrafter().propose([make_request([5, 6, 7] * 4)], [DraftBudget(13, 10)])
     assert tree is not None
     assert list(tree.token_ids) == [7, 5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
@@ -133,7 +133,7 @@ def test_a_loop_goes_on_and_a_certain_passage_is_a_chain() -> None:
     assert set(tree.sources[1:]) == {"suffix"}
 
 
-def test_most_frequent_continuation_is_drafted_first() -> None:
+def test_suffix_drafts_the_most_frequent_continuation_first() -> None:
     text = [1, 2, 3, 1, 2, 3, 1, 2, 4, 9, 1, 2]
     (chain,) = SuffixDrafter().propose([make_request(text)], [DraftBudget(2, 1)])
     assert paths(chain) == [(3,)]
@@ -146,7 +146,7 @@ def test_most_frequent_continuation_is_drafted_first() -> None:
     assert list(unbranched.parents) == list(range(-1, len(unbranched.parents) - 1))
 
 
-def test_matches_shorter_than_the_least_propose_nothing() -> None:
+def test_suffix_match_shorter_than_min_match_proposes_nothing() -> None:
     assert MIN_MATCH == 2
     assert SuffixDrafter().propose([make_request([1, 2, 3, 9, 1])], [DraftBudget(9, 4)]) == [None]
     assert SuffixDrafter().propose([make_request([1])], [DraftBudget(9, 4)]) == [None]
@@ -168,7 +168,7 @@ def guess(drafter: SuffixDrafter, text: Sequence[int], namespace: str | None) ->
     return paths(tree)
 
 
-def test_outputs_are_shared_only_within_a_namespace() -> None:
+def test_suffix_outputs_are_shared_only_within_a_namespace() -> None:
     output = [10, 11, 12, 13, 14, 15, 16]
     for store, theirs, ours in [(None, "a", "a"), (SuffixStore(), None, "a"), (SuffixStore(), "a", None), (SuffixStore(), "a", "b")]:
         drafter = SuffixDrafter(store=store)
@@ -181,7 +181,7 @@ def test_outputs_are_shared_only_within_a_namespace() -> None:
     assert "namespace" in shared.traits.description
 
 
-def test_draft_ends_with_the_stored_output() -> None:
+def test_suffix_draft_ends_with_the_stored_output() -> None:
     drafter = SuffixDrafter(store=SuffixStore())
     for output in ([10, 11, 12], [20, 21, 22], [30, 11, 12]):
         finish(drafter, output, "a")
@@ -190,14 +190,14 @@ def test_draft_ends_with_the_stored_output() -> None:
     assert guess(drafter, [5, 20, 21, 22], "a") == []
 
 
-def test_own_text_is_preferred_unless_the_store_matches_longer() -> None:
+def test_suffix_prefers_its_own_text_unless_the_store_matches_longer() -> None:
     drafter = SuffixDrafter(store=SuffixStore())
     finish(drafter, [1, 2, 3, 4, 50, 51], "a")
     assert guess(drafter, [3, 4, 60, 3, 4], "a")[0] == (60,)
     assert guess(drafter, [3, 4, 60, 2, 3, 4], "a")[0] == (50,)
 
 
-def test_a_request_follows_the_store_while_others_fill_it(seed: int) -> None:
+def test_suffix_store_changes_do_not_break_a_running_request(seed: int) -> None:
     random = np.random.default_rng(seed)
     store = SuffixStore(max_tokens=400)
     drafter = SuffixDrafter(1, 6, store=store)
@@ -219,7 +219,7 @@ def test_a_request_follows_the_store_while_others_fill_it(seed: int) -> None:
             assert fresh == reader.match
 
 
-def test_a_store_is_bounded_and_cleared_by_namespace() -> None:
+def test_suffix_store_is_bounded_in_tokens_and_namespaces() -> None:
     store = SuffixStore(max_tokens=100, max_namespaces=2)
     for index in range(50):
         store.add("a", [index] * 9)

@@ -28,7 +28,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=1)
 
 
-def test_names_become_drafters(directory: Path) -> None:
+def test_drafter_names_and_paths_create_their_drafters(directory: Path) -> None:
     assert NAMES == ("auto", "none", "ngram", "suffix", "prediction", "draft_model", "medusa", "mtp")
     assert make_drafter("none", directory) is None
     assert isinstance(make_drafter("ngram", directory), NgramDrafter)
@@ -47,7 +47,7 @@ def _with_embedded(directory: Path, tmp_path: Path, num_layers: int = 2) -> Path
     return own
 
 
-def test_a_draft_model_as_large_as_its_target_is_not_chosen_by_auto(directory: Path, tmp_path: Path) -> None:
+def test_auto_does_not_choose_a_draft_model_as_large_as_its_target(directory: Path, tmp_path: Path) -> None:
     own = _with_embedded(directory, tmp_path, num_layers=1)
     prepared = prepare(own, EngineConfig(offline=True), SpeculationConfig())
     assert [drafter.name for drafter in prepared.drafters] == ["ngram"]
@@ -56,7 +56,7 @@ def test_a_draft_model_as_large_as_its_target_is_not_chosen_by_auto(directory: P
     assert notice.endswith("so drafting cannot pay (--drafter draft_model uses it)")
 
 
-def test_a_draft_model_as_large_as_its_target_that_is_named_is_used_with_a_notice(directory: Path, tmp_path: Path) -> None:
+def test_named_draft_model_as_large_as_its_target_gets_a_notice(directory: Path, tmp_path: Path) -> None:
     larger = write_checkpoint(tmp_path, "llama", num_hidden_layers=3)
     for draft, notices in ((larger, 1), (directory, 1)):
         drafter = make_drafter(str(draft), directory)
@@ -67,12 +67,12 @@ def test_a_draft_model_as_large_as_its_target_that_is_named_is_used_with_a_notic
 
 
 @pytest.mark.parametrize(("given", "meant"), [("ngarm", "ngram"), ("sufix", "suffix"), ("draft-model", "draft_model"), ("none ", "none")])
-def test_a_misspelt_name_gets_the_one_that_may_be_meant(directory: Path, given: str, meant: str) -> None:
+def test_misspelt_drafter_name_gets_a_suggestion(directory: Path, given: str, meant: str) -> None:
     with pytest.raises(IncompatibleDrafterError, match=rf"drafter {given!r} \(did you mean {meant}\?\) is neither"):
         make_drafter(given, directory)
 
 
-def test_auto_is_the_targets_own_draft_model_or_ngram(directory: Path, tmp_path: Path) -> None:
+def test_auto_drafter_is_ngram_with_the_embedded_draft_model_if_any(directory: Path, tmp_path: Path) -> None:
     assert isinstance(make_drafter("auto", directory), NgramDrafter)
     own = _with_embedded(directory, tmp_path)
     assert isinstance(make_drafter("draft_model", own), DraftModelDrafter)
@@ -81,7 +81,7 @@ def test_auto_is_the_targets_own_draft_model_or_ngram(directory: Path, tmp_path:
     assert [type(drafter) for drafter in both] == [NgramDrafter, DraftModelDrafter], "it copies where the text repeats itself"
 
 
-def test_a_draft_model_holds_as_many_rows_as_its_target(directory: Path) -> None:
+def test_draft_model_cache_holds_as_many_tokens_as_the_target_cache(directory: Path) -> None:
     speculation = SpeculationConfig(drafter=str(directory))
     target = load_target(directory, speculation)
     (drafter,) = prepare(directory, EngineConfig(offline=True), speculation).open(target)
@@ -91,13 +91,13 @@ def test_a_draft_model_holds_as_many_rows_as_its_target(directory: Path) -> None
 
 
 @pytest.mark.parametrize("wanted", ["nothing", "/no/such/directory", "two words", "ngram,none"])
-def test_an_unknown_name_is_refused_with_the_known_ones(directory: Path, wanted: str) -> None:
+def test_unknown_drafter_error_lists_the_known_names(directory: Path, wanted: str) -> None:
     with pytest.raises(IncompatibleDrafterError, match="auto, none, ngram, suffix, prediction, draft_model"):
         make_drafter(wanted, directory)
 
 
 @pytest.mark.parametrize("wanted", [["ngram", "none"], ("none", "none")])
-def test_a_list_with_none_is_refused(directory: Path, wanted: list[str]) -> None:
+def test_drafter_list_with_none_is_refused(directory: Path, wanted: list[str]) -> None:
     with pytest.raises(IncompatibleDrafterError, match="use 'none' alone"):
         make_drafter(wanted, directory)
 
@@ -111,7 +111,7 @@ def test_a_list_with_none_is_refused(directory: Path, wanted: list[str]) -> None
         (["{target}", "{target}/../{name}"], "holds '{target}' and '{target}/../{name}', which are the same"),
     ],
 )
-def test_a_drafter_named_twice_is_refused(directory: Path, wanted: list[str], message: str) -> None:
+def test_drafter_named_twice_is_refused(directory: Path, wanted: list[str], message: str) -> None:
     def placed(text: str) -> str:
         return text.format(target=directory, name=directory.name)
 
@@ -119,7 +119,7 @@ def test_a_drafter_named_twice_is_refused(directory: Path, wanted: list[str], me
         make_drafter([placed(one) for one in wanted], directory)
 
 
-def test_auto_adds_nothing_to_what_it_stands_for(directory: Path, tmp_path: Path) -> None:
+def test_auto_in_a_drafter_list_adds_no_duplicate(directory: Path, tmp_path: Path) -> None:
     for wanted in (["auto", "ngram"], ["ngram", "auto"]):
         assert isinstance(make_drafter(wanted, directory), NgramDrafter)
     own = _with_embedded(directory, tmp_path)
@@ -127,17 +127,17 @@ def test_auto_adds_nothing_to_what_it_stands_for(directory: Path, tmp_path: Path
     assert [drafter.name for drafter in both] == ["draft_model", "ngram"]
 
 
-def test_a_model_without_an_own_draft_model_says_so(directory: Path) -> None:
+def test_draft_model_drafter_without_an_embedded_model_is_refused(directory: Path) -> None:
     with pytest.raises(IncompatibleDrafterError, match="no embedded draft model"):
         make_drafter("draft_model", directory)
 
 
-def test_a_draft_model_that_cannot_be_read_is_a_checkpoint_error(directory: Path, tmp_path: Path) -> None:
+def test_unreadable_draft_model_is_a_checkpoint_error(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         make_drafter(str(tmp_path), directory)
 
 
-def test_a_draft_model_with_other_ids_works_through_the_pieces_both_have(directory: Path, tmp_path: Path) -> None:
+def test_draft_model_with_other_token_ids_maps_ids_by_shared_pieces(directory: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     text = (other / "tokenizer.json").read_text(encoding="utf-8")
     (other / "tokenizer.json").write_text(text.replace("w9", "v9"), encoding="utf-8")
@@ -148,7 +148,7 @@ def test_a_draft_model_with_other_ids_works_through_the_pieces_both_have(directo
     )
 
 
-def test_a_draft_model_that_cannot_spell_the_targets_text_is_refused(directory: Path, tmp_path: Path) -> None:
+def test_draft_model_that_cannot_spell_target_text_is_refused(directory: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     content = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
     content["model"]["vocab"] = {(f"q{index}" if index > 3 else piece): index for piece, index in content["model"]["vocab"].items()}
@@ -157,20 +157,20 @@ def test_a_draft_model_that_cannot_spell_the_targets_text_is_refused(directory: 
         make_drafter(str(other), directory)
 
 
-def test_the_banner_names_a_shorter_context(directory: Path, tmp_path: Path) -> None:
+def test_banner_names_a_draft_model_context_shorter_than_the_target(directory: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=64)
     drafter = make_drafter(str(other), directory)
     assert drafter is not None
     assert "drafts from the last tokens of texts longer than its context of 64" in drafter.traits.description
 
 
-def test_a_draft_model_that_knows_fewer_tokens_is_good_enough(directory: Path, tmp_path: Path) -> None:
+def test_draft_model_with_fewer_tokens_is_accepted(directory: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path, "llama", num_hidden_layers=1, vocab_size=60)
     write_tokenizer(other, 60)
     assert isinstance(make_drafter(str(other), directory), DraftModelDrafter)
 
 
-def test_names_are_resolved_and_files_opened_once(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_name_is_resolved_and_its_file_opened_once(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
     of_files, resolved = HeadFiles.open, drafters.resolve
     monkeypatch.setattr(HeadFiles, "open", lambda path: opened.append(path) or of_files(path))
@@ -180,7 +180,7 @@ def test_names_are_resolved_and_files_opened_once(directory: Path, tmp_path: Pat
     assert opened == [heads, heads]
 
 
-def test_a_head_for_another_target_is_refused_before_the_target_is_loaded(directory: Path, tmp_path: Path) -> None:
+def test_head_for_another_target_is_refused_before_loading_the_target(directory: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path, EAGLE3, eagle3_tensors())
     with pytest.raises(IncompatibleDrafterError, match="made for another model"):
         prepare(directory, EngineConfig(offline=True), SpeculationConfig(drafter=str(head)))

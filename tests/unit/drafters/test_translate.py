@@ -48,7 +48,7 @@ def make_request(token_ids: Sequence[int], vocab_size: int, params: SamplingPara
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("at_start", [True, False])
-def test_pieces_concatenate_to_the_text(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer, text: str, at_start: bool) -> None:
+def test_tokenizer_pieces_join_to_the_text(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer, text: str, at_start: bool) -> None:
     for tokenizer in (byte_level, byte_fallback):
         cut = tokenizer.tokenize(text.encode(), at_start=at_start)
         assert sum(size for _, size in cut) == len(text.encode())
@@ -58,13 +58,13 @@ def test_pieces_concatenate_to_the_text(byte_level: ByteTokenizer, byte_fallback
             assert joined == text.encode()
 
 
-def test_incomplete_character_is_split_into_pieces(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
+def test_incomplete_utf8_character_is_tokenized_as_bytes(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
     half = "😺".encode()[:2]
     for tokenizer in (byte_level, byte_fallback):
         assert b"".join(tokenizer.bytes_of[token_id] for token_id, _ in tokenizer.tokenize(b"the" + half)) == b"the" + half
 
 
-def test_pieces_equal_those_of_the_tokenizer(mini: ByteTokenizer, mini_dir: Path) -> None:
+def test_byte_tokenizer_pieces_equal_those_of_the_tokenizer(mini: ByteTokenizer, mini_dir: Path) -> None:
     tokenizer = Tokenizer.open(mini_dir)
     text = 'Once upon a time, "there" was\n    return 12.5'
     assert [token_id for token_id, _ in mini.tokenize(text.encode())] == tokenizer.encode(text, add_special_tokens=False)
@@ -93,7 +93,7 @@ def open_drafter(draft: Path, target: Path, *, tree_width: int = 1) -> Drafter:
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("params", [GREEDY, FREE], ids=["greedy", "sampled"])
-def test_a_model_under_other_ids_drafts_what_it_would_under_the_targets(
+def test_draft_model_with_reordered_ids_drafts_the_same_tokens(
     directory: Path, reordered: Path, params: SamplingParams, width: int
 ) -> None:
     """Sampled too: the noise is that of the target's ids."""
@@ -113,7 +113,7 @@ def test_a_model_under_other_ids_drafts_what_it_would_under_the_targets(
         drafter.release(request)
 
 
-def test_only_shared_pieces_are_drafted_and_padding_never(directory: Path, tmp_path: Path) -> None:
+def test_only_shared_pieces_are_drafted_and_no_padding_ids(directory: Path, tmp_path: Path) -> None:
     known = [0, 1, 2, 3, *range(40, VOCAB_SIZE)]
     smaller = reorder_vocabulary(directory, tmp_path / "d", known[::-1])
     drafter = open_drafter(smaller, directory, tree_width=8)
@@ -125,7 +125,7 @@ def test_only_shared_pieces_are_drafted_and_padding_never(directory: Path, tmp_p
         drafter.release(request)
 
 
-def test_a_token_without_a_counterpart_is_spelled_for_the_draft_model(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
+def test_target_token_unknown_to_the_draft_model_is_spelled_in_its_pieces(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
     translation = SharedPieces(byte_fallback, byte_level, vocab_size=len(byte_fallback.pieces), draft_vocab_size=len(byte_level.pieces))
     ids = [byte_fallback.pieces.index(piece) for piece in ("▁the", "é", "你", "<0x41>", "t")]
     request = make_request(ids[:2], len(byte_fallback.pieces))
@@ -136,7 +136,7 @@ def test_a_token_without_a_counterpart_is_spelled_for_the_draft_model(byte_level
     assert translation.context(make_request(ids, len(byte_fallback.pieces))) == context, "as if read at once"
 
 
-def test_id_mapping_is_invertible(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
+def test_draft_to_target_id_mapping_is_invertible(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
     target_size, draft_size = len(byte_fallback.pieces), len(byte_level.pieces)
     translation = SharedPieces(byte_fallback, byte_level, vocab_size=target_size, draft_vocab_size=draft_size)
     for draft_id in range(draft_size):
@@ -182,7 +182,7 @@ def guess(drafter: TextDrafter, request: Request, depth: int = 8) -> list[int] |
     return None if tree is None else list(tree.token_ids[1:])
 
 
-def test_the_draft_model_reads_the_text_as_its_own_tokenizer_cuts_it(
+def test_draft_context_of_another_vocabulary_is_retokenized(
     mini: ByteTokenizer, byte_fallback: ByteTokenizer, writer: ScriptedWriter
 ) -> None:
     drafter = TextDrafter(writer, target=byte_fallback, draft=mini)
@@ -201,7 +201,9 @@ def test_the_draft_model_reads_the_text_as_its_own_tokenizer_cuts_it(
         assert context == [token_id for token_id, _ in mini.tokenize(written)]
 
 
-def test_no_draft_within_a_multi_token_character(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer, writer: ScriptedWriter) -> None:
+def test_no_draft_starts_within_a_multi_token_character(
+    byte_level: ByteTokenizer, byte_fallback: ByteTokenizer, writer: ScriptedWriter
+) -> None:
     drafter = TextDrafter(writer, target=byte_level, draft=byte_fallback)
     writer.answer = [byte_fallback.pieces.index("▁the")]
     ids = [token_id for token_id, _ in byte_level.tokenize("a😺".encode())]
@@ -245,7 +247,9 @@ def test_special_tokens_end_a_translated_draft(byte_level: ByteTokenizer, writer
     assert guess(drafter, request) is None
 
 
-def test_start_tokens_of_the_target_become_those_of_the_draft_model(mini: ByteTokenizer, shared_dir: Path, writer: ScriptedWriter) -> None:
+def test_bos_token_of_the_target_is_replaced_by_that_of_the_draft_model(
+    mini: ByteTokenizer, shared_dir: Path, writer: ScriptedWriter
+) -> None:
     stories = shared_dir / "data" / "models" / "TinyStories-656K"
     if not stories.is_dir():
         pytest.skip("no model with a start token")
@@ -259,7 +263,7 @@ def test_start_tokens_of_the_target_become_those_of_the_draft_model(mini: ByteTo
     assert b"".join(mini.bytes_of[token_id] for token_id in writer.contexts[0][0]) == b" " + text
 
 
-def test_disjoint_vocabularies_draft_and_free_their_blocks(mini_dir: Path, mini: ByteTokenizer, shared_dir: Path) -> None:
+def test_draft_model_with_a_disjoint_vocabulary_drafts_and_frees_blocks(mini_dir: Path, mini: ByteTokenizer, shared_dir: Path) -> None:
     stories = shared_dir / "data" / "models" / "TinyStories-656K"
     if not stories.is_dir():
         pytest.skip("no model of another vocabulary")

@@ -23,7 +23,7 @@ def plan_of(config, kv_cache_gb, limits=LIMITS):
     return plan_cache(config, EngineConfig(model="", kv_cache_gb=kv_cache_gb, max_num_seqs=2), KVCacheDtype.F32, limits)
 
 
-def test_windows_take_memory_for_running_requests_only():
+def test_sliding_window_memory_is_counted_for_running_requests_only():
     mixed = replace(FULL, layers=(FULL.layers[0], SLIDING.layers[0]))
     full, half, windows = (plan_of(config, 0.01) for config in (FULL, mixed, SLIDING))
     assert full.num_blocks < half.num_blocks < 2.01 * full.num_blocks
@@ -31,7 +31,7 @@ def test_windows_take_memory_for_running_requests_only():
     assert plan_of(SLIDING, 0.01, limits=None) == full
 
 
-def test_cache_too_small_for_one_block_is_rejected():
+def test_kv_cache_too_small_for_one_block_is_refused():
     with pytest.raises(CapacityError, match="holds no block"):
         plan_of(SLIDING, 1e-6)
 
@@ -57,7 +57,7 @@ def default_plan(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 4, 16])
-def test_default_cache_holds_a_few_full_contexts(default_plan, max_num_seqs):
+def test_default_kv_cache_holds_a_few_full_contexts(default_plan, max_num_seqs):
     plan = default_plan(max_num_seqs=max_num_seqs)
     wanted = max(min(4, max_num_seqs) * 8192, max_num_seqs * 2048)
     assert wanted <= plan.num_cache_tokens <= wanted + 64 * max_num_seqs
@@ -65,26 +65,26 @@ def test_default_cache_holds_a_few_full_contexts(default_plan, max_num_seqs):
     assert plan.num_bytes == plan.num_cache_tokens * ROW_BYTES
 
 
-def test_default_cache_holds_all_contexts_of_a_short_model(default_plan):
+def test_default_kv_cache_of_a_short_context_holds_all_requests(default_plan):
     assert default_plan(make_config(num_layers=2, max_positions=512)).num_cache_tokens == 16 * (512 + 64)
 
 
 @pytest.mark.parametrize("free", [1000 * GB, 1e8, 1e7, 1e6])
 @pytest.mark.parametrize("max_num_seqs", [1, 16])
-def test_context_does_not_depend_on_memory_or_batch_settings(default_plan, free, max_num_seqs):
+def test_max_model_len_does_not_depend_on_memory_or_max_num_seqs(default_plan, free, max_num_seqs):
     plan = default_plan(free=free, total=4 * free, max_num_seqs=max_num_seqs)
     assert plan.max_model_len == 8192
     assert plan.num_bytes <= free / 2
     assert (plan.notice is not None) == (plan.num_cache_tokens < 8192)
 
 
-def test_default_cache_takes_a_quarter_of_memory_and_half_of_free_memory(default_plan):
+def test_default_kv_cache_takes_a_quarter_of_memory_or_half_of_free(default_plan):
     context_bytes = 8192 * ROW_BYTES
     assert 0.99 * context_bytes <= default_plan(total=4 * context_bytes).num_bytes <= context_bytes
     assert 0.99 * context_bytes <= default_plan(free=2 * context_bytes).num_bytes <= context_bytes
 
 
-def test_given_max_model_len_takes_more_memory_if_needed(default_plan):
+def test_explicit_max_model_len_takes_more_memory_if_needed(default_plan):
     context_bytes = (8192 + 64) * ROW_BYTES
     plan = default_plan(total=2 * context_bytes, free=1.5 * context_bytes, max_model_len=8192)
     assert 8192 <= plan.num_cache_tokens <= 8192 + 64
@@ -92,18 +92,18 @@ def test_given_max_model_len_takes_more_memory_if_needed(default_plan):
         default_plan(free=context_bytes, max_model_len=8192)
 
 
-def test_free_memory_for_less_than_a_block_is_rejected(default_plan):
+def test_free_memory_for_less_than_a_block_is_refused(default_plan):
     with pytest.raises(CapacityError, match="holds no block"):
         default_plan(free=40 * ROW_BYTES)
 
 
-def test_cache_smaller_than_the_context_has_a_notice():
+def test_kv_cache_smaller_than_the_context_gives_a_notice():
     plan = plan_of(FULL, 0.01)
     assert plan.notice is not None
     assert f"the cache holds {plan.num_cache_tokens} tokens, less than the context of 100000" in plan.notice
     assert plan.notice.endswith("raise kv_cache_gb or lower max_model_len")
 
 
-def test_banner_names_the_maximum_size(default_plan):
+def test_banner_names_the_maximum_cache_size(default_plan):
     line = default_plan(max_num_seqs=1).describe()
     assert line.startswith(f"cache: up to {8256 * ROW_BYTES / 1e9:.2g} GB (8,256 tokens, 1.01 contexts of 8,192)")

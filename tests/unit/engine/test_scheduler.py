@@ -140,7 +140,7 @@ def test_requests_start_in_order_of_arrival_up_to_the_limit():
     assert simulation.passes == [["a", "b"], ["a", "c"], ["a", "c"], ["d"]]
 
 
-def test_prompts_share_the_rows_next_to_decoding_requests():
+def test_prefill_rows_fill_the_pass_next_to_decoding_requests():
     simulation = Simulation(100)
     simulation.add(Job("decoding", 1, num_output=20), Job("long", 20, num_output=2), Job("other", 20, num_output=2))
     for _ in range(6):
@@ -158,7 +158,7 @@ def test_prefill_chunk_shrinks_to_the_rows_left():
 
 
 @pytest.mark.parametrize("prefill_chunk_size", [1, 4, 8, 100])
-def test_long_prompt_advances_next_to_decoding_with_few_rows(prefill_chunk_size):
+def test_long_prompt_advances_while_decoding_leaves_few_rows(prefill_chunk_size):
     simulation = Simulation(100, max_num_batched_tokens=4, prefill_chunk_size=prefill_chunk_size)
     simulation.run_already(*(_decoding(name, 3) for name in "abc"))
     simulation.add(Job("long", 5))
@@ -197,7 +197,7 @@ def test_running_requests_are_limited_by_the_rows_of_a_pass():
     assert simulation.passes == [["a", "b", "c"]]
 
 
-def test_youngest_is_preempted_and_resumes_first():
+def test_youngest_request_is_preempted_and_resumes_first():
     simulation = Simulation(5)
     old, young, waiting = _decoding("old", 12), _decoding("young", 7), Job("waiting", 9)
     simulation.run_already(old, young)
@@ -244,21 +244,21 @@ def test_youngest_request_without_blocks_keeps_its_rows():
 
 
 @pytest.mark.parametrize(("spare_blocks", "begin"), [(0, "abc"), (1, "ab"), (2, "a")])
-def test_spare_blocks_are_left_when_a_request_starts(spare_blocks, begin):
+def test_scheduler_leaves_spare_blocks_when_a_request_starts(spare_blocks, begin):
     simulation = Simulation(6, spare_blocks=spare_blocks, max_num_batched_tokens=100, prefill_chunk_size=100)
     simulation.add(*(Job(name, 7, num_output=9) for name in "abcd"))
     simulation.step()
     assert simulation.passes == [list(begin)]
 
 
-def test_single_request_needs_no_spare_blocks():
+def test_scheduler_needs_no_spare_blocks_for_a_single_request():
     simulation = Simulation(2, spare_blocks=5)
     simulation.add(Job("a", 7))
     simulation.step()
     assert simulation.passes == [["a"]]
 
 
-def test_prefix_is_looked_up_again_after_a_block_is_freed():
+def test_prefix_cache_is_searched_again_after_a_block_is_freed():
     simulation = Simulation(4, shared=4, max_num_batched_tokens=100, prefill_chunk_size=100)
     first, large, small = Job("first", 7, num_output=5), Job("large", 15), Job("small", 1)
     simulation.add(first, large, small)
@@ -273,7 +273,7 @@ def test_prefix_is_looked_up_again_after_a_block_is_freed():
     assert simulation.blocks.begun == ["first", "large", "small", "large"]
 
 
-def test_request_that_is_not_ready_is_overtaken():
+def test_unready_sibling_sample_is_overtaken_by_later_requests():
     simulation = Simulation(100)
     sibling = Job("sibling", 3, is_ready=False)
     simulation.add(sibling, Job("a", 3, num_output=2))
@@ -284,14 +284,14 @@ def test_request_that_is_not_ready_is_overtaken():
     assert simulation.passes[-1] == ["sibling", "a"], "in the order of arrival"
 
 
-def test_pass_is_empty_if_all_blocks_are_held_elsewhere():
+def test_scheduler_runs_nothing_if_all_blocks_are_held_elsewhere():
     simulation = Simulation(4)
     simulation.blocks.num_taken = 4
     simulation.add(Job("a", 3))
     assert simulation.step() == []
 
 
-def test_remove_returns_whether_the_request_was_here():
+def test_scheduler_remove_returns_whether_it_held_the_request():
     simulation = Simulation(100, max_num_seqs=1)
     running, waiting = Job("running", 3, num_output=5), Job("waiting", 3)
     simulation.add(running, waiting)
@@ -303,7 +303,7 @@ def test_remove_returns_whether_the_request_was_here():
 
 
 @pytest.mark.parametrize("spare_blocks", [0, 1])
-def test_every_request_finishes_and_the_oldest_always_advances(spare_blocks, seed, large_counts):
+def test_scheduler_finishes_every_request_and_advances_the_oldest(spare_blocks, seed, large_counts):
     generator = np.random.default_rng([seed, spare_blocks])
     num_preemptions = 0
     for case in range(2000 if large_counts else 60):
@@ -397,7 +397,7 @@ def test_long_prompts_keep_half_of_the_rows_next_to_short_ones():
     assert count <= 3 * -(-2000 // 128)
 
 
-def test_middle_prompt_runs_after_older_ones():
+def test_medium_prompt_waits_for_older_but_not_for_newer_prompts():
     simulation = Simulation(1_000_000, **DEFAULTS)
     old, middle = Job("old", 2000), Job("middle", 1000)
     simulation.add(old, middle)
@@ -409,7 +409,7 @@ def test_middle_prompt_runs_after_older_ones():
     assert count <= -(-3000 // 128) + 1
 
 
-def test_all_prompt_rows_are_used_while_prompts_remain(seed):
+def test_scheduler_uses_all_prefill_rows_while_prompts_remain(seed):
     generator = np.random.default_rng(seed)
     lengths = [int(length) for length in generator.integers(1, 2000, 40)]
     simulation = Simulation(1_000_000, **DEFAULTS)
@@ -429,7 +429,7 @@ def test_short_prompt_latency_does_not_depend_on_its_arrival():
         assert _passes_until_begun(simulation, short) == 1
 
 
-def test_half_of_the_running_requests_are_left_to_short_prompts():
+def test_half_of_the_running_requests_are_reserved_for_short_prompts():
     simulation = Simulation(1_000_000, **{**DEFAULTS, "max_num_seqs": 4})
     for length in range(3000, 800, -400):  # each shorter than what is left of the one before
         simulation.add(Job(str(length), length))
@@ -441,7 +441,7 @@ def test_half_of_the_running_requests_are_left_to_short_prompts():
     assert _passes_until_begun(simulation, short) == 1
 
 
-def test_cached_prefix_makes_a_long_prompt_short():
+def test_prompt_with_a_long_cached_prefix_counts_as_short():
     simulation = Simulation(1_000_000, **DEFAULTS)
     simulation.add(Job("a", 6000), Job("b", 5000))
     simulation.step()
@@ -451,7 +451,7 @@ def test_cached_prefix_makes_a_long_prompt_short():
     assert _passes_until_begun(simulation, again) == 1
 
 
-def test_further_samples_start_after_the_first_ones_prompt():
+def test_further_samples_start_after_the_prompt_of_the_first():
     simulation = Simulation(1_000_000, **DEFAULTS)
     sample = Job("sample", 4030, is_ready=False)
     simulation.add(Job("a", 3000), sample, Job("b", 2000))

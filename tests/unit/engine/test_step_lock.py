@@ -35,7 +35,7 @@ class Counter:
         assert self.num_inside <= 2, "another thread is inside"  # the holder, and its own draining
 
 
-def test_queued_items_are_drained_while_another_thread_holds_the_lock(large_counts: bool) -> None:
+def test_step_lock_drains_items_queued_by_other_threads(large_counts: bool) -> None:
     counter = Counter()
     count = 20_000 if large_counts else 2_000
 
@@ -59,7 +59,7 @@ def test_queued_items_are_drained_while_another_thread_holds_the_lock(large_coun
     assert (counter.total, list(counter.queue), counter.num_inside) == (3 * count, [], 0)
 
 
-def test_request_drain_does_not_wait_and_the_holder_drains() -> None:
+def test_step_lock_request_drain_does_not_wait() -> None:
     counter = Counter()
     with counter.lock.held():
         asker = threading.Thread(target=lambda: (counter.queue.append(5), counter.lock.request_drain()))
@@ -73,7 +73,7 @@ def test_request_drain_does_not_wait_and_the_holder_drains() -> None:
     assert counter.total == 7
 
 
-def test_error_releases_the_lock_and_loses_nothing() -> None:
+def test_error_releases_the_step_lock_and_keeps_queued_items() -> None:
     counter = Counter()
 
     def fail() -> None:
@@ -89,7 +89,7 @@ def test_error_releases_the_lock_and_loses_nothing() -> None:
     assert not counter.lock.is_held_by_this_thread
 
 
-def test_nested_call_raises_and_other_threads_wait() -> None:
+def test_nested_step_lock_raises_and_other_threads_wait() -> None:
     counter = Counter()
     with counter.lock.held(), pytest.raises(ConfigError, match="from within its own step"), counter.lock.held():
         pass
@@ -110,7 +110,7 @@ def test_nested_call_raises_and_other_threads_wait() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("is_held", [False, True])
-def test_forked_process_has_its_own_lock_unless_forked_while_held(is_held: bool) -> None:
+def test_forked_process_gets_a_new_step_lock_unless_it_was_held(is_held: bool) -> None:
     counter, is_inside, may_leave = Counter(), threading.Event(), threading.Event()
 
     def hold() -> None:

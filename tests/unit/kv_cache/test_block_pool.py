@@ -16,18 +16,18 @@ def _hashes(pool: BlockPool, token_ids: list[int], salt: bytes = b"") -> list[Bl
     return list(pool.block_hashes(token_ids, salt, (), len(token_ids) // SIZE))
 
 
-def test_allocate_returns_every_block():
+def test_block_pool_allocates_every_block_once():
     pool = BlockPool(4, SIZE)
     assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
     assert pool.num_free == 0
 
 
-def test_pool_without_blocks_is_refused():
+def test_block_pool_without_blocks_is_refused():
     with pytest.raises(CapacityError, match="at least 1 block"):
         BlockPool(0, SIZE)
 
 
-def test_allocate_too_many_allocates_none():
+def test_allocating_more_blocks_than_free_allocates_none():
     pool = BlockPool(4, SIZE)
     held = pool.allocate(2)
     with pytest.raises(CapacityError, match="3 blocks wanted, 2 of 4 free"):
@@ -48,7 +48,7 @@ def test_shared_block_is_free_after_its_last_owner_released_it():
     pool.check([])
 
 
-def test_release_more_often_than_allocated_raises():
+def test_releasing_a_block_more_often_than_allocated_raises():
     pool = BlockPool(2, SIZE)
     held = pool.allocate(1)
     pool.release(held)
@@ -64,7 +64,7 @@ def test_release_more_often_than_allocated_raises():
         pytest.param([[0, 1, 2]], "block 2 has 0 owners", id="a free block in a table"),
     ],
 )
-def test_check_finds_wrong_owners(tables, complaint):
+def test_block_pool_check_detects_wrong_owner_counts(tables, complaint):
     pool = BlockPool(3, SIZE)
     pool.allocate(2)
     with pytest.raises(RuntimeError, match=complaint):
@@ -72,7 +72,7 @@ def test_check_finds_wrong_owners(tables, complaint):
 
 
 @pytest.mark.parametrize("spoil", ["_idle", "_free"])
-def test_check_finds_wrong_idle_and_free_blocks(spoil):
+def test_block_pool_check_detects_wrong_idle_and_free_lists(spoil):
     pool = BlockPool(8, SIZE)
     held = pool.allocate(2)
     for block_hash, block in zip(_hashes(pool, list(range(8))), held, strict=True):
@@ -84,7 +84,7 @@ def test_check_finds_wrong_idle_and_free_blocks(spoil):
         pool.check([])
 
 
-def test_owner_counts_match_the_tables_over_random_use(seed):
+def test_block_pool_owner_counts_match_the_tables_under_random_use(seed):
     generator = np.random.default_rng(seed)
     pool = BlockPool(12, SIZE)
     tables: list[list[int]] = []
@@ -103,7 +103,7 @@ def test_owner_counts_match_the_tables_over_random_use(seed):
     assert pool.num_free == 12
 
 
-def test_hash_depends_on_every_token_up_to_the_end_of_its_block():
+def test_block_hash_depends_on_all_tokens_up_to_the_end_of_its_block():
     pool = BlockPool(8, SIZE)
     hashes = _hashes(pool, list(range(12)))
     assert _hashes(pool, list(range(12))) == hashes
@@ -114,25 +114,25 @@ def test_hash_depends_on_every_token_up_to_the_end_of_its_block():
         assert same == [block < position // SIZE for block in range(3)]
 
 
-def test_hashes_continue_after_known_ones():
+def test_block_hashes_can_be_extended_from_known_ones():
     pool = BlockPool(8, SIZE)
     hashes = _hashes(pool, list(range(20)), b"mine")
     assert hashes[:2] + list(pool.block_hashes(list(range(20)), b"ignored here", hashes[:2], 5)) == hashes
 
 
-def test_hashes_differ_by_salt_and_by_pool():
+def test_block_hashes_differ_by_salt_and_by_pool():
     pool = BlockPool(8, SIZE)
     lists = [_hashes(pool, list(range(8)), salt) for salt in (b"", b"a", b"b")] + [_hashes(BlockPool(8, SIZE), list(range(8)))]
     assert len({one.key for hashes in lists for one in hashes}) == 8
 
 
-def test_hashes_differ_by_any_byte_of_an_id():
+def test_block_hashes_differ_by_any_byte_of_a_token_id():
     pool = BlockPool(8, SIZE)
     keys = {_hashes(pool, [token, 0, 0, 0])[0].key for token in (0, 1, 256, 65_536, 16_777_216, 2**32 - 1)}
     assert len(keys) == 6
 
 
-def test_register_a_second_time_changes_nothing():
+def test_registering_a_block_again_changes_nothing():
     pool = BlockPool(8, SIZE)
     first, second = _hashes(pool, list(range(8)))
     pool.allocate(8)
@@ -145,7 +145,7 @@ def test_register_a_second_time_changes_nothing():
     assert pool.num_indexed == 1
 
 
-def test_find_with_a_hash_collision_compares_the_tokens(monkeypatch):
+def test_block_lookup_with_a_hash_collision_compares_the_tokens(monkeypatch):
     monkeypatch.setattr(block_pool, "blake2b", lambda data, digest_size: blake2b(b"all the same", digest_size=digest_size))
     pool = BlockPool(8, SIZE)
     (one,), (other,) = _hashes(pool, [1, 2, 3, 4]), _hashes(pool, [1, 2, 3, 5])
@@ -155,7 +155,7 @@ def test_find_with_a_hash_collision_compares_the_tokens(monkeypatch):
     assert pool.find_block(other) is None
 
 
-def test_removed_block_is_not_found_and_can_be_registered_again():
+def test_evicted_block_is_not_found_and_can_be_registered_again():
     pool = BlockPool(8, SIZE)
     (block_hash,) = _hashes(pool, [1, 2, 3, 4])
     pool.allocate(8)
@@ -168,7 +168,7 @@ def test_removed_block_is_not_found_and_can_be_registered_again():
     pool.check([range(8)])
 
 
-def test_eviction_takes_the_least_recently_used_block_first(seed):
+def test_block_eviction_takes_the_least_recently_used_first(seed):
     """Compared with a plain list over random use."""
     generator = np.random.default_rng(seed)
     evicted: list[BlockHash] = []
@@ -210,7 +210,7 @@ def test_eviction_takes_the_least_recently_used_block_first(seed):
     assert pool.stats.evicted_blocks == num_evictions > 50
 
 
-def test_touch_of_an_owned_or_unknown_block_changes_nothing():
+def test_touching_an_owned_or_unknown_block_changes_nothing():
     pool = BlockPool(8, SIZE)
     known, unknown = _hashes(pool, list(range(8)))
     held = pool.allocate(8)

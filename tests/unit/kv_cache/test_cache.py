@@ -150,14 +150,14 @@ def _run_schedules(layout: TreeLayout, seed: int, count: int) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_and_blocks_are_right_over_random_use(layout, seed, large_counts):
+def test_kv_cache_rows_and_blocks_are_right_under_random_use(layout, seed, large_counts):
     count = 1_000 if large_counts else 120
     assert _run_schedules(layout, seed, count) > count // 4
 
 
 @pytest.mark.parametrize("offset", [-1, 1], ids=["the parent", "the child"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_check_finds_the_path_of_a_wrong_node(layout, offset, seed, monkeypatch):
+def test_cache_check_detects_the_path_of_a_wrong_node(layout, offset, seed, monkeypatch):
     commit = RowPlan.commit
 
     def off_by_one(plan: RowPlan, node: int):
@@ -170,13 +170,13 @@ def test_check_finds_the_path_of_a_wrong_node(layout, offset, seed, monkeypatch)
         _run_schedules(layout, seed, 20)
 
 
-def test_check_finds_a_path_without_a_copied_tail(seed, monkeypatch):
+def test_cache_check_detects_a_path_without_a_copied_tail_block(seed, monkeypatch):
     monkeypatch.setattr(cache_module, "plan_rows", lambda *args: replace(plan_rows(*args), copies=()))
     with pytest.raises(AssertionError):
         _run_schedules(TreeLayout.PATHS, seed, 20)
 
 
-def test_check_finds_rows_that_were_not_moved(seed, monkeypatch):
+def test_cache_check_detects_rows_that_were_not_moved(seed, monkeypatch):
     commit = RowPlan.commit
     monkeypatch.setattr(RowPlan, "commit", lambda plan, node: commit(plan, node)._replace(moves=()))
     with pytest.raises(AssertionError):
@@ -184,7 +184,7 @@ def test_check_finds_rows_that_were_not_moved(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_reserve_twice_raises(layout):
+def test_cache_reserve_twice_raises(layout):
     checked = CheckedCache(layout)
     sequence = checked.start()
     checked.reserve(sequence, [-1, 0, 0])
@@ -193,14 +193,14 @@ def test_reserve_twice_raises(layout):
     checked.check()
 
 
-def test_keep_path_without_reserve_raises():
+def test_cache_keep_path_without_reserve_raises():
     checked = CheckedCache(TreeLayout.PATHS)
     with pytest.raises(RuntimeError, match="reserve first"):
         checked.cache.keep_path(checked.start(), 0)
 
 
 @pytest.mark.parametrize("length", [0, 5, 8])
-def test_release_twice_raises_even_if_blocks_have_a_new_owner(length):
+def test_cache_release_twice_raises_even_if_blocks_have_a_new_owner(length):
     checked = CheckedCache(TreeLayout.PATHS)
     first, second = checked.start(), checked.start()
     for sequence in (first, second):
@@ -215,7 +215,7 @@ def test_release_twice_raises_even_if_blocks_have_a_new_owner(length):
 
 
 @pytest.mark.parametrize("length", [-1, 6])
-def test_truncate_to_an_impossible_length_raises(length):
+def test_cache_truncate_to_an_impossible_length_raises(length):
     checked = CheckedCache(TreeLayout.PATHS)
     sequence = checked.start()
     checked.reserve(sequence, range(-1, 4))
@@ -225,7 +225,7 @@ def test_truncate_to_an_impossible_length_raises(length):
     checked.check()
 
 
-def test_reserve_of_a_rejected_tree_allocates_no_blocks():
+def test_cache_reserve_of_a_rejected_tree_allocates_no_blocks():
     checked = CheckedCache(TreeLayout.CHAIN)
     with pytest.raises(ValueError, match="cannot be laid out as a chain"):
         checked.cache.reserve(checked.start(), [-1, 0, 0])
@@ -233,7 +233,7 @@ def test_reserve_of_a_rejected_tree_allocates_no_blocks():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_keep_path_of_an_unknown_node_keeps_the_reservation(layout):
+def test_cache_keep_path_of_an_unknown_node_keeps_the_reservation(layout):
     checked = CheckedCache(layout)
     sequence = checked.start()
     checked.reserve(sequence, [-1, 0, 0])
@@ -244,7 +244,7 @@ def test_keep_path_of_an_unknown_node_keeps_the_reservation(layout):
     checked.check()
 
 
-def test_lengths_and_sizes_match_the_storage():
+def test_kv_cache_lengths_match_its_storage():
     checked = CheckedCache(TreeLayout.PATHS)
     assert checked.cache.max_slots == NUM_BLOCKS * BLOCK_SIZE
     sequence = checked.start()

@@ -240,7 +240,7 @@ BREAKAGES = {
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES.values(), ids=BREAKAGES)
-def test_random_events_find_planted_faults(breakage, seed, monkeypatch):
+def test_random_prefix_cache_events_detect_planted_faults(breakage, seed, monkeypatch):
     monkeypatch.setattr(*breakage)
     with pytest.raises((AssertionError, RuntimeError)):
         _run_events(TreeLayout.PATHS, seed, 8)
@@ -448,7 +448,7 @@ def test_truncate_within_a_shared_block_copies_it():
     assert checked.start(range(13)).sequence.block_table == before[:3]
 
 
-def test_evicted_sequence_is_never_matched():
+def test_evicted_prefix_is_never_matched():
     checked = CheckedCache()
     text = checked.prompt(range(13))
     checked.cache.evict(text.sequence)
@@ -474,7 +474,7 @@ def test_match_prefix_of_a_sequence_with_rows_raises():
         checked.cache.match_prefix(started.sequence, range(13))
 
 
-def test_share_of_a_free_block_raises():
+def test_sharing_a_free_block_raises():
     pool = BlockPool(3, SIZE)
     with pytest.raises(RuntimeError, match="block 1 is free"):
         pool.share([1])
@@ -508,7 +508,7 @@ def _append_a_hash(checked: CheckedCache, text: Text) -> None:
         (lambda checked, text: checked.cache.pool.register(BlockHash(b"key", b"tokens"), 20), "idle or indexed without owners"),
     ],
 )
-def test_check_finds_tampering(tamper, complaint):
+def test_prefix_cache_check_detects_inconsistent_state(tamper, complaint):
     checked = CheckedCache()
     text = checked.prompt(range(11))
     checked.check()

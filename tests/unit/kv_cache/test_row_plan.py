@@ -137,7 +137,7 @@ def _check(plan: RowPlan, own_table: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("layout", [TreeLayout.PATHS, TreeLayout.MASK])
 @pytest.mark.parametrize("parents", TREES.values(), ids=TREES)
-def test_rows_see_prompt_and_ancestors_and_every_node_can_be_kept(parents, layout):
+def test_row_plan_shows_prompt_and_ancestors_to_every_node(parents, layout):
     for committed_len in COMMITTED_LENGTHS:
         plan, own_table = _plan(parents, committed_len, layout)
         assert plan.num_rows == num_rows(parents, layout)
@@ -146,7 +146,7 @@ def test_rows_see_prompt_and_ancestors_and_every_node_can_be_kept(parents, layou
 
 @pytest.mark.parametrize("layout", [TreeLayout.PATHS, TreeLayout.MASK])
 @pytest.mark.parametrize("block_size", [4, 32])
-def test_random_trees_see_ancestors_and_can_be_kept(block_size, layout, seed, large_counts):
+def test_row_plan_of_random_trees_shows_ancestors_and_can_be_kept(block_size, layout, seed, large_counts):
     generator = np.random.default_rng([seed, block_size])
     for case in range(2_000 if large_counts else 100):
         num_nodes = 40 if case % 25 == 0 else int(generator.integers(1, 13))
@@ -159,7 +159,7 @@ def test_random_trees_see_ancestors_and_can_be_kept(block_size, layout, seed, la
 
 @pytest.mark.parametrize("layout", list(TreeLayout))
 @pytest.mark.parametrize("parents", [[-1], range(-1, 7), [-1, 0, 1, 2]], ids=["root", "range", "list"])
-def test_chain_is_one_path_in_every_layout(parents, layout):
+def test_chain_is_one_path_in_every_tree_layout(parents, layout):
     for committed_len in COMMITTED_LENGTHS:
         plan, own_table = _plan(parents, committed_len, layout)
         assert plan.layout is TreeLayout.CHAIN
@@ -170,14 +170,14 @@ def test_chain_is_one_path_in_every_layout(parents, layout):
         _check(plan, own_table)
 
 
-def test_tree_at_a_block_border_copies_nothing():
+def test_tree_that_starts_at_a_block_border_copies_no_block():
     plan, _ = _plan(TREES["binary"], 64, TreeLayout.PATHS)
     assert plan.copies == ()
     plan, own_table = _plan(TREES["binary"], 65, TreeLayout.PATHS)
     assert [source for source, _ in plan.copies] == [own_table[-1]] * (len(plan.paths) - 1)
 
 
-def test_num_rows_counts_shared_ancestors_per_leaf_with_paths_only():
+def test_num_rows_counts_shared_ancestors_once_per_leaf_in_paths_layout():
     parents = [-1, 0, 1, 1]
     assert num_rows(parents, TreeLayout.PATHS) == 6
     assert num_rows(parents, TreeLayout.MASK) == 4
@@ -206,27 +206,27 @@ def test_chain_layout_rejects_a_branch_before_blocks_are_allocated():
 @pytest.mark.parametrize("layout", [TreeLayout.PATHS, TreeLayout.MASK])
 @pytest.mark.parametrize("node", [-1, 3, 40])
 @pytest.mark.parametrize("parents", [[-1, 0, 1], [-1, 0, 0]], ids=["chain", "fork"])
-def test_commit_of_a_node_outside_the_tree_raises(parents, node, layout):
+def test_row_plan_commit_of_a_node_outside_the_tree_raises(parents, node, layout):
     plan, _ = _plan(parents, 5, layout)
     with pytest.raises(ValueError, match="not in the tree"):
         plan.commit(node)
 
 
 @pytest.mark.parametrize("committed_len", [1, 31, 33, 63, 65])
-def test_fault_of_a_missing_tail_copy_is_found(committed_len):
+def test_fault_of_an_uncopied_tail_block_in_a_row_plan_is_found(committed_len):
     plan, own_table = _plan(TREES["binary"], committed_len, TreeLayout.PATHS)
     with pytest.raises(AssertionError):
         _check_rows(replace(plan, copies=()), own_table)
 
 
-def test_fault_of_a_write_to_a_shared_tail_is_found():
+def test_fault_of_a_row_plan_writing_to_a_shared_block_is_found():
     plan, own_table = _plan([-1, 0, 0], 33, TreeLayout.PATHS)
     intruder = plan.paths[1]._replace(block_table=plan.paths[0].block_table)
     with pytest.raises(AssertionError, match="overwrites another path's row"):
         _check_rows(replace(plan, paths=(plan.paths[0], intruder)), own_table)
 
 
-def test_fault_of_a_mask_with_a_sibling_is_found():
+def test_fault_of_a_tree_mask_that_shows_a_sibling_is_found():
     plan, own_table = _plan([-1, 0, 0], 33, TreeLayout.MASK)
     causal = plan.paths[0]._replace(mask=np.tri(3, dtype=np.bool_))
     with pytest.raises(AssertionError):

@@ -177,7 +177,7 @@ def run_events(seed: int, num_schedules: int, num_blocks: int = NUM_BLOCKS, limi
     return num_adopted, len(refused)
 
 
-def test_visible_rows_are_right_over_random_use(seed: int, large_counts: bool, tally: "dict[str, int]") -> None:
+def test_windowed_cache_shows_the_right_rows_under_random_use(seed: int, large_counts: bool, tally: "dict[str, int]") -> None:
     num_schedules = 400 if large_counts else 12
     num_adopted, num_refused = run_events(seed, num_schedules)
     tally["events of caches with windows"] += 200 * num_schedules
@@ -207,7 +207,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_random_use_finds_planted_faults(fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_windowed_cache_use_detects_planted_faults(fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     name, spoil = BROKEN[fault]
     monkeypatch.setattr(SlidingWindowCache, name, spoil(getattr(SlidingWindowCache, name)))
     with pytest.raises((AssertionError, IndexError, KeyError, RuntimeError)):
@@ -271,7 +271,7 @@ def test_interrupted_release_never_frees_an_owned_block(num_before: int, monkeyp
         assert min(pool._owners) >= 0
 
 
-def test_reserve_without_free_window_blocks_changes_nothing() -> None:
+def test_windowed_cache_reserve_without_free_blocks_changes_nothing() -> None:
     bench = Bench(of_windows=2)
     text = bench.start(range(20))
     with pytest.raises(CapacityError, match="3 blocks wanted, 2 of 2 free"):

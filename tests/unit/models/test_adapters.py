@@ -76,14 +76,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_that_is_not_computed_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_unsupported_adapter_setting_is_refused_by_name(name: str, tmp_path: Path) -> None:
     settings, text = SETTINGS[name]
     with pytest.raises(CheckpointError, match=text):
         read(write_adapter(tmp_path, of_queries(), **settings))
 
 
 @pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
-def test_starts_that_leave_the_model_as_it_is_are_read(start: object, tmp_path: Path) -> None:
+def test_adapter_init_settings_without_effect_on_weights_are_accepted(start: object, tmp_path: Path) -> None:
     assert len(read(write_adapter(tmp_path, of_queries(), init_lora_weights=start)).products) == LAYERS
 
 
@@ -128,13 +128,13 @@ FILES: dict[str, tuple[Tensors, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_tensor_that_is_not_used_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_unused_adapter_tensor_is_refused_by_name(name: str, tmp_path: Path) -> None:
     more, text = FILES[name]
     with pytest.raises(CheckpointError, match=text):
         read(write_adapter(tmp_path, {**of_queries(), **more}, base_model_name_or_path="owner/base"))
 
 
-def test_a_rank_beyond_both_sides_of_its_matrix_is_refused(tmp_path: Path) -> None:
+def test_adapter_rank_larger_than_both_matrix_sides_is_refused(tmp_path: Path) -> None:
     assert len(read(write_adapter(tmp_path, of_queries(64), r=64)).products) == LAYERS
     with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj of rank 65, a matrix of \[64, 64\] takes at most 64"):
         read(write_adapter(tmp_path, of_queries(65), r=65))
@@ -148,7 +148,7 @@ def test_adapter_larger_than_memory_is_refused_before_reading(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"])
-def test_files_that_are_no_regular_ones_are_named_as_what_they_are(name: str, tmp_path: Path) -> None:
+def test_adapter_file_that_is_a_pipe_or_link_loop_is_refused(name: str, tmp_path: Path) -> None:
     path = write_adapter(tmp_path, of_queries()) / name
     if name.startswith("adapter_model"):
         (tmp_path / "adapter_model.safetensors").unlink()
@@ -162,14 +162,14 @@ def test_files_that_are_no_regular_ones_are_named_as_what_they_are(name: str, tm
         read(tmp_path)
 
 
-def test_bytes_after_the_last_tensor_are_refused(tmp_path: Path) -> None:
+def test_bytes_after_the_last_adapter_tensor_are_refused(tmp_path: Path) -> None:
     with (write_adapter(tmp_path, of_queries()) / "adapter_model.safetensors").open("ab") as file:
         file.write(b"123")
     with pytest.raises(CheckpointError, match="holds 3 bytes after its last tensor, which no safetensors file does"):
         read(tmp_path)
 
 
-def test_an_adapter_of_a_longer_or_a_shorter_model_is_refused(tmp_path: Path) -> None:
+def test_adapter_for_another_number_of_layers_is_refused(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path, of_queries(), base_model_name_or_path="owner/base")
     with pytest.raises(CheckpointError, match=r"layers\.1\..* use it with the model it was made for, 'owner/base'"):
         read(adapter, make_config(num_layers=1))
@@ -192,7 +192,7 @@ def test_directory_without_adapter_names_the_missing_file(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb", "x" * 201])
-def test_a_name_that_requests_cannot_have_is_refused(name: str, tmp_path: Path) -> None:
+def test_adapter_name_unusable_in_requests_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="use 1 to 200 printable characters"):
         read_adapter(write_adapter(tmp_path, of_queries()), name=name, config=CONFIG)
 
@@ -207,7 +207,7 @@ def test_adapter_module_prefixes_are_ignored(before: str, tmp_path: Path) -> Non
     assert set(found.products) == {"layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"}
 
 
-def test_files_of_pytorch_hold_the_same_adapter(tmp_path: Path) -> None:
+def test_pytorch_adapter_file_equals_the_safetensors_file(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     found = read(write_adapter(tmp_path, of_queries()))
     torch.save({f"base_model.model.{name}": torch.from_numpy(one) for name, one in of_queries().items()}, tmp_path / "adapter_model.bin")
@@ -215,7 +215,7 @@ def test_files_of_pytorch_hold_the_same_adapter(tmp_path: Path) -> None:
     assert read(tmp_path).key == found.key
 
 
-def test_the_key_differs_wherever_a_value_does(tmp_path: Path) -> None:
+def test_adapter_cache_key_depends_on_every_value(tmp_path: Path) -> None:
     tensors = of_queries()
     keys = [read(write_adapter(tmp_path, tensors, lora_alpha=alpha)).key for alpha in (6, 6, 7)]
     last = next(reversed(tensors))
@@ -224,7 +224,7 @@ def test_the_key_differs_wherever_a_value_does(tmp_path: Path) -> None:
     assert len(set(keys)) == 3
 
 
-def test_biases_without_weights_to_compare_them_with_are_refused(tmp_path: Path) -> None:
+def test_adapter_base_layer_bias_without_model_weights_is_refused(tmp_path: Path) -> None:
     config = make_config(num_layers=LAYERS, attention={"bias": True})
     adapter = write_adapter(tmp_path, {**of_queries(), f"{QUERIES[0]}.base_layer.bias": np.ones(64, np.float32)}, bias="lora_only")
     with pytest.raises(ConfigError, match="which they are compared with: give its weights"):
@@ -234,7 +234,7 @@ def test_biases_without_weights_to_compare_them_with_are_refused(tmp_path: Path)
     assert np.allclose(found.biases["layers.0.self_attn.q_proj"] + as_float32(weights["layers.0.q_proj.bias"]), 1, atol=1e-7)
 
 
-def test_matrices_are_quantised_with_what_the_adapter_adds(tmp_path: Path) -> None:
+def test_merged_adapter_matrices_are_quantised_after_merging(tmp_path: Path) -> None:
     base = random_weights(CONFIG)
     adapter = read(write_adapter(tmp_path, of_queries()))
     ours = quantized_weights(MergedWeights(base, CONFIG, adapter, weight_type=WeightType.F32), QuantOptions(bits=8, group=64), None)
@@ -246,7 +246,7 @@ def test_matrices_are_quantised_with_what_the_adapter_adds(tmp_path: Path) -> No
     assert not np.array_equal(expected.codes, quantize_matrix(as_float32(base["layers.0.q_proj.weight"]), bits=8, group_size=64).codes)
 
 
-def test_quantised_matrices_become_floats_with_a_notice_and_others_stay(tmp_path: Path) -> None:
+def test_quantised_matrices_with_a_merged_adapter_become_floats(tmp_path: Path) -> None:
     plain = random_weights(CONFIG)
     base = quantized_weights(plain, QuantOptions(bits=8, group=64), None)
     ours = MergedWeights(base, CONFIG, read(write_adapter(tmp_path, of_queries())), weight_type=WeightType.BF16)
@@ -255,7 +255,7 @@ def test_quantised_matrices_become_floats_with_a_notice_and_others_stay(tmp_path
     assert any("2 quantised matrices become bf16 with the adapter merged" in notice for notice in ours.notices)
 
 
-def test_kept_quantised_weights_are_another_adapters_no_more(tmp_path: Path) -> None:
+def test_quantised_weight_cache_is_separate_for_each_merged_adapter(tmp_path: Path) -> None:
     base, options = random_weights(CONFIG), QuantOptions(bits=8, group=64)
     adapters = [read(write_adapter(tmp_path / str(alpha), of_queries(), lora_alpha=alpha)) for alpha in (6, 7)]
     for adapter in adapters:
@@ -283,13 +283,13 @@ MODULES = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("s
         ({"names": "all-linear", "saved": ("mlp",)}, lambda name: name.endswith("q_proj")),
     ],
 )  # fmt: skip
-def test_modules_are_chosen_as_peft_chooses_them(settings: dict[str, Any], expected: Any) -> None:
+def test_adapter_target_modules_are_selected_as_in_peft(settings: dict[str, Any], expected: Any) -> None:
     nothing: dict[str, Any] = {"excluded": (), "saved": (), "layers": (), "layers_pattern": ()}
     found = ModuleSelector(path=Path("adapter_config.json"), **{**nothing, **settings}).select(MODULES)
     assert sorted(found) == sorted(filter(expected, MODULES))
 
 
-def test_the_first_ending_counts_whether_it_is_a_name_or_an_expression() -> None:
+def test_first_matching_rank_pattern_applies_to_a_module() -> None:
     endings = ["layers.1.self_attn.q_proj", r".*\.(?:1|2)\..*", "q_proj", "^lm_head"]
     found = first_matching_patterns(endings, MODULES, Path("x"))
     assert found["model.layers.1.self_attn.q_proj"] == endings[0]
@@ -299,18 +299,18 @@ def test_the_first_ending_counts_whether_it_is_a_name_or_an_expression() -> None
     assert "model.layers.3.mlp.up_proj" not in found
 
 
-def test_an_expression_that_takes_for_ever_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_module_pattern_that_takes_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "_TIMEOUT_S", 0.5)
     with pytest.raises(CheckpointError, match=r"takes longer than 0\.5 s: name the modules one by one"):
         read(write_adapter(tmp_path, of_queries(), target_modules=r"(([a-z._0-9]+)*)*X"))
 
 
-def test_an_expression_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_invalid_adapter_module_pattern_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"\(q_proj.* cannot be used as regular expressions"):
         read(write_adapter(tmp_path, of_queries(), rank_pattern={"(q_proj": 4}))
 
 
-def test_settings_are_json_of_any_damage_or_an_error(tmp_path: Path) -> None:
+def test_fuzzed_adapter_config_is_read_or_refused(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path, of_queries())
     for value in (None, 0, "", [], {}, "x", [None], {"a": None}, 1e308, -1):
         for name in json.loads((adapter / "adapter_config.json").read_text()):

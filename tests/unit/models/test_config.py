@@ -65,11 +65,13 @@ def read(directory: Path, values: dict[str, Any], generation: dict[str, Any] | N
         ({}, ()),
     ],
 )
-def test_recommended_sampling_is_read(tmp_path: Path, generation: dict[str, Any], expected: tuple[tuple[str, float], ...]) -> None:
+def test_recommended_sampling_is_read_from_generation_config(
+    tmp_path: Path, generation: dict[str, Any], expected: tuple[tuple[str, float], ...]
+) -> None:
     assert read(tmp_path, LLAMA, generation).sampling == expected
 
 
-def test_sizes_are_read(tmp_path: Path) -> None:
+def test_llama_config_sizes_are_read(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA)
     assert config == make_config(
         family="llama",
@@ -89,13 +91,13 @@ def test_sizes_are_read(tmp_path: Path) -> None:
     )
 
 
-def test_head_dim_may_differ_from_hidden_size_over_heads(tmp_path: Path) -> None:
+def test_head_dim_may_differ_from_hidden_size_per_head(tmp_path: Path) -> None:
     assert read(tmp_path, {**LLAMA, "head_dim": 32}).attention.head_size == 32
     assert read(tmp_path, {**LLAMA, "head_dim": None}).attention.head_size == 16
     assert read(tmp_path, QWEN3).attention.head_size == 128
 
 
-def test_key_value_heads_default_to_the_query_heads(tmp_path: Path) -> None:
+def test_num_key_value_heads_defaults_to_num_attention_heads(tmp_path: Path) -> None:
     without = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
     assert read(tmp_path, without).attention.num_kv_heads == 4
     assert read(tmp_path, {**QWEN2, "num_key_value_heads": None}).attention.num_kv_heads == 4
@@ -115,7 +117,7 @@ def test_key_value_heads_default_to_the_query_heads(tmp_path: Path) -> None:
         ({**SEED_OSS, "attention_bias": False, "attention_out_bias": True}, (False, True, False, False)),
     ],
 )
-def test_each_family_has_its_biases_and_norms(tmp_path: Path, values: dict[str, Any], switches: tuple[bool, ...]) -> None:
+def test_model_family_determines_biases_and_qk_norms(tmp_path: Path, values: dict[str, Any], switches: tuple[bool, ...]) -> None:
     layer = read(tmp_path, values).layers[0]
     attention = layer.mixer
     assert (attention.bias, attention.output_bias, layer.mlp.bias, attention.qk_norm is QKNorm.HEAD) == switches
@@ -126,12 +128,12 @@ def test_each_family_has_its_biases_and_norms(tmp_path: Path, values: dict[str, 
     ("name", "weight_type"),
     [("float32", WeightType.F32), ("float16", WeightType.F16), ("bfloat16", WeightType.BF16), ("torch.bfloat16", WeightType.BF16)],
 )
-def test_the_weight_type_has_two_spellings(tmp_path: Path, key: str, name: str, weight_type: WeightType) -> None:
+def test_torch_dtype_and_dtype_both_set_the_weight_type(tmp_path: Path, key: str, name: str, weight_type: WeightType) -> None:
     without = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
     assert read(tmp_path, {**without, key: name}).weight_type is weight_type
 
 
-def test_end_tokens_are_the_union_of_both_files_in_a_stable_order(tmp_path: Path) -> None:
+def test_eos_token_ids_are_the_union_of_config_and_generation_config(tmp_path: Path) -> None:
     assert read(tmp_path, {**LLAMA, "eos_token_id": [7, 5]}, {"eos_token_id": [9, 7]}).eos_token_ids == (9, 7, 5)
     assert read(tmp_path, {**LLAMA, "eos_token_id": 3}, {"eos_token_id": 4}).eos_token_ids == (4, 3)
     assert read(tmp_path, {**LLAMA, "eos_token_id": None}, {}).eos_token_ids == ()
@@ -152,12 +154,12 @@ NEW_LLAMA3 = {"rope_parameters": {**OLD_LLAMA3["rope_scaling"], "rope_theta": 50
 
 
 @pytest.mark.parametrize("spelling", [OLD_LLAMA3, NEW_LLAMA3])
-def test_old_and_new_rope_spellings_mean_the_same(tmp_path: Path, spelling: dict[str, Any]) -> None:
+def test_rope_scaling_and_rope_parameters_spellings_are_equivalent(tmp_path: Path, spelling: dict[str, Any]) -> None:
     rope = read(tmp_path, {**LLAMA, **spelling}).attention.rope
     assert rope == RopeConfig(500000.0, RopeType.LLAMA3, 32.0, 8192, 1.0, 4.0)
 
 
-def test_rope_scaling_may_say_type_for_rope_type(tmp_path: Path) -> None:
+def test_rope_scaling_type_is_an_alias_of_rope_type(tmp_path: Path) -> None:
     rope = read(tmp_path, {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}).attention.rope
     assert (rope.type, rope.factor, rope.theta) == (RopeType.LINEAR, 2.0, 10000.0)
 
@@ -172,7 +174,7 @@ def test_contradicting_rope_settings_are_refused(tmp_path: Path) -> None:
         read(tmp_path, {**LLAMA, **both})
 
 
-def test_yarn_without_a_factor_takes_the_ratio_of_the_contexts(tmp_path: Path) -> None:
+def test_yarn_factor_defaults_to_the_ratio_of_context_lengths(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128}
     assert read(tmp_path, {**LLAMA, "rope_scaling": scaling}).attention.rope.factor == 4.0
 
@@ -183,7 +185,7 @@ def test_unknown_rope_types_are_refused(tmp_path: Path, name: object) -> None:
         read(tmp_path, {**LLAMA, "rope_scaling": {"rope_type": name, "factor": 2.0}})
 
 
-def test_a_mistral_window_is_that_of_every_layer(tmp_path: Path) -> None:
+def test_mistral_sliding_window_applies_to_every_layer(tmp_path: Path) -> None:
     config = read(tmp_path, {**MISTRAL, "sliding_window": 128})
     assert (config.max_positions, config.sliding_window) == (512, 128)
     assert {layer.mixer.window for layer in config.layers} == {128}
@@ -194,7 +196,7 @@ def test_a_mistral_window_is_that_of_every_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [QWEN2, QWEN3])
-def test_a_qwen_window_counts_only_where_a_layer_uses_it(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_qwen_sliding_window_counts_only_if_a_layer_uses_it(tmp_path: Path, values: dict[str, Any]) -> None:
     unused = {**values, "sliding_window": 128, "max_window_layers": 2}
     assert read(tmp_path, {**unused, "use_sliding_window": False}).max_positions == 512
     assert read(tmp_path, {**unused, "use_sliding_window": True}).sliding_window == 128
@@ -202,12 +204,12 @@ def test_a_qwen_window_counts_only_where_a_layer_uses_it(tmp_path: Path, values:
     assert read(tmp_path, {**unused, "use_sliding_window": True, "layer_types": ["full_attention"] * 3}).sliding_window is None
 
 
-def test_granite_has_no_multipliers_where_it_names_none(tmp_path: Path) -> None:
+def test_granite_multipliers_default_to_one(tmp_path: Path) -> None:
     config = read(tmp_path, GRANITE)
     assert (config.embedding_scale, config.logit_scale, config.attention.scale, config.layers[0].residual_scale) == (1.0,) * 4
 
 
-def test_ministral3_makes_queries_larger_with_their_position_but_not_keys(tmp_path: Path) -> None:
+def test_ministral3_scales_queries_with_position_but_not_keys(tmp_path: Path) -> None:
     config = read(tmp_path, MINISTRAL3)
     rope, key_rope = config.attention.rope, config.attention.key_rope
     assert (rope.temperature, rope.temperature_length) == (0.1, 32)
@@ -232,7 +234,7 @@ def test_ministral3_makes_queries_larger_with_their_position_but_not_keys(tmp_pa
         ({"sliding_window": 64, "layer_types": ["full_attention"] * 4 + ["sliding_attention"]}, [1, 1, 1, 0, 1], [0, 0, 0, 0, 64]),
     ],
 )
-def test_smollm3_has_layers_that_do_not_rotate(
+def test_smollm3_layers_without_rope_are_read_from_the_config(
     tmp_path: Path, values: dict[str, Any], has_rope_embedding: list[int], windows: list[int]
 ) -> None:
     config = read(tmp_path, {**SMOLLM3, **values})
@@ -272,18 +274,18 @@ def test_unsupported_config_is_refused_with_its_reason(tmp_path: Path, changes: 
         read(tmp_path, {**LLAMA, **changes})
 
 
-def test_a_model_type_may_be_missing_where_the_architecture_is_known(tmp_path: Path) -> None:
+def test_model_type_may_be_missing_if_the_architecture_is_known(tmp_path: Path) -> None:
     assert read(tmp_path, {**LLAMA, "model_type": None}).family == "llama"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100000])
-def test_a_damaged_config_is_a_checkpoint_error(tmp_path: Path, content: bytes) -> None:
+def test_damaged_config_json_is_a_checkpoint_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         read_config(tmp_path)
 
 
-def test_directory_without_config_is_refused(tmp_path: Path) -> None:
+def test_directory_without_config_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         read_config(tmp_path)
@@ -297,7 +299,7 @@ GEMMA3 = {**GEMMA2, "model_type": "gemma3_text", "architectures": ["Gemma3ForCau
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
-def test_phi3_chooses_its_factors_by_the_context(tmp_path: Path, name: str) -> None:
+def test_phi3_rope_factors_depend_on_the_context_length(tmp_path: Path, name: str) -> None:
     config = read(tmp_path, {**PHI3, "rope_scaling": {"type": name, **FACTORS}})
     assert config.attention.rope == RopeConfig(
         10000.0,
@@ -315,14 +317,14 @@ def test_phi3_chooses_its_factors_by_the_context(tmp_path: Path, name: str) -> N
     assert read(tmp_path, LLAMA).for_context(100).max_positions == 512
 
 
-def test_a_dynamic_context_is_the_factor_times_the_original_one(tmp_path: Path) -> None:
+def test_dynamic_rope_extends_the_context_by_its_factor(tmp_path: Path) -> None:
     config = read(tmp_path, {**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
     assert (config.attention.rope.original_max_positions, config.max_positions) == (512, 2048)
     assert config.for_context(None).max_positions == 512
     assert config.for_context(600).max_positions == 2048
 
 
-def test_gemma2_is_what_its_configuration_class_assumes(tmp_path: Path) -> None:
+def test_gemma2_config_defaults_equal_its_transformers_class(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA2)
     attention, first = config.attention, config.layers[0]
     assert (attention.head_size, attention.scale, attention.qk_norm) == (256, 0.0625, QKNorm.NONE)
@@ -346,7 +348,7 @@ NEW_LOCAL = {
 
 
 @pytest.mark.parametrize("spelling", [OLD_LOCAL, NEW_LOCAL])
-def test_gemma3_rotates_its_sliding_layers_by_another_base(tmp_path: Path, spelling: dict[str, Any]) -> None:
+def test_gemma3_sliding_layers_use_another_rope_theta(tmp_path: Path, spelling: dict[str, Any]) -> None:
     config = read(tmp_path, {**GEMMA3, **spelling})
     ropes = [layer.mixer.rope for layer in config.layers]
     assert [layer for layer, rope in enumerate(ropes) if rope == RopeConfig(5000.0)] == [0, 1, 2, 3, 4, 6]
@@ -355,13 +357,13 @@ def test_gemma3_rotates_its_sliding_layers_by_another_base(tmp_path: Path, spell
     assert len({id(layer) for layer in config.layers}) == 2, "layers that are alike share one object"
 
 
-def test_gemma3_rope_bases_have_defaults(tmp_path: Path) -> None:
+def test_gemma3_rope_thetas_have_defaults(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA3)
     assert [rope.theta for rope, _ in config.rope_variants] == [10000.0, 1e6]
     assert read(tmp_path, {**GEMMA3, "layer_types": ["full_attention"] * 7}).sliding_window is None
 
 
-def test_a_text_config_is_read_with_what_lies_around_it(tmp_path: Path) -> None:
+def test_text_config_of_a_multimodal_config_is_read_with_outer_fields(tmp_path: Path) -> None:
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
     config = read(tmp_path, {**outer, "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1}, "text_config": text})
@@ -401,12 +403,12 @@ def test_multimodal_config_without_text_config_is_refused(tmp_path: Path, model_
         ({**OLMO3, "rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}}, "one set, which transformers leaves out"),
     ],
 )
-def test_what_a_new_family_cannot_mean_is_an_error(tmp_path: Path, values: dict[str, Any], text: str) -> None:
+def test_invalid_values_of_a_family_config_are_refused(tmp_path: Path, values: dict[str, Any], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         read(tmp_path, values)
 
 
-def test_values_from_elsewhere_need_no_file(tmp_path: Path) -> None:
+def test_config_values_from_gguf_metadata_need_no_file(tmp_path: Path) -> None:
     values = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
     config = config_from_values(values, tmp_path / "model.gguf", weight_type=WeightType.F16, generation={"eos_token_id": 7})
     assert (config.weight_type, config.eos_token_ids) == (WeightType.F16, (7, 2))
@@ -449,7 +451,7 @@ DEEP = json.loads("[" * 400 + "]" * 400)
     ],
     ids=lambda changes: " ".join(changes),
 )
-def test_no_number_and_no_type_in_a_config_is_any_other_error(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_fuzzed_config_numbers_and_types_are_checkpoint_errors(tmp_path: Path, changes: dict[str, Any]) -> None:
     start = time.perf_counter()
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path, {**LLAMA, **changes})
@@ -457,7 +459,7 @@ def test_no_number_and_no_type_in_a_config_is_any_other_error(tmp_path: Path, ch
     assert time.perf_counter() - start < 2.0
 
 
-def test_layers_are_grouped_by_kv_cache_type() -> None:
+def test_layers_are_grouped_by_kv_cache_layout() -> None:
     plain = make_config(num_layers=2).layers[0]
     wide = replace(plain, mixer=replace(plain.mixer, num_kv_heads=1, head_size=32))
     sliding = replace(plain, mixer=replace(plain.mixer, window=16))
@@ -490,7 +492,7 @@ FULL_OF_E2B, FULL_OF_31B = {4, 9, 14, 19, 24, 29, 34}, set(range(5, 60, 6))
         ),
     ],
 )  # fmt: skip
-def test_gemma4_in_published_sizes_keeps_what_its_layers_own(values: dict[str, Any], owners: int, row_values: int, last: set[int]) -> None:
+def test_gemma4_shared_kv_layers_count_no_cache_memory(values: dict[str, Any], owners: int, row_values: int, last: set[int]) -> None:
     given = {"model_type": "gemma4_text", "vocab_size": 262144, "dtype": "bfloat16", "rms_norm_eps": 1e-6, **values}
     config = config_from_values(given, Path("config.json"))
     assert sum(len(group.layers) for group in config.kv_groups()) == owners

@@ -79,7 +79,7 @@ def opened(folder: Path, case: Packed, settings: dict[str, Any] | None = None) -
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_packed_matrix_has_exactly_the_values_it_stands_for(tmp_path: Path, name: str) -> None:
+def test_packed_matrix_is_unpacked_to_exact_values(tmp_path: Path, name: str) -> None:
     case, matrix = WHOLE[name], opened(tmp_path, WHOLE[name])
     expected = case.values.astype(np.float32)
     for num_threads in (1, 3):
@@ -105,7 +105,7 @@ def test_dequantised_matrix_is_rounded_with_a_notice(tmp_path: Path) -> None:
     assert dequantized_notice([opened(tmp_path, awq(SHAPE))], WeightType.BF16) == ()
 
 
-def test_a_matrix_that_is_read_in_parts_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_matrix_read_in_chunks_has_equal_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.models.storage.packed_matrix._CHUNK_ITEMS", 16 * 256)
     for case in (WHOLE["gptq-32"], WHOLE["awq-32"], WHOLE["nf4-nested"], WHOLE["fp8-edges"]):
         assert np.array_equal(as_float32(packed_to_tensor(opened(tmp_path, case), WeightType.F32, 2)), case.values.astype(np.float32))
@@ -125,26 +125,26 @@ def test_gptq_versions_have_different_cache_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq"])
-def test_auto_round_packs_as_others_do(tmp_path: Path, packing: str) -> None:
+def test_auto_round_packing_formats_are_those_of_gptq_and_awq(tmp_path: Path, packing: str) -> None:
     case = awq(SHAPE) if "awq" in packing else gptq(SHAPE, second=packing.endswith("gptqmodel"))
     settings = {"quant_method": "auto-round", "packing_format": packing, "bits": 4, "group_size": 32, "sym": False}
     assert np.array_equal(as_float32(packed_to_tensor(opened(tmp_path, case, settings), WeightType.F32)), case.values.astype(np.float32))
 
 
-def test_single_modules_of_mlx_have_settings_of_their_own(tmp_path: Path) -> None:
+def test_mlx_modules_may_have_their_own_quantisation_settings(tmp_path: Path) -> None:
     case = mlx(SHAPE, bits=8, group=32)
     settings = {"group_size": 64, "bits": 4, "language_model.model.layer": {"group_size": 32, "bits": 8}, "lm_head": True}
     assert np.array_equal(as_float32(packed_to_tensor(opened(tmp_path, case, settings), WeightType.F32)), case.values.astype(np.float32))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_codes_side_by_side_are_taken_apart(bits: int) -> None:
+def test_unpack_codes_inverts_bit_packing(bits: int) -> None:
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 45))
     stream = packed_matrices.bits_of(codes, bits, 1).view(np.uint8)
     assert np.array_equal(unpack_codes(stream, bits, 45), codes)
 
 
-def test_e4m3_has_the_values_of_torch() -> None:
+def test_fp8_e4m3_table_equals_that_of_torch() -> None:
     torch = pytest.importorskip("torch")
     expected = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
     assert np.array_equal(E4M3, expected, equal_nan=True)
@@ -224,7 +224,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_does_not_fit_together_is_one_line_that_names_it(tmp_path: Path, name: str) -> None:
+def test_damaged_packed_matrix_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
     case, message = DAMAGED[name]
     whole = case if isinstance(case, Packed) else replace(gptq(SHAPE), settings=case)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -232,7 +232,7 @@ def test_what_does_not_fit_together_is_one_line_that_names_it(tmp_path: Path, na
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_of_the_weights_is_left_out_with_a_notice(tmp_path: Path) -> None:
+def test_quantised_activations_and_kv_cache_are_ignored_with_a_notice(tmp_path: Path) -> None:
     case = bytes_of_integers(SHAPE)
     case = _settings(_with(case, input_scale=("F32", np.ones(1, np.float32))), kv_cache_scheme={"num_bits": 8})
     assert opened(tmp_path, case).shape == SHAPE
@@ -256,6 +256,6 @@ def test_quantisation_config_files_are_read(tmp_path: Path, file: str, settings:
     assert find_container({}, tmp_path / "config.json", FAMILIES["llama"], reads_side_files=False) is None
 
 
-def test_every_method_is_tested() -> None:
+def test_every_quantisation_method_is_tested() -> None:
     named = {case.settings.get("quant_method", "mlx") for case in WHOLE.values()}
     assert named == set(METHODS) - {"auto-round"}

@@ -28,7 +28,7 @@ def bits(values: np.ndarray) -> np.ndarray:
 
 
 @BY_TYPE
-def test_values_equal_those_of_the_formats_library_bit_for_bit(name: str, seed: int, large_counts: bool) -> None:
+def test_gguf_block_values_equal_the_gguf_package_bit_by_bit(name: str, seed: int, large_counts: bool) -> None:
     rng = np.random.default_rng(seed)
     for round_index in range(100 if large_counts else 3):
         raw = random_blocks(rng, name, NUM_ROWS, COLUMNS, scale=10.0 ** (round_index % 5 - 3))
@@ -39,7 +39,7 @@ def test_values_equal_those_of_the_formats_library_bit_for_bit(name: str, seed: 
 
 
 @BY_TYPE
-def test_extreme_codes_and_factors_agree(name: str) -> None:
+def test_extreme_gguf_block_values_equal_the_gguf_package(name: str) -> None:
     """All bits set, none set, and the largest and smallest numbers of float16."""
     for byte in (0, 0xFE if name == "MXFP4" else 0xFF, 0x55, 0xAA):  # its scale 0xFF is no number
         for number in (0.0, -0.0, 6e-8, 65504.0, -65504.0):
@@ -54,7 +54,7 @@ def test_extreme_codes_and_factors_agree(name: str) -> None:
 
 
 @BY_TYPE
-def test_rows_can_be_taken_in_another_order(name: str, seed: int) -> None:
+def test_gguf_block_rows_can_be_reordered(name: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     raw, order = random_blocks(rng, name, NUM_ROWS, COLUMNS), rng.permutation(NUM_ROWS)
     assert np.array_equal(
@@ -64,7 +64,7 @@ def test_rows_can_be_taken_in_another_order(name: str, seed: int) -> None:
 
 
 @BY_TYPE
-def test_chunks_make_no_difference(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_blocks_converted_in_chunks_are_equal(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
     whole = convert_blocks_to_groups(raw, block_type(name), "x")
     monkeypatch.setattr(gguf_blocks, "_CHUNK_ITEMS", 3 * COLUMNS)
@@ -72,7 +72,7 @@ def test_chunks_make_no_difference(name: str, seed: int, monkeypatch: pytest.Mon
 
 
 @BY_TYPE
-def test_its_size_is_known_before_it_is_made(name: str, seed: int) -> None:
+def test_gguf_converted_size_is_known_before_conversion(name: str, seed: int) -> None:
     raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
     made = convert_blocks_to_groups(raw, block_type(name), "x")
     assert (made.bits, made.nbytes) == grouped_matrix_size((NUM_ROWS, COLUMNS), block_type(name), "x")
@@ -80,7 +80,7 @@ def test_its_size_is_known_before_it_is_made(name: str, seed: int) -> None:
 
 @BY_TYPE
 @pytest.mark.parametrize("number", [np.inf, np.nan])
-def test_a_scale_that_is_not_finite_is_an_error(name: str, number: float, seed: int) -> None:
+def test_gguf_block_scale_that_is_not_finite_is_refused(name: str, number: float, seed: int) -> None:
     raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
     begin = 5 * block_type(name).num_bytes if raw.shape[1] > 5 * block_type(name).num_bytes else 0
     if name == "NVFP4":
@@ -94,14 +94,14 @@ def test_a_scale_that_is_not_finite_is_an_error(name: str, number: float, seed: 
         convert_blocks_to_groups(raw, block_type(name), "the tensor")
 
 
-def test_a_type_that_cannot_be_read_is_an_error_that_lists_those_that_can() -> None:
+def test_unsupported_gguf_block_type_error_lists_the_supported_ones() -> None:
     with pytest.raises(
         CheckpointError, match=r"x is of type Q8_K; supported are F32, F16, BF16, Q4_0, .*IQ4_XS, MXFP4, .*: get the model in one of them"
     ):
         convert_blocks_to_groups(np.zeros((1, 292), np.uint8), block_type("Q8_K"), "x")
 
 
-def test_a_type_with_a_codebook_says_which_package_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_codebook_block_type_names_the_required_package(monkeypatch: pytest.MonkeyPatch) -> None:
     codebook_blocks._codebook.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(BackendUnavailableError, match=r"GGUF blocks of type IQ2_XS take the package gguf to read: .*\[gguf\]"):

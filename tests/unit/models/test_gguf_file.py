@@ -53,7 +53,7 @@ def write(path: Path, tensors: dict[str, np.ndarray] | None = None, *, alignment
     return path
 
 
-def test_every_kind_of_metadata_value_is_read(tmp_path: Path) -> None:
+def test_gguf_metadata_values_of_every_type_are_read(tmp_path: Path) -> None:
     metadata = open_gguf(write(tmp_path / "model.gguf")).metadata
     assert {key: metadata[f"test.{key}"] for key in VALUES} == {key: value for key, (_, value) in VALUES.items()}
     assert set(metadata) == {"general.architecture", *(f"test.{key}" for key in VALUES)}
@@ -62,7 +62,7 @@ def test_every_kind_of_metadata_value_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alignment", [None, 8, 64, 4096])
-def test_tensors_are_views_of_the_file_with_rows_first(tmp_path: Path, alignment: int | None) -> None:
+def test_gguf_tensors_are_views_of_the_file_with_rows_first(tmp_path: Path, alignment: int | None) -> None:
     arrays = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.arange(5, dtype=np.float16), "c": np.ones((2, 3, 4), np.float32)}
     tensors = open_gguf(write(tmp_path / "model.gguf", arrays, alignment=alignment)).tensors
     assert list(tensors) == list(arrays)
@@ -72,7 +72,7 @@ def test_tensors_are_views_of_the_file_with_rows_first(tmp_path: Path, alignment
         assert tensors[name].data.base is not None
 
 
-def test_real_vocabulary_files_open(shared_dir: Path, large_counts: bool) -> None:
+def test_gguf_vocabulary_files_of_llama_cpp_open(shared_dir: Path, large_counts: bool) -> None:
     paths = sorted((shared_dir / "data" / "tokenizers" / "ggml-vocab").glob("*.gguf"))
     if not paths:
         pytest.skip("no GGUF files in ../shared")
@@ -97,7 +97,7 @@ DAMAGE: dict[str, tuple[int, str, int, str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_named(tmp_path: Path, kind: str) -> None:
+def test_damaged_gguf_header_is_named(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path / "model.gguf", {"a": np.ones((3, 4), np.float32)})
     position, layout, number, text = DAMAGE[kind]
     data = bytearray(path.read_bytes())
@@ -133,12 +133,12 @@ def damaged_tensor(path: Path, field: int, number: int) -> Path:
         (16, 2**63, r"tensor 'bbbb' of type F32 and shape \[8\] is at bytes \d+ to \d+ of \d+"),
     ],
 )
-def test_a_damaged_tensor_entry_is_named(tmp_path: Path, field: int, number: int, text: str) -> None:
+def test_damaged_gguf_tensor_entry_is_named(tmp_path: Path, field: int, number: int, text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         open_gguf(damaged_tensor(tmp_path / "model.gguf", field, number))
 
 
-def test_names_that_appear_twice_are_refused(tmp_path: Path) -> None:
+def test_duplicate_gguf_tensor_names_and_metadata_keys_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", {"aaaa": np.ones(8, np.float32), "aaab": np.ones(8, np.float32)})
     path.write_bytes(path.read_bytes().replace(b"aaab", b"aaaa"))
     with pytest.raises(CheckpointError, match="tensor 'aaaa' appears twice"):
@@ -148,7 +148,7 @@ def test_names_that_appear_twice_are_refused(tmp_path: Path) -> None:
         open_gguf(path)
 
 
-def test_text_that_is_not_utf8_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_gguf_metadata_text_that_is_not_utf8_is_refused_on_access(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes().replace("Grüße".encode(), b"Gr\xff\xff\xc3\x9fe"))
     metadata = open_gguf(path).metadata
@@ -156,7 +156,7 @@ def test_text_that_is_not_utf8_is_refused_when_it_is_asked_for(tmp_path: Path) -
         metadata["test.string"]
 
 
-def test_arrays_nested_too_deep_are_refused(tmp_path: Path) -> None:
+def test_gguf_metadata_arrays_nested_too_deep_are_refused(tmp_path: Path) -> None:
     """A few bytes could otherwise ask for any depth of recursion."""
     depth = 10_000
     key = b"deep"
@@ -169,14 +169,14 @@ def test_arrays_nested_too_deep_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 3, 23])
-def test_a_file_too_short_for_a_header_is_refused(tmp_path: Path, size: int) -> None:
+def test_gguf_file_too_short_for_its_header_is_refused(tmp_path: Path, size: int) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF".ljust(size, b"\0")[:size])
     with pytest.raises(CheckpointError, match=f"has {size} bytes, a GGUF file has at least 24"):
         open_gguf(path)
 
 
-def test_missing_parts_are_named(tmp_path: Path) -> None:
+def test_missing_parts_of_a_split_gguf_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "model-00002-of-00003.gguf")
     with pytest.raises(CheckpointError, match=r"lacks 2 of 3 parts: model-00001-of-00003\.gguf, model-00003-of-00003\.gguf"):
         open_gguf(path)
@@ -184,7 +184,7 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
         open_gguf(write(tmp_path / "model-00004-of-00003.gguf"))
 
 
-def test_parts_of_different_models_are_refused(tmp_path: Path) -> None:
+def test_split_gguf_parts_of_different_models_are_refused(tmp_path: Path) -> None:
     for number in (1, 2):
         write(tmp_path / f"model-0000{number}-of-00002.gguf", {"a": np.ones(8, np.float32)})
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.gguf holds tensor 'a' a second time"):
@@ -192,7 +192,7 @@ def test_parts_of_different_models_are_refused(tmp_path: Path) -> None:
     assert len(weight_files(tmp_path / "model-00001-of-00002.gguf")) == 2
 
 
-def test_a_checkpoint_is_a_directory_or_a_gguf_file(tmp_path: Path) -> None:
+def test_checkpoint_must_be_a_directory_or_a_gguf_file(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf")
     assert is_gguf(path)
     assert not is_gguf(tmp_path)
@@ -248,7 +248,7 @@ def open_both(path: Path) -> None:
     open_weights(path, read_model_config(path))
 
 
-def test_the_plain_file_opens(tmp_path: Path) -> None:
+def test_llama_gguf_file_opens_with_scalar_and_array_metadata(tmp_path: Path) -> None:
     open_both(write_llama(tmp_path / "model.gguf"))
     open_both(write_llama(tmp_path / "arrays.gguf", feed_forward_length=[96], attention__head_count_kv=[2]))
 
@@ -281,14 +281,14 @@ def test_the_plain_file_opens(tmp_path: Path) -> None:
         ({"feed_forward_length": 48}, r"tensor 'blk.0.ffn_gate.weight' has shape \[96, 64\], but the metadata requires \[48, 64\]"),
     ],
 )
-def test_metadata_and_tensors_must_fit(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+def test_gguf_tensors_unlike_the_metadata_are_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     path = write_llama(tmp_path / "model.gguf", **changes)
     with pytest.raises(CheckpointError, match=text) as caught:
         open_both(path)
     assert str(path) in str(caught.value)
 
 
-def test_unsupported_block_type_is_refused_before_conversion(tmp_path: Path) -> None:
+def test_unsupported_gguf_block_type_is_refused_before_conversion(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model.gguf", extra={"token_embd.weight": np.zeros((50, 64), np.int32)})
     with pytest.raises(CheckpointError, match=r"tensor 'token_embd\.weight' is of type I32; supported are F32, F16, BF16, Q4_0"):
         open_both(path)
@@ -302,7 +302,7 @@ def header_of(path: Path, kind: int, value: bytes, *, size: int) -> Path:
     return path
 
 
-def test_what_a_value_takes_is_bounded_however_large_its_file_is(tmp_path: Path) -> None:
+def test_gguf_metadata_values_are_bounded_for_files_of_gigabytes(tmp_path: Path) -> None:
     """Files of gigabytes that take no room on a disk."""
     string, array, byte = 8, 9, 0
     large, path = 1 << 31, tmp_path / "model.gguf"

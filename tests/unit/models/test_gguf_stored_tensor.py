@@ -30,7 +30,7 @@ def tiled(size: int) -> NDArray[np.int64]:
 
 @pytest.mark.parametrize("block_type", GROUPED_TYPES)
 @pytest.mark.parametrize("size", [16, 32, 128])
-def test_columns_move_by_whole_runs_or_as_exact_values(block_type: str, size: int, seed: int) -> None:
+def test_gguf_columns_are_reordered_as_whole_groups_or_as_floats(block_type: str, size: int, seed: int) -> None:
     raw = random_blocks(np.random.default_rng(seed), block_type, ROWS, COLUMNS, scale=0.01)
     expected = dequantize(raw, block_type)[:, tiled(size)]
     source = TensorSource(tensor_of(block_type, raw), (ROWS, COLUMNS), columns=partial(tiled, size))
@@ -43,7 +43,7 @@ def test_columns_move_by_whole_runs_or_as_exact_values(block_type: str, size: in
 
 
 @pytest.mark.parametrize("block_type", ["F32", "BF16", "Q4_K"])
-def test_rows_may_be_some_of_those_stored_in_any_order(block_type: str, seed: int) -> None:
+def test_gguf_rows_can_be_selected_and_reordered(block_type: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     kind = gguf.GGMLQuantizationType[block_type]
     is_grouped = block_type == "Q4_K"

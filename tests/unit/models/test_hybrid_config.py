@@ -51,7 +51,7 @@ def recurrent(config: ModelConfig) -> Recurrent:
 
 
 @pytest.mark.parametrize("values", [QWEN, QWEN_MOE, NEXT], ids=["dense", "moe", "next"])
-def test_qwens_are_what_their_configuration_classes_assume(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_qwen_hybrid_config_defaults_equal_their_transformers_classes(tmp_path: Path, values: dict[str, Any]) -> None:
     config = read(tmp_path, values)
     assert list(config.attention_layers) == [3]
     assert recurrent(config) == GatedDeltaConfig(num_key_heads=16, num_value_heads=32, key_size=128, value_size=128, kernel_size=4)
@@ -76,7 +76,7 @@ def test_qwens_are_what_their_configuration_classes_assume(tmp_path: Path, value
         ({"full_attention_interval": 1}, [0, 1, 2, 3]),
     ],
 )
-def test_qwens_name_their_layers_or_an_interval(tmp_path: Path, changes: dict[str, Any], attends: list[int]) -> None:
+def test_qwen_hybrid_layers_are_read_from_a_list_or_an_interval(tmp_path: Path, changes: dict[str, Any], attends: list[int]) -> None:
     assert list(read(tmp_path, {**QWEN, **changes}).attention_layers) == attends
 
 
@@ -93,7 +93,7 @@ def test_text_config_of_a_multimodal_qwen_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spelling", [{"full_attn_idxs": [2]}, {"layer_types": ["conv", "conv", "full_attention", "conv"]}])
-def test_lfm2_names_its_layers_in_two_ways(tmp_path: Path, spelling: dict[str, Any]) -> None:
+def test_lfm2_layer_kinds_are_read_from_both_spellings(tmp_path: Path, spelling: dict[str, Any]) -> None:
     config = read(tmp_path, {**LFM2, "full_attn_idxs": None, **spelling, "norm_eps": 1e-3, "tie_embedding": False})
     assert list(config.attention_layers) == [2]
     assert recurrent(config) == ShortConvConfig(channels=64, kernel_size=3)
@@ -110,11 +110,11 @@ def test_lfm2_names_its_layers_in_two_ways(tmp_path: Path, spelling: dict[str, A
         ({"block_multiple_of": 8, "block_ffn_dim_multiplier": None}, 64),
     ],
 )
-def test_lfm2_adjusts_the_width_of_its_mlp(tmp_path: Path, changes: dict[str, Any], width: int) -> None:
+def test_lfm2_mlp_width_is_adjusted_as_in_transformers(tmp_path: Path, changes: dict[str, Any], width: int) -> None:
     assert read(tmp_path, {**LFM2, **changes}).layers[0].mlp == DenseMLP(intermediate_size=width)
 
 
-def test_lfm2_moe_starts_after_its_dense_layers(tmp_path: Path) -> None:
+def test_lfm2_moe_layers_start_after_the_dense_layers(tmp_path: Path) -> None:
     config = read(tmp_path, LFM2_MOE)
     assert [isinstance(layer.mlp, ExpertMLP) for layer in config.layers] == [False, False, True, True]
     routing = config.layers[2].mlp.routing  # type: ignore[union-attr]
@@ -130,27 +130,27 @@ def test_lfm2_moe_starts_after_its_dense_layers(tmp_path: Path) -> None:
         ([0.5, 2], (0.5, 2.0)),
     ],
 )
-def test_granite_limits_its_steps(tmp_path: Path, limit: object, limits: tuple[float, float]) -> None:
+def test_granite_time_step_limit_is_read(tmp_path: Path, limit: object, limits: tuple[float, float]) -> None:
     config = read(tmp_path, {**GRANITE, "time_step_limit": limit})
     assert recurrent(config) == Mamba2Config(num_heads=8, head_size=16, num_groups=1, state_size=256, kernel_size=4, dt_limits=limits)
     assert config.weight_type is WeightType.BF16
 
 
 @pytest.mark.parametrize(("name", "has_rope_embedding"), [(None, False), ("nope", False), ("rope", True)])
-def test_granite_may_know_no_positions(tmp_path: Path, name: str | None, has_rope_embedding: bool) -> None:
+def test_granite_position_embedding_type_may_be_nope(tmp_path: Path, name: str | None, has_rope_embedding: bool) -> None:
     config = read(tmp_path, {**GRANITE, "position_embedding_type": name, "attention_multiplier": 0.5})
     assert [(mixer.has_rope_embedding, mixer.scale) for mixer in config.attention_layers.values()] == [(has_rope_embedding, 0.5)]
 
 
 @pytest.mark.parametrize("key", ["layer_types", "layers_block_type"])
 @pytest.mark.parametrize("names", [("mamba", "attention"), ("linear_attention", "full_attention")])
-def test_granite_names_its_layers_in_two_ways(tmp_path: Path, key: str, names: tuple[str, str]) -> None:
+def test_granite_layer_kinds_are_read_from_both_spellings(tmp_path: Path, key: str, names: tuple[str, str]) -> None:
     values = {name: value for name, value in GRANITE.items() if name != "layer_types"}
     config = read(tmp_path, {**values, key: [names[0], names[1], names[1], names[0]]})
     assert [isinstance(layer.mixer, AttentionConfig) for layer in config.layers] == [False, True, True, False]
 
 
-def test_granite_without_experts_has_the_shared_mlp_alone(tmp_path: Path) -> None:
+def test_granite_hybrid_without_experts_has_only_the_shared_mlp(tmp_path: Path) -> None:
     shared = DenseMLP(intermediate_size=1024)
     assert read(tmp_path, {**GRANITE, "num_local_experts": 0}).layers[0].mlp == shared
     mlp = read(tmp_path, GRANITE).layers[0].mlp
@@ -166,7 +166,7 @@ def test_granite_without_experts_has_the_shared_mlp_alone(tmp_path: Path) -> Non
         {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"], "hybrid_override_pattern": "M"},
     ],
 )
-def test_a_layer_of_nemotron_h_is_a_mixer_or_an_mlp(tmp_path: Path, spelling: dict[str, Any]) -> None:
+def test_nemotron_h_layer_is_either_a_mixer_or_an_mlp(tmp_path: Path, spelling: dict[str, Any]) -> None:
     config = read(tmp_path, {**NEMOTRON, **spelling, "layer_norm_epsilon": 1e-3, "moe_latent_size": 16})
     mixers, mlps = [layer.mixer for layer in config.layers], [layer.mlp for layer in config.layers]
     assert [type(mixer) for mixer in mixers] == [Mamba2Config, type(None), AttentionConfig, type(None), Mamba2Config]
@@ -232,7 +232,9 @@ def test_a_layer_of_nemotron_h_is_a_mixer_or_an_mlp(tmp_path: Path, spelling: di
         (LFM2_MOE, {"num_dense_layers": 5}, "num_dense_layers = 5, expected"),
     ],
 )
-def test_what_cannot_be_run_is_one_line_that_names_it(tmp_path: Path, values: dict[str, Any], changes: dict[str, Any], text: str) -> None:
+def test_unsupported_hybrid_config_is_refused_in_one_line(
+    tmp_path: Path, values: dict[str, Any], changes: dict[str, Any], text: str
+) -> None:
     with pytest.raises(CheckpointError, match=text) as caught:
         read(tmp_path, {**values, **changes})
     assert "\n" not in str(caught.value)

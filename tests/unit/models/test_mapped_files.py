@@ -20,7 +20,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_is_known_through_any_views_of_it_and_once(path: Path) -> None:
+def test_mapped_files_are_found_once_through_any_views(path: Path) -> None:
     whole = map_file(path)
     views = [whole, whole[100:200], whole[8:8008].view("<f4").reshape(2, 1000)[1:], whole[:4000].view("<u2")[::2].T]
     assert len(MappedFiles(views)) == 1
@@ -28,7 +28,7 @@ def test_a_file_is_known_through_any_views_of_it_and_once(path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 1, 4096, 19_999])
-def test_a_file_that_was_cut_short_is_named(path: Path, left: int) -> None:
+def test_truncated_mapped_file_is_named(path: Path, left: int) -> None:
     files = MappedFiles([map_file(path)[50:90]])
     files.check()
     os.truncate(path, left)
@@ -36,7 +36,7 @@ def test_a_file_that_was_cut_short_is_named(path: Path, left: int) -> None:
         files.check()
 
 
-def test_a_file_that_grows_is_replaced_or_removed_is_still_there(path: Path) -> None:
+def test_mapped_file_that_grows_or_is_replaced_passes_the_check(path: Path) -> None:
     files = MappedFiles([map_file(path)])
     with path.open("ab") as file:
         file.write(b"more")
@@ -49,7 +49,7 @@ def test_a_file_that_grows_is_replaced_or_removed_is_still_there(path: Path) -> 
     files.check()
 
 
-def test_looking_takes_microseconds(path: Path) -> None:
+def test_checking_mapped_files_takes_microseconds(path: Path) -> None:
     files = MappedFiles([map_file(path)])
     times = []
     for _ in range(20):
@@ -60,7 +60,7 @@ def test_looking_takes_microseconds(path: Path) -> None:
     assert min(times) < 20e-6
 
 
-def test_a_file_that_shrinks_between_header_and_data_is_refused(tmp_path: Path) -> None:
+def test_file_truncated_between_header_and_data_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": np.zeros(1000, np.float32)}, path)
     stored = read_header(path)["a"]
@@ -70,7 +70,7 @@ def test_a_file_that_shrinks_between_header_and_data_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell which pages of a file are in memory")
-def test_pages_that_are_given_back_leave_memory_and_are_read_again(tmp_path: Path) -> None:
+def test_released_pages_of_a_mapped_file_are_read_again(tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
     values = np.random.default_rng(0).integers(0, 256, 8 << 20, np.uint8)
     path.write_bytes(values.tobytes())

@@ -111,7 +111,7 @@ CHANGES: dict[str, Callable[[np.ndarray, np.random.Generator], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_every_change_changes_the_page_sum(
+def test_page_sum_changes_with_every_kind_of_change(
     change: Callable[[np.ndarray, np.random.Generator], None], seed: int, large_counts: bool
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -127,7 +127,7 @@ def test_every_change_changes_the_page_sum(
     assert num_changed > 100
 
 
-def test_every_single_bit_of_a_page_counts() -> None:
+def test_page_sum_changes_with_every_single_bit() -> None:
     data = some_data(1, PAGE_BYTES)
     sums = np.empty(1, np.uint64)
     numpy_page_sums(data.reshape(1, -1), sums)
@@ -140,7 +140,7 @@ def test_every_single_bit_of_a_page_counts() -> None:
     assert len(seen) == 1 + 8 * PAGE_BYTES
 
 
-def test_factors_are_odd_and_any_two_of_them_far_from_a_power_of_two_apart() -> None:
+def test_page_sum_factors_are_odd_and_differ_in_their_low_bits() -> None:
     """What makes another word and two exchanged words certain to be noticed."""
     factors = PAGE_FACTORS
     assert np.all(factors % np.uint64(2) == 1)
@@ -151,7 +151,7 @@ def test_factors_are_odd_and_any_two_of_them_far_from_a_power_of_two_apart() -> 
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_all_ways_to_sum_pages_agree(name: str, seed: int) -> None:
+def test_all_page_sum_implementations_agree(name: str, seed: int) -> None:
     for num_bytes in (0, 1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 2500 * PAGE_BYTES + 77):
         data = some_data(seed, num_bytes) if num_bytes else np.empty(0, np.uint8)
         expected = checksum(data, numpy_page_sums)
@@ -163,7 +163,7 @@ def test_all_ways_to_sum_pages_agree(name: str, seed: int) -> None:
     assert checksum(shifted, SUMS[name]) == checksum(shifted.copy(), numpy_page_sums)
 
 
-def test_threads_that_begin_together_hand_kernels_factors_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_sum_threads_share_one_array_of_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors of one thread that another one's replaced in a cache were freed while a kernel read them."""
     handed: list[int] = []
     library = SimpleNamespace(paceline_page_sums=lambda pages, num_pages, factors, sums: handed.append(factors))
@@ -174,7 +174,7 @@ def test_threads_that_begin_together_hand_kernels_factors_that_stay(monkeypatch:
 
 
 @pytest.mark.skipif(len(SUMS) == 1, reason="no native kernels for this machine")
-def test_a_gigabyte_takes_a_fraction_of_a_second() -> None:
+def test_page_sums_of_a_gigabyte_take_less_than_half_a_second() -> None:
     """0.09 s measured; here a sixteenth of it, and room for whatever else the machine does."""
     data = np.zeros(1 << 26, np.uint8)
     times = []

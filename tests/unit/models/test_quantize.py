@@ -30,7 +30,7 @@ def codes_of(matrix: GroupedMatrix) -> np.ndarray:
 
 
 @every_kind
-def test_no_value_is_off_by_more_than_clipping_allows(bits: int, symmetric: bool, seed: int) -> None:
+def test_quantisation_error_is_bounded_by_the_clipping_range(bits: int, symmetric: bool, seed: int) -> None:
     values = normal(64, 256, seed) + (0 if symmetric else 2)
     matrix = quantize_matrix(values, bits=bits, group_size=64, symmetric=symmetric)
     error = np.abs(matrix.values() - values).reshape(64, 4, 64)
@@ -40,7 +40,7 @@ def test_no_value_is_off_by_more_than_clipping_allows(bits: int, symmetric: bool
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_four_bits_err_less_than_plain_rounding_to_the_largest_value(group: int, seed: int) -> None:
+def test_int4_quantisation_error_is_smaller_than_plain_rounding(group: int, seed: int) -> None:
     values = normal(64, 256, seed)
     groups = values.reshape(64, -1, group)
     scales = np.abs(groups).max(axis=2, keepdims=True) / 7
@@ -51,7 +51,7 @@ def test_four_bits_err_less_than_plain_rounding_to_the_largest_value(group: int,
 
 
 @every_kind
-def test_values_are_exact_in_float32_in_any_order(bits: int, symmetric: bool, seed: int) -> None:
+def test_dequantised_values_are_exact_in_float32(bits: int, symmetric: bool, seed: int) -> None:
     matrix = quantize_matrix(normal(16, 128, seed) * 3, bits=bits, group_size=32, symmetric=symmetric)
     codes = codes_of(matrix).astype(np.float64) - matrix.zero_point
     exact = codes.reshape(16, 4, 32) * matrix.scales.astype(np.float64)[..., None]
@@ -63,7 +63,7 @@ def test_values_are_exact_in_float32_in_any_order(bits: int, symmetric: bool, se
     assert (matrix.scales.view(np.uint32) % (1 << 12) == 0).all()
 
 
-def test_codes_are_those_the_format_names() -> None:
+def test_int8_and_int4_codes_have_the_documented_range() -> None:
     values = normal(8, 64)
     int8, int4 = quantize_matrix(values, bits=8, group_size=32), quantize_matrix(values, bits=4, group_size=32)
     assert (int8.codes.dtype, int8.zero_point, int8.minimums) == (np.int8, 0, None)
@@ -75,13 +75,13 @@ def test_codes_are_those_the_format_names() -> None:
 
 
 @every_kind
-def test_no_rows_have_no_values(bits: int, symmetric: bool) -> None:
+def test_values_of_no_rows_of_a_quantised_matrix_are_empty(bits: int, symmetric: bool) -> None:
     matrix = quantize_matrix(normal(3, 64), bits=bits, group_size=32, symmetric=symmetric)
     assert matrix.values(np.zeros(0, np.int32)).shape == (0, 64)
 
 
 @every_kind
-def test_a_group_of_zeros_has_scale_one_and_stays_zero(bits: int, symmetric: bool) -> None:
+def test_quantised_group_of_zeros_has_scale_one_and_stays_zero(bits: int, symmetric: bool) -> None:
     values = normal(4, 128)
     values[1, 32:64] = 0
     values[2, :32] = -0.0
@@ -94,7 +94,7 @@ def test_a_group_of_zeros_has_scale_one_and_stays_zero(bits: int, symmetric: boo
 
 @every_kind
 @pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-30, 1e-29, 1e30, 1e37])
-def test_tiny_and_huge_values_give_finite_ones(bits: int, symmetric: bool, size: float) -> None:
+def test_quantised_tiny_and_huge_values_stay_finite(bits: int, symmetric: bool, size: float) -> None:
     signs = np.where(normal(4, 64) > 0, np.float32(size), -np.float32(size)).astype(np.float32)
     matrix = quantize_matrix(signs, bits=bits, group_size=32, symmetric=symmetric)
     assert np.isfinite(matrix.values()).all()
@@ -104,7 +104,7 @@ def test_tiny_and_huge_values_give_finite_ones(bits: int, symmetric: bool, size:
         assert np.abs(matrix.values() / signs - 1).max() < 0.15
 
 
-def test_a_constant_group_keeps_its_value() -> None:
+def test_quantised_constant_group_keeps_its_value() -> None:
     for value in (0.37, -0.37):
         matrix = quantize_matrix(np.full((2, 64), value, np.float32), bits=4, group_size=64)
         assert np.allclose(matrix.values(), value, rtol=2e-4)
@@ -112,7 +112,7 @@ def test_a_constant_group_keeps_its_value() -> None:
 
 @every_kind
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e38, -1e38])
-def test_a_weight_that_is_not_finite_names_its_tensor(bits: int, symmetric: bool, bad: float) -> None:
+def test_quantising_a_weight_that_is_not_finite_names_its_tensor(bits: int, symmetric: bool, bad: float) -> None:
     values = normal(300, 1024)
     values[299, 5] = bad
     with pytest.raises(CheckpointError, match=r"layers\.3\.q_proj\.weight holds weights that are NaN, infinite or beyond"):
@@ -127,7 +127,7 @@ def test_impossible_quantisation_options_are_refused(bits: int, group: int) -> N
 
 @every_kind
 @pytest.mark.parametrize("weight_type", list(WeightType))
-def test_chunks_and_threads_change_nothing(bits: int, symmetric: bool, weight_type: WeightType) -> None:
+def test_quantisation_is_independent_of_chunks_and_threads(bits: int, symmetric: bool, weight_type: WeightType) -> None:
     values = normal(700, 384)
     stored = {
         WeightType.F32: values,
@@ -151,7 +151,7 @@ def test_chunks_and_threads_change_nothing(bits: int, symmetric: bool, weight_ty
 @pytest.mark.parametrize(
     ("columns", "wished", "group"), [(384, 128, 128), (192, 128, 64), (96, 128, 32), (384, 32, 32), (100, 128, None), (16, 128, None)]
 )
-def test_the_group_is_the_largest_that_fits(columns: int, wished: int, group: int | None) -> None:
+def test_quantisation_uses_the_largest_group_that_divides_the_width(columns: int, wished: int, group: int | None) -> None:
     assert largest_group_size(columns, wished) == group
 
 
@@ -169,7 +169,7 @@ def tiny_weights(*, is_tied: bool = True) -> Weights:
     return Weights({name: f32(np.ones(shape, np.float32)) for name, shape in shapes.items()})
 
 
-def test_matrices_alone_are_quantised_each_by_its_setting() -> None:
+def test_quantisation_applies_to_matrices_by_their_settings() -> None:
     found = quantization_schemes(tiny_weights(is_tied=False), QuantOptions(bits=4, embedding_bits=None))
     assert found == {
         "layers.0.q_proj.weight": Scheme(4, 64, symmetric=True),
@@ -179,7 +179,7 @@ def test_matrices_alone_are_quantised_each_by_its_setting() -> None:
     }
 
 
-def test_what_chooses_experts_is_quantised_only_where_it_is_named() -> None:
+def test_moe_router_is_quantised_only_by_an_override() -> None:
     shapes = {"layers.0.router.weight": (8, 64), "layers.0.shared_gate.weight": (1, 64), "layers.0.experts.3.up_proj.weight": (32, 64)}
     weights = Weights({name: f32(np.ones(shape, np.float32)) for name, shape in shapes.items()})
     assert list(quantization_schemes(weights, QuantOptions(bits=4))) == ["layers.0.experts.3.up_proj.weight"]
@@ -187,7 +187,7 @@ def test_what_chooses_experts_is_quantised_only_where_it_is_named() -> None:
     assert named["layers.0.router.weight"].bits == 8
 
 
-def test_the_first_pattern_that_fits_decides() -> None:
+def test_first_matching_quantisation_override_applies() -> None:
     overrides = (("layers.0.q_*", None), ("layers.0.*", 8), ("embedding.weight", 4), ("*", 4))
     found = quantization_schemes(tiny_weights(), QuantOptions(overrides=overrides))
     bits = {name: scheme.bits for name, scheme in found.items()}
@@ -195,13 +195,13 @@ def test_the_first_pattern_that_fits_decides() -> None:
 
 
 @pytest.mark.parametrize(("embedding", "lm_head", "bits"), [(4, 8, 8), (8, 4, 8), (4, 4, 4), (None, 4, None), (8, None, None)])
-def test_a_matrix_that_is_embedding_and_lm_head_gets_the_finer_setting(embedding: Any, lm_head: Any, bits: int | None) -> None:
+def test_tied_embedding_and_lm_head_use_the_higher_number_of_bits(embedding: Any, lm_head: Any, bits: int | None) -> None:
     options = QuantOptions(bits=4, embedding_bits=embedding, lm_head_bits=lm_head)
     scheme = quantization_schemes(tiny_weights(), options).get("embedding.weight")
     assert (None if scheme is None else scheme.bits) == bits
 
 
-def test_a_table_of_layer_inputs_is_stored_as_the_embedding_is() -> None:
+def test_per_layer_embeddings_are_quantised_as_the_embedding() -> None:
     weights = Weights({name: f32(normal(40, 64)) for name in ("embedding.weight", "layer_embedding.weight", "layer_inputs_proj.weight")})
     found = quantization_schemes(weights, QuantOptions(bits=4, embedding_bits=8))
     assert [scheme.bits for scheme in found.values()] == [8, 8, 4]
@@ -209,7 +209,7 @@ def test_a_table_of_layer_inputs_is_stored_as_the_embedding_is() -> None:
     assert list(kept) == ["layer_inputs_proj.weight"]
 
 
-def test_a_matrix_in_groups_is_only_made_smaller() -> None:
+def test_quantised_matrix_is_requantised_only_to_fewer_bits() -> None:
     values = normal(16, 64)
     int8, int4 = (GroupedTensor(quantize_matrix(values, bits=bits, group_size=32)) for bits in (8, 4))
 
@@ -234,7 +234,7 @@ def test_quantisation_needs_bounded_extra_memory() -> None:
     assert peak < made.nbytes + 4_000_000 < tensor.nbytes / 2
 
 
-def test_settings_are_named_or_spelt_out_and_checked() -> None:
+def test_quantisation_setting_may_be_a_name_or_options() -> None:
     assert quant_options("quantization", "none") is None
     assert quant_options("quantization", "int4") == QuantOptions(bits=4)
     assert quant_options("quantization", "int8") == QuantOptions() == QuantOptions(bits=8, embedding_bits=8, lm_head_bits=8)
@@ -259,7 +259,7 @@ def test_draft_quantization_auto_on_a_gpu_keeps_the_stored_type() -> None:
 
 
 @pytest.mark.parametrize("value", ["int3", "INT8", "", None, 8, True])
-def test_an_unknown_setting_is_named_with_its_value(value: Any) -> None:
+def test_unknown_quantisation_name_is_refused_with_its_value(value: Any) -> None:
     for make, name in (
         (lambda: EngineConfig(quantization=value), "quantization"),
         (lambda: SpeculationConfig(draft_quantization=value), "draft_quantization"),
@@ -273,14 +273,14 @@ def test_an_unknown_setting_is_named_with_its_value(value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("bits", 3), ("bits", None), ("group", 16), ("group", 0), ("embedding_bits", 2), ("lm_head_bits", "keep")]
 )
-def test_a_wrong_option_is_named_with_its_value(name: str, value: Any) -> None:
+def test_invalid_quantisation_option_is_refused_with_its_value(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name} is {value!r}: use "):
         QuantOptions(**{name: value})
     with pytest.raises(ConfigError, match=r"the override 'layers\.\*' is 6: use 4, 8 or None"):
         QuantOptions(overrides=(("layers.*", 6),))
 
 
-def test_overrides_may_be_a_mapping_and_nothing_else_passes_for_them() -> None:
+def test_quantisation_overrides_may_be_a_mapping() -> None:
     assert QuantOptions(overrides={"layers.0.*": 8, "*": None}).overrides == (("layers.0.*", 8), ("*", None))  # type: ignore[arg-type]
     for wrong in (5, "layers", ("layers.0.*",), (("layers.0.*", 8, 4),), ((3, 8),)):
         with pytest.raises(ConfigError, match=r"overrides is .*: give patterns of names with their bits"):
@@ -288,7 +288,7 @@ def test_overrides_may_be_a_mapping_and_nothing_else_passes_for_them() -> None:
 
 
 @pytest.mark.parametrize(("bits", "columns", "groups"), [(4, 96, 2), (4, 96, 5), (8, 96, 4), (8, 90, 2), (2, 96, 3)])
-def test_groups_that_kernels_would_read_wrongly_cannot_be_made(bits: int, columns: int, groups: int) -> None:
+def test_grouped_matrix_with_unaligned_groups_is_refused(bits: int, columns: int, groups: int) -> None:
     codes = np.zeros((1, columns * bits // 8), np.uint8)
     with pytest.raises(ValueError, match=f"{columns} columns of {bits} bits in {groups} groups"):
         GroupedMatrix(codes, np.ones((1, groups), np.float32), None, bits)

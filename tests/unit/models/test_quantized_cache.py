@@ -63,7 +63,7 @@ def no_quantising(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=lambda one: f"int{one.bits} {'symmetric' if one.symmetric else 'affine'}")
-def test_the_second_time_the_same_values_are_mapped_from_the_file(
+def test_quantised_weights_are_mapped_from_the_cache_the_second_time(
     options: QuantOptions, tmp_path: Path, no_quantising: Callable[[], None]
 ) -> None:
     weights = make_weights()
@@ -82,13 +82,13 @@ def test_the_second_time_the_same_values_are_mapped_from_the_file(
     assert second["final_norm.weight"] is weights["final_norm.weight"]
 
 
-def test_weights_without_a_matrix_to_quantise_are_left_alone(tmp_path: Path) -> None:
+def test_weights_without_a_matrix_to_quantise_are_unchanged(tmp_path: Path) -> None:
     weights = make_weights()
     assert quantized_weights(weights, QuantOptions(overrides=(("*", None),)), tmp_path) is weights
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_settings_and_other_content_get_files_of_their_own(tmp_path: Path) -> None:
+def test_quantised_cache_has_a_file_for_each_setting_and_content(tmp_path: Path) -> None:
     weights = make_weights()
     for options in (INT4, QuantOptions(), QuantOptions(bits=4, group=32), QuantOptions(bits=4, overrides=(("layers.0.*", 8),))):
         quantized_weights(weights, options, tmp_path)
@@ -97,7 +97,7 @@ def test_other_settings_and_other_content_get_files_of_their_own(tmp_path: Path)
     assert len(files_of(tmp_path)) == 5
 
 
-def test_without_files_to_look_at_any_changed_byte_is_other_content(tmp_path: Path) -> None:
+def test_quantised_cache_key_depends_on_every_byte_of_the_weights(tmp_path: Path) -> None:
     weights = make_weights()
     quantized_weights(weights, INT4, tmp_path)
     array = weights["layers.1.q_proj.weight"].array
@@ -159,7 +159,7 @@ DAMAGE: dict[str, Callable[[bytearray], bytearray]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_cache_file_is_detected_and_rewritten(damage: str, tmp_path: Path, no_quantising: Callable[[], None]) -> None:
+def test_damaged_quantised_cache_file_is_detected_and_rewritten(damage: str, tmp_path: Path, no_quantising: Callable[[], None]) -> None:
     weights = make_weights(rows=1100)
     quantized_weights(weights, INT4, tmp_path)
     path = only_file(tmp_path)
@@ -195,7 +195,7 @@ KILLED = """
 
 
 @pytest.mark.parametrize("after", [1, 3, 0], ids=["at the first matrix", "at the last matrix", "before the rename"])
-def test_a_killed_writer_leaves_nothing_that_passes_for_valid(after: int, tmp_path: Path) -> None:
+def test_quantised_cache_ignores_the_partial_file_of_a_killed_writer(after: int, tmp_path: Path) -> None:
     script = textwrap.dedent(KILLED).format(tests=str(Path(__file__).parent), after=after, cache=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -212,7 +212,9 @@ def test_a_killed_writer_leaves_nothing_that_passes_for_valid(after: int, tmp_pa
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError])
-def test_a_writer_that_breaks_off_leaves_nothing(error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_quantised_cache_writer_leaves_no_file(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quantize = quantized_cache.quantize_tensor
 
     def breaks_off(name: str, *arguments: object, **options: object) -> GroupedTensor:
@@ -226,7 +228,7 @@ def test_a_writer_that_breaks_off_leaves_nothing(error: type[BaseException], tmp
     assert files_of(tmp_path) == []
 
 
-def test_two_writers_at_once_both_get_what_one_alone_gets(tmp_path: Path) -> None:
+def test_concurrent_quantised_cache_writers_get_equal_weights(tmp_path: Path) -> None:
     weights = make_weights(rows=1500)
     barrier = threading.Barrier(3)
     found: list[Weights] = []
@@ -247,7 +249,7 @@ def test_two_writers_at_once_both_get_what_one_alone_gets(tmp_path: Path) -> Non
     only_file(tmp_path)
 
 
-def test_a_cache_that_cannot_be_written_costs_a_notice_not_the_load(tmp_path: Path) -> None:
+def test_unwritable_quantised_cache_gives_a_notice_and_still_loads(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no directory")
     notices: list[str] = []
@@ -258,7 +260,7 @@ def test_a_cache_that_cannot_be_written_costs_a_notice_not_the_load(tmp_path: Pa
     assert "stay in memory" in notice
 
 
-def test_a_full_disk_costs_a_notice_not_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_at_cache_writing_gives_a_notice_and_still_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -270,7 +272,7 @@ def test_a_full_disk_costs_a_notice_not_the_load(tmp_path: Path, monkeypatch: py
     assert files_of(tmp_path) == []
 
 
-def test_the_file_is_one_that_the_safetensors_library_reads(tmp_path: Path) -> None:
+def test_quantised_cache_file_is_readable_by_the_safetensors_library(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.numpy")
     found = quantized_weights(make_weights(), QuantOptions(bits=4, symmetric=False), tmp_path)
     stored = safetensors.load_file(only_file(tmp_path))
@@ -282,7 +284,7 @@ def test_the_file_is_one_that_the_safetensors_library_reads(tmp_path: Path) -> N
     assert names["__metadata__"]["key"] == only_file(tmp_path).stem
 
 
-def test_memory_is_what_one_tensor_takes_however_many_there_are(tmp_path: Path) -> None:
+def test_quantising_needs_memory_for_one_tensor_at_a_time(tmp_path: Path) -> None:
     weights = make_weights(rows=4096, num_layers=6)
     one = 4096 * 256 * 4
     assert weights.nbytes > 7 * one
@@ -309,14 +311,14 @@ def test_memory_is_what_one_tensor_takes_however_many_there_are(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_what_quantised_weights_will_be_is_known_before_they_are_made(tmp_path: Path, cached: bool) -> None:
+def test_quantised_tensor_sizes_are_known_before_quantising(tmp_path: Path, cached: bool) -> None:
     found = quantized_weights(make_weights(), INT4, tmp_path if cached else None)
     expected = [found.info(name) for name in found]
     assert expected == [Weights(found).info(name) for name in found]
     assert {facts.bits for facts in expected} == {None, 4, 8}
 
 
-def test_files_that_were_not_used_for_longest_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_quantised_cache_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has one of them open goes on with it."""
     all_weights, paths, found = [make_weights(seed) for seed in range(4)], list[Path](), list[Weights]()
     for number, weights in enumerate(all_weights[:3]):
@@ -332,7 +334,9 @@ def test_files_that_were_not_used_for_longest_make_room_for_others(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("limit", "said"), [("0", 0), ("0.000001", 1)])
-def test_what_may_take_no_room_stays_in_memory(limit: str, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_weights_over_the_cache_limit_stay_in_memory(
+    limit: str, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PACELINE_CACHE_GB", limit)
     weights, notices = make_weights(), list[str]()
     assert_same(quantized_weights(weights, INT4, tmp_path, notices=notices), quantized_weights(weights, INT4, None))
@@ -342,7 +346,7 @@ def test_what_may_take_no_room_stays_in_memory(limit: str, said: int, tmp_path: 
 
 
 @pytest.mark.parametrize("given", ["-1", "many", "nan", "inf"])
-def test_a_limit_that_is_no_size_is_an_error(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_paceline_cache_gb_is_refused(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE_GB", given)
     with pytest.raises(ConfigError, match=f"PACELINE_CACHE_GB is '{given}': set it to a number of gigabytes from 0"):
         quantized_weights(make_weights(), INT4, tmp_path)

@@ -30,7 +30,7 @@ def opened(path: Path, *, regroup: bool = False) -> Weights:
     return open_weights(path, read_model_config(path), regroup=regroup)
 
 
-def test_nothing_is_held_and_regrouped_values_are_others(path: Path, tmp_path: Path) -> None:
+def test_quantised_gguf_cache_is_separate_for_regrouped_weights(path: Path, tmp_path: Path) -> None:
     for regroup in (False, True, False, True):
         weights = opened(path, regroup=regroup)
         found = quantized_weights(weights, INT4, tmp_path, files=[path])
@@ -42,7 +42,7 @@ def test_nothing_is_held_and_regrouped_values_are_others(path: Path, tmp_path: P
     assert len(list((tmp_path / FOLDER).iterdir())) == 2
 
 
-def test_a_file_that_is_found_in_the_cache_is_not_converted(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_quantised_gguf_is_not_converted_again(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized_weights(opened(path), INT4, tmp_path, files=[path])
 
     def fail(*_: object, **__: object) -> None:
@@ -56,7 +56,7 @@ def test_a_file_that_is_found_in_the_cache_is_not_converted(path: Path, tmp_path
 
 @pytest.mark.parametrize("block_type", ["BF16", "Q4_0", "Q4_1", "Q5_1", "Q8_0"])
 @pytest.mark.parametrize("regroup", [False, True])
-def test_what_tensors_will_be_is_known_before_they_are_made(tmp_path: Path, block_type: str, regroup: bool) -> None:
+def test_gguf_tensor_sizes_are_known_before_conversion(tmp_path: Path, block_type: str, regroup: bool) -> None:
     path = write_gguf(write_checkpoint(tmp_path / "hf", "phi3"), tmp_path / "model.gguf", block_type)
     weights = opened(path, regroup=regroup)
     expected = {name: weights.info(name) for name in weights}
@@ -64,7 +64,7 @@ def test_what_tensors_will_be_is_known_before_they_are_made(tmp_path: Path, bloc
     assert expected == {name: Weights(weights).info(name) for name in weights}
 
 
-def test_the_same_bytes_read_otherwise_are_another_content(path: Path) -> None:
+def test_gguf_cache_key_depends_on_block_type_and_head_layout(path: Path) -> None:
     """Blocks of Q4_0 and IQ4_NL have the same size, and heads of other widths another order of rows."""
     weights = opened(path)
     name = "layers.0.q_proj.weight"

@@ -13,27 +13,27 @@ LLAMA3 = RopeConfig(500000.0, RopeType.LLAMA3, factor=8.0, original_max_position
 YARN = RopeConfig(10000.0, RopeType.YARN, factor=4.0, original_max_positions=512)
 
 
-def test_plain_frequencies_are_powers_of_theta() -> None:
+def test_default_rope_frequencies_are_powers_of_theta() -> None:
     frequencies, attention_factor = inverse_frequencies(RopeConfig(theta=10000.0), 8)
     assert frequencies.dtype == np.float32
     assert np.allclose(frequencies, [1.0, 0.1, 0.01, 0.001], rtol=1e-6)
     assert attention_factor == 1.0
 
 
-def test_linear_stretches_every_wave_alike() -> None:
+def test_linear_rope_divides_all_frequencies_by_the_factor() -> None:
     plain, _ = inverse_frequencies(RopeConfig(), 64)
     scaled, attention_factor = inverse_frequencies(RopeConfig(type=RopeType.LINEAR, factor=4.0), 64)
     assert np.array_equal(scaled, plain / 4)
     assert attention_factor == 1.0
 
 
-def test_pairs_that_do_not_turn_have_no_pace_to_overflow() -> None:
+def test_unrotated_pairs_of_proportional_rope_cannot_overflow() -> None:
     rope = RopeConfig(1e-44, RopeType.PROPORTIONAL, rotated_fraction=0.25)
     frequencies, _ = inverse_frequencies(rope, 64)
     assert np.isfinite(frequencies).all()
 
 
-def test_proportional_turns_the_first_pairs_at_the_pace_of_the_whole_head() -> None:
+def test_proportional_rope_rotates_the_first_pairs_of_a_head() -> None:
     plain, _ = inverse_frequencies(RopeConfig(theta=1e6), 512)
     rope = RopeConfig(1e6, RopeType.PROPORTIONAL, factor=2.0, rotated_fraction=0.25)
     scaled, attention_factor = inverse_frequencies(rope, 512)
@@ -44,7 +44,7 @@ def test_proportional_turns_the_first_pairs_at_the_pace_of_the_whole_head() -> N
     assert attention_factor == 1.0
 
 
-def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
+def test_llama3_rope_keeps_high_frequencies_and_divides_low_ones() -> None:
     plain, _ = inverse_frequencies(RopeConfig(theta=500000.0), 128)
     scaled, attention_factor = inverse_frequencies(LLAMA3, 128)
     wavelengths = 2 * math.pi / plain.astype(np.float64)
@@ -57,7 +57,7 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
     assert attention_factor == 1.0
 
 
-def test_yarn_goes_from_kept_to_stretched_along_a_ramp() -> None:
+def test_yarn_rope_blends_frequencies_along_a_ramp() -> None:
     plain, _ = inverse_frequencies(RopeConfig(), 64)
     scaled, attention_factor = inverse_frequencies(YARN, 64)
     ratio = scaled / plain
@@ -67,14 +67,14 @@ def test_yarn_goes_from_kept_to_stretched_along_a_ramp() -> None:
     assert attention_factor == pytest.approx(0.1 * math.log(4) + 1)
 
 
-def test_yarn_attention_factor_may_be_given_or_come_from_two_scales() -> None:
+def test_yarn_attention_factor_is_given_or_computed_from_mscale() -> None:
     given = RopeConfig(10000.0, RopeType.YARN, factor=4.0, original_max_positions=512, attention_factor=1.5)
     assert inverse_frequencies(given, 64)[1] == 1.5
     scales = RopeConfig(10000.0, RopeType.YARN, factor=4.0, original_max_positions=512, mscale=1.0, mscale_all_dim=0.5)
     assert inverse_frequencies(scales, 64)[1] == pytest.approx((0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
 
 
-def test_yarn_may_leave_the_ramps_ends_unrounded() -> None:
+def test_yarn_rope_ramp_may_be_left_unrounded() -> None:
     unrounded = RopeConfig(10000.0, RopeType.YARN, factor=4.0, original_max_positions=512, truncate=False)
     assert not np.array_equal(inverse_frequencies(unrounded, 64)[0], inverse_frequencies(YARN, 64)[0])
 
@@ -89,7 +89,7 @@ LONGROPE = RopeConfig(
 )
 
 
-def test_longrope_divides_each_pair_by_its_own_factor() -> None:
+def test_longrope_divides_each_frequency_by_its_own_factor() -> None:
     plain, _ = inverse_frequencies(RopeConfig(), 8)
     for max_model_len, factors in ((None, LONGROPE.short_factors), (4096, LONGROPE.short_factors), (4097, LONGROPE.long_factors)):
         scaled, attention_factor = inverse_frequencies(LONGROPE.for_context(max_model_len), 8)
@@ -99,7 +99,7 @@ def test_longrope_divides_each_pair_by_its_own_factor() -> None:
     assert inverse_frequencies(replace(LONGROPE, factor=1.0), 8)[1] == 1.0
 
 
-def test_a_dynamic_base_grows_with_the_context_beyond_the_original_one() -> None:
+def test_dynamic_rope_theta_grows_with_the_context() -> None:
     dynamic = RopeConfig(type=RopeType.DYNAMIC, factor=2.0, original_max_positions=512)
     plain, _ = inverse_frequencies(RopeConfig(), 8)
     assert np.array_equal(inverse_frequencies(dynamic.for_context(512), 8)[0], plain)
@@ -109,6 +109,6 @@ def test_a_dynamic_base_grows_with_the_context_beyond_the_original_one() -> None
     assert attention_factor == 1.0
 
 
-def test_a_partial_rotation_has_the_frequencies_of_a_smaller_head() -> None:
+def test_partial_rope_has_the_frequencies_of_a_smaller_head() -> None:
     partial, _ = inverse_frequencies(RopeConfig(rotated_fraction=0.75), 128)
     assert np.array_equal(partial, inverse_frequencies(RopeConfig(), 96)[0])

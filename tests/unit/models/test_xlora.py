@@ -53,7 +53,7 @@ def test_xlora_ranks_are_those_of_its_adapters(tmp_path: Path) -> None:
     assert shared.columns["layers.1.mlp.down_proj"].tolist() == [0, 0, 2, 2, 2, 2]
 
 
-def test_the_key_depends_on_every_value_that_changes_a_token(tmp_path: Path) -> None:
+def test_xlora_cache_key_depends_on_every_value_that_changes_a_token(tmp_path: Path) -> None:
     first = write_xlora(tmp_path / "first", CONFIG, seed=1)
     keys = {read(first).key}
     change_settings(first, xlora_dropout_p=0.3, use_trainable_adapters=True, peft_version="0.21.2")
@@ -128,7 +128,7 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_classifier_is_used_whole(name: str, tmp_path: Path) -> None:
+def test_incomplete_xlora_classifier_is_refused(name: str, tmp_path: Path) -> None:
     tensors, text = TENSORS[name]
     directory = write_xlora(tmp_path, CONFIG, seed=1)
     change_tensors(directory, tensors)
@@ -136,7 +136,7 @@ def test_a_classifier_is_used_whole(name: str, tmp_path: Path) -> None:
         read(directory)
 
 
-def test_a_classifier_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_xlora_classifier_file_is_named(tmp_path: Path) -> None:
     (write_xlora(tmp_path, CONFIG, seed=1) / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds neither .* nor adapter_model\.bin, where X-LoRA's classifier is"):
         read(tmp_path)
@@ -165,7 +165,7 @@ ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_an_adapter_that_cannot_be_weighed_is_refused_by_its_directory(name: str, tmp_path: Path) -> None:
+def test_unsupported_adapter_within_an_xlora_is_refused_by_directory(name: str, tmp_path: Path) -> None:
     tensors, settings, text = ADAPTERS[name]
     directory = write_xlora(tmp_path, CONFIG, seed=1)
     own = low_rank(np.random.default_rng(0), "model.layers.0.self_attn.q_proj", (64, 64))
@@ -186,7 +186,7 @@ def test_layerwise_scalings_need_a_known_module_order(tmp_path: Path) -> None:
         read(write_xlora(tmp_path / "layers", fused, seed=1, modules=modules, layerwise_scalings=True), fused)
 
 
-def test_what_does_not_fit_in_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_xlora_larger_than_memory_is_refused_before_reading(tmp_path: Path) -> None:
     directory = write_xlora(tmp_path, CONFIG, seed=1)
     first = 2 * 4 * sum(one.size for one in load_file(directory / "0" / "adapter_model.safetensors").values())
     with pytest.raises(CapacityError, match=r"/1/adapter_model\.safetensors takes .* GB while it is read"):

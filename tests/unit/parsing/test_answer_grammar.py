@@ -163,7 +163,7 @@ REASONING |= json_formats.REASONING
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 @pytest.mark.parametrize("has_tokens", [False, True])
-def test_a_required_call_is_written_as_the_model_writes_it(mini_dir: Path, name: str, has_tokens: bool) -> None:
+def test_required_tool_call_grammar_allows_the_format_of_the_model(mini_dir: Path, name: str, has_tokens: bool) -> None:
     formats = OutputFormat(name, REASONING_PARSERS[name])
     tokenizer = with_tokens(mini_dir, formats.tokens(TOOLS) if has_tokens else ())
     grammar = grammar_of(formats, tokenizer)
@@ -180,7 +180,7 @@ def test_a_required_call_is_written_as_the_model_writes_it(mini_dir: Path, name:
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_texts_of_the_grammar_are_read_as_calls_of_the_schemas(mini_dir: Path, name: str, seed: int, large_counts: bool) -> None:
+def test_texts_sampled_from_a_tool_grammar_parse_as_valid_calls(mini_dir: Path, name: str, seed: int, large_counts: bool) -> None:
     """A model of random taste, which likes to come to an end."""
     random = np.random.default_rng(seed)
     formats = OutputFormat(name, "openai_gptoss" if name == "openai" else "none")
@@ -225,7 +225,7 @@ def check_arguments(name: str, given: dict[str, Any]) -> None:
     assert all(isinstance(one["x"], int) for one in given.get("via", []))
 
 
-def test_reasoning_that_the_prompt_began_comes_first(mini_dir: Path) -> None:
+def test_required_tool_call_grammar_starts_with_opened_reasoning(mini_dir: Path) -> None:
     tokenizer, formats = with_tokens(mini_dir, ("<think>", "</think>")), OutputFormat("hermes", "qwen3")
     grammar = grammar_of(formats, tokenizer, in_reasoning=True)
     assert allows(tokenizer, grammar, "Hm. {\n</think>\n\n" + WRITTEN["hermes"], "<think>\n")
@@ -233,7 +233,7 @@ def test_reasoning_that_the_prompt_began_comes_first(mini_dir: Path) -> None:
     assert not allows(tokenizer, grammar, "Hm.</think>Yes.", "<think>\n")
 
 
-def test_a_grammar_of_the_text_begins_after_reasoning(mini_dir: Path) -> None:
+def test_response_format_grammar_starts_after_reasoning(mini_dir: Path) -> None:
     tokenizer, formats = with_tokens(mini_dir, ("<think>", "</think>")), OutputFormat("hermes", "qwen3")
     form = Grammar.json_object()
     after = answer_grammar(formats, tokenizer, (), grammar=form, in_reasoning=True)
@@ -242,7 +242,7 @@ def test_a_grammar_of_the_text_begins_after_reasoning(mini_dir: Path) -> None:
     assert answer_grammar(formats, tokenizer, (), grammar=form) is form
 
 
-def test_strict_tools_that_may_be_called_leave_the_text_free(mini_dir: Path) -> None:
+def test_optional_strict_tools_leave_the_text_unconstrained(mini_dir: Path) -> None:
     tools = (Tool(name="book", parameters=BOOK, strict=True), TOOLS[1])
     for name in (name for name, one in TOOL_CALL_FORMATS.items() if one.opening):
         formats = OutputFormat(name, REASONING_PARSERS[name])
@@ -255,7 +255,7 @@ def test_strict_tools_that_may_be_called_leave_the_text_free(mini_dir: Path) -> 
         assert answer_grammar(formats, tokenizer, TOOLS) is None
 
 
-def test_a_grammar_of_the_text_allows_calls(mini_dir: Path) -> None:
+def test_response_format_grammar_also_allows_tool_calls(mini_dir: Path) -> None:
     tokenizer, formats = with_tokens(mini_dir, ("<tool_call>", "</tool_call>")), OutputFormat("hermes", "none")
     form = Grammar.json_object()
     grammar = answer_grammar(formats, tokenizer, TOOLS, grammar=form)
@@ -268,7 +268,7 @@ def test_a_grammar_of_the_text_allows_calls(mini_dir: Path) -> None:
         answer_grammar(formats, tokenizer, TOOLS, grammar=Grammar.regex("a"))
 
 
-def test_a_required_python_call_has_the_constants_of_python(mini_dir: Path) -> None:
+def test_pythonic_tool_call_grammar_uses_python_constants(mini_dir: Path) -> None:
     formats = OutputFormat("pythonic", "none")
     tokenizer = with_tokens(mini_dir, ())
     grammar = grammar_of(formats, tokenizer)

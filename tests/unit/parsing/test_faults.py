@@ -38,7 +38,7 @@ def name_of(case: FaultCase) -> str:
 
 
 @pytest.mark.parametrize("case", FAULT_CASES, ids=name_of)
-def test_an_answer_with_a_fault_is_read_as_meant_in_every_split(case: FaultCase, large_counts: bool) -> None:
+def test_faulty_tool_call_is_repaired_in_every_split(case: FaultCase, large_counts: bool) -> None:
     for pieces in pieces_of(case.output, every_cut=large_counts or case.output in CUT):
         assert found_in(case, pieces) == (case.calls, case.content, case.reasoning), pieces
 
@@ -50,7 +50,7 @@ def shared_cases() -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not here")
-def test_the_shared_cases_are_read_right_whole_and_cut_everywhere(large_counts: bool) -> None:
+def test_shared_parser_cases_are_parsed_right_in_every_split(large_counts: bool) -> None:
     longest = longest_of_formats(((row["format"], row["think"]), row["output"]) for row in shared_cases())
     for row in shared_cases():
         tools = [Tool(name=name, parameters=schema) for name, schema in row["tools"].items()]
@@ -116,7 +116,7 @@ LONG: dict[str, tuple[tuple[str, str], str]] = {
 
 
 @pytest.mark.parametrize("title", LONG)
-def test_a_long_answer_takes_time_in_proportion_to_its_length(title: str, large_counts: bool) -> None:
+def test_parsing_time_is_linear_in_the_length_of_the_answer(title: str, large_counts: bool) -> None:
     """A megabyte takes less than 3 s on a quiet machine; in quadratic time the tenth of it that a short run reads would take minutes."""
     parsers, text = LONG[title]
     assert time_of(parsers, text if large_counts else text[: len(text) // 10]) < (9 if large_counts else 2)
@@ -131,7 +131,7 @@ def time_of(parsers: tuple[str, str], text: str) -> float:
     return time.process_time() - start_s
 
 
-def test_damaged_answers_give_valid_calls_however_they_are_cut(seed: int, large_counts: bool) -> None:
+def test_damaged_answers_parse_to_valid_calls_in_every_split(seed: int, large_counts: bool) -> None:
     random = np.random.default_rng(seed)
     written = [(case.parsers, case.output, TOOLS) for case in FAULT_CASES] + [(case.formats, case.output, TOOLS) for case in CASES]
     for _ in range(100_000 if large_counts else 600):

@@ -428,7 +428,7 @@ CUT = longest_of_formats((case.formats, case.output) for case in CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_an_answer_whole_or_cut_anywhere_has_its_text_and_calls(case: Case, large_counts: bool) -> None:
+def test_json_tool_calls_are_parsed_right_in_every_split(case: Case, large_counts: bool) -> None:
     events, num_complete = events_of(case, [case.output])
     assert parsed(events) == case.expected
     calls = [one for one in case.expected if one[0] == "call"]
@@ -438,7 +438,7 @@ def test_an_answer_whole_or_cut_anywhere_has_its_text_and_calls(case: Case, larg
 
 
 @pytest.mark.parametrize("case", [one for one in CASES if any(part[0] == "call" for part in one.expected)], ids=name_of)
-def test_an_answer_that_breaks_off_keeps_what_came_before(case: Case) -> None:
+def test_truncated_json_tool_call_keeps_its_complete_part(case: Case) -> None:
     wholes = [one for one in case.expected if one[0] == "call"]
     for end in range(1, len(case.output)):
         calls = [one for one in parsed(events_of(case, [case.output[:end]])[0]) if one[0] == "call"]
@@ -454,7 +454,7 @@ def assert_beginning(part: dict[str, Any], whole: dict[str, Any]) -> None:
         assert value == whole[key] or text.startswith(value.lower() if text == "true" else value)
 
 
-def test_long_answers_cut_at_random_have_the_same_text_and_calls(seed: int, large_counts: bool) -> None:
+def test_long_json_answers_parse_equally_in_random_splits(seed: int, large_counts: bool) -> None:
     """Answers of one format in a row, some of them cut off."""
     random = np.random.default_rng(seed)
     kinds = sorted({one.formats for one in CASES})
@@ -470,7 +470,7 @@ def test_long_answers_cut_at_random_have_the_same_text_and_calls(seed: int, larg
 
 
 @pytest.mark.parametrize("name", REASONING_PARSERS)
-def test_every_format_has_at_least_ten_cases(name: str) -> None:
+def test_each_parser_has_at_least_ten_test_cases(name: str) -> None:
     assert len({one.output for one in CASES if one.formats[0] == name}) >= 10
 
 
@@ -503,12 +503,12 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize(("template", "expected"), TEMPLATES, ids=[f"{number}-{found[0]}" for number, (_, found) in enumerate(TEMPLATES)])
-def test_a_chat_template_names_the_formats_of_its_model(template: str, expected: tuple[str, str]) -> None:
+def test_chat_template_selects_the_json_parsers_of_its_model(template: str, expected: tuple[str, str]) -> None:
     tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools: template)
     assert OutputFormat.of(tokenizer) == OutputFormat(*expected)
 
 
-def test_ids_that_count_calls_are_not_the_ids_of_calls() -> None:
+def test_counted_tool_call_ids_are_replaced_by_unique_ones() -> None:
     """Cohere's count from 0 in each conversation turn, and ids must be unique."""
     written = '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "now", "parameters": {}}]<|END_ACTION|>'
     events, _ = events_of(case("cohere_command3", "", written, []), [written])

@@ -31,7 +31,7 @@ def every_split(text: str, *, into_three: bool) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.formats[0]}: {case.name}")
-def test_an_answer_read_whole_has_its_text_and_calls(case: Case) -> None:
+def test_whole_answer_is_parsed_into_text_and_tool_calls(case: Case) -> None:
     events, num_complete = events_of(case, [case.output])
     assert parsed(events) == case.expected
     calls = [one for one in case.expected if one[0] == "call"]
@@ -44,7 +44,7 @@ CUT = longest_of_formats((case.formats, case.output) for case in CASES if len(ca
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.formats[0]}: {case.name}")
-def test_every_split_of_an_answer_has_the_same_events(case: Case, large_counts: bool) -> None:
+def test_parser_events_are_equal_for_every_split_of_an_answer(case: Case, large_counts: bool) -> None:
     for pieces in every_split(case.output, into_three=large_counts or case.output in CUT):
         assert parsed(events_of(case, pieces)[0]) == case.expected, pieces
 
@@ -81,7 +81,7 @@ def long_answer(formats: tuple[str, str], random: np.random.Generator) -> str:
     return "".join(parts)
 
 
-def test_sampled_splits_of_long_answers_have_the_same_events(seed: int, large_counts: bool) -> None:
+def test_parser_events_are_equal_for_random_splits_of_long_answers(seed: int, large_counts: bool) -> None:
     random = np.random.default_rng(seed)
     kinds = sorted({case.formats for case in CASES})
     for count in range(10_000 if large_counts else 90):
@@ -93,7 +93,7 @@ def test_sampled_splits_of_long_answers_have_the_same_events(seed: int, large_co
         assert (parsed(again[0]), again[1]) == (parsed(once[0]), once[1]), pieces
 
 
-def test_nothing_of_a_broken_answer_is_lost(seed: int, large_counts: bool) -> None:
+def test_truncated_answer_loses_no_text(seed: int, large_counts: bool) -> None:
     """What is neither white space nor markup of a format is in an event, wherever an answer breaks off."""
     random = np.random.default_rng(seed)
     for case in CASES:
@@ -127,11 +127,11 @@ AT_ONCE = [
 
 
 @pytest.mark.parametrize(("formats", "arrived", "expected"), AT_ONCE, ids=[arrived for _, arrived, _ in AT_ONCE])
-def test_text_that_arrived_is_emitted_at_once(formats: tuple[str, str], arrived: str, expected: Parsed) -> None:
+def test_parser_emits_text_as_soon_as_it_is_decided(formats: tuple[str, str], arrived: str, expected: Parsed) -> None:
     assert parsed(OutputFormat(*formats).stream(TOOLS).push(arrived)) == expected
 
 
-def test_a_long_answer_is_read_in_time_that_grows_with_its_length(large_counts: bool) -> None:
+def test_parsing_a_long_answer_takes_linear_time(large_counts: bool) -> None:
     num_parts = 20_000 if large_counts else 5_000
     long = (
         '<tool_call>{"name": "weather", "arguments": {"tags": ['
@@ -145,7 +145,7 @@ def test_a_long_answer_is_read_in_time_that_grows_with_its_length(large_counts: 
     assert time.process_time() - start_s < (10 if large_counts else 3)
 
 
-def test_values_have_the_types_of_the_schema() -> None:
+def test_coerce_argument_gives_values_the_types_of_the_schema() -> None:
     assert coerce_argument("None", {"type": ["integer", "null"]}) == "null"
     assert coerce_argument(" 3 ", {"type": "number"}) == "3"
     assert coerce_argument("3.5", {"type": "integer"}) == '"3.5"'
@@ -172,20 +172,20 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize(("template", "found"), TEMPLATES, ids=[found[0] for _, found in TEMPLATES])
-def test_a_chat_template_shows_the_formats_of_its_model(template: str, found: tuple[str, str]) -> None:
+def test_chat_template_selects_the_parsers_of_its_model(template: str, found: tuple[str, str]) -> None:
     tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools: template)
     assert OutputFormat.of(tokenizer) == OutputFormat(*found)
     assert OutputFormat.of(tokenizer, "none", "none") == OutputFormat("none", "none")
 
 
-def test_an_id_that_the_model_wrote_is_the_calls() -> None:
+def test_tool_call_id_written_by_the_model_is_kept() -> None:
     """Its template writes it again, and the model reads the tool's name in it."""
     case = next(case for case in CASES if case.formats[0] == "kimi_k2")
     events, _ = events_of(case, [case.output])
     assert [event.id for event in events if isinstance(event, ToolCallStart)] == ["functions.weather:0", "functions.now:1"]
 
 
-def test_a_chat_template_that_is_no_text_shows_no_format() -> None:
+def test_unreadable_chat_template_selects_no_parser() -> None:
     def refuse(*, has_tools: bool) -> str:
         raise RequestError("no text")
 
@@ -193,7 +193,7 @@ def test_a_chat_template_that_is_no_text_shows_no_format() -> None:
     assert OutputFormat.of(tokenizer) == OutputFormat("none", "none")
 
 
-def test_formats_that_do_not_exist_or_go_together_are_refused() -> None:
+def test_unknown_or_incompatible_parsers_are_refused() -> None:
     tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools: "<tool_call>")
     for tools, reasoning in (("json", "auto"), ("auto", "thoughts"), ("openai", "qwen3"), ("auto", "openai_gptoss")):
         with pytest.raises(ConfigError, match="parser"):

@@ -78,7 +78,7 @@ FRAMES = {
 
 @pytest.mark.parametrize("name", FRAMES)
 @pytest.mark.parametrize(("arguments", "expected"), ARGUMENTS, ids=[ascii(arguments[:40]) for arguments, _ in ARGUMENTS])
-def test_python_arguments_become_json_in_every_split(name: str, arguments: str, expected: tuple[str, ...], large_counts: bool) -> None:
+def test_pythonic_arguments_become_json_in_every_split(name: str, arguments: str, expected: tuple[str, ...], large_counts: bool) -> None:
     written = FRAMES[name].replace("{}", f"weather({arguments})")
     is_short_run_frame = name == "lfm2" and len(written) < 300  # the arguments are read by the same code in all frames
     check(Case("", (name, "none"), written, [expected] if expected else text(written)), every_cut=large_counts or is_short_run_frame)
@@ -86,7 +86,7 @@ def test_python_arguments_become_json_in_every_split(name: str, arguments: str, 
 
 @pytest.mark.parametrize("name", FRAMES)
 @pytest.mark.parametrize("arguments", FAULTS)
-def test_a_call_that_is_no_literal_call_is_text(name: str, arguments: str) -> None:
+def test_pythonic_call_with_non_literal_arguments_is_text(name: str, arguments: str) -> None:
     written = FRAMES[name].replace("{}", f"weather({arguments})")
     check(Case("", (name, "none"), written, text(written)))
 
@@ -206,18 +206,18 @@ CUT = longest_of_formats((case.formats, case.output) for case in CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_a_python_answer_has_the_same_events_in_every_split(case: Case, large_counts: bool) -> None:
+def test_pythonic_answer_is_parsed_equally_in_every_split(case: Case, large_counts: bool) -> None:
     check(case, every_cut=large_counts or case.output in CUT)
 
 
-def test_one_call_alone_is_read_if_no_more_are_allowed() -> None:
+def test_pythonic_parser_reads_one_call_without_parallel_tool_calls() -> None:
     written = "<|tool_call_start|>[now(), now()]<|tool_call_end|>"
     assert parse(("lfm2", "none"), [written], parallel=False) == [NOW, ("text", ", now()]<|tool_call_end|>")]
     single = "<|tool_call_start|>[now()]<|tool_call_end|>"
     assert parse(("lfm2", "none"), [single], parallel=False) == [NOW]
 
 
-def test_a_long_text_argument_is_passed_on_as_it_comes() -> None:
+def test_pythonic_parser_streams_a_long_string_argument() -> None:
     sink = OutputFormat("lfm2", "none").sink(0, TOOLS)
     reading = OutputFormat("lfm2", "none").reading(TOOLS, sink, in_reasoning=False)
     reading.push(f"<|tool_call_start|>[weather(city='{LONG}")
@@ -226,7 +226,7 @@ def test_a_long_text_argument_is_passed_on_as_it_comes() -> None:
     assert [event.json for event in sink.take() if hasattr(event, "json")] == ["x"]
 
 
-def test_time_to_read_faulty_quotes_grows_with_the_length() -> None:
+def test_pythonic_parsing_of_faulty_quotes_takes_linear_time() -> None:
     start_s = time.process_time()
     for written in (
         "weather(city='" + "a 'b', " * 3000 + ")",
@@ -252,6 +252,6 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize(("template", "expected"), TEMPLATES)
-def test_a_template_shows_its_python_format(template: str, expected: str) -> None:
+def test_chat_template_selects_its_pythonic_parser(template: str, expected: str) -> None:
     tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools: template)
     assert OutputFormat.of(tokenizer) == OutputFormat(expected, "none")

@@ -165,7 +165,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_an_answer_of_sections_is_the_same_in_every_split(case: Case) -> None:
+def test_section_format_answer_is_parsed_equally_in_every_split(case: Case) -> None:
     check(case)
 
 
@@ -178,12 +178,12 @@ OPENED = [
 
 
 @pytest.mark.parametrize(("name", "prompt", "written"), OPENED, ids=[name for name, _, _ in OPENED])
-def test_reasoning_that_the_prompt_of_sections_began_is_read(name: str, prompt: str, written: str) -> None:
+def test_section_format_reasoning_opened_by_the_prompt_is_parsed(name: str, prompt: str, written: str) -> None:
     assert prompt.rstrip().endswith(REASONING_FORMATS[name].open)
     assert parse(("none", name), [written], is_opened=True) == [("reasoning", "so"), ("text", "Yes")]
 
 
-def test_elements_follow_the_option_of_a_union_that_has_them() -> None:
+def test_xml_elements_use_the_union_option_that_has_them() -> None:
     options = [{"type": "integer"}, {"type": "object", "properties": {"max": {"type": "integer"}}}]
     tool = Tool(name="find", parameters={"type": "object", "properties": {"limit": {"oneOf": options}}})
     stream = OutputFormat("minimax_m3", "none").stream([tool])
@@ -207,6 +207,6 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize(("template", "expected"), TEMPLATES, ids=[expected[0] for _, expected in TEMPLATES])
-def test_a_template_shows_its_format_of_sections(template: str, expected: tuple[str, str]) -> None:
+def test_chat_template_selects_its_section_format(template: str, expected: tuple[str, str]) -> None:
     tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools: template)
     assert OutputFormat.of(tokenizer) == OutputFormat(*expected)

@@ -167,7 +167,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_a_tagged_answer_has_the_same_events_in_every_split(case: Case) -> None:
+def test_tagged_format_answer_is_parsed_equally_in_every_split(case: Case) -> None:
     check(case)
 
 
@@ -179,7 +179,7 @@ OPENED = [
 
 
 @pytest.mark.parametrize(("name", "prompt", "written"), OPENED, ids=[name for name, _, _ in OPENED])
-def test_reasoning_begun_by_the_prompt_is_reasoning(name: str, prompt: str, written: str) -> None:
+def test_tagged_format_reasoning_opened_by_the_prompt_is_parsed(name: str, prompt: str, written: str) -> None:
     assert prompt.rstrip().endswith(REASONING_FORMATS[name].open)
     assert parse((name, name), [written], is_opened=True) == [("reasoning", "so"), ("text", "Yes")]
 
@@ -194,7 +194,7 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize(("template", "expected"), TEMPLATES)
-def test_a_template_shows_its_tagged_format(template: str, expected: tuple[str, str]) -> None:
+def test_chat_template_selects_its_tagged_format(template: str, expected: tuple[str, str]) -> None:
     tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools: template)
     assert OutputFormat.of(tokenizer) == OutputFormat(*expected)
 
@@ -213,7 +213,7 @@ BROKEN_OFF = {
 
 
 @pytest.mark.parametrize("name", BROKEN_OFF)
-def test_a_value_that_breaks_off_has_no_part_of_its_tag(name: str) -> None:
+def test_truncated_tagged_value_contains_no_part_of_its_closing_tag(name: str) -> None:
     opening, closing = BROKEN_OFF[name]
     for end in range(len(closing)):
         case = Case("", (name, "none"), opening.replace("KEY", "city") + "Paris" + closing[:end], [])
@@ -222,7 +222,7 @@ def test_a_value_that_breaks_off_has_no_part_of_its_tag(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BROKEN_OFF)
-def test_an_answer_that_ends_before_a_number_has_no_empty_text(name: str) -> None:
+def test_tagged_call_truncated_before_a_number_omits_the_argument(name: str) -> None:
     opening, closing = BROKEN_OFF[name]
     for end in range(opening.index("KEY"), len(opening) + 1):
         assert parse((name, "none"), [opening[:end].replace("KEY", "days")]) == [weather()], end
@@ -230,5 +230,5 @@ def test_an_answer_that_ends_before_a_number_has_no_empty_text(name: str) -> Non
 
 
 @pytest.mark.parametrize("written", ["<|tool_call_start|>[weather(city='Par", "<|tool_call_start|>[weather(city='Paris', tags=['a"])
-def test_a_python_call_that_breaks_off_in_a_text_is_incomplete(written: str) -> None:
+def test_pythonic_call_truncated_within_a_string_is_incomplete(written: str) -> None:
     assert events_of(Case("", ("lfm2", "none"), written, []), [written])[1] == 0

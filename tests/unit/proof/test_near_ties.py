@@ -24,7 +24,7 @@ def place(params: SamplingParams) -> OutputPosition:
     return OutputPosition(params, (5, 6, 7, 8), 2)
 
 
-def test_greedy_margins_are_distances_to_the_best_score(input_processor: InputProcessor) -> None:
+def test_greedy_margin_is_the_distance_to_the_best_score(input_processor: InputProcessor) -> None:
     row = np.zeros(V, np.float32)
     row[3], row[4], row[5] = 2.0, 1.99, 1.0
     at = place(SamplingParams())
@@ -36,7 +36,7 @@ def test_greedy_margins_are_distances_to_the_best_score(input_processor: InputPr
     assert not far.is_near
 
 
-def test_a_draws_margin_is_that_of_noisy_scores(input_processor: InputProcessor, seed: int) -> None:
+def test_sampled_margin_is_the_distance_of_noisy_scores(input_processor: InputProcessor, seed: int) -> None:
     """The token that is drawn has none; any other has as much as its logit must rise to be drawn."""
     random = np.random.default_rng(seed)
     for temperature in (0.5, 1.0, 2.0):
@@ -78,7 +78,7 @@ def test_support_bounds_contain_every_noisy_row(restricted: dict[str, float], se
             assert not (surely & ~kept).any()
 
 
-def test_without_noise_the_kept_set_is_the_samplers_own(seed: int) -> None:
+def test_kept_set_without_noise_equals_that_of_the_sampler(seed: int) -> None:
     random = np.random.default_rng(seed)
     for restricted in ({"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}):
         params = SamplingParams(temperature=1.0, **restricted)  # type: ignore[arg-type]

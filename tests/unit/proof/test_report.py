@@ -43,7 +43,7 @@ def proof_of(hostile: str) -> Proof:
     )  # fmt: skip
 
 
-def test_text_of_a_model_stays_text() -> None:
+def test_prove_html_report_escapes_text_of_the_model() -> None:
     proof = proof_of(HOSTILE)
     made, harmless = Tags(), Tags()
     text = page(proof.as_dict())
@@ -55,7 +55,7 @@ def test_text_of_a_model_stays_text() -> None:
     assert {name for name, _ in made.attributes} <= {"lang", "charset", "name", "content", "class", "style", "http-equiv"}
 
 
-def test_the_page_loads_nothing() -> None:
+def test_prove_html_report_loads_nothing() -> None:
     text = page(proof_of("plain").as_dict())
     assert "http:" not in text
     assert "https:" not in text
@@ -63,7 +63,7 @@ def test_the_page_loads_nothing() -> None:
     assert "default-src 'none'" in text
 
 
-def test_a_report_is_json_whatever_was_found() -> None:
+def test_prove_report_with_any_finding_is_valid_json() -> None:
     facts = json.loads(json.dumps(proof_of(HOSTILE).as_dict(), allow_nan=False))
     (finding,) = facts["findings"]
     assert finding["margin"] is None
@@ -71,13 +71,13 @@ def test_a_report_is_json_whatever_was_found() -> None:
     assert finding["repeat"] == ["paceline", "prove", "--model", HOSTILE, "--seed", "1", "--case", "4"]
 
 
-def test_a_report_holds_no_access_token() -> None:
+def test_prove_report_contains_no_access_token() -> None:
     assert "secret" not in " ".join(_without_token(["paceline", "prove", "--hf-token", "secret", "--hf-token=secret", "--tokens", "9"]))
     assert _without_token(["paceline", "prove", "--tokens", "9"]) == ["paceline", "prove", "--tokens", "9"]
     assert _without_token([]) == []  # called from Python
 
 
-def test_every_sampling_can_be_written_and_read_again() -> None:
+def test_prove_case_request_json_round_trip_for_every_sampling() -> None:
     for name in SAMPLINGS:
         request = CaseRequest("some", (1, 2), name, sampling(name, seed=5, max_tokens=20), "ngram", 3, 7)
         assert CaseRequest.from_dict(json.loads(json.dumps(request.as_dict()))) == request
@@ -87,7 +87,7 @@ def rows(*scores: float) -> list[Any]:
     return [np.array(scores, np.float32)]
 
 
-def test_transformers_agrees_up_to_near_ties() -> None:
+def test_comparison_with_transformers_agrees_up_to_near_ties() -> None:
     ours, theirs = rows(1.0, 0.0, -1.0), np.array([[1.001, 0.0, -1.0, 99.0]], np.float32)
     same = compare_rows([(ours, theirs)], 1e-3)
     assert (same.status, same.positions, same.argmax_equal) == ("agrees", 1, 1)
@@ -96,7 +96,7 @@ def test_transformers_agrees_up_to_near_ties() -> None:
     assert abs(tied.largest_margin - 1e-4) < 1e-6
 
 
-def test_transformers_differs_where_another_token_is_clearly_the_best() -> None:
+def test_comparison_with_transformers_differs_if_another_token_is_best() -> None:
     found = compare_rows([(rows(1.0, 0.0, -1.0), np.array([[0.0, 1.0, -1.0]], np.float32))], 1e-3)
     assert (found.status, found.differing) == ("differs", 1)
     assert found.max_abs_difference == 1.0

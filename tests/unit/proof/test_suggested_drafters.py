@@ -34,7 +34,7 @@ def names_of(target: str, costs: PassCosts | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry[0])
-def test_a_published_drafter_is_suggested_for_each_of_its_targets(entry: tuple[str, str, str, float | None]) -> None:
+def test_published_drafter_is_suggested_for_each_of_its_targets(entry: tuple[str, str, str, float | None]) -> None:
     hub_id, method, targets, parameters = entry
     assert HUB_ID.fullmatch(hub_id)
     assert HeadKind(method) in HEADS
@@ -43,34 +43,34 @@ def test_a_published_drafter_is_suggested_for_each_of_its_targets(entry: tuple[s
     assert all(hub_id in names_of(*model_names(target, None)) for target in targets.split())
 
 
-def test_no_drafter_is_published_twice() -> None:
+def test_published_drafters_are_listed_once() -> None:
     ids = [entry[0].lower() for entry in PUBLISHED]
     assert len(set(ids)) == len(ids)
 
 
-def test_each_method_published_by_itself_is_in_the_table() -> None:
+def test_published_drafter_table_covers_every_head_kind_but_mtp() -> None:
     assert {HeadKind(entry[1]) for entry in PUBLISHED} == set(HEADS) - {HeadKind.MTP}
 
 
-def test_every_method_has_an_acceptance_range_with_its_source() -> None:
+def test_every_drafting_method_has_an_acceptance_range_with_its_source() -> None:
     assert set(ACCEPTANCE) == {*DRAFTERS, *(kind.value for kind in HEADS), HeadKind.LANGUAGE_MODEL.value}
     assert all(0 <= one.low < one.high < 1 and len(one.source) > 10 for one in ACCEPTANCE.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: next(iter(family)))
-def test_the_largest_of_a_family_gets_its_smallest_members(family: dict[str, float]) -> None:
+def test_largest_model_of_a_family_gets_its_smallest_as_draft_model(family: dict[str, float]) -> None:
     assert all(HUB_ID.fullmatch(member) for member in family)
     largest, smallest = max(family, key=family.__getitem__), min(family, key=family.__getitem__)
     assert smallest in names_of(*model_names(largest, None))
 
 
-def test_smaller_models_of_a_family_are_at_most_half_as_large() -> None:
+def test_suggested_draft_models_are_at_most_half_as_large() -> None:
     siblings = [[name for name in names_of(target) if name.startswith("Qwen/")] for target in ("qwen3-8b", "qwen3-1.7b", "qwen3-0.6b")]
     assert siblings == [["Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B"], ["Qwen/Qwen3-0.6B"], []]
     assert names_of("someone's-own") == list(BUILT_IN_METHODS)
 
 
-def test_models_with_mtp_layers_are_known_by_how_their_names_begin() -> None:
+def test_models_with_mtp_layers_are_recognised_by_name_prefix() -> None:
     assert all("/" in beginning for beginning in MTP_FAMILIES)
     assert ["mtp" in names_of(name) for name in ("qwen3.5-9b", "mimo-7b-rl", "qwen3-8b")] == [True, True, False]
 
@@ -88,17 +88,17 @@ def test_models_with_mtp_layers_are_known_by_how_their_names_begin() -> None:
         ("meta-llama/Llama-3.2-1B", "llama-3.2-1b"),
     ],
 )
-def test_marks_of_storage_are_no_part_of_a_name(model: str, name: str) -> None:
+def test_storage_suffixes_are_stripped_from_model_names(model: str, name: str) -> None:
     assert model_names(model, None) == (name,)
 
 
-def test_a_cached_model_goes_by_its_id(tmp_path: Path) -> None:
+def test_cached_model_is_identified_by_its_hub_id(tmp_path: Path) -> None:
     path = tmp_path / "models--meta-llama--Llama-3.1-8B-Instruct" / "snapshots" / "0e9e39f2"
     path.mkdir(parents=True)
     assert model_names(str(path), path)[0] == "llama-3.1-8b-instruct"
 
 
-def test_directory_is_identified_by_name_and_config(tmp_path: Path) -> None:
+def test_model_directory_is_identified_by_name_and_config(tmp_path: Path) -> None:
     path = tmp_path / "my-model"
     path.mkdir()
     (path / "config.json").write_text('{"_name_or_path": "Qwen/Qwen3-8B"}', encoding="utf-8")
@@ -111,7 +111,7 @@ def test_directory_is_identified_by_name_and_config(tmp_path: Path) -> None:
 # Predictions
 
 
-def test_suggestions_are_ordered_by_the_lowest_predicted_speedup() -> None:
+def test_suggested_drafters_are_ordered_by_lowest_predicted_speedup() -> None:
     found = suggest_drafters(["qwen3-8b"], PassCosts(PASS_S, row_bytes=16e9, lm_head_bytes=1e9))
     speedups = [round(one.slowest.speedup, 2) for one in found if one.slowest is not None]
     assert speedups == sorted(speedups, reverse=True)
@@ -119,7 +119,7 @@ def test_suggestions_are_ordered_by_the_lowest_predicted_speedup() -> None:
     assert all(one.fastest.speedup >= one.slowest.speedup >= 1.0 for one in found if one.slowest and one.fastest)
 
 
-def test_a_larger_draft_model_is_predicted_to_be_slower_than_a_smaller_one() -> None:
+def test_larger_draft_model_is_predicted_to_be_slower() -> None:
     found = {one.drafter: one for one in suggest_drafters(["qwen3-8b"], PassCosts(PASS_S, row_bytes=16e9, lm_head_bytes=1e9))}
     small, large = found["Qwen/Qwen3-0.6B"].fastest, found["Qwen/Qwen3-1.7B"].fastest
     assert small is not None
@@ -127,12 +127,12 @@ def test_a_larger_draft_model_is_predicted_to_be_slower_than_a_smaller_one() -> 
     assert small.speedup > large.speedup
 
 
-def test_a_head_of_unpublished_size_is_not_predicted() -> None:
+def test_head_of_unknown_size_gets_no_predicted_speedup() -> None:
     found = {one.drafter: one for one in suggest_drafters(["gpt-oss-20b"], PassCosts(PASS_S, row_bytes=16e9, lm_head_bytes=1e9))}
     assert found["amazon/GPT-OSS-20B-P-EAGLE"].slowest is None
 
 
-def test_row_bytes_leave_out_embeddings_and_experts_that_are_not_chosen(tmp_path: Path) -> None:
+def test_weight_bytes_per_row_exclude_embeddings_and_unselected_experts(tmp_path: Path) -> None:
     facts = read_checkpoint_facts(write_checkpoint(tmp_path / "dense", "llama", num_hidden_layers=1, hidden_size=32, head_dim=8))
     whole = facts.weights.nbytes - VOCAB_SIZE * 32 * 4
     assert pass_costs(facts, None, PASS_S).row_bytes == whole

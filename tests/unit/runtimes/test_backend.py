@@ -40,7 +40,7 @@ def test_without_kernels_torch_is_used_with_a_notice(choose: Choose) -> None:
     assert "no native kernels" in notice
 
 
-def test_without_any_backend_the_error_names_what_to_install(choose: Choose) -> None:
+def test_missing_backend_error_names_what_to_install(choose: Choose) -> None:
     with pytest.raises(BackendUnavailableError, match="no native kernels for this machine: pip install ") as error:
         choose(set())
     assert install_extra("torch") in str(error.value)
@@ -63,18 +63,18 @@ def test_cuda_device_uses_torch(choose: Choose) -> None:
     assert choose({KERNELS, TORCH}, device="cuda") == ("torch", [])
 
 
-def test_an_unknown_backend_is_refused_by_name(choose: Choose) -> None:
+def test_unknown_backend_is_refused_by_name(choose: Choose) -> None:
     for name in ("onnx", "openvino"):
         with pytest.raises(ConfigError, match=f"backend is '{name}': use auto, native, torch"):
             choose({KERNELS}, asked=name)
 
 
-def test_the_native_runtime_stays_on_the_cpu() -> None:
+def test_native_backend_uses_the_cpu_for_device_auto() -> None:
     assert choose_device("auto", "native") == "cpu"
     assert choose_device("cpu", "native") == "cpu"
 
 
-def test_without_a_driver_auto_is_the_cpu_and_cuda_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_auto_without_a_cuda_driver_is_cpu_and_cuda_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "_may_have_cuda", lambda: False)
     assert choose_device("auto", "auto") == "cpu"
     torch = pytest.importorskip("torch")

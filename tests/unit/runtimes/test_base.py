@@ -8,7 +8,7 @@ from paceline.errors import PacelineError
 from paceline.runtimes.base import ForwardBatch, split_into_passes
 
 
-def test_oversized_pass_is_an_internal_error():
+def test_forward_batch_with_too_many_rows_is_an_internal_error():
     assert MAX_PASS_ROWS >= MAX_NUM_BATCHED_TOKENS + MAX_NUM_SEQS
     rows = np.zeros(MAX_PASS_ROWS + 1, np.int32)
     ForwardBatch(rows[1:], ())
@@ -18,7 +18,7 @@ def test_oversized_pass_is_an_internal_error():
 
 
 @pytest.mark.parametrize("largest", [1, 40, MAX_PASS_ROWS])
-def test_parts_fit_a_pass_keep_the_order_and_are_as_few_as_can_be(largest, seed):
+def test_split_into_passes_keeps_order_and_uses_the_fewest_passes(largest, seed):
     random = np.random.default_rng([seed, largest])
     for count in (0, 1, 500):
         counts = random.integers(1, largest + 1, count).tolist()

@@ -13,16 +13,16 @@ STAIRS = ForwardProfile.from_samples({1: 1.0, 8: 1.2, 9: 2.0, 16: 2.2})
 
 
 @pytest.mark.parametrize(("rows", "seconds"), [(1, 1.0), (8, 1.2), (9, 2.0), (12, 2.0857), (16, 2.2), (23, 2.4)])
-def test_profile_between_measured_counts_is_linear(rows: int, seconds: float) -> None:
+def test_forward_profile_between_measured_counts_is_linear(rows: int, seconds: float) -> None:
     assert STAIRS.seconds_at(rows) == pytest.approx(seconds, abs=1e-3)
 
 
-def test_profile_of_disturbed_pass_is_bounded_by_larger_passes() -> None:
+def test_profile_of_a_disturbed_pass_is_bounded_by_larger_passes() -> None:
     profile = ForwardProfile.from_samples({1: 1.0, 2: 9.0, 4: 1.3, 8: 1.2})
     assert profile.seconds == {1: 1.0, 2: 1.2, 4: 1.2, 8: 1.2}
 
 
-def test_profile_of_one_count_is_constant() -> None:
+def test_profile_of_one_row_count_is_constant() -> None:
     assert ForwardProfile.from_samples({1: 1.0}).seconds_at(7) == 1.0
 
 
@@ -82,20 +82,20 @@ def test_profile_times_passes_after_cached_rows(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("with_logits", [True, False])
-def test_logits_are_of_all_rows_or_of_none(with_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiled_passes_compute_logits_of_all_rows_or_of_none(with_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = ClockedRuntime()
     measure(runtime, make_cache(), (5,), monkeypatch, repeats=1, with_logits=with_logits)
     assert {len(rows) / len(batch.positions) for rows, batch in zip(runtime.wanted, runtime.batches, strict=True)} == {float(with_logits)}
 
 
-def test_a_slow_start_and_a_disturbance_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_ignores_slow_first_passes_and_disturbances(monkeypatch: pytest.MonkeyPatch) -> None:
     times = measure(ClockedRuntime(slow=(0, 1, 2, 5, 8)), make_cache(), (1, 5), monkeypatch, repeats=5)
     assert times == {1: pytest.approx(1.1), 5: pytest.approx(1.5)}
 
 
 @pytest.mark.parametrize("count", [1, 5, 30, 65])
 @pytest.mark.parametrize(("max_model_len", "num_blocks"), [(2, 8), (10, 8), (40, 8), (512, 2), (512, 3), (512, 4)])
-def test_no_row_lies_beyond_the_context_or_the_cache(
+def test_profiled_rows_stay_within_the_context_and_the_cache(
     count: int, max_model_len: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime, cache = ClockedRuntime(), make_cache(num_blocks)
@@ -106,7 +106,7 @@ def test_no_row_lies_beyond_the_context_or_the_cache(
     assert cache.pool.num_free == num_blocks
 
 
-def test_a_pass_that_fails_leaves_the_cache_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_profile_pass_leaves_the_cache_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, cache = ClockedRuntime(), make_cache()
     monkeypatch.setattr(runtime, "forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -134,7 +134,7 @@ def table_of(runtime: ClockedRuntime, facts: Tables, monkeypatch: pytest.MonkeyP
     return cost.profile_forward(runtime, make_cache(64), facts, max_model_len=512)  # type: ignore[arg-type]
 
 
-def test_a_table_is_measured_once_and_checked_by_three_passes_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_profile_is_reused_after_three_check_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     facts, first, second = Tables(), ClockedRuntime(), ClockedRuntime()
     table = table_of(first, facts, monkeypatch)
     assert table.seconds_at(1) == pytest.approx(1.1)
@@ -143,7 +143,7 @@ def test_a_table_is_measured_once_and_checked_by_three_passes_afterwards(monkeyp
     assert [len(batch.positions) for batch in second.batches] == [64, *[1, 8, 16] * 2], "cached rows, then a round that warms up"
 
 
-def test_a_table_that_is_off_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_profile_unlike_the_check_passes_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = Tables()
     table_of(ClockedRuntime(), facts, monkeypatch)
     slower = ClockedRuntime()
@@ -154,7 +154,7 @@ def test_a_table_that_is_off_is_measured_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("max_model_len", "num_blocks"), [(2, 8), (10, 8), (64, 2), (512, 3)])
-def test_a_short_context_makes_a_short_table(max_model_len: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_of_a_short_context_has_fewer_points(max_model_len: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, cache = ClockedRuntime(), make_cache(num_blocks)
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=runtime.perf_counter))
     table = cost.measure_profile(runtime, cache, max_model_len=max_model_len)  # type: ignore[arg-type]

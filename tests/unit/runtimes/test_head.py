@@ -88,7 +88,7 @@ def part(inputs: Mapping[str, FloatArray], first: int, last: int) -> dict[str, F
     return {name: values[first:last] for name, values in inputs.items()}
 
 
-def test_both_runtimes_compute_the_same() -> None:
+def test_native_and_torch_head_networks_compute_equal_outputs() -> None:
     tree = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
     found = []
     for backend in BACKENDS:
@@ -104,7 +104,7 @@ def test_both_runtimes_compute_the_same() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_pass_in_pieces_is_the_whole_pass(backend: str) -> None:
+def test_head_pass_split_into_pieces_equals_the_whole_pass(backend: str) -> None:
     head = open_network(backend)
     inputs = rows(50)
     whole = run(head, inputs, batch_of(RowRange(0, 50, 0, table(3, 5))))
@@ -115,7 +115,7 @@ def test_a_pass_in_pieces_is_the_whole_pass(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("hidden", [1, 31, 32, 33, 40])
-def test_rows_before_the_first_slot_are_not_seen(backend: str, hidden: int) -> None:
+def test_head_rows_before_first_slot_are_masked(backend: str, hidden: int) -> None:
     """Rows that see slots from `hidden` on compute what they would if the text began there; rotary positions are relative."""
     head = open_network(backend)
     inputs = rows(60)
@@ -130,7 +130,7 @@ def test_rows_before_the_first_slot_are_not_seen(backend: str, hidden: int) -> N
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sibling_networks_share_weights_and_cache(backend: str) -> None:
+def test_sibling_head_networks_share_weights_and_cache(backend: str) -> None:
     head = open_network(backend)
     twin, other = head.network_with_same_weights(network), head.network_with_same_weights(push)
     inputs = rows(20)
@@ -148,7 +148,7 @@ def test_sibling_networks_share_weights_and_cache(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranking_of_rows_equals_their_logits(backend: str, seed: int) -> None:
+def test_head_ranking_equals_the_ranking_of_its_logits(backend: str, seed: int) -> None:
     """The best few, the sum of all, and the token that noise draws, with the logits and in their place."""
     if backend == "native" and kernels_path() is None:
         pytest.skip("no native kernels for this machine")
@@ -172,14 +172,14 @@ def test_ranking_of_rows_equals_their_logits(backend: str, seed: int) -> None:
     assert target.num_passes == 5
 
 
-def test_another_backend_is_refused() -> None:
+def test_unknown_head_backend_is_refused() -> None:
     with pytest.raises(BackendUnavailableError, match="'onnx'"):
         open_head(network, CONFIG, weights(), num_threads=1, max_model_len=8, backend="onnx")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("width", "group", "size"), [(40, 5, 3), (1040, 16, 2), (48, 48, 4), (33, 1, 1)])
-def test_a_block_convolution_stays_within_its_range(width: int, group: int, size: int, backend: str) -> None:
+def test_block_convolution_does_not_mix_rows_of_two_ranges(width: int, group: int, size: int, backend: str) -> None:
     """Two ranges of 7 rows and of 2, on widths that fill no vector and on several pieces."""
     if backend == "native" and kernels_path() is None:
         pytest.skip("no native kernels for this machine")

@@ -82,14 +82,14 @@ def token_ids(seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 31, 32, 33, 64, 65, 150])
-def test_buffers_grow_with_the_pass_and_keep_every_bit(num_rows: int, token_ids: list[int], seed: int) -> None:
+def test_native_rows_are_bit_equal_in_passes_of_any_size(num_rows: int, token_ids: list[int], seed: int) -> None:
     runtime = open_runtime(seed)
     expected = decode(runtime, token_ids[:num_rows])
     assert np.array_equal(run_prompt(runtime, token_ids[:num_rows]).logits, expected)
     assert np.array_equal(decode(runtime, token_ids[:num_rows]), expected)
 
 
-def test_room_that_was_being_made_when_ctrl_c_came_is_made_anew(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_buffers_interrupted_while_growing_are_rebuilt(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, 90).tolist()
     expected = run_prompt(open_runtime(seed), prompt).logits.copy()
     for count in range(4):
@@ -116,7 +116,7 @@ class InterruptedPass(Pass):
 
 
 @pytest.mark.parametrize("field", ["ranges", "range_of_row", "logits_rows", "block_tables", "masks"])
-def test_an_interrupt_between_an_address_and_its_array_leaves_no_array(field: str) -> None:
+def test_interrupt_while_a_pass_record_grows_leaves_no_dangling_address(field: str) -> None:
     memory = PassRecord(None)
     memory._grow(field, 4)
     record, before = memory.record, getattr(memory, field)
@@ -129,7 +129,7 @@ def test_an_interrupt_between_an_address_and_its_array_leaves_no_array(field: st
     assert getattr(memory, field).ctypes.data == getattr(record, field)
 
 
-def test_an_interrupt_while_a_ranked_program_is_made_leaves_none(token_ids: list[int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_while_a_ranked_program_is_built_leaves_none(token_ids: list[int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would have no cache, and the next pass would write to address 0."""
     runtime = open_runtime(seed)
     best = run_prompt(runtime, token_ids[:4]).logits.argmax(axis=1).tolist()
@@ -147,7 +147,7 @@ def test_an_interrupt_while_a_ranked_program_is_made_leaves_none(token_ids: list
     assert [row.token_ids[0] for row in runtime.forward(inputs, batch, wanted).ranked] == best
 
 
-def test_boundaries_come_in_the_order_asked_for_and_change_no_bit(token_ids: list[int], seed: int) -> None:
+def test_collected_hidden_states_come_in_requested_order(token_ids: list[int], seed: int) -> None:
     runtime = open_runtime(seed, collect_layers=(2, 0, 1))
     output = run_prompt(runtime, token_ids[:40])
     last, first, middle = output.collected_hidden_states  # type: ignore[misc]
@@ -159,7 +159,7 @@ def test_boundaries_come_in_the_order_asked_for_and_change_no_bit(token_ids: lis
     assert np.array_equal(output.logits, run_prompt(open_runtime(seed), token_ids[:40]).logits)
 
 
-def test_no_logits_are_computed_where_none_are_wanted(token_ids: list[int], seed: int) -> None:
+def test_native_pass_computes_no_logits_if_none_are_requested(token_ids: list[int], seed: int) -> None:
     runtime = open_runtime(seed)
     expected = run_prompt(runtime, token_ids[:40]).hidden_states.copy()
     for count in (40, 1):
@@ -168,7 +168,7 @@ def test_no_logits_are_computed_where_none_are_wanted(token_ids: list[int], seed
         assert np.array_equal(output.hidden_states, expected[:count])
 
 
-def test_a_cache_that_does_not_fit_in_memory_is_a_capacity_error(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_cache_that_does_not_fit_in_memory_is_a_capacity_error(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = open_runtime(seed)
 
     def no_memory(*args: object) -> None:
@@ -179,7 +179,7 @@ def test_a_cache_that_does_not_fit_in_memory_is_a_capacity_error(seed: int, monk
         runtime.new_cache(2)
 
 
-def test_what_passes_read_and_write_begins_at_a_cache_line(token_ids: list[int], seed: int) -> None:
+def test_native_buffers_start_at_cache_lines(token_ids: list[int], seed: int) -> None:
     """So no vector of the kernels lies across two of them; the arrays are large enough to be mapped, which numpy begins 16 bytes later."""
     runtime = open_runtime(seed)
     cache = runtime.new_cache(4000)
@@ -197,7 +197,7 @@ def test_what_passes_read_and_write_begins_at_a_cache_line(token_ids: list[int],
     assert [array.ctypes.data % 64 for array in arrays] == [0] * len(arrays)
 
 
-def test_weights_in_groups_give_the_bits_of_their_values(token_ids: list[int], seed: int) -> None:
+def test_native_grouped_weights_equal_their_dequantised_values_bit_by_bit(token_ids: list[int], seed: int) -> None:
     """Codes of 8 and 4 bits against the same network with every value written out, embedding and head included."""
     random = np.random.default_rng(seed)
     grouped: dict[str, AnyTensor] = {}
@@ -216,7 +216,7 @@ def test_weights_in_groups_give_the_bits_of_their_values(token_ids: list[int], s
     assert found.std() > 0.1
 
 
-def test_rounding_at_load_gives_the_bits_of_weights_stored_so(token_ids: list[int], seed: int) -> None:
+def test_native_weights_rounded_at_load_equal_weights_stored_so(token_ids: list[int], seed: int) -> None:
     wide = make_weights(CONFIG, seed)
     narrow = {name: Tensor(to_bf16(as_float32(tensor)), WeightType.BF16, tensor.shape) for name, tensor in wide.items()}
     found, expected = (
@@ -225,7 +225,7 @@ def test_rounding_at_load_gives_the_bits_of_weights_stored_so(token_ids: list[in
     assert np.array_equal(found, expected)
 
 
-def test_runtimes_of_different_sizes_take_turns_with_one_pool_of_threads(token_ids: list[int], seed: int) -> None:
+def test_native_runtimes_with_different_thread_counts_share_one_pool(token_ids: list[int], seed: int) -> None:
     """Workers that a small team leaves idle are there again for the next large one, and run each pass once."""
     expected = decode(open_runtime(seed, num_threads=1), token_ids)
     for _ in range(3):
@@ -233,7 +233,7 @@ def test_runtimes_of_different_sizes_take_turns_with_one_pool_of_threads(token_i
             assert np.array_equal(decode(open_runtime(seed, num_threads=num_threads), token_ids[:20]), expected[:20])
 
 
-def test_two_callers_at_once_get_their_own_results(token_ids: list[int], seed: int) -> None:
+def test_concurrent_native_runtimes_get_their_own_results(token_ids: list[int], seed: int) -> None:
     texts = [token_ids[:60], token_ids[60:120]]
     runtimes = [open_runtime(seed), open_runtime(seed + 1)]
     expected = [decode(runtime, text) for runtime, text in zip(runtimes, texts, strict=True)]
@@ -242,7 +242,7 @@ def test_two_callers_at_once_get_their_own_results(token_ids: list[int], seed: i
             assert all(map(np.array_equal, pool.map(decode, runtimes, texts), expected))
 
 
-def test_two_callers_of_one_runtime_never_wait_for_one_another_for_ever(seed: int) -> None:
+def test_concurrent_passes_of_one_native_runtime_do_not_deadlock(seed: int) -> None:
     """Nobody may do that: what comes out is worth nothing. But threads that disagree on how many rows there are must not hang."""
     script = f"""
 import threading, time
@@ -267,7 +267,7 @@ threads = [threading.Thread(target=run, args=(count,)) for count in (1, 8)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_runs_passes_of_its_own(token_ids: list[int], seed: int) -> None:
+def test_forked_process_runs_native_passes(token_ids: list[int], seed: int) -> None:
     """Its parent's workers are asleep and do not exist in it; again and again, with time to fall asleep in between."""
     runtime = open_runtime(seed)
     expected = decode(runtime, token_ids[:20])
@@ -293,7 +293,7 @@ def test_a_forked_child_runs_passes_of_its_own(token_ids: list[int], seed: int) 
     assert np.array_equal(decode(runtime, token_ids[:20]), expected)
 
 
-def test_profile_key_contains_kernels_threads_and_type(seed: int) -> None:
+def test_native_profile_key_contains_kernels_threads_and_dtype(seed: int) -> None:
     one, two, twin = (open_runtime(seed, num_threads=count).version for count in (1, 2, 2))
     assert one != two == twin
     assert "2 threads" in two
@@ -311,7 +311,7 @@ def test_profile_key_contains_kernels_threads_and_type(seed: int) -> None:
     ("flags", "level"),
     [("x86_64_v4 x86_64_v3", "x86_64_v4"), ("x86_64_v3", "x86_64_v3"), ("armv8_dotprod", "armv8_dotprod"), ("armv8", "armv8"), ("", None)],
 )
-def test_the_best_library_is_taken_that_this_processor_runs(flags: str, level: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_library_is_the_best_one_for_the_processor(flags: str, level: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     held = frozenset().union(*(library._LEVELS[flag] for flag in flags.split()))
     monkeypatch.setattr(library, "processor_flags", lambda: held)
     monkeypatch.setattr(library.Path, "is_file", lambda path: True)
@@ -319,7 +319,7 @@ def test_the_best_library_is_taken_that_this_processor_runs(flags: str, level: s
     assert path is None if level is None else path is not None and path.name == f"kernels.{level}.so"
 
 
-def test_without_kernels_the_error_names_the_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_error_names_the_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "kernels_path", lambda: None)
     with pytest.raises(BackendUnavailableError, match="use --backend torch"):
         library.kernels.__wrapped__()
@@ -335,7 +335,7 @@ def test_kernels_of_another_build_are_refused(index: int, monkeypatch: pytest.Mo
         library.kernels.__wrapped__()
 
 
-def test_library_without_build_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_library_without_build_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library.ctypes, "CDLL", lambda path: object())
     with pytest.raises(BackendUnavailableError, match="install paceline again"):
         library.kernels.__wrapped__()

@@ -79,7 +79,7 @@ def some_adapters(random: np.random.Generator) -> dict[int, NetworkAdapter]:
     }
 
 
-def test_adapter_changes_only_the_rows_that_use_it(seed: int) -> None:
+def test_native_adapter_changes_only_the_rows_that_use_it(seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors, adapters = floats(random), some_adapters(random)
     network = network_of(tensors, adapters)
@@ -93,7 +93,7 @@ def test_adapter_changes_only_the_rows_that_use_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("stored", ["floats", "panels"])
-def test_adapter_bits_are_independent_of_rows_adapters_and_threads(stored: str, seed: int) -> None:
+def test_native_adapter_bits_are_independent_of_rows_and_threads(stored: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors, adapters = floats(random), some_adapters(random)
     if stored == "panels":
@@ -112,7 +112,7 @@ def test_adapter_bits_are_independent_of_rows_adapters_and_threads(stored: str, 
 
 
 @pytest.mark.parametrize("level", BUILT)
-def test_every_instruction_set_gives_the_same_bits(level: str, seed: int) -> None:
+def test_native_adapter_bits_are_equal_on_every_instruction_set(level: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors, adapters = floats(random), some_adapters(random)
     x, numbers = normal(random, 17, COLUMNS), random.integers(0, 5, 17).tolist()

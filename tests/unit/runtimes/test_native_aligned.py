@@ -11,7 +11,7 @@ SHAPES = [(1,), (3, 5), (17, 64), (1000, 7)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_arrays_begin_at_cache_lines_whatever_their_size(shape: tuple[int, ...]) -> None:
+def test_arena_arrays_start_at_cache_lines_for_any_size(shape: tuple[int, ...]) -> None:
     arena = Arena()
     for _ in range(5):
         for array in (zeros(shape), empty(shape), arena.empty(shape), arena.empty(shape, np.uint8)):
@@ -31,7 +31,7 @@ def test_address_of_a_strided_or_read_only_array_is_refused() -> None:
             address_of(one)
 
 
-def test_arrays_of_an_arena_share_pieces_and_nothing_else() -> None:
+def test_arena_arrays_of_several_threads_do_not_overlap() -> None:
     """Taken by four threads at once, more than one piece full; each is written whole before any is read."""
     arena, sizes = Arena(), [1 + 7919 * number % 700_000 for number in range(450)]
     with ThreadPoolExecutor(4) as pool:
@@ -43,7 +43,7 @@ def test_arrays_of_an_arena_share_pieces_and_nothing_else() -> None:
     assert 1 < len(pieces) < 4
 
 
-def test_an_array_that_gets_large_pages_alone_leaves_the_piece_to_others() -> None:
+def test_large_arena_array_gets_its_own_allocation() -> None:
     arena = Arena()
     first, large, second = arena.empty((100,)), arena.empty((1 << 20,)), arena.empty((100,))
     assert large.ctypes.data % 64 == 0

@@ -19,7 +19,9 @@ BY_LEVEL = pytest.mark.parametrize("level", BUILT)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_size"), [(4, 4, 16), (4, 2, 24), (6, 1, 64), (8, 2, 80), (3, 3, 128), (2, 1, 256), (2, 2, 5)]
 )
-def test_attention_is_its_definition(heads: int, kv_heads: int, head_size: int, cap: float | None, level: str, seed: int) -> None:
+def test_native_attention_equals_its_definition(
+    heads: int, kv_heads: int, head_size: int, cap: float | None, level: str, seed: int
+) -> None:
     """Two chunks and a lone row; the blocks lie in no order."""
     bench = Bench.make(heads, kv_heads, head_size, cap=cap, level=level)
     q, k, v = bench.rows(np.random.default_rng(seed), 70)
@@ -33,7 +35,7 @@ def test_attention_is_its_definition(heads: int, kv_heads: int, head_size: int, 
 
 @BY_LEVEL
 @pytest.mark.parametrize("window", [1, 15, 33, 70, 100])
-def test_within_a_window_a_row_sees_its_last_positions(window: int, level: str, seed: int) -> None:
+def test_native_attention_window_limits_rows_to_their_last_positions(window: int, level: str, seed: int) -> None:
     """In chunks, one by one, and in a tree, where the window counts the positions of a node's own path."""
     bench = Bench.make(4, 2, 24, window=window, level=level)
     random = np.random.default_rng(seed)
@@ -55,7 +57,7 @@ def test_within_a_window_a_row_sees_its_last_positions(window: int, level: str, 
 
 @BY_LEVEL
 @pytest.mark.parametrize("cached_len", [0, 1, 15, 16, 30, 31, 32, 33, 63, 64, 65])
-def test_a_row_alone_and_the_same_row_in_a_chunk_have_the_same_bits(cached_len: int, level: str, seed: int) -> None:
+def test_native_attention_row_is_bit_equal_alone_and_in_a_chunk(cached_len: int, level: str, seed: int) -> None:
     bench = Bench.make(4, 2, 16, level=level)
     qkv = bench.rows(np.random.default_rng(seed), cached_len + 4)
     whole = bench.attend(qkv, [RowRange(0, cached_len + 4, 0, blocks(1, 2, 3))])
@@ -87,11 +89,11 @@ def compare_trees(level: str, seed: int, mask_of: Callable[[Sequence[int]], np.n
 
 
 @BY_LEVEL
-def test_a_masked_row_has_the_bits_of_its_path_decoded_alone(level: str, seed: int) -> None:
+def test_native_attention_tree_row_is_bit_equal_to_its_path_decoded_alone(level: str, seed: int) -> None:
     assert compare_trees(level, seed) == 0
 
 
-def test_any_mask_is_its_definition(seed: int) -> None:
+def test_native_attention_with_any_mask_equals_its_definition(seed: int) -> None:
     """Rows that see later ones as well, and two masked ranges beside a causal one."""
     random = np.random.default_rng(seed)
     bench = Bench.make(4, 2, 16)
@@ -113,7 +115,7 @@ def test_any_mask_is_its_definition(seed: int) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("count", [1, 2, 5, 17, 40])
-def test_sequences_in_one_pass_do_not_touch_one_another(count: int, num_threads: int, seed: int) -> None:
+def test_native_attention_of_sequences_in_one_pass_is_independent(count: int, num_threads: int, seed: int) -> None:
     """A lone row, a chunk or a tree each, behind prefixes of their own, against the same work pass by pass."""
     random = np.random.default_rng(seed)
     together, apart = (Bench.make(4, 2, 16, num_threads=threads) for threads in (num_threads, 1))
@@ -135,7 +137,7 @@ def test_sequences_in_one_pass_do_not_touch_one_another(count: int, num_threads:
 
 
 @BY_LEVEL
-def test_large_scores_do_not_overflow(level: str, seed: int) -> None:
+def test_large_attention_scores_do_not_overflow(level: str, seed: int) -> None:
     bench = Bench.make(2, 1, 16, level=level)
     q, k, v = bench.rows(np.random.default_rng(seed), 90)
     q *= 1000
@@ -144,7 +146,7 @@ def test_large_scores_do_not_overflow(level: str, seed: int) -> None:
         assert np.abs(found[row] - bench.expected(q[row], k[: row + 1], v[: row + 1])).max() <= 1e-3
 
 
-def test_a_score_that_is_not_a_number_makes_the_row_so(seed: int) -> None:
+def test_nan_attention_score_makes_its_row_nan(seed: int) -> None:
     bench = Bench.make(2, 1, 16)
     q, k, v = bench.rows(np.random.default_rng(seed), 20)
     k[3, 0] = np.nan
@@ -156,11 +158,11 @@ def test_a_score_that_is_not_a_number_makes_the_row_so(seed: int) -> None:
 # Planted faults: each must be seen by the comparisons above.
 
 
-def test_fault_of_an_ignored_mask_is_seen(seed: int) -> None:
+def test_fault_of_an_ignored_attention_mask_is_found(seed: int) -> None:
     assert compare_trees(BUILT[0], seed, lambda parents: np.tri(len(parents), dtype=np.bool_)) > 0
 
 
-def test_fault_of_a_row_of_another_path_is_found(seed: int) -> None:
+def test_fault_of_an_attention_mask_with_another_path_is_found(seed: int) -> None:
     def with_a_stranger(parents: Sequence[int]) -> np.ndarray:
         mask = tree_mask(parents)
         strangers = np.argwhere(~mask & np.tri(len(parents), dtype=np.bool_))
@@ -171,7 +173,7 @@ def test_fault_of_a_row_of_another_path_is_found(seed: int) -> None:
     assert compare_trees(BUILT[0], seed, with_a_stranger, num_trees=40) > 0
 
 
-def test_fault_of_keys_in_the_wrong_slot_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_attention_keys_in_the_wrong_slot_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Bench.attend
 
     def one_slot_later(bench: Bench, qkv: Sequence[FloatArray], ranges: Sequence[RowRange]) -> FloatArray:
@@ -184,7 +186,7 @@ def test_fault_of_keys_in_the_wrong_slot_is_found(seed: int, monkeypatch: pytest
     assert compare_trees(BUILT[0], seed) > 0
 
 
-def test_a_layer_that_shares_reads_what_the_other_wrote_and_writes_nothing(seed: int) -> None:
+def test_attention_layer_with_shared_kv_reads_and_never_writes_it(seed: int) -> None:
     bench, random = Bench.make(4, 2, 16, num_threads=2), np.random.default_rng(seed)
     rows = [RowRange(0, 40, 0, np.array([3, 1], np.int32))]
     q, k, v = bench.rows(random, 40)

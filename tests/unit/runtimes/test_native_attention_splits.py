@@ -49,7 +49,7 @@ def read(bench: Bench, rows: Sequence[FloatArray], sizes: Sequence[int], table: 
 @BY_LEVEL
 @BY_TYPE
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(4, 2, 64), (6, 1, 24), (2, 2, 5), (7, 1, 80)])
-def test_a_long_text_is_its_definition_over_what_is_stored(
+def test_long_context_attention_equals_its_definition_over_stored_kv(
     heads: int, kv_heads: int, head_size: int, kv_cache_dtype: KVCacheDtype, level: str, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -67,7 +67,7 @@ def test_a_long_text_is_its_definition_over_what_is_stored(
 @pytest.mark.parametrize(
     "kv_cache_dtype", [KVCacheDtype.F32, KVCacheDtype.BF16, KVCacheDtype.F16], ids=lambda kv_cache_dtype: kv_cache_dtype.value
 )
-def test_the_weights_of_a_row_sum_up_to_one_as_they_are_rounded(kv_cache_dtype: KVCacheDtype, level: str, seed: int) -> None:
+def test_attention_weights_sum_to_one_after_rounding(kv_cache_dtype: KVCacheDtype, level: str, seed: int) -> None:
     """So a value that all rows have in common comes back as it is, also where weights are rounded to 8 digits in front of products."""
     random = np.random.default_rng(seed)
     bench = Bench.make(4, 2, 24, level=level, kv_cache_dtype=kv_cache_dtype, num_threads=2)
@@ -80,7 +80,7 @@ def test_the_weights_of_a_row_sum_up_to_one_as_they_are_rounded(kv_cache_dtype: 
 
 
 @BY_TYPE
-def test_what_is_stored_is_as_near_as_its_type_allows(kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+def test_stored_keys_and_values_are_as_exact_as_their_dtype(kv_cache_dtype: KVCacheDtype, seed: int) -> None:
     bench = Bench.make(4, 2, 24, kv_cache_dtype=kv_cache_dtype)
     rows = bench.rows(np.random.default_rng(seed), 70)
     read(bench, rows, (40, 30), blocks(9, 3, 41))
@@ -93,7 +93,9 @@ def test_what_is_stored_is_as_near_as_its_type_allows(kv_cache_dtype: KVCacheDty
 
 @BY_TYPE
 @pytest.mark.parametrize("window", [None, 40, 300])
-def test_rows_of_chunks_have_the_bits_of_rows_one_by_one(window: int | None, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+def test_long_context_attention_is_bit_equal_for_chunks_and_single_rows(
+    window: int | None, kv_cache_dtype: KVCacheDtype, seed: int
+) -> None:
     """On all libraries, whatever the passes and the threads: the last rows of a long text, behind the same rows."""
     random = np.random.default_rng(seed)
     results = []
@@ -114,7 +116,9 @@ def test_rows_of_chunks_have_the_bits_of_rows_one_by_one(window: int | None, kv_
 @BY_LEVEL
 @BY_TYPE
 @pytest.mark.parametrize("cached_len", [0, 31, 250, 255, 256, 505])
-def test_a_tree_across_splits_has_the_bits_of_its_paths(cached_len: int, kv_cache_dtype: KVCacheDtype, level: str, seed: int) -> None:
+def test_attention_of_a_tree_across_splits_is_bit_equal_to_its_paths(
+    cached_len: int, kv_cache_dtype: KVCacheDtype, level: str, seed: int
+) -> None:
     assert differing_nodes(cached_len, kv_cache_dtype, level, seed) == 0
 
 
@@ -141,17 +145,17 @@ def differing_nodes(
 
 @BY_TYPE
 @pytest.mark.parametrize("window", [7, 64])
-def test_tree_after_a_window_has_the_bits_of_its_paths(window: int, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+def test_attention_of_a_tree_with_a_window_is_bit_equal_to_its_paths(window: int, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
     assert sum(differing_nodes(cached_len, kv_cache_dtype, BUILT[0], seed, window) for cached_len in (3, 250, 256, 300)) == 0
 
 
-def test_fault_of_shifted_positions_is_found(seed: int) -> None:
+def test_fault_of_shifted_attention_positions_is_found(seed: int) -> None:
     assert differing_nodes(250, KVCacheDtype.BF16, BUILT[0], seed, shift=1) > 0
 
 
 @BY_TYPE
 @pytest.mark.parametrize("first_slot", [1, 33, 256, 300])
-def test_slots_before_the_first_are_masked(first_slot: int, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+def test_attention_slots_before_first_slot_are_masked(first_slot: int, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
     bench = Bench.make(4, 2, 16, kv_cache_dtype=kv_cache_dtype, num_threads=2)
     random = np.random.default_rng(seed)
     rows, table = bench.rows(random, 400), shuffled(random, 20)
@@ -167,7 +171,7 @@ def test_slots_before_the_first_are_masked(first_slot: int, kv_cache_dtype: KVCa
 
 
 @BY_TYPE
-def test_a_row_that_is_copied_reads_as_before(kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+def test_copied_kv_row_reads_the_same(kv_cache_dtype: KVCacheDtype, seed: int) -> None:
     bench = Bench.make(4, 2, 24, kv_cache_dtype=kv_cache_dtype)
     rows = bench.rows(np.random.default_rng(seed), 40)
     read(bench, rows, (40,), blocks(5, 7))
@@ -185,7 +189,7 @@ def test_a_row_that_is_copied_reads_as_before(kv_cache_dtype: KVCacheDtype, seed
 
 @BY_TYPE
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_value_that_is_not_finite_is_not_hidden(bad: float, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+def test_non_finite_value_in_the_kv_cache_reaches_the_output(bad: float, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
     bench = Bench.make(2, 1, 16, kv_cache_dtype=kv_cache_dtype)
     q, k, v = bench.rows(np.random.default_rng(seed), 20)
     v[3, 0] = bad
@@ -194,7 +198,7 @@ def test_a_value_that_is_not_finite_is_not_hidden(bad: float, kv_cache_dtype: KV
     assert not np.isfinite(found[3:, 0]).any()
 
 
-def test_kernels_and_shapes_agree_on_what_rows_take() -> None:
+def test_kernels_and_python_agree_on_kv_row_sizes() -> None:
     for code, kv_cache_dtype in enumerate(KVCacheDtype):
         for head_size in (5, 16, 24, 64, 80, 128, 256):
             assert kernels().paceline_kv_unit_bytes(code, head_size) == BLOCK_SIZE * kv_cache_dtype.row_bytes(head_size)

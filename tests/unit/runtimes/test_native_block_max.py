@@ -56,7 +56,7 @@ def head(form: str, outputs: int, **options: Any) -> Network:
 @pytest.mark.parametrize("level", BUILT)
 @pytest.mark.parametrize("form", ["f32", "int8", "int4"])
 @pytest.mark.parametrize("outputs", [192, 5, 1000])
-def test_a_product_keeps_the_largest_of_each_block_of_its_logits(form: str, outputs: int, level: str, seed: int) -> None:
+def test_block_max_is_the_maximum_of_each_block_of_logits(form: str, outputs: int, level: str, seed: int) -> None:
     network, random = head(form, outputs, num_threads=3, level=level), np.random.default_rng(seed)
     for num_rows in (1, 2, 5, 17):
         x = random.standard_normal((num_rows, COLUMNS)).astype(np.float32)
@@ -111,7 +111,7 @@ def sample(logits: FloatArray, block_max: FloatArray | None, params: SamplingPar
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tokens_sampled_with_block_max_equal_the_reference(shape: str, pytestconfig: pytest.Config) -> None:
+def test_tokens_sampled_with_block_max_equal_the_reference_sampler(shape: str, pytestconfig: pytest.Config) -> None:
     seed, decided = pytestconfig.getoption("--seed"), 0
     count = 200 if pytestconfig.getoption("--large-counts") else 6
     for vocab in (190, 3_001, 20_000):
@@ -130,7 +130,7 @@ def test_tokens_sampled_with_block_max_equal_the_reference(shape: str, pytestcon
 
 
 @pytest.mark.parametrize("level", BUILT)
-def test_every_instruction_set_draws_the_same_tokens(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_with_block_max_is_equal_on_every_instruction_set(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.concatenate([rows_of(shape, 2, 3_001, 5) for shape in SHAPES])
     each = [(row[None], SamplingParams(**given), index) for index, row in enumerate(rows) for given in SAMPLING]
 
@@ -153,7 +153,7 @@ def test_tree_rows_have_their_own_block_max() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_damaged_row_is_reported_without_block_max(value: float) -> None:
+def test_sampling_with_block_max_reports_a_damaged_row(value: float) -> None:
     logits = rows_of("steep", 1, 5_000, 2)
     logits[0, 4_000] = value
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_p=0.9)):

@@ -41,7 +41,7 @@ def run_orders(random: np.random.Generator) -> list[NDArray[np.int64] | None]:
 
 @BY_TYPE
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_panels_equal_groups_in_any_row_and_column_order(name: str, num_threads: int, seed: int) -> None:
+def test_gguf_panels_equal_converted_groups_in_any_row_and_column_order(name: str, num_threads: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     plain = blocks_of(random, name)
     for order in (None, random.permutation(OUTPUTS), random.integers(0, OUTPUTS, 40)):
@@ -51,7 +51,7 @@ def test_panels_equal_groups_in_any_row_and_column_order(name: str, num_threads:
 
 
 @BY_TYPE
-def test_numbers_of_columns_and_rows_that_fill_no_panel(name: str, seed: int) -> None:
+def test_gguf_panels_are_right_for_sizes_that_fill_no_panel(name: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     for outputs, columns in ((1, 256), (15, 512), (17, 256), (300, 256)):
         blocks = blocks_of(random, name, outputs, columns)
@@ -59,7 +59,7 @@ def test_numbers_of_columns_and_rows_that_fill_no_panel(name: str, seed: int) ->
 
 
 @BY_TYPE
-def test_rows_that_lie_apart_in_the_file(name: str, seed: int) -> None:
+def test_gguf_panels_are_packed_from_strided_rows(name: str, seed: int) -> None:
     """Every other row of a tensor, as experts and stacks of projections are views of one."""
     plain = blocks_of(np.random.default_rng(seed), name)
     blocks = StoredBlocks(plain.raw[::2], plain.block_type, plain.where)
@@ -67,13 +67,13 @@ def test_rows_that_lie_apart_in_the_file(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in GROUPED_TYPES if block_type(name).num_items == 32])
-def test_an_odd_number_of_groups_of_32_columns(name: str, seed: int) -> None:
+def test_gguf_panels_are_packed_from_an_odd_number_of_groups(name: str, seed: int) -> None:
     blocks = blocks_of(np.random.default_rng(seed), name, 20, 96)
     assert same(pack_gguf_blocks(blocks, 1), pack_weights(blocks.groups(), 1))
 
 
 @pytest.mark.parametrize("level", BUILT[1:])
-def test_panels_are_equal_on_every_instruction_set(level: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_panels_are_equal_on_every_instruction_set(level: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(seed)
     all_blocks = [blocks_of(random, name) for name in GROUPED_TYPES]
     best = [pack_gguf_blocks(blocks, 1) for blocks in all_blocks]
@@ -85,7 +85,7 @@ def test_panels_are_equal_on_every_instruction_set(level: str, seed: int, monkey
 
 @BY_TYPE
 @pytest.mark.parametrize("number", [np.inf, np.nan])
-def test_a_scale_that_is_not_finite_is_an_error_that_names_its_row(name: str, number: float, seed: int) -> None:
+def test_non_finite_gguf_scale_is_refused_with_its_row(name: str, number: float, seed: int) -> None:
     blocks = blocks_of(np.random.default_rng(seed), name)
     last = blocks.raw.shape[1] - block_type(name).num_bytes
     if name == "NVFP4":
@@ -102,7 +102,7 @@ def test_a_scale_that_is_not_finite_is_an_error_that_names_its_row(name: str, nu
 @pytest.mark.parametrize(
     ("exponent", "kind"), [(0, TABLE), (1, TABLE), (103, TABLE), (104, FLOAT16), (143, FLOAT16), (144, TABLE), (200, TABLE)]
 )
-def test_scales_of_mxfp4_are_kept_in_float16_where_that_holds_all_of_them(exponent: int, kind: MatrixKind, seed: int) -> None:
+def test_mxfp4_panel_scales_are_float16_if_all_fit(exponent: int, kind: MatrixKind, seed: int) -> None:
     blocks = blocks_of(np.random.default_rng(seed), "MXFP4")
     blocks.raw[40, 17] = exponent
     found = pack_gguf_blocks(blocks, 1)

@@ -97,7 +97,7 @@ def merged(tensors: Mapping[str, AnyTensor], adapter: NetworkAdapter) -> dict[st
     return found
 
 
-def test_expert_adapter_changes_only_the_pairs_that_use_it(seed: int) -> None:
+def test_expert_adapter_changes_only_the_rows_that_use_it(seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors, adapters = make_weights(random), some_adapters(random)
     network = network_of(tensors, adapters)
@@ -114,7 +114,7 @@ def test_expert_adapter_changes_only_the_pairs_that_use_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("stored", ["floats", "panels"])
-def test_adapter_bits_are_independent_of_rows_adapters_and_threads(stored: str, seed: int) -> None:
+def test_expert_adapter_bits_are_independent_of_rows_and_threads(stored: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors, adapters = make_weights(random, stored), some_adapters(random)
     networks = [network_of(tensors, adapters, num_threads=threads, packed=stored == "panels") for threads in (1, 3)]
@@ -131,7 +131,7 @@ def test_adapter_bits_are_independent_of_rows_adapters_and_threads(stored: str, 
 
 
 @pytest.mark.parametrize("level", BUILT)
-def test_every_instruction_set_gives_the_same_bits(level: str, seed: int) -> None:
+def test_expert_adapter_bits_are_equal_on_every_instruction_set(level: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors, adapters = make_weights(random), some_adapters(random)
     given, numbers = rows_of(random, 17), random.integers(0, 5, 17).tolist()

@@ -104,7 +104,7 @@ def rows_of(seed: int, count: int, num_experts: int = COUNT) -> tuple[FloatArray
 @BY_LEVEL
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_expert_row_is_independent_of_other_rows(kind: str, num_threads: int, level: str, seed: int, large_counts: bool) -> None:
+def test_moe_row_is_independent_of_other_rows(kind: str, num_threads: int, level: str, seed: int, large_counts: bool) -> None:
     mlp = replace(PLAIN, expert=replace(PLAIN.expert, bias=True))
     tensors, bounds = make_weights(kind, mlp, seed), {"f32": 1e-4, "bf16": 0.1}
     run = network(kind, mlp, tensors, num_threads=num_threads, level=level)
@@ -119,7 +119,7 @@ def test_expert_row_is_independent_of_other_rows(kind: str, num_threads: int, le
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "mxfp4"])
 @BY_LEVEL
-def test_experts_in_groups_can_take_rows_as_they_are(kind: str, level: str, seed: int) -> None:
+def test_grouped_expert_weights_accept_unrounded_rows(kind: str, level: str, seed: int) -> None:
     tensors = make_weights(kind, PLAIN, seed)
     run = network(kind, PLAIN, tensors, num_threads=2, level=level, packed=False)
     x, logits = rows_of(seed, 20)
@@ -149,7 +149,7 @@ ROUTINGS = {
 @pytest.mark.spread(0.3)
 @BY_LEVEL
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_every_way_of_choosing_is_its_definition(name: str, level: str, seed: int) -> None:
+def test_every_moe_routing_method_equals_its_definition(name: str, level: str, seed: int) -> None:
     mlp = replace(PLAIN, routing=ROUTINGS[name])
     tensors = make_weights("f32", mlp, seed)
     run = network("f32", mlp, tensors, num_threads=2, level=level)
@@ -158,7 +158,7 @@ def test_every_way_of_choosing_is_its_definition(name: str, level: str, seed: in
 
 
 @BY_LEVEL
-def test_of_equal_scores_the_first_experts_are_chosen(level: str, seed: int) -> None:
+def test_moe_routing_ties_select_the_first_experts(level: str, seed: int) -> None:
     tensors = make_weights("f32", PLAIN, seed)
     x, logits = rows_of(seed, 3)
     logits[0] = 0.5
@@ -183,7 +183,7 @@ def test_nan_router_logits_affect_only_their_row(level: str, seed: int) -> None:
 
 
 @BY_LEVEL
-def test_a_clamped_activation_is_its_definition(level: str, seed: int) -> None:
+def test_clamped_swiglu_experts_equal_their_definition(level: str, seed: int) -> None:
     mlp = replace(PLAIN, expert=DenseMLP(intermediate_size=INNER, activation=ClampedSwiGLU(1.702, 0.7), bias=True))
     tensors = make_weights("f32", mlp, seed)
     x, logits = rows_of(seed, 5)
@@ -191,7 +191,7 @@ def test_a_clamped_activation_is_its_definition(level: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 9, 40])
-def test_each_chosen_expert_is_read_once_a_pass_and_no_other(num_rows: int, seed: int) -> None:
+def test_each_selected_expert_is_read_once_per_pass(num_rows: int, seed: int) -> None:
     """Every piece of a matrix that threads take from the list of work is one reading of those outputs."""
     mlp = replace(PLAIN, routing=replace(PLAIN.routing, num_experts=64, num_experts_per_token=2))
     run = network("f32", mlp, make_weights("f32", mlp, seed), num_threads=1)

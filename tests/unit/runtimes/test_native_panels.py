@@ -114,7 +114,7 @@ def test_panel_product_is_right_and_independent_of_other_rows(form: str, columns
 
 @pytest.mark.skipif(len(BUILT) < 2, reason="this machine has one instruction set we build for")
 @BY_CASE
-def test_every_instruction_set_gives_the_same_bits(form: str, columns: int, group: int, seed: int) -> None:
+def test_panel_product_bits_are_equal_on_every_instruction_set(form: str, columns: int, group: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     rows = rows_of(random, 9, columns)
     tensors = {"a.weight": grouped(random, form, 35, columns, group)}
@@ -123,7 +123,7 @@ def test_every_instruction_set_gives_the_same_bits(form: str, columns: int, grou
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 13])
-def test_threads_do_not_change_a_bit(num_rows: int, seed: int) -> None:
+def test_panel_product_bits_are_independent_of_threads(num_rows: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors = {f"{part}.weight": grouped(random, "u4", outputs, 128, 32) for part, outputs in {"q": 200, "k": 49, "v": 48}.items()}
     rows = rows_of(random, num_rows, 128)
@@ -132,7 +132,7 @@ def test_threads_do_not_change_a_bit(num_rows: int, seed: int) -> None:
         assert all(np.array_equal(found, wanted) for found, wanted in zip(results, alone[0], strict=True))
 
 
-def test_matrices_of_all_kinds_share_one_input(seed: int) -> None:
+def test_panel_matrices_of_all_kinds_share_one_input(seed: int) -> None:
     """Each gets the rows packed as it wants them: other groups and other zero points are other packings."""
     random = np.random.default_rng(seed)
     tensors: dict[str, AnyTensor] = {f"{form}.weight": grouped(random, form, 40, 96, 32) for form in FORMS}
@@ -149,7 +149,7 @@ def test_matrices_of_all_kinds_share_one_input(seed: int) -> None:
 
 @BY_LEVEL
 @pytest.mark.parametrize(("form", "zero_point"), [("u4", 8), ("u4-table", 127)])
-def test_four_and_eight_bit_codes_share_an_input(form: str, zero_point: int, level: str, seed: int) -> None:
+def test_four_and_eight_bit_panels_share_one_input(form: str, zero_point: int, level: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     narrow = grouped(random, form, 40, 96, 32)
     codes = random.integers(0, 256, (40, 96), dtype=np.uint8)
@@ -161,7 +161,7 @@ def test_four_and_eight_bit_codes_share_an_input(form: str, zero_point: int, lev
 
 
 @BY_LEVEL
-def test_extreme_table_values_do_not_overflow(level: str) -> None:
+def test_extreme_table_values_in_panels_do_not_overflow(level: str) -> None:
     codes = np.array([[0], [15], [0], [15]], np.uint8) * np.ones((4, 512), np.uint8)
     codes[2, ::2] = 15
     codes[3, 256:] = 0
@@ -178,7 +178,7 @@ def test_extreme_table_values_do_not_overflow(level: str) -> None:
 @BY_LEVEL
 @pytest.mark.parametrize("group", [32, 96])
 @pytest.mark.parametrize("form", ["u4", "s8"])
-def test_long_rows_that_several_threads_pack_have_the_bits_of_rows_alone(form: str, group: int, level: str, seed: int) -> None:
+def test_panel_product_of_long_rows_is_bit_equal_alone_and_together(form: str, group: int, level: str, seed: int) -> None:
     random, columns = np.random.default_rng(seed), 2112
     rows, run = rows_of(random, 9, columns), network({"a.weight": grouped(random, form, 40, columns, group)}, level=level, num_threads=3)
     alone = np.concatenate([run(rows[row : row + 1])[0] for row in range(len(rows))])
@@ -188,7 +188,7 @@ def test_long_rows_that_several_threads_pack_have_the_bits_of_rows_alone(form: s
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_rows_of_what_is_no_number_stay_so(num_rows: int, bad: float) -> None:
+def test_panel_product_of_a_non_finite_row_is_nan(num_rows: int, bad: float) -> None:
     rows = np.ones((num_rows, 64), np.float32)
     rows[0, 35] = bad
     (found,) = network({"a.weight": grouped(np.random.default_rng(0), "s8", 9, 64, 32)})(rows)
@@ -197,7 +197,7 @@ def test_rows_of_what_is_no_number_stay_so(num_rows: int, bad: float) -> None:
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-44, 1e-36, 1e-20, 1e30])
-def test_groups_of_zeros_and_of_the_smallest_and_largest_numbers_are_right(size: float) -> None:
+def test_panel_product_of_zero_tiny_and_huge_rows_is_right(size: float) -> None:
     rows = np.full((2, 32), size, np.float32)
     weight = grouped(np.random.default_rng(0), "u8", 5, 32, 32)
     (found,) = network({"a.weight": weight})(rows)
@@ -206,7 +206,7 @@ def test_groups_of_zeros_and_of_the_smallest_and_largest_numbers_are_right(size:
     assert (np.abs(found - wanted) <= worst + np.float32(1e-30)).all()
 
 
-def test_panels_hold_every_value_and_zeros_where_there_is_no_output(seed: int) -> None:
+def test_panels_contain_every_value_and_pad_with_zeros(seed: int) -> None:
     random = np.random.default_rng(seed)
     matrix = grouped(random, "u8", 21, 64, 32).matrix
     panels = pack_weights(matrix, 2)
@@ -220,7 +220,7 @@ def test_panels_hold_every_value_and_zeros_where_there_is_no_output(seed: int) -
     assert not codes[:, 5:].any()
 
 
-def test_scales_that_float16_holds_take_half_the_room(seed: int) -> None:
+def test_panel_scales_exact_in_float16_take_half_the_memory(seed: int) -> None:
     random = np.random.default_rng(seed)
     whole, halves, odd = (
         pack_weights(grouped(random, *size).matrix, 1)
@@ -231,7 +231,7 @@ def test_scales_that_float16_holds_take_half_the_room(seed: int) -> None:
 
 
 @BY_CASE
-def test_rows_of_panels_have_the_values_of_the_matrix(form: str, columns: int, group: int, seed: int) -> None:
+def test_panel_rows_equal_the_rows_of_the_matrix(form: str, columns: int, group: int, seed: int) -> None:
     matrix = grouped(np.random.default_rng(seed), form, 37, columns, group).matrix
     numbers = np.array([36, 0, 15, 16, 0, 31], np.int32)
     assert np.array_equal(pack_weights(matrix, 2).rows(numbers), matrix.values(numbers))
@@ -256,7 +256,7 @@ def test_packed_weights_are_shared_and_free_their_source(seed: int) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 9])
-def test_every_piece_of_a_product_is_computed_by_one_thread_once(num_rows: int, num_threads: int, seed: int) -> None:
+def test_each_piece_of_a_panel_product_is_computed_once(num_rows: int, num_threads: int, seed: int) -> None:
     """Threads take runs of pieces: four panels each for few rows, one for more."""
     random, sizes = np.random.default_rng(seed), {"a": 1000, "b": 16, "c": 53}
     tensors = {f"{name}.weight": grouped(random, "u4-halves", outputs, 64, 32) for name, outputs in sizes.items()}

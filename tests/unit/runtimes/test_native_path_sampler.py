@@ -57,7 +57,7 @@ def sample(
 
 
 @pytest.mark.parametrize("given", [{"top_p": 0.3}, {"top_p": 0.5, "top_k": 20}, {"top_p": 0.4, "min_p": 0.1}], ids=str)
-def test_logits_equal_after_temperature_are_ties(given: dict[str, Any]) -> None:
+def test_path_sampler_treats_logits_equal_after_temperature_as_ties(given: dict[str, Any]) -> None:
     """Denormal ones: what is between two of them is gone when they are divided."""
     params = SamplingParams(temperature=5.0, **given)
     processor = LogitsProcessor(params, 64, [])
@@ -68,7 +68,7 @@ def test_logits_equal_after_temperature_are_ties(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tokens_are_those_of_the_definition(shape: str, pytestconfig: pytest.Config) -> None:
+def test_path_sampler_tokens_equal_the_reference_sampler(shape: str, pytestconfig: pytest.Config) -> None:
     count = 400 if pytestconfig.getoption("--large-counts") else 8
     for vocab in (97, 4096, 32_001):
         logits = rows_of(shape, count, vocab, pytestconfig.getoption("--seed"))
@@ -96,7 +96,7 @@ def definition(logits: Rows, tree: DraftTree, params: SamplingParams) -> tuple[l
 
 
 @pytest.mark.parametrize("given", SAMPLING[:3], ids=str)
-def test_a_path_follows_the_tree_as_far_as_a_node_holds_the_token(given: dict[str, Any]) -> None:
+def test_path_sampler_follows_the_tree_while_nodes_hold_the_token(given: dict[str, Any]) -> None:
     params, logits = SamplingParams(**given), rows_of("steep", 8, 2048, 5)
     right: Sequence[int] = [draw(LogitsProcessor(params, 2048, []).process(logits[node]), 1, 0, 7 + node) for node in range(8)]
     wrong = [(token + 1) % 2048 for token in right]
@@ -111,7 +111,7 @@ def test_a_path_follows_the_tree_as_far_as_a_node_holds_the_token(given: dict[st
     assert sample(logits, trees[0], params) == (right, list(range(1, 8)))
 
 
-def test_rows_of_a_wider_matrix_are_read_where_they_lie() -> None:
+def test_path_sampler_reads_strided_rows() -> None:
     params, wide = SamplingParams(temperature=0.7, top_p=0.9), rows_of("steep", 6, 2100, 8)
     wide[:, 2048:] = 50.0  # padding rows of a vocabulary
     wide[1::2] = np.nan
@@ -151,7 +151,7 @@ def test_token_within_rounding_of_top_p_uses_the_reference_sampler() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_paths_sampled_in_one_call_equal_those_sampled_alone(num_threads: int) -> None:
+def test_path_sampler_batch_equals_paths_sampled_alone(num_threads: int) -> None:
     vocab = 70_000  # enough for other threads to be woken
     batch, random = CompiledBatchPathSampler(vocab, num_threads), np.random.default_rng(4)
     requests, blocks = list[PathRequest](), list[Rows]()
@@ -190,7 +190,7 @@ EDITS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: "-".join(edit))
-def test_an_edited_row_gives_the_token_of_the_definition(edit: dict[str, Any], pytestconfig: pytest.Config) -> None:
+def test_path_sampler_of_edited_rows_equals_the_reference_sampler(edit: dict[str, Any], pytestconfig: pytest.Config) -> None:
     vocab, decided = 3_000, 0
     for given in SAMPLING[:6]:
         params = SamplingParams(**given, **edit)
@@ -209,7 +209,7 @@ def test_an_edited_row_gives_the_token_of_the_definition(edit: dict[str, Any], p
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_damaged_row_is_reported_also_where_its_token_is_banned(value: float) -> None:
+def test_damaged_logit_is_reported_even_if_its_token_is_banned(value: float) -> None:
     params, row = SamplingParams(temperature=0.0), np.zeros(97, np.float32)
     row[7] = value
     processor = LogitsProcessor(params, 97, [1], bad_word_ids=[[7]], path_sampler=sampler_of(CompiledBatchPathSampler(97), params))
@@ -217,7 +217,7 @@ def test_a_damaged_row_is_reported_also_where_its_token_is_banned(value: float) 
         processor.edit(row)
 
 
-def test_a_custom_processor_is_called_once_for_a_row() -> None:
+def test_custom_processor_is_called_once_per_row() -> None:
     seen: list[int] = []
 
     def note(token_ids: Any, logits: Any) -> Any:
@@ -231,7 +231,7 @@ def test_a_custom_processor_is_called_once_for_a_row() -> None:
     assert seen == [1]
 
 
-def test_a_request_that_edits_rows_has_no_path_sampler() -> None:
+def test_request_that_edits_logits_has_no_path_sampler() -> None:
     sampler = sampler_of(CompiledBatchPathSampler(64), SamplingParams())
     for params in (SamplingParams(repetition_penalty=1.1), SamplingParams(logit_bias={3: 1.0}), SamplingParams(banned_token_ids=(5,))):
         assert LogitsProcessor(params, 64, [1, 2], path_sampler=sampler).path_sampler is None

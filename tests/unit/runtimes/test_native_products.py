@@ -111,7 +111,7 @@ def as_stored(weight: AnyTensor, round_to: WeightType) -> AnyTensor:
 @BY_LEVEL
 @ROUND_TO
 @BY_CASE
-def test_product_is_right_and_independent_of_other_rows(
+def test_native_product_is_right_and_independent_of_other_rows(
     make: Make, columns: int, group: int, level: str, seed: int, round_to: WeightType
 ) -> None:
     """One to twenty rows, a sum of tiles of every size; a number of outputs that no tile divides, with and without a bias."""
@@ -133,7 +133,7 @@ def test_product_is_right_and_independent_of_other_rows(
 @ROUND_TO
 @pytest.mark.parametrize("name", ["f16", "s8", "u4-minimum"])
 @pytest.mark.parametrize("num_rows", [1, 2, 13])
-def test_threads_do_not_change_a_bit(name: str, num_rows: int, seed: int, round_to: WeightType) -> None:
+def test_native_product_bits_are_independent_of_threads(name: str, num_rows: int, seed: int, round_to: WeightType) -> None:
     """Three matrices of one product, whose outputs are shared out piece by piece."""
     random = np.random.default_rng(seed)
     make = {**PLAIN, **BYTES, **NIBBLES}[name]
@@ -146,7 +146,7 @@ def test_threads_do_not_change_a_bit(name: str, num_rows: int, seed: int, round_
 
 @BY_LEVEL
 @pytest.mark.parametrize(("name", "outputs"), [("f32", 53), ("bf16", 53), ("bf16", 523)])
-def test_long_rows_have_equal_bits_alone_and_together(name: str, outputs: int, level: str, seed: int) -> None:
+def test_native_product_of_long_rows_is_bit_equal_alone_and_together(name: str, outputs: int, level: str, seed: int) -> None:
     """Blocks of columns are computed, and pieces of them packed by several threads; the last ones are shorter. A row alone reads matrices
     of 2 MB and more output by output."""
     random, columns = np.random.default_rng(seed), 2100
@@ -166,7 +166,7 @@ def test_long_rows_have_equal_bits_alone_and_together(name: str, outputs: int, l
         (["u4", "s8"], Packing.FLOATS),
     ],
 )
-def test_inputs_are_rounded_as_each_matrix_requires(names: list[str], packing: Packing, seed: int) -> None:
+def test_native_product_inputs_are_rounded_as_each_matrix_requires(names: list[str], packing: Packing, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors = {f"{name}.weight": {**PLAIN, **BYTES, **NIBBLES}[name](random, 20, 96, 32) for name in names}
     x = random.normal(size=(3, 96)).astype(np.float32)
@@ -178,7 +178,7 @@ def test_inputs_are_rounded_as_each_matrix_requires(names: list[str], packing: P
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_rows_of_what_is_no_number_stay_so(num_rows: int) -> None:
+def test_native_product_of_a_nan_row_is_nan(num_rows: int) -> None:
     """Rounding to bfloat16 must not turn a NaN into an infinity, nor the largest numbers into a NaN."""
     x = np.ones((num_rows, 32), np.float32)
     x[0, 3] = np.array([0x7F800001], np.uint32).view(np.float32)[0]
@@ -189,7 +189,7 @@ def test_rows_of_what_is_no_number_stay_so(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_matrices_of_all_kinds_share_one_product(num_threads: int, seed: int) -> None:
+def test_native_product_mixes_matrices_of_all_kinds(num_threads: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors = {f"{name}.weight": make(random, 60, 96, 32) for name, make in {**PLAIN, **BYTES, **NIBBLES}.items()}
     x = random.normal(size=(9, 96)).astype(np.float32)
@@ -201,7 +201,9 @@ def test_matrices_of_all_kinds_share_one_product(num_threads: int, seed: int) ->
 @pytest.mark.skipif(len(BUILT) < 2, reason="this machine has one instruction set we build for")
 @ROUND_TO
 @BY_CASE
-def test_every_instruction_set_gives_the_same_bits(make: Make, columns: int, group: int, seed: int, round_to: WeightType) -> None:
+def test_native_product_bits_are_equal_on_every_instruction_set(
+    make: Make, columns: int, group: int, seed: int, round_to: WeightType
+) -> None:
     random = np.random.default_rng(seed)
     x = random.normal(size=(5, columns)).astype(np.float32)
     tensors = {"a.weight": make(random, 19, columns, group)}
@@ -209,7 +211,7 @@ def test_every_instruction_set_gives_the_same_bits(make: Make, columns: int, gro
     assert all(np.array_equal(best, other) for other in others)
 
 
-def test_every_kind_of_the_kernels_is_tested(seed: int) -> None:
+def test_every_matrix_kind_of_the_kernels_is_tested(seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors = {f"{name}.weight": make(random, 2, 64, 32) for name, make in {**PLAIN, **BYTES, **NIBBLES}.items()}
     weights = NativeWeights(Weights(tensors), WeightType.F32)
@@ -217,7 +219,7 @@ def test_every_kind_of_the_kernels_is_tested(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16", "s8", "s8-minimum", "u4-minimum"])
-def test_arrays_with_gaps_are_read_right(name: str, seed: int) -> None:
+def test_native_product_reads_strided_arrays(name: str, seed: int) -> None:
     """Rows of a wider array, every other row, and columns that do not lie side by side."""
     random = np.random.default_rng(seed)
     make = {**PLAIN, **BYTES, **NIBBLES}[name]
@@ -237,7 +239,7 @@ def test_arrays_with_gaps_are_read_right(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("wanted", [WeightType.F16, WeightType.BF16])
-def test_weights_are_rounded_to_the_type_that_is_wanted(wanted: WeightType, seed: int) -> None:
+def test_native_weights_are_rounded_to_the_requested_type(wanted: WeightType, seed: int) -> None:
     values = np.random.default_rng(seed).normal(size=(8, 32)).astype(np.float32)
     weights = NativeWeights(Weights({"a.weight": plain_tensor(values)}), wanted)
     assert weights.matrix("a", 0).row_bytes == 64
@@ -245,7 +247,7 @@ def test_weights_are_rounded_to_the_type_that_is_wanted(wanted: WeightType, seed
 
 
 @BY_LEVEL
-def test_infinities_and_subnormals_of_half_precision_come_through(level: str) -> None:
+def test_native_product_keeps_float16_infinities_and_subnormals(level: str) -> None:
     stored = np.array([[6e-8, 65504.0, -6.1e-5, np.inf]], np.float16)
     x = np.eye(3, 4, dtype=np.float32)
     found = network({"a.weight": Tensor(stored, WeightType.F16, stored.shape)}, level=level)(x[:, :4])[0]

@@ -107,7 +107,7 @@ def expected(x: FloatArray, seed: int) -> np.ndarray:
 
 @BY_LEVEL
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_layers_of_several_geometries_run_in_one_program(level: str, num_threads: int, seed: int) -> None:
+def test_attention_layers_of_different_shapes_run_in_one_program(level: str, num_threads: int, seed: int) -> None:
     """Heads, head sizes, windows, soft caps and rotary tables of their own; a prompt, then rows behind it."""
     run = Network([WIDTH], build, tensors=weights(seed), num_threads=num_threads, level=level, tables=tables())
     run.execution.set_cache(
@@ -127,12 +127,12 @@ def test_layers_of_several_geometries_run_in_one_program(level: str, num_threads
 @pytest.mark.parametrize(
     "fields", [{}, {"x": 0, "heads": 1}, {"x": 0, "heads": 1, "head_size": 2, "rotary_half": 1, "table": 0, "width": 4}]
 )
-def test_a_record_with_a_field_too_few_or_too_many_is_refused(fields: dict[str, int]) -> None:
+def test_native_operation_with_missing_or_extra_fields_is_refused(fields: dict[str, int]) -> None:
     with pytest.raises(TypeError, match="RopeOperation has the fields"):
         RopeOperation(**fields)
 
 
-def test_a_record_keeps_what_it_points_to_alive() -> None:
+def test_native_operation_keeps_its_arrays_alive() -> None:
     ids = (ctypes.c_int32 * 3)(4, 5, 6)
     operation = RankOperation(x=0, width=3, number=0, columns=3, count=1, target_ids=ids)
     del ids

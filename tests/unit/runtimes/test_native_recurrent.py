@@ -203,7 +203,7 @@ def committed_state(network: NativeNetwork, cache: KVCache, sequence: object) ->
     return state.copy()  # type: ignore[no-any-return]
 
 
-def test_state_after_decoding_equals_that_of_one_prefill(seed: int, large_counts: bool) -> None:
+def test_recurrent_state_after_decoding_equals_that_after_prefill(seed: int, large_counts: bool) -> None:
     config = recurrent_config(*ALL_KINDS)
     network, count = open_network(config, seed), 4096 if large_counts else 300
     token_ids = np.random.default_rng(seed).integers(0, config.vocab_size, count).tolist()
@@ -260,7 +260,7 @@ def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVC
     return states[0]
 
 
-def test_state_after_random_events_equals_a_fresh_run(seed: int, large_counts: bool) -> None:
+def test_recurrent_state_after_random_events_equals_a_fresh_run(seed: int, large_counts: bool) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed, num_threads=1)
     cache = network.new_cache(40, checkpoints=CheckpointConfig(interval=64, max_checkpoints=5))
@@ -276,7 +276,7 @@ def test_state_after_random_events_equals_a_fresh_run(seed: int, large_counts: b
 
 
 @pytest.mark.parametrize("stride", [32, 96])
-def test_cached_prefixes_have_the_state_of_plain_decoding(stride: int, seed: int) -> None:
+def test_cached_prefixes_have_the_recurrent_state_of_plain_decoding(stride: int, seed: int) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed)
     cache = network.new_cache(100, checkpoints=CheckpointConfig(interval=stride, max_checkpoints=3))
@@ -300,7 +300,7 @@ def test_cached_prefixes_have_the_state_of_plain_decoding(stride: int, seed: int
     assert len(hits) > 2
 
 
-def test_truncated_rows_leave_no_state(seed: int) -> None:
+def test_truncated_recurrent_rows_leave_no_state(seed: int) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed)
     cache = network.new_cache(20, checkpoints=CheckpointConfig(max_checkpoints=0))
@@ -321,7 +321,7 @@ def test_truncated_rows_leave_no_state(seed: int) -> None:
     assert num_states(memory_of(cache)) == 0
 
 
-def test_repeated_pass_updates_the_state_once(seed: int) -> None:
+def test_repeated_pass_updates_the_recurrent_state_once(seed: int) -> None:
     config = recurrent_config(*ALL_KINDS)
     network = open_network(config, seed)
     cache = network.new_cache(20)
@@ -360,7 +360,7 @@ def append(network: NativeNetwork, cache: KVCache, sequence: CachedSequence, tok
 
 
 @pytest.mark.parametrize("num_known", [1, MIN_UNRECORDED_ROWS])
-def test_interrupt_in_the_state_cache_leaves_other_requests(num_known: int, seed: int) -> None:
+def test_interrupt_in_the_recurrent_state_cache_leaves_other_requests(num_known: int, seed: int) -> None:
     """The request ends, as in the engine; whoever begins with what it left gets the rows of plain decoding."""
     config = recurrent_config(*ALL_KINDS)
     network, token_ids = open_network(config, seed, num_threads=1), np.random.default_rng(seed).integers(0, config.vocab_size, 90).tolist()
@@ -416,15 +416,17 @@ FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_faults_of_the_state_cache_are_found(fault: tuple[str, Callable[..., Any]], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_in_native_recurrent_states_are_found(
+    fault: tuple[str, Callable[..., Any]], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(RecurrentStateCache, *fault)
     with pytest.raises((AssertionError, RuntimeError, IndexError, ValueError)):
-        test_state_after_random_events_equals_a_fresh_run(seed, large_counts=False)
+        test_recurrent_state_after_random_events_equals_a_fresh_run(seed, large_counts=False)
 
 
 @pytest.mark.parametrize("part", ["decay.bias", "decay.weight", "gates"])
 @pytest.mark.parametrize("mixer", [MIXERS["delta"], MIXERS["mamba"], MIXERS["narrow mamba"]], ids=["delta", "mamba", "limits"])
-def test_what_is_not_a_number_stays_so(mixer: Recurrent, part: str, seed: int) -> None:
+def test_nan_in_recurrent_weights_reaches_the_logits(mixer: Recurrent, part: str, seed: int) -> None:
     """Damaged weights must not turn into plausible values."""
     config = recurrent_config(mixer)
     tensors = recurrent_weights(config, seed)

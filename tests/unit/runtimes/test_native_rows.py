@@ -41,7 +41,7 @@ def activated(activation: Activation, x: FloatArray) -> np.ndarray:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("activation", Activation)
-def test_a_gate_is_its_definition(activation: Activation, width: int, level: str, seed: int) -> None:
+def test_native_gated_activation_equals_its_definition(activation: Activation, width: int, level: str, seed: int) -> None:
     x, up = values(3, width, seed), values(3, width, seed + 1)
     found = gate_of(activation, level, width)(x, up)
     expected = activated(activation, x) * up
@@ -49,14 +49,14 @@ def test_a_gate_is_its_definition(activation: Activation, width: int, level: str
 
 
 @pytest.mark.parametrize("activation", Activation)
-def test_a_gate_is_right_where_the_exponential_ends(activation: Activation, level: str) -> None:
+def test_native_gated_activation_is_right_at_the_range_of_exp(activation: Activation, level: str) -> None:
     x = np.array([[value for value in LARGE if value < 1e38]], np.float32)
     found = gate_of(activation, level, x.shape[1])(x, np.ones_like(x))
     with np.errstate(over="ignore"):
         assert np.allclose(found, activated(activation, x), rtol=1e-6, atol=1e-30)
 
 
-def test_the_exponential_is_accurate_to_two_units_in_the_last_place(level: str) -> None:
+def test_native_exp_is_accurate_to_two_units_in_the_last_place(level: str) -> None:
     """silu(-x) / -x = 1 / (1 + e^x): where e^x is large the exponential's own relative error shows."""
     x = np.linspace(20.0, 87.0, 4096, dtype=np.float32)[None]
     found = -gate_of(Activation.SILU, level, x.shape[1])(-x, np.ones_like(x)).astype(np.float64) / x
@@ -64,7 +64,7 @@ def test_the_exponential_is_accurate_to_two_units_in_the_last_place(level: str) 
     assert relative.max() < 6 * np.finfo(np.float32).eps / 2
 
 
-def test_what_is_not_a_number_stays_so(level: str) -> None:
+def test_nan_input_of_activation_and_soft_cap_stays_nan(level: str) -> None:
     """Damaged weights must not turn into plausible values."""
     x = np.array([[1.0, np.nan, 2.0]], np.float32)
     for activation in Activation:
@@ -74,14 +74,14 @@ def test_what_is_not_a_number_stays_so(level: str) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_an_addition_is_one_rounding(width: int, level: str, seed: int) -> None:
+def test_native_addition_rounds_once(width: int, level: str, seed: int) -> None:
     x, y = values(3, width, seed), values(3, width, seed + 1)
     (found,) = Network([width, width], lambda blocks, inputs: [blocks.add(*inputs)], level=level)(x, y)
     assert np.array_equal(found, x + y)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_scaling_is_one_rounding(width: int, level: str, seed: int) -> None:
+def test_native_scaling_rounds_once(width: int, level: str, seed: int) -> None:
     x = values(3, width, seed)
     (found,) = Network([width], lambda blocks, inputs: [blocks.scale(inputs[0], 0.22)], level=level)(x)
     assert np.array_equal(found, x * np.float32(0.22))
@@ -89,7 +89,7 @@ def test_a_scaling_is_one_rounding(width: int, level: str, seed: int) -> None:
 
 @pytest.mark.parametrize("cap", [2.0, 30.0])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_soft_cap_is_its_definition(width: int, cap: float, level: str, seed: int) -> None:
+def test_native_soft_cap_equals_its_definition(width: int, cap: float, level: str, seed: int) -> None:
     x = values(3, width, seed, scale=20.0)
     (found,) = Network([width], lambda blocks, inputs: [blocks.soft_cap(inputs[0], cap)], level=level)(x)
     assert np.abs(found - cap * np.tanh(x.astype(np.float64) / cap)).max() <= 4e-7 * cap
@@ -97,7 +97,7 @@ def test_a_soft_cap_is_its_definition(width: int, cap: float, level: str, seed: 
 
 
 @pytest.mark.parametrize(("num_heads", "width"), [(1, 1), (1, 50), (1, 64), (1, 1000), (3, 16), (5, 24), (2, 80)])
-def test_a_norm_is_its_definition(num_heads: int, width: int, level: str, seed: int) -> None:
+def test_native_rms_norm_equals_its_definition(num_heads: int, width: int, level: str, seed: int) -> None:
     x, weight = values(11, num_heads * width, seed), values(1, width, seed + 1)[0]
     x[0] = 0.0
 
@@ -111,7 +111,7 @@ def test_a_norm_is_its_definition(num_heads: int, width: int, level: str, seed: 
 
 
 @pytest.mark.parametrize(("num_heads", "width"), [(1, 50), (3, 16), (2, 80)])
-def test_a_norm_without_a_weight_multiplies_nothing(num_heads: int, width: int, level: str, seed: int) -> None:
+def test_native_rms_norm_without_weight_equals_a_weight_of_ones(num_heads: int, width: int, level: str, seed: int) -> None:
     x, one = values(11, num_heads * width, seed), plain_tensor(np.ones(width, np.float32))
 
     def build(blocks: NativeBlocks, inputs: list[Value]) -> list[Value]:
@@ -122,7 +122,7 @@ def test_a_norm_without_a_weight_multiplies_nothing(num_heads: int, width: int, 
 
 
 @pytest.mark.parametrize(("begin", "width"), [(0, 5), (7, 33), (60, 1), (10, 4100)])
-def test_columns_are_those_columns(begin: int, width: int, level: str, seed: int) -> None:
+def test_native_column_selection_copies_the_columns(begin: int, width: int, level: str, seed: int) -> None:
     x = values(5, begin + width + 3, seed)
     (found,) = Network([x.shape[1]], lambda blocks, inputs: [blocks.columns(inputs[0], begin, width)], level=level)(x)
     assert np.array_equal(found, x[:, begin : begin + width])
@@ -139,7 +139,7 @@ def rotated(config: ModelConfig, x: FloatArray, positions: np.ndarray) -> np.nda
 
 
 @pytest.mark.parametrize(("head_size", "fraction"), [(16, 1.0), (24, 1.0), (64, 0.5), (80, 0.4), (128, 1.0), (96, 0.75)])
-def test_a_rotation_turns_its_part_of_a_head_and_leaves_the_rest(head_size: int, fraction: float, level: str, seed: int) -> None:
+def test_native_rope_rotates_its_part_of_a_head_only(head_size: int, fraction: float, level: str, seed: int) -> None:
     config = native_config(head_size=head_size, rotated_fraction=fraction)
     x = values(9, 3 * head_size, seed)
     positions = np.array([0, 1, 2, 31, 32, 33, 100, 255, 256])
@@ -154,7 +154,7 @@ def test_a_rotation_turns_its_part_of_a_head_and_leaves_the_rest(head_size: int,
 
 
 @pytest.mark.parametrize("wanted", [[], [4], [2, 0, 4], [4, 3, 2, 1, 0]])
-def test_selected_rows_come_in_the_order_they_were_asked_for(wanted: list[int], level: str, seed: int) -> None:
+def test_selected_logits_rows_come_in_requested_order(wanted: list[int], level: str, seed: int) -> None:
     x = values(5, 4100, seed)
     run = Network([x.shape[1]], lambda blocks, inputs: [blocks.soft_cap(blocks.logits_rows(inputs[0]), 1e9), inputs[0]], level=level)
     batch = make_batch([RowRange(0, 5, 0, np.array([1], np.int32))], wanted)

@@ -88,7 +88,7 @@ def test_super_block_products_equal_those_with_float32_scales(name: str, block: 
 
 @BY_LEVEL
 @BY_TYPE
-def test_the_largest_codes_times_the_largest_rows_lose_nothing(name: str, level: str, seed: int) -> None:
+def test_super_block_products_of_extreme_values_are_exact(name: str, level: str, seed: int) -> None:
     """Sums of products are as large as they can be, of either sign."""
     random = np.random.default_rng(seed)
     matrix, rows = stored(name, raw_blocks(random, name)), np.ones((4, COLUMNS), np.float32)
@@ -100,7 +100,7 @@ def test_the_largest_codes_times_the_largest_rows_lose_nothing(name: str, level:
 
 @pytest.mark.skipif(len(BUILT) < 2, reason="this machine has one instruction set we build for")
 @BY_TYPE
-def test_every_instruction_set_gives_the_same_bits(name: str, seed: int) -> None:
+def test_super_block_product_bits_are_equal_on_every_instruction_set(name: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     matrix, rows = stored(name, raw_blocks(random, name)), rows_of(random, 9)
     best, *others = (run(matrix, rows, level=level) for level in BUILT)
@@ -109,7 +109,7 @@ def test_every_instruction_set_gives_the_same_bits(name: str, seed: int) -> None
 
 @BY_TYPE
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_threads_do_not_change_a_bit(name: str, num_rows: int, seed: int) -> None:
+def test_super_block_product_bits_are_independent_of_threads(name: str, num_rows: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     matrix, rows = stored(name, raw_blocks(random, name, 300, 256)), rows_of(random, num_rows, 256)
     alone, *others = (run(matrix, rows, num_threads=count) for count in (1, 2, 3))
@@ -117,7 +117,7 @@ def test_threads_do_not_change_a_bit(name: str, num_rows: int, seed: int) -> Non
 
 
 @BY_TYPE
-def test_experts_have_the_bits_of_scales_stored_as_float32(name: str, seed: int) -> None:
+def test_super_block_experts_equal_those_with_float32_scales(name: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     mlp = ExpertMLP(routing=ExpertRouting(num_experts=5, num_experts_per_token=2), expert=DenseMLP(intermediate_size=512))
     shapes = {"gate_proj": (512, 256), "up_proj": (512, 256), "down_proj": (256, 512)}
@@ -143,7 +143,7 @@ def test_experts_have_the_bits_of_scales_stored_as_float32(name: str, seed: int)
 
 
 @BY_TYPE
-def test_a_table_is_kept_in_panels_as_well(name: str, seed: int) -> None:
+def test_super_block_embedding_is_kept_in_panels(name: str, seed: int) -> None:
     """An embedding that no product reads; other tables stay as they are."""
     matrix = stored(name, raw_blocks(np.random.default_rng(seed), name))
     tables = Weights({"a.weight": GroupedTensor(matrix), "b.weight": GroupedTensor(replace(matrix, super_blocks=None))})
@@ -157,7 +157,7 @@ def test_a_table_is_kept_in_panels_as_well(name: str, seed: int) -> None:
 
 @BY_TYPE
 @BY_BLOCK
-def test_panel_rows_equal_the_dequantised_blocks(name: str, block: int, seed: int) -> None:
+def test_super_block_panel_rows_equal_the_dequantised_blocks(name: str, block: int, seed: int) -> None:
     raw = raw_blocks(np.random.default_rng(seed), name)
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
     if block == 128:
@@ -170,7 +170,7 @@ def test_panel_rows_equal_the_dequantised_blocks(name: str, block: int, seed: in
 
 @BY_TYPE
 @BY_BLOCK
-def test_panels_take_the_predicted_memory(name: str, block: int, seed: int) -> None:
+def test_super_block_panels_take_the_predicted_memory(name: str, block: int, seed: int) -> None:
     raw = raw_blocks(np.random.default_rng(seed), name, 64)
     matrix = stored(name, raw, block)
     assert pack_weights(matrix, 1).data.nbytes == matrix.nbytes
@@ -179,7 +179,7 @@ def test_panels_take_the_predicted_memory(name: str, block: int, seed: int) -> N
 
 
 @BY_TYPE
-def test_columns_that_tear_super_blocks_apart_keep_scales_of_their_own(name: str, seed: int) -> None:
+def test_super_blocks_split_by_a_column_order_get_float32_scales(name: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     raw, rows = raw_blocks(random, name), rows_of(random, 3)
     runs = random.permutation(COLUMNS // 32)

@@ -29,7 +29,7 @@ def cpu_time_s(run: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def test_waiting_for_a_long_task_uses_no_processor_time() -> None:
+def test_native_threads_waiting_for_a_long_task_use_no_processor_time() -> None:
     """A product of one piece: the second thread can only wait. Spinning it would take as long as the first."""
     rows = np.ones((64, 1 << 15), np.float32)
     times = []
@@ -63,7 +63,7 @@ print(are_equal, time.process_time() - start)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins nothing to a core")
-def test_oversubscribed_threads_do_not_spin() -> None:
+def test_oversubscribed_native_threads_do_not_spin() -> None:
     """Four on one core, in a process of their own, whose workers are started there."""
     program = PINNED.format(path=sys.path)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=os.path.dirname(__file__))
@@ -72,7 +72,7 @@ def test_oversubscribed_threads_do_not_spin() -> None:
     assert float(time_s) < 0.3  # 0.05; 0.8 and more where they spin
 
 
-def test_workers_sleep_soon_after_a_pass() -> None:
+def test_native_worker_threads_sleep_soon_after_a_pass() -> None:
     network, rows = one_product(2, outputs=480, columns=64), np.ones((2, 64), np.float32)
     run(network, rows, 20)
     assert cpu_time_s(lambda: time.sleep(0.3)) < 0.1

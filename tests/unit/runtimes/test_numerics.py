@@ -69,12 +69,12 @@ class FakeRuntime:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_row_dependence_is_found(name: str) -> None:
+def test_numerics_test_finds_logits_that_depend_on_other_rows(name: str) -> None:
     fault, expected = FAULTS[name]
     assert measure_numerics(FakeRuntime(fault), ProfileCache(None)) is expected
 
 
-def test_numerics_result_is_cached_per_library(tmp_path: Path) -> None:
+def test_numerics_test_result_is_cached_per_kernel_library(tmp_path: Path) -> None:
     def find(version: str, fault: str) -> tuple[Numerics, bool]:
         """What was found, and whether by a test."""
         runtime = FakeRuntime(FAULTS[fault][0], version=version)
@@ -87,7 +87,7 @@ def test_numerics_result_is_cached_per_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["17", '"sometimes"', "null", "[]", "{}", "true"])
-def test_invalid_cached_numerics_is_measured_again(answer: str, tmp_path: Path) -> None:
+def test_invalid_cached_numerics_result_is_measured_again(answer: str, tmp_path: Path) -> None:
     def find() -> bool:
         runtime = FakeRuntime(FAULTS["nothing"][0])
         assert measure_numerics(runtime, ProfileCache(tmp_path)) is Numerics.EXACT
@@ -100,13 +100,13 @@ def test_invalid_cached_numerics_is_measured_again(answer: str, tmp_path: Path) 
     assert not find()
 
 
-def test_nan_is_an_error_and_no_answer(tmp_path: Path) -> None:
+def test_nan_logits_in_the_numerics_test_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="NaN"):
         measure_numerics(FakeRuntime(FAULTS["nothing"][0], shift=np.nan), ProfileCache(tmp_path))
     assert not (tmp_path / FILE_NAME).exists()
 
 
-def test_nan_in_padding_columns_is_no_difference() -> None:
+def test_nan_in_vocabulary_padding_is_ignored_by_the_numerics_test() -> None:
     """Rows of the vocabulary that belong to no token may hold anything."""
 
     class Padded(FakeRuntime):

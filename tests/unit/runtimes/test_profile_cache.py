@@ -10,7 +10,7 @@ from paceline.runtimes.profile_cache import FILE_NAME, ProfileCache, profile_key
 GARBAGE = ["", "{", "[]", "null", "7", '"text"', "\x00\x01", "[" * 100_000, '{"a": 1} trailing']
 
 
-def test_what_was_put_is_there_for_the_next_process(tmp_path: Path) -> None:
+def test_profile_cache_entry_is_read_by_the_next_process(tmp_path: Path) -> None:
     facts = ProfileCache(tmp_path / "new" / "folder")
     assert facts.get("a") is None
     facts.put("a", "one")
@@ -21,7 +21,7 @@ def test_what_was_put_is_there_for_the_next_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [*[text.encode() for text in GARBAGE], b"\xff\xfe"], ids=range(len(GARBAGE) + 1))
-def test_garbage_holds_no_facts_and_is_written_over(tmp_path: Path, content: bytes) -> None:
+def test_invalid_profile_cache_file_is_ignored_and_overwritten(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(content)
     facts = ProfileCache(tmp_path)
     assert facts.get("a") is None
@@ -29,7 +29,7 @@ def test_garbage_holds_no_facts_and_is_written_over(tmp_path: Path, content: byt
     assert facts.get("a") == 1
 
 
-def test_a_writer_that_was_killed_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_profile_cache_writer_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = ProfileCache(tmp_path)
     facts.put("a", 1)
 
@@ -45,7 +45,7 @@ def test_a_writer_that_was_killed_leaves_the_old_file(tmp_path: Path, monkeypatc
     assert facts.get("a") == 3
 
 
-def test_a_directory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_unwritable_profile_cache_directory_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     facts = ProfileCache(tmp_path / "file")
     facts.put("a", 1)
@@ -56,13 +56,13 @@ def test_a_directory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     assert facts.get("a") is None
 
 
-def test_nowhere_keeps_nothing() -> None:
+def test_profile_cache_without_a_directory_stores_nothing() -> None:
     facts = ProfileCache(None)
     facts.put("a", 1)
     assert facts.get("a") is None
 
 
-def test_a_key_depends_on_every_part_and_on_nothing_else() -> None:
+def test_profile_cache_key_depends_on_all_its_parts() -> None:
     key = profile_key("numerics", "graph", 2, (1, 2))
     assert key == profile_key("numerics", "graph", 2, (1, 2))
     others = [

@@ -49,7 +49,7 @@ def check(found: RankedRow, scores: FloatArray, count: int, ids: np.ndarray) -> 
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("count", [1, 4, 11])
-def test_the_best_and_the_sum_are_those_of_numpy(source: str, count: int, seed: int) -> None:
+def test_ranked_tokens_and_log_sum_equal_numpy(source: str, count: int, seed: int) -> None:
     for size in SIZES:
         rows = rows_of(size, seed)
         for columns in {size, (size + 1) // 2}:
@@ -84,7 +84,7 @@ def test_ranking_of_a_nan_row_is_marked(source: str, value: float, place: int) -
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("is_mapped", [False, True])
-def test_what_is_drawn_is_what_the_sampler_draws(source: str, temperature: float, is_mapped: bool, seed: int) -> None:
+def test_token_sampled_while_ranking_equals_that_of_the_sampler(source: str, temperature: float, is_mapped: bool, seed: int) -> None:
     """With the noise of the target's ids, in every row that asks for it."""
     num_drawn = 0
     for size in SIZES[1:]:
@@ -106,7 +106,7 @@ def test_what_is_drawn_is_what_the_sampler_draws(source: str, temperature: float
     assert num_drawn > 40
 
 
-def test_every_instruction_set_and_number_of_threads_finds_the_same(seed: int) -> None:
+def test_ranking_is_equal_on_every_instruction_set_and_thread_count(seed: int) -> None:
     rows = np.random.default_rng(seed).normal(0, 2, (5, 30_001)).astype(np.float32)
     draws = np.array([(noise_key(SEED, 0, position, Purpose.TOKEN), 0.8, 0) for position in range(5)], DRAW)
     found = [ranked(level, rows, Ranking(30_001, 11), draws, num_threads) for level in BUILT for num_threads in (1, 2, 3)]

@@ -33,7 +33,7 @@ def config_of(rope: RopeConfig, head_size: int = 64) -> ModelConfig:
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-def test_what_is_added_has_the_bits_it_would_have_had_at_once(rope: RopeConfig) -> None:
+def test_extended_rotary_table_equals_one_built_at_once(rope: RopeConfig) -> None:
     config, last = config_of(rope), 80_000
     frequencies, factor = inverse_frequencies(rope, 64)
     angles = np.arange(last + 1, dtype=np.float32)[:, None] * frequencies[None, :]
@@ -47,7 +47,7 @@ def test_what_is_added_has_the_bits_it_would_have_had_at_once(rope: RopeConfig) 
         assert np.array_equal(sin[: last + 1].view(np.int32), (np.sin(angles) * np.float32(factor)).view(np.int32))
 
 
-def test_tables_hold_what_was_asked_for_and_at_most_as_much_again() -> None:
+def test_rotary_table_grows_to_at_most_twice_the_requested_length() -> None:
     tracemalloc.start()
     tables = RotaryTables(config_of(RopeConfig()), ABSURD)
     assert len(tables.cos_sin[0][0]) == MIN_POSITIONS + 1
@@ -61,7 +61,7 @@ def test_tables_hold_what_was_asked_for_and_at_most_as_much_again() -> None:
 
 
 @pytest.mark.parametrize("position", [-1, 1001, 2**31 - 1])
-def test_a_position_beyond_the_longest_text_is_an_index_error(position: int) -> None:
+def test_rotary_position_beyond_the_context_is_an_index_error(position: int) -> None:
     tables = RotaryTables(config_of(RopeConfig()), 1000)
     tables.extend_to(1000)
     assert len(tables.cos_sin[0][0]) == 1001
@@ -71,7 +71,7 @@ def test_a_position_beyond_the_longest_text_is_an_index_error(position: int) -> 
 
 
 @pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
-def test_rows_have_the_same_bits_in_tables_that_grew_under_them() -> None:
+def test_hidden_states_are_bit_equal_while_the_rotary_table_grows() -> None:
     from paceline.models.tensor_names import tensor_shapes
     from paceline.runtimes.native.network import NativeNetwork
 
@@ -106,7 +106,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
-def test_a_model_made_for_a_hundred_million_positions_loads_like_any_other(directories: tuple[Path, Path]) -> None:
+def test_model_with_a_context_of_100_million_tokens_loads(directories: tuple[Path, Path]) -> None:
     modest, absurd = directories
     texts: list[list[int]] = []
     for directory in (modest, absurd):
@@ -122,7 +122,7 @@ def test_a_model_made_for_a_hundred_million_positions_loads_like_any_other(direc
     "positions", [[7], [5, 6, 7], [0, 1, 2, 3], [7, 6, 5], [3, 4, 4], [250, 1, 2], [298, 299, 300, 301], [5000]], ids=str
 )
 @pytest.mark.skipif(not BUILT, reason="no compiled kernels for this machine")
-def test_a_pass_names_the_rows_of_its_positions(positions: list[int]) -> None:
+def test_pass_record_points_to_the_rotary_rows_of_its_positions(positions: list[int]) -> None:
     tables = RotaryTables(config_of(RopeConfig()), ABSURD)
     memory, count = PassRecord(tables), len(positions)
     at = np.array(positions, np.int32)
@@ -134,7 +134,7 @@ def test_a_pass_names_the_rows_of_its_positions(positions: list[int]) -> None:
 
 
 @pytest.mark.skipif(not BUILT, reason="no compiled kernels for this machine")
-def test_rows_of_a_run_of_positions_are_not_copied() -> None:
+def test_rotary_rows_of_consecutive_positions_are_not_copied() -> None:
     tables = RotaryTables(config_of(RopeConfig()), ABSURD)
     memory = PassRecord(tables)
     for positions in ([9], [4, 5, 6]):

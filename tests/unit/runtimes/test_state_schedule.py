@@ -52,7 +52,7 @@ def trees(random: np.random.Generator, num_rows: int) -> tuple[int, ...]:
     return tuple(int(random.integers(max(-1, row - 6), row)) for row in range(num_rows))
 
 
-def test_rows_start_from_the_rows_before_them(seed: int) -> None:
+def test_state_schedule_starts_each_row_from_its_parent_rows(seed: int) -> None:
     random = np.random.default_rng(seed)
     for _ in range(400):
         num_pending, num_rows = int(random.integers(0, 40)), int(random.integers(1, 40))
@@ -70,12 +70,12 @@ def test_rows_start_from_the_rows_before_them(seed: int) -> None:
 
 @pytest.mark.parametrize("num_pending", [0, 3, 7, 8, 12])
 @pytest.mark.parametrize("num_rows", [1, 8, 9, 512])
-def test_what_a_step_has_not_taken_in_depends_on_the_place_alone(num_pending: int, num_rows: int) -> None:
+def test_number_of_unsaved_state_rows_depends_on_position_only(num_pending: int, num_rows: int) -> None:
     schedule = plan_state_schedule(num_pending, 0, tuple(range(-1, num_rows - 1)), ())
     counts = (schedule.ancestors != -1).sum(axis=1)
     assert counts.tolist() == [(num_pending + row) % CHECKPOINT_INTERVAL for row in range(num_rows)]
 
 
-def test_chain_keeps_one_extra_state() -> None:
+def test_state_schedule_of_a_chain_keeps_one_extra_state() -> None:
     assert plan_state_schedule(5, 0, tuple(range(-1, 511)), (512,)).num_slots == 1
     assert plan_state_schedule(5, 0, tuple(range(-1, 7)), ()).num_slots == 0

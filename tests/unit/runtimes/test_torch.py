@@ -40,7 +40,7 @@ def open_runtime(
     return TorchNetwork(decoder(config, collect_layers), config, weights, device=device, weight_type=weight_type)
 
 
-def test_only_wanted_rows_have_logits_and_every_row_hidden_states(directory: Path) -> None:
+def test_torch_computes_logits_of_requested_rows_only(directory: Path) -> None:
     runtime = open_runtime(directory)
     cache = runtime.new_cache(4)
     plan = cache.reserve(cache.new_sequence(), range(-1, 4))
@@ -80,14 +80,14 @@ def attend(
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("offset", range(3))
-def test_padded_attention_is_plain_attention(seed: int, offset: int, window: int | None) -> None:
+def test_torch_padded_attention_equals_plain_attention(seed: int, offset: int, window: int | None) -> None:
     plain = attend(PlainAttention, "cpu", seed + offset, torch.float32, window)
     padded = attend(PaddedAttention, "cpu", seed + offset, torch.float32, window)
     torch.testing.assert_close(padded, plain, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_plain_attention_is_its_definition(seed: int, window: int | None) -> None:
+def test_torch_plain_attention_equals_its_definition(seed: int, window: int | None) -> None:
     ranges, _ = random_ranges(seed)
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(14, 4, 16, generator=generator)
@@ -107,14 +107,14 @@ def test_plain_attention_is_its_definition(seed: int, window: int | None) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 3e-2)])
-def test_padded_attention_on_cuda_is_plain_attention_on_the_cpu(seed: int, dtype: str, bound: float) -> None:
+def test_torch_padded_attention_on_cuda_equals_plain_on_the_cpu(seed: int, dtype: str, bound: float) -> None:
     plain = attend(PlainAttention, "cpu", seed, torch.float32)
     padded = attend(PaddedAttention, "cuda", seed, getattr(torch, dtype))
     torch.testing.assert_close(padded, plain, atol=bound, rtol=0)
 
 
 @pytest.mark.gpu
-def test_a_prompt_on_cuda_gives_the_logits_of_the_cpu(directory: Path) -> None:
+def test_torch_prompt_logits_on_cuda_equal_those_on_the_cpu(directory: Path) -> None:
     outputs = []
     for device in ("cpu", "cuda"):
         runtime = open_runtime(directory, device=device)
@@ -124,7 +124,7 @@ def test_a_prompt_on_cuda_gives_the_logits_of_the_cpu(directory: Path) -> None:
     assert np.abs(outputs[0] - outputs[1]).max() <= 1e-3
 
 
-def test_settings_that_cannot_work_are_errors(directory: Path) -> None:
+def test_invalid_torch_runtime_settings_are_refused(directory: Path) -> None:
     with pytest.raises(ConfigError, match="from 0 to 2"):
         open_runtime(directory, collect_layers=(3,))
     with pytest.raises(ConfigError, match="device is 'tpu'"):
@@ -134,13 +134,13 @@ def test_settings_that_cannot_work_are_errors(directory: Path) -> None:
             open_runtime(directory, device="cuda")
 
 
-def test_too_large_a_cache_is_a_capacity_error(directory: Path) -> None:
+def test_torch_kv_cache_larger_than_memory_is_a_capacity_error(directory: Path) -> None:
     runtime = open_runtime(directory)
     with pytest.raises(CapacityError, match="cannot be allocated"):
         runtime.new_cache(2**40)
 
 
-def test_torch_runtime_is_fast_and_masks_trees(directory: Path) -> None:
+def test_torch_runtime_has_fast_numerics_and_masked_trees(directory: Path) -> None:
     runtime = open_runtime(directory)
     assert (runtime.capabilities.numerics, runtime.capabilities.tree_layout) == (Numerics.FAST, TreeLayout.MASK)
     assert runtime.new_cache(4).layout is TreeLayout.MASK

@@ -36,7 +36,7 @@ def one_pass(network: Network, token_ids: list[int]) -> FloatArray:
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_both_runtimes_compute_the_same(name: str, seed: int) -> None:
+def test_torch_and_native_recurrent_networks_have_equal_logits(name: str, seed: int) -> None:
     from paceline.runtimes.native.network import NativeNetwork
 
     if not BUILT:
@@ -55,7 +55,7 @@ def random_tree(random: np.random.Generator, num_known: int, num_guesses: int) -
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize("layout", [TreeLayout.MASK, TreeLayout.PATHS])
 @pytest.mark.parametrize("offset", range(4))
-def test_torch_rows_after_random_events_equal_one_pass(seed: int, offset: int, layout: TreeLayout) -> None:
+def test_torch_recurrent_rows_after_random_events_equal_one_pass(seed: int, offset: int, layout: TreeLayout) -> None:
     random, config = np.random.default_rng(seed + offset), recurrent_config(*KINDS)
     network, alone = (open_torch(config, seed) for _ in range(2))
     network.capabilities = replace(network.capabilities, tree_layout=layout)
@@ -105,7 +105,7 @@ def check_a_pass(
     return [ids[row] for row in path]
 
 
-def test_several_sequences_run_in_one_pass(seed: int) -> None:
+def test_torch_recurrent_sequences_in_one_pass_equal_each_alone(seed: int) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*KINDS)
     network, alone = (open_torch(config, seed) for _ in range(2))
     cache = network.new_cache(40)
@@ -125,7 +125,7 @@ def test_several_sequences_run_in_one_pass(seed: int) -> None:
         done = [begin + count for begin, count in zip(done, counts, strict=True)]
 
 
-def test_states_are_float32_whatever_the_weights_are(seed: int) -> None:
+def test_recurrent_states_are_float32_for_every_weight_type(seed: int) -> None:
     config = recurrent_config(*KINDS)
     network = open_torch(config, seed, weight_type=WeightType.BF16)
     cache = network.new_cache(4)
@@ -150,7 +150,7 @@ def test_recurrent_network_needs_a_state_cache(seed: int) -> None:
         network.forward(*assemble([plan], [[0]], [[0]]))
 
 
-def test_states_that_cannot_be_allocated_are_an_error_of_capacity(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrent_states_larger_than_memory_are_a_capacity_error(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     network = open_torch(recurrent_config(MIXERS["delta"], None), seed)
     cache = network.new_cache(2)
     zeros = torch.zeros

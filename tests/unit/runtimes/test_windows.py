@@ -107,7 +107,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_a_pass_has_the_same_bits_on_windows(dtype: str, built: Path, tmp_path: Path) -> None:
+def test_recorded_pass_is_bit_equal_with_the_windows_kernels(dtype: str, built: Path, tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path / "target", "qwen2", hidden_size=128, intermediate_size=256, num_hidden_layers=2)
     network = load_runtime(target, RuntimeOptions(backend="native", num_threads=4, dtype=WeightType(dtype))).runtime
     assert isinstance(network, NativeNetwork)

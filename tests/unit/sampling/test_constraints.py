@@ -18,7 +18,7 @@ def _banned(constraint, path=()) -> list[int]:
     return np.flatnonzero(np.isneginf(scores)).tolist()
 
 
-def test_an_ngram_may_not_occur_twice():
+def test_no_repeat_ngram_bans_tokens_that_repeat_an_ngram():
     pairs = RepeatedNgrams(2, [1, 2, 1, 3])
     assert _banned(pairs) == []
     assert _banned(pairs, [1]) == [2, 3]
@@ -28,7 +28,7 @@ def test_an_ngram_may_not_occur_twice():
     assert _banned(pairs, [1]) == [1, 2, 3]
 
 
-def test_ngrams_across_prompt_output_and_path_count():
+def test_no_repeat_ngram_counts_prompt_output_and_draft_path():
     triples = RepeatedNgrams(3, [1, 2])
     triples.commit(3)
     assert _banned(triples, [1, 2]) == [3]  # 1 2 3: prompt and output
@@ -36,14 +36,14 @@ def test_ngrams_across_prompt_output_and_path_count():
     assert _banned(triples, [5, 6, 7, 5, 6]) == [7]  # the path's own
 
 
-def test_nothing_is_banned_before_the_first_ngram_is_complete():
+def test_no_repeat_ngram_bans_nothing_before_the_first_full_ngram():
     assert _banned(RepeatedNgrams(4, [1, 1]), []) == []
     assert _banned(RepeatedNgrams(4, [1, 1]), [1]) == []
     assert _banned(RepeatedNgrams(4, [1, 1]), [1, 1]) == [1]
     assert _banned(RepeatedNgrams(1, [])) == []
 
 
-def test_a_bad_word_is_not_completed():
+def test_bad_words_bans_the_token_that_completes_a_word():
     words = BadWords([(7,), (1, 2), (1, 3), (5, 1, 4), (6, 6, 6, 6)], [6, 5])
     assert _banned(words) == [7]
     assert _banned(words, [1]) == [2, 3, 4, 7]
@@ -56,7 +56,7 @@ def test_a_bad_word_is_not_completed():
 
 
 @pytest.mark.parametrize("values", [{"no_repeat_ngram_size": size} for size in (1, 2, 3, 5)] + [{"bad_words": "some"}], ids=str)
-def test_the_bans_are_those_of_transformers(values, seed, tally):
+def test_ngram_and_bad_word_bans_equal_those_of_transformers(values, seed, tally):
     torch = pytest.importorskip("torch")
     from transformers.generation.logits_process import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
@@ -77,7 +77,7 @@ def test_the_bans_are_those_of_transformers(values, seed, tally):
 
 
 @pytest.mark.parametrize("values", [{"no_repeat_ngram_size": 3}, {"bad_words": ((1, 2), (3, 4, 5))}], ids=str)
-def test_a_long_prompt_costs_no_more_per_row(values):
+def test_ngram_and_bad_word_bans_cost_no_more_for_a_long_prompt(values):
     row = np.zeros(100, np.float32)
 
     def best_time(num_tokens: int) -> float:
@@ -104,12 +104,12 @@ MERGES_THE_LINE_BREAK = {"word": [5], " word": [6], "\n": [1], "\nword": [8, 9]}
     ids=["spaces in tokens", "a space before every text", "line breaks in tokens"],
 )
 @pytest.mark.parametrize("word", ["word", " word"])
-def test_a_bad_word_is_banned_with_and_without_a_space(spellings, expected, word):
+def test_bad_word_is_banned_with_and_without_a_leading_space(spellings, expected, word):
     assert set(bad_word_ids([word], spellings.__getitem__)) == expected
     assert set(bad_word_ids([word, [7, 8], (5,)], spellings.__getitem__)) == expected | {(7, 8), (5,)}
 
 
-def test_a_text_without_tokens_is_refused():
+def test_bad_word_that_encodes_to_no_tokens_is_refused():
     with pytest.raises(RequestError, match="bad_words: 'x' has no tokens"):
         bad_word_ids(["x"], lambda text: [])
 

@@ -14,7 +14,7 @@ def _processor(*functions, prompt=(1, 2), **values) -> LogitsProcessor:
     return LogitsProcessor(SamplingParams(processors=functions, **values), VOCABULARY, prompt)
 
 
-def test_a_processor_gets_the_whole_text_and_the_edited_scores():
+def test_custom_processor_gets_all_tokens_and_the_edited_logits():
     seen = []
 
     def look(token_ids, scores):
@@ -31,7 +31,7 @@ def test_a_processor_gets_the_whole_text_and_the_edited_scores():
     ]
 
 
-def test_arguments_that_a_processor_keeps_do_not_change():
+def test_arguments_kept_by_a_custom_processor_do_not_change():
     kept = []
 
     def keep(token_ids, scores):
@@ -49,7 +49,7 @@ def test_arguments_that_a_processor_keeps_do_not_change():
     assert scores.tolist() == ROW.tolist()
 
 
-def test_an_array_that_a_processor_returns_is_not_changed():
+def test_array_returned_by_a_custom_processor_is_not_modified():
     own = ROW[::-1].copy()
     own.flags.writeable = False
     processor = _processor(lambda token_ids, scores: own, lambda token_ids, scores: scores + np.float32(1.0), temperature=0.5)
@@ -57,7 +57,7 @@ def test_an_array_that_a_processor_returns_is_not_changed():
     assert processor.process(ROW).argmax() == 0
 
 
-def test_processors_run_in_order():
+def test_custom_processors_run_in_order():
     params = _processor(lambda token_ids, scores: scores * np.float32(2.0), lambda token_ids, scores: scores + np.float32(1.0))
     assert params.process(ROW).scores.tolist() == (ROW * 2 + 1).tolist()
 
@@ -78,7 +78,7 @@ def test_processors_run_in_order():
     ],
 )
 @pytest.mark.parametrize("values", [{}, {"temperature": 1.0}])
-def test_unusable_scores_are_a_request_error_with_the_functions_name(returned, reason, values):
+def test_invalid_scores_of_a_custom_processor_name_the_function(returned, reason, values):
     def my_processor(token_ids, scores):
         return returned(scores)
 
@@ -88,7 +88,7 @@ def test_unusable_scores_are_a_request_error_with_the_functions_name(returned, r
     assert refusal.value.parameter == "processors"
 
 
-def test_an_error_of_a_processor_object_names_its_class():
+def test_error_of_a_custom_processor_object_names_its_class():
     class Grumpy:
         def __call__(self, token_ids, scores):
             raise KeyError("no")
@@ -97,7 +97,7 @@ def test_an_error_of_a_processor_object_names_its_class():
         _processor(Grumpy()).process(ROW)
 
 
-def test_an_interrupt_in_a_processor_passes():
+def test_keyboard_interrupt_in_a_custom_processor_is_raised():
     def interrupted(token_ids, scores):
         raise KeyboardInterrupt
 
@@ -105,7 +105,7 @@ def test_an_interrupt_in_a_processor_passes():
         _processor(interrupted).process(ROW)
 
 
-def test_the_text_is_read_only():
+def test_custom_processor_cannot_modify_the_token_ids():
     def write(token_ids, scores):
         token_ids[0] = 5
         return scores
@@ -114,7 +114,7 @@ def test_the_text_is_read_only():
         _processor(write).process(ROW)
 
 
-def test_a_view_reads_like_the_list_of_text_and_path():
+def test_token_view_reads_like_a_list_of_output_and_draft_path():
     view = TokenView([1, 2, 3], [4, 2])
     whole = [1, 2, 3, 4, 2]
     assert (list(view), len(view), view.count(2), view.index(4), 3 in view, 9 in view) == (whole, 5, 2, 3, True, False)
@@ -128,7 +128,7 @@ def test_a_view_reads_like_the_list_of_text_and_path():
             view[index]
 
 
-def test_a_view_does_not_see_what_is_added_later():
+def test_token_view_does_not_change_when_tokens_are_added():
     text, path = [1, 2], [3]
     view = TokenView(text, path)
     text.append(7)

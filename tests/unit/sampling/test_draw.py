@@ -8,7 +8,7 @@ def noise(seed: int, sample_index: int, position: int, token_ids: np.ndarray | i
     return exponential(noise_bits(seed, sample_index, position, Purpose.TOKEN, token_ids))
 
 
-def test_the_token_is_the_argmax_of_score_minus_log_noise():
+def test_sampled_token_is_the_argmax_of_score_minus_log_noise():
     scores = np.random.default_rng(0).standard_normal(40).astype(np.float32)
     for position in range(50):
         everything = Distribution(scores, None, False)
@@ -18,7 +18,7 @@ def test_the_token_is_the_argmax_of_score_minus_log_noise():
         assert draw(some, 9, 1, position) == ids[np.argmax(scores[ids] - np.log(noise(9, 1, position, ids)))]
 
 
-def test_draw_with_listed_ids_equals_draw_with_others_masked():
+def test_draw_from_listed_ids_equals_draw_with_others_masked():
     generator = np.random.default_rng(1)
     for position in range(200):
         ids = np.sort(generator.choice(5_000, 300, replace=False))
@@ -28,7 +28,7 @@ def test_draw_with_listed_ids_equals_draw_with_others_masked():
         assert draw(Distribution(scores, ids, False), 5, 0, position) == draw(Distribution(dense, None, False), 5, 0, position)
 
 
-def test_a_greedy_distribution_takes_the_lowest_id_on_ties():
+def test_greedy_sampling_takes_the_lowest_id_on_ties():
     scores = np.array([0, 5, 1, 5], np.float32)
     assert draw(Distribution(scores, None, True), 1, 0, 0) == 1
     assert draw(Distribution(scores, np.array([4, 8, 9, 11]), True), 1, 0, 0) == 8

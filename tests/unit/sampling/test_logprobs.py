@@ -33,7 +33,7 @@ def _assert_equal(ours: TokenLogprobs, expected: TokenLogprobs) -> None:
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["normal", "tied", "flat", "sorted", "half impossible"])
-def test_raw_logprobs_are_those_of_the_textbook(size, num_top, kind, seed):
+def test_raw_logprobs_equal_the_log_softmax(size, num_top, kind, seed):
     generator = np.random.default_rng([seed, size])
     row = {
         "normal": generator.standard_normal(size) * 4 + 300,
@@ -48,7 +48,7 @@ def test_raw_logprobs_are_those_of_the_textbook(size, num_top, kind, seed):
         _assert_equal(raw_logprobs(row, token_id, num_top), _textbook(row, token_id, num_top))
 
 
-def test_a_tokens_logprob_equals_its_entry_among_the_top():
+def test_logprob_of_a_token_equals_its_top_logprobs_entry():
     row = np.random.default_rng(2).standard_normal(5_000).astype(np.float32)
     for token_id, value in raw_logprobs(row, 0, 20).top:
         assert raw_logprobs(row, token_id, 0).logprob == value
@@ -69,7 +69,7 @@ def test_a_tokens_logprob_equals_its_entry_among_the_top():
     ],
     ids=str,
 )
-def test_processed_logprobs_are_those_of_the_distribution(values, size, seed):
+def test_processed_logprobs_equal_those_of_the_distribution(values, size, seed):
     row = (np.random.default_rng(seed).standard_normal(size) * 2).astype(np.float32)
     distribution = LogitsProcessor(SamplingParams(**values), size, [1, 2]).process(row, [3, 4])
     dense = np.full(size, -np.inf)
@@ -78,7 +78,7 @@ def test_processed_logprobs_are_those_of_the_distribution(values, size, seed):
         _assert_equal(processed_logprobs(distribution, token_id, 20), _textbook(dense, token_id, 20))
 
 
-def test_only_what_can_be_drawn_is_listed():
+def test_processed_top_logprobs_list_only_tokens_that_can_be_sampled():
     row = np.array([1, 5, 4, 2, 3], np.float32)
     distribution = LogitsProcessor(SamplingParams(temperature=1.0, top_k=2), 5, ()).process(row)
     inside, outside = processed_logprobs(distribution, 2, 20), processed_logprobs(distribution, 0, 20)
@@ -88,6 +88,6 @@ def test_only_what_can_be_drawn_is_listed():
     assert (outside.logprob, outside.rank) == (-math.inf, 3)
 
 
-def test_the_numbers_are_plain_python():
+def test_logprobs_are_plain_python_numbers():
     result = raw_logprobs(np.arange(2_000, dtype=np.float32), np.int64(5), 3)
     assert [type(value) for value in (result.token_id, result.logprob, result.rank, *result.top[0])] == [int, float, int, int, float]

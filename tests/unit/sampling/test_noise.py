@@ -21,7 +21,7 @@ def test_noise_bits_equal_stored_values():
     assert noise_bits(2**64 - 1, 3, 12345, Purpose.DRAFT, 4).tolist() == FROZEN[1]
 
 
-def test_the_bits_of_an_id_do_not_depend_on_the_other_ids():
+def test_noise_bits_of_an_id_do_not_depend_on_other_ids():
     everything = _bits()
     assert everything.shape == (VOCABULARY,)
     ids = np.array([0, 1, 2, 999, 1000, VOCABULARY - 2, VOCABULARY - 1])
@@ -40,7 +40,7 @@ def test_noise_keys_of_arrays_equal_those_of_ints():
     assert np.array_equal(key_bits(keys[:, None], 101)[2], noise_bits(2**63, 2, 100_000, Purpose.RESIDUAL, 101))
 
 
-def test_noise_is_finite_and_positive_for_every_bit_pattern():
+def test_sampling_noise_is_finite_and_positive_for_every_bit_pattern():
     extremes = np.array([0, 1, 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1], np.uint32)
     noise = exponential(extremes)
     assert np.all(np.isfinite(noise))
@@ -49,7 +49,7 @@ def test_noise_is_finite_and_positive_for_every_bit_pattern():
     assert np.all(np.isfinite(np.log(noise)))
 
 
-def test_noise_is_exponential(seed):
+def test_sampling_noise_is_exponentially_distributed(seed):
     noise = np.concatenate([exponential(noise_bits(seed, 0, position, Purpose.TOKEN, VOCABULARY)) for position in range(4)])
     assert noise.dtype == np.float64
     # A Kolmogorov-Smirnov distance this large has probability below 1e-6.
@@ -68,7 +68,7 @@ NEIGHBOURS = {
 
 
 @pytest.mark.parametrize("name", NEIGHBOURS)
-def test_neighbouring_keys_give_unrelated_bits(name):
+def test_neighbouring_noise_keys_give_independent_bits(name):
     one, other = _bits(), _bits(**NEIGHBOURS[name])
     assert _joint_p_value(one, other) > 1e-4
     flipped = np.unpackbits((one ^ other).view(np.uint8)).mean()
@@ -76,14 +76,14 @@ def test_neighbouring_keys_give_unrelated_bits(name):
 
 
 @pytest.mark.parametrize("distance", [1, 2, 3, 128])
-def test_neighbouring_ids_get_unrelated_bits(distance):
+def test_neighbouring_ids_get_independent_noise_bits(distance):
     for position in range(3):
         bits = _bits(position=position)
         assert _joint_p_value(bits[:-distance], bits[distance:]) > 1e-4
 
 
 @pytest.mark.parametrize("token_id", [0, 1, 31_999])
-def test_bits_of_one_id_are_uniform_over_positions_seeds_and_samples(token_id):
+def test_noise_bits_of_one_id_are_uniform_over_positions_seeds_and_samples(token_id):
     counts = np.arange(20_000, dtype=np.uint64)
     zeros = np.zeros_like(counts)
     for keys in (
@@ -95,7 +95,7 @@ def test_bits_of_one_id_are_uniform_over_positions_seeds_and_samples(token_id):
         assert _joint_p_value(bits[:-1], bits[1:]) > 1e-4
 
 
-def test_no_two_keys_collide():
+def test_noise_keys_do_not_collide():
     grid = np.stack(np.meshgrid(np.arange(16), np.arange(8), np.arange(256), indexing="ij"), -1).reshape(-1, 3).astype(np.uint64)
     keys = [noise_key(grid[:, 0], grid[:, 1], grid[:, 2], purpose) for purpose in Purpose]
     assert len(np.unique(np.concatenate(keys))) == len(grid) * len(Purpose)

@@ -86,27 +86,27 @@ from paceline.sampling.params import SamplingParams, resolve_seed
         ("grammar", {"type": "object"}),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(name, value):
+def test_invalid_sampling_parameter_is_refused_by_name(name, value):
     with pytest.raises(RequestError) as refusal:
         SamplingParams(**{name: value})
     assert refusal.value.parameter == name
     assert name in str(refusal.value)
 
 
-def test_several_samples_need_a_temperature():
+def test_greedy_sampling_with_n_over_1_is_refused():
     assert SamplingParams(n=64, temperature=0.5).n == 64
     assert SamplingParams(n=1).n == 1
     with pytest.raises(RequestError, match="greedy"):
         SamplingParams(n=2, temperature=0)
 
 
-def test_bad_words_are_texts_or_token_sequences():
+def test_bad_words_may_be_texts_or_token_sequences():
     params = SamplingParams(bad_words=["one", [1, 2], np.array([3]), ("two")])
     assert params.bad_words == ("one", (1, 2), (3,), "two")
     assert SamplingParams(bad_words="one").bad_words == ("one",)
 
 
-def test_values_are_normalised():
+def test_sampling_parameter_types_are_normalised():
     params = SamplingParams(
         temperature=1, top_k=np.int64(5), top_p=np.float32(0.5), stop="end", stop_token_ids=[3, 4], logit_bias={np.int32(1): 2}
     )
@@ -117,7 +117,7 @@ def test_values_are_normalised():
     assert hash(params) == hash(SamplingParams(**{name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}))
 
 
-def test_a_list_that_changes_later_does_not_change_the_parameters():
+def test_sampling_params_copy_the_lists_they_are_given():
     bias, stops = {1: 1.0}, ["a"]
     params = SamplingParams(logit_bias=bias, stop=stops)
     bias[2] = 5.0
@@ -127,7 +127,7 @@ def test_a_list_that_changes_later_does_not_change_the_parameters():
 
 
 @pytest.mark.parametrize("name", ["logit_bias", "banned_token_ids", "stop_token_ids", "bad_words"])
-def test_an_id_outside_the_vocabulary_is_refused_by_name(name):
+def test_sampling_token_id_out_of_range_is_refused_by_name(name):
     params = SamplingParams(**{name: {"logit_bias": {10: 1.0}, "bad_words": ("text", (1, 10))}.get(name, (10,))})
     params.check_vocabulary(11)
     with pytest.raises(RequestError) as refusal:
@@ -135,12 +135,12 @@ def test_an_id_outside_the_vocabulary_is_refused_by_name(name):
     assert refusal.value.parameter == name
 
 
-def test_greedy_is_temperature_zero():
+def test_sampling_params_are_greedy_at_temperature_0():
     assert SamplingParams().is_greedy
     assert not SamplingParams(temperature=0.5).is_greedy
 
 
-def test_an_unseeded_request_gets_a_fresh_63_bit_seed():
+def test_unseeded_request_gets_a_random_63_bit_seed():
     assert resolve_seed(SamplingParams(seed=7)) == 7
     assert resolve_seed(SamplingParams(seed=0)) == 0
     assert resolve_seed(SamplingParams(), entropy=lambda bits: bits) == 63

@@ -95,7 +95,7 @@ def _bits(distribution) -> tuple[bytes, bytes | None]:
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_a_row_gets_the_textbook_distribution(name):
+def test_logits_processor_gives_the_textbook_distribution(name):
     params = SamplingParams(**PARAMS[name])
     generator = np.random.default_rng(1)
     for row in _rows(60):
@@ -111,7 +111,7 @@ def test_a_row_gets_the_textbook_distribution(name):
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_a_draft_path_gives_the_same_bits_as_committed_tokens(name):
+def test_logits_processor_is_bit_equal_for_draft_path_and_committed_tokens(name):
     params = SamplingParams(**PARAMS[name])
     prompt, output, path = [1, 2, 2], [5, 5, 7], [7, 9, 5, 9, 1]
     plain, drafted = (LogitsProcessor(params, VOCABULARY, prompt) for _ in range(2))
@@ -127,7 +127,7 @@ def test_a_draft_path_gives_the_same_bits_as_committed_tokens(name):
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_every_split_into_output_and_path_gives_the_same_row(name, seed, large_counts):
+def test_logits_processor_is_bit_equal_for_every_output_path_split(name, seed, large_counts):
     params = SamplingParams(**PARAMS[name])
     generator = np.random.default_rng(seed)
     for row in _rows(100 if large_counts else 6):
@@ -145,7 +145,7 @@ def test_every_split_into_output_and_path_gives_the_same_row(name, seed, large_c
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_the_row_is_never_modified(name):
+def test_logits_processor_never_modifies_the_row(name):
     row = _rows(1)[0]
     row.flags.writeable = False
     before = row.copy()
@@ -155,13 +155,13 @@ def test_the_row_is_never_modified(name):
     assert row.tobytes() == before.tobytes()
 
 
-def test_a_row_no_processor_changes_is_not_copied():
+def test_logits_row_without_edits_is_not_copied():
     row = _rows(1)[0]
     for values in ({}, {"temperature": 1.0}):
         assert np.shares_memory(LogitsProcessor(SamplingParams(**values), VOCABULARY, [1]).process(row).scores, row)
 
 
-def test_only_the_repetition_penalty_counts_the_prompt():
+def test_repetition_penalty_counts_the_prompt_and_other_penalties_do_not():
     row = np.zeros(VOCABULARY, np.float32)
     row[[1, 2, 3]] = 4.0
     row[4] = -4.0
@@ -186,7 +186,7 @@ def test_min_tokens_bans_end_tokens_in_output_and_path():
 
 @pytest.mark.parametrize(("value", "text"), [(np.nan, "NaN"), (np.inf, "inf")])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5)])
-def test_a_row_that_is_not_finite_is_a_checkpoint_error(value, text, params):
+def test_non_finite_logits_are_a_checkpoint_error(value, text, params):
     row = _rows(1)[0]
     row[17] = value
     with pytest.raises(CheckpointError, match=f"the target produced {text} logits"):
@@ -204,7 +204,7 @@ def test_a_row_that_is_not_finite_is_a_checkpoint_error(value, text, params):
         ({"processors": [lambda token_ids, scores: np.full_like(scores, -np.inf)], "banned_token_ids": (1,)}, "processors"),
     ],
 )
-def test_a_row_in_which_everything_is_banned_is_a_request_error(values, name):
+def test_banning_every_token_is_a_request_error(values, name):
     processor = LogitsProcessor(
         SamplingParams(**{key: tuple(value) if isinstance(value, range) else value for key, value in values.items()}), VOCABULARY, ()
     )
@@ -213,7 +213,7 @@ def test_a_row_in_which_everything_is_banned_is_a_request_error(values, name):
     assert refusal.value.parameter == name
 
 
-def test_the_error_of_an_empty_row_names_the_parameters_in_order():
+def test_error_of_a_row_without_tokens_names_the_parameters():
     params = SamplingParams(no_repeat_ngram_size=1, bad_words=((3,),), banned_token_ids=range(4, VOCABULARY))
     processor = LogitsProcessor(params, VOCABULARY, [0, 1])
     processor.process(_rows(1)[0])
@@ -228,7 +228,7 @@ def test_the_error_of_an_empty_row_names_the_parameters_in_order():
     [{}, SAMPLED, {**SAMPLED, "top_p": 0.8}, {**SAMPLED, "top_k": 3, "processors": (lower_the_best,)}],
     ids=["greedy", "sampled", "top-p", "after a custom processor"],
 )
-def test_a_grammar_masks_after_processors_and_before_temperature(values):
+def test_grammar_mask_is_applied_after_processors_before_temperature(values):
     """As the same mask by a custom processor that comes last."""
     output, path = [5, 9, 4], [7, 7]
 
@@ -249,7 +249,7 @@ def test_a_grammar_masks_after_processors_and_before_temperature(values):
     assert constraint.committed == output
 
 
-def test_a_grammar_that_allows_nothing_is_a_request_error():
+def test_grammar_that_allows_no_token_is_a_request_error():
     class Nothing(ByTheSum):
         def mask(self, scores, path):
             scores[:] = -np.inf
@@ -260,7 +260,7 @@ def test_a_grammar_that_allows_nothing_is_a_request_error():
     assert refusal.value.parameter == "grammar"
 
 
-def test_a_missing_grammar_or_bad_word_ids_are_an_error():
+def test_logits_processor_without_required_grammar_or_bad_word_ids_raises():
     with pytest.raises(RequestError) as refusal:
         LogitsProcessor(SamplingParams(bad_words=["word"]), VOCABULARY, [1])
     assert refusal.value.parameter == "bad_words"
@@ -272,13 +272,13 @@ def test_a_missing_grammar_or_bad_word_ids_are_an_error():
 
 
 @pytest.mark.parametrize("values", [{"bad_words": [[1, VOCABULARY]]}, {}])
-def test_a_bad_word_outside_the_vocabulary_is_refused_at_the_start(values):
+def test_bad_word_id_out_of_range_is_refused_at_the_start(values):
     with pytest.raises(RequestError) as refusal:
         LogitsProcessor(SamplingParams(**values), VOCABULARY, [1], bad_word_ids=[] if values else [(VOCABULARY,)])
     assert refusal.value.parameter == "bad_words"
 
 
-def test_an_id_outside_the_vocabulary_is_refused_at_the_start():
+def test_banned_or_prompt_id_out_of_range_is_refused_at_the_start():
     with pytest.raises(RequestError):
         LogitsProcessor(SamplingParams(banned_token_ids=(VOCABULARY,)), VOCABULARY, ())
     with pytest.raises(RequestError) as refusal:
@@ -286,7 +286,7 @@ def test_an_id_outside_the_vocabulary_is_refused_at_the_start():
     assert refusal.value.parameter == "prompt"
 
 
-def test_counts_are_those_of_the_list(seed):
+def test_token_counts_equal_those_of_the_list(seed):
     generator = np.random.default_rng(seed)
     counts = TokenCounts(np.array([3, 5]))
     text = [3, 5]
@@ -296,7 +296,7 @@ def test_counts_are_those_of_the_list(seed):
     assert dict(zip(counts.token_ids.tolist(), counts.counts.tolist(), strict=True)) == {one: text.count(one) for one in text}
 
 
-def test_drop_last_undoes_extend():
+def test_token_counts_drop_last_undoes_extend():
     counts = TokenCounts()
     counts.extend([7, 8, 7])
     counts.extend([8, 9, 9, 10, 7])

@@ -30,7 +30,7 @@ def _dense(probs: TokenProbs) -> np.ndarray:
     return values
 
 
-def test_listed_and_dense_probs_give_the_same_results(seed):
+def test_listed_and_dense_token_probs_give_the_same_results(seed):
     generator = np.random.default_rng(seed)
     for _ in range(500):
         (target, target_values), (draft, draft_values) = _random_probs(generator), _random_probs(generator)
@@ -62,13 +62,13 @@ def test_probs_of_ids_outside_a_distribution_are_zero():
     assert short.prob(3) == acceptance(long, short, 3) == 0
 
 
-def test_block_threshold_is_one_from_a_share_of_one():
+def test_block_threshold_of_equal_distributions_is_one():
     same = TokenProbs(np.array([0.25, 0.75]))
     assert block_threshold(1, excess(same, same)) == 1
     assert block_threshold(0, excess(same, same, 0)) == 0
 
 
-def test_the_residual_of_equal_distributions_is_the_target():
+def test_residual_of_equal_distributions_is_the_target():
     same = TokenProbs(np.array([0.25, 0.75]))
     assert residual(same, excess(same, same)) is same
 
@@ -93,7 +93,7 @@ def test_token_at_uniform_quantiles_has_the_distribution(seed):
     assert chi_square_p_value(counts, distribution) > 0.001
 
 
-def test_draw_distinct_draws_in_order_without_replacement(seed):
+def test_draw_distinct_samples_in_order_without_replacement(seed):
     values = np.array([0.5, 0.3, 0.15, 0.05])
     probs = TokenProbs(values)
     distribution = {(one, two): float(values[one] * values[two] / (1 - values[one])) for one in range(4) for two in range(4) if one != two}
@@ -104,13 +104,13 @@ def test_draw_distinct_draws_in_order_without_replacement(seed):
     assert chi_square_p_value(counts, distribution) > 0.001
 
 
-def test_no_more_tokens_are_drawn_than_there_are():
+def test_draw_distinct_returns_no_more_tokens_than_exist():
     probs = TokenProbs(np.array([0.5, 0.5]), np.array([3, 8]))
     assert sorted(draw_distinct(probs, 5, 1, 0, 7, 0)) == [3, 8]
     assert len(draw_distinct(probs, 1, 1, 0, 7, 0)) == 1
 
 
-def test_probs_do_not_live_in_the_row_they_were_made_from():
+def test_token_probs_do_not_share_memory_with_the_logits():
     logits = np.zeros(32, np.float32)
     probs = TokenProbs.from_distribution(LogitsProcessor(SamplingParams(temperature=1.0), 32, ()).process(logits))
     before = probs.probs.copy()

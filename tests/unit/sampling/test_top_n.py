@@ -19,7 +19,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=repr)
-def test_draw_of_a_whole_support_equals_the_draw_of_the_row(params: SamplingParams, seed: int, large_counts: bool) -> None:
+def test_draw_from_a_whole_support_equals_the_draw_from_the_row(params: SamplingParams, seed: int, large_counts: bool) -> None:
     random, num_known = np.random.default_rng(seed), 0
     for number in range(600 if large_counts else 60):
         row = random.normal(scale=random.uniform(0.5, 6.0), size=200).astype(np.float32)
@@ -39,7 +39,7 @@ def test_draw_of_a_whole_support_equals_the_draw_of_the_row(params: SamplingPara
     assert num_known > 10
 
 
-def test_support_of_a_flat_row_is_not_whole() -> None:
+def test_candidate_support_of_a_flat_row_is_incomplete() -> None:
     flat = [1.0 / 200] * TOP_N
     assert not support_of(SamplingParams(temperature=1.0, top_p=0.9), flat).is_all
     assert not support_of(SamplingParams(temperature=1.0, top_k=40), flat).is_all
@@ -61,7 +61,7 @@ def test_top_n_equals_a_full_sort(size: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 300, 8191, 8192, 8199])
-def test_top_n_of_a_row_with_one_token_lists_no_other(place: int) -> None:
+def test_top_n_of_a_row_with_one_possible_token_lists_only_it(place: int) -> None:
     scores = np.full(8200, -np.inf, np.float32)
     scores[place] = 1.0
     assert top_n(scores, 4).tolist() == top_n(scores, 10).tolist() == [place]

@@ -32,7 +32,7 @@ def by_definition(scores: np.ndarray, top_k: int, top_p: float, min_p: float) ->
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_the_ids_are_those_of_a_full_sort(kind, seed, large_counts):
+def test_truncate_keeps_the_ids_of_a_full_sort(kind, seed, large_counts):
     generator = np.random.default_rng(seed)
     for size, count in ((1, 5), (2, 20), (40, 200), (700, 100), (9_000, 15 if large_counts else 4)):
         for _ in range(count * (5 if large_counts else 1)):
@@ -58,19 +58,19 @@ def test_top_p_keeps_the_lowest_ids_of_ties():
     assert truncate(scores, scores.max(), top_k=0, top_p=0.5, min_p=0.0).tolist() == [1, 3]
 
 
-def test_a_tiny_top_p_keeps_only_the_best_of_equal_float32_weights():
+def test_tiny_top_p_keeps_the_best_of_equal_float32_weights():
     scores = np.array([-1e-9, 0.0, -1e-9], np.float32)
     assert truncate(scores, scores.max(), top_k=0, top_p=1e-6, min_p=0.0).tolist() == [1]
 
 
-def test_top_p_is_relative_to_what_top_k_left():
+def test_top_p_is_relative_to_the_mass_left_by_top_k():
     scores = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
     # Of the two best, the first holds 4/7 = 0.571 of the mass.
     assert truncate(scores, scores.max(), top_k=2, top_p=0.57, min_p=0.0).tolist() == [0]
     assert truncate(scores, scores.max(), top_k=0, top_p=0.57, min_p=0.0).tolist() == [0, 1]
 
 
-def test_truncate_with_everything_off_returns_none():
+def test_truncate_without_limits_returns_none():
     scores = np.zeros(10, np.float32)
     assert truncate(scores, scores.max(), top_k=0, top_p=1.0, min_p=0.0) is None
     assert truncate(scores, scores.max(), top_k=10, top_p=1.0, min_p=0.0) is None
@@ -78,7 +78,7 @@ def test_truncate_with_everything_off_returns_none():
 
 @pytest.mark.parametrize("size", [32_000, 150_000])
 @pytest.mark.parametrize("kind", ROWS)
-def test_wide_rows_keep_the_ids_of_a_full_sort(kind, size, large_counts):
+def test_truncate_of_wide_rows_keeps_the_ids_of_a_full_sort(kind, size, large_counts):
     generator = np.random.default_rng(size)
     mixtures = [(0, 0.9, 0.0), (0, 0.3, 0.0), (size // 3, 0.8, 0.0), (0, 0.95, 0.02), (0, 1.0 - 2.0**-53, 0.0), (50, 1e-6, 0.0)]
     for top_k, top_p, min_p in mixtures if large_counts or size < 100_000 else mixtures[:1]:

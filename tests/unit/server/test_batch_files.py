@@ -57,7 +57,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_line_that_is_no_request_is_named_and_the_others_stay(name: str, tmp_path: Path) -> None:
+def test_invalid_batch_line_is_named_and_the_others_are_kept(name: str, tmp_path: Path) -> None:
     bad, reason = BAD[name]
     path = written(tmp_path / "in", line("before"), "", bad, line("behind"))
     first, wrong, last = read_lines(path, LIMIT)
@@ -69,7 +69,7 @@ def test_a_line_that_is_no_request_is_named_and_the_others_stay(name: str, tmp_p
     assert re.search(reason, wrong.reason)
 
 
-def test_lines_are_found_again_by_their_places(tmp_path: Path) -> None:
+def test_batch_lines_are_read_again_at_their_stored_offsets(tmp_path: Path) -> None:
     path = written(tmp_path / "in", line("one"), "x" * 3 * LIMIT, "", line("two"), line("three"))
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
     plan = plan_batch(path, Finished(), LIMIT)
@@ -79,19 +79,19 @@ def test_lines_are_found_again_by_their_places(tmp_path: Path) -> None:
     assert (plan.num_requests, plan.num_pending, len(plan.bad)) == (3, 3, 1)
 
 
-def test_names_that_stand_twice_are_refused_with_their_lines(tmp_path: Path) -> None:
+def test_duplicate_custom_ids_are_refused_with_their_line_numbers(tmp_path: Path) -> None:
     path = written(tmp_path / "in", line("one"), line("two"), line("one", body={}), line("two"))
     with pytest.raises(RequestError, match=r"'one' in lines 1 and 3, 'two' in lines 2 and 4"):
         plan_batch(path, Finished(), LIMIT)
 
 
 @pytest.mark.parametrize("name", ["absent", "."], ids=["absent", "a folder"])
-def test_an_input_that_cannot_be_read_is_refused(name: str, tmp_path: Path) -> None:
+def test_unreadable_batch_input_file_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="give a file with a request on each line"):
         plan_batch(tmp_path / name, Finished(), LIMIT)
 
 
-def test_wherever_an_output_ends_the_rest_of_it_is_answered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_output_truncated_anywhere_is_completed_without_duplicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # it takes milliseconds each time
     path = written(tmp_path / "in", *(line(f"n{index}") for index in range(3)))
     asked, target = requests_of(path), tmp_path / "out"
@@ -111,7 +111,7 @@ def test_wherever_an_output_ends_the_rest_of_it_is_answered_once(tmp_path: Path,
             assert target.read_bytes() == whole, f"{length} bytes were left, then {len(tail)} zeros"
 
 
-def test_incomplete_last_line_is_cut(tmp_path: Path) -> None:
+def test_incomplete_last_line_of_a_batch_output_is_cut(tmp_path: Path) -> None:
     source = written(tmp_path / "in", line("a"), line("b"))
     whole, torn = (json.dumps(answer(request), indent=None) for request in requests_of(source))
     assert ", " in whole, "our own lines have no spaces"
@@ -122,7 +122,7 @@ def test_incomplete_last_line_is_cut(tmp_path: Path) -> None:
         assert (tmp_path / "out").read_text() == f"{whole}\n"
 
 
-def test_an_answer_that_stands_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_duplicate_answer_in_a_batch_output_is_refused_with_its_line(tmp_path: Path) -> None:
     first, second = map(answer, requests_of(written(tmp_path / "in", line("a"), line("b"))))
     path = written(tmp_path / "out", first, second, first)
     with pytest.raises(ConfigError, match=f"line 3 of {path} answers 'a' a second time"):
@@ -135,7 +135,7 @@ def one_answer_and_an_error(output: OutputFile, source: Path) -> None:
     raise CapacityError("the engine ended")
 
 
-def test_a_run_that_is_refused_leaves_no_empty_output(tmp_path: Path) -> None:
+def test_refused_batch_run_leaves_no_empty_output_file(tmp_path: Path) -> None:
     path = tmp_path / "out"
     for is_there in (False, True):
         if is_there:
@@ -152,7 +152,7 @@ def test_a_run_that_is_refused_leaves_no_empty_output(tmp_path: Path) -> None:
     assert (tmp_path / "of nothing").exists(), "every request is answered: there are none"
 
 
-def test_what_is_no_output_of_a_batch_is_left_as_it_is(tmp_path: Path) -> None:
+def test_file_that_is_no_batch_output_is_left_unchanged(tmp_path: Path) -> None:
     path = written(tmp_path / "in", line("one"))
     good = json.dumps(answer(requests_of(path)[0]), separators=(",", ":")) + "\n"
     foreign = [path.read_bytes(), b"some text", b"some text\n", b"{}\n", f"half\n{good}".encode(), f"{good}half".encode()]
@@ -164,7 +164,7 @@ def test_what_is_no_output_of_a_batch_is_left_as_it_is(tmp_path: Path) -> None:
         assert path.read_bytes() == content
 
 
-def test_an_output_of_another_batch_is_refused(tmp_path: Path) -> None:
+def test_output_of_another_batch_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "in", line("one"), line("two"))
     with OutputFile(tmp_path / "out") as output:
         output.append(answer(requests_of(path)[0]))
@@ -174,13 +174,13 @@ def test_an_output_of_another_batch_is_refused(tmp_path: Path) -> None:
             plan_batch(written(path, line("two")), output.finished, LIMIT)
 
 
-def test_the_spelling_of_a_line_may_change(tmp_path: Path) -> None:
+def test_batch_request_id_ignores_json_whitespace(tmp_path: Path) -> None:
     path = written(tmp_path / "in", line("one"))
     again = written(tmp_path / "again", json.dumps(line("one"), ensure_ascii=False, indent=None).replace(": ", ":"))
     assert requests_of(path)[0].id == requests_of(again)[0].id
 
 
-def test_a_second_run_cannot_write_the_same_output(tmp_path: Path) -> None:
+def test_second_batch_run_with_the_same_output_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "out"
     open_it = f"from pathlib import Path; from paceline.server.batch.output_file import OutputFile; OutputFile(Path({str(target)!r}))"
     with OutputFile(target), pytest.raises(ConfigError, match="another run is writing"):
@@ -191,7 +191,7 @@ def test_a_second_run_cannot_write_the_same_output(tmp_path: Path) -> None:
     OutputFile(target).close()
 
 
-def test_a_line_that_does_not_fit_the_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_answer_that_does_not_fit_the_disk_leaves_no_partial_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, target = written(tmp_path / "in", line("one"), line("two")), tmp_path / "out"
     first, second = requests_of(path)
     with OutputFile(target) as output:
@@ -219,7 +219,7 @@ class _FullDisk:
         return int(self._file.write(content[:taken]))
 
 
-def test_answers_are_synced_when_the_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_output_is_synced_on_close_if_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     with OutputFile(tmp_path / "out") as output:
@@ -231,7 +231,7 @@ def test_answers_are_synced_when_the_file_is_closed(tmp_path: Path, monkeypatch:
     assert len(synced) == num_before + 1
 
 
-def test_a_name_of_a_request_depends_on_all_of_it(seed: int) -> None:
+def test_batch_request_id_depends_on_id_path_and_body(seed: int) -> None:
     draws = random.Random(seed)
     base = BatchLine(1, 0, 1, "one", "/v1/completions", b'{"a":1}')
     moved = BatchLine(draws.randrange(100), 5, 9, "one", "/v1/completions", b'{"a":1}')

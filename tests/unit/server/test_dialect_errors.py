@@ -19,7 +19,7 @@ ERROR = HttpError(503, "the server is shutting down", kind="service_unavailable_
         ("/v1/messages", "error", "error"),
     ],
 )
-def test_an_error_event_has_the_name_that_clients_dispatch_on(path: str, name: str | None, kind: str | None) -> None:
+def test_error_event_has_the_name_that_dialect_clients_expect(path: str, name: str | None, kind: str | None) -> None:
     *names, data = dialect_of(path).error_event(ERROR).decode().strip().splitlines()
     assert names == ([] if name is None else [f"event: {name}"])
     fields = json.loads(data.removeprefix("data: "))

@@ -13,7 +13,7 @@ from paceline.server.shutdown_watchdog import EXIT_CODE, ShutdownWatchdog
 WAIT_S = 10
 
 
-def test_a_process_that_does_not_end_in_time_is_exited() -> None:
+def test_shutdown_watchdog_exits_a_process_that_does_not_end_in_time() -> None:
     ended: SimpleQueue[int] = SimpleQueue()
     with ShutdownWatchdog(ended.put) as watchdog:
         watchdog.exit_within(60)
@@ -21,7 +21,7 @@ def test_a_process_that_does_not_end_in_time_is_exited() -> None:
         assert ended.get(timeout=WAIT_S) == EXIT_CODE
 
 
-def test_a_process_that_ends_in_time_is_not_exited() -> None:
+def test_shutdown_watchdog_does_not_exit_a_process_that_ends_in_time() -> None:
     ended: SimpleQueue[int] = SimpleQueue()
     for has_deadline in (False, True):
         with ShutdownWatchdog(ended.put) as watchdog:
@@ -32,7 +32,7 @@ def test_a_process_that_ends_in_time_is_not_exited() -> None:
     assert ended.empty()
 
 
-def test_lines_that_are_not_read_are_dropped_and_counted() -> None:
+def test_log_lines_that_stderr_does_not_take_are_dropped_and_counted() -> None:
     is_read, written = threading.Event(), list[bytes]()
 
     def write(content: bytes) -> None:
@@ -55,7 +55,7 @@ def test_lines_that_are_not_read_are_dropped_and_counted() -> None:
 
 
 @pytest.mark.parametrize("num_lines", [1, 20], ids=["waiting", "full"])
-def test_the_end_does_not_wait_for_a_reader(num_lines: int) -> None:
+def test_end_of_logging_does_not_wait_for_a_blocked_stderr(num_lines: int) -> None:
     is_read, started_s = threading.Event(), time.monotonic()
 
     def write(content: bytes) -> None:
@@ -69,7 +69,7 @@ def test_the_end_does_not_wait_for_a_reader(num_lines: int) -> None:
     is_read.set()
 
 
-def test_warnings_of_other_libraries_are_written_too(capfd: pytest.CaptureFixture[str]) -> None:
+def test_warnings_of_other_libraries_are_written_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     with log_to_stderr(logging.INFO) as lines:
         lines.say("a line\nof one")
         logging.getLogger("paceline.server").info("%s", "b")

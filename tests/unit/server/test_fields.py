@@ -46,7 +46,7 @@ def refusal(body: dict[str, Any], settings: ServerSettings | None = None) -> Htt
     ],
 )
 @pytest.mark.parametrize("settings", [ServerSettings(), STRICT])
-def test_name_one_edit_from_a_known_one_is_refused(name: str, meant: str, settings: ServerSettings) -> None:
+def test_field_name_one_edit_from_a_known_one_is_refused(name: str, meant: str, settings: ServerSettings) -> None:
     error = refusal({name: 1}, settings)
     assert (error.parameter, error.code) == (name, "unknown_parameter")
     assert error.message == f"{name} is no parameter of this request: did you mean {meant}?"
@@ -66,12 +66,12 @@ def test_name_one_edit_from_a_known_one_is_refused(name: str, meant: str, settin
         "\u00e4\u00f6",
     ],
 )
-def test_name_unlike_known_ones_is_ignored(name: str) -> None:
+def test_field_name_unlike_known_ones_is_ignored(name: str) -> None:
     assert len(read({name: 1})[1]) == 1
 
 
 @pytest.mark.parametrize("name", ["mode", "models", "context", "speed", "top", "seeds", "stops", "tool"])
-def test_word_close_to_a_known_name_is_ignored(name: str) -> None:
+def test_real_word_close_to_a_known_field_name_is_ignored(name: str) -> None:
     assert read({name: 5})[1] == [name]
 
 
@@ -99,7 +99,7 @@ def test_closest_name_is_symmetric(first: str, second: str) -> None:
     assert (closest_name(first, [second]), closest_name(second, [first])) == ((None, None) if short else (second, first))
 
 
-def test_no_listed_name_is_taken_for_a_misspelling() -> None:
+def test_ignored_fields_are_not_also_refused() -> None:
     for dialect, rows in TABLE.items():
         for place, rules in rows.items():
             assert not rules.ignored & set(rules.refused), (dialect, place)
@@ -114,13 +114,13 @@ def test_no_listed_name_is_taken_for_a_misspelling() -> None:
         (b'{"a": }', "no JSON"),
     ],
 )
-def test_unreadable_body_is_refused_with_its_own_reason(body: bytes, text: str) -> None:
+def test_unreadable_request_body_is_refused_with_its_reason(body: bytes, text: str) -> None:
     for content in (body, body + b" " * 1_000_000):
         with pytest.raises(HttpError, match=text):
             read_body(ChatFields, content, ServerSettings())
 
 
-def test_whole_number_may_be_written_as_a_float() -> None:
+def test_integer_field_may_be_written_as_a_float() -> None:
     fields, _ = read({"max_tokens": 8.0, "top_k": 40.0, "seed": -1.0, "temperature": 1})
     assert (fields.max_tokens, fields.top_k, fields.seed) == (8, 40, -1)
     assert isinstance(fields.max_tokens, int)
@@ -137,7 +137,7 @@ PARTS: list[tuple[list[dict[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("parts", "reasoning"), PARTS)
-def test_reasoning_parts_of_an_answer_are_its_reasoning(parts: list[dict[str, Any]], reasoning: str) -> None:
+def test_reasoning_content_parts_of_an_assistant_message_are_read(parts: list[dict[str, Any]], reasoning: str) -> None:
     content = [*parts, {"type": "text", "text": "Yes."}]
     fields, _ = read({"messages": [*MESSAGES, {"role": "assistant", "content": content}, *MESSAGES]})
     (_, turn, _) = openai_chat.conversation(fields.messages, ServerSettings())
@@ -147,21 +147,21 @@ def test_reasoning_parts_of_an_answer_are_its_reasoning(parts: list[dict[str, An
         openai_chat.conversation(fields.messages, ServerSettings())
 
 
-def test_unknown_fields_are_named_by_their_place_in_order() -> None:
+def test_unknown_nested_fields_are_named_by_their_path() -> None:
     message = {**MESSAGES[0], "mood": 1}
     tool = {"type": "function", "function": {"name": "f", "colour": 1}}
     _, ignored = read({"zeta": 1, "messages": [message, message], "tools": [tool], "alpha": 1})
     assert ignored == ["zeta", "alpha", "messages[].mood", "tools[].function.colour"]
 
 
-def test_unknown_field_is_refused_with_strict_settings() -> None:
+def test_unknown_field_is_refused_with_unknown_fields_error() -> None:
     error = refusal({"messages": [*MESSAGES, {**MESSAGES[0], "mood": 1}]}, STRICT)
     assert (error.parameter, error.code) == ("messages[1].mood", "unknown_parameter")
     assert "--unknown-fields ignore" in error.message
     read({"metadata": {}, "cache_prompt": True, "messages": [{**MESSAGES[0], "cache_control": {}}]}, STRICT)
 
 
-def test_refused_field_passes_with_harmless_values() -> None:
+def test_unserved_field_with_a_harmless_value_is_accepted() -> None:
     for value in (None, False, "", [], {}, 0, ["text"]):
         read({"modalities": value})
     assert refusal({"modalities": ["audio"]}).message == "modalities is not served: this server reads and writes text only"
@@ -170,7 +170,7 @@ def test_refused_field_passes_with_harmless_values() -> None:
     assert refusal({"repeat_last_n": 64, "repeat_penalty": 1.1}).parameter == "repeat_last_n"
 
 
-def test_many_unknown_fields_are_named_in_a_short_header() -> None:
+def test_ignored_fields_header_is_shortened_for_many_names() -> None:
     _, ignored = read({f"x{index}" * 30: 1 for index in range(5000)})
     value = ignored_header(ignored)[IGNORED_HEADER]
     assert len(value) < 1500
@@ -179,7 +179,7 @@ def test_many_unknown_fields_are_named_in_a_short_header() -> None:
 
 
 @pytest.mark.parametrize("name", ["a\r\nSet-Cookie: b", "\ud800", "\u202e", "a,b", "\x00", " "])
-def test_names_are_printable_in_header_and_log(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_field_names_are_printable_in_header_and_log(name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "paceline.server")
     _, ignored = read({name * 3: 1})
     (value,) = ignored_header(ignored).values()
@@ -190,7 +190,7 @@ def test_names_are_printable_in_header_and_log(name: str, caplog: pytest.LogCapt
     assert json.loads(caplog.messages[0]) == {"event": "field_ignored", "field": value}
 
 
-def test_ignored_names_are_logged_once_and_in_bounded_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_field_names_are_logged_once_in_bounded_memory(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "paceline.server")
     logged = set[str]()
     for _ in range(3):
@@ -201,7 +201,7 @@ def test_ignored_names_are_logged_once_and_in_bounded_memory(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("encode", [data_event, named_event, line])
-def test_streamed_line_has_no_line_break_within(encode: Any) -> None:
+def test_server_sent_event_data_contains_no_unicode_line_break(encode: Any) -> None:
     fields = {"type": "a", "text": "a\u2028b\u2029c\u0085d\x0b\x0c\x1c\x1d\x1ee\nf"}
     sent = encode(fields).decode()
     lines = sent.rstrip("\n").splitlines()
@@ -217,17 +217,17 @@ def models() -> Iterator[type[Fields]]:
 
 
 @pytest.mark.parametrize("kind", list(models()), ids=lambda kind: f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}")
-def test_served_field_is_not_refused_too(kind: type[Fields]) -> None:
+def test_served_field_is_not_also_refused(kind: type[Fields]) -> None:
     assert not kind.served & set(kind.rules().refused)
 
 
-def test_every_row_of_the_table_belongs_to_a_model() -> None:
+def test_every_row_of_the_field_table_belongs_to_a_model() -> None:
     rows = {(dialect, place) for dialect, places in TABLE.items() for place in places}
     shared = {("chat", name) for name in ("response_format", "structured_outputs", "speculation")}
     assert rows - {kind.at for kind in models()} == shared
 
 
-def test_every_refusal_rule_has_a_reason() -> None:
+def test_every_refused_field_has_a_reason() -> None:
     for rows in TABLE.values():
         for rules in rows.values():
             for name, rule in rules.refused.items():

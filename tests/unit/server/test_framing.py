@@ -21,7 +21,9 @@ def value(generator: random.Random, depth: int) -> Any:
 
 
 @pytest.mark.parametrize(("items", "chars", "depth"), [(1, 1, 12), (2, 3, 12), (4, 7, 2), (64, 65_536, 12)])
-def test_json_in_pieces_is_that_of_a_whole(items: int, chars: int, depth: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_json_written_in_pieces_equals_json_dumps(
+    items: int, chars: int, depth: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, number in (("_PIECE_ITEMS", items), ("_PIECE_CHARS", chars), ("_MAX_DEPTH", depth)):
         monkeypatch.setattr(framing, name, number)
     generator = random.Random(seed)
@@ -30,7 +32,7 @@ def test_json_in_pieces_is_that_of_a_whole(items: int, chars: int, depth: int, s
         assert large_json(fields) == as_json(fields)
 
 
-def test_no_piece_of_a_large_answer_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_json_is_written_in_short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
     real = framing._as_bytes
     monkeypatch.setattr(framing, "_as_bytes", lambda text: lengths.append(len(text)) or real(text))

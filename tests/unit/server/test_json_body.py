@@ -22,7 +22,9 @@ def result(parse: Any, body: bytes) -> Any:
 
 @pytest.mark.parametrize("piece_chars", [1, 7, 64])
 @pytest.mark.parametrize("ensure_ascii", [True, False])
-def test_strings_in_pieces_are_those_of_json(piece_chars: int, ensure_ascii: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_strings_parsed_in_pieces_equal_json_loads(
+    piece_chars: int, ensure_ascii: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole and cut anywhere, also within escapes and surrogate pairs."""
     monkeypatch.setattr(json_body, "_PIECE_CHARS", piece_chars)
     generator = random.Random(seed)
@@ -34,7 +36,7 @@ def test_strings_in_pieces_are_those_of_json(piece_chars: int, ensure_ascii: boo
         assert result(parse_json, cut) == result(json.loads, cut)
 
 
-def test_a_raw_line_end_in_a_string_is_refused() -> None:
+def test_raw_line_break_in_a_json_string_is_refused() -> None:
     with pytest.raises(json.JSONDecodeError):
         parse_json(b'{"a": "' + b"x" * 200_000 + b'\n"}')
 
@@ -49,11 +51,11 @@ def test_a_raw_line_end_in_a_string_is_refused() -> None:
     ],
     ids=["lists", "objects", "members", "items"],
 )
-def test_too_many_parts_are_refused(body: bytes) -> None:
+def test_json_body_with_too_many_containers_is_refused(body: bytes) -> None:
     with pytest.raises(HttpError, match="send "):
         parse_json(body)
 
 
-def test_deep_nesting_is_an_error_and_no_crash() -> None:
+def test_deeply_nested_json_raises_recursion_error() -> None:
     with pytest.raises(RecursionError):
         parse_json(b"[" * 1_000_000)

@@ -15,7 +15,7 @@ from paceline.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(("kind", "share"), [("Q4_1", 0.33), ("Q8_0", 0.55), ("BF16", 1.0)])
-def test_facts_of_a_gguf_file_name_its_own_quantisation(mini_dir: Path, tmp_path: Path, kind: str, share: float) -> None:
+def test_model_facts_of_a_gguf_file_name_its_quantisation(mini_dir: Path, tmp_path: Path, kind: str, share: float) -> None:
     file = tmp_path / "mini.gguf"
     write_gguf(mini_dir, file, kind)
     whole, facts = ModelFacts.read(EngineConfig(model="mini")), ModelFacts.read(EngineConfig(model=str(file)))
@@ -32,11 +32,11 @@ def test_facts_of_a_gguf_file_name_its_own_quantisation(mini_dir: Path, tmp_path
     }
 
 
-def test_quantisation_while_loading_is_what_is_listed() -> None:
+def test_model_facts_list_the_quantisation_applied_at_load() -> None:
     assert ModelFacts.read(EngineConfig(model="mini", quantization="int8")).quantization == "int8"
 
 
-def test_facts_are_refused_where_the_settings_do_not_fit(tmp_path: Path) -> None:
+def test_model_facts_with_settings_the_model_does_not_allow_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="made for 2048 tokens"):
         ModelFacts.read(EngineConfig(model="mini", max_model_len=4096))
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
@@ -44,7 +44,7 @@ def test_facts_are_refused_where_the_settings_do_not_fit(tmp_path: Path) -> None
         ModelFacts.read(EngineConfig(model=str(tmp_path)))
 
 
-def test_template_facts_are_its_source_and_variables(mini_dir: Path, tmp_path: Path) -> None:
+def test_template_facts_list_source_and_variables(mini_dir: Path, tmp_path: Path) -> None:
     source, variables = template_facts(Tokenizer.open(mini_dir))
     assert ("messages" in source, variables) == (True, ())
     thinking = write_tool_model(mini_dir, tmp_path / "model", "{{ messages }}{{ tools }}{% if enable_thinking %}…{% endif %}")
@@ -66,16 +66,16 @@ def test_template_facts_are_its_source_and_variables(mini_dir: Path, tmp_path: P
         ("-5m", math.inf),
     ],
 )
-def test_durations_are_those_of_ollama(text: str | float, seconds: float) -> None:
+def test_durations_are_parsed_as_in_ollama(text: str | float, seconds: float) -> None:
     assert seconds_of(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["", "soon", "5 m", "5m!", "m", "nan"])
-def test_other_texts_are_no_durations(text: str) -> None:
+def test_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="use a time such as 10m"):
         ServerSettings(unload_after=text)
 
 
-def test_adapters_of_requests_are_refused_where_they_would_be_lost() -> None:
+def test_http_loaded_adapters_with_unload_after_are_refused() -> None:
     with pytest.raises(ConfigError, match="would be lost"):
         ServerSettings(unload_after="10m", adapter_loading=True, api_keys=("a-key-of-this-test",))

@@ -23,13 +23,13 @@ def names(count: int) -> list[str]:
     return [f"replica {index}" for index in range(count)]
 
 
-def test_later_turns_of_a_chat_have_its_key_and_other_chats_another() -> None:
+def test_prefix_key_is_equal_for_later_turns_of_a_chat_only() -> None:
     answer, more = {"role": "assistant", "content": "Where to?"}, {"role": "user", "content": "The airport."}
     assert key(messages=[SYSTEM, USER]) == key(messages=[SYSTEM, USER, answer, more], temperature=0, stream=True)
     assert len({key(messages=[SYSTEM, USER]), key(messages=[USER]), key(messages=[SYSTEM, more]), key(messages=[USER], system="x")}) == 4
 
 
-def test_a_prompt_is_known_by_its_beginning() -> None:
+def test_prefix_key_of_a_prompt_depends_on_its_beginning() -> None:
     long, ids = "a" * PROMPT_CHARS, list(range(PROMPT_TOKENS))
     assert key(prompt=long + "b") == key(prompt=long + "c") == key(prompt=[long + "d", "other"])
     assert key(prompt=[*ids, 1]) == key(prompt=[*ids, 2]) == key(prompt=[[*ids, 3], [4]])
@@ -39,16 +39,16 @@ def test_a_prompt_is_known_by_its_beginning() -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"oops", b"[]", b"{}", b'{"prompt": ""}', b'{"prompt": []}', b'{"messages": []}', b'{"messages": "x"}', b"[" * 100_000]
 )
-def test_what_has_no_beginning_has_no_key(body: bytes) -> None:
+def test_request_without_prompt_or_messages_has_no_prefix_key(body: bytes) -> None:
     assert prefix_key(body) is None
 
 
 @pytest.mark.parametrize("messages", [[3], [{}], [USER, None], [{"role": ["user"]}]], ids=str)
-def test_messages_that_are_wrong_are_for_the_replica_to_refuse(messages: list[Any]) -> None:
+def test_malformed_messages_have_a_prefix_key(messages: list[Any]) -> None:
     assert isinstance(key(messages=messages), int)
 
 
-def test_a_beginning_stays_with_its_replica_until_that_is_too_far_ahead() -> None:
+def test_choose_replica_keeps_the_affine_replica_within_max_lead() -> None:
     loads = dict.fromkeys(names(8), 3)
     affine = choose_replica(loads, 77, max_lead=4)
     assert choose_replica({**loads, affine: 7}, 77, max_lead=4) == affine
@@ -57,20 +57,20 @@ def test_a_beginning_stays_with_its_replica_until_that_is_too_far_ahead() -> Non
     assert choose_replica(least, 77, max_lead=4) == min(least, key=lambda name: least[name])
 
 
-def test_the_second_choice_is_the_same_for_the_same_beginning() -> None:
+def test_second_choice_of_a_replica_is_stable_for_a_prefix_key() -> None:
     loads = dict.fromkeys(names(8), 0)
     affine = choose_replica(loads, 77)
     assert len({choose_replica({**loads, affine: 100 + more}, 77) for more in range(20)}) == 1
 
 
-def test_without_a_lead_the_least_loaded_is_chosen() -> None:
+def test_choose_replica_with_max_lead_0_takes_the_least_loaded() -> None:
     draws = random.Random(3)
     for number in range(300):
         loads = {name: draws.randrange(5) for name in names(1 + draws.randrange(9))}
         assert loads[choose_replica(loads, number, max_lead=0)] == min(loads.values())
 
 
-def test_keys_are_shared_out_evenly_and_few_move_when_a_replica_goes() -> None:
+def test_prefix_keys_are_spread_evenly_and_few_move_with_a_lost_replica() -> None:
     loads = dict.fromkeys(names(10), 0)
     draws = random.Random(4)
     keys = [draws.getrandbits(64) for _ in range(4000)] + list(range(4000))
@@ -112,7 +112,7 @@ def waiting_s(*, max_lead: int, num_keys: int) -> float:
     return waited / 6000
 
 
-def test_the_bound_keeps_one_beginning_from_crowding_its_replica() -> None:
+def test_max_lead_bounds_the_waiting_time_of_a_popular_prefix() -> None:
     assert waiting_s(max_lead=0, num_keys=10**9) < 1.0
     assert waiting_s(max_lead=2, num_keys=1) < 2.5
     assert waiting_s(max_lead=10**9, num_keys=1) > 100.0

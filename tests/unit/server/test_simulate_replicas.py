@@ -37,7 +37,7 @@ def mean(values: list[float]) -> float:
 
 
 @pytest.mark.parametrize(("servers", "rate"), [(4, 3.0), (16, 12.0)])
-def test_simulated_wait_of_one_replica_equals_erlangs_formula(servers: int, rate: float, seed: int, large_counts: bool) -> None:
+def test_simulated_wait_of_one_replica_equals_the_erlang_c_formula(servers: int, rate: float, seed: int, large_counts: bool) -> None:
     world = World(num_replicas=1, num_running=servers, num_requests=600_000 if large_counts else 60_000, num_beginnings=0)
     outcome = simulated(EQUAL, world, seed, rate)
     # four standard errors over seeds: the mean wait of 60,000 requests scatters by 5 to 8 %, as waits in a row depend on one another
@@ -93,13 +93,13 @@ def test_simulated_failure_loses_the_requests_of_one_replica() -> None:
     assert Simulation(CHATS, alone, 1).run().num_refused > 0
 
 
-def test_simulated_fronts_follow_from_the_load() -> None:
+def test_simulated_number_of_fronts_follows_from_the_load() -> None:
     few, many = (Simulation(CHATS, replace(FLEET, num_replicas=count), 1).outcome for count in (20, 200))
     assert (few.fronts, many.fronts) == (1, math.ceil(many.rate * (0.0005 + 1e-5 * (20 + 60 + 30) / 3) / 0.7))
     assert many.fronts > 1
 
 
-def test_simulated_latency_is_at_least_the_work(seed: int) -> None:
+def test_simulated_latency_is_at_least_the_service_time(seed: int) -> None:
     outcome = simulated(EQUAL, World(num_replicas=3, num_running=2, num_requests=2000, num_beginnings=0), seed, 4.0, fixed=True)
     assert min(outcome.latencies_s) == pytest.approx(1.0)
 

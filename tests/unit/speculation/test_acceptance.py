@@ -28,7 +28,7 @@ from paceline.speculation.tree import DraftTree
 # AcceptanceRates
 
 
-def test_rates_without_samples_are_the_prior() -> None:
+def test_acceptance_rates_without_observations_are_the_prior() -> None:
     rates = AcceptanceRates()
     assert rates.rates_by_depth(3) == pytest.approx([PRIOR_RATE] * 3)
     assert rates.rate_by_prob(0.3) == pytest.approx(0.3)
@@ -36,7 +36,7 @@ def test_rates_without_samples_are_the_prior() -> None:
     assert not rates.has_probs
 
 
-def test_rates_by_depth_are_the_accepted_share_of_each(seed: int) -> None:
+def test_acceptance_rates_by_depth_are_the_accepted_share_of_each_depth(seed: int) -> None:
     random, rates, true = np.random.default_rng(seed), AcceptanceRates(), (0.9, 0.6, 0.2)
     for _ in range(3000):
         for depth, rate in enumerate(true, 1):
@@ -47,14 +47,14 @@ def test_rates_by_depth_are_the_accepted_share_of_each(seed: int) -> None:
     assert rates.rates_by_depth(3) == pytest.approx(true, abs=0.08)
 
 
-def test_rates_at_unseen_depths_resemble_the_depth_before() -> None:
+def test_acceptance_rates_at_unseen_depths_resemble_the_depth_before() -> None:
     rates = AcceptanceRates()
     for _ in range(400):
         rates.observe(1, None, is_first=True, accepted=True)
     assert min(rates.rates_by_depth(8)) == pytest.approx(rates.rates_by_depth(1)[0])
 
 
-def test_rates_by_prob_are_calibrated_apart_for_first_and_later_siblings() -> None:
+def test_acceptance_by_prob_is_calibrated_separately_for_first_siblings() -> None:
     """The drafter claims 0.9; its first tokens are right half of the time, later siblings never."""
     rates = AcceptanceRates()
     for number in range(400):
@@ -66,7 +66,7 @@ def test_rates_by_prob_are_calibrated_apart_for_first_and_later_siblings() -> No
     assert rates.rate_by_prob(0.2) == pytest.approx(0.2), "other probabilities are counted by themselves"
 
 
-def test_rates_follow_a_change() -> None:
+def test_acceptance_rates_follow_a_change() -> None:
     rates = AcceptanceRates()
     for accepted, count in ((True, 2000), (False, 2000)):
         for _ in range(count):
@@ -75,7 +75,7 @@ def test_rates_follow_a_change() -> None:
     assert rates.rate_by_prob(0.8) < 0.2
 
 
-def test_optimism_falls_as_samples_are_counted() -> None:
+def test_optimism_of_acceptance_rates_falls_with_observations() -> None:
     rates, found = AcceptanceRates(), list[float]()
     for number in range(200):
         found.append(rates.optimism)
@@ -87,13 +87,13 @@ def test_optimism_falls_as_samples_are_counted() -> None:
 # DraftHistory
 
 
-def test_history_without_samples_has_the_rate_over_all_requests() -> None:
+def test_draft_history_without_observations_has_the_global_rate() -> None:
     assert DraftHistory().request_rate(0.7) == pytest.approx(0.7)
     assert DraftHistory().request_rate(0.7, optimism=1.0) > 0.8
 
 
 @pytest.mark.parametrize("true", [0.1, 0.4, 0.9])
-def test_bias_of_a_request_learns_its_own_rate(true: float, seed: int) -> None:
+def test_request_bias_learns_the_acceptance_rate_of_the_request(true: float, seed: int) -> None:
     random, history = np.random.default_rng(seed), DraftHistory()
     found = list[float]()
     for _ in range(600):
@@ -103,14 +103,14 @@ def test_bias_of_a_request_learns_its_own_rate(true: float, seed: int) -> None:
     assert history.num_observed <= BIAS_MEMORY
 
 
-def test_bias_of_a_request_shifts_all_rates_by_the_same_odds() -> None:
+def test_request_bias_shifts_all_acceptance_rates_by_the_same_odds() -> None:
     history = DraftHistory(bias=math.log(3.0))
     for rate in (0.1, 0.5, 0.9):
         found = history.request_rate(rate)
         assert found / (1.0 - found) == pytest.approx(3.0 * rate / (1.0 - rate))
 
 
-def test_bias_is_bounded_and_rates_stay_uncertain() -> None:
+def test_request_bias_is_bounded_and_rates_stay_below_one() -> None:
     history = DraftHistory()
     for _ in range(5000):
         history.observe(0.6, accepted=True)
@@ -119,7 +119,7 @@ def test_bias_is_bounded_and_rates_stay_uncertain() -> None:
     assert (clip_rate(0.0), clip_rate(1.0), clip_rate(0.5)) == (MIN_RATE, MAX_RATE, 0.5)
 
 
-def test_surprise_makes_the_bias_follow_a_changed_text_faster() -> None:
+def test_request_bias_follows_a_changed_text_faster_after_surprises() -> None:
     history = DraftHistory()
     for _ in range(200):
         history.observe(0.6, accepted=True)
@@ -128,12 +128,12 @@ def test_surprise_makes_the_bias_follow_a_changed_text_faster() -> None:
     assert history.request_rate(0.6) < 0.6
 
 
-def test_path_rates_multiply_and_end_below_the_least_rate() -> None:
+def test_path_rates_multiply_and_stop_below_the_minimum_rate() -> None:
     assert DraftHistory().path_rates([0.5, 0.5, 0.5, 0.5], 0.1) == pytest.approx([0.5, 0.25, 0.125])
     assert DraftHistory().path_rates([], 0.1) == []
 
 
-def test_match_confidence_grows_with_the_match_and_the_copy() -> None:
+def test_match_confidence_grows_with_match_length_and_copied_tokens() -> None:
     short, long = match_confidence(1, 4), match_confidence(8, 4)
     assert short == sorted(short)
     assert all(one < other for one, other in zip(short, long, strict=True))

@@ -152,7 +152,7 @@ SAMPLINGS = {"greedy": {}, "sampled": {"temperature": 1.0}, "top-p": {"temperatu
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_any_tree_gives_the_tokens_of_plain_constrained_decoding(
+def test_tree_under_a_grammar_gives_the_tokens_of_plain_decoding(
     sampling: str, seed: int, large_counts: bool, tally: "Counter[str]"
 ) -> None:
     generator = np.random.default_rng(seed)
@@ -212,7 +212,7 @@ def chain(one: Request, text: str) -> DraftTree:
     return DraftTree.chain(one.token_ids[-1], ids(text), "ngram")
 
 
-def test_forced_tokens_are_drafted_without_a_drafter() -> None:
+def test_forced_grammar_tokens_are_drafted_without_a_drafter() -> None:
     one = started(PERSON)
     assert spelled(constrain(None, one, 20, 20)) == ["{ grammar", '{" grammar', '{"name grammar', '{"name": grammar', '{"name": " grammar']
     assert spelled(constrain(None, one, 2, 20)) == ["{ grammar", '{" grammar']
@@ -221,18 +221,18 @@ def test_forced_tokens_are_drafted_without_a_drafter() -> None:
     assert constrain(None, one, 20, 1) is None
 
 
-def test_step_without_draft_or_forced_tokens_is_plain() -> None:
+def test_constrained_step_without_draft_or_forced_tokens_is_plain() -> None:
     assert constrain(None, started(PERSON, '{"name": "'), 20, 20) is None
     assert constrain(DraftTree.root_only(9), started(PERSON, '{"name": "'), 20, 20) is None
 
 
-def test_forbidden_nodes_are_dropped_with_their_descendants() -> None:
+def test_draft_nodes_the_grammar_forbids_are_dropped_with_descendants() -> None:
     one = started(PERSON, '{"name": "Eve", "age":')
     tree = DraftTree.grow(one.token_ids[-1], [*ids(" x"), *ids(" 7"), *ids(" 55"), V + 1, *ids("1")], [0, 0, 0, 3, 1], "ngram")
     assert spelled(constrain(tree, one, 3, 20)) == [" 7 ngram", " 55 ngram", " 55} grammar"]
 
 
-def test_forced_tokens_replace_drafts_and_extend_the_last() -> None:
+def test_forced_grammar_tokens_replace_drafts_and_extend_the_last() -> None:
     one = started(PERSON)
     assert spelled(constrain(chain(one, '{"title": "x'), one, 4, 5)) == ["{ ngram", '{" ngram', '{"name grammar', '{"name": grammar']
     assert spelled(constrain(chain(one, '{"name'), one, 5, 9))[2:] == ['{"name ngram', '{"name": grammar', '{"name": " grammar']
@@ -240,7 +240,7 @@ def test_forced_tokens_replace_drafts_and_extend_the_last() -> None:
     assert spelled(constrain(chain(one, " 55"), one, 9, 9)) == [" 55 ngram", " 55} grammar"]
 
 
-def test_a_tree_the_grammar_agrees_with_stays_as_it_is() -> None:
+def test_draft_tree_allowed_by_the_grammar_is_unchanged() -> None:
     one = started(PERSON)
     tree = chain(one, '{"name":')
     assert constrain(tree, one, 4, 5) is tree
@@ -249,7 +249,7 @@ def test_a_tree_the_grammar_agrees_with_stays_as_it_is() -> None:
     assert constrain(None, free, 4, 5) is None
 
 
-def test_a_drawn_tree_stays_as_it_is() -> None:
+def test_sampled_draft_tree_is_not_pruned_by_the_grammar() -> None:
     """To take out a draw for what it is would change the distribution of what rejection keeps."""
     one = started(PERSON)
     distribution = np.zeros(V)
@@ -258,7 +258,7 @@ def test_a_drawn_tree_stays_as_it_is() -> None:
     assert constrain(tree, one, 4, 5) is tree
 
 
-def test_forced_tokens_are_accepted_without_a_drafter() -> None:
+def test_forced_grammar_tokens_are_accepted_without_a_drafter() -> None:
     params = SamplingParams(max_tokens=60, grammar=PERSON, temperature=1.0)
     plain = generate(Target(3), request(params))
     one = request(params)
@@ -267,7 +267,7 @@ def test_forced_tokens_are_accepted_without_a_drafter() -> None:
     assert one.stats.steps < 0.6 * len(plain)
 
 
-def test_grammar_error_leaves_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_error_while_drafting_causes_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's own row then says why."""
     one = started(PERSON)
 
@@ -279,7 +279,7 @@ def test_grammar_error_leaves_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> N
     assert constrain(None, one, 4, 5) is None
 
 
-def test_end_token_is_drafted_only_if_the_text_must_end() -> None:
+def test_end_token_is_drafted_only_if_the_grammar_requires_it() -> None:
     end = EOS_IDS[1]
     one = started(Grammar.regex("ab?"), "a")
     assert constrain(DraftTree.chain(one.token_ids[-1], [end], "ngram"), one, 4, 5) is not None
@@ -293,7 +293,7 @@ def test_end_token_is_drafted_only_if_the_text_must_end() -> None:
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("spelling", ["as the tokenizer writes it", "letter by letter"])
-def test_reasoning_may_end_at_any_place_of_a_window(temperature: float, spelling: str) -> None:
+def test_grammar_may_start_at_any_position_within_a_draft(temperature: float, spelling: str) -> None:
     whole = spelling == "as the tokenizer writes it"
     marker = ids(REASONING_END) if whole else [token for letter in REASONING_END for token in ids(letter)]
     wishes = (*ids("so, well, let us see"), *marker, *ids('{"name": "x y z'))
@@ -321,7 +321,7 @@ def test_reasoning_may_end_at_any_place_of_a_window(temperature: float, spelling
             assert one.stats.num_accepted_tokens >= num_right
 
 
-def test_no_end_token_before_the_end_of_reasoning() -> None:
+def test_end_token_is_not_drafted_before_the_end_of_reasoning() -> None:
     grammar = Grammar(PERSON.kind, PERSON.text, REASONING_END)
     params = SamplingParams(max_tokens=20, grammar=grammar)
     plain = generate(Target(1, (*ids("so"), EOS_IDS[0], EOS_IDS[1])), request(params))
@@ -329,7 +329,7 @@ def test_no_end_token_before_the_end_of_reasoning() -> None:
     assert not set(plain) & set(EOS_IDS)
 
 
-def test_forced_runs_are_named_after_their_source() -> None:
+def test_forced_grammar_tokens_have_their_own_source_name() -> None:
     """Whoever counts acceptance tells them apart by it."""
     tree = constrain(None, started(PERSON), 2, 3)
     assert tree is not None

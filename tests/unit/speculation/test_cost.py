@@ -43,7 +43,7 @@ def test_linear_cost_of_noisy_samples_is_never_negative(a: float, b: float, seed
         assert cost.b >= 0.0
 
 
-def test_linear_cost_of_the_same_work_scales_both_coefficients() -> None:
+def test_linear_cost_of_one_kind_of_step_scales_both_coefficients() -> None:
     cost = LinearCost()
     for x, y in [(1.0, 0.0), (1.0, 4.0)] * 4:
         cost.observe(x, y, x + 0.1 * y)
@@ -55,7 +55,7 @@ def test_linear_cost_of_the_same_work_scales_both_coefficients() -> None:
 
 
 @pytest.mark.parametrize("before", [0.0, 0.1, 5.0])
-def test_linear_cost_without_recent_y_returns_to_the_prior_ratio(before: float) -> None:
+def test_linear_cost_without_recent_draft_rows_returns_to_the_prior_ratio(before: float) -> None:
     """Else b of a busy time would last for as long as nothing with y runs, which is because of b."""
     cost = LinearCost(ratio=0.1, usual_y=4.0)
     for x, y in [(1.0, 0.0), (1.0, 4.0)] * 20:
@@ -99,12 +99,12 @@ def test_linear_cost_after_stalls_alone_recovers_within_few_samples() -> None:
 # CostModel
 
 
-def test_step_times_without_samples_are_the_profile() -> None:
+def test_step_times_without_samples_equal_the_profile() -> None:
     times = CostModel(STAIRS).step_times(ONE, 15)
     assert times == pytest.approx([STAIRS.seconds_at(rows) for rows in range(1, 17)], rel=1e-6)
 
 
-def test_step_times_of_a_batch_keep_the_steps_of_the_profile() -> None:
+def test_step_times_of_a_batch_keep_the_jumps_of_the_profile() -> None:
     batch = BatchShape(8, 8, is_decoding=True, cached_len=0.0, adapters=AdapterUse.NONE)
     times = CostModel(STAIRS).step_times(batch, 3)
     assert times == pytest.approx([STAIRS.seconds_at(rows) for rows in (8, 9, 10, 11)], rel=1e-6)
@@ -139,7 +139,7 @@ def test_step_times_with_a_wrong_profile_are_corrected_by_steps(factor: float) -
     assert times[8] - times[0] == pytest.approx(factor * 0.8, rel=0.1)
 
 
-def test_step_times_on_a_slower_machine_scale_what_did_not_run() -> None:
+def test_measured_slowdown_scales_step_times_of_unmeasured_draft_lengths() -> None:
     model = CostModel(STAIRS)
     for _ in range(200):
         model.observe_step_time(ONE, 0, 3.0, 0.0)
@@ -148,7 +148,7 @@ def test_step_times_on_a_slower_machine_scale_what_did_not_run() -> None:
     assert times[7] == pytest.approx(3.0 * 1.2, rel=0.05)
 
 
-def test_step_times_with_adapters_are_learned_apart() -> None:
+def test_step_times_with_adapters_are_learned_separately() -> None:
     model, some = CostModel(STAIRS), with_adapters(AdapterUse.SOME_ROWS)
     for _ in range(60):
         model.observe_step_time(ONE, 0, 1.0, 0.0)
@@ -157,14 +157,14 @@ def test_step_times_with_adapters_are_learned_apart() -> None:
     assert model.step_times(some, 0)[0] == pytest.approx(1.5, rel=0.05)
 
 
-def test_step_times_with_adapters_not_seen_are_those_without() -> None:
+def test_step_times_with_unmeasured_adapters_equal_those_without() -> None:
     model = CostModel(STAIRS)
     for _ in range(200):
         model.observe_step_time(ONE, 0, 3.0, 0.0)
     assert model.step_times(with_adapters(AdapterUse.SOME_ROWS), 7)[7] == pytest.approx(3.0 * 1.2, rel=0.1)
 
 
-def test_step_times_with_scaling_passes_not_seen_are_doubled() -> None:
+def test_step_times_with_unmeasured_x_lora_passes_are_doubled() -> None:
     times = CostModel(STAIRS).step_times(with_adapters(AdapterUse.MIXTURE_PASS), 7)
     assert times == pytest.approx([2.0 * STAIRS.seconds_at(rows) for rows in range(1, 9)], rel=1e-6)
 

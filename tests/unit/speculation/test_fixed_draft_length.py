@@ -21,7 +21,7 @@ def traces() -> dict[str, list[Trace]]:
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("chance", [0.0, 0.6, 1.0])
-def test_fixed_lengths_of_made_up_texts_equal_the_replay(chance: float, batch_size: int, seed: int) -> None:
+def test_fixed_length_costs_of_synthetic_texts_equal_the_replay(chance: float, batch_size: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     traces = [made_up(length, lambda _: chance, random) for length in (40, 1, 17, 30, 25, 8)]
     missing = [None if position % 3 == 0 else tree for position, tree in enumerate(traces[0].guesses)]
@@ -35,14 +35,14 @@ def test_fixed_lengths_of_made_up_texts_equal_the_replay(chance: float, batch_si
 
 @pytest.mark.parametrize("name", ["mini/suffix/T0.8/json", "mini/draft_model/T0/code", "smollm2/ngram/T0/rewriting"])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_fixed_lengths_of_recorded_texts_equal_the_replay(name: str, batch_size: int, traces: dict[str, list[Trace]]) -> None:
+def test_fixed_length_costs_of_recorded_texts_equal_the_replay(name: str, batch_size: int, traces: dict[str, list[Trace]]) -> None:
     own = traces[name][:3]
     found = fixed_lengths(own, COSTS, batch_size=batch_size, deepest=6)
     assert min(one.seconds for one in found) == pytest.approx(best_fixed(own, COSTS, batch_size=batch_size, deepest=6)[1])
     assert found[3].mean_s == pytest.approx(replay(FixedDraftLength(3), own, COSTS, batch_size=batch_size).mean_s)
 
 
-def test_fixed_lengths_of_drafts_with_branches_equal_the_replay() -> None:
+def test_fixed_length_costs_of_trees_equal_the_replay() -> None:
     tree = DraftTree.grow(0, [1, 2, 3, 4, 5], [0, 0, 1, 2, 3], "player")
     traces = [Trace([token for _ in range(9) for token in (1, 3, 2, 4)], [tree] * 36)]
     seconds = [one.seconds for one in fixed_lengths(traces, COSTS, deepest=4)]
@@ -61,5 +61,5 @@ def test_recorded_traces_are_written_and_read_as_they_were(tmp_path: Path, trace
     assert any(tree.tree_depth < tree.num_draft_tokens for tree in trees)
 
 
-def test_recorded_traces_take_little_room() -> None:
+def test_recorded_traces_take_less_than_400_kb() -> None:
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 400_000

@@ -133,7 +133,7 @@ def test_break_even_drafter_does_not_oscillate() -> None:
     assert outcome.seconds < 1.02 * outcome.num_emitted_tokens
 
 
-def test_noisy_times_change_little(seed: int) -> None:
+def test_noisy_measured_times_slow_adaptive_drafting_by_little(seed: int) -> None:
     random, costs = np.random.default_rng(seed), MACHINES["a draft model"]
     for chance in (0.1, 0.6):
         traces = texts(lambda _, chance=chance: chance, random, 12, "nothing")  # type: ignore[misc]
@@ -154,7 +154,7 @@ def test_wrong_profile_is_corrected_by_measured_passes(factor: float) -> None:
         assert seconds < 1.10 * best_fixed_seconds(traces, costs)
 
 
-def test_drawn_drafts_are_sent_unchanged() -> None:
+def test_sampled_drafts_are_sent_unchanged_by_the_policy() -> None:
     """To leave out those that seem unlikely would change the distribution that rejection keeps."""
     costs, policy = MACHINES["dear rows"], controller(MACHINES["dear rows"])
     (trace,) = texts(lambda _: 0.5, np.random.default_rng(0), 1, "too much", length=64)
@@ -176,7 +176,7 @@ def test_drawn_drafts_are_sent_unchanged() -> None:
     assert not seen
 
 
-def test_branches_with_rows_of_their_own_are_kept() -> None:
+def test_tree_branches_with_rows_of_their_own_are_kept() -> None:
     costs = MACHINES["dear rows"]
     tree = DraftTree.grow(0, [1, 2, 3], [0, 0, 1], "player", probs=[0.01, 0.01, 0.01])
     trace = Trace([9] * 40, [tree] * 40)
@@ -201,12 +201,12 @@ def test_unknown_drafter_starts_with_short_drafts() -> None:
     assert 0.5 < PRIOR_RATE < 0.7
 
 
-def test_replay_without_drafts_calls_no_drafter() -> None:
+def test_policy_replay_without_drafts_calls_no_drafter() -> None:
     costs = Costs(float, (9.0, 9.0))
     assert best_fixed([Trace([1, 2, 3], [None] * 3)], costs, deepest=0) == (0, 3.0)
 
 
-def test_replay_of_a_fixed_length_equals_the_written_one() -> None:
+def test_replay_of_a_fixed_length_equals_a_hand_computed_one() -> None:
     costs = Costs(float)
     trace = Trace([1, 2, 3, 4, 5], [DraftTree.chain(0, [token + 1 for token in range(at, at + 3)], "player") for at in range(5)])
     outcome = replay(FixedDraftLength(3), [trace], costs)

@@ -106,7 +106,7 @@ def take(speculator: Speculator, monkeypatch: pytest.MonkeyPatch, **seconds: flo
 # Which drafter is called
 
 
-def test_lookup_drafters_are_called_before_others_in_any_order() -> None:
+def test_lookup_drafters_are_called_first_in_any_configured_order() -> None:
     order: list[str] = []
 
     def recorded(name: str) -> Answer:
@@ -121,7 +121,7 @@ def test_lookup_drafters_are_called_before_others_in_any_order() -> None:
     assert order == ["a", "b", "model"]
 
 
-def test_model_drafts_where_the_lookup_drafter_has_no_match() -> None:
+def test_draft_model_drafts_where_the_lookup_drafter_has_no_match() -> None:
     lookup = Scripted(
         "lookup", lambda request: chain(*RIGHT, source="lookup")(request) if request.token_ids[0] == 1 else None, is_lookup=True
     )
@@ -132,7 +132,7 @@ def test_model_drafts_where_the_lookup_drafter_has_no_match() -> None:
 
 
 @pytest.mark.parametrize("model_s", [0.6, 5.0])
-def test_costly_model_is_not_called_where_a_sure_lookup_draft_is_there(model_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_is_not_called_if_a_likely_lookup_draft_exists(model_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     lookup = Scripted("lookup", chain(*RIGHT, source="lookup", prob=0.95), is_lookup=True)
     model = Scripted("model", chain(5, 6, source="model", prob=0.8))
     speculator, request = speculator_of([lookup, model], adaptive()), make_request([1, 2])
@@ -143,7 +143,7 @@ def test_costly_model_is_not_called_where_a_sure_lookup_draft_is_there(model_s: 
     assert lookup.num_calls == 60
 
 
-def test_model_is_called_where_the_lookup_draft_is_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_is_called_if_the_lookup_draft_is_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lookup drafter always has a draft, which is wrong."""
     lookup = Scripted("lookup", chain(9, 9, source="lookup", prob=0.6), is_lookup=True)
     model = Scripted("model", chain(*RIGHT, source="model", prob=0.8))
@@ -153,7 +153,7 @@ def test_model_is_called_where_the_lookup_draft_is_unlikely(monkeypatch: pytest.
     assert sum(source_of(one) == "model" for one in rows[20:]) > 35
 
 
-def test_better_draft_is_kept_by_measured_acceptance_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_with_the_higher_measured_acceptance_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both drafters claim the same probability."""
     for names in (("good", "bad"), ("bad", "good")):
         answers = {"good": chain(5, 6, source="good", prob=0.8), "bad": chain(9, 9, 9, source="bad", prob=0.8)}
@@ -163,7 +163,7 @@ def test_better_draft_is_kept_by_measured_acceptance_in_any_order(monkeypatch: p
         assert all(source_of(one) == "good" for one in rows[-10:])
 
 
-def test_request_that_names_a_drafter_gets_drafts_of_that_one_alone() -> None:
+def test_request_that_names_a_drafter_gets_drafts_of_that_one_only() -> None:
     first, second = Scripted("first", chain(*RIGHT, source="first")), Scripted("second", chain(5, source="second"))
     named, free = make_request([1, 2]), make_request([3, 4])
     named.drafter = "second"
@@ -180,7 +180,7 @@ def test_drafter_without_candidates_is_not_called(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("is_lookup", [True, False])
-def test_reason_unprofitable_is_kept_where_another_drafter_has_no_match(is_lookup: bool) -> None:
+def test_skip_reason_unprofitable_is_kept_if_another_drafter_has_no_match(is_lookup: bool) -> None:
     """It tells more than that the other one found nothing."""
     lookup, other = Scripted("lookup", lambda request: None, is_lookup=True), Scripted("other", chain(*RIGHT, source="other", prob=0.01))
     lookup.traits = DrafterTraits(is_lookup=is_lookup)
@@ -202,7 +202,7 @@ def test_drafts_are_trimmed_to_budget_and_vocabulary_and_the_rest_counted() -> N
     assert (rows.num_draft_tokens, rows.skip_reason) == (0, SkipReason.UNUSABLE)
 
 
-def test_requests_that_may_not_draft_get_their_reason() -> None:
+def test_requests_that_may_not_draft_get_their_skip_reason() -> None:
     drafter = Scripted("only", chain(*RIGHT, source="only"))
     off, ending, at_prompt, resumed = (make_request([1, 2, 3]) for _ in range(4))
     off.num_speculative_tokens = 0
@@ -216,7 +216,7 @@ def test_requests_that_may_not_draft_get_their_reason() -> None:
     assert drafter.num_calls == 0
 
 
-def test_drafts_of_a_batch_fit_the_pass_and_known_tokens_come_first() -> None:
+def test_batch_drafts_fit_the_pass_after_the_required_token_rows() -> None:
     drafter = Scripted("only", chain(*RIGHT, source="only"))
     batch = propose(speculator_of([drafter]), *(make_request([1, 2]) for _ in range(3)), max_rows=8)
     assert [rows.num_draft_tokens for rows in batch] == [2, 2, 1]
@@ -263,7 +263,7 @@ GARBAGE: dict[str, Callable[[Sequence[Request]], object]] = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_garbage_of_one_drafter_leaves_the_draft_of_another(garbage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_draft_of_one_drafter_leaves_the_draft_of_another(garbage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for is_first in (True, False):
         broken, good = Scripted("broken", fail), Scripted("good", chain(7, 8, source="good"))
         monkeypatch.setattr(broken, "propose", lambda requests, budgets: GARBAGE[garbage](requests))
@@ -274,7 +274,7 @@ def test_garbage_of_one_drafter_leaves_the_draft_of_another(garbage: str, monkey
         assert speculator.num_failures == 1
 
 
-def test_interrupt_of_a_drafter_is_raised() -> None:
+def test_keyboard_interrupt_in_a_drafter_is_raised() -> None:
     def interrupt(request: Request) -> DraftTree:
         raise KeyboardInterrupt
 
@@ -304,7 +304,7 @@ def drawn(*tokens: int) -> Answer:
 
 
 @pytest.mark.parametrize("policy", [FixedDraftLength(4), adaptive()], ids=["fixed", "adaptive"])
-def test_drawn_draft_is_kept_whatever_was_drawn_and_other_drafters_have(policy: FixedDraftLength) -> None:
+def test_sampled_draft_is_kept_whatever_other_drafters_propose(policy: FixedDraftLength) -> None:
     """To choose by the tokens or the length of what was drawn would change the distribution that rejection keeps."""
     lookup = Scripted("lookup", chain(*RIGHT, source="lookup", prob=0.99), is_lookup=True)
     drawing, last = Scripted("drawing", drawn(9)), Scripted("last", chain(*RIGHT, source="last", prob=0.99))
@@ -342,7 +342,7 @@ def test_needs_of_several_drafters_are_their_union() -> None:
 
 
 @pytest.mark.parametrize("call", ["observe", "release"])
-def test_observe_and_release_reach_all_drafters_where_one_raises(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observe_and_release_reach_all_drafters_if_one_raises(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, last = Scripted("first", fail), Scripted("last", fail)
     speculator, request = speculator_of([first, last]), make_request([1, 2])
     monkeypatch.setattr(first, call, lambda *_: 1 / 0)

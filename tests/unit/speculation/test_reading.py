@@ -96,7 +96,7 @@ def open_speculator(accepted: int, token_s: float, monkeypatch: pytest.MonkeyPat
 @pytest.mark.spread(0.4)
 @pytest.mark.parametrize("num_tokens", [8, 30, 200])
 @pytest.mark.parametrize("token_s", [0.005, 0.05, 1.0])
-def test_useless_drafter_seldom_prefills(num_tokens: int, token_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_useless_drafter_is_rarely_prefilled(num_tokens: int, token_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     speculator, drafter = open_speculator(0, token_s, monkeypatch)
     for _ in range(3):
         decode(speculator, drafter, num_tokens)  # the first ones may be tried out
@@ -108,7 +108,7 @@ def test_useless_drafter_seldom_prefills(num_tokens: int, token_s: float, monkey
     assert drafter.read_s - before_s < 2 * OVERHEAD_SHARE * plain_s + 900 * token_s
 
 
-def test_profitable_drafter_prefills_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profitable_drafter_is_prefilled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     speculator, drafter = open_speculator(3, 0.02, monkeypatch)
     for _ in range(5):
         seconds = decode(speculator, drafter, 200)
@@ -134,7 +134,7 @@ def test_drafter_that_becomes_profitable_is_prefilled(monkeypatch: pytest.Monkey
     assert seconds < 60
 
 
-def test_step_without_prefill_is_skipped_as_unprofitable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_without_drafter_prefill_is_skipped_as_unprofitable(monkeypatch: pytest.MonkeyPatch) -> None:
     speculator, drafter = open_speculator(3, 1.0, monkeypatch)
     rows = RequestRows.without_draft(make_request(), 1)
     speculator.propose([rows])
@@ -142,7 +142,7 @@ def test_step_without_prefill_is_skipped_as_unprofitable(monkeypatch: pytest.Mon
     assert speculator.num_failures == 0
 
 
-def test_prefill_time_follows_measurements(seed: int) -> None:
+def test_drafter_prefill_time_follows_measurements(seed: int) -> None:
     reading = PrefillTime()
     assert reading.expected_s(1000) == 0.0
     random = np.random.default_rng(seed)

@@ -67,7 +67,7 @@ WHOLE = [(50,), (51,), (50, 52), (50, 53), (50, 52, 54)]
         (3, 0, [(50,)]),
     ],
 )
-def test_tree_without_blocks_keeps_its_first_path(length: int, num_free: int, expected: list[tuple[int, ...]]) -> None:
+def test_draft_tree_without_enough_blocks_keeps_its_first_path(length: int, num_free: int, expected: list[tuple[int, ...]]) -> None:
     num_own = -(-(length - 1) // BLOCK)
     cache = make_cache(num_own + num_free)
     rows = make_rows(cache, length, PARENTS)
@@ -82,7 +82,7 @@ def test_tree_without_blocks_keeps_its_first_path(length: int, num_free: int, ex
     cache.check()
 
 
-def test_step_without_free_blocks_is_plain() -> None:
+def test_step_without_free_blocks_for_drafts_is_plain() -> None:
     cache = make_cache(1)
     rows = make_rows(cache, BLOCK, PARENTS)
     reserve([rows], cache)
@@ -90,7 +90,7 @@ def test_step_without_free_blocks_is_plain() -> None:
 
 
 @pytest.mark.parametrize("layout", [TreeLayout.MASK, TreeLayout.CHAIN])
-def test_first_path_is_kept_in_every_layout(layout: TreeLayout) -> None:
+def test_first_path_of_a_draft_tree_is_kept_in_every_layout(layout: TreeLayout) -> None:
     cache = make_cache(1, layout)
     rows = make_rows(cache, 1, PARENTS if layout is TreeLayout.MASK else (0, 1, 2, 3, 4))
     reserve([rows], cache)
@@ -107,7 +107,7 @@ def test_drafts_are_dropped_before_committed_tokens() -> None:
     cache.check()
 
 
-def test_only_the_needed_drafts_of_other_requests_are_dropped() -> None:
+def test_drafts_of_other_requests_are_dropped_only_as_far_as_needed() -> None:
     cache = make_cache(3 + 3)
     batch = [make_rows(cache, 2, (0, 0, 0)), make_rows(cache, 2, (0, 0)), make_rows(cache, BLOCK + 1)]
     reserve(batch, cache)  # two blocks for the first one's branches, one for the second's: the last root takes that
@@ -138,7 +138,7 @@ def uniform(*tokens: int) -> TokenProbs:
         (2, [(50,), (51,), (50, 52), (50, 52, 54)], Proposal.WITHOUT_REPLACEMENT),
     ],
 )
-def test_drawn_trees_are_cut_by_level(num_free: int, expected: list[tuple[int, ...]], proposal: Proposal) -> None:
+def test_sampled_trees_are_pruned_by_level(num_free: int, expected: list[tuple[int, ...]], proposal: Proposal) -> None:
     cache = make_cache(2 + num_free)
     rows = make_rows(cache, BLOCK + 2)
     rows.tree = DraftTree.grow(5, [50, 51, 52, 54], [0, 0, 1, 3], "test", {0: uniform(50, 51, 55), 1: uniform(52, 53), 3: uniform(54)})

@@ -30,7 +30,7 @@ def _check_identities(stats: SpeculationStats) -> None:
     assert stats.acceptance_rate == pytest.approx(stats.num_accepted_tokens / max(1, stats.num_draft_tokens))
 
 
-def test_stats_counters_add_up(seed):
+def test_speculation_stats_counters_add_up(seed):
     generator = np.random.default_rng(seed)
     for _ in range(100):
         stats = SpeculationStats()
@@ -39,7 +39,7 @@ def test_stats_counters_add_up(seed):
             _check_identities(stats)
 
 
-def test_sum_of_stats_equals_those_of_one_request(seed):
+def test_sum_of_speculation_stats_equals_one_combined_record(seed):
     generators = [np.random.default_rng([seed, half]) for half in range(2)]
     halves = [SpeculationStats(), SpeculationStats()]
     for half, generator in zip(halves, generators, strict=True):
@@ -60,7 +60,7 @@ def test_sum_of_stats_equals_those_of_one_request(seed):
         _check_identities(total)
 
 
-def test_adding_leaves_the_other_as_it_was():
+def test_adding_speculation_stats_leaves_the_added_one_unchanged():
     total, other = SpeculationStats(), SpeculationStats()
     other.record([1, 2], 1, 2, None)
     total.add(other)
@@ -83,12 +83,12 @@ def test_acceptance_rates_of_a_tree_count_all_nodes_of_a_depth():
     assert stats.acceptance_rate == pytest.approx(1 / 6)
 
 
-def test_empty_stats_divide_by_no_zero():
+def test_empty_speculation_stats_have_rates_of_zero():
     stats = SpeculationStats()
     assert (stats.mean_acceptance_length, stats.acceptance_rate, stats.acceptance_rate_by_position) == (0.0, 0.0, [])
 
 
-def test_the_json_form_names_the_reasons():
+def test_speculation_stats_as_dict_names_the_skip_reasons():
     stats = SpeculationStats()
     stats.record([], 0, 1, SkipReason.PROMPT)
     stats.record([1, 2, 3], 2, 3, None)

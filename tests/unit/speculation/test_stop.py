@@ -52,7 +52,7 @@ def _feed(pieces, stop, *, include_stop=False):
         pytest.param(["x", "y" + SPLIT, "z"], ("yz",), "x", "xyz", id="completed by a held-back piece"),
     ],
 )
-def test_the_text_ends_at_the_stop_string(pieces, stop, text, text_with_stop):
+def test_text_stop_cuts_the_text_at_the_stop_string(pieces, stop, text, text_with_stop):
     for include_stop, wanted in ((False, text), (True, text_with_stop)):
         text_stop, _ = _feed(pieces, stop, include_stop=include_stop)
         assert text_stop.is_stopped
@@ -64,7 +64,7 @@ def test_possible_stop_string_is_held_back_until_decided():
     assert shown == ["a", "a", "a", "astx", "astx"]
 
 
-def test_what_is_held_back_is_released_at_the_end():
+def test_text_held_back_for_a_stop_string_is_released_at_the_end():
     text_stop, shown = _feed(["a", "st", "o"], ("stop",))
     assert shown[-1] == "a"
     assert text_stop.finish() == text_stop.finish() == text_stop.text == "asto"
@@ -83,7 +83,7 @@ def test_text_without_stop_strings_is_shown_at_once():
     assert shown == ["a", "a", "abc"]
 
 
-def test_shown_text_is_never_retracted(seed):
+def test_streamed_text_is_never_retracted_by_a_stop_string(seed):
     """Against the whole text: shown is always a prefix, the end is at the first stop, and nothing is held back without need."""
     generator = np.random.default_rng(seed)
     for _ in range(3_000):
@@ -106,7 +106,7 @@ def test_shown_text_is_never_retracted(seed):
                 assert held == "" or any(one.startswith(held) for one in stop)
 
 
-def test_a_stop_text_spelled_in_bytes_ends_with_its_last_one(tmp_path: Path) -> None:
+def test_stop_string_spelled_in_byte_tokens_ends_at_its_last_byte(tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(write_byte_fallback_tokenizer(tmp_path))
     ids = tokenizer.encode("a😀😀", add_special_tokens=False)
     stop = TextStop(tokenizer.detokenizer(), ["😀"], include_stop=False)

@@ -36,14 +36,14 @@ def _check_shape(tree: DraftTree) -> None:
     assert tree.num_draft_tokens == len(tree.token_ids) - 1
 
 
-def test_a_plain_step_is_a_tree_of_its_root():
+def test_root_only_draft_tree_has_no_draft_tokens():
     tree = DraftTree.root_only(7)
     _check_shape(tree)
     assert (tree.num_draft_tokens, tree.tree_depth, tree.child(0, 7)) == (0, 0, None)
 
 
 @pytest.mark.parametrize("tokens", [[], [5], [5, 5, 6]])
-def test_a_chain_is_the_tree_grown_in_a_line(tokens):
+def test_draft_tree_chain_equals_grow_with_a_line_of_parents(tokens):
     chain = DraftTree.chain(9, tokens, "ngram")
     grown = DraftTree.grow(9, tokens, range(len(tokens)), "ngram")
     _check_shape(chain)
@@ -51,7 +51,7 @@ def test_a_chain_is_the_tree_grown_in_a_line(tokens):
         assert list(getattr(chain, name)) == list(getattr(grown, name))
 
 
-def test_grow_merges_equal_paths_in_breadth_first_order(seed):
+def test_draft_tree_grow_merges_equal_paths_in_breadth_first_order(seed):
     generator = np.random.default_rng(seed)
     for _ in range(500):
         tree, tokens, parents = _random_tree(generator)
@@ -63,18 +63,18 @@ def test_grow_merges_equal_paths_in_breadth_first_order(seed):
         assert set(tree.sources[1:]) <= {"ngram"}
 
 
-def test_equal_siblings_are_merged_with_their_children_and_the_first_leads():
+def test_draft_tree_grow_merges_the_children_of_equal_siblings():
     tree = DraftTree.grow(0, [5, 6, 5, 7, 8], [0, 0, 0, 3, 1], "ngram")
     assert _texts(tree) == [(0,), (0, 5), (0, 6), (0, 5, 7), (0, 5, 8)]
 
 
 @pytest.mark.parametrize("parent", [1, 2, -1])
-def test_a_node_before_its_parent_is_refused(parent):
+def test_draft_tree_node_before_its_parent_is_refused(parent):
     with pytest.raises(ValueError, match="parents come before their children"):
         DraftTree.grow(0, [5], [parent], "ngram")
 
 
-def test_a_child_is_found_by_its_token_and_nothing_else(seed):
+def test_draft_tree_child_is_found_by_its_token(seed):
     generator = np.random.default_rng(seed)
     for _ in range(200):
         tree, _, _ = _random_tree(generator)
@@ -86,7 +86,7 @@ def test_a_child_is_found_by_its_token_and_nothing_else(seed):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_trimmed_tree_is_a_subset_within_the_limits(layout, seed):
+def test_trimmed_draft_tree_is_a_subset_within_the_limits(layout, seed):
     generator = np.random.default_rng(seed)
     for _ in range(500):
         tree, _, _ = _random_tree(generator, vocab_size=6)
@@ -101,7 +101,7 @@ def test_trimmed_tree_is_a_subset_within_the_limits(layout, seed):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_trimming_drops_nothing_that_fits(layout, seed):
+def test_trimming_a_draft_tree_drops_nothing_that_fits(layout, seed):
     generator = np.random.default_rng(seed)
     for _ in range(200):
         tree, _, _ = _random_tree(generator, vocab_size=6)
@@ -124,17 +124,17 @@ def test_trimming_drops_nothing_that_fits(layout, seed):
     ],
 )
 @pytest.mark.parametrize("layout", list(TreeLayout))
-def test_a_chain_is_cut_at_the_first_token_that_cannot_be_used(limits, kept, layout):
+def test_draft_chain_is_cut_at_the_first_unusable_token(limits, kept, layout):
     trimmed = DraftTree.chain(99, [5, 6, 2], "ngram").trim(**{**UNLIMITED, **limits}, layout=layout)
     assert list(trimmed.token_ids) == [99, *kept]
     assert list(trimmed.sources) == ["", *["ngram"] * len(kept)]
 
 
-def test_a_negative_id_is_cut():
+def test_draft_chain_is_cut_at_a_negative_id():
     assert DraftTree.chain(99, [-1, 5], "ngram").trim(**UNLIMITED, layout=TreeLayout.MASK).num_draft_tokens == 0
 
 
-def test_the_same_budget_holds_fewer_branches_as_paths_than_with_a_mask():
+def test_row_budget_fits_fewer_branches_in_the_paths_layout():
     tree = DraftTree.grow(0, [1, 2, 3], [0, 1, 1], "ngram")
     budget = {**UNLIMITED, "row_budget": 4}
     assert tree.trim(**budget, layout=TreeLayout.MASK).num_draft_tokens == 3
@@ -163,7 +163,7 @@ def _drawn_tree(generator: np.random.Generator, vocab_size: int = 6) -> DraftTre
 
 
 @pytest.mark.parametrize("layout", list(TreeLayout))
-def test_trimmed_drawn_tree_keeps_the_first_draws_of_each_node(layout, seed):
+def test_trimmed_sampled_tree_keeps_the_first_draws_of_each_node(layout, seed):
     generator = np.random.default_rng(seed)
     num_cut = 0
     for _ in range(300):
@@ -191,7 +191,7 @@ def test_draft_probs_beyond_the_vocabulary_are_dropped():
     assert trimmed.draft_probs == {0: short}
 
 
-def test_the_type_of_a_proposal_follows_from_its_draws():
+def test_proposal_kind_of_a_draft_tree_follows_from_its_draft_probs():
     distribution = TokenProbs(np.array([0.5, 0.25, 0.25]))
     assert DraftTree.chain(9, [0, 1], "ngram").proposal is Proposal.DETERMINISTIC
     assert DraftTree.root_only(9).proposal is Proposal.DETERMINISTIC
@@ -206,7 +206,7 @@ def test_draft_probs_follow_their_nodes_when_sorted():
     assert tree.draft_probs == {0: draft_probs[0], 1: draft_probs[1], 2: draft_probs[3]}
 
 
-def test_drawn_siblings_are_never_merged():
+def test_equal_sampled_siblings_are_refused():
     distribution = TokenProbs(np.array([0.5, 0.5]))
     with pytest.raises(ValueError, match="not drawn without replacement"):
         DraftTree.grow(9, [1, 1], [0, 0], "draft_model", {0: distribution})
@@ -224,7 +224,7 @@ def test_drawn_siblings_are_never_merged():
         pytest.param([0.5, 0.5], 1, 5, id="a node that is not there"),
     ],
 )
-def test_draws_that_cannot_come_from_their_distribution_are_refused(values, token, node):
+def test_sampled_tokens_impossible_under_their_draft_probs_are_refused(values, token, node):
     tree = DraftTree((9, token), (-1, 0), (0, 1), ("", "draft_model"), {node: TokenProbs(np.array(values))})
     with pytest.raises(ValueError, match="cannot come from its draft_probs"):
         tree.check()

@@ -74,12 +74,14 @@ def test_tree_growth_stops_with_the_last_row() -> None:
 
 
 @pytest.mark.parametrize(("row_budget", "max_depth", "probs_behind"), [(1, 4, PROBS), (5, 0, PROBS), (5, 4, {}), (5, 4, {(): {1: 0.0}})])
-def test_no_tree_without_candidates_or_rows(row_budget: int, max_depth: int, probs_behind: dict[Path, dict[int, float]]) -> None:
+def test_tree_growth_without_candidates_or_rows_returns_no_tree(
+    row_budget: int, max_depth: int, probs_behind: dict[Path, dict[int, float]]
+) -> None:
     assert grow_tree(9, DraftBudget(row_budget, max_depth), (), expand_by(probs_behind)) is None
 
 
 @pytest.mark.parametrize("layout", TreeLayout)
-def test_random_trees_keep_to_their_budget(layout: TreeLayout, seed: int) -> None:
+def test_random_grown_trees_stay_within_their_budget(layout: TreeLayout, seed: int) -> None:
     random = np.random.default_rng(seed)
     for _ in range(150):
         probs_behind: dict[Path, dict[int, float]] = {}

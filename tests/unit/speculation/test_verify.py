@@ -58,7 +58,7 @@ def _logits(target: ScriptedTarget, request: Request, tree: DraftTree) -> np.nda
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_any_tree_gives_the_tokens_of_plain_decoding(name, seed):
+def test_verify_of_any_tree_gives_the_tokens_of_plain_decoding(name, seed):
     generator = np.random.default_rng(seed)
     target = ScriptedTarget()
     num_accepted = 0
@@ -86,7 +86,7 @@ def _check_walk(tree: DraftTree, result, right: tuple[int, ...]) -> None:
     assert result.bonus_token_id == right[longest]
 
 
-def test_rows_after_a_rejection_are_not_read():
+def test_verify_reads_no_logits_rows_after_a_rejection():
     target = ScriptedTarget()
     request = _request(target, PARAMS["sampled"], seed=5)
     right = target.generate(PARAMS["sampled"], 5, 3)

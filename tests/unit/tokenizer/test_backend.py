@@ -53,7 +53,7 @@ AT_LOAD: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", AT_LOAD.values(), ids=AT_LOAD)
-def test_an_unusable_tokenizer_is_a_checkpoint_error_at_load(change: Change, tmp_path: Path) -> None:
+def test_unusable_tokenizer_is_a_checkpoint_error_at_load(change: Change, tmp_path: Path) -> None:
     start = time.perf_counter()
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         opened(tmp_path, change)
@@ -77,7 +77,7 @@ AT_ENCODING: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", AT_ENCODING.values(), ids=AT_ENCODING)
-def test_a_text_that_makes_the_tokenizer_panic_is_a_request_error(change: Change, tmp_path: Path) -> None:
+def test_text_that_makes_the_tokenizer_panic_is_a_request_error(change: Change, tmp_path: Path) -> None:
     start = time.perf_counter()
     try:
         tokenizer = opened(tmp_path, change)
@@ -120,7 +120,7 @@ CALLS: dict[str, Callable[[TokenizerBackend], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_library_exceptions_are_request_errors_and_interrupts_pass(call: Callable[[TokenizerBackend], object]) -> None:
+def test_tokenizer_library_exceptions_are_request_errors(call: Callable[[TokenizerBackend], object]) -> None:
     for error in (
         PanicException("index out of bounds"),
         Exception("bare"),
@@ -135,14 +135,14 @@ def test_library_exceptions_are_request_errors_and_interrupts_pass(call: Callabl
         call(TokenizerBackend(Failing(KeyboardInterrupt())))
 
 
-def test_a_panic_while_reading_the_vocabulary_is_a_checkpoint_error() -> None:
+def test_panic_while_reading_the_vocabulary_is_a_checkpoint_error() -> None:
     library = Failing(PanicException("poisoned lock"))
     library.get_vocab = library._fail  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="vocabulary of this tokenizer cannot be read"):
         TokenizerBackend(library)
 
 
-def test_invalid_ids_and_texts_are_request_errors(tmp_path: Path) -> None:
+def test_invalid_token_ids_and_texts_are_request_errors(tmp_path: Path) -> None:
     tokenizer = opened(tmp_path)
     for token_id in (-1, 2**32, 10**30):
         with pytest.raises(RequestError, match="the model's tokenizer cannot"):
@@ -153,7 +153,7 @@ def test_invalid_ids_and_texts_are_request_errors(tmp_path: Path) -> None:
         tokenizer.encode("half a character \ud83d")
 
 
-def test_gaps_between_ids_are_allowed_in_proportion() -> None:
+def test_gaps_between_token_ids_are_allowed_in_proportion() -> None:
     check_ids(range(128_000))
     check_ids([*range(32_000), 100_000])
     check_ids([SPARE_IDS])
@@ -162,7 +162,7 @@ def test_gaps_between_ids_are_allowed_in_proportion() -> None:
             check_ids(ids)
 
 
-def test_gaps_between_ids_do_not_slow_down_comparison_and_json(tmp_path: Path) -> None:
+def test_gaps_between_token_ids_do_not_slow_down_comparison(tmp_path: Path) -> None:
     tokenizer = opened(tmp_path, lambda content: content["model"]["vocab"].update(zzz=SPARE_IDS))
     start = time.perf_counter()
     compare_vocabularies(tokenizer, tokenizer)
@@ -170,7 +170,7 @@ def test_gaps_between_ids_do_not_slow_down_comparison_and_json(tmp_path: Path) -
     assert time.perf_counter() - start < MAX_SECONDS
 
 
-def test_a_tokenizer_that_llguidance_cannot_read_is_a_request_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_that_llguidance_cannot_read_is_a_request_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llguidance = pytest.importorskip("llguidance")
 
     def fail(*_: object, **__: object) -> None:
@@ -181,7 +181,7 @@ def test_a_tokenizer_that_llguidance_cannot_read_is_a_request_error(tmp_path: Pa
         GrammarVocabulary(opened(tmp_path), [0])
 
 
-def test_doctor_does_not_apply_padding(tmp_path: Path) -> None:
+def test_doctor_does_not_apply_tokenizer_padding(tmp_path: Path) -> None:
     """The library would end the whole process."""
     fixed = {
         "strategy": {"Fixed": 10**12},
@@ -238,7 +238,7 @@ FILES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", FILES.values(), ids=FILES)
-def test_tokenizer_files_are_checked_before_they_are_read(change: Callable[[Path], object], tmp_path: Path) -> None:
+def test_invalid_tokenizer_files_are_refused_before_reading(change: Callable[[Path], object], tmp_path: Path) -> None:
     write_byte_level_tokenizer(tmp_path)
     change(tmp_path)
     start = time.perf_counter()
@@ -248,7 +248,7 @@ def test_tokenizer_files_are_checked_before_they_are_read(change: Callable[[Path
     assert "trust_remote_code" not in str(caught.value)
 
 
-def test_a_chat_template_that_is_not_text_fails_conversations_only(tmp_path: Path) -> None:
+def test_chat_template_that_is_not_text_fails_only_chat_requests(tmp_path: Path) -> None:
     write_byte_fallback_tokenizer(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     for template in (7, ["{{ x }}"], {"default": 7}, {"default": {"a": 1}}):
@@ -262,7 +262,7 @@ def test_a_chat_template_that_is_not_text_fails_conversations_only(tmp_path: Pat
             tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
 
 
-def test_a_vocabulary_of_a_gguf_file_is_bounded() -> None:
+def test_oversized_gguf_vocabulary_is_refused() -> None:
     metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["x"] * (MAX_TOKENS + 1)}
     with pytest.raises(CheckpointError, match=f"at most {MAX_TOKENS} are possible"):
         read_gguf_tokenizer(metadata, "x.gguf")
@@ -274,7 +274,7 @@ def test_a_vocabulary_of_a_gguf_file_is_bounded() -> None:
     assert time.perf_counter() - start < MAX_SECONDS
 
 
-def test_own_errors_pass_and_advice_to_run_remote_code_does_not() -> None:
+def test_library_errors_keep_ours_and_drop_remote_code_advice() -> None:
     with pytest.raises(CheckpointError, match=r"^ours$"), library_errors("theirs", RequestError):
         raise CheckpointError("ours")
     for text in ("set `weights_only=False` to load it", "please pass `trust_remote_code=True`"):
@@ -284,7 +284,7 @@ def test_own_errors_pass_and_advice_to_run_remote_code_does_not() -> None:
         assert isinstance(caught.value, PacelineError)
 
 
-def test_a_panic_of_the_library_is_recognised(tmp_path: Path) -> None:
+def test_tokenizer_panic_is_not_an_ordinary_exception(tmp_path: Path) -> None:
     """What the tests above hold to be a panic is one."""
     write_byte_level_tokenizer(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -294,7 +294,9 @@ def test_a_panic_of_the_library_is_recognised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_byte_level_tokenizer, write_byte_fallback_tokenizer])
-def test_many_ids_decode_like_few(write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_many_ids_without_the_gil_equals_decoding_few(
+    write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Many are decoded without the interpreter lock."""
     tokenizer = opened(tmp_path, write=write)
     ids = [*tokenizer.encode("the é cat\n😀 </s>"), *range(tokenizer.vocab_size + 2)]

@@ -29,7 +29,7 @@ def encoded(tokenizer: Tokenizer, template: str, *values: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", [*WRITERS, "gguf", "mini"])
-def test_control_tokens_of_the_template_get_the_same_ids(tokenizers: dict[str, Tokenizer], kind: str, seed: int) -> None:
+def test_control_tokens_of_the_template_text_are_encoded_as_tokens(tokenizers: dict[str, Tokenizer], kind: str, seed: int) -> None:
     tokenizer, rng = tokenizers[kind], random.Random(seed)
     controls = [tokenizer.piece(token_id) for token_id in tokenizer.special_token_ids]
     for _ in range(300):
@@ -38,7 +38,7 @@ def test_control_tokens_of_the_template_get_the_same_ids(tokenizers: dict[str, T
 
 
 @pytest.mark.parametrize("kind", [*WRITERS, "gguf", "mini"])
-def test_control_tokens_of_a_value_are_never_control_tokens(tokenizers: dict[str, Tokenizer], kind: str, seed: int) -> None:
+def test_control_tokens_in_a_template_value_are_encoded_as_text(tokenizers: dict[str, Tokenizer], kind: str, seed: int) -> None:
     tokenizer, rng = tokenizers[kind], random.Random(seed)
     controls = [tokenizer.piece(token_id) for token_id in tokenizer.special_token_ids]
     unknown = tokenizer.encode("\U0001f9ff", add_special_tokens=False)
@@ -48,7 +48,7 @@ def test_control_tokens_of_a_value_are_never_control_tokens(tokenizers: dict[str
 
 
 @pytest.mark.parametrize("text", [*CONTROLS, "a<|im_end|>b", "<<|im_end|>>", "<|im_<|im_end|>end|>", "<|im_start|><|im_end|>"])
-def test_a_control_token_in_a_value_decodes_to_its_text(text: str) -> None:
+def test_control_token_in_a_template_value_decodes_to_its_text(text: str) -> None:
     tokenizer = chat_tokenizer(CHATML)
     ids = encoded(tokenizer, "<|im_start|>{}<|im_end|>", text)
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"<|im_start|>{text}<|im_end|>"
@@ -65,7 +65,7 @@ def test_a_control_token_in_a_value_decodes_to_its_text(text: str) -> None:
         ("<{}", ("|im_end|>",)),
     ],
 )
-def test_a_control_token_joined_from_values_is_text(template: str, values: tuple[str, ...]) -> None:
+def test_control_token_joined_from_two_values_is_text(template: str, values: tuple[str, ...]) -> None:
     tokenizer = chat_tokenizer(CHATML)
     ids = encoded(tokenizer, template, *values)
     assert not tokenizer.special_token_ids.intersection(ids)
@@ -73,7 +73,7 @@ def test_a_control_token_joined_from_values_is_text(template: str, values: tuple
 
 
 @pytest.mark.parametrize("write", [ascii, repr, lambda text: text * 2, lambda text: text[:3], lambda text: ""])
-def test_a_value_that_the_template_changes_stays_text(write: Any) -> None:
+def test_control_token_in_a_value_the_template_changes_is_text(write: Any) -> None:
     tokenizer = chat_tokenizer(CHATML)
     escaped = tokenizer.control_texts.escape(["x<|im_end|>"], others=[])
     ids = tokenizer.control_texts.encode(escaped, escaped.unescape_json(write(escaped.value[0])))
@@ -81,14 +81,14 @@ def test_a_value_that_the_template_changes_stays_text(write: Any) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == write("x<|im_end|>")
 
 
-def test_values_without_control_tokens_are_unchanged() -> None:
+def test_template_values_without_control_tokens_are_unchanged() -> None:
     value = [{"role": "user", "content": "a < b > c |im_end| <tool> <think>", "n": 3, "list": [None, True, "<|im_endx"]}]
     escaped = chat_tokenizer(CHATML).control_texts.escape(value, others=[])
     assert not escaped.is_needed
     assert escaped.value == value
 
 
-def test_keys_and_nested_values_are_escaped() -> None:
+def test_control_tokens_in_keys_and_nested_values_are_escaped() -> None:
     value = [{"arguments": {"a<|im_end|>": ["<|im_start|>", {"x": "</think>"}]}}]
     escaped = chat_tokenizer(CHATML).control_texts.escape(value, others=[])
     assert escaped.is_needed
@@ -96,13 +96,13 @@ def test_keys_and_nested_values_are_escaped() -> None:
     assert escaped.restore(escaped.unescape_json(str(escaped.value))) == str(value)
 
 
-def test_excepted_texts_keep_their_control_tokens() -> None:
+def test_texts_excepted_from_escaping_keep_their_control_tokens() -> None:
     escaped = chat_tokenizer(CHATML).control_texts.escape(["a</think>b", "a</think>b"], others=[], except_in={1: ["</think>"]})
     assert escaped.value[0] != "a</think>b"
     assert escaped.value[1] == "a</think>b"
 
 
-def test_private_use_characters_of_the_conversation_are_kept() -> None:
+def test_private_use_characters_of_a_conversation_are_kept() -> None:
     tokenizer = chat_tokenizer(CHATML)
     text = "".join(map(chr, range(0xE000, 0xE100))) + "<|im_end|>"
     ids = encoded(tokenizer, "{}", text)
@@ -110,13 +110,13 @@ def test_private_use_characters_of_the_conversation_are_kept() -> None:
     assert not tokenizer.special_token_ids.intersection(ids)
 
 
-def test_a_conversation_with_all_private_use_characters_is_refused() -> None:
+def test_conversation_with_all_private_use_characters_is_refused() -> None:
     with pytest.raises(RequestError, match="private-use character"):
         encoded(chat_tokenizer(CHATML), "{}", "".join(map(chr, range(0xE000, 0xF900))) + "<|im_end|>")
 
 
 @pytest.mark.parametrize("text", ["<" * 1_000_000, "<|im_" * 200_000, "<|im_end|>" * 100_000])
-def test_searching_a_megabyte_takes_less_than_two_seconds(text: str) -> None:
+def test_escaping_control_tokens_of_a_megabyte_takes_under_two_seconds(text: str) -> None:
     controls = chat_tokenizer(CHATML).control_texts
     begin = time.perf_counter()
     controls.escape([text], others=[])

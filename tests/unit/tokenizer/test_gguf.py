@@ -53,7 +53,7 @@ def merged_like_sentencepiece(text: str, scores: dict[str, float]) -> list[str]:
         symbols[index : index + 2] = [symbols[index] + symbols[index + 1]]
 
 
-def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
+def test_gguf_control_tokens_are_special_and_user_defined_ones_text() -> None:
     tokenizer = opened(BYTE_LEVEL)
     ids = tokenizer.encode("<|im_start|>the<tool><|im_end|>")
     assert ids == [START, THE, TOOL, END]
@@ -61,37 +61,37 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
     assert tokenizer.special_token_ids == {START, END}
 
 
-def test_unused_ids_at_the_end_are_not_in_the_vocabulary() -> None:
+def test_unused_gguf_ids_at_the_end_are_not_in_the_vocabulary() -> None:
     assert opened(BYTE_LEVEL).vocab_size == TOOL + 1
     assert opened(BYTE_LEVEL, padding_token_id=TOOL + 1).vocab_size == TOOL + 2
 
 
 @pytest.mark.parametrize(("add_bos", "add_eos"), [(False, False), (True, False), (False, True), (True, True)])
-def test_bos_and_eos_ids_are_added_as_the_file_requires(*, add_bos: bool, add_eos: bool) -> None:
+def test_gguf_tokenizer_adds_bos_and_eos_as_the_file_requires(*, add_bos: bool, add_eos: bool) -> None:
     tokenizer = opened(BYTE_LEVEL, add_bos_token=add_bos, add_eos_token=add_eos)
     assert tokenizer.encode("the") == [START] * add_bos + [THE] + [END] * add_eos
     assert tokenizer.encode("the", add_special_tokens=False) == [THE]
 
 
-def test_default_of_the_bos_id_by_tokenizer_kind() -> None:
+def test_gguf_tokenizer_adds_bos_by_default_depending_on_its_kind() -> None:
     assert pieces(opened(SENTENCEPIECE), "a", add_special_tokens=True) == ["<s>", "▁a"]
     assert pieces(opened(BYTE_LEVEL), "the", add_special_tokens=True) == ["the"]
     assert pieces(opened(BYTE_LEVEL, pre="llama-bpe"), "the", add_special_tokens=True) == ["<|im_start|>", "the"]
 
 
-def test_a_word_that_is_a_token_may_ignore_its_merges() -> None:
+def test_gguf_word_that_is_a_token_may_ignore_its_merges() -> None:
     assert pieces(opened(BYTE_LEVEL, pre="llama-bpe", merges=["t h"]), "the") == ["the"]
     assert pieces(opened(BYTE_LEVEL, merges=["t h"]), "the") == ["th", "e"]
 
 
 @pytest.mark.parametrize("name", sorted(SPLITS))
-def test_every_way_to_split_keeps_the_whole_text(name: str) -> None:
+def test_every_gguf_pre_tokenizer_keeps_the_whole_text(name: str) -> None:
     tokenizer = opened(BYTE_LEVEL, pre=name)
     text = "I'm 12345 HTTPServers,\r\n\n  it's\tCAFÉ 你好ひらカナ 한국 ½²٣ $+<=>^~|`_/\\ 😀\u200d \u00a0\u3000x  "
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_a_file_without_a_split_name_gets_a_notice() -> None:
+def test_gguf_without_a_pre_tokenizer_name_gets_a_notice() -> None:
     metadata = {key: value for key, value in BYTE_LEVEL.items() if key != "tokenizer.ggml.pre"}
     tokenizer = Tokenizer.from_gguf(metadata, "x.gguf")
     assert len(tokenizer.notices) == 1
@@ -100,7 +100,7 @@ def test_a_file_without_a_split_name_gets_a_notice() -> None:
     assert tokenizer.encode("the 12 +=") == opened(BYTE_LEVEL, pre="default").encode("the 12 +=")
 
 
-def test_merges_follow_from_scores_and_equal_ones_merge_left_first(seed: int, large_counts: bool) -> None:
+def test_sentencepiece_merges_follow_scores_with_ties_from_the_left(seed: int, large_counts: bool) -> None:
     rng = random.Random(seed)
     for _ in range(300 if large_counts else 30):
         ranks = rng.sample(range(len(PIECES)), len(PIECES))
@@ -123,7 +123,7 @@ def test_characters_outside_the_vocabulary_round_trip_as_bytes() -> None:
     assert "\ufffd" not in "".join(parts)
 
 
-def test_a_space_is_added_before_a_text_by_default() -> None:
+def test_sentencepiece_tokenizer_adds_a_leading_space_by_default() -> None:
     assert pieces(opened(SENTENCEPIECE), "ab") == ["▁ab"]
     without = opened(SENTENCEPIECE, add_space_prefix=False)
     assert pieces(without, "ab") == ["ab"]
@@ -151,7 +151,7 @@ def test_phi3_drops_whitespace_after_most_special_tokens() -> None:
     assert pieces(opened(SENTENCEPIECE), "</s> a") == ["</s>", "▁", "▁a"]
 
 
-def test_end_token_ids_are_those_with_a_role_or_a_known_text() -> None:
+def test_gguf_end_token_ids_are_those_with_a_role_or_known_text() -> None:
     assert opened(BYTE_LEVEL).end_token_ids == (END,)
     assert opened(BYTE_LEVEL, eos_token_id=TOOL, eot_token_id=START).end_token_ids == (START, END, TOOL)
     tokens = [*BYTES, "<|end|>", "<|return|>", "<|call|>"]
@@ -159,12 +159,12 @@ def test_end_token_ids_are_those_with_a_role_or_a_known_text() -> None:
     assert opened(BYTE_LEVEL, **several, eos_token_id=len(BYTES) + 1).end_token_ids == (len(BYTES) + 1, len(BYTES) + 2)
 
 
-def test_a_chat_template_gets_the_files_special_tokens() -> None:
+def test_chat_template_gets_the_special_tokens_of_the_gguf_file() -> None:
     tokenizer = opened(BYTE_LEVEL)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "the"}]) == [START, THE, END]
 
 
-def test_metadata_arrays_may_be_numpy_arrays() -> None:
+def test_gguf_tokenizer_metadata_may_be_numpy_arrays() -> None:
     types = np.asarray(BYTE_LEVEL["tokenizer.ggml.token_type"], dtype=np.int32)
     tokenizer = opened(BYTE_LEVEL, token_type=types, eos_token_id=np.uint32(END))
     assert tokenizer.encode("the<|im_end|>") == [THE, END]
@@ -202,7 +202,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("base", "name", "value", "text"), HOSTILE, ids=range(len(HOSTILE)))
-def test_invalid_metadata_is_an_error_with_key_and_value(base: dict[str, Any], name: str, value: Any, text: str) -> None:
+def test_invalid_gguf_tokenizer_metadata_error_shows_key_and_value(base: dict[str, Any], name: str, value: Any, text: str) -> None:
     with pytest.raises(CheckpointError, match=text) as raised:
         opened(base, **{name: value})
     message = str(raised.value)
@@ -211,12 +211,12 @@ def test_invalid_metadata_is_an_error_with_key_and_value(base: dict[str, Any], n
     assert len(message) < 400
 
 
-def test_a_template_that_is_not_text_is_an_error() -> None:
+def test_gguf_chat_template_that_is_not_text_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.chat_template is \[1\], not a text"):
         read_gguf_tokenizer({**BYTE_LEVEL, "tokenizer.chat_template": [1]}, "x.gguf")
 
 
-def test_a_very_long_token_is_refused_fast() -> None:
+def test_very_long_gguf_token_is_refused_fast() -> None:
     tokens = [*SENTENCEPIECE["tokenizer.ggml.tokens"][:-1], "a" * 3_000_000]
     begin = time.perf_counter()
     with pytest.raises(CheckpointError, match="longer than 1024 characters"):

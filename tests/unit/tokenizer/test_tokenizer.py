@@ -28,7 +28,7 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_streamed_text_is_the_text_of_all_ids(tokenizers: dict[str, Tokenizer], kind: str, seed: int, large_counts: bool) -> None:
+def test_streamed_text_of_random_ids_equals_decode(tokenizers: dict[str, Tokenizer], kind: str, seed: int, large_counts: bool) -> None:
     tokenizer, rng = tokenizers[kind], random.Random(seed)
     for _ in range(20_000 if large_counts else 1000):
         ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 60))]
@@ -36,7 +36,7 @@ def test_streamed_text_is_the_text_of_all_ids(tokenizers: dict[str, Tokenizer], 
 
 
 @pytest.mark.parametrize("kind", ["byte_fallback", "byte_level"])
-def test_streamed_text_with_any_character_is_that_text(tokenizers: dict[str, Tokenizer], kind: str, seed: int) -> None:
+def test_streamed_text_of_unicode_characters_equals_the_text(tokenizers: dict[str, Tokenizer], kind: str, seed: int) -> None:
     tokenizer, rng = tokenizers[kind], random.Random(seed)
     for _ in range(300):
         text = "".join(rng.choice(["the ", " ", "a", "é", "你", "😀", "👩‍👩‍👧", "\n", "\ufffd", "ß"]) for _ in range(rng.randrange(1, 20)))
@@ -45,7 +45,7 @@ def test_streamed_text_with_any_character_is_that_text(tokenizers: dict[str, Tok
         assert "".join(streamed(tokenizer, ids)) == text
 
 
-def test_an_incomplete_character_is_held_back(tokenizers: dict[str, Tokenizer]) -> None:
+def test_incomplete_character_is_held_back_while_streaming(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     ids = tokenizer.encode("a😀b")
     parts = streamed(tokenizer, ids)
@@ -66,18 +66,18 @@ def random_bytes(rng: random.Random) -> bytes:
     return b"".join(rng.choice([*whole, *parts]) for _ in range(rng.randrange(1, 9)))
 
 
-def test_a_character_in_bytes_is_returned_with_its_last_byte(tokenizers: dict[str, Tokenizer]) -> None:
+def test_byte_token_character_is_streamed_with_its_last_byte(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_fallback"]
     assert streamed(tokenizer, byte_ids(tokenizer, "😀é!".encode())) == ["", "", "", "😀", "", "é", "!", ""]
     assert streamed(tokenizer, byte_ids(tokenizer, b"a\xf0\x9fb\xff\xe4")) == ["a", "", "", "\ufffd\ufffdb", "\ufffd", "", "\ufffd"]
 
 
-def test_an_invalid_byte_changes_no_other_character(tokenizers: dict[str, Tokenizer]) -> None:
+def test_invalid_byte_token_changes_no_other_character(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_fallback"]
     assert tokenizer.decode(byte_ids(tokenizer, "é😀".encode() + b"\xff" + "你".encode() + b"\xe4\xbd")) == "é😀\ufffd你\ufffd\ufffd"
 
 
-def test_streamed_text_of_any_bytes_is_the_text_of_all_ids(tokenizers: dict[str, Tokenizer], seed: int, large_counts: bool) -> None:
+def test_streamed_text_of_random_byte_tokens_equals_decode(tokenizers: dict[str, Tokenizer], seed: int, large_counts: bool) -> None:
     tokenizer, rng = tokenizers["byte_fallback"], random.Random(seed)
     others = [[token_id] for token_id in range(tokenizer.vocab_size) if not tokenizer.piece(token_id).startswith("<0x")]
     for _ in range(50_000 if large_counts else 500):
@@ -86,7 +86,7 @@ def test_streamed_text_of_any_bytes_is_the_text_of_all_ids(tokenizers: dict[str,
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids), ids
 
 
-def test_valid_runs_of_bytes_decode_as_in_the_library(tokenizers: dict[str, Tokenizer], seed: int) -> None:
+def test_valid_byte_tokens_decode_as_in_the_tokenizers_library(tokenizers: dict[str, Tokenizer], seed: int) -> None:
     tokenizer, rng = tokenizers["byte_fallback"], random.Random(seed)
     for _ in range(300):
         text = "".join(rng.choice("aé你😀\ufffd▁ ") for _ in range(rng.randrange(1, 12)))
@@ -97,7 +97,7 @@ def test_valid_runs_of_bytes_decode_as_in_the_library(tokenizers: dict[str, Toke
         assert "".join(parts) == tokenizer.decode(ids)
 
 
-def test_pieces_that_only_look_like_bytes_are_text(tmp_path: Path) -> None:
+def test_byte_like_pieces_of_a_tokenizer_without_byte_fallback_are_text(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path) / "tokenizer.json"
     path.write_text(path.read_text().replace(r"\u2581w94", "<0x00>").replace(r"\u2581w95", "<0x41>").replace(r"\u2581w96", "<0xFF>"))
     tokenizer = Tokenizer.open(tmp_path)
@@ -113,7 +113,7 @@ def test_special_and_unknown_ids_have_no_text(tokenizers: dict[str, Tokenizer]) 
     assert streamed(tokenizer, [special]) == ["", ""]
 
 
-def test_shown_special_tokens_keep_their_position(tokenizers: dict[str, Tokenizer], seed: int) -> None:
+def test_shown_special_tokens_keep_their_position_in_the_text(tokenizers: dict[str, Tokenizer], seed: int) -> None:
     """As the tokenizer itself writes them; the others are left out."""
     rng = random.Random(seed)
     for tokenizer in tokenizers.values():
@@ -129,7 +129,7 @@ def test_shown_special_tokens_keep_their_position(tokenizers: dict[str, Tokenize
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_endless_invalid_bytes_keep_the_window_short(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_streaming_endless_invalid_bytes_takes_bounded_time(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     detokenizer = tokenizer.detokenizer()
     broken = tokenizer.encode("😀", add_special_tokens=False)[-4:][0]
@@ -140,7 +140,7 @@ def test_endless_invalid_bytes_keep_the_window_short(tokenizers: dict[str, Token
     assert time.perf_counter() - begin < 2.0  # two thousand growing windows would take much longer
 
 
-def test_pushing_a_token_does_not_take_longer_in_a_long_text(tokenizers: dict[str, Tokenizer]) -> None:
+def test_detokenizer_push_time_does_not_grow_with_the_text(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     detokenizer = tokenizer.detokenizer()
     ids = tokenizer.encode(" the" * 200)
@@ -162,7 +162,7 @@ def test_special_tokens_written_in_a_text_become_their_ids(tokenizers: dict[str,
     assert "<|im_end|>" in tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_the_vocabulary_is_described(tokenizers: dict[str, Tokenizer]) -> None:
+def test_tokenizer_reports_vocab_size_special_ids_and_pieces(tokenizers: dict[str, Tokenizer]) -> None:
     assert tokenizers["words"].vocab_size == 97
     assert tokenizers["words"].special_token_ids == {0, 1, 2}
     assert tokenizers["words"].piece(4) == "▁the"
@@ -171,7 +171,7 @@ def test_the_vocabulary_is_described(tokenizers: dict[str, Tokenizer]) -> None:
     assert not tokenizers["byte_level"].has_byte_pieces
 
 
-def test_a_chat_template_turns_messages_into_ids(tokenizers: dict[str, Tokenizer]) -> None:
+def test_chat_template_of_a_tokenizer_renders_message_ids(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["words"]
     messages = [{"role": "user", "content": "the cat"}]
     ids = tokenizer.apply_chat_template(messages)
@@ -200,7 +200,7 @@ def test_messages_that_the_template_rejects_are_request_errors(
     assert raised.value.parameter == "messages"
 
 
-def test_a_plain_tokenizer_is_opened_without_importing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_tokenizer_opens_without_transformers_autotokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     write_byte_level_tokenizer(tmp_path)
@@ -218,7 +218,7 @@ def test_directory_without_readable_tokenizer_is_refused(tmp_path: Path, content
         Tokenizer.open(tmp_path)
 
 
-def test_a_tokenizer_of_a_real_small_model_streams(shared_dir: Path) -> None:
+def test_tokenizer_of_a_real_small_model_streams_text(shared_dir: Path) -> None:
     directory = shared_dir / "data" / "models" / "TinyStories-656K"
     if not directory.is_dir():
         pytest.skip("TinyStories-656K is not in ../shared")

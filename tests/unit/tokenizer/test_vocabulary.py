@@ -36,7 +36,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return open_tokenizer(tmp_path_factory.mktemp("target"))
 
 
-def test_the_same_pieces_are_the_same_vocabulary(target: Tokenizer, tmp_path: Path) -> None:
+def test_vocabularies_with_equal_pieces_are_the_same(target: Tokenizer, tmp_path: Path) -> None:
     found = compare_vocabularies(target, open_tokenizer(tmp_path))
     assert (found.match, found.coverage, found.shared_pieces, found.first_difference) == (VocabularyMatch.SAME, 1.0, 1.0, None)
     assert found.is_compatible
@@ -44,14 +44,14 @@ def test_the_same_pieces_are_the_same_vocabulary(target: Tokenizer, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("vocab_size", "coverage"), [(60, 60 / VOCAB_SIZE), (120, 1.0)])
-def test_more_or_fewer_ids_at_the_end_are_padding(target: Tokenizer, tmp_path: Path, vocab_size: int, coverage: float) -> None:
+def test_vocabularies_that_differ_at_the_end_only_are_padded(target: Tokenizer, tmp_path: Path, vocab_size: int, coverage: float) -> None:
     found = compare_vocabularies(target, open_tokenizer(tmp_path, vocab_size=vocab_size))
     assert (found.match, found.coverage, found.first_difference) == (VocabularyMatch.PADDED, coverage, None)
     assert found.is_compatible
 
 
 @pytest.mark.parametrize("token_id", [4, 40, VOCAB_SIZE - 1])
-def test_one_piece_spelled_otherwise_is_found(target: Tokenizer, tmp_path: Path, token_id: int) -> None:
+def test_one_differing_vocabulary_piece_is_found(target: Tokenizer, tmp_path: Path, token_id: int) -> None:
     found = compare_vocabularies(target, open_tokenizer(tmp_path, {token_id: "▁mutated"}))
     assert found.match is VocabularyMatch.OVERLAPPING
     assert not found.is_compatible
@@ -60,7 +60,7 @@ def test_one_piece_spelled_otherwise_is_found(target: Tokenizer, tmp_path: Path,
     assert f"id {token_id} is {target.piece(token_id)!r} there and '▁mutated' here" in found.describe_match()
 
 
-def test_two_pieces_exchanged_are_found_although_all_are_shared(target: Tokenizer, tmp_path: Path) -> None:
+def test_two_exchanged_vocabulary_pieces_are_found(target: Tokenizer, tmp_path: Path) -> None:
     found = compare_vocabularies(target, open_tokenizer(tmp_path, {50: target.piece(51), 51: target.piece(50)}))
     assert (found.match, found.shared_pieces) == (VocabularyMatch.OVERLAPPING, 1.0)
     assert found.coverage == (VOCAB_SIZE - 2) / VOCAB_SIZE
@@ -82,25 +82,25 @@ def in_bytes_manner(text: str) -> str:
     return ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
 
 
-def test_pieces_alone_can_be_compared() -> None:
+def test_compare_pieces_works_without_tokenizers() -> None:
     assert compare_pieces(["a", "b", ""], ["a", "b"]).match is VocabularyMatch.SAME
     assert compare_pieces(["a", "b"], ["a", "b", "c"]).match is VocabularyMatch.PADDED
     assert compare_pieces(["a", "b"], ["b", "a"]).first_difference == (0, "a", "b")
     assert compare_pieces([], []).is_unusable
 
 
-def test_an_unused_id_lowers_coverage_and_is_not_a_difference() -> None:
+def test_unused_id_of_a_draft_vocabulary_lowers_coverage_only() -> None:
     found = compare_pieces(["a", "b", "c", "d"], ["a", "", "c", "d"])
     assert (found.match, found.coverage) == (VocabularyMatch.PADDED, 0.75)
 
 
-def test_a_small_prefix_of_a_vocabulary_is_disjoint() -> None:
+def test_small_prefix_of_a_vocabulary_is_disjoint() -> None:
     pieces = [f"Ġ{index}" for index in range(100)]
     assert compare_pieces(pieces, pieces[:60]).match is VocabularyMatch.PADDED
     assert compare_pieces(pieces, pieces[:40]).match is VocabularyMatch.DISJOINT
 
 
-def test_padding_tokens_of_gguf_files_are_ignored() -> None:
+def test_padding_tokens_of_gguf_vocabularies_are_ignored() -> None:
     assert compare_pieces(["a", "b"], ["a", "b", "[PAD2]", "[PAD3]"]).match is VocabularyMatch.SAME
     assert compare_pieces(["a", "b", "c"], ["a", "b", "[PAD7]"]).match is VocabularyMatch.OVERLAPPING
 
@@ -115,7 +115,7 @@ def test_piece_bytes_are_equal_in_both_alphabets() -> None:
     assert found[len(WORDS) :].tolist() == [-1, -1]
 
 
-def test_the_alphabet_does_not_change_the_overlap() -> None:
+def test_vocabulary_overlap_is_independent_of_the_alphabet() -> None:
     sentencepiece = ["▁the", "▁cat", "▁dog", "<0x41>"]
     byte_level = [in_bytes_manner(text) for text in (" the", " cat", " dog", "A")]
     found = compare_pieces(sentencepiece, byte_level)
@@ -124,7 +124,7 @@ def test_the_alphabet_does_not_change_the_overlap() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "the", "the cat sat on", "thé\n", "cab"])
-def test_a_speller_spells_any_text_of_its_pieces(text: str) -> None:
+def test_speller_spells_any_text_of_its_pieces(text: str) -> None:
     pieces = [in_bytes_manner(word) for word in [*WORDS, "c", "at", "t"]]
     texts = piece_bytes(pieces)
     ids = Speller(pieces).spell(text.encode())
@@ -138,7 +138,7 @@ def test_bytes_without_a_piece_are_not_spelled() -> None:
     assert Speller(["a", "b"]).spell(b"abc") is None
 
 
-def test_sample_coverage_decides_if_the_target_encodes_the_sample() -> None:
+def test_vocabulary_overlap_counts_the_pieces_of_sample_texts() -> None:
     """A vocabulary of which most pieces are rare: few are shared, but they are those that text is made of."""
     letters = [chr(code) for code in range(0x21, 0x7F)]
     common = [in_bytes_manner(character) for character in dict.fromkeys([*SAMPLE_TEXT, *letters])]
@@ -162,7 +162,7 @@ def test_one_changed_piece_of_a_large_vocabulary_is_found_fast(seed: int) -> Non
     assert found.first_difference == (changed, pieces[changed], "other")
 
 
-def test_vocabularies_of_151936_and_152064_rows_are_padded() -> None:
+def test_vocabularies_with_extra_added_tokens_are_padded() -> None:
     """Rows of matrices play no part: a tokenizer's pieces do."""
     pieces = [f"Ġ{index:x}" for index in range(151_665)]
     found = compare_pieces(pieces, [*pieces, *(f"<|extra_{index}|>" for index in range(4))])

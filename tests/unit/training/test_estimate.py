@@ -15,5 +15,5 @@ from paceline.training.estimate import walk
         ([[0, 0]], 1),
     ],
 )
-def test_walk_counts_steps(hits: list[list[int]], steps: int) -> None:
+def test_acceptance_estimate_counts_steps_of_a_recorded_text(hits: list[list[int]], steps: int) -> None:
     assert walk(np.array(hits, bool)) == (steps, len(hits))

@@ -5,7 +5,7 @@ import torch
 from paceline.training.layers import attend
 
 
-def test_attend_equals_softmax_over_visible_rows() -> None:
+def test_training_attention_equals_softmax_over_visible_rows() -> None:
     generator = torch.Generator().manual_seed(2)
     q = torch.randn(2, 3, 2, 4, 8, generator=generator)  # 4 query heads, 2 key heads
     context = torch.randn(2, 5, 2, 8, generator=generator), torch.randn(2, 5, 2, 8, generator=generator)

@@ -40,13 +40,15 @@ def write_lines(path: Path, records: list[object]) -> str:
         ({"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a mat"}]}, "the cat"),
     ],
 )
-def test_record_becomes_prompt(record: dict[str, object], text: str, loaded: LoadedEngine, tmp_path: Path) -> None:
+def test_training_record_in_any_known_form_becomes_a_prompt(
+    record: dict[str, object], text: str, loaded: LoadedEngine, tmp_path: Path
+) -> None:
     (prompt,) = read_prompts([write_lines(tmp_path / "some.jsonl", [record])], loaded, SETTINGS, most=5)
     assert prompt.token_ids == loaded.input_processor.chat_ids([{"role": "user", "content": text}])
     assert (prompt.source, prompt.answer_mask) == ("some", None)
 
 
-def test_kept_answer_is_marked(loaded: LoadedEngine, tmp_path: Path) -> None:
+def test_training_answer_kept_from_the_data_is_marked(loaded: LoadedEngine, tmp_path: Path) -> None:
     name = write_lines(tmp_path / "some.jsonl", [{"prompt": "the cat", "response": "sat on"}, {"prompt": "no answer"}])
     (prompt,) = read_prompts([name], loaded, replace(SETTINGS, answers="keep", data=(name,)), most=5)
     start = loaded.input_processor.chat_ids([{"role": "user", "content": "the cat"}])
@@ -55,7 +57,7 @@ def test_kept_answer_is_marked(loaded: LoadedEngine, tmp_path: Path) -> None:
     assert prompt.answer_mask == [False] * len(start) + [True] * len(end)
 
 
-def test_texts_are_cut_into_pieces(loaded: LoadedEngine, tmp_path: Path) -> None:
+def test_training_texts_are_cut_into_prompts(loaded: LoadedEngine, tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("the cat sat on the mat " * 60, encoding="utf-8")
     continued = read_prompts([str(path)], loaded, SETTINGS, most=50)
@@ -65,7 +67,7 @@ def test_texts_are_cut_into_pieces(loaded: LoadedEngine, tmp_path: Path) -> None
     assert all(one.answer_mask is not None and one.answer_mask[1:] == [True] * (len(one.token_ids) - 1) for one in kept)
 
 
-def test_files_take_turns_and_long_prompts_are_left_out(loaded: LoadedEngine, tmp_path: Path) -> None:
+def test_training_files_alternate_and_long_prompts_are_left_out(loaded: LoadedEngine, tmp_path: Path) -> None:
     first = write_lines(tmp_path / "first.jsonl", [{"prompt": "the " * 200}] + [{"prompt": "cat"}] * 3)
     second = write_lines(tmp_path / "second.jsonl", [{"prompt": "dog"}] * 2)
     found = read_prompts([first, second], loaded, SETTINGS, most=4)
@@ -74,14 +76,14 @@ def test_files_take_turns_and_long_prompts_are_left_out(loaded: LoadedEngine, tm
 
 
 @pytest.mark.parametrize(("name", "text"), [("bad.jsonl", "{"), ("none.jsonl", '{"title": "x"}'), ("absent.jsonl", None)])
-def test_unusable_file_is_refused(name: str, text: str | None, loaded: LoadedEngine, tmp_path: Path) -> None:
+def test_unusable_training_file_is_refused(name: str, text: str | None, loaded: LoadedEngine, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=name):
         read_prompts([str(tmp_path / name)], loaded, SETTINGS, most=5)
 
 
-def test_target_writes_its_own_prompts(loaded: LoadedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_writes_its_own_training_prompts(loaded: LoadedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "_ROUND", 32)
     monkeypatch.setattr(prompts, "_MAX_TURN_TOKENS", 12)
     end = loaded.input_processor.eos_token_ids[0]

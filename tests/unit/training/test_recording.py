@@ -22,7 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return record_tiny(tmp_path_factory.mktemp("recorded"))
 
 
-def test_features_equal_hidden_states_of_transformers(run: TinyRun) -> None:
+def test_recorded_features_equal_hidden_states_of_transformers(run: TinyRun) -> None:
     data, config = run.data.train.open(), read_model_config(Path(run.settings.model))
     model = AutoModelForCausalLM.from_pretrained(run.settings.model, dtype=torch.float32)
     for index in range(3):
@@ -36,7 +36,7 @@ def test_features_equal_hidden_states_of_transformers(run: TinyRun) -> None:
         assert not found[-1].any()
 
 
-def test_answers_are_the_targets_own(run: TinyRun) -> None:
+def test_recorded_answers_are_generated_by_the_target(run: TinyRun) -> None:
     data, model = run.data.heldout.open(), AutoModelForCausalLM.from_pretrained(run.settings.model, dtype=torch.float32)
     ids, mask = data.token_ids[0], data.is_answer[0].astype(bool)
     assert mask.any()
@@ -46,7 +46,7 @@ def test_answers_are_the_targets_own(run: TinyRun) -> None:
     np.testing.assert_array_equal(best[np.flatnonzero(mask) - 1], ids[mask])
 
 
-def test_interrupted_recording_goes_on(run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_training_recording_continues(run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, calls = read_model_config(Path(run.settings.model)), []
     answers = recording._answers
     monkeypatch.setattr(recording, "BATCH", 8)
@@ -72,13 +72,13 @@ def test_interrupted_recording_goes_on(run: TinyRun, tmp_path: Path, monkeypatch
         assert torch.equal(before.features(index), after.features(index))
 
 
-def test_data_of_other_settings_are_refused(run: TinyRun, tmp_path: Path) -> None:
+def test_training_data_recorded_with_other_settings_are_refused(run: TinyRun, tmp_path: Path) -> None:
     config = read_model_config(Path(run.settings.model))
     with pytest.raises(ConfigError, match="recorded with other settings \\(max_answer_tokens\\)"):
         record(replace(run.settings, max_answer_tokens=30), config, run.directory / DATA_FOLDER, lambda text: None)
 
 
-def test_repeat_share() -> None:
+def test_training_repeat_share_is_high_for_repetitive_answers() -> None:
     assert repeat_share(list(range(40))) == 0.0
     assert repeat_share([1, 2] * 20) > 0.9
     assert repeat_share([1, 2]) == 0.0

@@ -19,7 +19,7 @@ from paceline.training.run import train
 from paceline.training.settings import TrainSettings
 
 
-def test_run_leaves_a_measured_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_writes_a_measured_drafter_and_resumes_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, output = write_checkpoint(tmp_path / "target", "llama"), tmp_path / "drafter"
     settings = TrainSettings(
         drafter="eagle3", model=str(target), data=(str(write_prompts(tmp_path / "prompts.jsonl", 12)),),
@@ -67,7 +67,7 @@ def test_run_leaves_a_measured_drafter(tmp_path: Path, monkeypatch: pytest.Monke
         (["eagle3", "--output", "x", "--device", "tpu"], "device is 'tpu': use one of auto, cpu, cuda"),
     ],
 )
-def test_wrong_use_is_one_line(arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_usage_error_exits_with_2(arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["train", *arguments])
     assert result.exit_code == 2
@@ -75,7 +75,7 @@ def test_wrong_use_is_one_line(arguments: list[str], text: str, tmp_path: Path, 
     assert not (tmp_path / "x").exists()
 
 
-def test_resuming_another_method_is_refused(tmp_path: Path) -> None:
+def test_resuming_training_with_another_method_is_refused(tmp_path: Path) -> None:
     TrainSettings(drafter="medusa").write(tmp_path)
     with pytest.raises(ConfigError, match="holds a run of medusa, not eagle3"):
         train(TrainSettings(drafter="eagle3"), tmp_path, print, is_resumed=True)
@@ -85,13 +85,13 @@ DAMAGED_SETTINGS = ['{"drafter": "eagle3", "num_prompts": "many"}', "{}", '{"dra
 
 
 @pytest.mark.parametrize("content", DAMAGED_SETTINGS)
-def test_damaged_settings_of_a_run_are_refused(content: str, tmp_path: Path) -> None:
+def test_damaged_settings_of_a_training_run_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "train.json").write_text(content, encoding="utf-8")
     with pytest.raises(PacelineError):
         train(TrainSettings(drafter="eagle3"), tmp_path, print, is_resumed=True)
 
 
-def test_a_run_whose_data_cannot_be_read_can_be_started_again(tmp_path: Path) -> None:
+def test_training_without_readable_data_can_be_started_again(tmp_path: Path) -> None:
     target, output, data = write_checkpoint(tmp_path / "target", "llama"), tmp_path / "drafter", tmp_path / "prompts.txt"
     data.touch()
     for _ in range(2):
@@ -99,7 +99,7 @@ def test_a_run_whose_data_cannot_be_read_can_be_started_again(tmp_path: Path) ->
             train(TrainSettings(drafter="eagle3", model=str(target), data=(str(data),)), output, print)
 
 
-def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_training_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file: give a directory"):
         train(TrainSettings(drafter="eagle3"), tmp_path / "file", print)

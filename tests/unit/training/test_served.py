@@ -21,7 +21,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_served_acceptance_equals_estimate(run: TinyRun, method: str, tmp_path: Path) -> None:
+def test_acceptance_when_served_equals_the_training_estimate(run: TinyRun, method: str, tmp_path: Path) -> None:
     trainer = run.make_trainer(method, steps=40)
     trainer.run()
     drafter = trainer.drafter

@@ -16,12 +16,12 @@ TARGET = make_config(
 )  # fmt: skip
 
 
-def test_defaults_depend_on_the_target() -> None:
+def test_training_defaults_depend_on_the_target() -> None:
     found = TrainSettings(drafter="eagle3").for_target(TARGET)
     assert (found.boundaries, found.draft_vocab_size, found.learning_rate) == ((2, 15, 27), 16384, 1.2e-3)
 
 
-def test_settings_survive_their_file(tmp_path: Path) -> None:
+def test_training_settings_file_round_trip(tmp_path: Path) -> None:
     settings = TrainSettings(drafter="dspark", data=("a.jsonl",), boundaries=(1, 4), minutes=2.5)
     settings.write(tmp_path)
     assert TrainSettings.read(tmp_path) == settings
@@ -39,17 +39,17 @@ def test_settings_survive_their_file(tmp_path: Path) -> None:
         ({"block_size": 1}, "block_size must be at least 2"),
     ],
 )
-def test_values_out_of_range_are_refused(values: dict[str, object], text: str) -> None:
+def test_training_settings_out_of_range_are_refused(values: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         TrainSettings(**{"drafter": "eagle3", **values})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("boundaries", [(3, 2), (2, 2), (2, 31), ()])
-def test_impossible_boundaries_are_refused(boundaries: tuple[int, ...]) -> None:
+def test_impossible_training_boundaries_are_refused(boundaries: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="boundaries is"):
         TrainSettings(drafter="eagle3", boundaries=boundaries).for_target(TARGET)
 
 
-def test_nothing_to_resume_is_refused(tmp_path: Path) -> None:
+def test_resume_without_a_started_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to resume"):
         TrainSettings.read(tmp_path)

@@ -17,7 +17,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_resumed_run_equals_uninterrupted_one(run: TinyRun, method: str) -> None:
+def test_resumed_training_equals_an_uninterrupted_run(run: TinyRun, method: str) -> None:
     whole = run.make_trainer(method)
     start = {name: values.clone() for name, values in whole.drafter.state_dict().items()}
     assert whole.run()
@@ -45,7 +45,7 @@ def test_training_lowers_the_loss(run: TinyRun, method: str, loss: str) -> None:
     assert trainer.progress.estimates[-1]["all"]["mean_acceptance_length"] > 1.0
 
 
-def test_time_budget_ends_with_a_learning_rate_of_zero(run: TinyRun) -> None:
+def test_training_time_budget_ends_with_a_learning_rate_of_zero(run: TinyRun) -> None:
     seconds = iter(range(10**6))
     settings = replace(run.settings, steps=None, minutes=100 / 60)  # a step takes one simulated second
     made = run.make_drafter(settings)
@@ -57,7 +57,7 @@ def test_time_budget_ends_with_a_learning_rate_of_zero(run: TinyRun) -> None:
     assert max(entry["learning_rate"] for entry in trainer.progress.history) > 0.8 * (settings.learning_rate or 0)
 
 
-def test_foreign_checkpoint_is_refused(run: TinyRun) -> None:
+def test_unreadable_training_checkpoint_is_refused(run: TinyRun) -> None:
     trainer = run.make_trainer("medusa")
     (run.directory / CHECKPOINT).write_bytes(b"nothing")
     with pytest.raises((CheckpointError,), match="cannot be continued"):

@@ -29,7 +29,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_invalid_grammar_is_refused(name: str) -> None:
+def test_invalid_grammar_is_refused(name: str) -> None:
     with pytest.raises(RequestError) as refusal:
         WRONG[name]()
     assert refusal.value.parameter == "grammar"
@@ -37,18 +37,18 @@ def test_an_invalid_grammar_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ['root ::= "a"', "# a list\nroot ::= item+\nitem ::= [a-z]", 'item  ::= "x"\r\nroot ::= item'])
-def test_a_grammar_in_gbnf_is_refused(text: str) -> None:
+def test_gbnf_grammar_text_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="it is in GBNF"):
         Grammar.lark(text)
     assert Grammar.lark(f"start: {json.dumps(text)}")
 
 
-def test_a_kind_may_be_given_by_name() -> None:
+def test_grammar_kind_may_be_given_by_name() -> None:
     assert Grammar("regex", "a+") == Grammar.regex("a+")  # type: ignore[arg-type]
     assert {Grammar.regex("a+"): 1}[Grammar.regex("a+")] == 1
 
 
-def test_a_schema_keeps_the_order_of_its_properties() -> None:
+def test_json_schema_grammar_keeps_the_order_of_properties() -> None:
     schema = {"type": "object", "properties": {"z": {}, "a": {}, "ü": {}}}
     assert list(json.loads(Grammar.json_schema(schema).text)["properties"]) == ["z", "a", "ü"]
     assert Grammar.json_schema(json.dumps(schema)).text == json.dumps(schema)

@@ -127,14 +127,14 @@ SERVED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_a_rewritten_schema_allows_right_values_and_no_wrong_ones(name: str) -> None:
+def test_rewritten_json_schema_accepts_valid_values_only(name: str) -> None:
     schema, right, wrong = SERVED[name]
     assert [value for value in right if not accepts(schema, value)] == []
     assert [value for value in wrong if accepts(schema, value)] == []
 
 
 @pytest.mark.parametrize("name", [name for name in SERVED if "draft" not in name])
-def test_the_expected_values_are_those_of_a_validator(name: str) -> None:
+def test_expected_values_of_schema_tests_agree_with_jsonschema(name: str) -> None:
     schema, right, wrong = SERVED[name]
     schema = {key: value for key, value in schema.items() if (key, value) != ("format", 3)}
     version = jsonschema.Draft201909Validator if "recursive" in name else jsonschema.Draft202012Validator
@@ -154,25 +154,25 @@ def test_the_expected_values_are_those_of_a_validator(name: str) -> None:
         ({"$dynamicRef": "#x"}, "`$dynamicRef` at #"),
     ],
 )
-def test_a_keyword_without_rewrite_is_refused_with_its_pointer(schema: dict[str, Any], place: str) -> None:
+def test_unsupported_json_schema_keyword_is_refused_with_its_pointer(schema: dict[str, Any], place: str) -> None:
     with pytest.raises(RequestError) as refusal:
         enforceable_schema(schema)
     assert (place in str(refusal.value), refusal.value.parameter) == (True, "grammar")
     assert "or leave it out" in str(refusal.value)
 
 
-def test_a_definition_that_is_not_used_is_not_checked() -> None:
+def test_unused_json_schema_definition_is_not_checked() -> None:
     assert accepts({**INTEGER, "$defs": {"unused": {"not": {"pattern": "x"}}}}, 1)
 
 
-def test_the_formats_that_are_enforced_are_those_of_the_library() -> None:
+def test_enforced_json_schema_formats_are_supported_by_llguidance() -> None:
     for name in FORMATS:
         text = json.dumps({"type": "string", "format": name})
         matcher = llguidance.LLMatcher(byte_tokens(), llguidance.LLMatcher.grammar_from_json_schema(text), log_level=0)
         assert not matcher.is_error(), name
 
 
-def test_a_schema_with_invalid_values_is_compiled_or_refused(seed: int) -> None:
+def test_json_schema_with_invalid_values_compiles_or_is_refused(seed: int) -> None:
     """Whatever a keyword holds: no other exception, which would be the server's fault."""
     generator, num_refused = np.random.default_rng(seed), 0
     keywords = sorted({key for schema, _, _ in SERVED.values() for key in schema} | {"contains", "minContains", "anyOf", "dependencies"})
@@ -205,7 +205,7 @@ def test_a_schema_with_invalid_values_is_compiled_or_refused(seed: int) -> None:
     assert 0 < num_refused < 3000
 
 
-def test_the_schema_that_was_sent_is_not_changed() -> None:
+def test_rewriting_does_not_modify_the_given_json_schema() -> None:
     schema = {"type": "string", "format": "path"}
     enforceable_schema(schema)
     assert schema == {"type": "string", "format": "path"}
@@ -237,7 +237,7 @@ TYPES = [
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
-def test_the_schema_of_a_pydantic_type_compiles(kind: Any) -> None:
+def test_json_schema_of_a_pydantic_type_compiles(kind: Any) -> None:
     model = create_model("Answer", value=(kind, ...))
     text = json.dumps(enforceable_schema(model.model_json_schema()))
     matcher = llguidance.LLMatcher(byte_tokens(), llguidance.LLMatcher.grammar_from_json_schema(text), log_level=0)

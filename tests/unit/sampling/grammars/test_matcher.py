@@ -99,7 +99,7 @@ def wander(matcher: GrammarMatcher, right: Sequence[int], generator: np.random.G
 
 
 @pytest.mark.parametrize("name", [*GRAMMARS, "schemas"])
-def test_a_mask_depends_on_the_text_alone(name: str, seed: int, large_counts: bool, tally: Any) -> None:
+def test_grammar_mask_depends_on_the_text_only(name: str, seed: int, large_counts: bool, tally: Any) -> None:
     generator = np.random.default_rng(seed)
     for _ in range(60 if large_counts else 6):
         grammar = GRAMMARS.get(name) or Grammar.json_schema(random_schema(generator))
@@ -116,7 +116,7 @@ def test_a_mask_depends_on_the_text_alone(name: str, seed: int, large_counts: bo
 
 
 @pytest.mark.parametrize("name", [*GRAMMARS, "schemas"])
-def test_masks_agree_with_is_allowed_and_forced_tokens(name: str, seed: int) -> None:
+def test_grammar_mask_agrees_with_is_allowed_and_forced_tokens(name: str, seed: int) -> None:
     generator = np.random.default_rng(seed)
     num_forced = 0
     for _ in range(6):
@@ -138,7 +138,7 @@ def test_masks_agree_with_is_allowed_and_forced_tokens(name: str, seed: int) -> 
     assert num_forced > 0 or name not in ("regex", "choice", "schemas")
 
 
-def test_forced_tokens_are_the_canonical_spelling() -> None:
+def test_forced_grammar_tokens_are_the_canonical_tokenization() -> None:
     schema = {"type": "object", "properties": {"street address": {"const": 7}}, "required": ["street address"]}
     schema["additionalProperties"] = False
     matcher = compiler().matcher(Grammar.json_schema(schema))
@@ -149,7 +149,7 @@ def test_forced_tokens_are_the_canonical_spelling() -> None:
     assert allowed(matcher, text[:2]) == [text[2]]
 
 
-def test_a_finished_text_forces_an_end_and_nothing_follows_it() -> None:
+def test_finished_grammar_allows_only_end_tokens() -> None:
     matcher = write(compiler(), GRAMMARS["choice"], ids("no"))
     assert allowed(matcher) == sorted(EOS_IDS)
     assert matcher.forced_tokens(()) == []
@@ -165,7 +165,7 @@ def test_a_finished_text_forces_an_end_and_nothing_follows_it() -> None:
 
 
 @pytest.mark.parametrize("end", EOS_IDS)
-def test_an_end_token_on_a_path_can_be_rolled_back(end: int) -> None:
+def test_end_token_on_a_draft_path_can_be_rolled_back(end: int) -> None:
     """llguidance does not count an end token after a complete text, so its rollback would undo one token too many."""
     text = ids("yesterday")
     matcher = write(compiler(), GRAMMARS["choice"], text[:1])
@@ -175,7 +175,7 @@ def test_an_end_token_on_a_path_can_be_rolled_back(end: int) -> None:
     assert allowed(matcher, text[1:]) == sorted(EOS_IDS)
 
 
-def test_without_end_tokens_a_text_that_nothing_may_follow_is_finished() -> None:
+def test_grammar_without_end_tokens_is_finished_at_its_last_token() -> None:
     matcher = GrammarCompiler(tokenizer()).matcher(Grammar.regex("no[0-9]?"))
     for token in ids("no1"):
         assert not matcher.is_finished()
@@ -188,13 +188,13 @@ def test_without_end_tokens_a_text_that_nothing_may_follow_is_finished() -> None
 
 
 @pytest.mark.parametrize("width", [V - 96, V, V + 200])
-def test_rows_of_any_width_are_masked(width: int) -> None:
+def test_grammar_masks_rows_wider_or_narrower_than_the_vocabulary(width: int) -> None:
     """A model may have more rows than its tokenizer has ids, or fewer."""
     matcher = compiler().matcher(GRAMMARS["open regex"])
     assert allowed(matcher, width=width) == [token for token in allowed(matcher) if token < width]
 
 
-def test_a_text_that_is_committed_against_the_grammar_is_an_error() -> None:
+def test_committing_a_token_against_the_grammar_is_an_error() -> None:
     matcher = write(compiler(), GRAMMARS["choice"], ids("no"))
     with pytest.raises(RequestError, match="continues with"):
         matcher.commit(ids("x")[0])
@@ -208,7 +208,7 @@ NEVER = {
 
 
 @pytest.mark.parametrize("pattern", NEVER)
-def test_a_regex_that_cannot_start_is_refused_with_the_reason(pattern: str) -> None:
+def test_regex_that_matches_nothing_is_refused_with_the_reason(pattern: str) -> None:
     with pytest.raises(RequestError, match=NEVER[pattern]) as refusal:
         compiler().matcher(Grammar.regex(pattern))
     assert refusal.value.parameter == "grammar"
@@ -225,14 +225,14 @@ def test_a_regex_that_cannot_start_is_refused_with_the_reason(pattern: str) -> N
         ({"x-guidance": {"colour": "red"}}, "unknown field"),
     ],
 )
-def test_a_schema_that_does_not_compile_is_refused_with_the_reason(schema: Any, reason: str) -> None:
+def test_json_schema_that_does_not_compile_is_refused_with_the_reason(schema: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as refusal:
         compiler().matcher(Grammar.json_schema(schema))
     assert refusal.value.parameter == "grammar"
 
 
 @pytest.mark.parametrize("text", ["start: nothing", "start: again\nagain: again", "start: " + "(" * 5000, 'start: "a'])
-def test_a_lark_grammar_that_cannot_start_is_refused(text: str) -> None:
+def test_invalid_lark_grammar_is_refused(text: str) -> None:
     with pytest.raises(RequestError) as refusal:
         compiler().matcher(Grammar.lark(text))
     assert refusal.value.parameter == "grammar"
@@ -244,7 +244,7 @@ LONG = {"type": "string", "pattern": "^([a-m]{1,4}[0-9]{1,3}|[k-z]{2,5}-|#[0-9a-
 WIDE = Grammar.json_schema({"type": "object", "properties": {"a": LONG}, "required": ["a"], "additionalProperties": False})
 
 
-def test_other_requests_texts_never_break_a_grammar(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_limits_are_not_used_up_by_other_requests(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit that one text is far from, and many together pass."""
     generator = np.random.default_rng(seed)
     crowded = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_lexer_states": 80})
@@ -266,7 +266,7 @@ def test_other_requests_texts_never_break_a_grammar(seed: int, monkeypatch: pyte
     assert len(compiled_again) > 2
 
 
-def test_a_draft_too_complex_for_llguidance_breaks_nothing() -> None:
+def test_draft_too_complex_for_llguidance_is_only_not_allowed() -> None:
     ambiguous = Grammar.lark('start: start start | "a"')
     tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_items_in_row": 20}).matcher(ambiguous)
     free = compiler().matcher(ambiguous)
@@ -284,7 +284,7 @@ def test_a_draft_too_complex_for_llguidance_breaks_nothing() -> None:
             one.commit(letter)
 
 
-def test_a_failure_of_the_own_text_does_not_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_limit_error_of_the_own_text_does_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling again would not help, and it would delay the whole batch."""
     ambiguous = Grammar.lark('start: start start | "a"')
     tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_items_in_row": 20})
@@ -294,14 +294,14 @@ def test_a_failure_of_the_own_text_does_not_compile_again(monkeypatch: pytest.Mo
         write(tight, ambiguous, ids("a") * 12)
 
 
-def test_a_grammar_too_complex_for_its_text_is_a_request_error() -> None:
+def test_grammar_too_complex_for_its_text_is_a_request_error() -> None:
     tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_lexer_states": 40})
     with pytest.raises(RequestError, match="too many states") as refusal:
         write(tight, WIDE, ids('{"a": "abc12xyz-#00ff!'))
     assert refusal.value.parameter == "grammar"
 
 
-def test_compiled_grammars_are_cached_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_grammar_cache_evicts_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     real = CompiledGrammar.__init__
 
@@ -316,14 +316,14 @@ def test_compiled_grammars_are_cached_least_recently_used(monkeypatch: pytest.Mo
     assert compiled == ["a", "b", "c", "b"]
 
 
-def test_two_outputs_of_one_grammar_are_independent() -> None:
+def test_matchers_of_one_compiled_grammar_are_independent() -> None:
     one, other = (compiler().matcher(GRAMMARS["choice"]) for _ in range(2))
     one.commit(ids("no")[0])
     assert allowed(one) == sorted(EOS_IDS)
     assert ids("yes")[0] in allowed(other)
 
 
-def test_without_llguidance_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_without_llguidance_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real: Callable[..., Any] = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:
@@ -341,7 +341,7 @@ def test_without_llguidance_the_error_names_the_extra(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("thought", ["", "so it is ", "a < b </th ink> </think </", "\n\n"])
 @pytest.mark.parametrize("spelling", ["whole", "bytewise"])
-def test_the_grammar_begins_after_the_end_of_reasoning(thought: str, spelling: str) -> None:
+def test_grammar_applies_after_the_end_of_reasoning(thought: str, spelling: str) -> None:
     """Wherever a window begins and ends, and however the marker is cut into tokens."""
     marker = ids("</think>") if spelling == "whole" else [token for letter in "</think>" for token in ids(letter)]
     text = [*ids(thought), *marker, *ids("blue")]
@@ -361,7 +361,7 @@ def test_the_grammar_begins_after_the_end_of_reasoning(thought: str, spelling: s
     assert EOS_IDS[0] in allowed(matcher)
 
 
-def test_text_after_the_marker_in_its_token_is_not_in_the_grammar() -> None:
+def test_text_after_the_end_marker_within_its_token_is_unconstrained() -> None:
     both = Grammar.choice(["yes"], reasoning_end="a")
     token = ids(" at")[0]
     assert tokenizer().decode([token]) == " at"
@@ -370,7 +370,7 @@ def test_text_after_the_marker_in_its_token_is_not_in_the_grammar() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "is_over"), [("<think>\n\n</think>\n\n", True), ("</think> answer <think>", False), ("", False)])
-def test_a_prompt_that_ends_reasoning_starts_the_grammar(prompt: str, is_over: bool) -> None:
+def test_prompt_that_ends_reasoning_starts_the_grammar(prompt: str, is_over: bool) -> None:
     matcher = compiler().matcher(GRAMMARS["reasoning"], ids(prompt))
     assert (len(allowed(matcher)) < 10) == is_over
 
@@ -378,7 +378,7 @@ def test_a_prompt_that_ends_reasoning_starts_the_grammar(prompt: str, is_over: b
 # Other tokenizers, and what the texts are worth
 
 
-def test_a_random_allowed_text_validates(seed: int, large_counts: bool) -> None:
+def test_random_text_allowed_by_a_json_schema_validates(seed: int, large_counts: bool) -> None:
     generator = np.random.default_rng(seed)
     for _ in range(200 if large_counts else 20):
         schema = random_schema(generator)
@@ -393,7 +393,7 @@ def test_a_random_allowed_text_validates(seed: int, large_counts: bool) -> None:
         jsonschema.validate(json.loads(tokenizer().decode(text)), schema)
 
 
-def test_a_grammar_works_with_the_vocabulary_of_a_gguf_file(shared_dir: Path) -> None:
+def test_grammar_works_with_the_vocabulary_of_a_gguf_file(shared_dir: Path) -> None:
     """Byte-level and sentencepiece."""
     for name in ("llama-spm", "gpt-2"):
         other = Tokenizer.open(shared_dir / "data" / "tokenizers" / "ggml-vocab" / f"ggml-vocab-{name}.gguf")

@@ -59,13 +59,13 @@ def has_duplicate(schema: dict[str, Any], text: str) -> bool:
         ({"additionalProperties": SET}, '{"x": [1 , 2 ]}', '{"x": [1 , 1 ]}'),
     ],
 )
-def test_equal_items_are_found_wherever_the_keyword_applies(schema: dict[str, Any], unique: str, repeated: str) -> None:
+def test_duplicate_items_are_found_wherever_unique_items_applies(schema: dict[str, Any], unique: str, repeated: str) -> None:
     assert (has_duplicate(schema, unique), has_duplicate(schema, repeated)) == (False, True)
     version = jsonschema.Draft7Validator if isinstance(schema.get("items"), list) else jsonschema.Draft202012Validator
     assert [version(schema).is_valid(json.loads(text)) for text in (unique, repeated)] == [True, False]
 
 
-def test_a_schema_without_the_keyword_is_not_followed() -> None:
+def test_schema_without_unique_items_is_not_tracked() -> None:
     assert unique_items({"type": "array", "uniqueItems": False}) is None
     assert unique_items({"type": "array", "uniqueItems": True, "maxItems": 1}) is None
 
@@ -103,7 +103,7 @@ def written(schema: dict[str, Any], generator: np.random.Generator) -> str:
     ],
     ids=["enum", "integers", "texts", "booleans", "few integers and words", "integers and words"],
 )
-def test_texts_that_masks_allow_have_no_equal_items(schema: dict[str, Any], seed: int) -> None:
+def test_unique_items_masks_allow_no_duplicate_items(schema: dict[str, Any], seed: int) -> None:
     generator, num_complete = np.random.default_rng(seed), 0
     for _ in range(25):
         text = written(schema, generator)
@@ -113,7 +113,7 @@ def test_texts_that_masks_allow_have_no_equal_items(schema: dict[str, Any], seed
     assert num_complete > 10
 
 
-def test_an_item_that_can_only_repeat_another_is_finished() -> None:
+def test_unique_items_forbids_completing_a_duplicate_item() -> None:
     matcher = compiler().matcher(Grammar.json_schema({**SET, "items": {"type": "string", "pattern": "^a$"}, "minItems": 2, "maxItems": 2}))
     for token_id in tokenizer().encode('["a", "a', add_special_tokens=False):
         matcher.commit(token_id)
@@ -133,7 +133,7 @@ def test_an_item_that_can_only_repeat_another_is_finished() -> None:
     ],
     ids=["short texts", "short texts or null", "objects", "tuples"],
 )
-def test_sets_of_few_values_are_always_written_to_the_end(items: dict[str, Any], seed: int) -> None:
+def test_array_of_unique_items_with_few_values_can_be_completed(items: dict[str, Any], seed: int) -> None:
     generator = np.random.default_rng(seed)
     for _ in range(20):
         written({**SET, "items": items, "minItems": 2, "maxItems": 4}, generator)  # raises nothing
