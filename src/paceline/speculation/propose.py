@@ -1,7 +1,8 @@
-"""Drafts of one step, within the limits of requests, pass and cache, and whatever a drafter raises.
+"""Makes the drafts of one step, within the limits of requests, pass and cache. Exceptions of drafters do not fail the step.
 
-Lookup drafters are called first because they take next to no time. A later drafter is called for a request if the policy expects more of
-it than of the draft that is there, and the better draft is kept. Then drafts shrink to the rows of the pass and to the free cache blocks.
+Lookup drafters are called first because they take next to no time. A later drafter is called for a request if the policy expects more
+accepted tokens from it than from the draft that the request has; the better draft is kept. Then drafts shrink to the rows that the pass and
+the free cache blocks allow.
 """
 
 import logging
@@ -19,13 +20,13 @@ from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import SkipReason
 
-MAX_FAILURE_BACKOFF_STEPS = 64  # a drafter that keeps failing is called again after at most so many steps
+MAX_FAILURE_BACKOFF_STEPS = 64  # maximum number of steps until a drafter that keeps failing is called again
 
 log = logging.getLogger(__name__)
 
 
 class ErrorGuard:
-    """Context manager that counts and suppresses exceptions, and logs the first one. Interrupts are raised."""
+    """Context manager that suppresses and counts exceptions, and logs the first one. Interrupts are not suppressed."""
 
     def __init__(self) -> None:
         self.num_failures = 0
@@ -37,7 +38,7 @@ class ErrorGuard:
         return error is not None and self.count_and_suppress(error)
 
     def count_and_suppress(self, error: BaseException) -> bool:
-        """Count an exception; return False for an interrupt, which must be raised."""
+        """Count an exception; return False if it is an interrupt, which must not be suppressed."""
         if is_interrupt(error):
             return False
         if self.num_failures == 0:
@@ -47,7 +48,7 @@ class ErrorGuard:
 
 
 class FailurePause(NamedTuple):
-    """Failures of a drafter in a row, and the steps that are left until it is called again."""
+    """Number of failures of a drafter in a row, and of steps left until it is called again."""
 
     num_failures: int = 0
     num_steps_left: int = 0
@@ -57,29 +58,29 @@ class Proposer:
     """Calls the drafters.
 
     Args:
-        drafters: in the order in which they are called, except that lookup drafters come first.
+        drafters: drafters in the order in which they are called, except that lookup drafters come first.
         guard: suppresses exceptions of drafters and policy.
-        vocab_size: number of ids of the tokenizer; drafted ids from here on are removed.
+        vocab_size: number of ids of the tokenizer; draft tokens with greater ids are removed.
         layout: how trees are laid out in the cache, which decides the rows they take.
 
     Attributes:
-        draft_s, plan_s: seconds of the last step in drafters, and in the rest of `propose`.
+        draft_s, plan_s: seconds that the last `propose` spent in drafters, and in everything else.
     """
 
     def __init__(self, drafters: Sequence[Drafter], guard: ErrorGuard, *, vocab_size: int, layout: TreeLayout) -> None:
-        # read once, because a drafter's property may raise later
+        # names are read only once, because a drafter's property may raise later
         self._drafters = [(drafter.name, drafter) for drafter in sorted(drafters, key=lambda drafter: not drafter.traits.is_lookup)]
         self.draft_s = self.plan_s = 0.0
         self._guard, self._vocab_size, self._layout = guard, vocab_size, layout
-        self._pauses: dict[str, FailurePause] = {}  # per drafter whose last call failed
+        self._pauses: dict[str, FailurePause] = {}  # by name of the drafters whose last call failed
 
     def propose(self, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None, *, is_rejection: bool) -> None:
         """Set the draft of every request, or the reason why it has none.
 
         Args:
             batch: all rows of the pass.
-            policy: how much to draft.
-            max_rows: most rows of the pass, all requests and drafts included; None = no limit.
+            policy: decides how much is drafted.
+            max_rows: maximum number of rows of the pass, drafts included; None = no limit.
             is_rejection: whether draft tokens are accepted by rejection sampling, which needs `draft_probs` at temperatures above 0.
         """
         start_s, self.draft_s = perf_counter(), 0.0
@@ -108,7 +109,7 @@ class Proposer:
     def _skip_reason_or_budget(
         self, rows: RequestRows, policy: FixedDraftLength, *, is_rejection: bool
     ) -> tuple[SkipReason | None, DraftBudget | None]:
-        """Return the most that may be drafted for a request, or the reason why nothing may."""
+        """Return the maximum budget of a request, or the reason why nothing may be drafted for it."""
         request = rows.request
         if rows.tree is None:
             return None, None
@@ -118,7 +119,7 @@ class Proposer:
             return SkipReason.RESUMED, None
         if not request.is_speculative or not self._drafters:
             return SkipReason.OFF, None
-        if request.num_remaining_tokens < 2:  # the bonus token takes one
+        if request.num_remaining_tokens < 2:  # one of them is the bonus token
             return SkipReason.NO_ROOM, None
         row_budget, max_depth = request.limit_draft(policy.row_budget, policy.num_speculative_tokens)
         return None, DraftBudget(row_budget, max_depth, self._layout, is_rejection and not request.params.is_greedy)
@@ -126,7 +127,7 @@ class Proposer:
     def _call_drafter_guarded(
         self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
     ) -> None:
-        """Call a drafter. After failures in a row it is not called for 0, 1, 3, 7, … steps."""
+        """Call a drafter unless it failed recently. After 1, 2, 3, 4, … failures in a row it is not called for 0, 1, 3, 7, … steps."""
         pause = self._pauses.get(name, FailurePause())
         is_failed = pause.num_steps_left > 0
         if is_failed:
@@ -149,7 +150,7 @@ class Proposer:
     def _call_drafter(
         self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
     ) -> bool:
-        """Draft for all requests for which that is expected to pay; return whether the drafter was called."""
+        """Let a drafter draft for all requests for which this is expected to pay; return whether there were any."""
         for rows in batch:
             rows.budget = None
             if not _may_draft(rows, name):
@@ -189,10 +190,11 @@ class Proposer:
 def _may_draft(rows: RequestRows, name: str) -> bool:
     """Return whether a drafter may draft for a request.
 
-    A drawn draft is final. To replace it depending on the tokens drawn would change the distribution that rejection sampling preserves.
+    Not if the request has a sampled draft. A choice between drafts that depends on the sampled tokens would change the distribution that
+    rejection sampling preserves.
     """
-    is_drawn = rows.tree is not None and bool(rows.tree.draft_probs)
-    return rows.max_budget is not None and rows.request.drafter in (None, name) and not is_drawn
+    is_sampled = rows.tree is not None and bool(rows.tree.draft_probs)
+    return rows.max_budget is not None and rows.request.drafter in (None, name) and not is_sampled
 
 
 def fit_rows(batch: Sequence[RequestRows], available: int) -> None:
@@ -212,7 +214,7 @@ def fit_rows(batch: Sequence[RequestRows], available: int) -> None:
 
 
 def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
-    """Reserve cache slots for all rows of a pass. If blocks are short, drafts shrink before other rows lack a slot.
+    """Reserve cache slots for all rows of a pass. If there are too few blocks, drafts shrink until the other rows fit.
 
     Raises:
         CapacityError: the rows without drafts do not fit; nothing was changed.
@@ -230,11 +232,11 @@ def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
         for rows in batch:
             cache.cancel(rows.request.sequence)
         raise
-    return [rows.plan for rows in batch if rows.plan is not None]  # all have one
+    return [rows.plan for rows in batch if rows.plan is not None]
 
 
 def _shrink_others(batch: Sequence[RequestRows], cache: KVCache, num_blocks: int) -> None:
-    """Shrink drafts whose slots are reserved, the last request's first, until `num_blocks` are free or no draft is left."""
+    """Shrink drafts with reserved slots, beginning with the last request's, until `num_blocks` are free or no draft is left."""
     for rows in reversed(batch):
         if cache.pool.num_free >= num_blocks:
             return
