@@ -28,7 +28,7 @@ def test_given_parameters_are_kept() -> None:
 
 @pytest.mark.parametrize("pair", [("temperature", -1.0), ("top_p", 0.0), ("min_p", 7.0), ("top_k", 0.5), ("unknown", 1.0)])
 def test_a_recommendation_that_no_parameter_may_have_is_left_out(pair: tuple[str, float]) -> None:
-    assert SamplingDefaults.of([pair, ("repetition_penalty", 1.1)]).own == {"repetition_penalty": 1.1}
+    assert SamplingDefaults.from_recommended([pair, ("repetition_penalty", 1.1)]).recommended == {"repetition_penalty": 1.1}
 
 
 def test_a_line_says_what_is_used_and_whether_it_is_the_models_own() -> None:
