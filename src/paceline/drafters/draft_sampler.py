@@ -140,7 +140,7 @@ class DraftSampler:
         if needs_draft_probs and width == 1 and not request.params.is_greedy:
             return _draw_separately(request, path, edited.distribution())
         first = edited.draw(request.seed, request.sample_index, len(request.token_ids) + len(path))
-        scores, ids = edited.scale(), self._target_ids
+        scores, ids = edited.scaled_logits(), self._target_ids
         return _most_probable(request.params, scores if ids is None else scores[ids], ids, first, width)  # scores of other ids are -inf
 
     def sample_candidates(

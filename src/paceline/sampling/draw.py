@@ -32,12 +32,12 @@ class Distribution:
         return best if self.token_ids is None else int(self.token_ids[best])
 
     def log_probs(self) -> ProbArray:
-        """[M] float64 normalised log-probabilities. If `greedy`, they are those at temperature 1."""
+        """Return [M] float64 normalised log-probabilities. If `greedy`, they are those at temperature 1."""
         shifted = self.scores.astype(np.float64) - self.scores.max()
         return np.asarray(shifted - np.log(np.exp(shifted).sum()), np.float64)
 
     def probs(self) -> ProbArray:
-        """[M] float64 probabilities, summing to 1."""
+        """Return [M] float64 probabilities, summing to 1."""
         return np.exp(self.log_probs())
 
 

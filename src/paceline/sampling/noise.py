@@ -24,7 +24,7 @@ _FACTOR_2 = 0x94D049BB133111EB
 class Purpose(IntEnum):
     """What the noise of a position is used for. The noises of two purposes are independent."""
 
-    TOKEN = 0  # sampling the target's token, and drafting with the same noise
+    TOKEN = 0  # sampling of the target's token, and of draft tokens that should equal it
     ACCEPT = 1  # rejection sampling: whether a draft token is accepted
     RESIDUAL = 2  # rejection sampling: the token after the last accepted one
     DRAFT = 3  # sampling of draft tokens for rejection sampling
@@ -57,7 +57,7 @@ def _mix(state: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def _pair_offsets(vocab_size: int) -> KeyArray:
-    """[ceil(V / 2)] the number that is added to the key for each pair of ids. One 64-bit mix gives the bits of the ids 2i (low half) and
+    """Return [ceil(V / 2)] the number that is added to the key for each pair of ids. One 64-bit mix gives the bits of the ids 2i (low half) and
     2i + 1 (high half)."""
     offsets: KeyArray = np.arange((vocab_size + 1) // 2, dtype=np.uint64) * np.uint64(_GAMMA)
     offsets.flags.writeable = False

@@ -41,12 +41,12 @@ class EditedRow(NamedTuple):
         params = self.params
         if params.is_greedy:
             return Distribution(self.logits, None, True)
-        scores, max_score = self.scale(), self.max_logit / np.float32(params.temperature)
+        scores, max_score = self.scaled_logits(), self.max_logit / np.float32(params.temperature)
         ids = truncate(scores, max_score, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
         return Distribution(scores if ids is None else scores[ids], ids, False)
 
-    def scale(self) -> ScoreArray:
-        """[V] the logits divided by the temperature; unchanged if the request is greedy."""
+    def scaled_logits(self) -> ScoreArray:
+        """Return [V] the logits divided by the temperature; unchanged if the request is greedy."""
         is_unscaled = self.params.is_greedy or self.params.temperature == 1.0
         return self.logits if is_unscaled else self.logits / np.float32(self.params.temperature)
 

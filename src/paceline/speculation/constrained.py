@@ -73,7 +73,12 @@ def _constrained_nodes(matcher: GrammarMatcher, given: DraftTree, max_depth: int
         return add_node(parent, given.token_ids[given_node], given.sources[given_node], prob)
 
     def add_descendants(given_node: int, node: int, path: list[int], forced: Sequence[int]) -> None:
-        """Add what may follow `given_node`, whose copy is `node`. The grammar forces the tokens `forced` after its `path` from the root."""
+        """Add the descendants of `given_node`, whose copy is `node`.
+
+        Args:
+            path: tokens from the root to the node, root excluded.
+            forced: tokens that the grammar forces after `path`.
+        """
         if len(path) >= max_depth:
             return
         if forced:

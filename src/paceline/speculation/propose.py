@@ -60,7 +60,7 @@ class Proposer:
     Args:
         drafters: drafters in the order in which they are called, except that lookup drafters come first.
         guard: suppresses exceptions of drafters and policy.
-        vocab_size: number of ids of the tokenizer; draft tokens with greater ids are removed.
+        vocab_size: number of ids of the tokenizer; draft tokens with other ids are removed.
         layout: how trees are laid out in the cache, which decides the rows they take.
 
     Attributes:
@@ -145,7 +145,7 @@ class Proposer:
         for rows in batch:
             rows.budget = None
             if is_failed and _may_draft(rows, name):
-                rows.skip(SkipReason.DRAFTER_FAILED)
+                rows.skip_drafter(SkipReason.DRAFTER_FAILED)
 
     def _call_drafter(
         self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
@@ -156,9 +156,9 @@ class Proposer:
             if not _may_draft(rows, name):
                 continue
             if (reason := policy.skip_reason(rows.request, drafter)) is not None:
-                rows.skip(reason)
+                rows.skip_drafter(reason)
             elif not drafter.has_candidates(rows.request):
-                rows.skip(SkipReason.NO_MATCH)
+                rows.skip_drafter(SkipReason.NO_MATCH)
             else:
                 rows.budget = rows.max_budget
         if all(rows.budget is None for rows in batch):
@@ -173,7 +173,7 @@ class Proposer:
         depth = 0
         for (rows, budget), tree in zip(called, trees, strict=True):
             if tree is None or tree.num_draft_tokens == 0:
-                rows.skip(SkipReason.NO_MATCH)
+                rows.skip_drafter(SkipReason.NO_MATCH)
                 continue
             tree.check()
             depth = max(depth, tree.tree_depth)
@@ -182,7 +182,7 @@ class Proposer:
                 rows.set_draft(usable, tree.num_draft_tokens, SkipReason.UNUSABLE)
         seconds = perf_counter() - start_s
         self.draft_s += seconds
-        if not has_prefill:  # a call that prefills does not measure the time of later drafts
+        if not has_prefill:  # calls without a prefill take less time
             policy.observe_draft_time(drafter, len(called), depth, seconds)
         return True
 
@@ -225,7 +225,7 @@ def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
             try:
                 rows.plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
             except CapacityError:
-                _shrink_others(batch, cache, cache.num_blocks_needed(sequence, range(-1, rows.root)))
+                _shrink_others(batch, cache, cache.num_blocks_needed(sequence, range(-1, rows.root_node)))
                 _shrink(rows, cache, cache.pool.num_free)
                 rows.plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
     except BaseException:

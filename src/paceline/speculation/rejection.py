@@ -53,7 +53,7 @@ def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> V
     """Verify a tree so that outputs have the target's distribution; at temperature 0 this is `verify`.
 
     Args:
-        tree: rooted at the request's last token.
+        tree: tree whose root is the request's last token.
         logits: [N, V] float32, row i belongs to node i. All rows are read if the draft is a sampled chain, otherwise only those along the
             accepted path.
         request: not changed.
@@ -107,7 +107,7 @@ class RejectionSampler:
         except BaseException as error:
             if not self._accepted or is_interrupt(error):
                 raise
-            self._accepted.pop()  # its token becomes the bonus token; the next step begins with this row and raises the error
+            self._accepted.pop()  # its token becomes the bonus token; the next step begins with the invalid row and raises the error
             return None
         draft = tree.draft_probs.get(node)
         if draft is None:

@@ -25,9 +25,9 @@ class FinishReason(Enum):
 class TokenOrigin(StrEnum):
     """How an output token was produced."""
 
-    PLAIN = "plain"  # by the target, in a step without a draft
-    ACCEPTED = "accepted"  # by a drafter; the target accepted it
-    BONUS = "bonus"  # by the target, in a step with a draft
+    PLAIN = "plain"  # sampled by the target, in a step without a draft
+    ACCEPTED = "accepted"  # drafted, and accepted by the target
+    BONUS = "bonus"  # sampled by the target, in a step with a draft
 
 
 class StopMatcher(Protocol):

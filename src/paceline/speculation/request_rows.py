@@ -39,7 +39,7 @@ class RequestRows:
         logits: [N, V] of the tree's nodes.
         prompt_logits: [num_new_tokens, V] if log-probabilities of prompt tokens are needed.
         first_row: row of the root among the logits of the whole pass.
-        path: result of the compiled sampler; None = it could not sample this tree.
+        sampled_path: result of the compiled sampler; None = it could not sample this tree.
         kept_nodes: nodes of the pass whose cache rows are kept: the new tokens and the accepted draft tokens.
         is_observed: whether drafters receive the rows.
     """
@@ -58,7 +58,7 @@ class RequestRows:
     logits: FloatArray = field(default_factory=lambda: NO_LOGITS)
     prompt_logits: FloatArray = field(default_factory=lambda: NO_LOGITS)
     first_row: int = 0
-    path: SampledPath | None = None
+    sampled_path: SampledPath | None = None
     kept_nodes: Sequence[int] = ()
     is_observed: bool = False
 
@@ -69,7 +69,7 @@ class RequestRows:
         return cls(request, num_new_tokens, tree, start=request.sequence.committed_len, kept_nodes=range(num_new_tokens))
 
     @property
-    def root(self) -> int:
+    def root_node(self) -> int:
         """Number of the root among the nodes of the pass."""
         return self.num_new_tokens - 1
 
@@ -80,13 +80,13 @@ class RequestRows:
     @property
     def parents(self) -> Sequence[int]:
         """Parent of each node of the pass."""
-        return range(-1, self.root) if self.num_draft_tokens == 0 or self.tree is None else self.parents_with(self.tree.parents)
+        return range(-1, self.root_node) if self.num_draft_tokens == 0 or self.tree is None else self.parents_with(self.tree.parents)
 
     def parents_with(self, tree_parents: Sequence[int]) -> Sequence[int]:
         """Return the parent of each node of the pass for a draft tree with these parents."""
         if self.num_new_tokens == 1:
             return tree_parents
-        return [*range(-1, self.root), *(self.root + parent for parent in tree_parents[1:])]
+        return [*range(-1, self.root_node), *(self.root_node + parent for parent in tree_parents[1:])]
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -100,14 +100,14 @@ class RequestRows:
         num_nodes = self.num_new_tokens + self.num_draft_tokens
         if self.request.needs_prompt_logits:
             return range(num_nodes)
-        return () if self.tree is None else range(self.root, num_nodes)
+        return () if self.tree is None else range(self.root_node, num_nodes)
 
     def set_output(self, output: PlanOutput, logits: FloatArray) -> None:
         """Store the request's output. `logits`: [R, V] of the whole pass, without padding ids."""
         self.output, self.first_row = output, output.first_logits_row
         if self.request.needs_prompt_logits:
             self.prompt_logits = logits[self.first_row : self.first_row + self.num_new_tokens]
-            self.first_row += self.root
+            self.first_row += self.root_node
         self.logits = logits[self.first_row : output.end_logits_row]
 
     def keep_accepted(self, accepted_nodes: Sequence[int]) -> None:
@@ -116,7 +116,7 @@ class RequestRows:
             if isinstance(self.tree.parents, range):  # a chain, whose rows are contiguous
                 self.kept_nodes = range(self.num_new_tokens + len(accepted_nodes))
             else:
-                self.kept_nodes = [*range(self.num_new_tokens), *(self.root + node for node in accepted_nodes)]
+                self.kept_nodes = [*range(self.num_new_tokens), *(self.root_node + node for node in accepted_nodes)]
 
     def set_draft(self, tree: DraftTree | None, num_before: int, reason_if_empty: SkipReason) -> None:
         """Set the draft to `tree`, what is left of a draft of `num_before` tokens, and count the dropped tokens.
@@ -135,7 +135,7 @@ class RequestRows:
         """Drop the draft, which makes the request's step a plain step, and record the reason."""
         self.tree, self.skip_reason = DraftTree.root_only(self.request.token_ids[-1]), reason
 
-    def skip(self, reason: SkipReason) -> None:
+    def skip_drafter(self, reason: SkipReason) -> None:
         """Record why a drafter does not draft. The reason of a later drafter replaces only the reason NO_MATCH."""
         self.budget = None
         if self.num_draft_tokens == 0 and self.skip_reason in (None, SkipReason.NO_MATCH):

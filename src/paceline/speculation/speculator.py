@@ -66,9 +66,9 @@ class Speculator:
 
     def verify(self, rows: RequestRows, tree: DraftTree) -> VerifyResult:
         """Verify a request's tree by the rule `acceptance`."""
-        if self.acceptance is Acceptance.REJECTION and rows.path is None:
+        if self.acceptance is Acceptance.REJECTION and rows.sampled_path is None:
             return verify_rejection(tree, rows.logits, rows.request)
-        return verify(tree, rows.logits, rows.request, rows.path)
+        return verify(tree, rows.logits, rows.request, rows.sampled_path)
 
     def forward(self, target: Network, arguments: Pass) -> ForwardOutput:
         """Run the target's pass and time it."""
@@ -91,7 +91,7 @@ class Speculator:
         with self._guard:
             self.policy.observe_step_time(batch, self._forward_s, host_s, draft_s, plan_s)
         if self._observers:
-            self.observe_rows([self._committed(rows, rows.output) for rows in batch if rows.output is not None and rows.is_observed])
+            self.observe_rows([self._committed_rows(rows, rows.output) for rows in batch if rows.output is not None and rows.is_observed])
 
     def observe_rows(self, committed: Sequence[CommittedRows]) -> None:
         """Pass kept rows to the drafters. Each drafter receives the hidden states that it needs."""
@@ -99,7 +99,7 @@ class Speculator:
             with self._guard:
                 drafter.observe([rows.with_layers(self._needs.layers, drafter.needs.layers) for rows in committed])
 
-    def _committed(self, rows: RequestRows, output: PlanOutput) -> CommittedRows:
+    def _committed_rows(self, rows: RequestRows, output: PlanOutput) -> CommittedRows:
         """Return a request's kept rows with the activations that any drafter needs."""
         nodes = rows.kept_nodes
         hidden = output.hidden_states(nodes) if self._needs.hidden_states else None

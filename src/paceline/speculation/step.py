@@ -84,7 +84,7 @@ def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, spec
         rows.set_output(plan_output, view.logits)
     paths = sample_paths([speculator.path_request(rows) for rows in batch], view)
     for rows, path in zip(batch, paths, strict=True):
-        rows.path = path
+        rows.sampled_path = path
 
 
 def _verify_and_commit(rows: RequestRows, cache: KVCache, speculator: Speculator) -> None:

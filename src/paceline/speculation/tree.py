@@ -77,7 +77,7 @@ class DraftTree:
                 raise ValueError(f"node {index} names parent {parent}: parents come before their children")
             node_of.append(children[node_of[parent]].setdefault(token, index))
             children.append({})
-        order, depths, tree_parents = [0], [0], [-1]  # by node of the result: given node, depth and parent
+        order, depths, tree_parents = [0], [0], [-1]  # one entry for each node of the result: given node, depth, parent
         for position, node in enumerate(order):  # breadth-first: `order` grows while it is read
             for child in children[node].values():
                 order.append(child)

@@ -41,7 +41,7 @@ def test_draft_model_prefills_more_prompts_than_one_pass(mini_dir: Path) -> None
 
 def plan_nothing(batch: Any, drafter: Any, max_rows: int | None) -> None:
     for rows in batch:
-        rows.skip(SkipReason.UNPROFITABLE)
+        rows.skip_drafter(SkipReason.UNPROFITABLE)
 
 
 @pytest.mark.spread(0.6)

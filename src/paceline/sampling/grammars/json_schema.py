@@ -102,7 +102,7 @@ def not_enforceable(keyword: str, pointer: str) -> RequestError:
     return RequestError(text, parameter="grammar")
 
 
-# Each rule rewrites one keyword of a schema, in place. `pointer` is the schema's JSON pointer, `document` contains it.
+# Each rule rewrites one keyword of the schema `node`, in place. `pointer` is the JSON pointer of `node`, `document` the whole schema.
 
 
 def _drop_unknown_format(node: Schema, pointer: str, document: SchemaDocument) -> None:

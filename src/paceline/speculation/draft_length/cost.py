@@ -15,7 +15,7 @@ from paceline.speculation.request_rows import RequestRows
 
 FORGETTING_FACTOR = 0.96  # each new sample multiplies the weight of the earlier ones by it
 STALL_SPEEDUP = 3.0  # a sample so many times faster than expected means that the machine stalled during the earlier samples
-STALL_FORGETTING_FACTOR = 0.1  # forgetting factor of such a sample
+STALL_FORGETTING_FACTOR = 0.1  # forgetting factor of a sample after a stall
 MAX_SLOWDOWN = 1.5  # longer samples are cut to this multiple of the expected time, because the machine probably stalled
 MIN_Y_SHARE = 1e-6  # minimum of sum(y * y) / sum(x * x) over recent samples; below it, b cannot be told apart from a
 MIN_STEP_S = 1e-7  # minimum time of a plain step, because noise can lead to a fit of zero

@@ -213,7 +213,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             if rows.budget is None:
                 continue
             if max_tokens < 1:
-                rows.skip(SkipReason.PASS_FULL)
+                rows.skip_drafter(SkipReason.PASS_FULL)
                 continue
             rows.expected_speedup, history = best.speedup, rows.request.draft_histories[drafter.name]
             may_draft = is_better and index in undrafted and best.counts[index] > 0
@@ -224,7 +224,7 @@ class AdaptiveDraftLength(FixedDraftLength):
                 rows.budget = None
             elif not self._try_probe(rows, drafter, times):
                 self._back_off(history, MAX_BACKOFF_LEVEL)
-                rows.skip(SkipReason.UNPROFITABLE)
+                rows.skip_drafter(SkipReason.UNPROFITABLE)
 
     def prefers(self, rows: RequestRows, tree: DraftTree) -> bool:
         if rows.num_draft_tokens == 0 or tree.draft_probs:
