@@ -57,8 +57,8 @@ def _mix(state: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def _pair_offsets(vocab_size: int) -> KeyArray:
-    """Return [ceil(V / 2)] the number that is added to the key for each pair of ids. One 64-bit mix gives the bits of the ids 2i (low half) and
-    2i + 1 (high half)."""
+    """Return [ceil(V / 2)] numbers that are added to the key, one for each pair of ids. One 64-bit mix gives the bits of the ids 2i (low
+    half) and 2i + 1 (high half)."""
     offsets: KeyArray = np.arange((vocab_size + 1) // 2, dtype=np.uint64) * np.uint64(_GAMMA)
     offsets.flags.writeable = False
     return offsets

@@ -7,9 +7,9 @@ the free cache blocks allow.
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 from types import TracebackType
-from typing import NamedTuple
 
 from paceline.errors import CapacityError, is_interrupt
 from paceline.kv_cache.cache import KVCache
@@ -25,14 +25,11 @@ MAX_FAILURE_BACKOFF_STEPS = 64  # maximum number of steps until a drafter that k
 log = logging.getLogger(__name__)
 
 
-class ErrorGuard:
+class ErrorGuard(AbstractContextManager["ErrorGuard"]):
     """Context manager that suppresses and counts exceptions, and logs the first one. Interrupts are not suppressed."""
 
     def __init__(self) -> None:
         self.num_failures = 0
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
         return error is not None and self.count_and_suppress(error)
@@ -45,13 +42,6 @@ class ErrorGuard:
             log.warning("a drafter failed (%s: %s); steps without its drafts are plain", type(error).__name__, error)
         self.num_failures += 1
         return True
-
-
-class FailurePause(NamedTuple):
-    """Number of failures of a drafter in a row, and of steps left until it is called again."""
-
-    num_failures: int = 0
-    num_steps_left: int = 0
 
 
 class Proposer:
@@ -72,7 +62,7 @@ class Proposer:
         self._drafters = [(drafter.name, drafter) for drafter in sorted(drafters, key=lambda drafter: not drafter.traits.is_lookup)]
         self.draft_s = self.plan_s = 0.0
         self._guard, self._vocab_size, self._layout = guard, vocab_size, layout
-        self._pauses: dict[str, FailurePause] = {}  # by name of the drafters whose last call failed
+        self._pauses: dict[str, tuple[int, int]] = {}  # drafters that failed: number of failures in a row, steps left until the next call
 
     def propose(self, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None, *, is_rejection: bool) -> None:
         """Set the draft of every request, or the reason why it has none.
@@ -128,10 +118,10 @@ class Proposer:
         self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
     ) -> None:
         """Call a drafter unless it failed recently. After 1, 2, 3, 4, … failures in a row it is not called for 0, 1, 3, 7, … steps."""
-        pause = self._pauses.get(name, FailurePause())
-        is_failed = pause.num_steps_left > 0
+        num_failures, num_steps_left = self._pauses.get(name, (0, 0))
+        is_failed = num_steps_left > 0
         if is_failed:
-            self._pauses[name] = pause._replace(num_steps_left=pause.num_steps_left - 1)
+            self._pauses[name] = num_failures, num_steps_left - 1
         else:
             try:
                 if self._call_drafter(name, drafter, batch, policy, max_rows):
@@ -139,8 +129,7 @@ class Proposer:
             except BaseException as error:
                 if not self._guard.count_and_suppress(error):
                     raise
-                num_steps = min(MAX_FAILURE_BACKOFF_STEPS, 2 ** min(pause.num_failures, 10) - 1)
-                self._pauses[name] = FailurePause(pause.num_failures + 1, num_steps)
+                self._pauses[name] = num_failures + 1, min(MAX_FAILURE_BACKOFF_STEPS, 2 ** min(num_failures, 10) - 1)
                 is_failed = True
         for rows in batch:
             rows.budget = None
@@ -152,7 +141,6 @@ class Proposer:
     ) -> bool:
         """Let a drafter draft for all requests for which this is expected to pay; return whether there were any."""
         for rows in batch:
-            rows.budget = None
             if not _may_draft(rows, name):
                 continue
             if (reason := policy.skip_reason(rows.request, drafter)) is not None:

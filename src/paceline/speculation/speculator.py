@@ -13,7 +13,7 @@ from paceline.speculation.rejection import Acceptance, verify_rejection
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.verify import VerifyResult, path_request, verify
+from paceline.speculation.verify import VerifyResult, verify
 
 
 class Speculator:
@@ -61,14 +61,21 @@ class Speculator:
 
     def path_request(self, rows: RequestRows) -> PathRequest | None:
         """Return the input of the compiled sampler; None if it cannot sample the request's tree, which is then verified row by row."""
-        is_match = self.acceptance is Acceptance.MATCH or rows.request.params.is_greedy
-        return path_request(rows.tree, rows.request, rows.first_row) if rows.tree is not None and is_match else None
+        request, tree, sampler = rows.request, rows.tree, rows.request.processor.path_sampler
+        if tree is None or sampler is None or not self._is_match(request):
+            return None
+        position = len(request.token_ids)
+        return PathRequest(sampler, tree.token_ids, tree.parents, request.seed, request.sample_index, position, rows.first_row)
 
     def verify(self, rows: RequestRows, tree: DraftTree) -> VerifyResult:
         """Verify a request's tree by the rule `acceptance`."""
-        if self.acceptance is Acceptance.REJECTION and rows.sampled_path is None:
-            return verify_rejection(tree, rows.logits, rows.request)
-        return verify(tree, rows.logits, rows.request, rows.sampled_path)
+        if self._is_match(rows.request):
+            return verify(tree, rows.logits, rows.request, rows.sampled_path)
+        return verify_rejection(tree, rows.logits, rows.request)
+
+    def _is_match(self, request: Request) -> bool:
+        """Return whether a draft token must be the token that the target samples. At temperature 0 both rules are the same."""
+        return self.acceptance is Acceptance.MATCH or request.params.is_greedy
 
     def forward(self, target: Network, arguments: Pass) -> ForwardOutput:
         """Run the target's pass and time it."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
-from paceline.sampling.path_sampler import PathRequest, SampledPath
+from paceline.sampling.path_sampler import SampledPath
 from paceline.speculation.commit import FinishCheck, cannot_finish
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -35,7 +35,7 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request, path: SampledP
         tree: tree whose root is the request's last token.
         logits: [N, V] float32, row i belongs to node i; only rows along the accepted path are read.
         request: not changed.
-        path: result of the compiled sampler for `path_request`; None = sample row by row.
+        path: result of the compiled sampler; None = sample row by row.
 
     Raises:
         PacelineError: no token can be sampled at the root. If that happens at an accepted node, verification ends before the node.
@@ -59,14 +59,6 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request, path: SampledP
             return VerifyResult(tuple(accepted), tuple(token_ids))
         accepted.append(child)
         node = child
-
-
-def path_request(tree: DraftTree, request: Request, first_row: int) -> PathRequest | None:
-    """Return the input of the compiled sampler; None if processors edit the logits of the request."""
-    sampler = request.processor.path_sampler
-    if sampler is None:
-        return None
-    return PathRequest(sampler, tree.token_ids, tree.parents, request.seed, request.sample_index, len(request.token_ids), first_row)
 
 
 def _cut_at_finish(path: SampledPath, request: Request) -> VerifyResult:
