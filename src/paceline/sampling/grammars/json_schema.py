@@ -170,8 +170,8 @@ def _rewrite_dependencies(node: Schema, pointer: str, document: SchemaDocument) 
 
 
 def _drop_contains(node: Schema, pointer: str, document: SchemaDocument) -> None:
-    fewest, most = node.pop("minContains", 1), node.pop("maxContains", None)
-    if "contains" in node and (fewest != 0 or most is not None):
+    min_count, max_count = node.pop("minContains", 1), node.pop("maxContains", None)
+    if "contains" in node and (min_count != 0 or max_count is not None):
         raise not_enforceable("contains", pointer)
     node.pop("contains", None)
 
@@ -196,21 +196,21 @@ def _rewrite_property_names(node: Schema, pointer: str, document: SchemaDocument
 
 
 def _rewrite_unevaluated(node: Schema, pointer: str, document: SchemaDocument) -> None:
-    for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-        rest = node.pop(keyword, True)
-        if rest in (True, {}):
+    for keyword, replacement in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        subschema = node.pop(keyword, True)
+        if subschema in (True, {}):
             continue
-        if plain == "additionalProperties" and rest is False:
+        if replacement == "additionalProperties" and subschema is False:
             names, known = _evaluated_names(node, document), node.get("properties", {})
             if names is not None:
                 node["properties"] = {**known, **{name: True for name in names if name not in known}}
-                node.setdefault(plain, False)
+                node.setdefault(replacement, False)
                 continue
         if any(name in node for name in _APPLICATORS) or "contains" in node:
             raise not_enforceable(keyword, pointer)
-        if plain == "items" and isinstance(node.get("items"), list):
-            plain = "additionalItems"
-        node.setdefault(plain, rest)
+        if replacement == "items" and isinstance(node.get("items"), list):
+            replacement = "additionalItems"
+        node.setdefault(replacement, subschema)
 
 
 def _evaluated_names(schema: object, document: SchemaDocument, depth: int = 8) -> set[str] | None:
@@ -246,10 +246,10 @@ def _rewrite_property_counts(node: Schema, pointer: str, document: SchemaDocumen
     required = node["required"] if isinstance(node.get("required"), list) else []
     if not names or set(names) <= set(required):
         return
-    fewest = node.get("minProperties", 0)
-    if fewest <= max(1, len(required)):
+    min_count = node.get("minProperties", 0)
+    if min_count <= max(1, len(required)):
         node.pop("minProperties", None)
-    if len(required) < fewest == 1:
+    if len(required) < min_count == 1:
         _require_also(node, {"anyOf": [{"required": [name]} for name in names]})
     is_closed = node.get("additionalProperties") is False and "patternProperties" not in node
     if "maxProperties" in node and is_closed and node["maxProperties"] >= len(names):
@@ -295,13 +295,13 @@ def _name_pattern(names: object) -> str | None:
     """Return a regular expression for the strings that a schema allows; None if there is none."""
     if not isinstance(names, dict):
         return None
-    rest = {name: value for name, value in names.items() if name not in ("type", "title", "description")}
-    if set(rest) == {"pattern"}:
-        return str(rest["pattern"])
-    if set(rest) == {"format"}:
-        return _FORMAT_PATTERNS.get(rest["format"])
-    if rest and set(rest) <= {"minLength", "maxLength"}:
-        return f"^[\\s\\S]{{{rest.get('minLength', 0)},{rest.get('maxLength', '')}}}$"
+    keywords = {name: value for name, value in names.items() if name not in ("type", "title", "description")}
+    if set(keywords) == {"pattern"}:
+        return str(keywords["pattern"])
+    if set(keywords) == {"format"}:
+        return _FORMAT_PATTERNS.get(keywords["format"])
+    if keywords and set(keywords) <= {"minLength", "maxLength"}:
+        return f"^[\\s\\S]{{{keywords.get('minLength', 0)},{keywords.get('maxLength', '')}}}$"
     return None
 
 
@@ -343,8 +343,8 @@ def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
     return {"type": "object", "anyOf": cases} if cases else None
 
 
-def _other_types(given: object) -> Any:
-    types = [given] if isinstance(given, str) else given
+def _other_types(excluded: object) -> Any:
+    types = [excluded] if isinstance(excluded, str) else excluded
     if not isinstance(types, list) or ("integer" in types and "number" not in types):  # JSON schema has no type for non-integer numbers
         return None
     return {"type": [name for name in _TYPES if name not in types]} if len(set(types) & set(_TYPES)) < len(_TYPES) else False
