@@ -114,7 +114,7 @@ class LogitsProcessor:
         if self._banned_ids.size:
             self._masks.append(("banned_token_ids", self._mask_banned))
         if self._min_tokens:
-            self._masks.append(("min_tokens", self._mask_ends))
+            self._masks.append(("min_tokens", self._mask_end_tokens))
         if params.processors:
             self._add("processors", CustomProcessors(params.processors, prompt_token_ids))
         if grammar is not None:
@@ -205,7 +205,7 @@ class LogitsProcessor:
     def _mask_banned(self, scores: ScoreArray, path: Sequence[int]) -> None:
         scores[self._banned_ids] = -np.inf
 
-    def _mask_ends(self, scores: ScoreArray, path: Sequence[int]) -> None:
+    def _mask_end_tokens(self, scores: ScoreArray, path: Sequence[int]) -> None:
         if self.num_output_tokens + len(path) < self._min_tokens:
             scores[self._end_ids] = -np.inf
 

@@ -84,7 +84,7 @@ class TokenProbs:
         return index if index < len(self.probs) and self.token_ids[index] == token_id else None
 
 
-def acceptance(target: TokenProbs, draft: TokenProbs, token_id: int) -> float:
+def acceptance_ratio(target: TokenProbs, draft: TokenProbs, token_id: int) -> float:
     """Return target_prob / draft_prob of a draft token. Its minimum with 1 is the probability that the token is accepted."""
     draft_prob = draft.prob(token_id)
     return target.prob(token_id) / draft_prob if draft_prob > 0 else 0  # a token that the drafter cannot sample is never accepted
@@ -110,7 +110,7 @@ def block_threshold(ratio: float, weights: ProbArray) -> float:
     """Return the probability with which block verification accepts the first i draft tokens of a longer block.
 
     Args:
-        ratio: p_i in the paper: p_0 = 1, and p_i = min(1, p_(i-1) * `acceptance` of the i-th draft token).
+        ratio: p_i in the paper: p_0 = 1, and p_i = min(1, p_(i-1) * `acceptance_ratio` of the i-th draft token).
         weights: `excess` of target over draft with this ratio, at the node of the i-th draft token.
 
     Source: Sun et al. 2024, algorithm 2.

@@ -15,7 +15,7 @@ from enum import Enum
 from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.noise import Purpose, step_uniform
-from paceline.sampling.residual import TokenProbs, acceptance, block_threshold, excess, residual
+from paceline.sampling.residual import TokenProbs, acceptance_ratio, block_threshold, excess, residual
 from paceline.speculation.commit import FinishCheck
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
@@ -117,7 +117,7 @@ class RejectionSampler:
             token = tree.token_ids[child]
             if draft is None:  # no other token has a probability above 0 in the draft distribution
                 break
-            if self._randomness.accepts(acceptance(target, draft, token), depth, index):
+            if self._randomness.accepts(acceptance_ratio(target, draft, token), depth, index):
                 return self._append_token(token, child)
             target = residual(target, excess(target, draft))
             draft = draft.without(token)
@@ -143,7 +143,7 @@ class RejectionSampler:
             weights = excess(target, draft, ratio)
             if depth == 0 or self._randomness.accepts(block_threshold(ratio, weights), depth - 1, 0):
                 num_accepted, target_after, weights_after = depth, target, weights
-            ratio = min(1, ratio * acceptance(target, draft, tree.token_ids[depth + 1]))
+            ratio = min(1, ratio * acceptance_ratio(target, draft, tree.token_ids[depth + 1]))
             if ratio == 0:  # neither this draft token nor a later one can be accepted
                 break
         is_whole = self._randomness.accepts(ratio, length - 1, 0)

@@ -140,7 +140,7 @@ class GrammarMatcher:
         if not forced and self._matcher.is_error():
             self._replace_matcher()
             forced = self._matcher.compute_ff_tokens()
-            self._check()
+            self._raise_if_failed()
         return forced
 
     def _after_reasoning(self, path: Sequence[int]) -> Sequence[int] | None:
@@ -167,7 +167,7 @@ class GrammarMatcher:
             if count < len(rest) and self._matcher.is_error():
                 self._replace_matcher()
                 count = self._matcher.try_consume_tokens(rest)
-                self._check()
+                self._raise_if_failed()
             consumed.extend(rest[:count])
         return len(consumed)
 
@@ -177,7 +177,7 @@ class GrammarMatcher:
         if self._matcher.is_error():
             self._replace_matcher()
             self._matcher.unsafe_compute_mask_ptr(self._mask_address, self._mask_words.nbytes)
-            self._check()
+            self._raise_if_failed()
         bits = self._mask_words.view(np.uint8)
         end_id = self._vocabulary.end_id
         may_end = bool(bits[end_id >> 3] >> (end_id & 7) & 1)
@@ -214,9 +214,9 @@ class GrammarMatcher:
         """Replace a failed matcher by a new one at the same position."""
         self._matcher = self._compiled.replace_matcher(self._matcher)
         self._matcher.try_consume_tokens([*self._committed, *self._path])
-        self._check()
+        self._raise_if_failed()
 
-    def _check(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self._matcher.is_error():
             num_tokens = len(self._committed) + len(self._path)
             raise RequestError(

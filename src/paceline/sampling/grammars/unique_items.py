@@ -46,7 +46,7 @@ class _Container:
         index, item_start: index of an array's current item, and its position in the text.
         key: key of an object's current property.
         items: canonical JSON of an array's finished items; None if items may repeat.
-        literals: JSON of every item that the schemas allow in an array; empty if they do not list the items.
+        item_literals: JSON of every item that the schemas allow in an array; empty if they do not list the items.
     """
 
     schemas: Schemas
@@ -55,7 +55,7 @@ class _Container:
     key: str | None = None
     item_start: int = 0
     items: frozenset[str] | None = None
-    literals: tuple[str, ...] = ()
+    item_literals: tuple[str, ...] = ()
 
 
 class UniqueItemsSchema:
@@ -78,7 +78,7 @@ class UniqueItemsSchema:
             schemas = () if part is None else self.children(parent.schemas, part)
         if not is_array or not any(schema.get("uniqueItems") is True for schema in schemas):
             return _Container(schemas, is_array)
-        return _Container(schemas, is_array, items=frozenset(), literals=self._item_literals(schemas))
+        return _Container(schemas, is_array, items=frozenset(), item_literals=self._item_literals(schemas))
 
     def children(self, schemas: Schemas, part: str | int) -> Schemas:
         """Return the schemas that may apply to a property (by key) or an item (by index) of a value to which `schemas` apply."""
@@ -143,7 +143,7 @@ class UniqueItemsState:
         """Bytes of which the next token must contain at least one to complete a repetition; empty = any token can, None = no token can."""
         if not any(container.items is not None for container in self._open):
             return None
-        if self._open[-1].literals:
+        if self._open[-1].item_literals:
             return b""
         return ENDS_STRING if self._state in (_ParserState.IN_STRING, _ParserState.IN_ESCAPE) else ENDS_ITEM
 
@@ -231,8 +231,8 @@ class UniqueItemsState:
         if not top.items or self._state is _ParserState.AFTER_VALUE:
             return False
         begun = b"" if self._state is _ParserState.BEFORE_VALUE else self._text[top.item_start :]
-        if top.literals:
-            return not any(one.encode().startswith(begun) and canonical_json(json.loads(one)) not in top.items for one in top.literals)
+        if top.item_literals:
+            return not any(one.encode().startswith(begun) and canonical_json(json.loads(one)) not in top.items for one in top.item_literals)
         if self._state is not _ParserState.IN_SCALAR:
             return False
         if begun[:1] in _WORDS:
