@@ -122,11 +122,7 @@ class Support:
 
 
 def support_of(params: SamplingParams, probs: Sequence[float]) -> Support:
-    """Compute the support of a row from its most probable tokens.
-
-    Args:
-        probs: their probabilities before truncation, largest first.
-    """
+    """Return which of the most probable tokens of a row are kept. `probs`: their probabilities before truncation, largest first."""
     top = probs[: params.top_k] if params.top_k else probs
     # Bounds of the probability mass that top-k keeps. It is not known exactly because of ties and of tokens that are not in `probs`.
     upper = sum(top) if 0 < params.top_k <= len(probs) else 1.0

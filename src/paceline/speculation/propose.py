@@ -50,8 +50,7 @@ class Proposer:
     Args:
         drafters: drafters in the order in which they are called, except that lookup drafters come first.
         guard: suppresses exceptions of drafters and policy.
-        vocab_size: number of ids of the tokenizer; draft tokens with other ids are removed.
-        layout: how trees are laid out in the cache, which decides the rows they take.
+        vocab_size, layout: as for `Speculator`.
 
     Attributes:
         draft_s, plan_s: seconds that the last `propose` spent in drafters, and in everything else.

@@ -53,10 +53,9 @@ def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> V
     """Verify a tree so that outputs have the target's distribution; at temperature 0 this is `verify`.
 
     Args:
-        tree: tree whose root is the request's last token.
+        tree, request: as for `verify`.
         logits: [N, V] float32, row i belongs to node i. All rows are read if the draft is a sampled chain, otherwise only those along the
             accepted path.
-        request: not changed.
 
     Raises:
         PacelineError: in the same cases as `verify`.

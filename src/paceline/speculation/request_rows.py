@@ -31,8 +31,7 @@ class RequestRows:
         skip_reason: why there is no draft.
         max_budget: budget of the request in this step, for all drafters; None = nothing may be drafted.
         budget: budget of the request for the drafter that is being called; None = it may not draft.
-        expected_tokens: number of tokens that the request was expected to emit when its draft was chosen; None = unknown.
-        expected_speedup: expected speedup of the whole step over one without drafts; for a plain step, that of the best draft.
+        expected_tokens, expected_speedup: as in `StepRecord`.
         start: position of the first row.
         plan: reserved cache slots.
         output: hidden states of all rows.

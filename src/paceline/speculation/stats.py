@@ -66,7 +66,7 @@ class SpeculationStats:
 
     @property
     def num_bonus_tokens(self) -> int:
-        """Number of emitted tokens that are not accepted draft tokens: one a step. A token that finishes a request always is one."""
+        """Number of emitted tokens that are not accepted draft tokens: one a step. The token that finishes a request counts as one."""
         return self.num_emitted_tokens - self.num_accepted_tokens
 
     @property

@@ -121,7 +121,7 @@ class CostModel:
         self.profile = profile
         self.host_cost = LinearCost(usual_y=USUAL_DRAFT_TOKENS)
         self._corrections: dict[AdapterUse, LinearCost] = {}
-        self._draft_costs: dict[tuple[str, int], LinearCost] = {}  # by drafter and bit length of the number of requests
+        self._draft_costs: dict[tuple[str, int], LinearCost] = {}  # by drafter and num_requests.bit_length(): similar numbers share one
         self._num_proposals: dict[str, int] = {}  # by drafter
         self._profile_s: list[float] = []  # the profile's seconds by number of rows
 

@@ -29,7 +29,7 @@ MIN_PATH_PROB = 0.02  # a draft token is never sent if the probability of its pa
 UNMEASURED_DRAFT_LEN = 4  # maximum draft length of a drafter whose time or acceptance has few measurements
 NEGLIGIBLE_SHARE = 0.02  # time of a draft token, as a share of a plain step, up to which drafters need not stop early
 OVERHEAD_SHARE = 0.01  # share of run time that may be spent on drafting without benefit
-OVERHEAD_STEPS = 128  # number of steps whose share the overhead budget can accumulate
+OVERHEAD_STEPS = 128  # the overhead budget holds at most the share of so many steps
 MAX_CHARGE = 0.25  # maximum charge of one step to the overhead budget, in forward passes
 PROBE_TOKENS = 2  # draft length of a probe, which measures whether an unprofitable drafter is profitable again
 MAX_BACKOFF_LEVEL, MAX_LOOKUP_BACKOFF_LEVEL = 6, 3  # at most 2 ** 6 = 64 steps; 8 for lookup drafters, which take next to no time
@@ -176,7 +176,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         self._next_probe_budget_s = 0.0  # amount that the budget must reach before the next probe
         self._shape = BatchShape(0, 0, False, 0.0, AdapterUse.NONE)  # batch of the current step
         self._probed: Request | None = None  # request that probes in the current step
-        self._is_charged = False  # whether this step's overhead is charged. Not if no request could draft, so that the budget can refill.
+        self._is_charged = False  # whether this step's overhead is charged; False while no request may draft, so that the budget refills
         self._mean_output_len = 0.0
 
     def begin_step(self, batch: Sequence[RequestRows]) -> SkipReason | None:
@@ -197,7 +197,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             rates = self.rates[drafter.name, rows.request.params.is_greedy]
             if rows.budget is not None and not (is_timed and rates.num_observed >= 2 * UNMEASURED_DRAFT_LEN):
                 rows.budget = _limit_to_chain(rows.budget, UNMEASURED_DRAFT_LEN)
-        if drafter.traits.is_lookup:  # lookup drafters take next to no time: `prune_drafts` judges their drafts
+        if drafter.traits.is_lookup:  # lookup drafters take next to no time; `prune_drafts` drops their drafts if they do not pay
             return
         present_gains = [sorted(self._path_probs(rows.request, rows.tree)[1:], reverse=True) for rows in batch]
         gains, undrafted = self._planned_gains(batch, drafter, present_gains)
