@@ -51,7 +51,7 @@ class TokenProbs:
 
     def prob(self, token_id: int) -> float:
         """Return the probability of one token."""
-        index = self._index(token_id)
+        index = self._index_of(token_id)
         return 0 if index is None else self.probs[index]
 
     def at_ids_of(self, other: "TokenProbs") -> ProbArray:
@@ -65,7 +65,7 @@ class TokenProbs:
     def without(self, token_id: int) -> "TokenProbs | None":
         """Return the distribution without `token_id`, normalised; None if no other token has a probability above 0."""
         values = self.probs.copy()
-        index = self._index(token_id)
+        index = self._index_of(token_id)
         if index is not None:
             values[index] = 0
         total = values.sum()
@@ -77,7 +77,7 @@ class TokenProbs:
         index = int(np.searchsorted(cumulative, quantile * cumulative[-1], side="right"))
         return index if self.token_ids is None else int(self.token_ids[index])
 
-    def _index(self, token_id: int) -> int | None:
+    def _index_of(self, token_id: int) -> int | None:
         if self.token_ids is None:
             return token_id if 0 <= token_id < len(self.probs) else None
         index = int(np.searchsorted(self.token_ids, token_id))

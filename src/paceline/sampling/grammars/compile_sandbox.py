@@ -55,7 +55,7 @@ class CompileSandbox:
         """Check that a grammar compiles within the limits.
 
         Args:
-            text: in llguidance's format.
+            text: grammar in llguidance's format.
 
         Raises:
             RequestError: the grammar exceeds a limit, the wait for its turn was too long, or `close` was called.

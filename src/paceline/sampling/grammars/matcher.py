@@ -41,7 +41,7 @@ class ReasoningSection:
         return self._marker in self._tail
 
     def _append(self, tail: bytes, token_id: int) -> bytes:
-        # To find a marker that begins in earlier tokens, one byte less than its length is enough of their text.
+        # A marker that ends in this token has all bytes but one, at most, in the tokens before it.
         return tail[max(0, len(tail) - len(self._marker) + 1) :] + self._bytes_of(token_id)
 
 
@@ -91,7 +91,7 @@ class GrammarMatcher:
             allowed = self._allowed(len(scores))
             if self._unique_items is not None:
                 self._forbid_duplicates(allowed, grammar_path)
-            if 4 * np.count_nonzero(allowed) < 3 * len(scores):  # measured: then faster than a boolean mask
+            if 4 * np.count_nonzero(allowed) < 3 * len(scores):  # measured: faster for so few ids than the assignment below
                 _mask_all_except(scores, allowed.nonzero()[0])
             else:
                 scores[~allowed] = -np.inf

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from paceline.speculation.tree import DraftTree
 
 PRIOR_RATE = 0.6  # acceptance rate of a drafter before any token was verified
-PRIOR_WEIGHT = 4.0  # weight of a prior rate, in verified tokens
-DEEPER_PRIOR_WEIGHT = 12.0  # the same at depths above 1, where the prior is the rate of the depth before
+PRIOR_WEIGHT = 4.0  # weight of the prior rate at depth 1 or of a probability, in verified tokens
+DEEPER_PRIOR_WEIGHT = 12.0  # weight of the prior rate at a greater depth, which is the rate at the depth before it
 MAX_COUNT = 512.0  # counts are halved when they reach it, so that recent tokens weigh more
 BIAS_PRIOR_WEIGHT = 12.0  # weight of the prior that the bias is 0, in verified tokens
 MAX_BIAS_TOKENS = 64.0  # maximum weight of earlier tokens in the bias, so that it keeps adapting

@@ -20,7 +20,7 @@ MAX_SLOWDOWN = 1.5  # longer samples are cut to this multiple of the expected ti
 MIN_Y_SHARE = 1e-6  # minimum of sum(y * y) / sum(x * x) over recent samples; below it, b cannot be told apart from a
 MIN_STEP_S = 1e-7  # minimum time of a plain step, because noise can lead to a fit of zero
 PRIOR_SAMPLES = 0.25  # weight of the expected ratio b / a in a fit, in samples
-USUAL_DRAFT_TOKENS = 4.0  # number of draft tokens of a step, for the fit of the host's time
+USUAL_DRAFT_TOKENS = 4.0  # usual number of draft tokens in a step, for the fit of the host's time
 MIN_PROPOSALS = 8  # proposals of a drafter before its measured times are used; the first ones also allocate memory and load kernels
 
 

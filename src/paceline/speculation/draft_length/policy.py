@@ -236,7 +236,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         if not prunable:
             return
         num_fixed = sum(rows.num_draft_tokens for rows in batch) - sum(rows.num_draft_tokens for rows in prunable)
-        orders, gains = list[list[int]](), list[list[float]]()  # by request: nodes in the order of their path's probability; the latter
+        orders, gains = list[list[int]](), list[list[float]]()  # by request: nodes by descending path probability; these probabilities
         for rows in prunable:
             path_probs = self._path_probs(rows.request, rows.tree)
             nodes = [node for node, prob in enumerate(path_probs) if prob >= MIN_PATH_PROB]
@@ -301,10 +301,10 @@ class AdaptiveDraftLength(FixedDraftLength):
     def _planned_gains(
         self, batch: Sequence[RequestRows], drafter: Drafter, present_gains: Sequence[Sequence[float]]
     ) -> tuple[list[Sequence[float]], set[int]]:
-        """Return the gains of each request's draft (see `best_draft_counts`), and the indices of the requests for which they are estimates.
+        """Return the gains of each request (see `best_draft_counts`), and the indices of the requests for which this drafter should draft.
 
-        The estimates, by depth, are of the draft that the drafter could make. They replace `present_gains`, those of the draft that the
-        request has, if their sum is greater.
+        For the latter, gains are estimated by depth. For the others, they are those of the draft that the request has, because no better
+        draft is expected (`present_gains`, empty without a draft).
         """
         gains, undrafted = list(present_gains), set[int]()
         for index, rows in enumerate(batch):
