@@ -30,7 +30,7 @@ from paceline.sampling import residual as residual_module
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.sampling.residual import TokenProbs, acceptance, draw_distinct
+from paceline.sampling.residual import TokenProbs, acceptance_ratio, draw_distinct
 from paceline.speculation import rejection
 from paceline.speculation.commit import commit
 from paceline.speculation.propose import reserve
@@ -185,7 +185,7 @@ def _of_one_purpose(*key: int) -> float:
 BROKEN: dict[str, tuple[str, Break]] = {
     "the target's distribution in place of the residual": ("chain", _change("residual", lambda target, weights: target)),
     "the target's distribution in place of a tree's residual": ("tree", _change("residual", lambda target, weights: target)),
-    "target and draft swapped": ("chain", _change("acceptance", lambda target, draft, token: acceptance(draft, target, token))),
+    "target and draft swapped": ("chain", _change("acceptance_ratio", lambda target, draft, token: acceptance_ratio(draft, target, token))),
     "a block that may end as its last draft may": (
         "long chain over few ids",
         _change("block_threshold", lambda share, weights: share),

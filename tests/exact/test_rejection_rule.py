@@ -32,7 +32,7 @@ from paceline.kv_cache.row_plan import TreeLayout, num_rows
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.sampling.residual import TokenProbs, acceptance, excess
+from paceline.sampling.residual import TokenProbs, acceptance_ratio, excess
 from paceline.speculation import rejection
 from paceline.speculation.rejection import StepRandomness, verify_rejection
 from paceline.speculation.request import Request
@@ -118,8 +118,8 @@ WRONG: dict[str, tuple[str, Any, tuple[str, ...]]] = {
         ("one draft", "chain of 2", "two draws"),
     ),
     "target and draft swapped in the ratio": (
-        "acceptance",
-        lambda target, draft, token: acceptance(draft, target, token),
+        "acceptance_ratio",
+        lambda target, draft, token: acceptance_ratio(draft, target, token),
         ("one draft", "chain of 2", "two draws"),
     ),
     "target and draft swapped in the residual": (

@@ -214,7 +214,7 @@ def _guess(
     for rows, (request, trace) in zip(batch, running, strict=True):
         tree = trace.guesses[request.num_output_tokens] if rows.budget is not None else None
         if rows.budget is None or tree is None or tree.num_draft_tokens == 0:
-            rows.skip(SkipReason.NO_MATCH)
+            rows.skip_drafter(SkipReason.NO_MATCH)
             continue
         tree = _drafted(tree, rows.budget)
         tree = tree.trim(vocab_size=2**31, max_depth=rows.budget.max_depth, row_budget=rows.budget.row_budget, layout=layout)

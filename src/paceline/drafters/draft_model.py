@@ -39,7 +39,7 @@ from paceline.small_files import read_json
 from paceline.speculation.drafter import FREE_PREFILL_TOKENS, DraftBudget, Drafter, DrafterTraits, PrefillTime, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.tree_growth import Candidate, growing_tree
+from paceline.speculation.tree_growth import Candidate, grow_tree_stepwise
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMatch, compare_vocabularies
 
@@ -321,7 +321,7 @@ class DraftModelDrafter(Drafter):
     def _tree_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
         """Draft the chain of `_chain_steps` plus siblings, chosen by expected tokens per row of the target's pass."""
         root: TokenPath | None = ()
-        growth, path_prob = growing_tree(request.token_ids[-1], budget, root), 1.0
+        growth, path_prob = grow_tree_stepwise(request.token_ids[-1], budget, root), 1.0
         try:
             path = next(growth)
             while True:

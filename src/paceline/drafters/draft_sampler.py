@@ -21,7 +21,7 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.sampling.truncation import TOP_N, support_of, top_probs
 from paceline.speculation.request import Request
-from paceline.speculation.tree_growth import COUPLED_PROB
+from paceline.speculation.tree_growth import MIN_COUPLED_PROB
 
 _MAX_LOG_PROB_GAP = 12.0  # a token whose log-probability is this far below the best is not worth a row of the target's pass
 
@@ -140,7 +140,7 @@ class DraftSampler:
         if needs_draft_probs and width == 1 and not request.params.is_greedy:
             return _draw_separately(request, path, edited.distribution())
         first = edited.draw(request.seed, request.sample_index, len(request.token_ids) + len(path))
-        scores, ids = edited.scale(), self._target_ids
+        scores, ids = edited.scaled_logits(), self._target_ids
         return _most_probable(request.params, scores if ids is None else scores[ids], ids, first, width)  # scores of other ids are -inf
 
     def sample_candidates(
@@ -223,7 +223,7 @@ def _with_siblings(first: int, prob_of: Mapping[int, float], width: int, *, is_g
     """
     own = prob_of.get(first, 0.0)
     if not is_greedy:
-        own = max(own, COUPLED_PROB)
+        own = max(own, MIN_COUPLED_PROB)
     others = [item for item in prob_of.items() if item[0] != first][: width - 1]
     rest = sum([prob for _, prob in others])
     scale = min(1.0, (1.0 - own) / rest) if rest > 0.0 else 0.0

@@ -338,4 +338,4 @@ class SuffixDrafter(Drafter):
         def expand(context: Match) -> list[Candidate[Match]]:
             return [(token, prob, self.name, then) for token, prob, then in automaton.next_tokens(context, self._min_match)]
 
-        return grow_tree(root_token_id, budget, match, expand, least_prob=MIN_PATH_PROB)
+        return grow_tree(root_token_id, budget, match, expand, min_path_prob=MIN_PATH_PROB)

@@ -64,7 +64,7 @@ class LoadedEngine:
     @property
     def sampling_defaults(self) -> SamplingDefaults:
         """Sampling parameters for requests that leave them open."""
-        return SamplingDefaults.of(self.engine.runtime.config.sampling)
+        return SamplingDefaults.from_recommended(self.engine.runtime.config.sampling)
 
     @property
     def drafter_name(self) -> str:

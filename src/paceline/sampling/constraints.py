@@ -1,7 +1,7 @@
 """Rules about the next token that depend on the text so far: repeated n-grams, bad words and the user's own processors.
 
-Each masks the scores of the tokens that it forbids. All take the path of a draft tree in addition to the committed text, so a draft
-token is judged exactly as if it were already part of the output.
+Each rule sets the scores of the tokens that it forbids to -inf. It applies to the committed text plus a path of draft tokens, so that draft
+tokens have the same effect as committed ones.
 """
 
 from array import array
@@ -15,31 +15,29 @@ from numpy.typing import NDArray
 from paceline.errors import RequestError, is_interrupt
 from paceline.sampling.params import CustomProcessor
 
-_ANCHOR = "\n"  # text before a word, to get its tokens without a leading space
-
 
 class Constraint(Protocol):
     """A rule that forbids some next tokens."""
 
     def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
-        """Set the scores [V] of tokens that may not follow the committed output and `path` to -inf, in place; keep the state."""
+        """Set the scores [V] of tokens that may not follow the committed output and `path` to -inf, in place; `path` is not committed."""
 
     def commit(self, token_id: int) -> None:
         """Append a token to the committed output."""
 
 
 class GrammarConstraint(Constraint, Protocol):
-    """The position of an output in its grammar, which forbids tokens that cannot continue it."""
+    """A grammar that the output must match; forbids the tokens that cannot continue the output."""
 
     def is_finished(self, path: Sequence[int] = ()) -> bool:
-        """Return whether the committed output and `path` are complete without a further token."""
+        """Return whether the committed output and `path` together are complete."""
 
 
 class RepeatedNgrams:
     """Bans every token that would complete an n-gram of prompt + output for the second time, as in transformers.
 
     Args:
-        size: tokens of an n-gram, >= 1.
+        size: number of tokens of an n-gram, >= 1.
         token_ids: the prompt.
     """
 
@@ -87,10 +85,10 @@ class BadWords:
     def __init__(self, sequences: Sequence[Sequence[int]], token_ids: Sequence[int]) -> None:
         self._single_ids = np.array(sorted({word[0] for word in sequences if len(word) == 1}), np.int64)
         endings: dict[int, dict[tuple[int, ...], set[int]]] = {}
-        for *before, last in (word for word in sequences if len(word) > 1):
-            endings.setdefault(len(before), {}).setdefault(tuple(before), set()).add(last)
-        self._endings = {  # length of the prefix -> prefix tokens -> ids that would complete a bad word
-            count: {before: np.array(sorted(lasts), np.int64) for before, lasts in group.items()} for count, group in endings.items()
+        for *prefix, last_id in (word for word in sequences if len(word) > 1):
+            endings.setdefault(len(prefix), {}).setdefault(tuple(prefix), set()).add(last_id)
+        self._endings = {  # length of a prefix -> prefix -> ids that would complete a bad word after it
+            count: {prefix: np.array(sorted(last_ids), np.int64) for prefix, last_ids in group.items()} for count, group in endings.items()
         }
         self._num_before = max(self._endings, default=0)
         self._recent = _last(list(token_ids), self._num_before)
@@ -104,16 +102,16 @@ class BadWords:
         scores[self._single_ids] = -np.inf
         tail = _last([*self._recent, *path], self._num_before)
         for count, endings in self._endings.items():
-            lasts = endings.get(tuple(_last(tail, count)))
-            if lasts is not None:
-                scores[lasts] = -np.inf
+            last_ids = endings.get(tuple(_last(tail, count)))
+            if last_ids is not None:
+                scores[last_ids] = -np.inf
 
 
 def bad_word_ids(words: Sequence[str | Sequence[int]], encode: Callable[[str], Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Convert bad words to distinct token sequences.
 
-    A text is encoded as at the start of a text, after a space and after a line break. Other tokenizations of it, and tokens that contain
-    more than it, are not found.
+    The tokens of a word differ between the start of a text, after a space and after a line break. All three are converted. Other
+    tokenizations of the word, and tokens that contain more than the word, are not banned.
 
     Args:
         words: texts and token sequences, as in `SamplingParams.bad_words`.
@@ -122,31 +120,31 @@ def bad_word_ids(words: Sequence[str | Sequence[int]], encode: Callable[[str], S
     Raises:
         RequestError: a text has no tokens.
     """
-    found: dict[tuple[int, ...], None] = {}
+    distinct: dict[tuple[int, ...], None] = {}
     for word in words:
         sequences = _tokenizations(word, encode) if isinstance(word, str) else [tuple(word)]
         if not any(sequences):
             raise RequestError(f"bad_words: {word!r} has no tokens in this model's vocabulary; leave it out", parameter="bad_words")
-        found.update(dict.fromkeys(ids for ids in sequences if ids))
-    return tuple(found)
+        distinct.update(dict.fromkeys(ids for ids in sequences if ids))
+    return tuple(distinct)
 
 
 def _tokenizations(word: str, encode: Callable[[str], Sequence[int]]) -> list[tuple[int, ...]]:
-    bare = word.lstrip(" ") or word
+    bare_word = word.lstrip(" ") or word
+    sequences = [tuple(encode(bare_word)), tuple(encode(" " + bare_word))]
     # Some tokenizers add a space before every text. After a line break they tokenize the word without one.
-    anchor, anchored = tuple(encode(_ANCHOR)), tuple(encode(_ANCHOR + bare))
-    found = [tuple(encode(bare)), tuple(encode(" " + bare))]
-    if anchor and anchored[: len(anchor)] == anchor:
-        found.append(anchored[len(anchor) :])
-    return found
+    line_break, line = tuple(encode("\n")), tuple(encode("\n" + bare_word))
+    if line_break and line[: len(line_break)] == line_break:
+        sequences.append(line[len(line_break) :])
+    return sequences
 
 
 class TokenView(Sequence[int]):
     """Prompt + output + path as one read-only sequence, without a copy of the text; slices are lists.
 
     Args:
-        token_ids: a list that is only appended to; later tokens are not part of the view.
-        path: tokens after them.
+        token_ids: prompt + output. Tokens that are appended to the list later are not part of the view.
+        path: draft tokens after them.
     """
 
     def __init__(self, token_ids: list[int], path: Sequence[int]) -> None:
@@ -173,7 +171,7 @@ class CustomProcessors:
 
     Args:
         processors: functions of (token ids of prompt + output + path, a copy of the scores [V] float32) that return new scores.
-            They run for draft tokens too, in any order and repeatedly for the same text, so they must depend on nothing else.
+            They also run for draft tokens, in any order and several times for the same text, so they must depend on nothing else.
         token_ids: the prompt.
     """
 
@@ -195,7 +193,7 @@ class CustomProcessors:
         for processor in self._processors:
             try:
                 returned = processor(text, scores.copy())
-            except BaseException as error:  # a user's code may raise anything; only this request fails
+            except BaseException as error:  # whatever a user's code raises, only this request fails
                 if is_interrupt(error):
                     raise
                 raise _processor_error(processor, f"raised {type(error).__name__}: {error}") from error
@@ -211,7 +209,7 @@ def _problem_of(scores: object, vocab_size: int) -> str | None:
         return f"scores of shape {scores.shape}; the shape must stay ({vocab_size},)"
     if scores.dtype != np.float32:
         return f"{scores.dtype} scores; they must stay float32: return scores.astype(numpy.float32)"
-    max_score = scores.max()  # NaN if any score is
+    max_score = scores.max()  # NaN if any score is NaN
     if np.isnan(max_score) or max_score == np.inf:
         return f"{'NaN' if np.isnan(max_score) else 'inf'} scores; to force a token set all others to -inf"
     return None

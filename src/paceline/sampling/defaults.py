@@ -1,8 +1,8 @@
-"""Sampling parameters of requests that leave them open: the values that the model's own files recommend.
+"""Default sampling parameters: the values that the model's own files recommend.
 
-A Hugging Face directory has them in generation_config.json, a GGUF file in metadata keys `general.sampling.*`. Conversations of models
-without them are sampled at a moderate temperature, because greedy conversations repeat themselves. Texts are completed greedily where an
-interface documents no other default.
+A Hugging Face directory has them in generation_config.json, a GGUF file in metadata keys `general.sampling.*`. If a model recommends none,
+conversations are sampled at a moderate temperature, because greedy conversations repeat themselves, and text completions use the defaults
+that their interface documents.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -15,51 +15,49 @@ from paceline.sampling.params import SamplingParams
 DEFAULT_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Parameters that a model may recommend."""
 CHAT_TEMPERATURE = 0.7
-"""Of conversations with models that recommend no temperature."""
+"""Temperature of conversations with models that recommend none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Sampling parameters for requests that leave them open.
+    """Default sampling parameters of one model.
 
     Attributes:
-        own: what the model recommends, by name; empty = nothing.
+        recommended: parameters that the model recommends, by name.
     """
 
-    own: Mapping[str, float] = field(default_factory=dict)
+    recommended: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, recommended: Iterable[tuple[str, float]]) -> "SamplingDefaults":
-        """Keep the usable ones of a model's recommendations: one that `SamplingParams` refuses does not make the model unusable."""
+    def from_recommended(cls, recommended: Iterable[tuple[str, float]]) -> "SamplingDefaults":
+        """Return the defaults of a model. Unknown parameters, and values that `SamplingParams` refuses, are left out."""
         return cls({name: value for name, value in recommended if name in DEFAULT_NAMES and _is_usable(name, value)})
 
     @property
     def chat(self) -> dict[str, Any]:
-        """The parameters of conversations."""
-        return {"temperature": CHAT_TEMPERATURE, **self.own}
+        """Parameters of conversations, by name."""
+        return {"temperature": CHAT_TEMPERATURE, **self.recommended}
 
     def completion(self, documented: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters of texts that are completed as they are.
+        """Return the parameters of text completions, by name.
 
         Args:
-            documented: those of an interface, its temperature among them, for models that recommend nothing.
+            documented: defaults that the interface documents, a temperature among them. If the model recommends parameters, only this
+                temperature is used, unless the model recommends one.
         """
-        return {"temperature": documented["temperature"], **self.own} if self.own else dict(documented)
+        return {"temperature": documented["temperature"], **self.recommended} if self.recommended else dict(documented)
 
     def fill_chat(self, params: SamplingParams, given: Collection[str]) -> SamplingParams:
-        """Return the parameters of a conversation.
-
-        Args:
-            given: names of the parameters that keep their value.
-        """
+        """Return the parameters of a conversation: `params`, with defaults for all names that are not in `given`."""
         return replace(params, **{name: value for name, value in self.chat.items() if name not in given})
 
     def describe(self, params: SamplingParams) -> str:
         """Return one line on the parameters of conversations."""
         shown = ["greedy"] if params.is_greedy else [f"temperature {params.temperature:g}"]
-        plain = SamplingParams()
-        shown += [f"{name} {value:g}" for name in DEFAULT_NAMES[1:] if (value := getattr(params, name)) != getattr(plain, name)]
-        origin = " (the model's own)" if self.own and all(getattr(params, name) == value for name, value in self.own.items()) else ""
+        neutral = SamplingParams()
+        shown += [f"{name} {value:g}" for name in DEFAULT_NAMES[1:] if (value := getattr(params, name)) != getattr(neutral, name)]
+        is_recommended = self.recommended and all(getattr(params, name) == value for name, value in self.recommended.items())
+        origin = " (the model's own)" if is_recommended else ""
         return f"sampling: {', '.join(shown)}{origin}"
 
 

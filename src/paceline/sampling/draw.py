@@ -1,4 +1,4 @@
-"""The definition of a draw, by Gumbel-max: the token of a position is argmax_v (score_v - log E_v), E_v its exponential noise."""
+"""Sampling by the Gumbel-max trick: the token of a position is argmax_v (score_v - log E_v), where E_v is exponential noise of token v."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ ProbArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A row after all processors: the tokens that can be drawn and their scores.
+    """The distribution of the next token after all processors.
 
     Attributes:
-        scores: [M] float32 log-probabilities up to a constant, divided by the temperature. They may be a view of the row they were made
-            from, which the next forward pass overwrites.
+        scores: [M] float32 log-probabilities up to a constant, divided by the temperature. They may be a view of the logits, which the next
+            forward pass overwrites.
         token_ids: [M] ids, ascending; None = all V in order. Ids not listed have probability 0.
-        greedy: whether the token is the argmax instead of a draw.
+        greedy: whether the argmax is taken instead of a sample.
     """
 
     scores: ScoreArray
@@ -32,17 +32,17 @@ class Distribution:
         return best if self.token_ids is None else int(self.token_ids[best])
 
     def log_probs(self) -> ProbArray:
-        """[M] float64 normalised log-probabilities; of the logits at temperature 1 if `greedy`."""
+        """Return [M] float64 normalised log-probabilities. If `greedy`, they are those at temperature 1."""
         shifted = self.scores.astype(np.float64) - self.scores.max()
         return np.asarray(shifted - np.log(np.exp(shifted).sum()), np.float64)
 
     def probs(self) -> ProbArray:
-        """[M] float64 probabilities, summing to 1."""
+        """Return [M] float64 probabilities, summing to 1."""
         return np.exp(self.log_probs())
 
 
 def draw(distribution: Distribution, seed: int, sample_index: int, position: int) -> int:
-    """Draw the token of one position; the argmax if the distribution is greedy.
+    """Sample the token of one position; return the argmax if the distribution is greedy.
 
     Args:
         seed: seed of the request, in [0, 2**64).
@@ -61,5 +61,5 @@ def draw(distribution: Distribution, seed: int, sample_index: int, position: int
 
 
 def gumbel_scores(scores: NDArray[np.floating], bits: BitsArray) -> NDArray[np.float64]:
-    """Return score - log E in float64, with exponential E from 32 random bits per id; the largest one is the drawn token."""
+    """Return score - log E in float64, with exponential noise E from 32 random bits per id. The token with the largest value is sampled."""
     return np.asarray(scores - np.log(exponential(bits)), np.float64)

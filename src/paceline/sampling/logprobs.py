@@ -16,10 +16,10 @@ class TokenLogprobs:
 
     Attributes:
         token_id: the token.
-        logprob: its natural log-probability; -inf if it cannot be drawn.
-        rank: 1 + the number of strictly more probable tokens.
+        logprob: its natural log-probability; -inf if it cannot be sampled.
+        rank: 1 + the number of more probable tokens.
         top: (token id, logprob) of the most probable tokens, most probable first, lowest id first on ties. Tokens of probability 0 are
-            not listed; the token itself is only if it is one of the most probable.
+            not listed. The token itself is listed only if it is one of the most probable.
     """
 
     token_id: int

@@ -1,7 +1,7 @@
 """Counter-based noise: a pure function of (seed, sample, position, purpose, vocabulary id).
 
-There is no generator state, so the noise of a position is the same in every pass, in any order and after any rejected draft. Speculative
-decoding therefore draws the same tokens as plain decoding.
+There is no generator state: the noise of a position is the same in every pass, in any order and after any rejected draft. Speculative
+decoding therefore samples the same tokens as plain decoding.
 """
 
 from enum import IntEnum
@@ -19,16 +19,15 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 _GAMMA = 0x9E3779B97F4A7C15  # odd, 2**64 / golden ratio
 _FACTOR_1 = 0xBF58476D1CE4E5B9
 _FACTOR_2 = 0x94D049BB133111EB
-_WORD = 2.0**-32
 
 
 class Purpose(IntEnum):
-    """What the noise of a position is used for; the random numbers of two purposes are independent."""
+    """What the noise of a position is used for. The noises of two purposes are independent."""
 
-    TOKEN = 0  # the draw of the token: in plain steps, in verification and in drafting that uses the target's noise
-    ACCEPT = 1  # ACCEPT and all after it are used with acceptance="rejection" only
-    RESIDUAL = 2
-    DRAFT = 3
+    TOKEN = 0  # sampling of the target's token, and of draft tokens that should equal it
+    ACCEPT = 1  # rejection sampling: whether a draft token is accepted
+    RESIDUAL = 2  # rejection sampling: the token after the last accepted one
+    DRAFT = 3  # sampling of draft tokens for rejection sampling
 
 
 @overload
@@ -38,8 +37,8 @@ def noise_key(seed: KeyArray, sample_index: KeyArray, position: KeyArray, purpos
 def noise_key(seed: Any, sample_index: Any, position: Any, purpose: Purpose) -> Any:
     """Return the 64-bit key of one position, from which the bits of all vocabulary ids follow.
 
-    Takes Python ints, or uint64 arrays of one shape for many rows at once; both give the same keys. Each stage is a bijection, so
-    two argument lists that differ in one number only have different keys.
+    Takes Python ints, or uint64 arrays of one shape for many rows at once; both give the same keys. Each step is a bijection of every
+    argument, so a change of a single argument always changes the key.
     """
     state = _mix((seed + _GAMMA) & _MASK)
     state = _mix(state ^ (sample_index << 8) ^ int(purpose))
@@ -58,7 +57,8 @@ def _mix(state: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def _pair_offsets(vocab_size: int) -> KeyArray:
-    """[ceil(V / 2)] offset of each pair of ids. One 64-bit mix gives the bits of the ids 2i (low half) and 2i + 1 (high half)."""
+    """Return [ceil(V / 2)] numbers that are added to the key, one for each pair of ids. One 64-bit mix gives the bits of the ids 2i (low
+    half) and 2i + 1 (high half)."""
     offsets: KeyArray = np.arange((vocab_size + 1) // 2, dtype=np.uint64) * np.uint64(_GAMMA)
     offsets.flags.writeable = False
     return offsets
@@ -105,22 +105,22 @@ def noise_bits(seed: int, sample_index: int, position: int, purpose: Purpose, to
 def exponential(bits: BitsArray) -> NDArray[np.float64]:
     """Return standard exponential variates E = -log1p(-w), w = (bits + 1/2) / 2**32; finite and > 0 for all bits.
 
-    -log E is a Gumbel variate, so argmax_v (log prob_v - log E_v) is a draw. With the same noise, drafter and target often draw the same
-    token.
+    -log E is a Gumbel variate, so argmax_v (log prob_v - log E_v) is a sample. With the same noise, drafter and target often sample the
+    same token.
 
     Source: Daliri et al. 2024 (arXiv:2408.07978) for Gumbel coupling of drafter and target.
     """
-    uniform = (bits + 0.5) * _WORD  # exact in float64: 33 significant bits, strictly inside (0, 1)
+    uniform = (bits + 0.5) * 2.0**-32  # exact in float64: 33 significant bits, strictly inside (0, 1)
     return np.asarray(-np.log1p(-uniform), np.float64)
 
 
 def step_uniform(seed: int, sample_index: int, first_position: int, purpose: Purpose, depth: int, index: int = 0) -> float:
-    """Return a uniform number of 48 random bits in (0, 1) for one decision of one step.
+    """Return a uniform number of 48 random bits in (0, 1) for one random decision of one step.
 
     Args:
         seed, sample_index: as in `noise_bits`.
         first_position: position of the first token that the step emits, in [0, 2**32). It differs between steps.
-        depth: number of the step's tokens before the one that the decision is about, in [0, 2**32).
+        depth: number of the step's tokens before the token that is decided on, in [0, 2**32).
         index: number of the decision at this depth.
     """
     key = noise_key(int(seed), int(sample_index), first_position << 32 | depth, purpose)

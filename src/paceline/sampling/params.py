@@ -13,7 +13,7 @@ from paceline.spelling import suggest_arguments
 
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-4  # with lower temperatures float32 scores overflow for large logits; 0 is greedy
-MAX_ADDEND = 1e6  # limit of penalties and biases: far above any logit, far below float32's maximum
+MAX_LOGIT_CHANGE = 1e6  # limit of penalties and biases: far above any logit, far below the largest float32
 MAX_INT = 2**31 - 1
 MAX_SAMPLES = 64
 MAX_LOGPROBS = 20
@@ -28,31 +28,32 @@ class SamplingParams:
     """How the tokens of one request are chosen and when its output ends.
 
     Attributes:
-        max_tokens: largest number of output tokens, >= 1.
+        max_tokens: maximum number of output tokens, >= 1.
         min_tokens: EOS and `stop_token_ids` are banned while the output has fewer tokens.
         temperature: 0 = greedy, else in [1e-4, 100].
         top_k: keep the k most probable tokens and ties with the k-th; 0 or -1 = off.
         top_p: keep the most probable tokens until their mass reaches p, in (0, 1]; 1 = off.
         min_p: keep tokens at least min_p times as probable as the most probable one, in [0, 1]; 0 = off.
         seed: in [0, 2**64); None = a random one, which is reported with the output.
-        stop: a string or several that end the output; None = none.
+        stop: one or more strings that end the output; None = none.
         stop_token_ids: tokens that end the output, in addition to EOS.
         include_stop: whether the stop string or token is part of the output.
         ignore_eos: whether generation continues after EOS.
         repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in prompt or output; 1 = off.
         frequency_penalty: subtracted from a token's logit for each occurrence in the output.
         presence_penalty: subtracted once from the logits of tokens that occur in the output.
-        logit_bias: added to the logits of these ids before everything else.
+        logit_bias: token id -> number that is added to its logit, before everything else.
         banned_token_ids: tokens that are never generated.
         n: number of samples, in [1, 64]; more than 1 requires a temperature above 0.
         logprobs: number of most probable tokens to report with each output token's log-probability, in [0, 20]; None = no report.
-        prompt_logprobs: the same for the prompt's tokens, always raw.
-        logprobs_mode: "raw" = of the target's logits, "processed" = after all processors, temperature, top-k, top-p and min-p.
+        prompt_logprobs: like `logprobs` for the prompt's tokens, always in the mode "raw".
+        logprobs_mode: "raw" = log-probabilities of the target's logits, "processed" = those after all processors, temperature, top-k, top-p
+            and min-p.
         bad_words: texts or token sequences; the last token of each is banned after the tokens before it.
         no_repeat_ngram_size: no n-gram of this size may occur twice in prompt and output; 0 = off.
-        processors: functions of (token ids so far, a copy of the scores [V] float32) that return new scores. They run after penalties
-            and bans and before temperature. They run for draft tokens too, so the result may depend on the arguments only.
-        grammar: what the output must match.
+        processors: functions of (token ids of prompt and output, a copy of the scores [V] float32) that return new scores. They run after
+            penalties and bans and before temperature. They also run for draft tokens, so the result must depend on the arguments only.
+        grammar: grammar that the output must match.
 
     Raises:
         RequestError: a value has the wrong type or is out of range, or a name is unknown; `parameter` is the name.
@@ -93,11 +94,11 @@ class SamplingParams:
         self._set(
             temperature=temperature,
             top_p=_checked_number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]; temperature=0 is greedy decoding"),
-            repetition_penalty=_checked_number("repetition_penalty", self.repetition_penalty, 1.0 / MAX_ADDEND, MAX_ADDEND),
+            repetition_penalty=_checked_number("repetition_penalty", self.repetition_penalty, 1.0 / MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE),
             top_k=max(0, _checked_integer("top_k", self.top_k, -1, MAX_INT)),
             min_p=_checked_number("min_p", self.min_p, 0.0, 1.0),
-            frequency_penalty=_checked_number("frequency_penalty", self.frequency_penalty, -MAX_ADDEND, MAX_ADDEND),
-            presence_penalty=_checked_number("presence_penalty", self.presence_penalty, -MAX_ADDEND, MAX_ADDEND),
+            frequency_penalty=_checked_number("frequency_penalty", self.frequency_penalty, -MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE),
+            presence_penalty=_checked_number("presence_penalty", self.presence_penalty, -MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE),
             seed=None if self.seed is None else _checked_integer("seed", self.seed, 0, 2**64 - 1),
             stop=_checked_stop(() if self.stop is None else self.stop),
             stop_token_ids=_checked_ids("stop_token_ids", self.stop_token_ids),
@@ -209,7 +210,7 @@ def _checked_bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise RequestError(f"logit_bias: {value!r} is not a mapping of token id to bias", parameter="logit_bias")
     return {
-        _checked_id("logit_bias", token_id): _checked_number("logit_bias", bias, -MAX_ADDEND, MAX_ADDEND)
+        _checked_id("logit_bias", token_id): _checked_number("logit_bias", bias, -MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE)
         for token_id, bias in value.items()
     }
 

@@ -1,4 +1,4 @@
-"""From logits to a distribution: the only implementation, for plain steps, verification and drafting.
+"""Turns logits into the distribution of the next token, for plain steps, verification and drafting alike.
 
 Order: logit bias, repetition penalty, presence and frequency penalties, no_repeat_ngram, bad words, banned tokens, min_tokens, custom
 processors, grammar; then temperature, top-k, top-p, min-p. Greedy requests stop before temperature.
@@ -22,11 +22,11 @@ _Mask = Callable[[ScoreArray, Sequence[int]], None]
 
 
 class EditedRow(NamedTuple):
-    """A row of logits after everything that comes before temperature.
+    """A row of logits after all processors that run before temperature.
 
     Attributes:
-        logits: [V]; the row itself if nothing edits it, which the next forward pass overwrites.
-        max_logit: the largest of them, finite.
+        logits: [V]; if no processor changes the row, they are a view of it, which the next forward pass overwrites.
+        max_logit: the largest of `logits`, finite.
         params: sampling parameters of the request.
         sampler: compiled `params`; None = there is no compiled sampler.
     """
@@ -41,34 +41,34 @@ class EditedRow(NamedTuple):
         params = self.params
         if params.is_greedy:
             return Distribution(self.logits, None, True)
-        scores, max_score = self.scale(), self.max_logit / np.float32(params.temperature)
+        scores, max_score = self.scaled_logits(), self.max_logit / np.float32(params.temperature)
         ids = truncate(scores, max_score, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
         return Distribution(scores if ids is None else scores[ids], ids, False)
 
-    def scale(self) -> ScoreArray:
-        """[V] the logits divided by the temperature; unchanged if the request is greedy."""
-        unscaled = self.params.is_greedy or self.params.temperature == 1.0
-        return self.logits if unscaled else self.logits / np.float32(self.params.temperature)
+    def scaled_logits(self) -> ScoreArray:
+        """Return [V] the logits divided by the temperature; unchanged if the request is greedy."""
+        is_unscaled = self.params.is_greedy or self.params.temperature == 1.0
+        return self.logits if is_unscaled else self.logits / np.float32(self.params.temperature)
 
     def draw(self, seed: int, sample_index: int, position: int) -> int:
-        """Draw the token from `distribution()`, with the compiled sampler if it can decide the row."""
+        """Sample the token from `distribution()`, with the compiled sampler if there is one and rounding cannot change its result."""
         token = None if self.sampler is None else sample_row(self.sampler, self.logits, seed, sample_index, position)
         return draw(self.distribution(), seed, sample_index, position) if token is None else token
 
 
 class LogitsProcessor:
-    """Turns rows of logits into distributions for one sample of one request.
+    """Turns rows of logits into distributions, for one of the n samples of a request.
 
-    It holds the committed output. The row of a draft node is processed with the path that leads to the node, and gives the same bits as
-    after these tokens are committed.
+    It keeps the committed output. The row of a draft node is processed with the tokens of the path to the node. The result has the same
+    bits as if these tokens were committed.
 
     Args:
         params: sampling parameters of the request.
         vocab_size: V of the rows.
-        prompt_token_ids: part of the text for the repetition penalty, repeated n-grams, bad words and custom processors.
-        eos_token_ids: banned, like `params.stop_token_ids`, while the output is shorter than `params.min_tokens`.
+        prompt_token_ids: prompt, to which the repetition penalty, repeated n-grams, bad words and custom processors apply as well.
+        eos_token_ids: ids that are banned, like `params.stop_token_ids`, while the output is shorter than `params.min_tokens`.
         grammar: matcher of `params.grammar`.
-        bad_word_ids: token sequences of `params.bad_words` (`constraints.bad_word_ids`); not needed if these contain no texts.
+        bad_word_ids: token sequences of the texts in `params.bad_words` (`constraints.bad_word_ids`).
         path_sampler: compiled temperature, top-k, top-p and min-p of `params`; None = there is no compiled sampler.
 
     Raises:
@@ -99,7 +99,7 @@ class LogitsProcessor:
         ends = {*params.stop_token_ids, *(token_id for token_id in eos_token_ids if token_id < vocab_size)}
         self._end_ids = np.array(sorted(ends), np.int64)
         self._min_tokens = params.min_tokens if ends else 0
-        # The following is created only if a parameter needs it, so that other requests have no cost per token.
+        # What follows is created only if a parameter needs it, because it takes time for each token.
         penalises_seen, has_ngrams = params.repetition_penalty != 1.0, params.no_repeat_ngram_size > 0
         prompt_ids = _distinct_ids(prompt_token_ids, vocab_size) if penalises_seen or has_ngrams else None
         self._seen = TokenCounts(prompt_ids) if penalises_seen else None
@@ -114,7 +114,7 @@ class LogitsProcessor:
         if self._banned_ids.size:
             self._masks.append(("banned_token_ids", self._mask_banned))
         if self._min_tokens:
-            self._masks.append(("min_tokens", self._mask_ends))
+            self._masks.append(("min_tokens", self._mask_end_tokens))
         if params.processors:
             self._add("processors", CustomProcessors(params.processors, prompt_token_ids))
         if grammar is not None:
@@ -138,12 +138,12 @@ class LogitsProcessor:
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether `edit` leaves the rows after the committed output unchanged: only temperature, top-k, top-p and min-p apply."""
+        """Whether `edit` leaves the rows after the committed output unchanged, so that only temperature, top-k, top-p and min-p apply."""
         return not self._edits_every_row and self.num_output_tokens >= self._min_tokens
 
     @property
     def path_sampler(self) -> PathSampler | None:
-        """The compiled sampler for rows after the committed output; None if these must be edited or there is none."""
+        """The compiled sampler for rows after the committed output; None if `edit` changes these rows or there is no such sampler."""
         return self._path_sampler if self.keeps_logits else None
 
     @property
@@ -156,15 +156,15 @@ class LogitsProcessor:
         return self.edit(logits, path).distribution()
 
     def edit(self, logits: ScoreArray, path: Sequence[int] = ()) -> EditedRow:
-        """Apply everything before temperature.
+        """Apply all processors that run before temperature.
 
         Args:
             logits: [V] float32, never modified.
             path: draft tokens between the committed output and this row.
 
         Raises:
-            CheckpointError: the row contains NaN or +inf, or nothing finite.
-            RequestError: the parameters leave no token, or a custom processor fails.
+            CheckpointError: the row contains NaN or +inf, or no finite number.
+            RequestError: the parameters exclude all tokens, or a custom processor fails.
         """
         max_logit = _checked_max(logits)
         if self._edits_every_row or self.num_output_tokens + len(path) < self._min_tokens:
@@ -195,7 +195,7 @@ class LogitsProcessor:
                 seen, penalty = scores[self._seen.token_ids], np.float32(self._params.repetition_penalty)
                 scores[self._seen.token_ids] = np.where(seen < 0, seen * penalty, seen / penalty)
             if self._generated is not None:
-                # Subtract once, from total counts, so that draft tokens and committed tokens round alike.
+                # Penalties are computed from total counts and subtracted once: rounding is then the same for draft and committed tokens.
                 total = self._generated.counts * np.float32(self._params.frequency_penalty)
                 scores[self._generated.token_ids] -= total + np.float32(self._params.presence_penalty)
         finally:
@@ -205,19 +205,19 @@ class LogitsProcessor:
     def _mask_banned(self, scores: ScoreArray, path: Sequence[int]) -> None:
         scores[self._banned_ids] = -np.inf
 
-    def _mask_ends(self, scores: ScoreArray, path: Sequence[int]) -> None:
+    def _mask_end_tokens(self, scores: ScoreArray, path: Sequence[int]) -> None:
         if self.num_output_tokens + len(path) < self._min_tokens:
             scores[self._end_ids] = -np.inf
 
     def _no_token_left(self, index: int, path: Sequence[int]) -> RequestError:
         name, earlier = self._masks[index][0], [name for name, _ in self._masks[:index]]
-        rest = f"all tokens that {' and '.join(earlier)} left" if earlier else "the whole vocabulary"
-        position = self.num_output_tokens + len(path)
-        return RequestError(f"no token is left to choose at output position {position}: {name} excludes {rest}; allow more", parameter=name)
+        excluded = f"all tokens that {' and '.join(earlier)} left" if earlier else "the whole vocabulary"
+        text = f"no token is left to choose at output position {self.num_output_tokens + len(path)}: {name} excludes {excluded}; allow more"
+        return RequestError(text, parameter=name)
 
 
 class TokenCounts:
-    """Counts of the tokens of a growing text, as arrays that index a row.
+    """Counts of the tokens of a growing text, as arrays of ids and counts.
 
     Args:
         token_ids: distinct ids to start with, each counted once.
@@ -231,7 +231,7 @@ class TokenCounts:
         self._ids[: self._size] = start
         self._counts = np.zeros(capacity, np.float32)
         self._counts[: self._size] = 1.0
-        self._slots = {int(token_id): slot for slot, token_id in enumerate(start)}  # index of each token id in the two arrays
+        self._slots = {int(token_id): slot for slot, token_id in enumerate(start)}  # index of each token id in both arrays
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
@@ -263,12 +263,12 @@ class TokenCounts:
             self.add(token_id)
 
     def drop_last(self, token_ids: Sequence[int]) -> None:
-        """Undo the `extend` of these ids, which must be the last that were counted."""
+        """Undo `extend` for these ids, which must be the ones counted last."""
         for token_id in reversed(token_ids):
             slot = self._slots[token_id]
             self._counts[slot] -= 1.0
             if self._counts[slot] == 0.0:
-                # Last in, first out: a token whose count returns to 0 has the newest slot.
+                # Ids are removed in the reverse order, so a token whose count returns to 0 has the newest slot.
                 del self._slots[token_id]
                 self._size -= 1
 
@@ -283,7 +283,7 @@ def _bad_word_sequences(params: SamplingParams, bad_word_ids: Sequence[Sequence[
 
 
 def _checked_max(logits: ScoreArray) -> np.float32:
-    max_logit: np.float32 = logits.max()  # NaN if any logit is
+    max_logit: np.float32 = logits.max()  # NaN if any logit is NaN
     if not math.isfinite(max_logit):
         found = "NaN" if np.isnan(max_logit) else str(max_logit)
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""Top-k, top-p and min-p: which tokens of a row can be drawn.
+"""Top-k, top-p and min-p: which tokens of a row can be sampled.
 
-`truncate` is the definition, for a whole row. `support_of` decides the same for the most probable tokens alone, wherever these suffice.
+`truncate` is the definition, for a whole row. `support_of` needs only the most probable tokens, and returns which of them are kept.
 """
 
 import math
@@ -20,17 +20,17 @@ _BLOCKS_PER_TOKEN, _MIN_BLOCKS = 16, 128  # more blocks make the bound of `top_n
 
 
 def truncate(scores: ScoreArray, max_score: np.float32, *, top_k: int, top_p: float, min_p: float) -> NDArray[np.int64] | None:
-    """Return the ids that pass top-k, then top-p of the rest, then min-p.
+    """Return the ids that are kept by top-k, then by top-p among these, then by min-p.
 
-    With weights w = exp(score - max_score), top-p keeps an id while the weight before it is below top_p * sum(w), in the order
-    (score descending, id ascending).
+    The weight of an id is w = exp(score - max_score). In the order (score descending, id ascending), top-p keeps an id if the weights of
+    all ids before it sum to less than top_p * sum(w).
 
     Args:
         scores: [V] log-probabilities up to a constant.
-        max_score: their maximum, finite.
-        top_k: keep scores not below the k-th best, ties included; 0 = off.
-        top_p: keep ids while the weight before them is below this share of the total; 1 = off.
-        min_p: keep ids whose weight is at least this; 0 = off.
+        max_score: the maximum of `scores`, finite.
+        top_k: number of ids to keep, more if others tie with the last one; 0 = off.
+        top_p: share of the total weight to keep; 1 = off.
+        min_p: minimum weight of an id; 0 = off.
 
     Returns:
         ids, ascending, at least one; None = all V.
@@ -39,7 +39,7 @@ def truncate(scores: ScoreArray, max_score: np.float32, *, top_k: int, top_p: fl
     """
     ids: NDArray[np.int64] | None = None
     if 0 < top_k < len(scores):
-        finite = scores[scores > -np.inf]  # partition takes 20 times as long on a row that is mostly -inf
+        finite = scores[scores > -np.inf]  # np.partition takes 20 times as long on a row that is mostly -inf
         ids = np.flatnonzero(scores >= (np.partition(finite, -top_k)[-top_k] if top_k < len(finite) else finite.min()))
         scores = scores[ids]
     if top_p == 1.0 and min_p == 0.0:
@@ -56,43 +56,45 @@ def truncate(scores: ScoreArray, max_score: np.float32, *, top_k: int, top_p: fl
 def _top_p(scores: ScoreArray, weights: ScoreArray, max_score: np.float32, top_p: float) -> NDArray[np.int64]:
     """Return the indices that top-p keeps, ascending."""
     total = float(weights.sum())
-    floor = float(max_score) + math.log((1.0 - top_p) * total / len(scores))  # tokens below it weigh less than top-p removes
-    for candidates in (scores[scores >= floor], scores):  # all scores are searched only if rounding requires it
-        falling = np.sort(candidates)[::-1]
-        mass = np.cumsum(np.exp(falling - max_score), dtype=np.float64)
+    # All scores below `floor` together weigh less than the share that top-p excludes, so the others suffice, except for rounding.
+    floor = float(max_score) + math.log((1.0 - top_p) * total / len(scores))
+    for candidates in (scores[scores >= floor], scores):
+        descending = np.sort(candidates)[::-1]
+        mass = np.cumsum(np.exp(descending - max_score), dtype=np.float64)
         if len(mass) and mass[-1] >= top_p * total:
             break
     count = min(int(np.searchsorted(mass, top_p * total)) + 1, len(scores))
-    kept = np.flatnonzero(scores >= falling[count - 1])
-    tied = np.flatnonzero(scores[kept] == falling[count - 1])
+    kept = np.flatnonzero(scores >= descending[count - 1])
+    tied = np.flatnonzero(scores[kept] == descending[count - 1])
     return np.delete(kept, tied[len(tied) - (len(kept) - count) :])
 
 
 def top_n(scores: ScoreArray, count: int) -> NDArray[np.intp]:
     """Return the indices of the `count` largest scores above -inf, largest first, lowest index first on ties.
 
-    The count-th largest maximum of disjoint blocks is a lower bound of the count-th largest score, so only scores above it are sorted.
+    Scores are divided into disjoint blocks. The count-th largest block maximum is a lower bound of the count-th largest score, so that only
+    scores above it are sorted.
     """
     if count == 0:
         return np.empty(0, np.intp)
     num_blocks = max(_BLOCKS_PER_TOKEN * count, _MIN_BLOCKS)
     bound = np.float32(-np.inf)
     if len(scores) >= 2 * num_blocks:
-        whole = len(scores) - len(scores) % num_blocks
-        bound = np.partition(scores[:whole].reshape(-1, num_blocks).max(axis=0), -count)[-count]
+        num_in_blocks = len(scores) - len(scores) % num_blocks
+        bound = np.partition(scores[:num_in_blocks].reshape(-1, num_blocks).max(axis=0), -count)[-count]
     candidates = np.flatnonzero(scores >= bound)
     best = candidates[np.argsort(-scores[candidates], kind="stable")[:count]]
     return best[scores[best] > -np.inf]
 
 
 def top_probs(params: SamplingParams, scores: ScoreArray, count: int) -> tuple[NDArray[np.intp], list[float]]:
-    """Find up to `count` of the most probable tokens that truncation keeps, and estimate their probabilities after it.
+    """Find up to `count` of the most probable tokens that are kept by top-k, top-p and min-p, and estimate their probabilities then.
 
     Args:
-        scores: [M] logits divided by the temperature, before truncation.
+        scores: [M] logits divided by the temperature.
 
     Returns:
-        indices as of `top_n`, and their probabilities.
+        the indices of these tokens, as from `top_n`, and their probabilities.
     """
     best = top_n(scores, max(count, TOP_N) if params.truncates else count)
     max_score = scores[best[0]]
@@ -120,13 +122,9 @@ class Support:
 
 
 def support_of(params: SamplingParams, probs: Sequence[float]) -> Support:
-    """Compute the support of a row from its most probable tokens.
-
-    Args:
-        probs: their probabilities before truncation, largest first.
-    """
+    """Return which of the most probable tokens of a row are kept. `probs`: their probabilities before truncation, largest first."""
     top = probs[: params.top_k] if params.top_k else probs
-    # Bounds of the mass that top-k keeps, of which top-p keeps a share. Ties and tokens after `probs` leave it unknown.
+    # Bounds of the probability mass that top-k keeps. It is not known exactly because of ties and of tokens that are not in `probs`.
     upper = sum(top) if 0 < params.top_k <= len(probs) else 1.0
     lower = sum(top) if params.top_k else 1.0
     mass = 0.0

@@ -1,4 +1,4 @@
-"""Commit: appending tokens to a request, and the rule by which a request finishes, which verification of drafts applies as well."""
+"""Commit: appends tokens to a request until one of them finishes it. Verification of drafts applies the same rule (`finish_reason`)."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,14 @@ def finish_reason(request: Request, path: Sequence[int], text_stop: StopMatcher 
     """Return why the last token of `path` finishes the request; None if it does not.
 
     Args:
-        path: uncommitted tokens after those of the request; none before the last one finishes it.
-        text_stop: matcher of stop texts, which has seen every token but the last one and is given that one; None = no stop texts.
+        path: tokens after the committed ones. The tokens before the last one must not finish the request.
+        text_stop: matcher of stop strings, to which this call adds the last token; the others must have been added before. None = there
+            are no stop strings.
     """
     is_end_token = path[-1] in request.end_token_ids
     is_full = len(request.token_ids) + len(path) >= request.max_len
     if text_stop is not None:
-        if not is_end_token or request.params.include_stop:  # the text excludes an end token unless `include_stop` is set
+        if not is_end_token or request.params.include_stop:  # without `include_stop` an end token is not part of the text
             text_stop.push(path[-1])
         if is_end_token or is_full:
             text_stop.finish()
@@ -29,7 +30,7 @@ def finish_reason(request: Request, path: Sequence[int], text_stop: StopMatcher 
 
 
 def cannot_finish(request: Request, token_ids: Sequence[int]) -> bool:
-    """Return whether none of these next tokens can finish a request, as far as that is certain without its text and grammar."""
+    """Return True if it is certain that none of the next tokens finishes a request. It never is with stop strings or a grammar."""
     return (
         request.text_stop is None
         and request.processor.grammar is None
@@ -39,7 +40,7 @@ def cannot_finish(request: Request, token_ids: Sequence[int]) -> bool:
 
 
 class FinishCheck:
-    """Applies the rule of `finish_reason` to tokens that are not committed. The request is not changed."""
+    """Applies `finish_reason` to tokens before they are committed, one after the other. The request is not changed."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -47,7 +48,7 @@ class FinishCheck:
         self._text_stop: StopMatcher | None = None
 
     def finishes_with(self, token_id: int) -> bool:
-        """Return whether the request would finish with this token, after the tokens of earlier calls."""
+        """Return whether this token, after the tokens of earlier calls, would finish the request."""
         text_stop = self._request.text_stop
         if self._text_stop is None and text_stop is not None and text_stop.can_stop:
             self._text_stop = text_stop.copy()
@@ -64,10 +65,10 @@ def commit(
         token_ids: accepted tokens, then the bonus token.
         num_accepted: number of accepted tokens.
         has_draft: whether the step had a draft.
-        logprobs: log-probabilities of each token; empty = not needed.
+        logprobs: log-probability of each token; empty if the request does not ask for them.
 
     Returns:
-        the number of tokens appended; `request.finish_reason` is set if one of them finished it.
+        the number of tokens appended; `request.finish_reason` is set if the last of them finished it.
     """
     num_before = len(request.token_ids)
     if cannot_finish(request, token_ids):
@@ -82,20 +83,20 @@ def commit(
                 break
     count = len(request.token_ids) - num_before
     num_accepted = min(num_accepted, count)
-    own = TokenOrigin.BONUS if has_draft else TokenOrigin.PLAIN
-    request.origins.extend([TokenOrigin.ACCEPTED] * num_accepted + [own] * (count - num_accepted))
+    last_origin = TokenOrigin.BONUS if has_draft else TokenOrigin.PLAIN
+    request.origins.extend([TokenOrigin.ACCEPTED] * num_accepted + [last_origin] * (count - num_accepted))
     request.logprobs.extend(logprobs[:count])
     return count
 
 
 def token_logprobs(token_ids: Sequence[int], nodes: Sequence[int], logits: FloatArray, request: Request) -> list[TokenLogprobs]:
-    """Return the log-probabilities of the tokens of a step, before they are committed.
+    """Return the log-probabilities of the tokens of a step. To be called before these tokens are committed.
 
     Args:
         token_ids: accepted tokens, then the bonus token.
-        nodes: accepted nodes.
-        logits: [N, V] of the tree.
-        request: with `params.logprobs`.
+        nodes: accepted nodes of the draft tree.
+        logits: [N, V], one row for each node of the draft tree.
+        request: its `params.logprobs` is the number of alternatives to list.
     """
     num_top = request.params.logprobs or 0
     rows = [logits[node] for node in (0, *nodes)]
@@ -110,12 +111,12 @@ def prompt_logprobs(request: Request, logits: FloatArray) -> list[TokenLogprobs 
     """Return the log-probabilities of the prompt tokens that this pass predicts; None for the prompt's first token, which no row predicts.
 
     Args:
-        request: tokens whose log-probabilities were computed before a preemption are skipped.
+        request: prompt tokens already in `request.prompt_logprobs`, computed before a preemption, are skipped.
         logits: [rows, V], from position `committed_len` on.
     """
     start, num_top = request.sequence.committed_len, request.params.prompt_logprobs or 0
-    found: list[TokenLogprobs | None] = [] if request.prompt_logprobs else [None]
-    first = len(request.prompt_logprobs) + len(found)
-    for index in range(max(first, start + 1), min(start + len(logits) + 1, request.num_prompt_tokens)):
-        found.append(raw_logprobs(logits[index - 1 - start], request.token_ids[index], num_top))
-    return found
+    logprobs: list[TokenLogprobs | None] = [] if request.prompt_logprobs else [None]
+    first_missing = len(request.prompt_logprobs) + len(logprobs)
+    for index in range(max(first_missing, start + 1), min(start + len(logits) + 1, request.num_prompt_tokens)):
+        logprobs.append(raw_logprobs(logits[index - 1 - start], request.token_ids[index], num_top))
+    return logprobs

@@ -1,10 +1,10 @@
-"""Drafts under a grammar: forbidden draft tokens are removed before they cost a row, and tokens that the grammar forces are added.
+"""Drafts under a grammar: removes draft tokens that the grammar forbids, and adds the tokens that it forces.
 
-Verification obeys the grammar in any case, so all of this only saves rows. Forced tokens are verified like other draft tokens.
+Verification obeys the grammar in any case, and verifies forced tokens like other draft tokens. All this only avoids useless rows.
 """
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from paceline.errors import RequestError
 from paceline.kv_cache.row_plan import TreeLayout
@@ -14,9 +14,8 @@ from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
-FORCED = "grammar"  # source of forced tokens
+FORCED_SOURCE = "grammar"  # `DraftTree.sources` of forced tokens
 MAX_FORCED_TOKENS = 16  # maximum forced tokens in one draft, whatever the draft length
-ANY_ID = 2**31  # as the vocabulary size it makes `trim` accept every id: what the grammar allows is valid
 
 
 def constrain_draft(rows: RequestRows) -> None:
@@ -34,75 +33,67 @@ def constrain_draft(rows: RequestRows) -> None:
 def constrain(
     tree: DraftTree | None, request: Request, max_depth: int, row_budget: int, *, layout: TreeLayout = TreeLayout.PATHS
 ) -> DraftTree | None:
-    """Return what the request's grammar allows of a tree, with forced tokens in place of other tokens and after the last ones.
+    """Return a draft tree without the nodes that the request's grammar forbids, and with the tokens that it forces.
 
-    A drawn tree is returned as it is. Its tokens obey the grammar, because `draft_probs` went through the request's processor, and to
-    remove one because of its token would change the distribution that rejection sampling preserves.
+    A sampled tree is returned unchanged. Its tokens obey the grammar, because `draft_probs` went through the request's processor. Removing
+    a token because of its value would change the distribution that rejection sampling preserves.
 
     Args:
         tree: None = there is no draft.
 
     Returns:
-        None if nothing can be drafted, or if the grammar allows no token: verification raises that error.
+        None if nothing can be drafted, or if the matcher fails: verification then raises the same error.
     """
     matcher = request.processor.grammar
     if not isinstance(matcher, GrammarMatcher) or (tree is not None and tree.draft_probs):
         return tree
     given = tree if tree is not None else DraftTree.root_only(request.token_ids[-1])
-    result = _ConstrainedTree(matcher, given, min(max_depth, row_budget - 1))
     try:
-        result.add_subtree(0, 0, [], matcher.forced_tokens(()))
+        nodes = _constrained_nodes(matcher, given, min(max_depth, row_budget - 1))
     except RequestError:
         return None
-    if not result.token_ids:
+    if not nodes:
         return None
-    if FORCED in result.sources or len(result.token_ids) < given.num_draft_tokens:
-        probs = None if given.probs is None else result.probs
-        given = DraftTree.grow(given.token_ids[0], result.token_ids, result.parents, result.sources, probs=probs)
-    return given.trim(vocab_size=ANY_ID, max_depth=max_depth, row_budget=row_budget, layout=layout)
+    parents, token_ids, sources, probs = zip(*nodes, strict=True)
+    if FORCED_SOURCE in sources or len(nodes) < given.num_draft_tokens:
+        given = DraftTree.grow(given.token_ids[0], token_ids, parents, sources, probs=None if given.probs is None else probs)
+    return given.trim(vocab_size=sys.maxsize, max_depth=max_depth, row_budget=row_budget, layout=layout)  # a grammar allows valid ids only
 
 
-@dataclass(slots=True)
-class _ConstrainedTree:
-    """Nodes 1 … n of the constrained tree, parents before children, copied from the given tree or forced."""
+def _constrained_nodes(matcher: GrammarMatcher, given: DraftTree, max_depth: int) -> list[tuple[int, int, str, float]]:
+    """Return parent, token, source and probability of each draft token of the constrained tree, parents before children."""
+    nodes: list[tuple[int, int, str, float]] = []
 
-    matcher: GrammarMatcher
-    given: DraftTree
-    max_depth: int
-    token_ids: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    probs: list[float] = field(default_factory=list)
+    def add_node(parent: int, token_id: int, source: str, prob: float) -> int:
+        nodes.append((parent, token_id, source, prob))
+        return len(nodes)
 
-    def add_subtree(self, given_node: int, node: int, path: list[int], forced: Sequence[int]) -> None:
-        """Add the nodes that may follow one that was added.
+    def copy_node(given_node: int, parent: int) -> int:
+        prob = 1.0 if given.probs is None else given.probs[given_node]
+        return add_node(parent, given.token_ids[given_node], given.sources[given_node], prob)
+
+    def add_descendants(given_node: int, node: int, path: list[int], forced: Sequence[int]) -> None:
+        """Add the descendants of `given_node`, whose copy is `node`.
 
         Args:
-            given_node, node: its number in the given tree, and here.
-            path: tokens from the root to it, root excluded.
-            forced: tokens that the grammar forces next.
+            path: tokens from the root to the node, root excluded.
+            forced: tokens that the grammar forces after `path`.
         """
-        if len(path) >= self.max_depth:
+        if len(path) >= max_depth:
             return
-        children = self.given.children(given_node)
-        if forced and not any(self.given.token_ids[child] == forced[0] for child in children):
-            for token in forced[: self.max_depth - len(path)]:
-                node = self._add_node(node, token, FORCED, 1.0)
-            return
-        for child in children:
-            token = self.given.token_ids[child]
-            longer = [*path, token]
-            if token != forced[0] if forced else not self.matcher.is_allowed(longer):
-                continue
-            added = self._add_node(node, token, self.given.sources[child], 1.0 if self.given.probs is None else self.given.probs[child])
-            if forced:
-                self.add_subtree(child, added, longer, forced[1:])
+        if forced:
+            child = given.child(given_node, forced[0])
+            if child is not None:
+                add_descendants(child, copy_node(child, node), [*path, forced[0]], forced[1:])
                 return
-            self.add_subtree(child, added, longer, self.matcher.forced_tokens(longer) if len(longer) < self.max_depth else ())
+            for token in forced[: max_depth - len(path)]:
+                node = add_node(node, token, FORCED_SOURCE, 1.0)
+            return
+        for child in given.children(given_node):
+            child_path = [*path, given.token_ids[child]]
+            if matcher.is_allowed(child_path):
+                forced = matcher.forced_tokens(child_path) if len(child_path) < max_depth else ()
+                add_descendants(child, copy_node(child, node), child_path, forced)
 
-    def _add_node(self, parent: int, token_id: int, source: str, prob: float) -> int:
-        self.token_ids.append(token_id)
-        self.parents.append(parent)
-        self.sources.append(source)
-        self.probs.append(prob)
-        return len(self.token_ids)
+    add_descendants(0, 0, [], matcher.forced_tokens(()))
+    return nodes

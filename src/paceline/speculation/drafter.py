@@ -14,9 +14,9 @@ from paceline.speculation.tree import DraftTree
 StateT = TypeVar("StateT")
 
 FREE_PREFILL_TOKENS = 16
-"""Tokens whose prefill costs nothing extra: a pass over so many rows takes about the time of one row."""
+"""Number of tokens up to which a prefill costs nothing extra: a pass over so many rows takes about the time of one row."""
 MAX_CATCH_UP_TOKENS = 128
-"""Most tokens that a lookup drafter reads in `has_candidates`; `propose` reads longer texts."""
+"""Maximum number of new tokens that a lookup drafter reads in `has_candidates`; it leaves longer texts to `propose`."""
 NEW_SAMPLE_WEIGHT = 0.25  # weight of a new sample in the running average of prefill times
 RESERVED_NAMES = ("none", "auto", "grammar")
 
@@ -26,14 +26,14 @@ class DraftBudget:
     """How much to draft for one request in one step.
 
     Attributes:
-        row_budget: most rows of the target's pass that the tree takes, root included.
-        max_depth: most tokens on a path, root excluded.
+        row_budget: maximum number of rows of the target's pass that the tree takes, root included.
+        max_depth: maximum number of tokens on a path, root excluded.
         layout: how the tree is laid out in the cache, which decides the rows of a branch (`num_rows` of kv_cache/row_plan.py).
-        needs_draft_probs: whether tokens must be drawn from the drafter's distribution, for `acceptance="rejection"`: with `draft` noise
-            (`paceline.sampling.residual.draw_distinct`), not the target's, and with the distributions in `DraftTree.draft_probs`.
-        min_path_prob: probability of a path below which a further token costs more time than it saves. 0 for drawn drafts, whose length
-            must not depend on the tokens drawn.
-        rate_of: returns the acceptance rate of tokens with this probability under the drafter; None = they are equal.
+        needs_draft_probs: whether `acceptance="rejection"` requires sampled drafts. Tokens are then sampled with `draw_distinct`
+            (`paceline.sampling.residual`), whose noise is not the target's, and `DraftTree.draft_probs` holds their distributions.
+        min_path_prob: path probability below which another token costs more time than it saves. 0 for sampled drafts, whose length must
+            not depend on the sampled tokens.
+        calibrate: maps the drafter's probability of a token to its acceptance rate; None = both are equal.
     """
 
     row_budget: int
@@ -41,7 +41,7 @@ class DraftBudget:
     layout: TreeLayout = TreeLayout.PATHS
     needs_draft_probs: bool = False
     min_path_prob: float = 0.0
-    rate_of: Callable[[float], float] | None = None
+    calibrate: Callable[[float], float] | None = None
 
     @property
     def max_tokens(self) -> int:
@@ -49,17 +49,17 @@ class DraftBudget:
         return min(self.max_depth, self.row_budget - 1)
 
     def acceptance_rate(self, prob: float) -> float:
-        """Return the acceptance rate of a token by its probability under the drafter, given that the tokens before it are accepted."""
-        return prob if self.rate_of is None else self.rate_of(prob)
+        """Return the acceptance rate of a token with this probability under the drafter, given that the tokens before it are accepted."""
+        return prob if self.calibrate is None else self.calibrate(prob)
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterNeeds:
-    """Target activations that a drafter observes.
+    """Target activations that `Drafter.observe` receives.
 
     Attributes:
-        hidden_states: the final hidden states.
-        layers: layer boundaries whose hidden states are collected (boundary i is the input of layer i), fixed when the target is loaded.
+        hidden_states: whether it receives the final hidden states.
+        layers: layer boundaries whose hidden states it receives. Boundary i is the input of layer i.
     """
 
     hidden_states: bool = False
@@ -67,7 +67,6 @@ class DrafterNeeds:
 
     @classmethod
     def union(cls, drafters: "Sequence[Drafter]") -> "DrafterNeeds":
-        """Return the union of what several drafters need."""
         layers = {layer for drafter in drafters for layer in drafter.needs.layers}
         return cls(any(drafter.needs.hidden_states for drafter in drafters), tuple(sorted(layers)))
 
@@ -77,11 +76,12 @@ class DrafterTraits:
     """Properties of a drafter that users and the engine need.
 
     Attributes:
-        description: for the banner at load; empty = its name.
-        notices: lines for the user at load.
-        is_lookup: it copies from texts, which takes next to no time.
-        uses_predictions: it copies from `Request.prediction_token_ids`. Without such a drafter, requests with predictions are refused.
-        cache_bytes_per_token: bytes of its own cache for one token.
+        description: text for the banner at load; empty = the drafter's name.
+        notices: other lines for the user at load.
+        is_lookup: whether it copies from texts, which takes next to no time.
+        uses_predictions: whether it copies from `Request.prediction_token_ids`. Without such a drafter, requests with predictions are
+            refused.
+        cache_bytes_per_token: bytes of the drafter's own cache for one token.
     """
 
     description: str = ""
@@ -96,7 +96,7 @@ class CommittedRows:
     """Rows of one request that stay in the cache after a target pass.
 
     Attributes:
-        request: its `token_ids` already include the emitted tokens.
+        request: the request; its `token_ids` already include the emitted tokens.
         start: position of the first row; row i belongs to token `request.token_ids[start + i]`.
         hidden_states: [num_rows, E] or None, valid during the call.
         collected_hidden_states: [num_layers, num_rows, E] or None, valid during the call.
@@ -109,7 +109,7 @@ class CommittedRows:
     collected_hidden_states: FloatArray | None = None
 
     def with_layers(self, collected: Sequence[int], wanted: Sequence[int]) -> "CommittedRows":
-        """Return the rows with the hidden states of the layer boundaries `wanted` only, in that order."""
+        """Return the rows with the hidden states of the layer boundaries `wanted` only. `collected`: boundaries that the rows have."""
         if self.collected_hidden_states is None or tuple(collected) == tuple(wanted):
             return self
         indices = [collected.index(layer) for layer in wanted]
@@ -120,7 +120,7 @@ class PrefillTime:
     """Seconds of a draft model's prefill, as a running average per token.
 
     Args:
-        token_s: seconds per token, measured before; 0 = unknown.
+        token_s: seconds per token, if measured before; 0 = unknown.
     """
 
     def __init__(self, token_s: float = 0.0) -> None:
@@ -162,7 +162,7 @@ def check_drafter(drafter: "Drafter") -> None:
 
 
 class RequestState(Generic[StateT]):
-    """State of a drafter by request. It is stored in the request, so that it is freed with it and never used for another one."""
+    """A drafter's state for each request. It is stored in the request, so that it is freed with it and never used for another one."""
 
     __slots__ = ()
 
@@ -188,13 +188,13 @@ class Drafter(ABC):
     """Drafts the next tokens of a batch of requests.
 
     Each step calls `has_candidates`, `prefill_s` and `propose` before the target's pass, and `observe` after it. `release` is called when a
-    request ends or its cache rows are evicted. If a drafter raises, the step is plain and counted, and requests go on. A drafter never uses
-    the tokens of one request for another. State of a request belongs in a `RequestState`.
+    request ends or its cache rows are evicted. If a drafter raises, requests go on without its draft, and the failure is counted. A drafter
+    must not use the tokens of one request for another. State of a request belongs in a `RequestState`.
 
     Attributes:
-        name: by which requests select it; also the source of its draft tokens.
-        needs: target activations to observe; read before the target is loaded.
-        traits: description, notices and memory.
+        name: name by which requests select the drafter; also the source of its draft tokens.
+        needs: target activations that `observe` receives. They are fixed when the target is loaded.
+        traits: other properties of the drafter.
     """
 
     name: str
@@ -203,17 +203,17 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        """Return a tree under each request's last token, or None for no draft. Trees that exceed the budget are trimmed."""
+        """Return a tree whose root is the last token of each request, or None for no draft. Trees that exceed the budget are trimmed."""
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
-        """Receive the rows that a target pass left in the cache, prompt chunks included. Work may be deferred to `propose`."""
+        """Receive the rows that a target pass added to the cache, prompt chunks included. Work may be deferred to `propose`."""
 
     def has_candidates(self, request: Request) -> bool:
-        """Return whether there may be a draft. Called in every step, so it must take microseconds."""
+        """Return whether `propose` may find a draft. Called in every step, so it must take microseconds."""
         return True
 
     def prefill_s(self, request: Request) -> float:
-        """Return the seconds of prefill that the next draft needs first. Called in every step, so it must take microseconds."""
+        """Return the seconds of prefill that the next `propose` must do first. Called in every step, so it must take microseconds."""
         return 0.0
 
     def release(self, request: Request) -> None:

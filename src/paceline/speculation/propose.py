@@ -1,14 +1,15 @@
-"""Drafts of one step, within the limits of requests, pass and cache, and whatever a drafter raises.
+"""Makes the drafts of one step, within the limits of requests, pass and cache. Exceptions of drafters do not fail the step.
 
-Lookup drafters are called first because they take next to no time. A later drafter is called for a request if the policy expects more of
-it than of the draft that is there, and the better draft is kept. Then drafts shrink to the rows of the pass and to the free cache blocks.
+Lookup drafters are called first because they take next to no time. A later drafter is called for a request if the policy expects more
+accepted tokens from it than from the draft that the request has; the better draft is kept. Then drafts shrink to the rows that the pass and
+the free cache blocks allow.
 """
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 from types import TracebackType
-from typing import NamedTuple
 
 from paceline.errors import CapacityError, is_interrupt
 from paceline.kv_cache.cache import KVCache
@@ -19,25 +20,22 @@ from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import SkipReason
 
-MAX_FAILURE_BACKOFF_STEPS = 64  # a drafter that keeps failing is called again after at most so many steps
+MAX_FAILURE_BACKOFF_STEPS = 64  # maximum number of steps until a drafter that keeps failing is called again
 
 log = logging.getLogger(__name__)
 
 
-class ErrorGuard:
-    """Context manager that counts and suppresses exceptions, and logs the first one. Interrupts are raised."""
+class ErrorGuard(AbstractContextManager["ErrorGuard"]):
+    """Context manager that suppresses and counts exceptions, and logs the first one. Interrupts are not suppressed."""
 
     def __init__(self) -> None:
         self.num_failures = 0
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
         return error is not None and self.count_and_suppress(error)
 
     def count_and_suppress(self, error: BaseException) -> bool:
-        """Count an exception; return False for an interrupt, which must be raised."""
+        """Count an exception; return False if it is an interrupt, which must not be suppressed."""
         if is_interrupt(error):
             return False
         if self.num_failures == 0:
@@ -46,40 +44,32 @@ class ErrorGuard:
         return True
 
 
-class FailurePause(NamedTuple):
-    """Failures of a drafter in a row, and the steps that are left until it is called again."""
-
-    num_failures: int = 0
-    num_steps_left: int = 0
-
-
 class Proposer:
     """Calls the drafters.
 
     Args:
-        drafters: in the order in which they are called, except that lookup drafters come first.
+        drafters: drafters in the order in which they are called, except that lookup drafters come first.
         guard: suppresses exceptions of drafters and policy.
-        vocab_size: number of ids of the tokenizer; drafted ids from here on are removed.
-        layout: how trees are laid out in the cache, which decides the rows they take.
+        vocab_size, layout: as for `Speculator`.
 
     Attributes:
-        draft_s, plan_s: seconds of the last step in drafters, and in the rest of `propose`.
+        draft_s, plan_s: seconds that the last `propose` spent in drafters, and in everything else.
     """
 
     def __init__(self, drafters: Sequence[Drafter], guard: ErrorGuard, *, vocab_size: int, layout: TreeLayout) -> None:
-        # read once, because a drafter's property may raise later
+        # names are read only once, because a drafter's property may raise later
         self._drafters = [(drafter.name, drafter) for drafter in sorted(drafters, key=lambda drafter: not drafter.traits.is_lookup)]
         self.draft_s = self.plan_s = 0.0
         self._guard, self._vocab_size, self._layout = guard, vocab_size, layout
-        self._pauses: dict[str, FailurePause] = {}  # per drafter whose last call failed
+        self._pauses: dict[str, tuple[int, int]] = {}  # drafters that failed: number of failures in a row, steps left until the next call
 
     def propose(self, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None, *, is_rejection: bool) -> None:
         """Set the draft of every request, or the reason why it has none.
 
         Args:
             batch: all rows of the pass.
-            policy: how much to draft.
-            max_rows: most rows of the pass, all requests and drafts included; None = no limit.
+            policy: decides how much is drafted.
+            max_rows: maximum number of rows of the pass, drafts included; None = no limit.
             is_rejection: whether draft tokens are accepted by rejection sampling, which needs `draft_probs` at temperatures above 0.
         """
         start_s, self.draft_s = perf_counter(), 0.0
@@ -108,7 +98,7 @@ class Proposer:
     def _skip_reason_or_budget(
         self, rows: RequestRows, policy: FixedDraftLength, *, is_rejection: bool
     ) -> tuple[SkipReason | None, DraftBudget | None]:
-        """Return the most that may be drafted for a request, or the reason why nothing may."""
+        """Return the maximum budget of a request, or the reason why nothing may be drafted for it."""
         request = rows.request
         if rows.tree is None:
             return None, None
@@ -118,7 +108,7 @@ class Proposer:
             return SkipReason.RESUMED, None
         if not request.is_speculative or not self._drafters:
             return SkipReason.OFF, None
-        if request.num_remaining_tokens < 2:  # the bonus token takes one
+        if request.num_remaining_tokens < 2:  # one of them is the bonus token
             return SkipReason.NO_ROOM, None
         row_budget, max_depth = request.limit_draft(policy.row_budget, policy.num_speculative_tokens)
         return None, DraftBudget(row_budget, max_depth, self._layout, is_rejection and not request.params.is_greedy)
@@ -126,11 +116,11 @@ class Proposer:
     def _call_drafter_guarded(
         self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
     ) -> None:
-        """Call a drafter. After failures in a row it is not called for 0, 1, 3, 7, … steps."""
-        pause = self._pauses.get(name, FailurePause())
-        is_failed = pause.num_steps_left > 0
+        """Call a drafter unless it failed recently. After 1, 2, 3, 4, … failures in a row it is not called for 0, 1, 3, 7, … steps."""
+        num_failures, num_steps_left = self._pauses.get(name, (0, 0))
+        is_failed = num_steps_left > 0
         if is_failed:
-            self._pauses[name] = pause._replace(num_steps_left=pause.num_steps_left - 1)
+            self._pauses[name] = num_failures, num_steps_left - 1
         else:
             try:
                 if self._call_drafter(name, drafter, batch, policy, max_rows):
@@ -138,26 +128,24 @@ class Proposer:
             except BaseException as error:
                 if not self._guard.count_and_suppress(error):
                     raise
-                num_steps = min(MAX_FAILURE_BACKOFF_STEPS, 2 ** min(pause.num_failures, 10) - 1)
-                self._pauses[name] = FailurePause(pause.num_failures + 1, num_steps)
+                self._pauses[name] = num_failures + 1, min(MAX_FAILURE_BACKOFF_STEPS, 2 ** min(num_failures, 10) - 1)
                 is_failed = True
         for rows in batch:
             rows.budget = None
             if is_failed and _may_draft(rows, name):
-                rows.skip(SkipReason.DRAFTER_FAILED)
+                rows.skip_drafter(SkipReason.DRAFTER_FAILED)
 
     def _call_drafter(
         self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
     ) -> bool:
-        """Draft for all requests for which that is expected to pay; return whether the drafter was called."""
+        """Let a drafter draft for all requests for which this is expected to pay; return whether there were any."""
         for rows in batch:
-            rows.budget = None
             if not _may_draft(rows, name):
                 continue
             if (reason := policy.skip_reason(rows.request, drafter)) is not None:
-                rows.skip(reason)
+                rows.skip_drafter(reason)
             elif not drafter.has_candidates(rows.request):
-                rows.skip(SkipReason.NO_MATCH)
+                rows.skip_drafter(SkipReason.NO_MATCH)
             else:
                 rows.budget = rows.max_budget
         if all(rows.budget is None for rows in batch):
@@ -172,7 +160,7 @@ class Proposer:
         depth = 0
         for (rows, budget), tree in zip(called, trees, strict=True):
             if tree is None or tree.num_draft_tokens == 0:
-                rows.skip(SkipReason.NO_MATCH)
+                rows.skip_drafter(SkipReason.NO_MATCH)
                 continue
             tree.check()
             depth = max(depth, tree.tree_depth)
@@ -181,7 +169,7 @@ class Proposer:
                 rows.set_draft(usable, tree.num_draft_tokens, SkipReason.UNUSABLE)
         seconds = perf_counter() - start_s
         self.draft_s += seconds
-        if not has_prefill:  # a call that prefills does not measure the time of later drafts
+        if not has_prefill:  # calls without a prefill take less time
             policy.observe_draft_time(drafter, len(called), depth, seconds)
         return True
 
@@ -189,10 +177,11 @@ class Proposer:
 def _may_draft(rows: RequestRows, name: str) -> bool:
     """Return whether a drafter may draft for a request.
 
-    A drawn draft is final. To replace it depending on the tokens drawn would change the distribution that rejection sampling preserves.
+    Not if the request has a sampled draft. A choice between drafts that depends on the sampled tokens would change the distribution that
+    rejection sampling preserves.
     """
-    is_drawn = rows.tree is not None and bool(rows.tree.draft_probs)
-    return rows.max_budget is not None and rows.request.drafter in (None, name) and not is_drawn
+    is_sampled = rows.tree is not None and bool(rows.tree.draft_probs)
+    return rows.max_budget is not None and rows.request.drafter in (None, name) and not is_sampled
 
 
 def fit_rows(batch: Sequence[RequestRows], available: int) -> None:
@@ -212,7 +201,7 @@ def fit_rows(batch: Sequence[RequestRows], available: int) -> None:
 
 
 def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
-    """Reserve cache slots for all rows of a pass. If blocks are short, drafts shrink before other rows lack a slot.
+    """Reserve cache slots for all rows of a pass. If there are too few blocks, drafts shrink until the other rows fit.
 
     Raises:
         CapacityError: the rows without drafts do not fit; nothing was changed.
@@ -223,18 +212,18 @@ def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
             try:
                 rows.plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
             except CapacityError:
-                _shrink_others(batch, cache, cache.num_blocks_needed(sequence, range(-1, rows.root)))
+                _shrink_others(batch, cache, cache.num_blocks_needed(sequence, range(-1, rows.root_node)))
                 _shrink(rows, cache, cache.pool.num_free)
                 rows.plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
     except BaseException:
         for rows in batch:
             cache.cancel(rows.request.sequence)
         raise
-    return [rows.plan for rows in batch if rows.plan is not None]  # all have one
+    return [rows.plan for rows in batch if rows.plan is not None]
 
 
 def _shrink_others(batch: Sequence[RequestRows], cache: KVCache, num_blocks: int) -> None:
-    """Shrink drafts whose slots are reserved, the last request's first, until `num_blocks` are free or no draft is left."""
+    """Shrink drafts with reserved slots, beginning with the last request's, until `num_blocks` are free or no draft is left."""
     for rows in reversed(batch):
         if cache.pool.num_free >= num_blocks:
             return

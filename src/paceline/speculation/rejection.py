@@ -1,12 +1,12 @@
-"""Rejection sampling, the second rule of acceptance: accept a draft token as often as the target's probability allows, else draw another.
+"""Rejection sampling: accepts a sampled draft token with a probability such that outputs have exactly the target's distribution.
 
-Opt-in (`acceptance="rejection"`). Outputs have exactly the target's distribution, as with `verify`, but a seed gives another text than
-plain decoding, because the token depends on what was drafted. In return more tokens are accepted of a drafter that samples, most of all at
-high temperatures. How the draft was made decides (`Proposal`):
+Opt-in (`acceptance="rejection"`). The distribution is the same as with `verify`, but a seed gives another text than plain decoding, because
+the tokens depend on the draft. In return, more tokens of drafters that sample are accepted, especially at high temperatures. The algorithm
+depends on how the draft was made (`Proposal`):
 
-    a chain of drawn tokens      block verification: the longest prefix that the joint probabilities allow
-    several draws at a node      one after the other; after each rejection target_probs becomes the normalised residual
-    tokens chosen otherwise      the target draws, and the child that holds its token is accepted
+    a sampled chain               block verification: accept the longest prefix that the joint probabilities allow
+    several samples at a node     accept or reject one after the other; after each rejection target_probs becomes the normalised residual
+    tokens chosen otherwise       sample a token of the target, and accept the child that holds it
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from enum import Enum
 from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.noise import Purpose, step_uniform
-from paceline.sampling.residual import TokenProbs, acceptance, block_threshold, excess, residual
+from paceline.sampling.residual import TokenProbs, acceptance_ratio, block_threshold, excess, residual
 from paceline.speculation.commit import FinishCheck
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
@@ -25,15 +25,16 @@ from paceline.speculation.verify import VerifyResult, verify
 class Acceptance(Enum):
     """The rule that accepts draft tokens."""
 
-    MATCH = "match"  # accept what the target itself samples: the output of plain decoding with the same seed
-    REJECTION = "rejection"  # as often as the target's distribution allows: another text of the same distribution
+    MATCH = "match"  # a draft token must be the token that the target samples: the same text as plain decoding with that seed
+    REJECTION = "rejection"  # rejection sampling: another text, of the same distribution
 
 
 class StepRandomness:
-    """The random decisions of one step, each made once. The key of their noise is the number of tokens before the step, and the depth.
+    """Random decisions of the verification of one step.
 
-    A key of the position alone would repeat: block verification decides by a later draft token whether an earlier one is accepted, and the
-    next step draws for that later position again.
+    Their noise is a function of the number of tokens before the step and the depth in the draft, not of the position (their sum). Noise by
+    position would be used twice: block verification uses later draft tokens to decide on earlier ones, and the next step samples tokens for
+    those later positions again.
     """
 
     def __init__(self, request: Request) -> None:
@@ -44,7 +45,7 @@ class StepRandomness:
         return step_uniform(*self._key, Purpose.ACCEPT, depth, index) < threshold
 
     def draw(self, probs: TokenProbs, depth: int) -> int:
-        """Draw the token after a node at `depth`."""
+        """Sample the token after a node at `depth`."""
         return probs.token_at(step_uniform(*self._key, Purpose.RESIDUAL, depth))
 
 
@@ -52,13 +53,12 @@ def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> V
     """Verify a tree so that outputs have the target's distribution; at temperature 0 this is `verify`.
 
     Args:
-        tree: rooted at the request's last token.
-        logits: [N, V] float32, row i belongs to node i. All rows are read if the draft is a chain sampled from `draft_probs`,
-            otherwise those along the accepted path.
-        request: not changed.
+        tree, request: as for `verify`.
+        logits: [N, V] float32, row i belongs to node i. All rows are read if the draft is a sampled chain, otherwise only those along the
+            accepted path.
 
     Raises:
-        PacelineError: as `verify`.
+        PacelineError: in the same cases as `verify`.
     """
     if request.params.is_greedy:
         return verify(tree, logits, request)
@@ -74,8 +74,8 @@ class RejectionSampler:
 
     Args:
         target_probs: (node, tokens from the root to it, root excluded) -> the target's distribution of the next token.
-        new_finish_check: returns a check for the token that finishes the request; nothing after it is accepted.
-        decisions: tests enumerate them instead of drawing.
+        new_finish_check: makes a check that finds the token that finishes the request, after which none is accepted.
+        randomness: random decisions; tests enumerate all of them.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class RejectionSampler:
         tree: DraftTree,
         target_probs: Callable[[int, Sequence[int]], TokenProbs],
         new_finish_check: Callable[[], FinishCheck],
-        decisions: StepRandomness,
+        randomness: StepRandomness,
     ) -> None:
-        self._tree, self._target_probs, self._decisions = tree, target_probs, decisions
+        self._tree, self._target_probs, self._randomness = tree, target_probs, randomness
         self._new_finish_check, self._finish_check = new_finish_check, new_finish_check()
         self._accepted: list[int] = []
         self._token_ids: list[int] = []
 
     def verify(self) -> VerifyResult:
-        """Verify the tree; return the accepted nodes and the tokens."""
+        """Verify the tree."""
         length = self._block_length() if self._tree.proposal is Proposal.SAMPLED else 0
         node = self._verify_block(length) if length else 0
         while node is not None:
@@ -99,69 +99,69 @@ class RejectionSampler:
         return VerifyResult(tuple(self._accepted), tuple(self._token_ids))
 
     def _verify_children(self, node: int) -> int | None:
-        """Accept a child of `node` or draw another token; return the accepted child, or None at the end."""
+        """Accept a child of `node`, or sample another token; return the child, or None if verification ends here."""
         tree, depth = self._tree, len(self._token_ids)
         try:
             target = self._target_probs(node, self._token_ids)
         except BaseException as error:
             if not self._accepted or is_interrupt(error):
                 raise
-            self._accepted.pop()  # the last token becomes the bonus token; the next step reads this row first, and reports the error
+            self._accepted.pop()  # its token becomes the bonus token; the next step begins with the invalid row and raises the error
             return None
         draft = tree.draft_probs.get(node)
         if draft is None:
-            token = self._decisions.draw(target, depth)
+            token = self._randomness.draw(target, depth)
             return self._append_token(token, tree.child(node, token))
         for index, child in enumerate(tree.children(node)):
             token = tree.token_ids[child]
-            if draft is None:  # no further token had a probability above 0
+            if draft is None:  # no other token has a probability above 0 in the draft distribution
                 break
-            if self._decisions.accepts(acceptance(target, draft, token), depth, index):
+            if self._randomness.accepts(acceptance_ratio(target, draft, token), depth, index):
                 return self._append_token(token, child)
             target = residual(target, excess(target, draft))
             draft = draft.without(token)
-        return self._append_token(self._decisions.draw(target, depth), None)
+        return self._append_token(self._randomness.draw(target, depth), None)
 
     def _verify_block(self, length: int) -> int | None:
-        """Accept the longest prefix of `length` drawn tokens; return the last node if that is all of them.
+        """Accept the longest prefix of a block of `length` sampled tokens; return the last node if that is the whole block.
 
-        Source: Sun et al. 2024 (arXiv:2403.10444), algorithm 2. Deviation: a chain ends with the token that finishes the request, or
-        where its draws end.
+        Source: Sun et al. 2024 (arXiv:2403.10444), algorithm 2. Deviation: the block ends with the token that finishes the request, or
+        with the last token that was sampled.
         """
         tree = self._tree
-        share: float = 1  # the paper's p_i
+        ratio: float = 1  # p_i in the paper
         for depth in range(length):
             try:
                 target = self._target_probs(depth, tree.token_ids[1 : depth + 1])
-            except BaseException as error:  # an invalid row may never be needed: verify only the tokens before it
+            except BaseException as error:  # verify only the tokens before an invalid row, because the output may never reach it
                 if depth == 0 or is_interrupt(error):
                     raise
                 length = depth
                 break
             draft = tree.draft_probs[depth]
-            weights = excess(target, draft, share)
-            if depth == 0 or self._decisions.accepts(block_threshold(share, weights), depth - 1, 0):
-                num_kept, after, left = depth, target, weights
-            share = min(1, share * acceptance(target, draft, tree.token_ids[depth + 1]))
-            if share == 0:  # neither this draft token nor a later one can be accepted
+            weights = excess(target, draft, ratio)
+            if depth == 0 or self._randomness.accepts(block_threshold(ratio, weights), depth - 1, 0):
+                num_accepted, target_after, weights_after = depth, target, weights
+            ratio = min(1, ratio * acceptance_ratio(target, draft, tree.token_ids[depth + 1]))
+            if ratio == 0:  # neither this draft token nor a later one can be accepted
                 break
-        is_whole = self._decisions.accepts(share, length - 1, 0)
+        is_whole = self._randomness.accepts(ratio, length - 1, 0)
         node: int | None = 0
-        for child in range(1, (length if is_whole else num_kept) + 1):
+        for child in range(1, (length if is_whole else num_accepted) + 1):
             node = self._append_token(tree.token_ids[child], child)
-        return node if is_whole else self._append_token(self._decisions.draw(residual(after, left), num_kept), None)
+        return node if is_whole else self._append_token(self._randomness.draw(residual(target_after, weights_after), num_accepted), None)
 
     def _block_length(self) -> int:
-        """Return the number of drawn tokens from the root on, up to the one that finishes the request."""
-        length, lookahead = 0, self._new_finish_check()
+        """Return the number of sampled tokens from the root on, up to the one that finishes the request."""
+        length, finish_check = 0, self._new_finish_check()
         while length in self._tree.draft_probs:
             length += 1
-            if lookahead.finishes_with(self._tree.token_ids[length]):
+            if finish_check.finishes_with(self._tree.token_ids[length]):
                 break
         return length
 
     def _append_token(self, token_id: int, child: int | None) -> int | None:
-        """Append a token to the result; return `child` if verification goes on there, else None."""
+        """Append a token to the result, and the node `child` that holds it, if any; return `child` if verification continues there."""
         self._token_ids.append(token_id)
         if child is None or self._finish_check.finishes_with(token_id):
             return None

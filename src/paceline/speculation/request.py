@@ -1,5 +1,6 @@
-"""One sequence being generated, as steps and drafters read it. `engine/request.py` adds what only the engine needs."""
+"""One sequence that is being generated, with the fields that steps and drafters use. `engine/request.py` adds those of the engine."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -22,11 +23,11 @@ class FinishReason(Enum):
 
 
 class TokenOrigin(StrEnum):
-    """Where an output token came from."""
+    """How an output token was produced."""
 
-    PLAIN = "plain"  # a step without drafts
-    ACCEPTED = "accepted"  # a draft token that the target accepted
-    BONUS = "bonus"  # the target's own token of a step with drafts
+    PLAIN = "plain"  # sampled by the target, in a step without a draft
+    ACCEPTED = "accepted"  # drafted, and accepted by the target
+    BONUS = "bonus"  # sampled by the target, in a step with a draft
 
 
 class StopMatcher(Protocol):
@@ -41,13 +42,13 @@ class StopMatcher(Protocol):
         """Whether there are stop strings."""
 
     def copy(self) -> Self:
-        """Return a copy to which tokens that are not committed can be added."""
+        """Return a copy, for tokens that are not committed."""
 
     def push(self, token_id: int) -> bool:
         """Add a token; return whether a stop string is complete."""
 
     def finish(self) -> str:
-        """End the text, as no token follows, and return all of it."""
+        """End the text, because no token follows, and return the whole text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,23 +56,23 @@ class Request:
     """State of one request. Tokens are appended by `commit` only.
 
     Attributes:
-        token_ids: prompt and output. The last one is the root of the next draft: its key and value are not cached yet.
-        sequence: its rows in the target's cache.
-        seed, sample_index: with the position, the key of its token noise.
-        max_len: number of tokens, prompt included, at which it ends.
-        end_token_ids: ids that end it (EOS unless ignored, stop tokens).
-        text_stop: finds stop strings; None = no text can end it.
-        num_speculative_tokens: most tokens drafted in a step; 0 = plain steps only, None = no limit of its own.
-        drafter: name of the only drafter that may draft for it; None = all loaded ones.
-        keeps_steps: whether the draft of every step is kept in `steps`.
+        token_ids: prompt and output. The last token is the root of the next draft: its key and value are not cached yet.
+        sequence: the request's rows in the target's cache.
+        seed, sample_index: select the noise with which tokens are sampled, together with the position of the token.
+        max_len: number of tokens, prompt included, at which the request ends.
+        end_token_ids: ids that end the request: stop tokens, and EOS unless it is ignored.
+        text_stop: finds stop strings; None = there are none.
+        num_speculative_tokens: maximum number of draft tokens in a step; 0 = plain steps only, None = only the policy limits drafts.
+        drafter: name of the only drafter that may draft for the request; None = all drafters may.
+        keeps_steps: whether a record of every step is kept in `steps`.
         prediction_token_ids: text that the output is expected to resemble, for drafters that copy from it.
         namespace: requests of the same namespace may draft from each other's finished outputs; None = no sharing.
-        adapter, adapter_number: name of the LoRA adapter, and the runtime's number of it; None and 0 = the target alone.
-        has_mixture_pass: whether the adapter is an X-LoRA one, with which each row runs twice.
-        error: why it failed. No other request is affected.
-        draft_histories: by drafter, what the policy learned about drafts for this request.
-        origins: origin of each output token.
+        adapter, adapter_number: name of the LoRA adapter, and its number in the runtime; None and 0 = no adapter.
+        has_mixture_pass: whether the adapter is an X-LoRA adapter, with which each row runs twice.
+        draft_histories: acceptance and backoff of each drafter for this request, by the drafter's name.
+        origins: how each output token was produced.
         drafter_states: per-request state of drafters (`speculation.drafter.RequestState`).
+        error: error that ended the request; other requests are not affected.
     """
 
     token_ids: list[int]
@@ -96,7 +97,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     stats: SpeculationStats = field(default_factory=SpeculationStats)
-    draft_histories: dict[str, DraftHistory] = field(default_factory=dict)
+    draft_histories: dict[str, DraftHistory] = field(default_factory=lambda: defaultdict(DraftHistory))
     origins: list[TokenOrigin] = field(default_factory=list)
     drafter_states: dict[object, Any] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
@@ -118,12 +119,12 @@ class Request:
 
     @property
     def num_uncached(self) -> int:
-        """Number of tokens without rows in the cache; 1 while the request decodes."""
+        """Number of tokens without rows in the cache; 1 when the prompt is cached and the request decodes."""
         return len(self.token_ids) - self.sequence.committed_len
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still missing. The rows of these tokens must run, cached or not."""
+        """Whether log-probabilities of prompt tokens are missing. The rows of these tokens must be computed even if they are cached."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
@@ -132,15 +133,14 @@ class Request:
 
     @property
     def is_speculative(self) -> bool:
-        """Whether drafts are allowed. If not, drafters are not even shown the rows of the request."""
+        """Whether drafts are allowed. If not, drafters do not receive the rows of the request either."""
         return self.num_speculative_tokens != 0
 
     def limit_draft(self, row_budget: int, max_depth: int) -> tuple[int, int]:
-        """Return the row budget and depth of a draft, reduced to what the request allows and can still emit."""
-        max_depth = min(max_depth, self.num_remaining_tokens - 1)
-        most = self.num_speculative_tokens
-        return (row_budget, max_depth) if most is None else (min(row_budget, most + 1), min(max_depth, most))
+        """Return a row budget and a depth, reduced to the request's `num_speculative_tokens` and to the tokens that it may still emit."""
+        max_depth, limit = min(max_depth, self.num_remaining_tokens - 1), self.num_speculative_tokens
+        return (row_budget, max_depth) if limit is None else (min(row_budget, limit + 1), min(max_depth, limit))
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error that is raised to its caller."""
+        """End the request with an error, which its caller receives."""
         self.error, self.finish_reason = error, FinishReason.ABORT

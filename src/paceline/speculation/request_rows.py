@@ -1,7 +1,7 @@
-"""One request's rows of a forward pass: its tokens without cached rows, and the draft tokens after them.
+"""One request's rows of a forward pass: its tokens without cached rows, then its draft tokens. They are numbered as nodes of the pass:
 
-nodes of the pass   0 … num_new_tokens - 1    tokens of the request; the last one is the root of the draft tree
-                    num_new_tokens …          draft tokens, in the order of the tree
+0 … num_new_tokens - 1    tokens of the request; the last one is the root of the draft tree
+num_new_tokens …          draft tokens, in the order of the tree
 """
 
 from collections.abc import Sequence
@@ -25,22 +25,22 @@ class RequestRows:
     """The rows of one request in one pass.
 
     Attributes:
-        num_new_tokens: tokens of the request that run; 1 while decoding, more for a chunk of the prompt.
-        tree: draft under the last token; None for a chunk that ends before the last token, which emits nothing.
+        num_new_tokens: number of tokens of the request that run; 1 while decoding, more for a chunk of the prompt.
+        tree: draft after the last token; only the root if there is no draft. None for a chunk of the prompt that is not its last one:
+            such a chunk emits no token.
         skip_reason: why there is no draft.
-        max_budget: most that may be drafted for the request in this step; None = nothing.
-        budget: what the drafter being called may draft; None = nothing.
-        expected_tokens: number of tokens the request was expected to emit when its draft was chosen; None = unknown.
-        expected_speedup: expected speedup of the whole step over one without drafts; for a plain step, that of the best draft.
+        max_budget: budget of the request in this step, for all drafters; None = nothing may be drafted.
+        budget: budget of the request for the drafter that is being called; None = it may not draft.
+        expected_tokens, expected_speedup: as in `StepRecord`.
         start: position of the first row.
         plan: reserved cache slots.
         output: hidden states of all rows.
         logits: [N, V] of the tree's nodes.
         prompt_logits: [num_new_tokens, V] if log-probabilities of prompt tokens are needed.
         first_row: row of the root among the logits of the whole pass.
-        path: accepted path and bonus token as the compiled sampler drew them; None = it did not.
-        kept_nodes: nodes of the pass whose cache rows are kept: the new tokens and the accepted drafts.
-        is_observed: whether drafters see the rows.
+        sampled_path: result of the compiled sampler; None = it could not sample this tree.
+        kept_nodes: nodes of the pass whose cache rows are kept: the new tokens and the accepted draft tokens.
+        is_observed: whether drafters receive the rows.
     """
 
     request: Request
@@ -57,7 +57,7 @@ class RequestRows:
     logits: FloatArray = field(default_factory=lambda: NO_LOGITS)
     prompt_logits: FloatArray = field(default_factory=lambda: NO_LOGITS)
     first_row: int = 0
-    path: SampledPath | None = None
+    sampled_path: SampledPath | None = None
     kept_nodes: Sequence[int] = ()
     is_observed: bool = False
 
@@ -68,8 +68,8 @@ class RequestRows:
         return cls(request, num_new_tokens, tree, start=request.sequence.committed_len, kept_nodes=range(num_new_tokens))
 
     @property
-    def root(self) -> int:
-        """The root's number among the nodes of the pass."""
+    def root_node(self) -> int:
+        """Number of the root among the nodes of the pass."""
         return self.num_new_tokens - 1
 
     @property
@@ -79,53 +79,49 @@ class RequestRows:
     @property
     def parents(self) -> Sequence[int]:
         """Parent of each node of the pass."""
-        return range(-1, self.root) if self.num_draft_tokens == 0 or self.tree is None else self.parents_with(self.tree.parents)
+        return range(-1, self.root_node) if self.num_draft_tokens == 0 or self.tree is None else self.parents_with(self.tree.parents)
 
     def parents_with(self, tree_parents: Sequence[int]) -> Sequence[int]:
-        """Return the parent of each node of the pass if the draft tree had these parents."""
+        """Return the parent of each node of the pass for a draft tree with these parents."""
         if self.num_new_tokens == 1:
             return tree_parents
-        return [*range(-1, self.root), *(self.root + parent for parent in tree_parents[1:])]
+        return [*range(-1, self.root_node), *(self.root_node + parent for parent in tree_parents[1:])]
 
     @property
     def token_ids(self) -> Sequence[int]:
         """Token of each node of the pass."""
-        new = self.request.token_ids[self.start : self.start + self.num_new_tokens]
-        return new if self.num_draft_tokens == 0 or self.tree is None else [*new, *self.tree.token_ids[1:]]
+        new_ids = self.request.token_ids[self.start : self.start + self.num_new_tokens]
+        return new_ids if self.num_draft_tokens == 0 or self.tree is None else [*new_ids, *self.tree.token_ids[1:]]
 
     @property
     def logits_nodes(self) -> Sequence[int]:
         """Nodes of the pass whose logits are needed."""
-        end = self.num_new_tokens + self.num_draft_tokens
+        num_nodes = self.num_new_tokens + self.num_draft_tokens
         if self.request.needs_prompt_logits:
-            return range(end)
-        return () if self.tree is None else range(self.root, end)
+            return range(num_nodes)
+        return () if self.tree is None else range(self.root_node, num_nodes)
 
     def set_output(self, output: PlanOutput, logits: FloatArray) -> None:
-        """Store the request's part of the output of the whole pass.
-
-        Args:
-            logits: [R, V] of the whole pass, without padding ids.
-        """
+        """Store the request's output. `logits`: [R, V] of the whole pass, without padding ids."""
         self.output, self.first_row = output, output.first_logits_row
         if self.request.needs_prompt_logits:
             self.prompt_logits = logits[self.first_row : self.first_row + self.num_new_tokens]
-            self.first_row += self.root
+            self.first_row += self.root_node
         self.logits = logits[self.first_row : output.end_logits_row]
 
     def keep_accepted(self, accepted_nodes: Sequence[int]) -> None:
-        """Add accepted nodes of the tree to those whose cache rows are kept."""
+        """Add accepted nodes of the tree to `kept_nodes`."""
         if self.tree is not None and accepted_nodes:
-            if isinstance(self.tree.parents, range):  # a chain
+            if isinstance(self.tree.parents, range):  # a chain, whose rows are contiguous
                 self.kept_nodes = range(self.num_new_tokens + len(accepted_nodes))
             else:
-                self.kept_nodes = [*range(self.num_new_tokens), *(self.root + node for node in accepted_nodes)]
+                self.kept_nodes = [*range(self.num_new_tokens), *(self.root_node + node for node in accepted_nodes)]
 
     def set_draft(self, tree: DraftTree | None, num_before: int, reason_if_empty: SkipReason) -> None:
-        """Replace the draft, which had `num_before` tokens, by what is left of it, and count the tokens dropped.
+        """Set the draft to `tree`, what is left of a draft of `num_before` tokens, and count the dropped tokens.
 
         Args:
-            reason_if_empty: why the step is plain if nothing is left.
+            reason_if_empty: why the step is plain if no draft token is left.
         """
         num_left = 0 if tree is None else tree.num_draft_tokens
         self.request.stats.num_dropped_tokens += max(0, num_before - num_left)
@@ -135,11 +131,11 @@ class RequestRows:
             self.drop_draft(reason_if_empty)
 
     def drop_draft(self, reason: SkipReason) -> None:
-        """Drop the draft, so that the request's step is a plain one, and record the reason."""
+        """Drop the draft, which makes the request's step a plain step, and record the reason."""
         self.tree, self.skip_reason = DraftTree.root_only(self.request.token_ids[-1]), reason
 
-    def skip(self, reason: SkipReason) -> None:
-        """Record why a drafter does not draft. A later drafter's reason replaces NO_MATCH, but no other one."""
+    def skip_drafter(self, reason: SkipReason) -> None:
+        """Record why a drafter does not draft. The reason of a later drafter replaces only the reason NO_MATCH."""
         self.budget = None
         if self.num_draft_tokens == 0 and self.skip_reason in (None, SkipReason.NO_MATCH):
             self.skip_reason = reason

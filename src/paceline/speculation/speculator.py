@@ -1,4 +1,4 @@
-"""Speculation as a step sees it: drafters, the policy of how much to draft, and the rule that accepts draft tokens."""
+"""Speculation as one object: drafters, the policy that decides how much they draft, and the rule that accepts draft tokens."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -13,15 +13,15 @@ from paceline.speculation.rejection import Acceptance, verify_rejection
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.verify import VerifyResult, path_request, verify
+from paceline.speculation.verify import VerifyResult, verify
 
 
 class Speculator:
-    """Drafts for the requests of a step, verifies the drafts and learns from the outcome. If a drafter fails, the step is plain.
+    """Drafts for the requests of a step, verifies the drafts and updates the policy with the outcome. If a drafter fails, steps are plain.
 
     Args:
-        drafters: none for plain decoding.
-        policy: how much to draft.
+        drafters: empty for plain decoding.
+        policy: decides how much is drafted.
         vocab_size: number of ids of the tokenizer. The model's logits beyond it are padding; these ids are never drafted or emitted.
         layout: how trees are laid out in the cache, which decides the rows they take.
         acceptance: rule that accepts draft tokens.
@@ -48,35 +48,33 @@ class Speculator:
         self._proposer = Proposer(drafters, self._guard, vocab_size=vocab_size, layout=layout)
         self._observers = [drafter for drafter in drafters if type(drafter).observe is not Drafter.observe]
         self._needs = DrafterNeeds.union(drafters)
-        self._forward_s = 0.0  # of the last pass
+        self._forward_s = 0.0  # seconds of the last pass
 
     @property
     def num_failures(self) -> int:
-        """Number of exceptions raised by drafters."""
+        """Number of suppressed exceptions of drafters and policy."""
         return self._guard.num_failures
 
     def propose(self, batch: Sequence[RequestRows], max_rows: int | None = None) -> None:
-        """Set `rows.tree` for every request that is to draft.
-
-        Args:
-            max_rows: most rows of the pass, all requests and drafts included; None = no limit.
-        """
+        """Set the draft of every request, or the reason why it has none. `max_rows`: as for `Proposer.propose`."""
         self._proposer.propose(batch, self.policy, max_rows, is_rejection=self.acceptance is Acceptance.REJECTION)
 
     def path_request(self, rows: RequestRows) -> PathRequest | None:
-        """Return the input of the compiled sampler, or None if the request must be verified row by row."""
-        if rows.tree is None or not self._is_match(rows.request):
+        """Return the input of the compiled sampler; None if it cannot sample the request's tree, which is then verified row by row."""
+        request, tree, sampler = rows.request, rows.tree, rows.request.processor.path_sampler
+        if tree is None or sampler is None or not self._is_match(request):
             return None
-        return path_request(rows.tree, rows.request, rows.first_row)
+        position = len(request.token_ids)
+        return PathRequest(sampler, tree.token_ids, tree.parents, request.seed, request.sample_index, position, rows.first_row)
 
     def verify(self, rows: RequestRows, tree: DraftTree) -> VerifyResult:
-        """Verify a request's tree by matching or by rejection sampling, as `acceptance` says."""
+        """Verify a request's tree by the rule `acceptance`."""
         if self._is_match(rows.request):
-            return verify(tree, rows.logits, rows.request, rows.path)
+            return verify(tree, rows.logits, rows.request, rows.sampled_path)
         return verify_rejection(tree, rows.logits, rows.request)
 
     def _is_match(self, request: Request) -> bool:
-        """Return whether draft tokens must equal the target's own; at temperature 0 both rules do the same."""
+        """Return whether a draft token must be the token that the target samples. At temperature 0 both rules are the same."""
         return self.acceptance is Acceptance.MATCH or request.params.is_greedy
 
     def forward(self, target: Network, arguments: Pass) -> ForwardOutput:
@@ -92,11 +90,7 @@ class Speculator:
             self.policy.observe_verified(request, tree, accepted_nodes)
 
     def observe(self, batch: Sequence[RequestRows], seconds: float) -> None:
-        """Give the policy the times of a step, and the drafters the rows that were kept.
-
-        Args:
-            seconds: of the whole step.
-        """
+        """Pass the times of a step to the policy, and the rows that were kept to the drafters. `seconds`: time of the whole step."""
         if not self.drafters:
             return
         draft_s, plan_s = self._proposer.draft_s, self._proposer.plan_s
@@ -104,30 +98,30 @@ class Speculator:
         with self._guard:
             self.policy.observe_step_time(batch, self._forward_s, host_s, draft_s, plan_s)
         if self._observers:
-            self.observe_rows([self._committed(rows, rows.output) for rows in batch if rows.output is not None and rows.is_observed])
+            self.observe_rows([self._committed_rows(rows, rows.output) for rows in batch if rows.output is not None and rows.is_observed])
 
     def observe_rows(self, committed: Sequence[CommittedRows]) -> None:
-        """Pass the kept rows to the drafters, each with the hidden states that it needs."""
+        """Pass kept rows to the drafters. Each drafter receives the hidden states that it needs."""
         for drafter in self._observers:
             with self._guard:
                 drafter.observe([rows.with_layers(self._needs.layers, drafter.needs.layers) for rows in committed])
 
-    def _committed(self, rows: RequestRows, output: PlanOutput) -> CommittedRows:
-        """Return a request's kept rows with the activations that drafters need."""
+    def _committed_rows(self, rows: RequestRows, output: PlanOutput) -> CommittedRows:
+        """Return a request's kept rows with the activations that any drafter needs."""
         nodes = rows.kept_nodes
         hidden = output.hidden_states(nodes) if self._needs.hidden_states else None
         collected = output.collected_hidden_states(nodes) if self._needs.layers else None
         return CommittedRows(rows.request, rows.start, len(nodes), hidden, collected)
 
     def preempt(self, request: Request) -> None:
-        """Free what drafters hold for a request whose cache rows were evicted. Its acceptance rates are kept."""
+        """Free the drafters' state of a request whose cache rows were evicted. Its acceptance rates are kept."""
         if request.is_speculative:
             for drafter in self.drafters:
                 with self._guard:
                     drafter.release(request)
 
     def release(self, request: Request) -> None:
-        """Free what policy and drafters hold for a request that ended."""
+        """Free the state of policy and drafters for a request that ended."""
         with self._guard:
             self.policy.release(request)
         self.preempt(request)

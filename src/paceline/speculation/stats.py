@@ -1,6 +1,6 @@
 """Statistics of speculation: counters of requests, and records of single steps. Tokens after the one that finishes a request do not count.
 
-mean_acceptance_length = num_emitted_tokens / steps        1 for plain decoding
+mean_acceptance_length = num_emitted_tokens / steps        (1 for plain decoding)
 acceptance_rate        = num_accepted_tokens / num_draft_tokens
 """
 
@@ -33,7 +33,7 @@ class SkipReason(StrEnum):
 
 
 class SkipCounts(dict[SkipReason, int]):
-    """Plain steps by reason, 0 for a reason that did not occur. `dataclasses.asdict` cannot copy a `Counter`."""
+    """Number of plain steps by reason, 0 for a reason that did not occur. Not a `Counter`, which `dataclasses.asdict` cannot copy."""
 
     def __missing__(self, reason: SkipReason) -> int:
         return 0
@@ -44,14 +44,14 @@ class SpeculationStats:
     """Counters of one request, or of several requests together.
 
     Attributes:
-        steps: target passes that emitted tokens.
-        num_draft_tokens: draft tokens that the target verified.
-        num_accepted_tokens: those of them that were kept.
-        num_emitted_tokens: tokens of all steps.
-        num_dropped_tokens: draft tokens dropped before the pass: invalid ids, too deep, over budget, or no memory.
-        num_draft_tokens_by_position, num_accepted_tokens_by_position: the same by depth in the draft, from depth 1.
-        skip_counts: plain steps by reason.
-        acceptance: rule of acceptance: "match" or "rejection" (speculation/rejection.py).
+        steps: number of target passes that emitted tokens.
+        num_draft_tokens: number of draft tokens that the target verified.
+        num_accepted_tokens: number of draft tokens that were accepted.
+        num_emitted_tokens: number of tokens that the steps emitted.
+        num_dropped_tokens: number of draft tokens that were dropped before the pass: invalid, too deep, over budget, or no memory.
+        num_draft_tokens_by_position, num_accepted_tokens_by_position: the counts by depth in the draft, from depth 1.
+        skip_counts: number of plain steps by reason.
+        acceptance: rule that accepts draft tokens: "match" or "rejection" (speculation/rejection.py).
     """
 
     steps: int = 0
@@ -66,7 +66,7 @@ class SpeculationStats:
 
     @property
     def num_bonus_tokens(self) -> int:
-        """Number of tokens that the target added to the accepted ones: one a step. A draft token that finishes a request counts here."""
+        """Number of emitted tokens that are not accepted draft tokens: one a step. The token that finishes a request counts as one."""
         return self.num_emitted_tokens - self.num_accepted_tokens
 
     @property
@@ -110,10 +110,10 @@ class SpeculationStats:
     def add(self, other: "SpeculationStats") -> None:
         """Add the counters of another request."""
         self._extend_positions(len(other.num_draft_tokens_by_position))
-        for name in (own.name for own in fields(self)):
-            value, added = getattr(self, name), getattr(other, name)
+        for counter in fields(self):
+            value, added = getattr(self, counter.name), getattr(other, counter.name)
             if isinstance(value, int):
-                setattr(self, name, value + added)
+                setattr(self, counter.name, value + added)
             elif isinstance(value, list):
                 value[: len(added)] = map(int.__add__, value, added)
         for reason, count in other.skip_counts.items():
@@ -145,14 +145,14 @@ class StepRecord:
     """Draft and outcome of one step of one request. Node 0 of its tree is the last token before the step; nodes 1 … n are the draft.
 
     Attributes:
-        start: index of its first token among the output tokens.
+        start: index of the first emitted token among the request's output tokens.
         token_ids: emitted tokens: those of the accepted nodes, then the bonus token.
         draft_token_ids: [n] draft tokens.
         parents: [n] parent node of each draft token.
-        sources: [n] name of the drafter of each.
-        accepted_nodes: nodes whose tokens were accepted, from depth 1 down.
-        skip_reason: why there is no draft; None where there is one.
-        expected_tokens: number of tokens the step was expected to emit when the draft was chosen; None = unknown.
+        sources: [n] name of the drafter of each draft token.
+        accepted_nodes: accepted nodes, from depth 1 down.
+        skip_reason: why there is no draft; None if there is one.
+        expected_tokens: number of tokens that the step was expected to emit when the draft was chosen; None = unknown.
         expected_speedup: expected speedup of the whole step over one without drafts; for a plain step, that of the best draft.
     """
 
@@ -168,7 +168,7 @@ class StepRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the values as a dictionary that JSON can hold."""
-        values: dict[str, Any] = {own.name: getattr(self, own.name) for own in fields(self)}
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         for name, value in values.items():
             if isinstance(value, tuple):
                 values[name] = list(value)

@@ -1,15 +1,15 @@
 """One step of speculative decoding. Start reading here.
 
-    propose    draft a tree under the last token of every request that decodes          propose.py
-    reserve    take cache slots for all rows; drafts shrink if blocks are short         propose.py
+    propose    draft a tree after the last token of every request that decodes          propose.py
+    reserve    reserve cache slots for all rows; drafts shrink if there are too few     propose.py
     forward    run the target once over all rows: prompt chunks, last tokens, drafts
-    verify     draw the target's own tokens along each tree                             verify.py
+    verify     sample the target's own tokens along each tree                           verify.py
     commit     append the accepted tokens and one bonus token                           commit.py
     keep       keep the cache rows of the accepted path, free those of rejected tokens  kv_cache/cache.py
-    observe    update the policy's rates and times, and give drafters the kept rows     speculator.py
+    observe    update the policy's rates and times, and pass kept rows to drafters      speculator.py
 
-A request whose tokens are not all cached (a prompt, or after preemption) runs those first, in chunks; the chunk with its last token is a
-plain step. The bonus token has no cached row yet: it is the root of the next step's draft.
+A prompt, or the tokens of a preempted request, are cached first, in chunks of one or more steps. The last chunk is a plain step and emits a
+token; the others emit none. The bonus token has no cached row yet: it is the root of the next step's draft.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from paceline.speculation.tree import DraftTree
 
 
 class PassInterrupted(BaseException):
-    """An interrupt (`__cause__`) during the target's pass. Nothing was committed; every request is as it was before the step."""
+    """An interrupt during the target's pass, which is the `__cause__`. Nothing was committed: requests are as they were before the step."""
 
 
 def step(
@@ -41,16 +41,16 @@ def step(
     *,
     max_rows: int | None = None,
 ) -> None:
-    """Advance every request by one target pass. Each whose last token runs emits at least one token, or fails without the others.
+    """Advance every request by one target pass. A request whose last token is part of the pass emits at least one token, or fails alone.
 
     Args:
-        requests: unfinished, each with a sequence in `cache`.
-        num_new_tokens: by request, how many of its tokens without cached rows run.
-        max_rows: most rows of the pass; drafts get what the other rows leave. None = no limit.
+        requests: unfinished requests, each with a sequence in `cache`.
+        num_new_tokens: by request, number of its tokens without cached rows that run.
+        max_rows: maximum number of rows of the pass; drafts get what the other rows leave. None = no limit.
 
     Raises:
         CapacityError: the rows without drafts do not fit in the cache; nothing was changed.
-        PassInterrupted: KeyboardInterrupt or the like during the target's pass. Elsewhere it is raised as it is.
+        PassInterrupted: KeyboardInterrupt or the like during the target's pass. At other times the interrupt itself is raised.
         Exception: the target's pass failed; nothing was committed.
     """
     start_s = perf_counter()
@@ -60,7 +60,7 @@ def step(
     for rows in batch:
         try:
             _verify_and_commit(rows, cache, speculator)
-        except BaseException as error:  # no token is allowed, its grammar broke, its row is NaN: other requests go on
+        except BaseException as error:  # such as a NaN row, or no allowed token: only this request ends
             if is_interrupt(error):
                 raise
             _fail(rows.request, as_exception(error), cache)
@@ -68,7 +68,7 @@ def step(
 
 
 def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, speculator: Speculator) -> None:
-    """Reserve slots, run the target, and sample the paths of all requests whose rows the compiled sampler can draw from."""
+    """Reserve slots, run the target, and sample the requests whose trees the compiled sampler can sample."""
     plans, nodes = reserve(batch, cache), [rows.logits_nodes for rows in batch]
     arguments = assemble(plans, [rows.token_ids for rows in batch], nodes, [rows.request.adapter_number for rows in batch])
     try:
@@ -80,11 +80,11 @@ def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, spec
             raise PassInterrupted from error
         raise
     view = LogitsView(output.logits[:, : speculator.vocab_size], output.block_max, output.logits_address, output.block_max_address)
-    for rows, own in zip(batch, output.split_by_plan(plans, nodes), strict=True):
-        rows.set_output(own, view.logits)
+    for rows, plan_output in zip(batch, output.split_by_plan(plans, nodes), strict=True):
+        rows.set_output(plan_output, view.logits)
     paths = sample_paths([speculator.path_request(rows) for rows in batch], view)
     for rows, path in zip(batch, paths, strict=True):
-        rows.path = path
+        rows.sampled_path = path
 
 
 def _verify_and_commit(rows: RequestRows, cache: KVCache, speculator: Speculator) -> None:
@@ -95,12 +95,12 @@ def _verify_and_commit(rows: RequestRows, cache: KVCache, speculator: Speculator
     if rows.tree is not None:
         _accept(rows, rows.tree, speculator)
     rows.is_observed = request.is_speculative
-    cache.keep_path(request.sequence, rows.kept_nodes[-1])  # keep the path to the last accepted node; all other rows of the pass are freed
+    cache.keep_path(request.sequence, rows.kept_nodes[-1])
     cache.register_prefix(request.sequence, request.token_ids)
 
 
 def _accept(rows: RequestRows, tree: DraftTree, speculator: Speculator) -> None:
-    """Append the accepted tokens and the bonus token to the request, and count the step."""
+    """Verify one request's tree, append the accepted tokens and the bonus token to the request, and count the step."""
     request = rows.request
     nodes, token_ids = speculator.verify(rows, tree)
     logprobs = token_logprobs(token_ids, nodes, rows.logits, request) if request.params.logprobs is not None else ()
@@ -118,7 +118,7 @@ def _accept(rows: RequestRows, tree: DraftTree, speculator: Speculator) -> None:
 
 
 def _fail(request: Request, error: Exception, cache: KVCache) -> None:
-    """Finish a request with its own error. After NaN or infinite values its rows are removed from the prefix cache."""
+    """Finish a request with an error. If its values were NaN or infinite, its rows are removed from the prefix cache."""
     cache.cancel(request.sequence)
     if isinstance(error, CheckpointError):
         cache.evict(request.sequence)

@@ -1,7 +1,7 @@
-"""Draft trees: draft tokens under the last committed token. A chain is a tree with one node a depth."""
+"""Draft trees: draft tokens after the last committed token. A chain is a tree with one node at each depth."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from paceline.kv_cache.row_plan import TreeLayout, is_chain, num_rows
@@ -11,9 +11,9 @@ from paceline.sampling.residual import TokenProbs
 class Proposal(Enum):
     """How draft tokens were chosen, which decides how `acceptance="rejection"` accepts them."""
 
-    DETERMINISTIC = "deterministic"  # not distributed as `draft_probs`: the most probable tokens, or draws that were pruned or merged
-    SAMPLED = "sampled"  # a chain: one draw from `draft_probs` at each node
-    WITHOUT_REPLACEMENT = "without_replacement"  # several draws at a node, each from the distribution without the earlier ones
+    DETERMINISTIC = "deterministic"  # not sampled from `draft_probs`, such as the most probable tokens
+    SAMPLED = "sampled"  # a chain: one sample from `draft_probs` at each node
+    WITHOUT_REPLACEMENT = "without_replacement"  # several samples at a node, each from the distribution without the earlier ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class DraftTree:
     Attributes:
         token_ids: [N] token of each node.
         parents: [N] parent of each node, -1 for the root, parents[i] < i.
-        depths: [N] tokens between the root and the node, 0 for the root.
+        depths: [N] distance of each node from the root, 0 for the root.
         sources: [N] name of the drafter of each node ("" for the root).
-        draft_probs: by node, the distribution over the target's ids from which its children were sampled, in the order of siblings.
-            Children of other nodes were chosen without sampling, such as the most probable ones. Only valid if neither the number of
-            children nor which of them are left depends on the tokens drawn.
+        draft_probs: by node, the distribution over the target's ids from which its children were sampled, in the order of the children.
+            Nodes whose children were not sampled have none. The number of children, and which of them were pruned, must not depend on the
+            sampled tokens.
         probs: [N] the drafter's confidence in the node's own token, given that all tokens before it are accepted (1 for the root); None =
-            unknown. The policy calibrates them, so any confidence between 0 and 1 will do.
+            unknown. Any confidence between 0 and 1 will do, because the policy calibrates it.
     """
 
     token_ids: Sequence[int]
@@ -41,12 +41,12 @@ class DraftTree:
 
     @classmethod
     def root_only(cls, root_token_id: int) -> "DraftTree":
-        """Return a tree without draft tokens, for a plain step."""
+        """Return a tree without draft tokens."""
         return cls((root_token_id,), (-1,), (0,), ("",))
 
     @classmethod
     def chain(cls, root_token_id: int, draft_token_ids: Sequence[int], source: str, probs: Sequence[float] | None = None) -> "DraftTree":
-        """Return a tree with one token per depth."""
+        """Return a tree with one token at each depth."""
         count = len(draft_token_ids) + 1
         token_ids, sources = (root_token_id, *draft_token_ids), ("", *[source] * (count - 1))
         return cls(token_ids, range(-1, count - 1), range(count), sources, {}, None if probs is None else (1.0, *probs))
@@ -61,30 +61,30 @@ class DraftTree:
         draft_probs: Mapping[int, TokenProbs] | None = None,
         probs: Sequence[float] | None = None,
     ) -> "DraftTree":
-        """Return a tree from nodes in any order with parents before children. Of siblings with the same token the first one is kept.
+        """Return a tree of nodes that are given in any order with parents before children. Siblings with the same token are merged.
 
         Args:
-            draft_token_ids: tokens of nodes 1 … n.
-            parents: parent of each of them, 0 = the root.
-            source: name of the drafter of all of them, or of each.
-            draft_probs: by node in this order, where children were drawn; None = nowhere.
-            probs: of nodes 1 … n; None = unknown.
+            draft_token_ids: tokens of the given nodes 1 … n.
+            parents: parent of each given node, 0 = the root.
+            source: name of the drafter of all given nodes, or of each.
+            draft_probs: by given node, the distribution from which its children were sampled; None = no children were sampled.
+            probs: confidence in given nodes 1 … n; None = unknown.
         """
-        node_of = [0]  # for each given node, the kept node it was merged into
-        children: list[dict[int, int]] = [{}]  # for each kept node: token -> first given node
+        node_of = [0]  # by given node: the node that represents it, which is the first of its siblings with that token
+        children: list[dict[int, int]] = [{}]  # by given node: its children by token
         for index, (token, parent) in enumerate(zip(draft_token_ids, parents, strict=True), start=1):
             if not 0 <= parent < index:
                 raise ValueError(f"node {index} names parent {parent}: parents come before their children")
             node_of.append(children[node_of[parent]].setdefault(token, index))
             children.append({})
-        order, depths, tree_parents = [0], [0], [-1]  # per node of the result; `order` lists given nodes
-        for position, node in enumerate(order):  # breadth-first, because children are appended while the list is read
+        order, depths, tree_parents = [0], [0], [-1]  # one entry for each node of the result: given node, depth, parent
+        for position, node in enumerate(order):  # breadth-first: `order` grows while it is read
             for child in children[node].values():
                 order.append(child)
                 depths.append(depths[position] + 1)
                 tree_parents.append(position)
         if draft_probs and len(order) <= len(draft_token_ids):
-            raise ValueError("two siblings of a drawn tree hold the same token: they were not drawn without replacement")
+            raise ValueError("two siblings of a sampled tree hold the same token: they were not sampled without replacement")
         position_of = {node: position for position, node in enumerate(order)}
         names = [source] * len(draft_token_ids) if isinstance(source, str) else source
         return cls(
@@ -92,15 +92,15 @@ class DraftTree:
             tuple(tree_parents),
             tuple(depths),
             ("", *(names[node - 1] for node in order[1:])),
-            {position_of[node]: own for node, own in (draft_probs or {}).items()},
+            {position_of[node]: token_probs for node, token_probs in (draft_probs or {}).items()},
             None if probs is None else (1.0, *(probs[node - 1] for node in order[1:])),
         )
 
     def check(self) -> None:
-        """Check what slots, positions and budgets are computed from, and that drawn tokens can come from their distribution.
+        """Check that the arrays describe a tree and match in length, and that sampled tokens have a probability in `draft_probs`.
 
         Raises:
-            ValueError: parents, depths and tokens do not make a tree, or children of a node are impossible under its `draft_probs`.
+            ValueError: one of these conditions does not hold.
         """
         count = len(self.token_ids)
         if self.parents != range(-1, count - 1) or self.depths != range(count):  # otherwise it is a chain, valid by construction
@@ -116,9 +116,9 @@ class DraftTree:
         if self.probs is not None and (len(self.probs) != count or not all(0.0 <= prob <= 1.0 for prob in self.probs)):
             raise ValueError(f"probs {list(self.probs)} of {count} nodes: give one for each, from 0 to 1")
         for node, probs in self.draft_probs.items():
-            drawn = [self.token_ids[child] for child in self.children(node)]
-            if not drawn or not probs.is_normalised() or not all(probs.prob(token) > 0 for token in drawn):
-                raise ValueError(f"the children {drawn} of node {node} cannot come from its draft_probs")
+            tokens = [self.token_ids[child] for child in self.children(node)]
+            if not tokens or not probs.is_normalised() or not all(probs.prob(token) > 0 for token in tokens):
+                raise ValueError(f"the children {tokens} of node {node} cannot come from its draft_probs")
 
     @property
     def proposal(self) -> Proposal:
@@ -157,58 +157,55 @@ class DraftTree:
         return path[1:]
 
     def subtree(self, nodes: Sequence[int]) -> "DraftTree":
-        """Return the tree of these nodes, which are in ascending order, each with its parent. Distributions of leaves are dropped."""
+        """Return the tree of these nodes, which must be ascending and include their parents. `draft_probs` of new leaves are dropped."""
         if len(nodes) == len(self.parents):
             return self
         position_of = {node: position for position, node in enumerate(nodes)}
         parents = tuple(position_of.get(self.parents[node], -1) for node in nodes)
-        inner = set(parents)
+        nodes_with_children = set(parents)
         return DraftTree(
             tuple(self.token_ids[node] for node in nodes),
             parents,
             tuple(self.depths[node] for node in nodes),
             tuple(self.sources[node] for node in nodes),
-            {position_of[node]: probs for node, probs in self.draft_probs.items() if position_of.get(node) in inner},
+            {position_of[node]: probs for node, probs in self.draft_probs.items() if position_of.get(node) in nodes_with_children},
             None if self.probs is None else tuple(self.probs[node] for node in nodes),
         )
 
     def prune(self, fits: Callable[[Sequence[int]], bool]) -> "DraftTree":
-        """Return the part of the tree that fits: as much as possible of the first path, then each other node that still fits.
+        """Return the part of the tree that fits: as much as possible of the path of first children, then each other node that still fits.
 
-        Nodes of a drawn tree are taken level by level. If the nodes kept depended on tokens drawn later, the drafts would no longer follow
-        their `draft_probs`.
+        Nodes of a sampled tree are taken in breadth-first order only. If the kept nodes depended on tokens sampled later, the drafts would
+        no longer follow their `draft_probs`.
 
         Args:
-            fits: whether a tree with these parents fits. If it does, each part of it does; the root alone always fits.
+            fits: whether a tree with these parents fits. Each part of a tree that fits must fit, too, and so must the root alone.
         """
         if fits(self.parents):
             return self
-        first = [] if self.draft_probs else self.first_child_path()
-        kept = [0]
-        for node in dict.fromkeys((*first, *range(1, len(self.parents)))):
-            nodes = sorted((*kept, node))
+        preferred = [] if self.draft_probs else self.first_child_path()
+        kept_nodes = [0]
+        for node in dict.fromkeys((*preferred, *range(1, len(self.parents)))):
+            nodes = sorted((*kept_nodes, node))
             position_of = {kept_node: position for position, kept_node in enumerate(nodes)}
-            if self.parents[node] in position_of and fits([position_of.get(self.parents[one], -1) for one in nodes]):
-                kept = nodes
-        return self.subtree(kept)
+            if self.parents[node] in position_of and fits([position_of.get(self.parents[kept_node], -1) for kept_node in nodes]):
+                kept_nodes = nodes
+        return self.subtree(kept_nodes)
 
     def trim(self, *, vocab_size: int, max_depth: int, row_budget: int, layout: TreeLayout) -> "DraftTree":
         """Return the tree without invalid ids and nodes deeper than `max_depth`, pruned to `row_budget` rows in `layout`.
 
-        Distributions that reach ids beyond `vocab_size` are dropped with all their draws treated as chosen. Dropping them only where such
-        an id was drawn would accept the valid ids too often.
+        A distribution in `draft_probs` with a probability for an invalid id is dropped, so that its children count as not sampled. If it
+        were dropped only when an invalid id was sampled, valid ids would be accepted too often.
         """
-        kept: list[int] = []
-        keeps = [False] * len(self.parents)
+        kept = dict[int, None]()  # a set in the order of insertion
         for node, (token, parent, depth) in enumerate(zip(self.token_ids, self.parents, self.depths, strict=True)):
-            if node == 0 or (keeps[parent] and depth <= max_depth and 0 <= token < vocab_size):
-                keeps[node] = True
-                kept.append(node)
-        tree = self.subtree(kept)
-        if tree.draft_probs:
-            drawn = {node: probs for node, probs in tree.draft_probs.items() if probs.is_within(vocab_size)}
-            if len(drawn) < len(tree.draft_probs):
-                tree = DraftTree(tree.token_ids, tree.parents, tree.depths, tree.sources, drawn, tree.probs)
+            if node == 0 or (parent in kept and depth <= max_depth and 0 <= token < vocab_size):
+                kept[node] = None
+        tree = self.subtree(list(kept))
+        draft_probs = {node: probs for node, probs in tree.draft_probs.items() if probs.is_within(vocab_size)}
+        if len(draft_probs) < len(tree.draft_probs):
+            tree = replace(tree, draft_probs=draft_probs)
 
         def fits(parents: Sequence[int]) -> bool:
             return num_rows(parents, layout) <= row_budget and (layout is not TreeLayout.CHAIN or is_chain(parents))

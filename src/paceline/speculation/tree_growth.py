@@ -1,7 +1,8 @@
-"""Growth of draft trees from candidates: nodes are added in the order of probability per added row, until the row budget is used.
+"""Growth of draft trees: of all candidates, the one with the greatest path probability per added row is added, until the rows are used up.
 
-The probability of a node is that its whole path is accepted. A child of a leaf adds one row to the target's pass. A sibling adds one row if
-trees are masked. If each path has its own cache rows, it adds a row for every token of its path, so a branch must be worth several rows.
+The path probability of a node is the probability that it and all tokens before it are accepted. The first child of a node adds one row to
+the target's pass. In the layout `MASK`, each other child does, too. In the layout `PATHS`, each other child begins a new path and adds a
+row for every token of it.
 """
 
 import heapq
@@ -19,12 +20,12 @@ Candidate: TypeAlias = tuple[int, float, str, ContextT]
 """A possible next token: its id, its probability given that the tokens before it are accepted, the name of its drafter, and the context
 from which the tokens after it are found. A bare tuple, because some drafters take only microseconds."""
 
-COUPLED_PROB = 0.6
-"""Least probability assumed for a token that was drawn with the target's own noise: it agrees with the target more often than its
+MIN_COUPLED_PROB = 0.6
+"""Minimum confidence in a token that the drafter sampled with the target's own noise. Such a token is accepted more often than its
 probability under the drafter suggests."""
 
 Growth: TypeAlias = Generator[ContextT, Sequence[Candidate[ContextT]], DraftTree | None]
-"""Generator that yields the context of a node, receives the candidates after it, and returns the tree."""
+"""Generator that yields the context of a node, receives the candidates for its children, and finally returns the tree."""
 
 
 def grow_tree(
@@ -33,17 +34,17 @@ def grow_tree(
     context: ContextT,
     expand: Callable[[ContextT], Sequence[Candidate[ContextT]]],
     *,
-    least_prob: float = 0.0,
+    min_path_prob: float = 0.0,
 ) -> DraftTree | None:
-    """Return the tree of the most probable nodes per row; None if no candidate is usable.
+    """Return the tree of the candidates with the greatest path probability per row; None if no candidate is usable.
 
     Args:
         budget: rows, depth and layout of the tree.
         context: context of the root, passed to `expand`.
-        expand: returns the candidates after a context, no token twice. Only called for nodes of the tree while rows are left.
-        least_prob: nodes below this probability are left out.
+        expand: returns the candidates after a context, each token at most once. Called for nodes of the tree only.
+        min_path_prob: candidates with a smaller path probability are left out.
     """
-    growth = growing_tree(root_token_id, budget, context, least_prob=least_prob)
+    growth = grow_tree_stepwise(root_token_id, budget, context, min_path_prob=min_path_prob)
     try:
         context = next(growth)
         while True:
@@ -53,10 +54,10 @@ def grow_tree(
         return tree
 
 
-def growing_tree(root_token_id: int, budget: DraftBudget, context: ContextT, *, least_prob: float = 0.0) -> Growth[ContextT]:
-    """Do as `grow_tree`, as a generator, so that a drafter can expand nodes of many trees in one batch.
+def grow_tree_stepwise(root_token_id: int, budget: DraftBudget, context: ContextT, *, min_path_prob: float = 0.0) -> Growth[ContextT]:
+    """Grow a tree like `grow_tree`, but as a generator, so that a drafter can expand nodes of many trees in one batch.
 
-    A node is expanded as soon as it is added, because a candidate after it may be the most probable of all.
+    A node is expanded as soon as it is added, because one of its children may be the best candidate of all.
     """
     token_ids, parents, depths, sources, probs = [root_token_id], [-1], [0], [""], [1.0]
     has_child = [False]
@@ -68,26 +69,26 @@ def growing_tree(root_token_id: int, budget: DraftBudget, context: ContextT, *, 
         return depths[parent] + 2 if budget.layout is TreeLayout.PATHS else sys.maxsize
 
     rows_left = budget.row_budget - 1
-    # (-probability per row, order of arrival, probability, parent, candidate); the order of arrival makes ties deterministic
+    # (-path probability per row, order of arrival, path probability, parent, candidate); the order of arrival makes ties deterministic
     queue: list[tuple[float, int, float, int, Candidate[ContextT]]] = []
-    num_arrived, node, reach, is_expandable = 0, 0, 1.0, budget.max_depth > 0
+    num_arrived, node, path_prob, is_expandable = 0, 0, 1.0, budget.max_depth > 0
     while rows_left > 0:
         if is_expandable:
             for candidate in (yield context):
-                prob = reach * candidate[1]
-                if prob > 0.0 and prob >= least_prob:
-                    heapq.heappush(queue, (-prob, num_arrived, prob, node, candidate))
+                child_path_prob = path_prob * candidate[1]
+                if child_path_prob > 0.0 and child_path_prob >= min_path_prob:
+                    heapq.heappush(queue, (-child_path_prob, num_arrived, child_path_prob, node, candidate))
                     num_arrived += 1
         if not queue:
             break
-        value, order, reach, parent, candidate = heapq.heappop(queue)
+        negative_value, arrival, path_prob, parent, candidate = heapq.heappop(queue)
         is_expandable, num_added = False, added_rows(parent)
-        if num_added > rows_left:  # its cost never falls
+        if num_added > rows_left:
             continue
-        if -value > reach / num_added:  # a sibling was added since this candidate was queued, so its row costs more now
-            heapq.heappush(queue, (-reach / num_added, order, reach, parent, candidate))
+        if -negative_value > path_prob / num_added:  # a sibling was added after this candidate was queued, so it adds more rows now
+            heapq.heappush(queue, (-path_prob / num_added, arrival, path_prob, parent, candidate))
             continue
-        token_id, own_prob, source, context = candidate
+        token_id, prob, source, context = candidate
         node = len(token_ids)
         has_child[parent] = True
         has_child.append(False)
@@ -95,7 +96,7 @@ def growing_tree(root_token_id: int, budget: DraftBudget, context: ContextT, *, 
         parents.append(parent)
         depths.append(depths[parent] + 1)
         sources.append(source)
-        probs.append(min(own_prob, 1.0))
+        probs.append(min(prob, 1.0))
         rows_left -= num_added
         is_expandable = depths[node] < budget.max_depth
     if len(token_ids) == 1:

@@ -41,7 +41,7 @@ def test_draft_model_prefills_prompts_larger_than_one_pass(mini_dir: Path) -> No
 
 def plan_nothing(batch: Any, drafter: Any, max_rows: int | None) -> None:
     for rows in batch:
-        rows.skip(SkipReason.UNPROFITABLE)
+        rows.skip_drafter(SkipReason.UNPROFITABLE)
 
 
 @pytest.mark.spread(0.6)

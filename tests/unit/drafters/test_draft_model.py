@@ -218,7 +218,7 @@ def test_draft_model_stops_after_an_unlikely_token(runtime: Network, width: int)
     """The chance halves with each token, and what is behind less than a fifth is not wanted: 1/2, 1/4, and 1/8 behind the last pass."""
     drafter = make_drafter(runtime, tree_width=width)
     request = make_request([5, 6, 7])
-    budget = DraftBudget(1 + 12 * width, 12, TreeLayout.MASK, min_path_prob=0.2, rate_of=lambda _: 0.5)
+    budget = DraftBudget(1 + 12 * width, 12, TreeLayout.MASK, min_path_prob=0.2, calibrate=lambda _: 0.5)
     (tree,) = drafter.propose([request], [budget])
     assert tree is not None
     assert drafter.runtime.num_passes == 3

@@ -25,9 +25,9 @@ from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.path_sampler import LogitsView, PathRequest, SampledPath
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation import verify as verify_module
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
+from paceline.speculation.verify import verify
 from unit.runtimes.test_native_path_sampler import EDITS, SAMPLING, SHAPES, rows_of, sampler_of
 
 pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
@@ -181,6 +181,6 @@ def test_edited_row_is_sampled_without_block_max(edit: dict[str, Any], given: di
         processor.commit(4, 5, 1)
         request = Request([1, 2, 3, 2, 4, 5, 1], 4, params, processor, CachedSequence(), index, 0, 99)
         tree = DraftTree.root_only(1)
-        assert verify_module.path_request(tree, request, 0) is None
-        [token] = verify_module.verify(tree, row[None], request).token_ids
+        assert processor.path_sampler is None
+        [token] = verify(tree, row[None], request).token_ids
         assert token == draw(processor.process(row), index, 0, len(request.token_ids))

@@ -28,7 +28,7 @@ def test_given_sampling_parameters_override_recommended_ones() -> None:
 
 @pytest.mark.parametrize("pair", [("temperature", -1.0), ("top_p", 0.0), ("min_p", 7.0), ("top_k", 0.5), ("unknown", 1.0)])
 def test_invalid_recommended_sampling_value_is_ignored(pair: tuple[str, float]) -> None:
-    assert SamplingDefaults.of([pair, ("repetition_penalty", 1.1)]).own == {"repetition_penalty": 1.1}
+    assert SamplingDefaults.from_recommended([pair, ("repetition_penalty", 1.1)]).recommended == {"repetition_penalty": 1.1}
 
 
 def test_sampling_description_marks_the_values_of_the_model() -> None:

@@ -7,7 +7,7 @@ from harness.scripted_target import chi_square_p_value, textbook_probs
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.sampling.residual import TokenProbs, acceptance, block_threshold, draw_distinct, excess, residual
+from paceline.sampling.residual import TokenProbs, acceptance_ratio, block_threshold, draw_distinct, excess, residual
 
 VOCAB_SIZE = 9
 
@@ -37,7 +37,7 @@ def test_listed_and_dense_token_probs_give_the_same_results(seed):
         share = float(generator.random())
         token = int(generator.choice(np.flatnonzero(draft_values)))
         assert [draft.prob(one) for one in range(VOCAB_SIZE)] == draft_values.tolist()
-        assert acceptance(target, draft, token) == target_values[token] / draft_values[token]
+        assert acceptance_ratio(target, draft, token) == target_values[token] / draft_values[token]
         left = np.maximum(share * target_values - draft_values, 0.0)
         weights = excess(target, draft, share)
         np.testing.assert_array_equal(_dense(TokenProbs(weights, target.token_ids)), left)
@@ -59,7 +59,7 @@ def test_probs_of_ids_outside_a_distribution_are_zero():
     assert short.at_ids_of(long).tolist() == [0.5, 0.5, 0.0, 0.0]
     assert long.at_ids_of(short).tolist() == [0.1, 0.2]
     assert short.at_ids_of(TokenProbs(np.array([0.5, 0.5]), np.array([1, 3]))).tolist() == [0.5, 0.0]
-    assert short.prob(3) == acceptance(long, short, 3) == 0
+    assert short.prob(3) == acceptance_ratio(long, short, 3) == 0
 
 
 def test_block_threshold_of_equal_distributions_is_one():

@@ -74,6 +74,6 @@ def test_top_probs_with_a_whole_support_equal_the_distribution(params: SamplingP
     whole = edited.distribution()
     ids = np.arange(200) if whole.token_ids is None else whole.token_ids
     expected = dict(zip(ids.tolist(), whole.probs().tolist(), strict=True))
-    best, probs = top_probs(params, edited.scale(), 3)
+    best, probs = top_probs(params, edited.scaled_logits(), 3)
     assert best.tolist() == sorted(expected, key=expected.__getitem__, reverse=True)[: len(best)]
     assert probs == pytest.approx([expected[token] for token in best.tolist()], rel=1e-4)

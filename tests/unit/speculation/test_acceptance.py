@@ -8,8 +8,8 @@ import pytest
 from harness.decoding_rows import make_request
 from paceline.runtimes.cost import ForwardProfile
 from paceline.speculation.draft_length.acceptance import (
-    BIAS_MEMORY,
     MAX_BIAS,
+    MAX_BIAS_TOKENS,
     MAX_RATE,
     MIN_RATE,
     PRIOR_RATE,
@@ -100,7 +100,7 @@ def test_request_bias_learns_the_acceptance_rate_of_the_request(true: float, see
         history.observe(0.6, accepted=bool(random.random() < true))
         found.append(history.request_rate(0.6))
     assert float(np.mean(found[200:])) == pytest.approx(true, abs=0.1)
-    assert history.num_observed <= BIAS_MEMORY
+    assert history.num_observed <= MAX_BIAS_TOKENS
 
 
 def test_request_bias_shifts_all_acceptance_rates_by_the_same_odds() -> None:
@@ -218,5 +218,5 @@ def test_unsent_draft_is_not_scored_before_the_text_has_passed_it() -> None:
     request.token_ids.append(4)
     policy.begin_step([RequestRows.without_draft(request, 1)])
     assert policy.skip_reason(request, Lookup()) is SkipReason.UNPROFITABLE
-    assert request.draft_histories["lookup"].unsent is not None
+    assert request.draft_histories["lookup"].unsent_draft is not None
     assert all(rates.num_observed == 0 for rates in policy.rates.values())

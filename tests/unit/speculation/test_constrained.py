@@ -24,7 +24,7 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.commit import commit
-from paceline.speculation.constrained import FORCED, constrain
+from paceline.speculation.constrained import FORCED_SOURCE, constrain
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.verify import verify
@@ -333,4 +333,4 @@ def test_forced_grammar_tokens_have_their_own_source_name() -> None:
     """Whoever counts acceptance tells them apart by it."""
     tree = constrain(None, started(PERSON), 2, 3)
     assert tree is not None
-    assert tree.sources == ("", FORCED, FORCED)
+    assert tree.sources == ("", FORCED_SOURCE, FORCED_SOURCE)

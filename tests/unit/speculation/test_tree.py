@@ -208,7 +208,7 @@ def test_draft_probs_follow_their_nodes_when_sorted():
 
 def test_equal_sampled_siblings_are_refused():
     distribution = TokenProbs(np.array([0.5, 0.5]))
-    with pytest.raises(ValueError, match="not drawn without replacement"):
+    with pytest.raises(ValueError, match="not sampled without replacement"):
         DraftTree.grow(9, [1, 1], [0, 0], "draft_model", {0: distribution})
 
 

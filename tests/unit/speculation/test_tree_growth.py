@@ -53,7 +53,7 @@ def test_tree_growth_adds_a_branch_if_it_is_worth_its_rows(layout: TreeLayout, r
 
 def test_tree_growth_is_bounded_by_depth_and_probability() -> None:
     asked: list[Path] = []
-    tree = grow_tree(9, DraftBudget(20, 2, TreeLayout.MASK), (), expand_by(PROBS, asked), least_prob=0.5)
+    tree = grow_tree(9, DraftBudget(20, 2, TreeLayout.MASK), (), expand_by(PROBS, asked), min_path_prob=0.5)
     assert tree is not None
     assert paths(tree) == [(1,), (1, 3)]
     assert asked == [(), (1,)]

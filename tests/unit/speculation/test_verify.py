@@ -83,7 +83,6 @@ def _check_walk(tree: DraftTree, result, right: tuple[int, ...]) -> None:
     longest = min(max(len(path) for path in paths if path == right[: len(path)]), len(right) - 1)
     assert [paths[node] for node in result.accepted_nodes] == [right[:count] for count in range(1, longest + 1)]
     assert result.token_ids == right[: longest + 1]
-    assert result.bonus_token_id == right[longest]
 
 
 def test_verify_reads_no_logits_rows_after_a_rejection():

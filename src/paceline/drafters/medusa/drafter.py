@@ -165,7 +165,7 @@ class DepthCandidates:
         first = edited.draw(request.seed, request.sample_index, len(request.token_ids) + depth)
         if self._num_ranks == 1:
             return DraftTokens([first], [1.0])
-        best, probs = top_probs(request.params, edited.scale(), self._num_ranks)
+        best, probs = top_probs(request.params, edited.scaled_logits(), self._num_ranks)
         ids: list[int] = best.tolist()
         if not self._wants_probs:
             probs = [1.0] * len(ids)

@@ -10,7 +10,7 @@ import numpy as np
 from paceline.errors import BackendUnavailableError
 from paceline.runtimes.native.library import BLOCK_COLUMNS, LANES, kernels
 from paceline.runtimes.native.records import SampleOptions, SamplePath
-from paceline.sampling.path_sampler import LogitsView, PathRequest, Rows, SampledPath
+from paceline.sampling.path_sampler import LogitsArray, LogitsView, PathRequest, SampledPath
 
 _MAX_INT = 2**31 - 1
 _PATH = Struct("=QQqqQQQQQQii")  # struct format of `records.SamplePath`
@@ -49,9 +49,9 @@ class CompiledBatchPathSampler:
         options = SampleOptions(top_p=top_p, min_p=min_p, temperature=temperature, top_k=top_k, columns=self.vocab_size)
         return CompiledPathSampler(self, options)
 
-    def sample(self, requests: Sequence[PathRequest], rows: LogitsView) -> list[SampledPath | None]:
-        """Sample as `BatchPathSampler.sample`; None for all if the kernels cannot read the rows."""
-        logits, block_max, logits_address, block_max_address = rows
+    def sample(self, requests: Sequence[PathRequest], view: LogitsView) -> list[SampledPath | None]:
+        """Sample as `BatchPathSampler.sample`; None for all if the kernels cannot read the logits."""
+        logits, block_max, logits_address, block_max_address = view
         if logits.shape[1] != self.vocab_size or logits.strides[1] != 4 or logits.dtype != np.float32:
             return [None] * len(requests)
         logits_address, row_bytes = logits_address or _address_of(logits), logits.strides[0]
@@ -81,7 +81,7 @@ class CompiledBatchPathSampler:
         self._run(self._records_at, len(requests), num_threads, self._scratch_at, self._scratch.shape[1])
         return self._paths(sizes)
 
-    def _block_max_address(self, block_max: Rows | None, address: int) -> tuple[int, int]:
+    def _block_max_address(self, block_max: LogitsArray | None, address: int) -> tuple[int, int]:
         """Return the address of `block_max` and its row stride; 0 if the kernels must compute it."""
         if block_max is None or block_max.shape[1] * BLOCK_COLUMNS < self.vocab_size or block_max.strides[1] != 4:
             return 0, 0
@@ -117,6 +117,6 @@ class CompiledPathSampler:
         self.batch, self._options, self.options_at, self.is_greedy = batch, options, addressof(options), options.temperature == 0.0
 
 
-def _address_of(rows: Rows) -> int:
+def _address_of(rows: LogitsArray) -> int:
     address: int = rows.__array_interface__["data"][0]
     return address

@@ -1,7 +1,7 @@
-"""Compiles untrusted grammars in a process with limits of time and memory, before they are compiled in this one.
+"""Compiles untrusted grammars in a child process with limits of time and memory, before they are compiled in the engine's process.
 
-llguidance's own limits do not end every compilation, and a thread cannot be ended. {"type": "integer", "multipleOf": 999983} takes
-minutes. This module imports little because the process loads it.
+llguidance's own limits do not end every compilation: {"type": "integer", "multipleOf": 999983} takes minutes, and a thread cannot be ended.
+This module imports little, because the child process imports it.
 """
 
 import json
@@ -13,9 +13,9 @@ from paceline.errors import BackendUnavailableError, RequestError
 from paceline.isolated import Failure, IsolatedError, IsolatedFunction, Limits
 
 MEMORY_BYTES = 1 << 30
-"""Address space of the process."""
+"""Maximum address space of the child process."""
 GRAMMAR_BUSY = "grammar_busy"
-"""Error code: other requests' grammars take too long to compile."""
+"""Error code if a grammar was not compiled in time because of those of other requests."""
 _GRAMMAR_TOO_COSTLY = "grammar_too_costly"
 
 _COMPILE = "paceline.sampling.grammars.compile_sandbox:compile_for_bytes"
@@ -24,9 +24,9 @@ _MAX_CACHED = 1024
 
 
 def compile_for_bytes(text: str) -> None:
-    """Compile a grammar for a vocabulary of single bytes; runs in the process.
+    """Compile a grammar for a vocabulary of single bytes; runs in the child process.
 
-    Errors of the grammar are ignored: compiling it for the model's vocabulary raises the same ones.
+    Errors of the grammar are ignored, because compiling it for the model's vocabulary raises them again.
     """
     import llguidance
 
@@ -39,10 +39,10 @@ def compile_for_bytes(text: str) -> None:
 
 
 class CompileSandbox:
-    """Tries grammars one at a time, so that together they take at most one core; other threads wait for their turn.
+    """Test compilations of grammars, one at a time, so that they take at most one core; other threads wait for their turn.
 
     Args:
-        timeout_s: limit of one compilation.
+        timeout_s: time limit of one compilation.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -55,11 +55,11 @@ class CompileSandbox:
         """Check that a grammar compiles within the limits.
 
         Args:
-            text: in llguidance's format.
+            text: grammar in llguidance's format.
 
         Raises:
-            RequestError: it exceeds a limit, the wait for its turn was too long, or `close` was called.
-            BackendUnavailableError: no process can be started.
+            RequestError: the grammar exceeds a limit, the wait for its turn was too long, or `close` was called.
+            BackendUnavailableError: no child process can be started.
         """
         if not self._lock.acquire(timeout=_MAX_WAITS * self._timeout_s):
             text = "grammar: other grammars take too long to compile: retry later"

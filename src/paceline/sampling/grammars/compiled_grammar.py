@@ -1,4 +1,4 @@
-"""Grammars compiled by llguidance for the ids of one model. All of llguidance's objects are made here."""
+"""Grammars compiled by llguidance for the vocabulary of one model. All llguidance objects are created here."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from paceline.sampling.grammars.json_schema import enforceable_schema
 from paceline.sampling.grammars.unique_items import ENDS_ITEM, ENDS_STRING, UniqueItemsState, unique_items
 from paceline.tokenizer.tokenizer import Tokenizer
 
-_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ONE_LINE_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ADDED_END = "<|end of grammar|>"
 _MAX_REASON_CHARS = 400
 
@@ -24,9 +24,9 @@ class GrammarVocabulary:
 
     Attributes:
         size: number of ids of the tokenizer.
-        eos_ids, eos_set: ids that end an output, ascending.
-        end_id: the id that stands for all of `eos_ids` in llguidance's masks. If the model has none, an id that is not a token.
-        num_words: 32-bit words of a mask.
+        eos_ids, eos_set: ids that end an output, as an ascending array and as a set.
+        end_id: the id that represents all `eos_ids` in llguidance's masks. If there are none, an id after the vocabulary.
+        num_words: number of 32-bit words of a mask.
 
     Raises:
         BackendUnavailableError: llguidance is not installed.
@@ -68,44 +68,44 @@ class GrammarVocabulary:
 
 
 class CompiledGrammar:
-    """A compiled grammar, of which each request gets a copy.
+    """A compiled grammar, from which each request gets a matcher.
 
-    llguidance's matchers of one grammar share an automaton, which grows with every text. Above a limit, matchers fail; then `replace`
-    compiles the grammar again.
+    llguidance's matchers of one grammar share an automaton, which grows with every text. When it exceeds a limit, matchers fail, and
+    `replace_matcher` compiles the grammar again.
 
     Args:
-        limits: llguidance's `LLParserLimits` by name; those not named keep llguidance's defaults.
+        limits: values of llguidance's `LLParserLimits` by name; llguidance's defaults apply to the others.
 
     Raises:
-        RequestError: it does not compile, or no text matches it.
+        RequestError: the grammar does not compile, or no text matches it.
     """
 
     def __init__(self, grammar: Grammar, vocabulary: GrammarVocabulary, limits: dict[str, int]) -> None:
         self.vocabulary = vocabulary
         self._limits = vocabulary.llguidance.LLParserLimits(verbose_errors=False, **limits)
         self._text = llguidance_text(grammar, vocabulary)
-        self._first = self._compile()
-        if not self._first.is_error():
-            self._first.compute_bitmask()  # forces the error of grammars that match no text
-        if self._first.is_error():
-            raise _grammar_error(f"grammar: {failure_of(self._first)}")
+        self._initial_matcher = self._compile()
+        if not self._initial_matcher.is_error():
+            self._initial_matcher.compute_bitmask()  # finds the error of grammars that match no text
+        if self._initial_matcher.is_error():
+            raise _grammar_error(f"grammar: {failure_of(self._initial_matcher)}")
         self._unique_items = unique_items(json.loads(grammar.text)) if grammar.kind is GrammarKind.JSON_SCHEMA else None
         if self._unique_items is not None:
-            for ending_bytes in (ENDS_STRING, ENDS_ITEM):  # computed at compilation because it takes longer than a step
+            for ending_bytes in (ENDS_STRING, ENDS_ITEM):  # fills the cache now, because this takes longer than a step
                 vocabulary.tokens_with(ending_bytes)
 
     def new_matcher(self) -> Any:
         """Return an llguidance matcher at the beginning of a text."""
-        return self._first.deep_copy()
+        return self._initial_matcher.deep_copy()
 
-    def replace(self, failed_matcher: Any) -> Any:
+    def replace_matcher(self, failed_matcher: Any) -> Any:
         """Return a new matcher for one that failed; compile the grammar again if the shared automaton may have caused the failure.
 
         Compiling delays the whole batch: a grammar of 60 kB takes 0.4 s.
         """
-        if "Current row has" not in failed_matcher.get_error():  # this limit depends on the text matched so far, so a new matcher can go on
-            self._first = self._compile()
-        return self._first.deep_copy()
+        if "Current row has" not in failed_matcher.get_error():  # this error concerns the failed matcher's text, not the shared automaton
+            self._initial_matcher = self._compile()
+        return self._initial_matcher.deep_copy()
 
     def unique_items_state(self) -> UniqueItemsState | None:
         """Return the state that enforces `uniqueItems`; None if the grammar does not use it."""
@@ -137,10 +137,10 @@ def llguidance_text(grammar: Grammar, vocabulary: GrammarVocabulary) -> str:
             text = convert.grammar_from_regex(grammar.text)
         elif grammar.kind is GrammarKind.LARK:
             text = convert.grammar_from_lark(grammar.text)
-        elif grammar.kind is GrammarKind.CHOICE:  # strings of Lark have the syntax of JSON
+        elif grammar.kind is GrammarKind.CHOICE:  # string literals of Lark have the syntax of JSON
             text = convert.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in grammar.choices()))
         else:
-            text = convert.grammar_from_json_schema(json.dumps(enforceable_schema(json.loads(grammar.text))), defaults=_ONE_LINE)
+            text = convert.grammar_from_json_schema(json.dumps(enforceable_schema(json.loads(grammar.text))), defaults=_ONE_LINE_JSON)
     except ValueError as error:
         raise _grammar_error(f"grammar: {error}") from error
     return str(text)
@@ -151,7 +151,7 @@ def _grammar_error(text: str) -> RequestError:
 
 
 def _add_end_token(tokenizer_json: str) -> tuple[str, int]:
-    """Add an end token, which llguidance requires; return the tokenizer and the token's id."""
+    """Add an end token, which llguidance requires, to a tokenizer; return the tokenizer and the token's id."""
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_str(tokenizer_json)

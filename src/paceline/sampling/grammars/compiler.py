@@ -1,4 +1,4 @@
-"""Compiles grammars for the ids of one model and caches the results."""
+"""Compiles grammars for the vocabulary of one model and caches the results."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ _MAX_PROMPT_TAIL = 64  # tokens at the prompt's end that are searched for the en
 
 
 class GrammarCompiler:
-    """Returns a matcher for each request; grammars used recently stay compiled. Thread-safe.
+    """Makes a matcher for each request, and caches compiled grammars. Thread-safe.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         eos_token_ids: ids that end an output.
-        max_cached: number of compiled grammars that are kept.
-        limits: llguidance's `LLParserLimits` by name; those not named keep llguidance's defaults.
+        max_cached: maximum number of compiled grammars in the cache.
+        limits: values of llguidance's `LLParserLimits` by name; llguidance's defaults apply to the others.
 
     Attributes:
-        sandbox: tries each new grammar before it is compiled in this process; None = grammars are trusted.
+        sandbox: compiles each new grammar in a child process first; None = grammars are trusted.
     """
 
     sandbox: CompileSandbox | None = None
@@ -48,7 +48,7 @@ class GrammarCompiler:
         """Return a matcher for the output of one request.
 
         Args:
-            prompt_token_ids: if their text ends with `grammar.reasoning_end`, the grammar begins with the first output token.
+            prompt_token_ids: if their text ends with `grammar.reasoning_end`, the grammar applies from the first output token on.
 
         Raises:
             RequestError: the grammar does not compile, no text matches it, or it exceeds the sandbox's limits.

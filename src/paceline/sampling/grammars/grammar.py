@@ -1,4 +1,4 @@
-"""What an output must match: a grammar as text. It is checked for form here and compiled for a model by `compiler.py`."""
+"""Grammars, which outputs must match, as text. Their form is checked here; `compiler.py` compiles them for a model."""
 
 import json
 import re
@@ -28,16 +28,16 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must match; the class methods make one from each kind of text.
+    """A grammar that an output must match. There is a class method for each kind of grammar.
 
-    JSON is generated on one line, as by `json.dumps`, unless `any_whitespace` is set. With it the model may indent, and a model that
-    keeps adding whitespace does not end.
+    JSON is generated on one line, as by `json.dumps`, unless `any_whitespace` is set. Then the model may indent it, but a model that
+    generates only whitespace does not come to an end.
 
     Attributes:
-        kind: language of `text`; its name is accepted too.
+        kind: language of `text`; its value as a string is accepted too.
         text: a JSON schema, a regular expression, a Lark grammar or a JSON list of choices.
-        reasoning_end: text that ends a reasoning section, such as "</think>". The grammar begins after it; before it every token except
-            end tokens is allowed. None = no reasoning section. A prompt that ends with this text has ended the section.
+        reasoning_end: text that ends a reasoning section, such as "</think>". The grammar applies after it; before it all tokens except end
+            tokens are allowed. None = no reasoning section. If the prompt ends with this text, the section has ended already.
 
     Raises:
         RequestError: the text is not a grammar of this kind; `parameter` is "grammar".

@@ -1,7 +1,7 @@
-"""Rewrites a JSON schema to use only keywords that llguidance implements; a keyword without a rewrite is an error that names it.
+"""Rewrites a JSON schema so that it uses only keywords that llguidance implements. A keyword that cannot be rewritten is an error.
 
-Every value of the new schema satisfies the old one; some rewrites allow fewer values. An unknown `format` is removed. `uniqueItems` has
-no rewrite and is enforced during generation (`unique_items.py`).
+Every value that matches the new schema matches the old one, but some rewrites allow fewer values. An unknown `format` is removed.
+`uniqueItems` is removed, too, and enforced during generation (`unique_items.py`).
 
 Source: JSON Schema drafts 4 to 2020-12.
 """
@@ -22,7 +22,8 @@ _MAX_BOUND = 10**18
 _MAX_ONE_OF_CASES = 8  # in the rewritten schema each case excludes all others, so it grows with the square of their number
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _COUNT_KEYWORDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-# The specification's in-place applicators. Except for the first two, the value decides whether their schemas apply.
+# In-place applicators of the specification: their schemas apply to the same value as the schema that contains the keyword. Except for the
+# first two keywords, they apply only to some values.
 _APPLICATORS = ("$ref", "allOf", "$dynamicRef", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
 _FORMAT_PATTERNS = {
     "uuid": "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
@@ -61,7 +62,7 @@ def enforceable_schema(schema: Mapping[str, Any]) -> Schema:
 
 
 def _rewrite(root: Schema) -> None:
-    """Rewrite the root and every schema that applies to a part of its values, in place. llguidance does not compile the others."""
+    """Rewrite the root and all subschemas that are used, in place; llguidance does not compile unused definitions."""
     document = SchemaDocument(root)
     pending: list[tuple[str, Any]] = [("#", root)]
     seen = set[int]()
@@ -101,7 +102,7 @@ def not_enforceable(keyword: str, pointer: str) -> RequestError:
     return RequestError(text, parameter="grammar")
 
 
-# Each rule rewrites one keyword of a schema, in place. `pointer` is the schema's JSON pointer, `document` contains it.
+# Each rule rewrites one keyword of the schema `node`, in place. `pointer` is the JSON pointer of `node`, `document` the whole schema.
 
 
 def _drop_unknown_format(node: Schema, pointer: str, document: SchemaDocument) -> None:
@@ -112,7 +113,7 @@ def _drop_unknown_format(node: Schema, pointer: str, document: SchemaDocument) -
 def _bound_unique_items(node: Schema, pointer: str, document: SchemaDocument) -> None:
     if node.pop("uniqueItems", False) is True and "prefixItems" not in node:
         literals = document.literals(node.get("items"))
-        if literals is not None:  # otherwise no item is left once each literal has occurred
+        if literals is not None:  # an array cannot have more distinct items than there are literals
             node["maxItems"] = min(len(literals), node.get("maxItems", len(literals)))
 
 
@@ -169,8 +170,8 @@ def _rewrite_dependencies(node: Schema, pointer: str, document: SchemaDocument) 
 
 
 def _drop_contains(node: Schema, pointer: str, document: SchemaDocument) -> None:
-    fewest, most = node.pop("minContains", 1), node.pop("maxContains", None)
-    if "contains" in node and (fewest != 0 or most is not None):
+    min_count, max_count = node.pop("minContains", 1), node.pop("maxContains", None)
+    if "contains" in node and (min_count != 0 or max_count is not None):
         raise not_enforceable("contains", pointer)
     node.pop("contains", None)
 
@@ -195,21 +196,21 @@ def _rewrite_property_names(node: Schema, pointer: str, document: SchemaDocument
 
 
 def _rewrite_unevaluated(node: Schema, pointer: str, document: SchemaDocument) -> None:
-    for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-        rest = node.pop(keyword, True)
-        if rest in (True, {}):
+    for keyword, replacement in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        subschema = node.pop(keyword, True)
+        if subschema in (True, {}):
             continue
-        if plain == "additionalProperties" and rest is False:
+        if replacement == "additionalProperties" and subschema is False:
             names, known = _evaluated_names(node, document), node.get("properties", {})
             if names is not None:
                 node["properties"] = {**known, **{name: True for name in names if name not in known}}
-                node.setdefault(plain, False)
+                node.setdefault(replacement, False)
                 continue
         if any(name in node for name in _APPLICATORS) or "contains" in node:
             raise not_enforceable(keyword, pointer)
-        if plain == "items" and isinstance(node.get("items"), list):
-            plain = "additionalItems"
-        node.setdefault(plain, rest)
+        if replacement == "items" and isinstance(node.get("items"), list):
+            replacement = "additionalItems"
+        node.setdefault(replacement, subschema)
 
 
 def _evaluated_names(schema: object, document: SchemaDocument, depth: int = 8) -> set[str] | None:
@@ -231,7 +232,7 @@ def _rewrite_one_of(node: Schema, pointer: str, document: SchemaDocument) -> Non
     cases = node.get("oneOf")
     if not isinstance(cases, list) or len(cases) > _MAX_ONE_OF_CASES:
         return
-    if not any(isinstance(case, dict) and "required" in case for case in cases):  # llguidance can tell types apart by itself
+    if not any(isinstance(case, dict) and "required" in case for case in cases):  # llguidance enforces `oneOf` of different types itself
         return
     negated = [_negated(case, node, document) for case in cases]
     if None not in negated:
@@ -245,10 +246,10 @@ def _rewrite_property_counts(node: Schema, pointer: str, document: SchemaDocumen
     required = node["required"] if isinstance(node.get("required"), list) else []
     if not names or set(names) <= set(required):
         return
-    fewest = node.get("minProperties", 0)
-    if fewest <= max(1, len(required)):
+    min_count = node.get("minProperties", 0)
+    if min_count <= max(1, len(required)):
         node.pop("minProperties", None)
-    if len(required) < fewest == 1:
+    if len(required) < min_count == 1:
         _require_also(node, {"anyOf": [{"required": [name]} for name in names]})
     is_closed = node.get("additionalProperties") is False and "patternProperties" not in node
     if "maxProperties" in node and is_closed and node["maxProperties"] >= len(names):
@@ -294,13 +295,13 @@ def _name_pattern(names: object) -> str | None:
     """Return a regular expression for the strings that a schema allows; None if there is none."""
     if not isinstance(names, dict):
         return None
-    rest = {name: value for name, value in names.items() if name not in ("type", "title", "description")}
-    if set(rest) == {"pattern"}:
-        return str(rest["pattern"])
-    if set(rest) == {"format"}:
-        return _FORMAT_PATTERNS.get(rest["format"])
-    if rest and set(rest) <= {"minLength", "maxLength"}:
-        return f"^[\\s\\S]{{{rest.get('minLength', 0)},{rest.get('maxLength', '')}}}$"
+    keywords = {name: value for name, value in names.items() if name not in ("type", "title", "description")}
+    if set(keywords) == {"pattern"}:
+        return str(keywords["pattern"])
+    if set(keywords) == {"format"}:
+        return _FORMAT_PATTERNS.get(keywords["format"])
+    if keywords and set(keywords) <= {"minLength", "maxLength"}:
+        return f"^[\\s\\S]{{{keywords.get('minLength', 0)},{keywords.get('maxLength', '')}}}$"
     return None
 
 
@@ -308,7 +309,7 @@ def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
     """Return a schema of the values that do not match `schema`; None if there is none.
 
     Args:
-        context: a schema that the values match. If it lists them, the result lists those that do not match `schema`.
+        context: a schema that all values match. If it lists its values, the result lists those of them that do not match `schema`.
     """
     if schema in (True, {}) or schema is False:
         return schema is False
@@ -317,10 +318,10 @@ def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
     keywords = {name for name in schema if name not in ("title", "description", "$comment")}
     if keywords == {"not"}:
         return schema["not"]
-    for keyword, dual in (("anyOf", "allOf"), ("allOf", "anyOf")):
+    for keyword, negated_keyword in (("anyOf", "allOf"), ("allOf", "anyOf")):
         if keywords == {keyword} and isinstance(schema[keyword], list):
             parts = [_negated(part, context, document) for part in schema[keyword]]
-            return None if None in parts else {dual: parts}
+            return None if None in parts else {negated_keyword: parts}
     if keywords == {"type"}:
         return _other_types(schema["type"])
     if keywords in ({"const"}, {"enum"}):
@@ -342,8 +343,8 @@ def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
     return {"type": "object", "anyOf": cases} if cases else None
 
 
-def _other_types(given: object) -> Any:
-    types = [given] if isinstance(given, str) else given
-    if not isinstance(types, list) or ("integer" in types and "number" not in types):  # no JSON type means "non-integer numbers"
+def _other_types(excluded: object) -> Any:
+    types = [excluded] if isinstance(excluded, str) else excluded
+    if not isinstance(types, list) or ("integer" in types and "number" not in types):  # JSON schema has no type for non-integer numbers
         return None
     return {"type": [name for name in _TYPES if name not in types]} if len(set(types) & set(_TYPES)) < len(_TYPES) else False

@@ -1,8 +1,8 @@
-"""Matches an output with a grammar: the tokens that may follow it, at every node of a draft tree, and those that must.
+"""Matches an output with a grammar: which tokens may follow the committed output and a path of a draft tree, and which must.
 
-llguidance's matcher is at the end of the committed output plus a path of a draft tree. It moves between paths by rolling tokens back and
-consuming others, about a microsecond a token, so a tree needs no copies of it. End tokens are handled here, because llguidance cannot
-roll back one after a complete text. They are allowed wherever the text may end.
+There is one llguidance matcher for all paths. It moves from the end of one path to the end of another by rolling tokens back and consuming
+others, which takes about a microsecond a token. End tokens are handled here, because llguidance cannot roll back an end token after a
+complete text. They are allowed wherever the text may end.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from paceline.sampling.grammars.compiled_grammar import CompiledGrammar, failure
 
 
 class ReasoningSection:
-    """Finds the end of the reasoning section, which is before the text that the grammar applies to.
+    """Finds the end of the reasoning section. The grammar applies to the text after it.
 
     Args:
         marker: bytes that end the section; they may be split over several tokens.
@@ -24,10 +24,10 @@ class ReasoningSection:
 
     def __init__(self, marker: bytes, bytes_of: Callable[[int], bytes]) -> None:
         self._marker, self._bytes_of = marker, bytes_of
-        self._tail = b""  # end of the committed text, in which the marker may have begun
+        self._tail = b""  # last bytes of the committed text, with which the marker may begin
 
     def num_tokens(self, path: Sequence[int]) -> int | None:
-        """Return how many tokens of `path` are part of the section; None if it does not end in `path`."""
+        """Return how many tokens of `path` are part of the section; None if the section does not end in `path`."""
         tail = self._tail
         for index, token_id in enumerate(path):
             tail = self._append(tail, token_id)
@@ -41,15 +41,15 @@ class ReasoningSection:
         return self._marker in self._tail
 
     def _append(self, tail: bytes, token_id: int) -> bytes:
-        # A tail of one byte less than the marker suffices to find a marker that begins in earlier tokens.
+        # A marker that ends in this token has all bytes but one, at most, in the tokens before it.
         return tail[max(0, len(tail) - len(self._marker) + 1) :] + self._bytes_of(token_id)
 
 
 class GrammarMatcher:
-    """The position of one request's output in its grammar (a `GrammarConstraint`).
+    """Matches one request's output with its grammar. Implements `GrammarConstraint`.
 
-    A `path` is a list of draft tokens that follow the committed output. Where the grammar forces a text, the mask allows only the token
-    with which the tokenizer itself continues it; `num_allowed` accepts every tokenization of the text.
+    The argument `path` of the methods is the draft tokens after the committed output. If the grammar forces a text, `mask` allows only the
+    token with which the tokenizer would encode it, and `num_allowed` any tokens that have this text.
 
     Raises:
         RequestError: by every method, if the grammar exceeds llguidance's limits.
@@ -63,35 +63,35 @@ class GrammarMatcher:
         self._unique_items = compiled.unique_items_state()
         self._has_ended = False
         self._committed: list[int] = []  # output tokens that llguidance's matcher has consumed
-        self._ahead: list[int] = []  # path tokens that llguidance's matcher has consumed after them
+        self._path: list[int] = []  # draft tokens that llguidance's matcher has consumed after them
         self._mask_words = np.zeros(self._vocabulary.num_words, np.uint32)
         self._mask_address = self._mask_words.ctypes.data
 
     def is_finished(self, path: Sequence[int] = ()) -> bool:
-        """Return whether output + `path` needs no further token: it ends with an end token, or nothing may follow and there is none."""
-        inside = self._after_reasoning(path)
-        if self._has_ended or inside is None:
+        """Return whether output and `path` are complete: with an end token, or for a model without end tokens if no token may follow."""
+        grammar_path = self._after_reasoning(path)
+        if self._has_ended or grammar_path is None:
             return self._has_ended
         if self._vocabulary.eos_set:
-            return not self._vocabulary.eos_set.isdisjoint(inside)
-        return self._move_to(inside) == len(inside) and not self._allowed(self._vocabulary.size).any()
+            return not self._vocabulary.eos_set.isdisjoint(grammar_path)
+        return self._move_to(grammar_path) == len(grammar_path) and not self._allowed(self._vocabulary.size).any()
 
     def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
         """Set the scores [V] of tokens that may not follow `path` to -inf, in place."""
         eos_ids = self._vocabulary.eos_ids
         eos_ids = eos_ids[: np.searchsorted(eos_ids, len(scores))]
-        inside = self._after_reasoning(path)
-        if inside is None:
+        grammar_path = self._after_reasoning(path)
+        if grammar_path is None:
             scores[eos_ids] = -np.inf
-        elif self._has_ended or not self._vocabulary.eos_set.isdisjoint(inside):
+        elif self._has_ended or not self._vocabulary.eos_set.isdisjoint(grammar_path):
             _mask_all_except(scores, eos_ids)
-        elif self._move_to(inside) < len(inside):
+        elif self._move_to(grammar_path) < len(grammar_path):
             scores.fill(-np.inf)
         else:
             allowed = self._allowed(len(scores))
             if self._unique_items is not None:
-                self._forbid_duplicates(allowed, inside)
-            if 4 * np.count_nonzero(allowed) < 3 * len(scores):  # measured: the faster way if fewer than 3/4 of the ids are allowed
+                self._forbid_duplicates(allowed, grammar_path)
+            if 4 * np.count_nonzero(allowed) < 3 * len(scores):  # measured: faster for so few ids than the assignment below
                 _mask_all_except(scores, allowed.nonzero()[0])
             else:
                 scores[~allowed] = -np.inf
@@ -105,42 +105,42 @@ class GrammarMatcher:
         self._has_ended = self._has_ended or token_id in self._vocabulary.eos_set
         if self._has_ended:
             return
-        if self._ahead[:1] != [token_id] and self._move_to((token_id,)) == 0:
+        if self._path[:1] != [token_id] and self._move_to((token_id,)) == 0:
             text = self._vocabulary.bytes_of(token_id)
             raise RequestError(f"grammar: the output continues with {text!r}, which the grammar does not allow", parameter="grammar")
         if self._unique_items is not None:
             self._unique_items.feed(self._vocabulary.bytes_of(token_id))
             self._unique_items.has_duplicate = False
-        self._committed.append(self._ahead.pop(0))
+        self._committed.append(self._path.pop(0))
 
     def num_allowed(self, path: Sequence[int]) -> int:
-        """Return how many tokens of `path`, from the first on, may follow the output one after the other."""
+        """Return the length of the longest prefix of `path` that may follow the output."""
         is_end = self._vocabulary.eos_set.__contains__
-        inside = self._after_reasoning(path)
-        if inside is None:
+        grammar_path = self._after_reasoning(path)
+        if grammar_path is None:
             return _first_index(path, is_end)
         if self._has_ended:
             return 0
-        end = _first_index(inside, is_end)
-        count = self._move_to(inside[:end])
-        if count == end < len(inside) and self._matcher.is_accepting():
+        end = _first_index(grammar_path, is_end)
+        count = self._move_to(grammar_path[:end])
+        if count == end < len(grammar_path) and self._matcher.is_accepting():
             count += 1
-        return len(path) - len(inside) + count
+        return len(path) - len(grammar_path) + count
 
     def is_allowed(self, path: Sequence[int]) -> bool:
-        """Return whether `path` may follow the output."""
+        """Return whether the whole `path` may follow the output."""
         return self.num_allowed(path) == len(path)
 
     def forced_tokens(self, path: Sequence[int]) -> list[int]:
         """Return the tokens of the text that must follow `path`, as the tokenizer encodes it, without end tokens; empty if none must."""
-        inside = self._after_reasoning(path)
-        if inside is None or self._has_ended or self._move_to(inside) < len(inside):
+        grammar_path = self._after_reasoning(path)
+        if grammar_path is None or self._has_ended or self._move_to(grammar_path) < len(grammar_path):
             return []
         forced: list[int] = self._matcher.compute_ff_tokens()
         if not forced and self._matcher.is_error():
             self._replace_matcher()
             forced = self._matcher.compute_ff_tokens()
-            self._check()
+            self._raise_if_failed()
         return forced
 
     def _after_reasoning(self, path: Sequence[int]) -> Sequence[int] | None:
@@ -152,33 +152,32 @@ class GrammarMatcher:
 
     def _move_to(self, path: Sequence[int]) -> int:
         """Move the matcher to the end of `path`, or as far as the grammar allows; return how many of its tokens were consumed."""
-        ahead = self._ahead
-        shared = 0
-        while shared < len(ahead) and shared < len(path) and ahead[shared] == path[shared]:
-            shared += 1
-        num_back = len(ahead) - shared
+        consumed, num_shared = self._path, 0
+        while num_shared < min(len(consumed), len(path)) and consumed[num_shared] == path[num_shared]:
+            num_shared += 1
+        num_back = len(consumed) - num_shared
         if num_back:
-            del ahead[shared:]
-            self._matcher.rollback(num_back)  # has no effect if the matcher has failed, which the next call reports
-        # An id outside the vocabulary would make llguidance's matcher fail for good.
-        rest = list(path[shared:])
+            del consumed[num_shared:]
+            self._matcher.rollback(num_back)  # a matcher that failed ignores this call; the next call finds the error
+        # Ids outside the vocabulary are left out, because llguidance's matcher could not be used again after one.
+        rest = list(path[num_shared:])
         rest = rest[: _first_index(rest, lambda token_id: not 0 <= token_id < self._vocabulary.size)]
         if rest:
             count = self._matcher.try_consume_tokens(rest)
             if count < len(rest) and self._matcher.is_error():
                 self._replace_matcher()
                 count = self._matcher.try_consume_tokens(rest)
-                self._check()
-            ahead.extend(rest[:count])
-        return len(ahead)
+                self._raise_if_failed()
+            consumed.extend(rest[:count])
+        return len(consumed)
 
     def _allowed(self, vocab_size: int) -> NDArray[np.bool_]:
-        """[vocab_size] which tokens may follow at the matcher's position, end tokens included."""
+        """Return [vocab_size] whether each token may follow at the matcher's position, end tokens included."""
         self._matcher.unsafe_compute_mask_ptr(self._mask_address, self._mask_words.nbytes)
         if self._matcher.is_error():
             self._replace_matcher()
             self._matcher.unsafe_compute_mask_ptr(self._mask_address, self._mask_words.nbytes)
-            self._check()
+            self._raise_if_failed()
         bits = self._mask_words.view(np.uint8)
         end_id = self._vocabulary.end_id
         may_end = bool(bits[end_id >> 3] >> (end_id & 7) & 1)
@@ -189,9 +188,9 @@ class GrammarMatcher:
         return allowed
 
     def _forbid_duplicates(self, allowed: NDArray[np.bool_], path: Sequence[int]) -> None:
-        """Clear the tokens that repeat an item of an array with `uniqueItems`, in place.
+        """Clear the tokens that would make an item of an array with `uniqueItems` repeat an earlier one, in place.
 
-        If all allowed tokens repeat one, they stay: the unfinished item can only be completed.
+        If this concerns all allowed tokens, they stay allowed, because otherwise the output could not be continued.
         """
         assert self._unique_items is not None
         state = self._unique_items.copy()
@@ -204,22 +203,22 @@ class GrammarMatcher:
         may_repeat = self._vocabulary.tokens_with(ending_bytes)[: len(allowed)]
         repeats = []
         for token_id in np.flatnonzero(allowed[: len(may_repeat)] & may_repeat).tolist():
-            after = state.copy()
-            after.feed(self._vocabulary.bytes_of(token_id))
-            if after.has_duplicate:
+            next_state = state.copy()
+            next_state.feed(self._vocabulary.bytes_of(token_id))
+            if next_state.has_duplicate:
                 repeats.append(token_id)
         if len(repeats) < np.count_nonzero(allowed):
             allowed[repeats] = False
 
     def _replace_matcher(self) -> None:
         """Replace a failed matcher by a new one at the same position."""
-        self._matcher = self._compiled.replace(self._matcher)
-        self._matcher.try_consume_tokens([*self._committed, *self._ahead])
-        self._check()
+        self._matcher = self._compiled.replace_matcher(self._matcher)
+        self._matcher.try_consume_tokens([*self._committed, *self._path])
+        self._raise_if_failed()
 
-    def _check(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self._matcher.is_error():
-            num_tokens = len(self._committed) + len(self._ahead)
+            num_tokens = len(self._committed) + len(self._path)
             raise RequestError(
                 f"grammar: llguidance fails after {num_tokens} output tokens ({failure_of(self._matcher)}); use a simpler grammar or "
                 "shorter texts",

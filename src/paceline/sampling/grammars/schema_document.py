@@ -7,7 +7,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 Schema = dict[str, Any]
 
-_MAX_LITERALS = 256  # a schema that allows more values is treated as one that does not list them
+_MAX_LITERALS = 256  # maximum number of values that are listed
 
 
 class SchemaDocument:
@@ -15,7 +15,7 @@ class SchemaDocument:
 
     Attributes:
         root: the parsed JSON of the schema.
-        has_embedded_ids: whether a subschema has an `$id`. References are then relative to that subschema, and none is resolved.
+        has_embedded_ids: whether a subschema has an `$id`. References may then be relative to that subschema, and no reference is resolved.
     """
 
     def __init__(self, root: Schema) -> None:
@@ -59,10 +59,10 @@ class SchemaDocument:
         return node
 
     def literals(self, schema: object, depth: int = 8) -> list[Any] | None:
-        """Return all values that a schema may allow; None if it does not list them or lists many.
+        """Return all values that a schema may allow; None if it does not list them or lists too many.
 
         Args:
-            depth: number of nested `$ref`, `anyOf` and `oneOf` that are followed.
+            depth: maximum depth of nested `$ref`, `anyOf` and `oneOf`.
         """
         if not isinstance(schema, dict) or depth == 0:
             return [] if schema is False else None

@@ -1,7 +1,7 @@
-"""Enforces `uniqueItems` while a JSON array is generated: finds items that repeat an earlier one.
+"""Enforces `uniqueItems` while a JSON array is generated: finds items that repeat an earlier item.
 
 A grammar cannot express that two items differ, so the output is parsed byte by byte. The items of an array must differ if any schema
-that may apply to the array has the keyword. Under `anyOf`, this can forbid a repetition that another branch allows.
+that may apply to the array has the keyword. With `anyOf`, this can forbid a repetition that another branch allows.
 """
 
 import json
@@ -15,7 +15,8 @@ from paceline.sampling.grammars.schema_document import Schema, SchemaDocument, c
 
 ENDS_STRING = b'"'
 ENDS_ITEM = b'",]} \t\n\r0tfn'
-"""A token that ends an item, or begins `0`, `true`, `false` or `null` (the first byte decides the item), contains one of these."""
+"""A token that ends an item contains one of these bytes. So does the first token of `0`, `true`, `false` and `null`, whose first byte
+determines the whole item."""
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _SCALAR_ENDS = frozenset(b",]} \t\n\r")
@@ -41,11 +42,11 @@ class _Container:
     """An unfinished array or object.
 
     Attributes:
-        schemas: those that may apply to it.
-        index, item_start: of an array, its current item and the position in the text where that begins.
-        key: of an object, the key of its current property.
-        items: canonical JSON of an array's finished items; None if they may repeat.
-        literals: JSON of every item that the array may have; empty if the schemas do not list them.
+        schemas: schemas that may apply to it.
+        index, item_start: index of an array's current item, and its position in the text.
+        key: key of an object's current property.
+        items: canonical JSON of an array's finished items; None if items may repeat.
+        item_literals: JSON of every item that the schemas allow in an array; empty if they do not list the items.
     """
 
     schemas: Schemas
@@ -54,11 +55,11 @@ class _Container:
     key: str | None = None
     item_start: int = 0
     items: frozenset[str] | None = None
-    literals: tuple[str, ...] = ()
+    item_literals: tuple[str, ...] = ()
 
 
 class UniqueItemsSchema:
-    """Finds the schemas that may apply to each array of a value.
+    """Finds the schemas that may apply to each array of a JSON value.
 
     Raises:
         RequestError: by the constructor and by methods, if a reference cannot be resolved.
@@ -77,10 +78,10 @@ class UniqueItemsSchema:
             schemas = () if part is None else self.children(parent.schemas, part)
         if not is_array or not any(schema.get("uniqueItems") is True for schema in schemas):
             return _Container(schemas, is_array)
-        return _Container(schemas, is_array, items=frozenset(), literals=self._item_literals(schemas))
+        return _Container(schemas, is_array, items=frozenset(), item_literals=self._item_literals(schemas))
 
     def children(self, schemas: Schemas, part: str | int) -> Schemas:
-        """Return the schemas that may apply to a property (by key) or an item (by index) of a value of `schemas`."""
+        """Return the schemas that may apply to a property (by key) or an item (by index) of a value to which `schemas` apply."""
         key = (tuple(map(id, schemas)), part)
         if key not in self._children:
             self._children[key] = self._closure(child for schema in schemas for child in _child_schemas(schema, part))
@@ -94,7 +95,7 @@ class UniqueItemsSchema:
         return tuple(json.dumps(value, ensure_ascii=False) for values in literals if values for value in values)
 
     def _closure(self, schemas: Iterable[Any]) -> Schemas:
-        """Return `schemas` and all schemas that they apply to the same value, such as those of `allOf` and `$ref`."""
+        """Return `schemas` and all schemas in them that may apply to the same value, such as those of `allOf` and `$ref`."""
         pending, found = list(schemas), dict[int, Schema]()
         while pending:
             schema = pending.pop()
@@ -116,16 +117,16 @@ class UniqueItemsSchema:
 
 
 def unique_items(schema: Schema) -> UniqueItemsSchema | None:
-    """Return the schema data that `UniqueItemsState` needs; None if the schema does not use `uniqueItems`."""
+    """Return a schema as `UniqueItemsState` needs it; None if the schema does not use `uniqueItems`."""
     is_used = any(node.get("uniqueItems") is True and node.get("maxItems") not in (0, 1) for _, node in objects_of(schema))
     return UniqueItemsSchema(schema) if is_used else None
 
 
 class UniqueItemsState:
-    """Parses JSON as it is generated; the grammar makes sure that it is valid JSON.
+    """Parses JSON as it is generated. The grammar ensures that it is valid.
 
     Attributes:
-        has_duplicate: whether an item of an array with `uniqueItems` repeats an earlier one, or must become one that does.
+        has_duplicate: whether an item of an array with `uniqueItems` repeats an earlier item, or can only be completed to a repetition.
     """
 
     def __init__(self, schema: UniqueItemsSchema) -> None:
@@ -139,15 +140,15 @@ class UniqueItemsState:
 
     @property
     def ending_bytes(self) -> bytes | None:
-        """The next token can repeat an item only if it contains one of these bytes. Empty: any token can; None: no token can."""
+        """Bytes of which the next token must contain at least one to complete a repetition; empty = any token can, None = no token can."""
         if not any(container.items is not None for container in self._open):
             return None
-        if self._open[-1].literals:
+        if self._open[-1].item_literals:
             return b""
         return ENDS_STRING if self._state in (_ParserState.IN_STRING, _ParserState.IN_ESCAPE) else ENDS_ITEM
 
     def copy(self) -> "UniqueItemsState":
-        """Return an independent copy; all attributes are immutable or shared."""
+        """Return an independent copy. Its attributes are the same objects, because they are immutable or meant to be shared."""
         other = UniqueItemsState.__new__(UniqueItemsState)
         other.__dict__.update(self.__dict__)
         return other
@@ -225,20 +226,20 @@ class UniqueItemsState:
         self._open = (*self._open[:-1], replace(self._open[-1], **changes))
 
     def _must_repeat(self) -> bool:
-        """Return whether the unfinished item can only become an earlier item. Checks listed values, words and zeros."""
+        """Return whether the unfinished item can only become a repetition: of a listed value, of `true`, `false` or `null`, or of 0."""
         top = self._open[-1]
         if not top.items or self._state is _ParserState.AFTER_VALUE:
             return False
         begun = b"" if self._state is _ParserState.BEFORE_VALUE else self._text[top.item_start :]
-        if top.literals:
-            return not any(one.encode().startswith(begun) and canonical_json(json.loads(one)) not in top.items for one in top.literals)
+        if top.item_literals:
+            return not any(one.encode().startswith(begun) and canonical_json(json.loads(one)) not in top.items for one in top.item_literals)
         if self._state is not _ParserState.IN_SCALAR:
             return False
         if begun[:1] in _WORDS:
             return _WORDS[begun[:1]] in top.items
         if begun not in (b"0", b"-0") or "0" not in top.items:
             return False
-        # No digit may follow the zero of an integer, but a fraction may follow that of a number.
+        # After "0" or "-0" an integer is complete, but a number may continue with a fraction.
         types = [schema["type"] for schema in self._schema.children(top.schemas, top.index) if "type" in schema]
         return bool(types) and not any("number" in ([one] if isinstance(one, str) else one) for one in types)
 
@@ -251,7 +252,7 @@ def _child_schemas(schema: Schema, part: str | int) -> list[Any]:
         found = [properties[part]]
     else:
         found = [schema.get("additionalProperties"), schema.get("unevaluatedProperties")]
-    # Patterns are not matched with the key, because a client's regular expression may take too long.
+    # All patterns are taken, without matching them with the key, because matching a client's regular expression may take too long.
     patterns = schema.get("patternProperties")
     return [*found, *(patterns.values() if isinstance(patterns, dict) else ())]
 

@@ -1,9 +1,9 @@
-"""Cost model: the seconds of a step by the number of draft tokens that it verifies.
+"""Cost model: the seconds of a step that verifies k draft tokens in addition to n other rows.
 
-    step_s(k) = a * forward(n) + b * (forward(n + k) - forward(n)) + host_a * sequences + host_b * k        n rows without drafts
+    step_s(k) = a * forward_s(n) + b * (forward_s(n + k) - forward_s(n)) + host_a * sequences + host_b * k
 
-`forward` is the profile measured at load (`ForwardProfile`). The factors a and b, 1 at first, correct it while steps run, so that a slower
-machine or a wrong profile is followed within some tens of steps. The host's time, and that of drafters, is fitted in the same way.
+`forward_s` is the profile measured at load (`ForwardProfile`). The factors a and b are 1 at first. They are fitted to measured steps, which
+corrects the profile within tens of steps if the machine becomes slower. The host's time and that of drafters are fitted in the same way.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from enum import IntEnum, auto
 from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ForwardProfile
 from paceline.speculation.request_rows import RequestRows
 
-MEMORY = 0.96  # factor by which a new sample reduces the weight of the earlier ones
-STALL_MEMORY = 0.1  # the factor after a sample so much faster that the machine probably stalled during the earlier ones
-MAX_SLOWDOWN = 1.5  # a sample counts as at most this multiple of its expected time, because a longer one is probably a stall
-STALL = 3.0  # if a sample is this many times faster than expected, the earlier ones were stalls, because nothing runs faster by chance
-MIN_INFORMATION = 1e-6  # minimum of sum(y * y) relative to sum(x * x) of recent samples; below it, a and b cannot be told apart
-MIN_STEP_S = 1e-7  # minimum time of a plain step: noise can lead to a fit of zero
-PRIOR_SAMPLES = 0.25  # number of samples that the measured profile counts for in a fit
-HOST_DRAFTS = 4.0  # usual number of draft tokens of a step, for the fit of the host's time
-FIRST_PROPOSALS = 8  # first proposals of a drafter that are not timed: they also prepare memory and kernels
+FORGETTING_FACTOR = 0.96  # each new sample multiplies the weight of the earlier ones by it
+STALL_SPEEDUP = 3.0  # a sample so many times faster than expected means that the machine stalled during the earlier samples
+STALL_FORGETTING_FACTOR = 0.1  # forgetting factor of a sample after a stall
+MAX_SLOWDOWN = 1.5  # longer samples are cut to this multiple of the expected time, because the machine probably stalled
+MIN_Y_SHARE = 1e-6  # minimum of sum(y * y) / sum(x * x) over recent samples; below it, b cannot be told apart from a
+MIN_STEP_S = 1e-7  # minimum time of a plain step, because noise can lead to a fit of zero
+PRIOR_SAMPLES = 0.25  # weight of the expected ratio b / a in a fit, in samples
+USUAL_DRAFT_TOKENS = 4.0  # usual number of draft tokens in a step, for the fit of the host's time
+MIN_PROPOSALS = 8  # proposals of a drafter before its measured times are used; the first ones also allocate memory and load kernels
 
 
 class LinearCost:
@@ -30,7 +30,7 @@ class LinearCost:
     Args:
         ratio: expected b / a. A ridge penalty, with the weight of `PRIOR_SAMPLES` samples at `usual_y`, keeps b near ratio * a until
             samples with y > 0 arrive.
-        usual_y: samples with a larger y are scaled down to it, so that no single sample determines b; 0 = no scaling and no penalty.
+        usual_y: a sample with a larger y is scaled down to it, so that it cannot determine b alone; 0 = no scaling and no penalty.
     """
 
     __slots__ = ("_ratio", "_ridge", "_usual_y", "_xs", "_xx", "_xy", "_ys", "_yy", "a", "b", "is_known")
@@ -46,12 +46,12 @@ class LinearCost:
 
     def observe(self, x: float, y: float, seconds: float) -> None:
         """Add a measured time for (x, y) to the fit."""
-        keep = MEMORY
+        keep = FORGETTING_FACTOR
         if self.is_known:
             expected = self.seconds_at(x, y)
             seconds = min(seconds, MAX_SLOWDOWN * expected + 1e-5)
-            if STALL * seconds < expected:
-                keep = STALL_MEMORY
+            if STALL_SPEEDUP * seconds < expected:
+                keep = STALL_FORGETTING_FACTOR
         self.is_known = True
         if 0.0 < self._usual_y < y:
             weight = self._usual_y / y
@@ -64,14 +64,14 @@ class LinearCost:
         xx, xy = self._xx + self._ridge * self._ratio**2, self._xy - self._ridge * self._ratio
         yy = self._yy + self._ridge
         determinant = xx * yy - xy * xy
-        if determinant > 1e-3 * xx * yy and yy > MIN_INFORMATION * xx:
+        if determinant > 1e-3 * xx * yy and yy > MIN_Y_SHARE * xx:
             self.a = (yy * self._xs - xy * self._ys) / determinant
             self.b = (xx * self._ys - xy * self._xs) / determinant
             if self.a < 0.0:
                 self.a, self.b = 0.0, self._ys / self._yy
             elif self.b < 0.0:
                 self.a, self.b = self._xs / self._xx, 0.0
-        elif (expected := self.a * self._xx + self.b * self._xy) > 0.0:  # x and y always in the same ratio: a and b change in proportion
+        elif (expected := self.a * self._xx + self.b * self._xy) > 0.0:  # all samples have the same ratio y / x: a and b keep theirs
             self.a, self.b = self.a * self._xs / expected, self.b * self._xs / expected
         else:
             self.a, self.b = (0.0, self._ys / self._yy) if self._yy > 0.0 else (self._xs / max(1e-30, self._xx), 0.0)
@@ -87,11 +87,11 @@ class AdapterUse(IntEnum):
 
 @dataclass(slots=True)
 class BatchShape:
-    """What the time of a forward pass depends on, drafts aside.
+    """What the time of a forward pass depends on, except for its draft tokens.
 
     Attributes:
-        num_rows: rows without drafts.
-        is_decoding: whether each sequence has one of them.
+        num_rows: rows that are not draft tokens.
+        is_decoding: whether each sequence has exactly one such row.
         cached_len: sum over the sequences of their cached rows beyond `PROFILED_CONTEXT_LEN`.
     """
 
@@ -103,7 +103,6 @@ class BatchShape:
 
     @classmethod
     def from_batch(cls, batch: Sequence[RequestRows]) -> "BatchShape":
-        """Return the shape of a batch."""
         num_rows, cached_len, is_decoding, adapters = 0, 0.0, True, AdapterUse.NONE
         for rows in batch:
             request = rows.request
@@ -120,23 +119,22 @@ class CostModel:
 
     def __init__(self, profile: ForwardProfile) -> None:
         self.profile = profile
-        self.host = LinearCost(usual_y=HOST_DRAFTS)
-        self._speed: dict[AdapterUse, LinearCost] = {}
-        self._draft_costs: dict[tuple[str, int], LinearCost] = {}  # by drafter and number of requests, rounded to powers of two
+        self.host_cost = LinearCost(usual_y=USUAL_DRAFT_TOKENS)
+        self._corrections: dict[AdapterUse, LinearCost] = {}
+        self._draft_costs: dict[tuple[str, int], LinearCost] = {}  # by drafter and num_requests.bit_length(): similar numbers share one
         self._num_proposals: dict[str, int] = {}  # by drafter
-        self._seconds: list[float] = []  # of the profile, by rows
+        self._profile_s: list[float] = []  # the profile's seconds by number of rows
 
     def step_times(self, shape: BatchShape, max_drafts: int) -> list[float]:
-        """Return [max_drafts + 1] seconds of a step with 0, 1, … draft tokens, the time of drafters aside."""
-        base_s, speed = self._uncorrected_forward_s(shape, 0), self._profile_correction(shape.adapters)
-        host_s, draft_row_s = self.host.seconds_at(shape.num_sequences, 0.0), self.host.b
-        fixed_s = max(MIN_STEP_S, speed.a * base_s + host_s)
-        row_s = draft_row_s + speed.b * self.profile.cached_row_attention_s * shape.cached_len / max(1, shape.num_sequences)
-        rows = self._seconds_by_rows(shape.num_rows + max_drafts)[shape.num_rows : shape.num_rows + max_drafts + 1]
-        return [fixed_s + speed.b * (seconds - rows[0]) + row_s * count for count, seconds in enumerate(rows)]
+        """Return [max_drafts + 1] seconds of a step with 0, 1, … draft tokens, without the time of drafters."""
+        plain_s, correction = self._uncorrected_forward_s(shape, 0), self._profile_correction(shape.adapters)
+        fixed_s = max(MIN_STEP_S, correction.a * plain_s + self.host_cost.seconds_at(shape.num_sequences, 0.0))
+        row_s = self.host_cost.b + correction.b * self.profile.cached_row_attention_s * shape.cached_len / max(1, shape.num_sequences)
+        profile_s = self._profile_s_by_rows(shape.num_rows + max_drafts)[shape.num_rows : shape.num_rows + max_drafts + 1]
+        return [fixed_s + correction.b * (seconds - profile_s[0]) + row_s * count for count, seconds in enumerate(profile_s)]
 
     def draft_s(self, drafter: str, num_requests: int, depth: int) -> float:
-        """Return the seconds that a drafter takes for drafts of this depth for so many requests at once; 0 while they are unknown."""
+        """Return the expected seconds of a `propose` call for so many requests with drafts of this depth; 0 while they are unknown."""
         return self._draft_cost(drafter, num_requests).seconds_at(1.0, depth)
 
     def draft_token_s(self, drafter: str) -> float:
@@ -144,50 +142,50 @@ class CostModel:
         return self._draft_cost(drafter, 1).b
 
     def observe_draft_time(self, drafter: str, num_requests: int, depth: int, seconds: float) -> None:
-        """Add the time of a `propose` call; the first one of a drafter is left out."""
+        """Add the measured time of a `propose` call; the first call of a drafter is left out."""
         count = self._num_proposals[drafter] = self._num_proposals.get(drafter, 0) + 1
         if count > 1:
             self._draft_costs.setdefault((drafter, num_requests.bit_length()), LinearCost()).observe(1.0, depth, seconds)
 
     def is_draft_cost_known(self, drafter: str) -> bool:
         """Return whether a drafter was timed often enough to use its times."""
-        return self._num_proposals.get(drafter, 0) >= FIRST_PROPOSALS
+        return self._num_proposals.get(drafter, 0) >= MIN_PROPOSALS
 
     def observe_step_time(self, shape: BatchShape, num_drafts: int, forward_s: float, host_s: float) -> None:
         """Add the measured times of a step: its forward pass, and all other work except drafting."""
-        base_s = self._uncorrected_forward_s(shape, 0)
-        self._profile_correction(shape.adapters).observe(base_s, self._uncorrected_forward_s(shape, num_drafts) - base_s, forward_s)
-        self.host.observe(shape.num_sequences, num_drafts, host_s)
+        plain_s = self._uncorrected_forward_s(shape, 0)
+        self._profile_correction(shape.adapters).observe(plain_s, self._uncorrected_forward_s(shape, num_drafts) - plain_s, forward_s)
+        self.host_cost.observe(shape.num_sequences, num_drafts, host_s)
 
     def _draft_cost(self, drafter: str, num_requests: int) -> LinearCost:
-        """Return the cost model for about this number of requests, or for the nearest number that was timed."""
+        """Return the cost of `propose` calls for about so many requests, or for the nearest number that was timed."""
         if not self.is_draft_cost_known(drafter):
             return LinearCost()
-        size = num_requests.bit_length()
-        sizes = [own_size for name, own_size in self._draft_costs if name == drafter]
-        return self._draft_costs[drafter, min(sizes, key=lambda one: abs(one - size))] if sizes else LinearCost()
+        lengths = [bit_length for name, bit_length in self._draft_costs if name == drafter]
+        nearest = min(lengths, key=lambda length: abs(length - num_requests.bit_length()), default=0)
+        return self._draft_costs.get((drafter, nearest), LinearCost())
 
     def _profile_correction(self, adapters: AdapterUse) -> LinearCost:
-        """Return the correction of the profile for passes with such adapters; that without adapters before the first sample."""
-        speed = self._speed.get(adapters)
-        if speed is None:
-            plain = self._speed.get(AdapterUse.NONE)
+        """Return the factors a and b for passes with such adapters. Before the first sample they are those without adapters."""
+        correction = self._corrections.get(adapters)
+        if correction is None:
+            plain = self._corrections.get(AdapterUse.NONE)
             a, b = (1.0, 1.0) if plain is None else (plain.a, plain.b)
             factor = 2.0 if adapters is AdapterUse.MIXTURE_PASS else 1.0
-            first, more = self.profile.seconds_at(1), max(1e-6, self.profile.seconds_at(5) - self.profile.seconds_at(1))
-            speed = self._speed[adapters] = LinearCost(ratio=1.0, usual_y=more)
-            speed.observe(first, more, factor * (a * first + b * more))
-        return speed
+            one_row_s = self.profile.seconds_at(1)
+            four_more_s = max(1e-6, self.profile.seconds_at(5) - one_row_s)
+            correction = self._corrections[adapters] = LinearCost(ratio=1.0, usual_y=four_more_s)
+            correction.observe(one_row_s, four_more_s, factor * (a * one_row_s + b * four_more_s))
+        return correction
 
     def _uncorrected_forward_s(self, shape: BatchShape, num_drafts: int) -> float:
-        """Return the seconds of a forward pass as profiled at load, without what was learned since."""
+        """Return the seconds of a forward pass by the profile alone."""
         num_rows = shape.num_rows + num_drafts
-        return self._seconds_by_rows(num_rows)[num_rows] + self.profile.cache_read_s(
-            shape.cached_len, num_rows / max(1, shape.num_sequences)
-        )
+        cache_read_s = self.profile.cache_read_s(shape.cached_len, num_rows / max(1, shape.num_sequences))
+        return self._profile_s_by_rows(num_rows)[num_rows] + cache_read_s
 
-    def _seconds_by_rows(self, num_rows: int) -> list[float]:
+    def _profile_s_by_rows(self, num_rows: int) -> list[float]:
         """Return the profile's seconds by number of rows, [at least num_rows + 1]."""
-        while len(self._seconds) <= num_rows:
-            self._seconds.append(self.profile.seconds_at(len(self._seconds)) if self._seconds else 0.0)
-        return self._seconds
+        while len(self._profile_s) <= num_rows:
+            self._profile_s.append(self.profile.seconds_at(len(self._profile_s)) if self._profile_s else 0.0)
+        return self._profile_s

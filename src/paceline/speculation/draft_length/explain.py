@@ -1,4 +1,4 @@
-"""Text of `--explain`: expected and emitted tokens of steps, and the costs and acceptance rates that the draft lengths follow from."""
+"""Text of `--explain`: expected and emitted tokens of steps, and the costs and acceptance rates that decide the draft lengths."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,23 +11,23 @@ _SHOWN_DEPTHS = 8
 
 
 def explain_steps(steps: Sequence[StepRecord]) -> list[str]:
-    """Return lines on steps by their number of draft tokens, with expected and emitted tokens, and on plain steps by reason."""
+    """Return one line for each number of draft tokens, with expected and emitted tokens, and one for each reason for plain steps."""
     lines = ["draft tokens  steps  expected tokens  emitted tokens  expected speedup"]
     by_count: dict[int, list[StepRecord]] = defaultdict(list)
     for step in steps:
         by_count[len(step.draft_token_ids)].append(step)
-    for count, own in sorted(by_count.items()):
+    for count, drafted in sorted(by_count.items()):
         if count:
-            expected = _mean(step.expected_tokens for step in own)
-            emitted = sum(len(step.token_ids) for step in own) / len(own)
-            lines.append(f"{count:12}  {len(own):5}  {expected:>15}  {emitted:14.2f}  {_mean(step.expected_speedup for step in own):>16}")
+            expected, speedup = _mean(step.expected_tokens for step in drafted), _mean(step.expected_speedup for step in drafted)
+            emitted = sum(len(step.token_ids) for step in drafted) / len(drafted)
+            lines.append(f"{count:12}  {len(drafted):5}  {expected:>15}  {emitted:14.2f}  {speedup:>16}")
     reasons = Counter(step.skip_reason for step in steps if step.skip_reason is not None)
     for reason, number in reasons.most_common():
-        best = ""
+        note = ""
         if reason is SkipReason.UNPROFITABLE:
-            expected = _mean(step.expected_speedup for step in steps if step.skip_reason is reason)
-            best = f" (expected speedup of the best draft: {expected})"
-        lines.append(f"{'plain':>12}  {number:5}  {reason.description}{best}")
+            speedup = _mean(step.expected_speedup for step in steps if step.skip_reason is reason)
+            note = f" (expected speedup of the best draft: {speedup})"
+        lines.append(f"{'plain':>12}  {number:5}  {reason.description}{note}")
     return lines
 
 
@@ -35,13 +35,13 @@ def explain_policy(policy: FixedDraftLength) -> list[str]:
     """Return lines on the costs of passes, drafting and other work, and on acceptance rates."""
     if not isinstance(policy, AdaptiveDraftLength):
         return [f"always {policy.num_speculative_tokens} draft tokens, whether or not they pay"]
-    profile, host = policy.cost.profile, policy.cost.host
+    profile, host_cost = policy.cost.profile, policy.cost.host_cost
     shown = ", ".join(
         f"{count} row{'s' * (count > 1)} {1e3 * profile.seconds_at(count):.2f} ms" for count in _SHOWN_ROWS if count <= policy.row_budget
     )
     lines = [f"profiled at load: a pass of {shown}"]
     lines.append(
-        f"1,000 cached rows add {1e3 * profile.cache_read_s(1000, 1):.2f} ms; other work {1e3 * host.seconds_at(1, 0):.2f} ms a step"
+        f"1,000 cached rows add {1e3 * profile.cache_read_s(1000, 1):.2f} ms; other work {1e3 * host_cost.seconds_at(1, 0):.2f} ms a step"
     )
     for (name, is_greedy), rates in sorted(policy.rates.items()):
         if rates.num_observed:
