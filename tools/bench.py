@@ -76,7 +76,7 @@ Rows = list[dict[str, Any]]
 
 
 def make_requests(llm: LLM, prompts: Prompts, params: SamplingParams) -> list[EngineRequest]:
-    return llm._loaded.requests([list(prompt) for prompt in prompts], params, RequestOptions(), is_streamed=False)
+    return llm._loaded.make_requests([list(prompt) for prompt in prompts], params, RequestOptions(), is_streamed=False)
 
 
 def random_prompts(llm: LLM, count: int, num_tokens: int, random: np.random.Generator) -> list[list[int]]:

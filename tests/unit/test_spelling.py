@@ -24,7 +24,7 @@ OF_SAMPLING = ("top_k", "max_tokens")
     ],
 )
 def test_the_answer_is_our_name_for_it_or_all_names(name: str, text: str) -> None:
-    assert unknown_argument(name, "f", KNOWN, of_sampling=OF_SAMPLING) == text
+    assert unknown_argument(name, "f", KNOWN, sampling_names=OF_SAMPLING) == text
 
 
 def test_what_a_function_has_reaches_it() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from copy import copy
 from typing import Any, NoReturn
 
-from paceline.errors import CheckpointError, RequestError, described, is_interrupt, library_errors
+from paceline.errors import CheckpointError, RequestError, convert_library_errors, is_interrupt, summarize_error
 
 SPARE_IDS = 1 << 16
 """A vocabulary of N tokens may have ids below 2 N + this number."""
@@ -29,7 +29,7 @@ class TokenizerBackend:
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        with library_errors("the vocabulary of this tokenizer cannot be read; download it again", CheckpointError):
+        with convert_library_errors("the vocabulary of this tokenizer cannot be read; download it again", CheckpointError):
             self.vocabulary: dict[str, int] = library.get_vocab(with_added_tokens=True)
             added = library.get_added_tokens_decoder().items()
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
@@ -98,4 +98,4 @@ def _refuse(task: str, error: BaseException) -> NoReturn:
     """Raise a RequestError for `error`, or `error` itself if it is an interrupt."""
     if is_interrupt(error):
         raise error
-    raise RequestError(f"the model's tokenizer cannot {task}; send other text, or download it again ({described(error)})") from error
+    raise RequestError(f"the model's tokenizer cannot {task}; send other text, or download it again ({summarize_error(error)})") from error

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from paceline.errors import RequestError, library_errors
+from paceline.errors import RequestError, convert_library_errors
 
 _PRIVATE_USE = range(0xE000, 0xF900)  # one UTF-16 unit each, so that JSON escapes it as one \uXXXX
 _PRIVATE_USE_PATTERN = re.compile("[\ue000-\uf8ff]")
@@ -66,7 +66,7 @@ class ControlTexts:
         Raises:
             RequestError: the tokenizer cannot encode the text.
         """
-        with library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
+        with convert_library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
             encoding = self._library.encode_batch([text], add_special_tokens=False)[0]
             marks = escaped.placeholders.take_unused(2)
             parts: list[str] = []

@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError, library_errors, shortened
-from paceline.model_directory import names_in
+from paceline.errors import CheckpointError, convert_library_errors, shortened
+from paceline.model_directory import list_directory
 from paceline.small_files import TOKENIZER_BYTES, check_small, is_file, read_json, read_small
 
 MAX_ADDED_ID = 1 << 21
@@ -26,7 +26,7 @@ def open_pretrained(directory: Path) -> Any:
         CheckpointError: there is no tokenizer, or it cannot be read.
     """
     settings = _checked_settings(directory)
-    with library_errors(f"{directory} contains no readable tokenizer; it needs a complete tokenizer.json", CheckpointError):
+    with convert_library_errors(f"{directory} contains no readable tokenizer; it needs a complete tokenizer.json", CheckpointError):
         with _without_advice():
             kind = _tokenizer_class(directory, settings)
         return kind.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
@@ -57,7 +57,7 @@ def _checked_settings(directory: Path) -> dict[str, Any]:
     """Check all files that transformers may read; return tokenizer_config.json."""
     folders = [directory, directory / _TEMPLATES] if (directory / _TEMPLATES).is_dir() else [directory]
     for folder in folders:
-        for name in names_in(folder):
+        for name in list_directory(folder):
             path = folder / name
             if path.suffix in _SUFFIXES and not path.is_dir():
                 check_small(path, TOKENIZER_BYTES)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from paceline.errors import CheckpointError, library_errors, shortened
+from paceline.errors import CheckpointError, convert_library_errors, shortened
 
 MAX_TOKENS = 1 << 20
 _MAX_MERGED_CHARACTERS = 1024
@@ -77,7 +77,7 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> GgufToke
         raise fields.error("model", kind, f"a kind this version cannot build (it knows {', '.join(map(repr, _BUILDERS))})")
     vocabulary = _Vocabulary.read(fields, is_sentencepiece=kind == "llama", may_repeat=kind == "gemma4")
     build = _BUILDERS[kind]
-    with library_errors(f"{source}: its tokenizer cannot be built; {_WAY_OUT}", CheckpointError):
+    with convert_library_errors(f"{source}: its tokenizer cannot be built; {_WAY_OUT}", CheckpointError):
         backend, add_bos, notice = build(fields, vocabulary)
         backend.add_tokens(_added_tokens(fields, vocabulary, is_sentencepiece=kind == "llama"))
         backend.post_processor = _bos_and_eos(fields, vocabulary, add_bos=add_bos)

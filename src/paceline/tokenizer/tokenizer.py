@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError, RequestError, library_errors, memory_errors, shortened
+from paceline.errors import CheckpointError, RequestError, convert_library_errors, convert_memory_errors, shortened
 from paceline.tokenizer.backend import TokenizerBackend
 from paceline.tokenizer.chat_template import ChatTemplate
 from paceline.tokenizer.control_text import ControlTexts
@@ -42,7 +42,7 @@ class Tokenizer:
         self._rendered: dict[tuple[str, tuple[str, ...]], bool] = {}
 
     @classmethod
-    @memory_errors("the tokenizer")
+    @convert_memory_errors("the tokenizer")
     def open(cls, directory: Path) -> "Tokenizer":
         """Open the tokenizer of a checkpoint directory or a GGUF file; Python code in a checkpoint is never run.
 
@@ -77,7 +77,7 @@ class Tokenizer:
         """
         if half := _SURROGATE.search(text):
             raise RequestError(f"the text contains {half[0]!r}, half of a surrogate pair and not a character: send text without it")
-        with library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
+        with convert_library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
             ids: list[int] = self._pretrained.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
 

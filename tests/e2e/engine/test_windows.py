@@ -133,11 +133,11 @@ def test_aborts_leak_no_block(
     memory, count = memory_of(llm), 10_000 if large_counts else 300
     for number in range(count):
         request = make(llm, prompt_of(int(random.integers(1, 300)), int(random.integers(3))), GREEDY)
-        llm.engine.add(request)
+        llm.engine.add_request(request)
         for _ in range(int(random.integers(0, 6))):
             llm.engine.step()
         if random.random() < 0.9:
-            llm.engine.abort(request)
+            llm.engine.abort_request(request)
         if number % 50 == 0:
             llm.engine.step()
             llm.engine.cache.check()

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 
 from harness.checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer
-from paceline.errors import CheckpointError, PacelineError, RequestError, library_errors
+from paceline.errors import CheckpointError, PacelineError, RequestError, convert_library_errors
 from paceline.proof.checkpoint_facts import read_tokenizer
 from paceline.sampling.grammars.compiled_grammar import GrammarVocabulary
 from paceline.small_files import TOKENIZER_BYTES
@@ -275,10 +275,13 @@ def test_a_vocabulary_of_a_gguf_file_is_bounded() -> None:
 
 
 def test_own_errors_pass_and_advice_to_run_remote_code_does_not() -> None:
-    with pytest.raises(CheckpointError, match=r"^ours$"), library_errors("theirs", RequestError):
+    with pytest.raises(CheckpointError, match=r"^ours$"), convert_library_errors("theirs", RequestError):
         raise CheckpointError("ours")
     for text in ("set `weights_only=False` to load it", "please pass `trust_remote_code=True`"):
-        with pytest.raises(RequestError, match="code of its own, which are never") as caught, library_errors("theirs", RequestError):
+        with (
+            pytest.raises(RequestError, match="code of its own, which are never") as caught,
+            convert_library_errors("theirs", RequestError),
+        ):
             raise ValueError(text)
         assert "False" not in str(caught.value)
         assert isinstance(caught.value, PacelineError)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
-from paceline.errors import BackendUnavailableError, CapacityError, library_errors
+from paceline.errors import BackendUnavailableError, CapacityError, convert_library_errors
 from paceline.installation import install_extra
 from paceline.server.model_pool import served_model_name
 from paceline.server.replicas.front import create_front
@@ -73,7 +73,7 @@ def ray_cluster(settings: ClusterSettings, arguments: Mapping[str, Any], *, part
     own: dict[str, Any] = {"address": "local", "_node_ip_address": "127.0.0.1", "include_dashboard": False}
     own |= {"num_cpus": max(1, settings.replicas * int(arguments["threads"]))}
     where = own if settings.ray_address is None else {"address": settings.ray_address}
-    with library_errors(f"Ray cannot be reached at {settings.ray_address or 'this machine'}", BackendUnavailableError):
+    with convert_library_errors(f"Ray cannot be reached at {settings.ray_address or 'this machine'}", BackendUnavailableError):
         ray.init(**where, namespace="paceline", log_to_driver=debug, logging_level="INFO" if debug else "ERROR")
     if not debug:
         logging.getLogger("ray").setLevel(logging.WARNING)
@@ -130,7 +130,7 @@ class RayPool(ReplicaPool):
             logging_config={"enable_access_log": False},
             request_router_config={"request_router_class": ROUTER, "request_router_kwargs": {"max_lead": cluster.max_lead}},
         )
-        with library_errors("the replicas could not be started: their logs, and those of Ray, say why", CapacityError):
+        with convert_library_errors("the replicas could not be started: their logs, and those of Ray, say why", CapacityError):
             serve.start(proxy_location="Disabled")  # clients connect to the front
             bound = deployment.bind(dict(arguments), replica_settings(settings))
             self._handle = serve.run(bound, name=name, route_prefix=None)
