@@ -1,8 +1,8 @@
-"""States of recurrent layers: the last inputs of a convolution, and recurrent matrices, of fixed size for a whole sequence.
+"""Stores the states of recurrent layers: the last inputs of a convolution, and matrices, whose size does not grow with the sequence.
 
-The stored state covers a prefix whose length is a multiple of `chunk_size`. For each later committed row, which is *pending*, a replay
-record keeps the inputs of its state update. A pass first replays pending records, then computes its own rows; rows of a tree start from
-their parent. So rejecting rows only frees their records, and no state is copied per row.
+The stored state covers a prefix of the committed rows, whose length is a multiple of `chunk_size`. Each later committed row is *pending*: a
+*replay record* stores the inputs of its state update. A pass first repeats the updates of the pending rows, then computes its own rows;
+each row of a draft tree starts from the state of its parent. So a rejected draft only frees records, and no state is copied per row.
 
 A *checkpoint* is a copy of the state after a full block. Other sequences with the same prefix resume from it.
 """
@@ -21,18 +21,18 @@ from paceline.kv_cache.layer_cache import LayerCache
 from paceline.kv_cache.row_plan import Commit, RowPlan
 
 MIN_UNRECORDED_ROWS = 16
-"""Prefill rows from which a plan leaves no records: the rows are kept or dropped together, so the state after them is computed apart."""
+"""A pass with at least this many prefill rows writes the state after them instead of records, as they are never dropped one by one."""
 NO_RECORD = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Which states are kept for other sequences.
+    """Which states are kept as checkpoints.
 
     Attributes:
-        interval: rows between checkpoints, a multiple of the block size. A sequence also has one after the last full block of its prompt
-            and one after its last full block.
-        max_checkpoints: if there are more, the least recently used one is evicted; 0 = no checkpoints.
+        interval: number of rows between checkpoints, a multiple of the block size. A sequence has two more checkpoints: after the last
+            full block of its prompt, and after its last full block.
+        max_checkpoints: maximum number of checkpoints, beyond which the least recently used one is evicted; 0 = no checkpoints.
     """
 
     interval: int = 512
@@ -43,16 +43,16 @@ DEFAULT_CHECKPOINTS = CheckpointConfig()
 
 
 class StateUpdate(NamedTuple):
-    """What a pass does to the state of one sequence. It replays the pending rows, then computes its own.
+    """What a pass does with the state of one sequence: it replays the pending rows, then computes its own rows.
 
     Attributes:
         state: the stored state; None = zeros.
-        records: [number, record_size].
-        pending: indices of the records of committed rows that are not in `state`, in order.
-        num_applied: how many of them are applied to `state` in place now.
-        rows: index of the record that each row of the plan writes, or `NO_RECORD`.
-        saves: (count, target), ascending: the state after the first `count` pending and prefill rows is written to `target`.
-        has_run: [1], set to 1 by the pass at its end.
+        records: [number of records, record_size], the replay records.
+        pending: indices of the records of the pending rows, in order.
+        num_applied: how many of the pending rows the pass adds to `state` in place.
+        rows: for each row of the pass, the index of the record to write, or `NO_RECORD`.
+        saves: (count, target) in ascending order: write the state after `count` pending and prefill rows to `target`.
+        has_run: array of one number, which the pass sets to 1 at its end.
     """
 
     state: Any
@@ -66,12 +66,12 @@ class StateUpdate(NamedTuple):
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """A state for other sequences to resume from.
+    """A state after a full block, from which other sequences resume.
 
     Attributes:
-        length: rows that `state` covers.
-        records: replay records of the rows from `length` to the end of the block; None = there are none.
-        is_prompt: whether the rows before it are prefill rows.
+        length: number of rows that `state` covers.
+        records: replay records of the rows from `length` to the end of the block; None = `state` covers the whole block.
+        is_prompt: whether the last rows before the checkpoint are prefill rows.
     """
 
     state: Any
@@ -82,19 +82,20 @@ class _Checkpoint:
 
 @dataclass(slots=True)
 class _Sequence:
-    """The state of one sequence, which covers its first `length` rows, and its records.
+    """The state and the records of one sequence.
 
     Attributes:
-        free: unused records.
-        rows, num_applied: of the plan under way, as in `StateUpdate`.
-        num_unrecorded: prefill rows of the plan under way that leave no records.
-        saves: (length, target) of the plan under way.
-        block_hashes: by block index, of full blocks that end after `length`.
-        unregistered: checkpoints by block index, of blocks that have no hash yet.
-        last_checkpoint: the block whose checkpoint is evicted when there is a later one; None = there is no such checkpoint.
-        last_is_prompt: whether the rows before `last_checkpoint` are prefill rows.
-        is_consistent: False during a change of `state`, `length` and `pending`. An interrupt then ends the request, and its state must not
-            become a checkpoint.
+        state, length: the state after the first `length` rows.
+        records, pending: as in `StateUpdate`.
+        free: indices of unused records.
+        rows, num_applied: of the current pass, as in `StateUpdate`.
+        num_unrecorded: number of first rows of the current pass that write no records.
+        saves: states that the current pass writes, as (number of rows that the state covers, target).
+        block_hashes: hashes of full blocks that end after `length`, by block index.
+        unregistered: checkpoints of blocks that have no hash yet, by block index.
+        last_checkpoint: the block whose checkpoint is evicted when the sequence has a later one; None = no block.
+        last_is_prompt: `is_prompt` of that checkpoint.
+        is_consistent: False while `state`, `length` and `pending` are being changed. If this is interrupted, the state is not used again.
     """
 
     state: Any = None
@@ -118,12 +119,13 @@ class _Sequence:
 
 
 class RecurrentStateCache(LayerCache):
-    """The states of all recurrent layers of a network, for every sequence.
+    """A layer cache with the states of all recurrent layers of a network.
 
     Args:
-        state_size, record_size: numbers of a state and of a replay record.
-        allocate: returns an array of zeros of a shape, of the runtime's type; it is only indexed here.
-        chunk_size: states cover multiples of so many rows; a divisor of `block_size`, at most `MIN_UNRECORDED_ROWS`.
+        state_size, record_size: how many numbers a state and a replay record have.
+        allocate: returns an array of zeros of a given shape, of the runtime's array type.
+        chunk_size: the number of rows that a stored state covers is a multiple of this, because kernels compute chunks of so many rows. It
+            divides `block_size` and is at most `MIN_UNRECORDED_ROWS`.
     """
 
     def __init__(
@@ -148,14 +150,14 @@ class RecurrentStateCache(LayerCache):
         return sum(int(array.nbytes) for array in (*self._states(), *records) if array is not None)
 
     def plan_update(self, sequence_id: int) -> StateUpdate:
-        """Return the state update of the reserved pass; if the pass has run already, the part that is still to be done."""
+        """Return the state update of the reserved pass. If the pass has run and is repeated, only what is not yet done."""
         sequence = self._sequences[sequence_id]
         self._finish_pass(sequence)
         saves = [(end - sequence.length, state) for end, state in sequence.saves]
         return StateUpdate(sequence.state, sequence.records, sequence.pending, sequence.num_applied, sequence.rows, saves, sequence.has_run)
 
     def reserve(self, plan: RowPlan) -> None:
-        """Allocate records and the states to save.
+        """Allocate replay records, and memory for the states that the pass writes.
 
         Raises:
             CapacityError: there is no memory for another state; nothing was changed.
@@ -190,7 +192,7 @@ class RecurrentStateCache(LayerCache):
         num_unrecorded, kept = sequence.num_unrecorded, [sequence.rows[row] for row in commit.rows]
         if num_unrecorded > len(kept):
             raise RuntimeError(f"{len(kept)} of {num_unrecorded} prefill rows are to be kept: they are kept or dropped together")
-        kept = kept[num_unrecorded:]  # prefill rows have records unless they are on the first path
+        kept = kept[num_unrecorded:]
         sequence.is_consistent = False
         before = sequence.pending
         if num_unrecorded:
@@ -238,7 +240,7 @@ class RecurrentStateCache(LayerCache):
             try:
                 state = self._new_state()
                 state[...] = checkpoint.state
-            except MemoryError:  # out of memory: reuse the checkpoint's state instead of a copy
+            except MemoryError:  # move the checkpoint's state to the sequence instead of copying it
                 state = self._checkpoints.pop(block_hash).state
             sequence = _Sequence(state, checkpoint.length)
             if checkpoint.records is not None:
@@ -254,7 +256,7 @@ class RecurrentStateCache(LayerCache):
                 self._store_checkpoint(sequence, index, block_hash, sequence.unregistered.pop(index))
             elif (index + 1) * self._block_size > sequence.length:
                 sequence.block_hashes[index] = block_hash
-        for index in list(sequence.unregistered):  # checkpoints of blocks before `first` will never get a hash
+        for index in list(sequence.unregistered):  # blocks before `first` have been registered, so these can never be
             self._recycle(sequence.unregistered.pop(index).state)
 
     def evict(self, block_hash: BlockHash) -> None:
@@ -273,7 +275,7 @@ class RecurrentStateCache(LayerCache):
                 self._recycle(state)
 
     def check(self) -> None:
-        """Raise RuntimeError unless each record is free, pending or of a row, and each state has exactly one owner."""
+        """Raise RuntimeError unless each record has exactly one use and each state exactly one owner."""
         for sequence in self._sequences.values():
             records = sorted([*sequence.pending, *sequence.free, *(record for record in sequence.rows if record != NO_RECORD)])
             if records != list(range(0 if sequence.records is None else len(sequence.records))):
@@ -296,7 +298,7 @@ class RecurrentStateCache(LayerCache):
             yield from (state for _, state in sequence.saves)
 
     def _finish_pass(self, sequence: _Sequence) -> None:
-        """Update the bookkeeping after a pass: the state covers the applied rows, and the saved states are valid."""
+        """If the pass has run, note that the state now covers the applied rows and that the saved states are valid."""
         if sequence.has_run[0]:
             sequence.is_consistent = False
             count, sequence.num_applied = sequence.num_applied, 0
@@ -309,7 +311,7 @@ class RecurrentStateCache(LayerCache):
                 self._store_saves(sequence)
 
     def _store_saves(self, sequence: _Sequence) -> None:
-        """Turn the states that the pass saved into checkpoints."""
+        """Store the states that the pass has saved as checkpoints."""
         saves, sequence.saves = sequence.saves, []
         for end, state in saves:
             index = end // self._block_size - 1
@@ -322,7 +324,7 @@ class RecurrentStateCache(LayerCache):
             del sequence.block_hashes[index]
 
     def _allocate_states_to_save(self, sequence: _Sequence, last_row: int, end_row: int | None = None) -> None:
-        """Allocate the states to be saved up to row `last_row`: at each interval, after the last full block, and after row `end_row`."""
+        """Allocate the states to save: at each interval and after the last full block up to row `last_row`, and after row `end_row`."""
         size = self._block_size
         if self.config.max_checkpoints:
             ends = list(range((sequence.length // size + 1) * size, last_row + 1, size))
@@ -337,7 +339,7 @@ class RecurrentStateCache(LayerCache):
             self._recycle(sequence.saves.pop()[1])
 
     def _store_checkpoint(self, sequence: _Sequence, index: int, block_hash: BlockHash, checkpoint: _Checkpoint) -> None:
-        """Store a checkpoint. Apart from those at the interval, only the last one of the prompt and the last one of the output are kept."""
+        """Store a checkpoint of block `index`. A checkpoint between two intervals is evicted when a later one replaces it."""
         if block_hash in self._checkpoints or not self.config.max_checkpoints:
             self._recycle(checkpoint.state)
             return
@@ -350,7 +352,7 @@ class RecurrentStateCache(LayerCache):
         sequence.last_is_prompt = checkpoint.is_prompt
 
     def _store_last_checkpoint(self, sequence: _Sequence) -> None:
-        """Turn the final state of a sequence into a checkpoint of its last full block, with the records up to there."""
+        """Store the state of a released sequence as a checkpoint of its last full block, with the records up to the block's end."""
         index = (sequence.length + len(sequence.pending)) // self._block_size - 1
         count, block_hash = (index + 1) * self._block_size - sequence.length, sequence.block_hashes.get(index)
         if (
@@ -386,7 +388,7 @@ class RecurrentStateCache(LayerCache):
             self._spare.append(state)
 
     def _take_records(self, sequence: _Sequence, count: int) -> list[int]:
-        """Take `count` unused records, and allocate more if there are too few."""
+        """Return the indices of `count` unused records; allocate more if there are too few."""
         size = 0 if sequence.records is None else len(sequence.records)
         if count > len(sequence.free):
             grown = max(2 * size, size + count - len(sequence.free), 4)

@@ -302,5 +302,5 @@ def test_many_ids_decode_like_few(write: Callable[[Path], Path], tmp_path: Path,
     tokenizer = opened(tmp_path, write=write)
     ids = [*tokenizer.encode("the é cat\n😀 </s>"), *range(tokenizer.vocab_size + 2)]
     texts = [tokenizer.decode(ids, skip_special_tokens=skips) for skips in (True, False)]
-    monkeypatch.setattr(backend, "_MAX_DECODED_WITH_LOCK", 3)
+    monkeypatch.setattr(backend, "_MAX_IDS_WITH_GIL", 3)
     assert [tokenizer.decode(ids, skip_special_tokens=skips) for skips in (True, False)] == texts
