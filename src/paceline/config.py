@@ -15,8 +15,8 @@ _DTYPE_OF_OTHER_NAME = {"float16": "f16", "half": "f16", "fp16": "f16", "bfloat1
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "f16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch")
-QUANTIZATIONS = ("none", "int8", "int4")
-DRAFT_QUANTIZATIONS = ("auto", *QUANTIZATIONS)
+QUANT = ("none", "int8", "int4")
+DRAFT_QUANT = ("auto", *QUANT)
 _MAX_BITS_OF_8_BIT, _MAX_BITS_OF_16_BIT = 10.0, 20.0  # quantisation scales included, 8-bit weights take up to 10 bits per value
 GGUF_WEIGHTS = ("exact", "regroup")
 ACCEPTANCE = ("match", "rejection")
@@ -86,7 +86,7 @@ def quant_options(name: str, quantization: Quantization) -> QuantOptions | None:
     """
     if isinstance(quantization, QuantOptions):
         return quantization
-    _check_choice(name, quantization, QUANTIZATIONS)
+    _check_choice(name, quantization, QUANT)
     return None if quantization == "none" else QuantOptions(bits=int(quantization.removeprefix("int")))
 
 
@@ -103,7 +103,7 @@ def draft_quant_options(quantization: Quantization, target_bits: float | None, *
     """
     if quantization != "auto":
         if not isinstance(quantization, QuantOptions):
-            _check_choice("draft_quantization", quantization, DRAFT_QUANTIZATIONS)
+            _check_choice("draft_quantization", quantization, DRAFT_QUANT)
         return quant_options("draft_quantization", quantization)
     if target_bits is None or target_bits > _MAX_BITS_OF_16_BIT or device != "cpu":
         return None

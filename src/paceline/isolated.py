@@ -137,10 +137,7 @@ class IsolatedFunction:
             self._end()
 
     def _exchange(self, process: "_Process", request: str | None) -> Any:
-        """Send a request and return the answer. With None, return the answer that the process sends after its start.
-
-        If the process cannot serve another request, it is ended.
-        """
+        """Send a request and return the answer; with None, return the answer after the start. End the process if it cannot go on."""
         try:
             if request is not None:
                 process.send(request, self._limits)

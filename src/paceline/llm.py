@@ -79,9 +79,7 @@ class LLM(metaclass=_AttributeHints):
     Raises:
         ConfigError: an argument is unknown or invalid.
         CheckpointError: the model, a drafter or an adapter cannot be read.
-        CapacityError: the model or its cache does not fit in memory.
-        IncompatibleDrafterError: the drafter cannot draft for this model.
-        BackendUnavailableError: a device or an optional dependency is missing.
+        CapacityError, IncompatibleDrafterError, BackendUnavailableError: see `paceline.errors`.
     """
 
     @suggest_arguments("LLM", sampling_names=SAMPLING_NAMES)

@@ -48,10 +48,7 @@ def processor_quota(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> f
 
 
 def memory_left_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """Return how many bytes can be allocated within the limits of this process's cgroups; None = no limit.
-
-    Cached file pages, which the kernel frees when it needs memory, are not counted as used.
-    """
+    """Return how many bytes can be allocated within the limits of this process's cgroups, cached files not counted; None = no limit."""
     left = [limit - usage + cached for limit, usage, cached in _memory_limits(cgroups, membership)]
     return max(0, min(left)) if left else None
 

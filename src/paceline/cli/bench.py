@@ -10,7 +10,7 @@ import typer
 
 from paceline.cli.options import MODEL, ModelArgument, ModelOption, flags_of, model_or_mini
 from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, check_distinct, print_notice, reported_errors
-from paceline.config import QUANTIZATIONS
+from paceline.config import QUANT
 from paceline.errors import ConfigError, printable
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def _option(*names: str, help_text: str, panel: str, metavar: str | None = None)
 
 
 GgufFile = Annotated[str | None, _option("--gguf-file", help_text=MODEL.options["gguf_file"], panel=WHAT)]
-Quant = Annotated[str, _option("--quantization", help_text=MODEL.options["quantization"], panel=WHAT, metavar="|".join(QUANTIZATIONS))]
+Quant = Annotated[str, _option("--quantization", help_text=MODEL.options["quantization"], panel=WHAT, metavar="|".join(QUANT))]
 DraftModel = Annotated[
     str | None, _option("-md", "--draft-model", help_text="A draft model's directory, file or id, for us and peers.", panel=WHAT)
 ]

@@ -21,7 +21,7 @@ from paceline.cli.options import (
     named_values,
 )
 from paceline.cli.reporting import EXIT_FAILURE, reported_errors
-from paceline.config import DEVICES, QUANTIZATIONS, EngineConfig, SpeculationConfig, quant_options
+from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, quant_options
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ def doctor(
     model: ModelOption = None,
     gguf_file: Annotated[str | None, typer.Option("--gguf-file", help=MODEL.options["gguf_file"])] = None,
     drafter: Drafters = None,
-    quantization: Annotated[
-        str, typer.Option("--quantization", help=MODEL.options["quantization"], metavar="|".join(QUANTIZATIONS))
-    ] = "none",
+    quantization: Annotated[str, typer.Option("--quantization", help=MODEL.options["quantization"], metavar="|".join(QUANT))] = "none",
     draft_quantization: DraftQuant = "auto",
     draft_adapter: Annotated[str | None, typer.Option("--draft-adapter", help=SPECULATION.options["draft_adapter"])] = None,
     drafter_options: DrafterOptions = None,

@@ -9,17 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from paceline.cli.reporting import print_notice, reported_errors
-from paceline.config import (
-    ACCEPTANCE,
-    DEVICES,
-    DRAFT_QUANTIZATIONS,
-    DTYPES,
-    GGUF_WEIGHTS,
-    NUMERICS,
-    QUANTIZATIONS,
-    EngineConfig,
-    SpeculationConfig,
-)
+from paceline.config import ACCEPTANCE, DEVICES, DRAFT_QUANT, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError, RequestError
 from paceline.sampling.defaults import DEFAULT_NAMES
 from paceline.sampling.params import SamplingParams
@@ -179,8 +169,8 @@ METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
     "kv_cache_dtype": "<str>",
-    "quantization": "|".join(QUANTIZATIONS),
-    "draft_quantization": "|".join(DRAFT_QUANTIZATIONS),
+    "quantization": "|".join(QUANT),
+    "draft_quantization": "|".join(DRAFT_QUANT),
     "acceptance": "|".join(ACCEPTANCE),
     "device": "|".join(DEVICES),
     "backend": "auto|<str>",  # longer than a column

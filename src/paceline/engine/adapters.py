@@ -85,8 +85,7 @@ class Adapters:
     def acquire(self, request: EngineRequest) -> None:
         """Assign to a new request the adapter that it names, and count the request as its user.
 
-        The adapter's key becomes part of the request's cache salt and namespace, so that only requests of the same adapter share cached
-        rows and draft from each other's outputs.
+        Only requests of the same adapter then share cached rows, and draft from each other's outputs.
 
         Raises:
             RequestError: as `check_loaded`.

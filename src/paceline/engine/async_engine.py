@@ -75,8 +75,7 @@ class AsyncEngine:
         if not isinstance(loaded, LoadedEngine):
             raise ConfigError(f"AsyncEngine takes a loaded engine, not {loaded!r}: use AsyncEngine.open(model)")
         self._worker = _Worker(loaded)
-        # The worker has no reference to this object, so this object can be garbage-collected, which closes the worker. At the exit of the
-        # interpreter nothing needs to be closed, because the worker's thread is a daemon.
+        # at the exit of the interpreter, the worker need not be closed, because its thread is a daemon
         weakref.finalize(self, self._worker.close).atexit = False
 
     @classmethod

@@ -214,9 +214,6 @@ def _check_messages(
 
     Args:
         others: tools and options, whose strings count towards the length.
-
-    Raises:
-        RequestError: there are too many messages, they are too long, or one is malformed.
     """
     if not hasattr(messages, "__len__") or isinstance(messages, str | Mapping):
         raise RequestError(f"messages is {messages!r}: give a list of {{'role', 'content'}}", parameter="messages")
@@ -283,9 +280,6 @@ def _text_before(text: str, end: str) -> str:
     """Return the text before `end`, the character that was added at the end of the last message.
 
     If the template strips whitespace from the end of messages, whitespace before `end` is removed as well.
-
-    Raises:
-        RequestError: the text does not contain `end`.
     """
     index = text.rfind(end)
     if index < 0:
@@ -324,8 +318,7 @@ def _with_shown_system(conversation: _Conversation) -> _Conversation:
 def _render_accepted(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
     """Render the variant of the conversation with the fewest changes that the template accepts; return the text and notices of changes.
 
-    Raises:
-        RequestError: the template rejects every variant. The error is the one for the unchanged conversation.
+    If the template rejects every variant, its error for the unchanged conversation is raised.
     """
     started_s, first_error = time.monotonic(), None
     for changed, chosen in _adapted_variants(conversation):

@@ -149,11 +149,7 @@ def parse_settings(model: str, options: dict[str, Any]) -> tuple[EngineConfig, S
 
 
 def _with_speculative_config(options: dict[str, Any]) -> dict[str, Any]:
-    """Replace vLLM's `speculative_config` among the options by the settings of ours that it stands for.
-
-    Raises:
-        ConfigError: `speculative_config` is invalid, or one of those settings is also given.
-    """
+    """Replace vLLM's `speculative_config` among the options by our settings, unless these are also given (ConfigError)."""
     given, others = options.get("speculative_config"), {name: one for name, one in options.items() if name != "speculative_config"}
     if given is None:
         return others
@@ -168,11 +164,7 @@ def _as_text(path: Any) -> Any:
 
 
 def _check_drafters(drafter: object) -> list[Drafter]:
-    """Return the drafter objects that a caller passed as `drafter`; an empty list if it passed names.
-
-    Raises:
-        ConfigError: an object is invalid, two have the same name, or names and objects are mixed.
-    """
+    """Return the drafter objects that a caller passed as `drafter`, if they are valid (ConfigError); an empty list if it passed names."""
     listed = list(drafter) if isinstance(drafter, list | tuple) else [drafter]
     drafters = [one for one in listed if isinstance(one, Drafter)]
     for one in listed if drafters else ():
@@ -186,11 +178,7 @@ def _check_drafters(drafter: object) -> list[Drafter]:
 
 
 def _check_no_drafter_options(options: Mapping[str, Any]) -> None:
-    """Check that no drafter settings are given, which would be ignored together with drafter objects.
-
-    Raises:
-        ConfigError: `drafter_options` or `draft_adapter` is given.
-    """
+    """Raise a ConfigError if settings of drafters are given, because they would have no effect on drafter objects."""
     if given := options.get("drafter_options"):
         raise ConfigError(f"drafter_options {given!r} came with a drafter that is made already: give them to it when you make it")
     if (adapter := options.get("draft_adapter")) is not None:

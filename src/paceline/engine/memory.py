@@ -146,9 +146,6 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
     """Return how many checkpoints of recurrent states are kept, how many requests may run, and the bytes of all their states.
 
     States of running requests take at most half of the cache, checkpoints at most a quarter of the rest.
-
-    Raises:
-        CapacityError: the state of one request does not fit.
     """
     layout = StateLayout.of(model.recurrent_layers)
     state_bytes, request_bytes = 4 * layout.state_size, 4 * (layout.state_size + _RECORDS_PER_SEQUENCE * layout.record_size)

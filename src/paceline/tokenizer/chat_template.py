@@ -137,11 +137,7 @@ def _plain_message(message: object) -> dict[str, Any]:
 
 
 def _dump_json(name: str, make: Callable[[], object]) -> str:
-    """Return the result of `make` as JSON. `name` is the parameter that errors name.
-
-    Raises:
-        RequestError: the result cannot be written as JSON.
-    """
+    """Return the result of `make` as JSON. `name` is the parameter that a RequestError names."""
     try:
         return json.dumps(make(), default=_to_json_type)
     except (TypeError, ValueError, RecursionError) as error:

@@ -209,11 +209,7 @@ class _Placeholders:
         return self.by_character[character]
 
     def take_unused(self, count: int) -> str:
-        """Return `count` more private-use characters that are not used yet.
-
-        Raises:
-            RequestError: there are too few.
-        """
+        """Return `count` more private-use characters that are not used yet, or raise a RequestError if there are too few."""
         if self._free is None:
             found = {one for text in strings_in(self._values) for one in _PRIVATE_USE_PATTERN.findall(text)}
             taken = self._taken | found

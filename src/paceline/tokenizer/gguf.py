@@ -140,11 +140,7 @@ class _Fields:
         return list(value)
 
     def required_strings(self, name: str) -> list[str]:
-        """Return an array of strings.
-
-        Raises:
-            CheckpointError: the file does not have it, or an item is not a string in UTF-8.
-        """
+        """Return an array that must exist and contain only strings in UTF-8."""
         items = self.array(name)
         if items is None:
             raise self.missing(name)
