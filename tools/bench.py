@@ -219,7 +219,7 @@ def workload_prompts(llm: LLM, kind: str, count: int, num_tokens: int, random: n
     for _ in range(count):
         prompt = workload.prompts[int(random.integers(len(workload.prompts)))]
         found.append(
-            input_processor.chat_ids([dict(one) for one in prompt.messages])
+            input_processor.chat_token_ids([dict(one) for one in prompt.messages])
             if prompt.messages
             else input_processor.prompt_ids(prompt.text or "")
         )

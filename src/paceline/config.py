@@ -110,7 +110,7 @@ def draft_quant_options(quantization: Quantization, target_bits: float | None, *
     return QuantOptions(bits=4 if target_bits <= _MAX_BITS_OF_8_BIT else 8)
 
 
-def copy_quant_options(draft: QuantOptions | None, target: QuantOptions | None) -> QuantOptions | None:
+def lm_head_copy_options(draft: QuantOptions | None, target: QuantOptions | None) -> QuantOptions | None:
     """Return how a drafting head quantises its copy of rows of the target's LM head; None = it reads the target's matrix instead.
 
     Args:

@@ -83,7 +83,7 @@ def resolve_model(
             f"there is no directory {shortened(name)} here, and an id on the Hugging Face hub has an owner: give 'owner/{name[:60]}', "
             f"or the path of a directory or GGUF file, or {MINI!r}"
         )
-    return _from_hub(name, gguf_file, revision=revision, token=token, offline=offline, with_heads=with_heads)
+    return _find_on_hub(name, gguf_file, revision=revision, token=token, offline=offline, with_heads=with_heads)
 
 
 def _expand_home(path: Path) -> Path:
@@ -136,9 +136,9 @@ def _gguf_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.lower().endswith(_GGUF) and not _LATER_SHARD.fullmatch(name))
 
 
-def _only_gguf(names: Sequence[str], place: object) -> str:
+def _only_gguf(names: Sequence[str], source: object) -> str:
     if len(names) > 1:
-        raise CheckpointError(f"{place} holds several GGUF files; name one with gguf_file (--gguf-file): {_describe_choice(names)}")
+        raise CheckpointError(f"{source} holds several GGUF files; name one with gguf_file (--gguf-file): {_describe_choice(names)}")
     return names[0]
 
 
@@ -149,14 +149,14 @@ def _describe_choice(names: Sequence[str]) -> str:
     return f"it holds {shown}" + (f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else "")
 
 
-def _from_hub(name: str, gguf_file: str | None, *, revision: str | None, token: str | None, offline: bool, with_heads: bool) -> Path:
+def _find_on_hub(name: str, gguf_file: str | None, *, revision: str | None, token: str | None, offline: bool, with_heads: bool) -> Path:
     """Return the path of a model on the Hub, downloaded if necessary: its safetensors, or a GGUF file as for `resolve_model`."""
     if gguf_file is None:
         files = (*_FILES, *_HEAD_FILES) if with_heads else _FILES
         directory = _download(name, files, revision=revision, token=token, offline=offline)
         if offline or any(is_file(directory / file) for file in SAFETENSORS) or any(directory.glob(_HEAD_FILES[0])):
             return _checkpoint_in(directory, None, with_heads=with_heads)
-        listing = _hub_files(name, revision=revision, token=token)
+        listing = _list_hub_files(name, revision=revision, token=token)
         names = _gguf_names(listing)
         if not names and with_heads:
             return _download(name, (*files, *_TORCH_FILES), revision=revision, token=token, offline=offline)
@@ -168,7 +168,7 @@ def _from_hub(name: str, gguf_file: str | None, *, revision: str | None, token: 
     return _checkpoint_in(_download(name, (pattern,), revision=revision, token=token, offline=offline), gguf_file)
 
 
-def _hub_files(name: str, *, revision: str | None, token: str | None) -> Sequence[str]:
+def _list_hub_files(name: str, *, revision: str | None, token: str | None) -> Sequence[str]:
     from huggingface_hub import list_repo_files
 
     try:
@@ -208,7 +208,7 @@ def _download(name: str, files: Sequence[str], *, revision: str | None, token: s
     except RevisionNotFoundError as error:
         raise CheckpointError(f"the model {name!r} has no revision {revision!r}; leave it out to take the newest one") from error
     except LocalEntryNotFoundError as error:
-        way_out = "run once without offline" if offline else "check the network, or give a directory"
-        raise CheckpointError(f"the model {name!r} is not in the local cache and was not downloaded; {way_out}") from error
+        advice = "run once without offline" if offline else "check the network, or give a directory"
+        raise CheckpointError(f"the model {name!r} is not in the local cache and was not downloaded; {advice}") from error
     except Exception as error:  # the Hub's client and its HTTP library raise many types
         raise CheckpointError(f"the model {name!r} cannot be downloaded: {error}; check network and disk, or give a directory") from error

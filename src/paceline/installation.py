@@ -9,20 +9,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 
-def install_extra(extra: str) -> str:
+def install_command(extra: str) -> str:
     """Return the command that adds an extra, such as `pip install 'paceline[grammar]'`, from the source that the package came from.
 
     Source: PEP 610; for packages that did not come from a package index, pip writes their URL to `direct_url.json`.
     """
     try:
         record = metadata.distribution("paceline").read_text("direct_url.json")
-        arguments = shlex.quote(f"paceline[{extra}]") if record is None else _arguments(json.loads(record), extra)
+        arguments = shlex.quote(f"paceline[{extra}]") if record is None else _pip_arguments(json.loads(record), extra)
     except (metadata.PackageNotFoundError, ValueError, LookupError, TypeError, AttributeError):  # direct_url.json is missing or damaged
         arguments = None
     return f"pip install {arguments}" if arguments else f"pip install '.[{extra}]' in a clone of paceline"
 
 
-def _arguments(record: Mapping[str, Any], extra: str) -> str | None:
+def _pip_arguments(record: Mapping[str, Any], extra: str) -> str | None:
     """Return the arguments of pip; None = the directory that the package was installed from no longer exists."""
     url = urlsplit(record["url"])
     if url.scheme != "file":

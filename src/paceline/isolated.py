@@ -134,7 +134,7 @@ class IsolatedFunction:
         if process is not None:
             process.popen.kill()
         with self._lock:
-            self._end()
+            self._stop_process()
 
     def _exchange(self, process: "_Process", request: str | None) -> Any:
         """Send a request and return the answer; with None, return the answer after the start. End the process if it cannot go on."""
@@ -145,20 +145,20 @@ class IsolatedFunction:
             return process.receive(self._limits)
         except BaseException as error:
             if not isinstance(error, IsolatedError) or process.has_ended:
-                self._end()
+                self._stop_process()
             if self._is_closed:
-                raise _closed() from None
+                raise _closed_error() from None
             raise
 
     def _running_process(self) -> "_Process":
         if self._process is not None and self._process.popen.poll() is None:
             return self._process
-        self._end()
-        popen = _start(self._function, self._limits)
+        self._stop_process()
+        popen = _start_process(self._function, self._limits)
         process = self._process = _Process(popen, weakref.finalize(self, _end_process, popen))
         if self._is_closed:  # `close` was called before `self._process` was set, so it has not ended the process
-            self._end()
-            raise _closed()
+            self._stop_process()
+            raise _closed_error()
         try:
             self._exchange(process, None)
         except IsolatedError as error:
@@ -169,12 +169,12 @@ class IsolatedFunction:
             try:
                 self._exchange(process, f'{{"setup": {self._setup}}}')
             except IsolatedError:
-                self._end()
+                self._stop_process()
                 raise
         process.is_used = False
         return process
 
-    def _end(self) -> None:
+    def _stop_process(self) -> None:
         if self._process is not None:
             self._process.end()
             self._process = None
@@ -223,7 +223,7 @@ class _Process:
             while rest:
                 rest = rest[os.write(self.popen.stdin.fileno(), rest) :]
         except OSError:
-            raise self._ended(limits) from None
+            raise self._end_error(limits) from None
 
     def receive(self, limits: Limits) -> Any:
         assert self.popen.stdout is not None
@@ -232,7 +232,7 @@ class _Process:
             num_searched = len(self.pending)
             chunk = os.read(self.popen.stdout.fileno(), _CHUNK_BYTES)
             if not chunk:
-                raise self._ended(limits)
+                raise self._end_error(limits)
             self.pending.extend(chunk)
         found: dict[str, Any] = json.loads(self.pending[:end])
         del self.pending[: end + 1]
@@ -240,7 +240,7 @@ class _Process:
             return found["result"]
         self.has_ended = found["ends"]
         if found["error"] == "MemoryError":
-            raise _out_of_memory(limits)
+            raise _out_of_memory_error(limits)
         raise IsolatedError(Failure.RAISED, found["message"], found["error"])
 
     def disown(self) -> None:
@@ -249,27 +249,27 @@ class _Process:
         _close_pipes(self.popen)
         self.popen.returncode = 0  # the process is no child of the forked one, so `Popen.wait` would fail
 
-    def _ended(self, limits: Limits) -> IsolatedError:
+    def _end_error(self, limits: Limits) -> IsolatedError:
         self.has_ended = True
         code = self.popen.wait()
         if code == _TIMED_OUT:
             return IsolatedError(Failure.TIME, f"it took longer than {limits.seconds:g} seconds")
         if code in (_OUT_OF_MEMORY, -getattr(signal, "SIGABRT", _OUT_OF_MEMORY)):  # a Rust library aborts if memory runs out
-            return _out_of_memory(limits)
+            return _out_of_memory_error(limits)
         if code == -getattr(signal, "SIGXCPU", 0):
             return IsolatedError(Failure.CPU_TIME, f"it computed longer than {limits.cpu_seconds} seconds")
         return IsolatedError(Failure.ENDED, f"its process ended with code {code}")
 
 
-def _out_of_memory(limits: Limits) -> IsolatedError:
+def _out_of_memory_error(limits: Limits) -> IsolatedError:
     return IsolatedError(Failure.MEMORY, f"it needed more than the {limits.memory_bytes >> 20} MB it may have")
 
 
-def _closed() -> IsolatedError:
+def _closed_error() -> IsolatedError:
     return IsolatedError(Failure.CLOSED, "the function was closed")
 
 
-def _start(function: str, limits: Limits) -> "subprocess.Popen[bytes]":
+def _start_process(function: str, limits: Limits) -> "subprocess.Popen[bytes]":
     if getattr(sys, "frozen", False):  # `sys.executable` is no Python interpreter
         raise IsolatedError(Failure.NOT_STARTED, "it is one program with paceline")
     settings: dict[str, Any] = {"function": function, "paths": [path for path in sys.path if path]}
@@ -309,7 +309,7 @@ def _serve(settings: dict[str, Any]) -> None:
         answer: dict[str, Any] = {"result": None}
     except Exception as error:
         answer = _error_answer(error)
-    _write(answer)
+    _write_answer(answer)
     if "error" in answer:
         return
     for line in sys.stdin.buffer:
@@ -325,7 +325,7 @@ def _serve(settings: dict[str, Any]) -> None:
                 answer = {"result": function(request["argument"])}
         except BaseException as error:
             answer = _error_answer(error)
-        _write(answer)
+        _write_answer(answer)
         faulthandler.cancel_dump_traceback_later()
         if answer.get("ends"):
             return
@@ -336,7 +336,7 @@ def _error_answer(error: BaseException) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": str(error)[:_MAX_MESSAGE_CHARS], "ends": must_end}
 
 
-def _write(answer: dict[str, Any]) -> None:
+def _write_answer(answer: dict[str, Any]) -> None:
     sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
     sys.stdout.buffer.flush()
 

@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import Any, NoReturn, Unpack, cast, overload
 
 from paceline.config import Quantization
-from paceline.engine.engine import Engine, EngineStats, raise_error
+from paceline.engine.engine import Engine, EngineStats, raise_first_error
 from paceline.engine.input_processor import InputProcessor
-from paceline.engine.inputs import ChatOptions, Messages, Params, Prompt, RequestOptions, as_prompts, params_per_prompt, split_chat_options
+from paceline.engine.inputs import (
+    ChatOptions,
+    Messages,
+    Params,
+    Prompt,
+    RequestOptions,
+    as_prompt_list,
+    params_per_prompt,
+    split_chat_options,
+)
 from paceline.engine.loader import LoadedEngine, load_engine, parse_settings
 from paceline.engine.request import EngineRequest
 from paceline.errors import ConfigError, RequestError
@@ -236,8 +245,8 @@ class LLM(metaclass=_AttributeHints):
             RequestError: a prompt or parameter is invalid, or a request failed while running; the others are then aborted.
             CapacityError: a request needs more blocks than the cache has; no request was started.
         """
-        ids = [self._input_processor.prompt_ids(prompt) for prompt in as_prompts(prompts)]
-        return self._run(ids, sampling_params, options)
+        ids = [self._input_processor.prompt_ids(prompt) for prompt in as_prompt_list(prompts)]
+        return self._run_requests(ids, sampling_params, options)
 
     @overload
     def chat(self, messages: Messages, sampling_params: Params = None, **options: Unpack[ChatOptions]) -> RequestOutput: ...
@@ -277,7 +286,7 @@ class LLM(metaclass=_AttributeHints):
         if is_one and params_list[0].n > 1:
             raise RequestError(f"n is {params_list[0].n} and one conversation has one answer: give a list, [messages]", parameter="n")
         chats = [self._input_processor.prepare_chat(conversation, options) for conversation in conversations]
-        outputs = self._run([ids for ids, _, _ in chats], params_list, chats[0][2])
+        outputs = self._run_requests([ids for ids, _, _ in chats], params_list, chats[0][2])
         parsers = [parser for (_, parser, _), params in zip(chats, params_list, strict=True) for _ in range(params.n)]
         outputs = [parser.parse(output) for parser, output in zip(parsers, outputs, strict=True)]
         return outputs[0] if is_one else outputs
@@ -289,7 +298,7 @@ class LLM(metaclass=_AttributeHints):
             RequestError: as for `chat`, or the prompt is longer than the context.
         """
         prompt, _ = split_chat_options(options)
-        return self._input_processor.chat_ids(messages, **prompt)
+        return self._input_processor.chat_token_ids(messages, **prompt)
 
     @suggest_arguments("stream", sampling_names=SAMPLING_NAMES)
     def stream(self, prompt: Prompt, sampling_params: Params = None, **options: Unpack[RequestOptions]) -> Iterator[StreamChunk]:
@@ -297,13 +306,13 @@ class LLM(metaclass=_AttributeHints):
 
         Other methods may be called before the stream ends; their steps also advance this request.
         """
-        return self._stream(self._input_processor.prompt_ids(prompt), sampling_params, options)
+        return self._stream_request(self._input_processor.prompt_ids(prompt), sampling_params, options)
 
     @suggest_arguments("stream_chat", sampling_names=SAMPLING_NAMES)
     def stream_chat(self, messages: Messages, sampling_params: Params = None, **options: Unpack[ChatOptions]) -> Iterator[StreamChunk]:
         """Answer one conversation and yield each new chunk of the answer."""
         prompt, request = split_chat_options(options)
-        return self._stream(self._input_processor.chat_ids(messages, **prompt), sampling_params, request)
+        return self._stream_request(self._input_processor.chat_token_ids(messages, **prompt), sampling_params, request)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -355,7 +364,7 @@ class LLM(metaclass=_AttributeHints):
             self._loaded_or_none = loaded
 
     @contextmanager
-    def _in_use(self) -> Iterator[LoadedEngine]:
+    def _hold_engine(self) -> Iterator[LoadedEngine]:
         """Context manager: return the loaded engine, and prevent `requantize` from replacing it."""
         with ExitStack() as stack:
             while True:
@@ -370,16 +379,16 @@ class LLM(metaclass=_AttributeHints):
         if not self.engine.is_idle:
             raise ConfigError("the target cannot be requantized while a request is running: finish its stream or close it first")
 
-    def _run(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions) -> list[RequestOutput]:
-        with self._in_use() as loaded:
+    def _run_requests(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions) -> list[RequestOutput]:
+        with self._hold_engine() as loaded:
             requests = loaded.make_requests(prompts, params, options, is_streamed=False)
             with closing(loaded.engine.run(requests)) as steps:  # after Ctrl-C, the run is closed here and not by the garbage collector
                 for _ in steps:
                     pass
             return [loaded.make_output(request) for request in requests]
 
-    def _stream(self, prompt: list[int], params: Params, options: RequestOptions) -> Iterator[StreamChunk]:
-        with self._in_use() as loaded:
+    def _stream_request(self, prompt: list[int], params: Params, options: RequestOptions) -> Iterator[StreamChunk]:
+        with self._hold_engine() as loaded:
             num_seen = dict.fromkeys(loaded.make_requests([prompt], params, options, is_streamed=True), 0)
             with closing(loaded.engine.run(list(num_seen))) as steps:
                 while num_seen:
@@ -387,7 +396,7 @@ class LLM(metaclass=_AttributeHints):
                     if not _has_new_tokens(num_seen):  # steps of another thread may have added some
                         next(steps, None)
                     with loaded.engine.between_steps():
-                        raise_error(list(num_seen))  # a step of another thread may have set an error
+                        raise_first_error(list(num_seen))  # a step of another thread may have set an error
                         chunks = [loaded.make_chunk(request, seen) for request, seen in num_seen.items()]
                         num_seen = {request: request.num_output_tokens for request in num_seen if not request.is_finished}
                     yield from chunks  # outside the lock, because the caller may start steps while it has a chunk

@@ -22,14 +22,14 @@ def usable_processors() -> int:
 
 def available_memory_bytes() -> int:
     """Return the memory that can be allocated without swapping and within the limits of this process's cgroups."""
-    free = _field(Path("/proc/meminfo"), "MemAvailable:", 1024)
+    free = _read_number(Path("/proc/meminfo"), "MemAvailable:", 1024)
     left = memory_left_bytes()
     return min(amount for amount in (DEFAULT_MEMORY_BYTES if free is None else free, left) if amount is not None)
 
 
 def total_memory_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
     """Return the memory of the machine, or the limit of a cgroup of this process if that is less."""
-    installed = _field(Path("/proc/meminfo"), "MemTotal:", 1024)
+    installed = _read_number(Path("/proc/meminfo"), "MemTotal:", 1024)
     limits = [limit for limit, _, _ in _memory_limits(cgroups, membership)]
     return min([DEFAULT_MEMORY_BYTES if installed is None else installed, *limits])
 
@@ -40,8 +40,12 @@ def processor_quota(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> f
     Source: the kernel's Documentation/admin-guide/cgroup-v2.rst (cpu.max) and scheduler/sched-bwc.rst (version 1).
     """
     shares = []
-    for directory in _directories("cpu", cgroups, membership):
-        words = [*_words(directory / "cpu.max"), *_words(directory / "cpu.cfs_quota_us"), *_words(directory / "cpu.cfs_period_us")]
+    for directory in _cgroup_directories("cpu", cgroups, membership):
+        words = [
+            *_words(directory / "cpu.max"),
+            *_words(directory / "cpu.cfs_quota_us"),
+            *_words(directory / "cpu.cfs_period_us"),
+        ]
         if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]) > 0:  # "max" or -1 = no quota
             shares.append(int(words[0]) / int(words[1]))
     return min(shares, default=None)
@@ -55,17 +59,17 @@ def memory_left_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) ->
 
 def _memory_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int, int]]:
     """Yield (limit, usage, cached file pages) in bytes for each cgroup of this process that limits memory."""
-    for directory in _directories("memory", cgroups, membership):
+    for directory in _cgroup_directories("memory", cgroups, membership):
         for limit_name, usage_name, cached in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             limit, usage = _words(directory / limit_name), _words(directory / usage_name)
             if limit and usage and limit[0].isdigit() and usage[0].isdigit() and int(limit[0]) < 1 << 60:
-                yield int(limit[0]), int(usage[0]), _field(directory / "memory.stat", cached, 1) or 0
+                yield int(limit[0]), int(usage[0]), _read_number(directory / "memory.stat", cached, 1) or 0
 
 
-def _directories(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
+def _cgroup_directories(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
     """Yield the directories of this process's cgroups that may contain limits of a controller ("cpu" or "memory"), up to the root."""
     for line in _lines(membership):
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "/")
@@ -81,7 +85,7 @@ def _directories(controller: str, cgroups: Path, membership: Path) -> Iterator[P
                 yield base.joinpath(*parts[:count])
 
 
-def _field(path: Path, name: str, unit: int) -> int | None:
+def _read_number(path: Path, name: str, unit: int) -> int | None:
     """Return the number after `name` at the beginning of a line, times `unit`; None = there is no such line."""
     for line in _lines(path):
         words = line.split()

@@ -41,10 +41,10 @@ def open_regular_file(path: Path) -> BinaryIO:
         CheckpointError: it is not a regular file, such as a pipe or a device, or it cannot be opened.
     """
     try:
-        _check_regular(path, os.stat(path))  # before `os.open`, because opening a device may have side effects
+        _check_status(path, os.stat(path))  # before `os.open`, because opening a device may have side effects
         handle = os.open(path, _OPEN_FLAGS)  # does not block, even if a pipe has replaced the file since the check
         try:
-            _check_regular(path, os.fstat(handle))
+            _check_status(path, os.fstat(handle))
             return os.fdopen(handle, "rb")
         except BaseException:
             os.close(handle)
@@ -84,7 +84,7 @@ def read_small(path: Path, limit: int) -> bytes | None:
     except (OSError, TypeError) as error:  # `read` of a non-blocking file may return None, hence TypeError
         raise unreadable_error(path, error) from error
     if len(content) > limit:
-        raise _too_large(path, limit)
+        raise _too_large_error(path, limit)
     return content
 
 
@@ -100,9 +100,9 @@ def check_small(path: Path, limit: int) -> None:
         return
     except (OSError, ValueError) as error:
         raise unreadable_error(path, error) from error
-    _check_regular(path, status)
+    _check_status(path, status)
     if status.st_size > limit:
-        raise _too_large(path, limit)
+        raise _too_large_error(path, limit)
 
 
 def read_json(path: Path, limit: int = CONFIG_BYTES) -> dict[str, Any] | None:
@@ -128,12 +128,12 @@ def json_object(content: bytes, source: object) -> dict[str, Any]:
     if num_nested + content.count(b",") > MAX_VALUES:
         raise CheckpointError(f"{source} holds more than {MAX_VALUES} JSON values; download it again")
     try:
-        values = json.loads(content.decode("utf-8"), parse_int=_integer)
+        values = json.loads(content.decode("utf-8"), parse_int=_parse_integer)
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{source} cannot be read as JSON ({type(error).__name__}: {error}); download it again") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{source} holds a JSON {type(values).__name__}, expected an object; download it again")
-    if num_nested > MAX_DEPTH and _is_deep(values):
+    if num_nested > MAX_DEPTH and _is_too_deep(values):
         raise CheckpointError(f"{source} nests JSON values more than {MAX_DEPTH} deep; download it again")
     return values
 
@@ -159,21 +159,21 @@ def unreadable_error(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read: {reason}; check the path and its permissions")
 
 
-def _too_large(path: Path, limit: int) -> CheckpointError:
+def _too_large_error(path: Path, limit: int) -> CheckpointError:
     return CheckpointError(f"{path} has more than the {limit} bytes that a file of its kind may have; download it again")
 
 
-def _check_regular(path: Path, status: os.stat_result) -> None:
+def _check_status(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise CheckpointError(f"{path} is {kind}, expected a regular file; download it again")
 
 
-def _integer(digits: str) -> int | float:
+def _parse_integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= _INTEGER_DIGITS else float(digits)
 
 
-def _is_deep(values: Any) -> bool:
+def _is_too_deep(values: Any) -> bool:
     """Return whether arrays and objects are nested deeper than MAX_DEPTH. Works without recursion, which could overflow."""
     level = [values]
     for _ in range(MAX_DEPTH):

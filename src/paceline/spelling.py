@@ -83,14 +83,14 @@ def unknown_argument(name: str, function_name: str, known: Collection[str], *, s
         sampling_names: names that are arguments of `SamplingParams` instead.
     """
     text = f"{name} is no argument of {function_name}"
-    if close := _closest(name, known):
+    if close := _closest_name(name, known):
         return f"{text}: did you mean {close}?"
-    if close := _closest(name, sampling_names):
+    if close := _closest_name(name, sampling_names):
         return f"{text}: give sampling_params=SamplingParams({close}=...)" + (" to generate or chat" if function_name == "LLM" else "")
     return f"{text}: it takes {', '.join(sorted(known))}"
 
 
-def _closest(name: str, known: Collection[str]) -> str | None:
+def _closest_name(name: str, known: Collection[str]) -> str | None:
     if name in known:
         return name
     other = OTHER_NAMES.get(name)
@@ -113,7 +113,7 @@ def suggest_arguments(
         def check(given: Collection[str]) -> None:
             for name in given:
                 if name not in known:
-                    raise _error(unknown_argument(name, function_name, known, sampling_names=sampling_names), name, function_name)
+                    raise _argument_error(unknown_argument(name, function_name, known, sampling_names=sampling_names), name, function_name)
 
         @functools.wraps(function)
         def checked(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
@@ -145,5 +145,5 @@ def _expand_options(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=parameters)
 
 
-def _error(text: str, name: str, function_name: str) -> PacelineError:
+def _argument_error(text: str, name: str, function_name: str) -> PacelineError:
     return ConfigError(text) if function_name == "LLM" else RequestError(text, parameter=name)

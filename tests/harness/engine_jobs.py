@@ -134,7 +134,7 @@ class Solo:
         opened = self.llm._loaded
         requests = opened.make_requests([prompt], params, {}, is_streamed=False)
         for request in requests:
-            request.leader = None
+            request.first_sample = None
             for _ in self.llm.engine.run([request]):
                 pass
         return [opened.make_output(request) for request in requests]

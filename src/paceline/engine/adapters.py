@@ -14,7 +14,7 @@ class _LoadedAdapter:
     """An adapter, the number that the runtime gave it, and how many unfinished requests use it."""
 
     adapter: Adapter
-    number: int
+    adapter_number: int
     num_requests: int = 0
     is_removed: bool = False
 
@@ -60,14 +60,14 @@ class Adapters:
             text = f"adapter is {name!r}, which is not loaded; loaded: {self._list_names()}"
             raise RequestError(text, parameter="adapter", code="adapter_not_found")
 
-    def add(self, adapter: Adapter, number: int) -> None:
+    def add(self, adapter: Adapter, adapter_number: int) -> None:
         """Let requests select an adapter that the runtime has loaded under this number.
 
         Raises:
             ConfigError: as `check_name_unused`.
         """
         self.check_name_unused(adapter.name)
-        self._by_name[adapter.name] = _LoadedAdapter(adapter, number)
+        self._by_name[adapter.name] = _LoadedAdapter(adapter, adapter_number)
 
     def remove(self, name: str) -> None:
         """Reject further requests for an adapter; free it once no request uses it.
@@ -95,7 +95,7 @@ class Adapters:
         self.check_loaded(request.adapter)
         loaded = self._adapter_of[request] = self._by_name[request.adapter]
         loaded.num_requests += 1
-        request.adapter_number, request.adapter_key = loaded.number, loaded.adapter.key
+        request.adapter_number, request.adapter_key = loaded.adapter_number, loaded.adapter.key
         request.has_mixture_pass = loaded.adapter.mixture is not None
         if request.namespace is not None:
             request.namespace = f"{request.namespace}\0{loaded.adapter.key.hex()}"
@@ -112,4 +112,4 @@ class Adapters:
 
     def _free_if_unused(self, loaded: _LoadedAdapter) -> None:
         if loaded.is_removed and loaded.num_requests == 0:
-            self._runtime.unload_adapter(loaded.number)
+            self._runtime.unload_adapter(loaded.adapter_number)

@@ -19,7 +19,7 @@ from threading import Lock, Thread
 from typing import Any, TypeVar, Unpack
 
 from paceline.engine.engine import EngineStats
-from paceline.engine.inputs import ChatOptions, Messages, Params, Prompt, RequestOptions, as_prompts, split_chat_options
+from paceline.engine.inputs import ChatOptions, Messages, Params, Prompt, RequestOptions, as_prompt_list, split_chat_options
 from paceline.engine.loader import LoadedEngine, load_engine, parse_settings
 from paceline.engine.request import EngineRequest
 from paceline.errors import ConfigError, PacelineError, as_exception
@@ -110,7 +110,7 @@ class AsyncEngine:
         If the call is cancelled, its requests are aborted. If the engine is closed, the outputs so far are returned with the finish reason
         "abort".
         """
-        return await self._collect(self._encode(prompts), sampling_params, options)
+        return await self._collect(self._prompt_encoder(prompts), sampling_params, options)
 
     @suggest_arguments("chat", sampling_names=SAMPLING_NAMES)
     async def chat(self, messages: Messages, sampling_params: Params = None, **options: Unpack[ChatOptions]) -> list[RequestOutput]:
@@ -131,14 +131,14 @@ class AsyncEngine:
     def stream_chat(self, messages: Messages, sampling_params: Params = None, **options: Unpack[ChatOptions]) -> AsyncIterator[StreamChunk]:
         """Answer one conversation and yield each new chunk of the answer; chunks and cancellation as for `stream`."""
         prompt, request = split_chat_options(options)
-        return self._stream(lambda: [self.loaded.input_processor.chat_ids(messages, **prompt)], sampling_params, request)
+        return self._stream(lambda: [self.loaded.input_processor.chat_token_ids(messages, **prompt)], sampling_params, request)
 
     @suggest_arguments("stream_batch", sampling_names=SAMPLING_NAMES)
     async def stream_batch(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[tuple[int, StreamChunk]]:
         """Complete prompts and yield each new chunk with the index of its prompt; chunks and cancellation as for `stream`."""
-        requests = await self._make_requests(self._encode(prompts), sampling_params, options, is_streamed=True)
+        requests = await self._make_requests(self._prompt_encoder(prompts), sampling_params, options, is_streamed=True)
         numbers = accumulate(int(request.sample_index == 0) for request in requests)  # the samples of a prompt are consecutive
         prompt_index = {request: number - 1 for request, number in zip(requests, numbers, strict=True)}
         async with aclosing(self._run_and_yield_updates(requests, sends_chunks=True)) as updates:
@@ -180,8 +180,8 @@ class AsyncEngine:
             sandbox.close()  # a grammar that is being compiled would keep a thread and the engine alive
         await asyncio.to_thread(self._worker.join)
 
-    def _encode(self, prompts: Prompt | Sequence[Prompt]) -> Callable[[], list[list[int]]]:
-        return lambda: [self.loaded.input_processor.prompt_ids(one) for one in as_prompts(prompts)]
+    def _prompt_encoder(self, prompts: Prompt | Sequence[Prompt]) -> Callable[[], list[list[int]]]:
+        return lambda: [self.loaded.input_processor.prompt_ids(one) for one in as_prompt_list(prompts)]
 
     async def _collect(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> list[RequestOutput]:
         requests = await self._make_requests(prompts, params, options, is_streamed=False)
@@ -222,22 +222,22 @@ class AsyncEngine:
                 yield request, chunk
         finally:
             if num_open:
-                self._worker.abort(listeners)
+                self._worker.abort_requests(listeners)
 
     async def _run_in_thread(self, function: Callable[[], Result]) -> Result:
         """Run a function in the engine's thread and return its result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
 
-        def resolve(set_outcome: Callable[[Any], None], outcome: object) -> None:
+        def set_if_pending(set_outcome: Callable[[Any], None], outcome: object) -> None:
             if not future.done():
                 set_outcome(outcome)
 
         def run() -> None:
-            _call_soon(loop, resolve, future.set_result, function())
+            _call_soon(loop, set_if_pending, future.set_result, function())
 
         def fail(error: Exception) -> None:
-            _call_soon(loop, resolve, future.set_exception, error)
+            _call_soon(loop, set_if_pending, future.set_exception, error)
 
         self._worker.submit(_Command(run, fail))
         return await future
@@ -278,12 +278,12 @@ class _Worker:
 
     def add_requests(self, listeners: Sequence[_Listener]) -> None:
         """Add the requests of listeners to the engine. Each listener gets updates until its request has ended."""
-        self.submit(_Command(lambda: self._add(listeners), lambda error: _send_error(listeners[0], error)))
+        self.submit(_Command(lambda: self._add_to_engine(listeners), lambda error: _send_error(listeners[0], error)))
 
-    def abort(self, listeners: Sequence[_Listener]) -> None:
+    def abort_requests(self, listeners: Sequence[_Listener]) -> None:
         """Abort those requests of the listeners that have not ended. Never raises."""
         if self._is_own_process:
-            self._inbox.put(_Command(lambda: self._abort(listeners), lambda _: None))
+            self._inbox.put(_Command(lambda: self._abort_in_engine(listeners), lambda _: None))
 
     def close(self) -> None:
         """End all requests with the finish reason "abort", and end the thread after the current step. A second call does nothing."""
@@ -292,7 +292,7 @@ class _Worker:
         with self._inbox_lock:
             if self._closed is None:
                 self._closed = ConfigError, "the engine is closed: open another one"
-                self._inbox.put(_Command(self._close_engine, lambda _: None))
+                self._inbox.put(_Command(self._stop_thread, lambda _: None))
 
     def join(self) -> None:
         """Wait until the thread has ended."""
@@ -309,7 +309,7 @@ class _Worker:
         fault: BaseException | None = None
         try:
             while not self._is_ending:
-                self._run_once()
+                self._run_one_step()
             for listener in list(self._listeners.values()):
                 self.loaded.engine.abort_request(listener.request)
             self._send_updates()
@@ -319,7 +319,7 @@ class _Worker:
         finally:
             self._shut_down(fault)
 
-    def _run_once(self) -> None:
+    def _run_one_step(self) -> None:
         """Run the commands in the inbox, then one step. An error ends all requests in the engine, but not the thread."""
         engine = self.loaded.engine
         try:
@@ -328,7 +328,7 @@ class _Worker:
                 engine.step()
         except BaseException as error:  # the step itself handles errors of single requests
             log.exception("a step of the engine failed")
-            self._fail_all(as_exception(error))
+            self._fail_all_requests(as_exception(error))
         self._send_updates()
 
     def _run_commands(self, *, is_idle: bool) -> None:
@@ -344,7 +344,7 @@ class _Worker:
         except Empty:
             return
 
-    def _add(self, listeners: Sequence[_Listener]) -> None:
+    def _add_to_engine(self, listeners: Sequence[_Listener]) -> None:
         engine = self.loaded.engine
         for listener in listeners:
             engine.check_request(listener.request)  # an error of one request is raised before any of them is added
@@ -352,12 +352,12 @@ class _Worker:
             engine.add_request(listener.request)
             self._listeners[listener.request] = listener
 
-    def _abort(self, listeners: Sequence[_Listener]) -> None:
+    def _abort_in_engine(self, listeners: Sequence[_Listener]) -> None:
         for listener in listeners:
             self.loaded.engine.abort_request(listener.request)
             self._listeners.pop(listener.request, None)
 
-    def _close_engine(self) -> None:
+    def _stop_thread(self) -> None:
         self._is_ending = True
 
     def _shut_down(self, fault: BaseException | None) -> None:
@@ -376,7 +376,7 @@ class _Worker:
             except Empty:
                 return
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all_requests(self, error: Exception) -> None:
         for listener in self._listeners.values():
             if not listener.request.is_finished:
                 listener.request.fail(error)
@@ -393,8 +393,8 @@ class _Worker:
             if request.is_finished:
                 del self._listeners[request]
         for loop, updates in by_loop.items():
-            if not _call_soon(loop, _put_all, updates):  # a closed event loop has no waiting caller
-                self._abort([listener for listener, _ in updates])
+            if not _call_soon(loop, _put_updates, updates):  # a closed event loop has no waiting caller
+                self._abort_in_engine([listener for listener, _ in updates])
 
     def _next_update(self, listener: _Listener) -> StreamChunk | Exception:
         request = listener.request
@@ -418,7 +418,7 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *argu
     return True
 
 
-def _put_all(updates: Sequence[tuple[_Listener, StreamChunk | Exception]]) -> None:
+def _put_updates(updates: Sequence[tuple[_Listener, StreamChunk | Exception]]) -> None:
     for listener, chunk in updates:
         listener.updates.put_nowait((listener.request, chunk))
 

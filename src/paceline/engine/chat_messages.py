@@ -80,7 +80,7 @@ def messages_for_template(messages: Sequence[Mapping[str, Any]], *, has_develope
 
 def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
     """Encode the arguments of tool calls as JSON, for templates that insert them without encoding them."""
-    return [_map_calls(message, _with_text_arguments) for message in messages]
+    return [_map_tool_calls(message, _with_text_arguments) for message in messages]
 
 
 def with_short_call_ids(messages: Sequence[Message]) -> list[Message]:
@@ -90,12 +90,12 @@ def with_short_call_ids(messages: Sequence[Message]) -> list[Message]:
     """
     ids: dict[str, str] = {}
 
-    def short_id(given: Any) -> Any:
-        if not isinstance(given, str) or (len(given) == _CALL_ID_LENGTH and given.isalnum()):
-            return given
-        return ids.setdefault(given, f"call{len(ids):05d}")
+    def short_id(call_id: Any) -> Any:
+        if not isinstance(call_id, str) or (len(call_id) == _CALL_ID_LENGTH and call_id.isalnum()):
+            return call_id
+        return ids.setdefault(call_id, f"call{len(ids):05d}")
 
-    found = [_map_calls(message, lambda call: {**call, "id": short_id(call.get("id", ""))}) for message in messages]
+    found = [_map_tool_calls(message, lambda call: {**call, "id": short_id(call.get("id", ""))}) for message in messages]
     return [{**one, "tool_call_id": short_id(one["tool_call_id"])} if one.get("tool_call_id") else one for one in found]
 
 
@@ -171,7 +171,7 @@ def with_generic_tools(messages: Sequence[Message], description: str) -> list[Me
         message = dict(given)
         calls = message.pop("tool_calls", None)
         if calls:
-            message["content"] = _join_texts(message.get("content"), "\n".join(map(_call_json, calls)), "\n")
+            message["content"] = _join_texts(message.get("content"), "\n".join(map(_call_as_json_text, calls)), "\n")
         elif message.get("role") == "tool":
             name = message.get("name")
             title = f"Result of {name}:\n" if name else "Result:\n"
@@ -199,8 +199,8 @@ def _parse_tool(index: int, given: object) -> Tool:
     function = given.get("function", given) if isinstance(given, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-        way_out = "give {'type': 'function', 'function': {'name', 'description', 'parameters'}}"
-        raise RequestError(f"tools[{index}] is no function with a name: {way_out}", parameter="tools")
+        advice = "give {'type': 'function', 'function': {'name', 'description', 'parameters'}}"
+        raise RequestError(f"tools[{index}] is no function with a name: {advice}", parameter="tools")
     description, parameters = function.get("description"), function.get("parameters")
     if not isinstance(description, str | None) or not isinstance(parameters, Mapping | None):
         raise RequestError(
@@ -256,7 +256,7 @@ def _parse_arguments(arguments: Any) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def _map_calls(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+def _map_tool_calls(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [change(call) for call in calls]} if calls else message
 
@@ -267,7 +267,7 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": text}}
 
 
-def _call_json(call: Mapping[str, Any]) -> str:
+def _call_as_json_text(call: Mapping[str, Any]) -> str:
     function = call["function"]
     return json.dumps({"tool_call": {"name": function["name"], "arguments": function["arguments"]}}, ensure_ascii=False)
 
@@ -297,20 +297,20 @@ def _join_texts(first: Any, second: Any, separator: str = "\n\n") -> str:
 def _with_string_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
     given: object = message
     content = given.get("content") if isinstance(given, Mapping) else None
-    return {**message, "content": "\n".join(map(_text_of_part, content))} if isinstance(content, list | tuple) else message
+    return {**message, "content": "\n".join(map(_part_text, content))} if isinstance(content, list | tuple) else message
 
 
-def _text_of_part(part: object) -> str:
-    way_out = "give {'type': 'text', 'text': ...}"
+def _part_text(part: object) -> str:
+    advice = "give {'type': 'text', 'text': ...}"
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise RequestError(f"a message holds the part {part!r}: {way_out}", parameter="messages")
+        raise RequestError(f"a message holds the part {part!r}: {advice}", parameter="messages")
     kind, text = part.get("type"), part.get("text")
     if kind is None:
-        raise RequestError(f"a part of a message has no type: {way_out}", parameter="messages")
+        raise RequestError(f"a part of a message has no type: {advice}", parameter="messages")
     if kind != "text":
         raise RequestError(f"a message holds a part of the type {kind!r}: this model reads text only", parameter="messages")
     if not isinstance(text, str):
-        raise RequestError(f"a part of a message is of the type 'text' and its text is {text!r}: {way_out}", parameter="messages")
+        raise RequestError(f"a part of a message is of the type 'text' and its text is {text!r}: {advice}", parameter="messages")
     return text

@@ -109,13 +109,13 @@ class ChatOutputParser:
         ids = [tokenizer.added_token_id(text) for text in self.formats.tokens(self.tools)]
         return [token_id for token_id in ids if token_id is not None]
 
-    def stream(self, *, sample: int = 0, parallel_tool_calls: bool = True) -> OutputStream:
+    def stream_parser(self, *, sample: int = 0, parallel_tool_calls: bool = True) -> OutputStream:
         """Return a parser for the streamed text of one sample. Without `parallel_tool_calls`, only the first tool call is returned."""
         return self.formats.stream(self.tools, sample=sample, several=parallel_tool_calls, in_reasoning=self.in_reasoning)
 
     def parse(self, output: RequestOutput) -> RequestOutput:
         """Return a finished output with content, reasoning and tool calls parsed from its text."""
-        stream = self.stream(sample=output.sample_index)
+        stream = self.stream_parser(sample=output.sample_index)
         events = [*stream.push(output.text), *stream.finish()]
         found = ParsedOutput.of_events(events, stream.sink.broken_off)
         return replace(output, content=found.content, reasoning=found.reasoning, tool_calls=found.tool_calls)
@@ -130,20 +130,20 @@ class _Conversation:
     tools: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any]
     add_generation_prompt: bool
-    continues: bool
+    continue_final_message: bool
     allow_special_tokens: bool
     notices: tuple[str, ...] = ()
 
     @property
-    def template(self) -> str:
+    def template_source(self) -> str:
         return self.input_processor.tokenizer.template_source(has_tools=bool(self.tools))
 
-    def text(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
         return self.input_processor.tokenizer.chat_text(
             messages,
             tools=self.tools,
             options=self.options,
-            add_generation_prompt=self.add_generation_prompt and not self.continues,
+            add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
             max_model_len=self.input_processor.max_model_len,
         )
 
@@ -181,7 +181,7 @@ def chat_prompt(
         tools=[tool_for_template(tool) for tool in described],
         options=template_options or {},
         add_generation_prompt=add_generation_prompt,
-        continues=continue_final_message,
+        continue_final_message=continue_final_message,
         allow_special_tokens=allow_special_tokens,
     )
     supports_tools = input_processor.tokenizer.template_uses("tools") or not (described or has_tool_calls(plain))
@@ -253,17 +253,17 @@ def _check_message(index: int, message: object) -> None:
 
 def _render_and_encode(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     """Render and encode a conversation; return the prompt as token ids, and its text."""
-    conversation = _with_shown_system(conversation)
-    tokenizer, template = conversation.input_processor.tokenizer, conversation.template
+    conversation = _with_rendered_system(conversation)
+    tokenizer, template = conversation.input_processor.tokenizer, conversation.template_source
     given: list[Any] = [*conversation.messages, list(conversation.tools), dict(conversation.options)]
     searched = _texts_searched_by_template(conversation.messages, template)
     escaped = tokenizer.control_texts.escape(given, others=[template], except_in=searched)
     is_escaped = escaped.is_needed and not conversation.allow_special_tokens
     *messages, tools, options = escaped.value if is_escaped else given
-    end = escaped.placeholders.take_unused(1) if conversation.continues else ""
+    end = escaped.placeholders.take_unused(1) if conversation.continue_final_message else ""
     if end:
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end} "}
-    text, notices = _render_accepted(replace(conversation, messages=messages, tools=tools, options=options))
+    text, notices = _render_accepted_variant(replace(conversation, messages=messages, tools=tools, options=options))
     if end:
         text = _text_before(text, end)
     conversation.input_processor.check_num_chars(len(text))
@@ -298,7 +298,7 @@ def _has_developer_role(tokenizer: Tokenizer, messages: Messages) -> bool:
     return tokenizer.template_uses("developer") and tokenizer.template_renders([_DEVELOPER_PROBE], [probe, _USER])
 
 
-def _with_shown_system(conversation: _Conversation) -> _Conversation:
+def _with_rendered_system(conversation: _Conversation) -> _Conversation:
     """If the template does not render system messages, return the conversation with their text moved into user messages."""
     messages, tokenizer, has_tools = conversation.messages, conversation.input_processor.tokenizer, bool(conversation.tools)
     if not any(message.get("role") in ("system", "developer") for message in messages):
@@ -315,7 +315,7 @@ def _with_shown_system(conversation: _Conversation) -> _Conversation:
     return conversation
 
 
-def _render_accepted(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
+def _render_accepted_variant(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
     """Render the variant of the conversation with the fewest changes that the template accepts; return the text and notices of changes.
 
     If the template rejects every variant, its error for the unchanged conversation is raised.
@@ -323,18 +323,18 @@ def _render_accepted(conversation: _Conversation) -> tuple[str, tuple[str, ...]]
     started_s, first_error = time.monotonic(), None
     for changed, chosen in _adapted_variants(conversation):
         try:
-            text = changed.text(changed.messages)
+            text = changed.render(changed.messages)
         except RequestError as error:
             first_error = first_error or error
             if time.monotonic() - started_s > _MAX_RETRY_SECONDS:  # a template may take its whole time limit for each variant
                 break
             continue
         if with_arguments_as_text not in chosen and _has_python_repr_arguments(changed.messages, text):
-            text = changed.text(with_arguments_as_text(changed.messages))
+            text = changed.render(with_arguments_as_text(changed.messages))
         if with_folded_system not in chosen and not _has_all_system_messages(changed.messages, text):
             folded = with_folded_system(changed.messages)
             with suppress(RequestError):
-                return changed.text(folded), (FOLDED_SYSTEM,)
+                return changed.render(folded), (FOLDED_SYSTEM,)
         return text, ((FOLDED_SYSTEM,) if with_folded_system in chosen else ())
     assert first_error is not None
     raise first_error
@@ -375,5 +375,5 @@ def _texts_searched_by_template(messages: Sequence[Message], template: str) -> d
 def _log_notices(input_processor: "InputProcessor", prompt: ChatPrompt) -> ChatPrompt:
     """Log the notices of a prompt, and return the prompt."""
     for notice in prompt.notices:
-        input_processor.notify(notice)
+        input_processor.log_once(notice)
     return prompt

@@ -75,7 +75,7 @@ class EngineStats:
         """Return the counters as a JSON object."""
         return {**asdict(self), "speculation": self.speculation.as_dict()}
 
-    def count(self, request: EngineRequest) -> None:
+    def count_request(self, request: EngineRequest) -> None:
         """Count a request that has ended."""
         if request.error is not None:
             self.num_failed += 1
@@ -119,7 +119,7 @@ class StepLock:
         Raises:
             ConfigError: this thread holds it already, or the process was forked while another thread held it.
         """
-        self._check()
+        self._check_can_acquire()
         try:
             with self._lock:
                 try:
@@ -149,7 +149,7 @@ class StepLock:
                 self._owner = None
                 self._lock.release()
 
-    def _check(self) -> None:
+    def _check_can_acquire(self) -> None:
         if self._process_id != os.getpid():
             if self._owner is not None:
                 raise ConfigError("this process was forked while another thread used the model: load the model in each process")
@@ -290,10 +290,10 @@ class Engine:
         with self._lock.held():
             scheduled = self.scheduler.next_pass()
             if not scheduled:
-                return self._fail_oldest()
+                return self._fail_oldest_request()
             requests = [one.request for one in scheduled]
             try:
-                self._step(requests, [one.num_rows for one in scheduled])
+                self._run_pass(requests, [one.num_rows for one in scheduled])
             finally:
                 for request in requests:
                     if request.is_finished and self.scheduler.remove(request):
@@ -319,9 +319,9 @@ class Engine:
             while not all(request.is_released for request in requests):
                 self._runs[run] = get_ident(), requests
                 self.step()
-                raise_error(requests)
+                raise_first_error(requests)
                 yield
-            raise_error(requests)
+            raise_first_error(requests)
         finally:
             self._runs.pop(run, None)
             for request in requests:
@@ -354,7 +354,7 @@ class Engine:
                 del self._runs[run]
                 self._to_abort.extend(requests)
 
-    def _step(self, requests: Sequence[EngineRequest], num_rows: Sequence[int]) -> None:
+    def _run_pass(self, requests: Sequence[EngineRequest], num_rows: Sequence[int]) -> None:
         now = time.perf_counter()
         for request in requests:
             if not request.started_s:
@@ -392,7 +392,7 @@ class Engine:
         for request in requests:
             request.fail(error)
 
-    def _fail_oldest(self) -> list[EngineRequest]:
+    def _fail_oldest_request(self) -> list[EngineRequest]:
         """End the oldest request, whose rows do not fit in the cache although no other request has blocks that could be freed."""
         if not self.has_work:
             return []
@@ -407,32 +407,32 @@ class Engine:
 
     def _is_ready(self, request: EngineRequest) -> bool:
         """Return whether a request may start. Further samples of a prompt wait until the first sample has computed the prompt's rows."""
-        leader = request.leader
-        if leader is None or leader.is_finished:
+        first_sample = request.first_sample
+        if first_sample is None or first_sample.is_finished:
             return True
-        return not self.cache.prefix_caching or leader.sequence.committed_len >= leader.num_prompt_tokens
+        return not self.cache.prefix_caching or first_sample.sequence.committed_len >= first_sample.num_prompt_tokens
 
     def _num_blocks_for(self, request: EngineRequest) -> int:
         return blocks_for(request.max_len, self.cache.block_size)
 
     def _too_long_text(self, request: EngineRequest) -> str:
-        size, way_out = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise kv_cache_gb"
+        size, advice = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise kv_cache_gb"
         if request.num_prompt_tokens < size:
-            return f"prompt and output of {request.max_len} tokens do not fit the cache of {size} tokens: {way_out}"
-        return prompt_too_long_text(request.num_prompt_tokens, size, way_out, why=f" (of the cache of {size} tokens)")
+            return f"prompt and output of {request.max_len} tokens do not fit the cache of {size} tokens: {advice}"
+        return prompt_too_long_text(request.num_prompt_tokens, size, advice, why=f" (of the cache of {size} tokens)")
 
     def _release(self, request: EngineRequest) -> None:
         """Update the counters for a request that was removed from the scheduler, and free its resources."""
         request.finished_s = time.perf_counter()
-        request.leader = None
-        self._stats.count(request)
+        request.first_sample = None
+        self._stats.count_request(request)
         self.adapters.release(request)
         self.cache.release(request.sequence)
         self.speculator.release(request)
         request.drafter_states.clear()  # the caller may keep the request object
 
 
-def raise_error(requests: Sequence[EngineRequest]) -> None:
+def raise_first_error(requests: Sequence[EngineRequest]) -> None:
     """Raise the error of the first request that failed."""
     for request in requests:
         if request.error is not None:

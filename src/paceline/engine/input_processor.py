@@ -37,7 +37,7 @@ class InputProcessor:
         vocab_size: number of token ids that may be in a prompt or be sampled.
         max_model_len: maximum number of tokens of prompt and output together.
         eos_token_ids: ids that end an output.
-        way_out: advice to the user, in the error for a prompt that is too long.
+        too_long_advice: advice to the user, in the error for a prompt that is too long.
         suppressed_token_ids: ids that the model's generation_config.json bans.
         num_threads: threads for sampling.
         cache_tokens: capacity of the cache in tokens. If it is less than `max_model_len`, outputs end there. None = unknown.
@@ -50,7 +50,7 @@ class InputProcessor:
     vocab_size: int
     max_model_len: int
     eos_token_ids: Sequence[int]
-    way_out: str = "shorten the prompt"
+    too_long_advice: str = "shorten the prompt"
     suppressed_token_ids: Sequence[int] = ()
     num_threads: int = 1
     cache_tokens: int | None = None
@@ -74,12 +74,12 @@ class InputProcessor:
         ids = self.tokenizer.encode(given) if isinstance(given, str) else given
         if not ids:
             raise RequestError("the prompt is empty: give at least one token", parameter="prompt")
-        self._check_ids(ids, "prompt")
+        self._check_token_ids(ids, "prompt")
         if len(ids) > self.max_model_len:
             raise self._too_long_error(len(ids))
         return ids
 
-    def chat_ids(self, messages: Messages, **options: Any) -> list[int]:
+    def chat_token_ids(self, messages: Messages, **options: Any) -> list[int]:
         """Return the token ids of a conversation; arguments as for `chat_prompt.chat_prompt`.
 
         Raises:
@@ -92,7 +92,7 @@ class InputProcessor:
 
         Raises:
             ConfigError: `tool_call_parser` or `reasoning_parser` is unknown.
-            RequestError, BackendUnavailableError: as `chat_ids`.
+            RequestError, BackendUnavailableError: as `chat_token_ids`.
         """
         prompt_options, request = split_chat_options(options)
         formats = OutputFormat.of(self.tokenizer, options.get("tool_call_parser", AUTO), options.get("reasoning_parser", AUTO))
@@ -122,7 +122,7 @@ class InputProcessor:
         if num_messages > self.max_model_len:
             raise self._too_long_error(num_messages, f" (at least: it has {num_messages} messages of one token or more)")
 
-    def notify(self, notice: str) -> None:
+    def log_once(self, notice: str) -> None:
         """Log a notice, unless it was logged before."""
         if notice not in self.notices:
             self.notices.add(notice)
@@ -166,14 +166,12 @@ class InputProcessor:
         *,
         is_streamed: bool,
         options: PromptOptions = NO_OPTIONS,
-        seed: int | None = None,
-        leader: EngineRequest | None = None,
+        first_sample: EngineRequest | None = None,
     ) -> EngineRequest:
         """Create the request of one sample.
 
         Args:
-            seed: the seed of the prompt's other samples; None = the seed of `params`, or a random one.
-            leader: the first sample of the prompt; None = this is the first sample.
+            first_sample: the first sample of the prompt, which has the same seed; None = this is the first sample.
 
         Raises:
             RequestError: an id in `params` is unknown, its grammar does not compile, or the prompt is as long as the context. With
@@ -192,8 +190,8 @@ class InputProcessor:
             num_prompt_tokens=len(prompt),
             params=params,
             processor=self._logits_processor(prompt, params),
-            sequence=CachedSequence(),  # the engine replaces it by a sequence of its cache when it adds the request
-            seed=resolve_seed(params) if seed is None else seed,
+            sequence=CachedSequence(),  # a placeholder until the engine adds the request
+            seed=resolve_seed(params) if first_sample is None else first_sample.seed,
             sample_index=0,
             max_len=min(self._max_total_len(len(prompt)), len(prompt) + params.max_tokens),
             end_token_ids=frozenset(ends),
@@ -205,7 +203,7 @@ class InputProcessor:
             namespace=options.namespace,
             salt=options.salt,
             adapter=options.adapter,
-            leader=leader,
+            first_sample=first_sample,
         )
 
     def make_samples(
@@ -213,7 +211,7 @@ class InputProcessor:
     ) -> list[EngineRequest]:
         """Create the `n` requests that sample one prompt.
 
-        They share a seed and have the sample indices 0 to `n` - 1. The first request is the leader of the others.
+        They share a seed and have the sample indices 0 to `n` - 1. The others refer to the first one.
 
         Raises:
             RequestError: as for `make_request`.
@@ -221,14 +219,14 @@ class InputProcessor:
         first = self.make_request(prompt_token_ids, params, is_streamed=is_streamed, options=options)
         samples = [first]
         for index in range(1, params.n):
-            sample = self.make_request(prompt_token_ids, params, is_streamed=is_streamed, options=options, seed=first.seed, leader=first)
+            sample = self.make_request(prompt_token_ids, params, is_streamed=is_streamed, options=options, first_sample=first)
             sample.sample_index = index
             samples.append(sample)
         return samples
 
     def make_chunk(self, request: EngineRequest, num_seen: int, output: RequestOutput | None) -> StreamChunk:
         """Return what a streamed request has produced after its first `num_seen` output tokens; `output` is set in the last chunk."""
-        text = request.text_stop.take_new() if request.text_stop is not None else ""
+        text = request.text_stop.take_new_text() if request.text_stop is not None else ""
         start = request.num_prompt_tokens + num_seen
         shows_prompt = num_seen == 0 and request.params.prompt_logprobs is not None
         return StreamChunk(
@@ -275,7 +273,7 @@ class InputProcessor:
         grammar = None if params.grammar is None else self.compiler.matcher(params.grammar, prompt_token_ids)
         if self.suppressed_token_ids:
             params = replace(params, banned_token_ids=(*params.banned_token_ids, *self.suppressed_token_ids))
-        words = bad_word_ids(params.bad_words, self._encode_as_text) if params.bad_words else ()
+        words = bad_word_ids(params.bad_words, self._encode_fragment) if params.bad_words else ()
         sampler = None
         if self.batch_sampler is not None:
             sampler = self.batch_sampler.path_sampler(
@@ -285,7 +283,7 @@ class InputProcessor:
             params, self.vocab_size, prompt_token_ids, self.eos_token_ids, grammar=grammar, bad_word_ids=words, path_sampler=sampler
         )
 
-    def _encode_as_text(self, text: str) -> list[int]:
+    def _encode_fragment(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _prediction_ids_of_prompts(self, prediction: object, num_prompts: int, *, has_prediction_drafter: bool) -> list[tuple[int, ...]]:
@@ -298,7 +296,7 @@ class InputProcessor:
                 '["prediction", "ngram"]',
                 parameter="prediction",
             )
-        if _is_one_text(prediction):
+        if _is_single_prediction(prediction):
             return [self._prediction_ids(prediction)] * num_prompts
         if not isinstance(prediction, Sequence) or len(prediction) != num_prompts:
             raise RequestError(
@@ -310,9 +308,9 @@ class InputProcessor:
 
     def _prediction_ids(self, prediction: object) -> tuple[int, ...]:
         if isinstance(prediction, str):
-            return tuple(self._encode_as_text(prediction))
+            return tuple(self._encode_fragment(prediction))
         ids = parse_token_ids(prediction, "prediction")
-        self._check_ids(ids, "prediction")
+        self._check_token_ids(ids, "prediction")
         return tuple(ids)
 
     def _max_total_len(self, num_prompt_tokens: int) -> int:
@@ -322,10 +320,10 @@ class InputProcessor:
         return min(self.max_model_len, self.cache_tokens)
 
     def _too_long_error(self, num_tokens: int, why: str = "") -> RequestError:
-        text = prompt_too_long_text(num_tokens, self.max_model_len, self.way_out, why=why)
+        text = prompt_too_long_text(num_tokens, self.max_model_len, self.too_long_advice, why=why)
         return RequestError(text, parameter="prompt", code=CONTEXT_LENGTH_EXCEEDED)
 
-    def _check_ids(self, ids: Sequence[int], name: str) -> None:
+    def _check_token_ids(self, ids: Sequence[int], name: str) -> None:
         for token_id in ids:
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(f"{name} holds token id {token_id}; this model's ids go from 0 to {self.vocab_size - 1}", parameter=name)
@@ -347,7 +345,7 @@ def _adapter_names(adapter: object, num_prompts: int) -> Sequence[str | None]:
     return names
 
 
-def _is_one_text(prediction: object) -> bool:
+def _is_single_prediction(prediction: object) -> bool:
     """Return whether a prediction is one string or one list of ids, rather than a list of predictions."""
     if isinstance(prediction, str) or not isinstance(prediction, Sequence):
         return isinstance(prediction, str) or hasattr(prediction, "dtype")  # numpy arrays are not registered as Sequence

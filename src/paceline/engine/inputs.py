@@ -77,7 +77,7 @@ def split_chat_options(options: ChatOptions) -> tuple[dict[str, Any], RequestOpt
     return prompt, cast(RequestOptions, request)
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Return a list of prompts. A string, a mapping or a list of numbers is one prompt; anything else is a list of prompts."""
     if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__") or (len(prompts) > 0 and not hasattr(prompts[0], "__len__")):
         return [cast(Prompt, prompts)]

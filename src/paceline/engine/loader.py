@@ -139,8 +139,8 @@ def parse_settings(model: str, options: dict[str, Any]) -> tuple[EngineConfig, S
     names = tuple(one.name for one in drafters) if drafters else tuple(drafter) if isinstance(drafter, list) else drafter
     given = {**options, "model": os.fsdecode(model), "drafter": names}
     given["drafter_options"], adapters = options.get("drafter_options") or {}, options.get("adapters") or {}
-    given["adapters"] = {name: _as_text(path) for name, path in adapters.items()} if isinstance(adapters, Mapping) else adapters
-    given |= {name: _as_text(options.get(name)) for name in ("merge_adapter", "draft_adapter")}
+    given["adapters"] = {name: _path_as_text(path) for name, path in adapters.items()} if isinstance(adapters, Mapping) else adapters
+    given |= {name: _path_as_text(options.get(name)) for name in ("merge_adapter", "draft_adapter")}
     of_engine, of_speculation = ({one.name for one in fields(kind)} for kind in (EngineConfig, SpeculationConfig))
     for name in given.keys() - of_engine - of_speculation:
         raise ConfigError(unknown_argument(name, "LLM", of_engine | of_speculation, sampling_names=SAMPLING_NAMES))
@@ -159,7 +159,7 @@ def _with_speculative_config(options: dict[str, Any]) -> dict[str, Any]:
     return others | settings
 
 
-def _as_text(path: Any) -> Any:
+def _path_as_text(path: Any) -> Any:
     return os.fsdecode(path) if isinstance(path, os.PathLike) else path
 
 
@@ -204,7 +204,7 @@ def load_engine(
     prepared = prepare(directory, config, speculation, drafters)
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
-    plan, cache = _new_cache(runtime, config, with_xlora=with_xlora or any(map(is_xlora, map(Path, config.adapters.values()))))
+    plan, cache = _make_cache(runtime, config, with_xlora=with_xlora or any(map(is_xlora, map(Path, config.adapters.values()))))
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
     target = LoadedTarget(
         directory=directory,
@@ -219,14 +219,14 @@ def load_engine(
         speculation=speculation,
     )
     drafters = prepared.open(target)
-    policy = _policy(speculation, runtime, cache, plan.max_model_len) if drafters else FixedDraftLength(DEFAULT_DRAFT_TOKENS)
+    policy = _make_policy(speculation, runtime, cache, plan.max_model_len) if drafters else FixedDraftLength(DEFAULT_DRAFT_TOKENS)
     acceptance = Acceptance(speculation.acceptance)
     speculator = Speculator(drafters, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
     engine = Engine(runtime, cache, speculator, _scheduler_limits(config, plan))
     eos_ids = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     suppressed = [token_id for token_id in runtime.config.suppressed_token_ids if token_id < vocab_size]
     inputs = InputProcessor(
-        tokenizer, vocab_size, plan.max_model_len, eos_ids, plan.way_out, suppressed, config.num_threads, plan.num_cache_tokens
+        tokenizer, vocab_size, plan.max_model_len, eos_ids, plan.too_long_advice, suppressed, config.num_threads, plan.num_cache_tokens
     )
     drafter_notices = [notice for drafter in drafters for notice in drafter.traits.notices]
     target_notices = (*config.notices, *tokenizer.notices, *loaded.notices, *prepared.notices)
@@ -246,7 +246,7 @@ def _scheduler_limits(config: EngineConfig, plan: CachePlan) -> SchedulerLimits:
     )
 
 
-def _new_cache(runtime: Network, config: EngineConfig, *, with_xlora: bool) -> tuple[CachePlan, KVCache]:
+def _make_cache(runtime: Network, config: EngineConfig, *, with_xlora: bool) -> tuple[CachePlan, KVCache]:
     """Allocate the target's cache. X-LoRA adapters need a second set of keys and values, for the passes that compute their scalings."""
     limits = _max_pass_size(config) if runtime.has_window_eviction else None
     plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if with_xlora else 1)
@@ -281,16 +281,16 @@ def _max_pass_size(config: EngineConfig) -> PassLimits:
     return PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, PROFILED_CONTEXT_LEN + max(ROW_COUNTS)))
 
 
-def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
+def _max_draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
     """Return the maximum number of draft tokens on a path of a draft tree, and of rows of a tree, its root included."""
     limit = speculation.num_speculative_tokens
     count = limit if isinstance(limit, int) else DEFAULT_DRAFT_TOKENS
     return count, 1 + count * speculation.tree_width
 
 
-def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_model_len: int) -> FixedDraftLength:
+def _make_policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_model_len: int) -> FixedDraftLength:
     """Return the draft length policy, which uses measured times of the target's forward passes on this machine."""
-    count, row_budget = _draft_size(speculation)
+    count, row_budget = _max_draft_size(speculation)
     profile = profile_forward(runtime, cache, ProfileCache(cache_directory()), max_model_len=max_model_len)
     return AdaptiveDraftLength(count, profile, row_budget=row_budget)
 

@@ -37,7 +37,7 @@ class CachePlan:
     Attributes:
         num_blocks: number of blocks.
         max_model_len: maximum length of prompt and output of a request.
-        way_out: advice to the user, in the error for a prompt that is too long.
+        too_long_advice: advice to the user, in the error for a prompt that is too long.
         num_bytes: maximum size in memory, states of recurrent layers included.
         notice: a warning that a full context or `max_num_seqs` requests do not fit; None = they fit.
         checkpoints: how many states of recurrent layers are kept for later requests with the same prefix.
@@ -46,7 +46,7 @@ class CachePlan:
 
     num_blocks: int
     max_model_len: int
-    way_out: str
+    too_long_advice: str
     num_bytes: int = 0
     notice: str | None = None
     checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS
@@ -64,14 +64,14 @@ class CachePlan:
 
 
 def plan_cache(
-    model: ModelConfig, config: EngineConfig, kv_cache_dtype: KVCacheDtype, limits: PassLimits | None = None, num_sets: int = 1
+    model: ModelConfig, config: EngineConfig, kv_cache_dtype: KVCacheDtype, limits: PassLimits | None = None, num_kv_sets: int = 1
 ) -> CachePlan:
     """Choose the size: `kv_cache_gb`, or else `DEFAULT_CONTEXTS` full contexts, at most `_default_bytes`.
 
     Args:
         kv_cache_dtype: type of the keys and values.
         limits: largest pass of layers that free rows before their sliding window; None = no layer frees rows.
-        num_sets: number of sets of keys and values: 2 if the passes that compute the scalings of X-LoRA adapters have their own.
+        num_kv_sets: number of sets of keys and values: 2 if the passes that compute the scalings of X-LoRA adapters have their own.
 
     Raises:
         ConfigError: `max_model_len` exceeds the model's maximum.
@@ -82,7 +82,7 @@ def plan_cache(
             f"max_model_len is {config.max_model_len}, the model was made for {model.max_positions} tokens: lower max_model_len"
         )
     context = config.max_model_len or model.max_positions
-    cache_bytes = _CacheBytes(model, kv_cache_dtype, limits, num_sets)
+    cache_bytes = _CacheBytes(model, kv_cache_dtype, limits, num_kv_sets)
     per_context = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
     limit = int(config.kv_cache_gb * 1e9) if config.kv_cache_gb is not None else _default_bytes(config, cache_bytes(per_context))
     states, max_num_seqs, state_bytes = _plan_states(model, config, limit)
@@ -102,9 +102,9 @@ def plan_cache(
             f"a context of {context} tokens needs {cache_bytes(per_context) / 1e9:.2g} GB of cache, "
             f"{cache_bytes(num_blocks) / 1e9:.2g} GB are to be had: lower max_model_len or raise kv_cache_gb"
         )
-    notices = _notices(context, num_cache_tokens, max_num_seqs, config.max_num_seqs)
+    notices = _warnings(context, num_cache_tokens, max_num_seqs, config.max_num_seqs)
     num_bytes = cache_bytes(num_blocks) + state_bytes
-    return CachePlan(num_blocks, context, _way_out(model, context), num_bytes, "; ".join(notices) or None, states, max_num_seqs)
+    return CachePlan(num_blocks, context, _too_long_advice(model, context), num_bytes, "; ".join(notices) or None, states, max_num_seqs)
 
 
 def _default_bytes(config: EngineConfig, context_bytes: int) -> int:
@@ -127,7 +127,7 @@ def _default_blocks(context: int, max_num_seqs: int) -> int:
     return max(for_contexts, for_sequences)
 
 
-def _notices(context: int, num_cache_tokens: int, max_num_seqs: int, requested_num_seqs: int) -> list[str]:
+def _warnings(context: int, num_cache_tokens: int, max_num_seqs: int, requested_num_seqs: int) -> list[str]:
     """Return warnings that a full context or `max_num_seqs` requests do not fit in the cache."""
     found = []
     if num_cache_tokens < context:
@@ -166,10 +166,10 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
 class _CacheBytes:
     """Callable that returns the size in bytes of a cache with a given number of blocks; arguments as for `plan_cache`."""
 
-    def __init__(self, model: ModelConfig, kv_cache_dtype: KVCacheDtype, limits: PassLimits | None, num_sets: int) -> None:
+    def __init__(self, model: ModelConfig, kv_cache_dtype: KVCacheDtype, limits: PassLimits | None, num_kv_sets: int) -> None:
         self._block_bytes: dict[int | None, int] = {}
         for group in model.kv_groups():
-            row_bytes = num_sets * group.bytes_per_token(kv_cache_dtype)
+            row_bytes = num_kv_sets * group.bytes_per_token(kv_cache_dtype)
             self._block_bytes[group.window] = self._block_bytes.get(group.window, 0) + row_bytes * BLOCK_SIZE
         self._limits = limits
 
@@ -190,7 +190,7 @@ class _CacheBytes:
         return num_blocks if window is None else num_window_blocks(window, num_blocks, self._limits, BLOCK_SIZE)
 
 
-def _way_out(model: ModelConfig, context: int) -> str:
+def _too_long_advice(model: ModelConfig, context: int) -> str:
     """Return the advice to the user in the error for a prompt that is longer than the context."""
     if context < model.max_positions or model.has_length_dependent_rope:
         return "shorten the prompt or raise max_model_len"

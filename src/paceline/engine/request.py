@@ -90,7 +90,7 @@ class EngineRequest(Request):
         text_stop: collects the output's text and finds stop strings; None = no stop strings are given and the output is not streamed.
         salt: only requests with the same salt and adapter share cached blocks.
         adapter_key: hash of the adapter's weights; empty = no adapter.
-        leader: the first sample of the same prompt. This request starts when the leader's prompt rows are cached. None = it is the first.
+        first_sample: the first sample of the same prompt. This request waits for its prompt rows. None = it is the first itself.
         num_cached_tokens: prompt tokens whose rows were found in the prefix cache.
         num_preemptions: how often its rows were dropped to free blocks for older requests. They are then computed again.
         started_s, first_token_s, last_token_s, finished_s: time (`time.perf_counter`) of the first pass, the first token, the latest
@@ -100,7 +100,7 @@ class EngineRequest(Request):
     text_stop: TextStop | None = None
     salt: bytes = b""
     adapter_key: bytes = b""
-    leader: "EngineRequest | None" = None
+    first_sample: "EngineRequest | None" = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     started_s: float = 0.0

@@ -44,7 +44,7 @@ class TextStop:
         """All text so far, except the part that is held back."""
         return "".join(self._shown)
 
-    def take_new(self) -> str:
+    def take_new_text(self) -> str:
         """Return the text that was added to `text` since the last call."""
         new = "".join(self._shown[self._num_taken :])
         self._num_taken = len(self._shown)

@@ -174,7 +174,7 @@ class KVCache:
         if not 0 <= length <= sequence.committed_len:
             raise ValueError(f"cannot truncate {sequence.committed_len} committed rows to {length}")
         if not all(layer_cache.can_truncate(sequence.id, length) for layer_cache in self.layer_caches):
-            length = self._num_resumable(sequence.block_hashes[: length // self.block_size]) * self.block_size
+            length = self._num_resumable_blocks(sequence.block_hashes[: length // self.block_size]) * self.block_size
         keep, table = blocks_for(length, self.block_size), sequence.block_table
         has_tail = length % self.block_size > 0
         shares_tail = has_tail and self.pool.num_owners(table[keep - 1]) > 1
@@ -292,12 +292,12 @@ class KVCache:
             if block is None:
                 break
             found.append((block_hash, block))
-        return found[: self._num_resumable([block_hash for block_hash, _ in found])]
+        return found[: self._num_resumable_blocks([block_hash for block_hash, _ in found])]
 
-    def _num_resumable(self, block_hashes: Sequence[BlockHash]) -> int:
+    def _num_resumable_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         """Return the length in blocks of the longest prefix that every layer cache can resume from."""
         while True:
-            count = min((layer_cache.num_resumable(block_hashes) for layer_cache in self.layer_caches), default=len(block_hashes))
+            count = min((layer_cache.num_resumable_blocks(block_hashes) for layer_cache in self.layer_caches), default=len(block_hashes))
             if count == len(block_hashes):
                 return count
             block_hashes = block_hashes[:count]

@@ -9,7 +9,7 @@ _FILL_BYTE = 0x3C  # repeated, this byte is a small finite number in every type
 
 
 class RowLayout(Protocol):
-    """Copies rows in a runtime's storage whose layout is packed for its kernels."""
+    """Copies a row in storage that a runtime's kernels pack in a layout of their own."""
 
     def copy(self, storage: Any, source: tuple[int, int], target: tuple[int, int]) -> None:
         """Copy one row of all layers and heads from `source` to `target`, each given as (block, index in the block)."""

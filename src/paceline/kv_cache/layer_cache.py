@@ -36,7 +36,7 @@ class LayerCache(ABC):
         """Return whether a sequence can be truncated to its first `length` committed rows."""
         return True
 
-    def num_resumable(self, block_hashes: Sequence[BlockHash]) -> int:
+    def num_resumable_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         """Return the length in blocks of the longest prefix of `block_hashes` that a sequence can resume from."""
         return len(block_hashes)
 

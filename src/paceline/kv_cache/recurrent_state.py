@@ -81,7 +81,7 @@ class _Checkpoint:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _SequenceState:
     """The state and the records of one sequence.
 
     Attributes:
@@ -140,7 +140,7 @@ class RecurrentStateCache(LayerCache):
         self.config, self._chunk_size = config, chunk_size
         self.state_size, self.record_size = state_size, record_size
         self._block_size, self._allocate = block_size, allocate
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _SequenceState] = {}
         self._spare: list[Any] = []
         self._checkpoints: OrderedDict[BlockHash, _Checkpoint] = OrderedDict()  # least recently used first
 
@@ -162,7 +162,7 @@ class RecurrentStateCache(LayerCache):
         Raises:
             CapacityError: there is no memory for another state; nothing was changed.
         """
-        sequence = self._sequences.setdefault(plan.sequence_id, _Sequence())
+        sequence = self._sequences.setdefault(plan.sequence_id, _SequenceState())
         self._finish_pass(sequence)
         start = plan.committed_len
         if not sequence.is_consistent or sequence.length + len(sequence.pending) != start:
@@ -170,18 +170,18 @@ class RecurrentStateCache(LayerCache):
         pinned_len = start if plan.pinned_len is None else plan.pinned_len
         num_unrecorded = num_applied = 0
         if plan.num_prefill >= MIN_UNRECORDED_ROWS and pinned_len == start:
-            num_unrecorded = max(0, self._whole_chunks(start + plan.num_prefill) - start)
+            num_unrecorded = max(0, self._round_down_to_chunk(start + plan.num_prefill) - start)
         try:
             if num_unrecorded:
                 self._allocate_states_to_save(sequence, start + num_unrecorded, end_row=start + num_unrecorded)
             else:
-                num_applied = self._whole_chunks(min(max(0, pinned_len - sequence.length), len(sequence.pending)))
+                num_applied = self._round_down_to_chunk(min(max(0, pinned_len - sequence.length), len(sequence.pending)))
                 if sequence.state is None:
                     sequence.state = self._new_state(is_zero=True)
                 self._allocate_states_to_save(sequence, sequence.length + num_applied)
             rows = self._take_records(sequence, plan.num_rows - num_unrecorded)
         except MemoryError as error:
-            self._drop_saves(sequence)
+            self._free_states_to_save(sequence)
             raise CapacityError("there is no memory for the states of recurrent layers: lower max_num_seqs") from error
         sequence.num_applied, sequence.num_unrecorded = num_applied, num_unrecorded
         sequence.rows = [NO_RECORD] * num_unrecorded + rows
@@ -198,8 +198,8 @@ class RecurrentStateCache(LayerCache):
         if num_unrecorded:
             (_, state), replaced = sequence.saves.pop(), sequence.state
             sequence.state, sequence.length, sequence.pending = state, plan.committed_len + num_unrecorded, kept
-            self._recycle(replaced)
-            self._store_saves(sequence)
+            self._recycle_state(replaced)
+            self._store_saved_states(sequence)
             sequence.free += before
         else:
             sequence.pending = before + kept
@@ -213,7 +213,7 @@ class RecurrentStateCache(LayerCache):
             self._finish_pass(sequence)
             sequence.free += [record for record in sequence.rows if record != NO_RECORD]
             sequence.clear_plan()
-            self._drop_saves(sequence)
+            self._free_states_to_save(sequence)
 
     def can_truncate(self, sequence_id: int, length: int) -> bool:
         sequence = self._sequences.get(sequence_id)
@@ -221,7 +221,7 @@ class RecurrentStateCache(LayerCache):
             self._finish_pass(sequence)
         return length == 0 or (sequence is not None and sequence.length <= length <= sequence.length + len(sequence.pending))
 
-    def num_resumable(self, block_hashes: Sequence[BlockHash]) -> int:
+    def num_resumable_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         return next((count for count in range(len(block_hashes), 0, -1) if block_hashes[count - 1] in self._checkpoints), 0)
 
     def resume(self, sequence_id: int, length: int, block_hashes: Sequence[BlockHash]) -> None:
@@ -242,7 +242,7 @@ class RecurrentStateCache(LayerCache):
                 state[...] = checkpoint.state
             except MemoryError:  # move the checkpoint's state to the sequence instead of copying it
                 state = self._checkpoints.pop(block_hash).state
-            sequence = _Sequence(state, checkpoint.length)
+            sequence = _SequenceState(state, checkpoint.length)
             if checkpoint.records is not None:
                 sequence.pending = self._take_records(sequence, len(checkpoint.records))
                 sequence.records[sequence.pending] = checkpoint.records
@@ -257,7 +257,7 @@ class RecurrentStateCache(LayerCache):
             elif (index + 1) * self._block_size > sequence.length:
                 sequence.block_hashes[index] = block_hash
         for index in list(sequence.unregistered):  # blocks before `first` have been registered, so these can never be
-            self._recycle(sequence.unregistered.pop(index).state)
+            self._recycle_state(sequence.unregistered.pop(index).state)
 
     def evict(self, block_hash: BlockHash) -> None:
         self._evict_checkpoint(block_hash)
@@ -269,10 +269,10 @@ class RecurrentStateCache(LayerCache):
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is not None:
             self._finish_pass(sequence)
-            self._drop_saves(sequence)
+            self._free_states_to_save(sequence)
             self._store_last_checkpoint(sequence)
             for state in (sequence.state, *(checkpoint.state for checkpoint in sequence.unregistered.values())):
-                self._recycle(state)
+                self._recycle_state(state)
 
     def check(self) -> None:
         """Raise RuntimeError unless each record has exactly one use and each state exactly one owner."""
@@ -284,7 +284,7 @@ class RecurrentStateCache(LayerCache):
         if len(set(owned)) < len(owned):
             raise RuntimeError("a state has two owners")
 
-    def _whole_chunks(self, length: int) -> int:
+    def _round_down_to_chunk(self, length: int) -> int:
         """Round a length down to a multiple of the chunk size."""
         return length // self._chunk_size * self._chunk_size
 
@@ -297,7 +297,7 @@ class RecurrentStateCache(LayerCache):
             yield from (checkpoint.state for checkpoint in sequence.unregistered.values())
             yield from (state for _, state in sequence.saves)
 
-    def _finish_pass(self, sequence: _Sequence) -> None:
+    def _finish_pass(self, sequence: _SequenceState) -> None:
         """If the pass has run, note that the state now covers the applied rows and that the saved states are valid."""
         if sequence.has_run[0]:
             sequence.is_consistent = False
@@ -308,9 +308,9 @@ class RecurrentStateCache(LayerCache):
             del sequence.pending[:count]
             sequence.is_consistent = True
             if not sequence.num_unrecorded:
-                self._store_saves(sequence)
+                self._store_saved_states(sequence)
 
-    def _store_saves(self, sequence: _Sequence) -> None:
+    def _store_saved_states(self, sequence: _SequenceState) -> None:
         """Store the states that the pass has saved as checkpoints."""
         saves, sequence.saves = sequence.saves, []
         for end, state in saves:
@@ -323,7 +323,7 @@ class RecurrentStateCache(LayerCache):
         for index in [index for index in sequence.block_hashes if (index + 1) * self._block_size <= sequence.length]:
             del sequence.block_hashes[index]
 
-    def _allocate_states_to_save(self, sequence: _Sequence, last_row: int, end_row: int | None = None) -> None:
+    def _allocate_states_to_save(self, sequence: _SequenceState, last_row: int, end_row: int | None = None) -> None:
         """Allocate the states to save: at each interval and after the last full block up to row `last_row`, and after row `end_row`."""
         size = self._block_size
         if self.config.max_checkpoints:
@@ -334,14 +334,14 @@ class RecurrentStateCache(LayerCache):
         if end_row is not None:
             sequence.saves.append((end_row, self._new_state()))
 
-    def _drop_saves(self, sequence: _Sequence) -> None:
+    def _free_states_to_save(self, sequence: _SequenceState) -> None:
         while sequence.saves:
-            self._recycle(sequence.saves.pop()[1])
+            self._recycle_state(sequence.saves.pop()[1])
 
-    def _store_checkpoint(self, sequence: _Sequence, index: int, block_hash: BlockHash, checkpoint: _Checkpoint) -> None:
+    def _store_checkpoint(self, sequence: _SequenceState, index: int, block_hash: BlockHash, checkpoint: _Checkpoint) -> None:
         """Store a checkpoint of block `index`. A checkpoint between two intervals is evicted when a later one replaces it."""
         if block_hash in self._checkpoints or not self.config.max_checkpoints:
-            self._recycle(checkpoint.state)
+            self._recycle_state(checkpoint.state)
             return
         if sequence.last_checkpoint is not None and checkpoint.is_prompt == sequence.last_is_prompt:
             self._evict_checkpoint(sequence.last_checkpoint)
@@ -351,7 +351,7 @@ class RecurrentStateCache(LayerCache):
         sequence.last_checkpoint = None if (index + 1) * self._block_size % self.config.interval == 0 else block_hash
         sequence.last_is_prompt = checkpoint.is_prompt
 
-    def _store_last_checkpoint(self, sequence: _Sequence) -> None:
+    def _store_last_checkpoint(self, sequence: _SequenceState) -> None:
         """Store the state of a released sequence as a checkpoint of its last full block, with the records up to the block's end."""
         index = (sequence.length + len(sequence.pending)) // self._block_size - 1
         count, block_hash = (index + 1) * self._block_size - sequence.length, sequence.block_hashes.get(index)
@@ -373,7 +373,7 @@ class RecurrentStateCache(LayerCache):
 
     def _evict_checkpoint(self, block_hash: BlockHash) -> None:
         if block_hash in self._checkpoints:
-            self._recycle(self._checkpoints.pop(block_hash).state)
+            self._recycle_state(self._checkpoints.pop(block_hash).state)
 
     def _new_state(self, *, is_zero: bool = False) -> Any:
         if not self._spare:
@@ -383,11 +383,11 @@ class RecurrentStateCache(LayerCache):
             state[...] = 0
         return state
 
-    def _recycle(self, state: Any) -> None:
+    def _recycle_state(self, state: Any) -> None:
         if state is not None:
             self._spare.append(state)
 
-    def _take_records(self, sequence: _Sequence, count: int) -> list[int]:
+    def _take_records(self, sequence: _SequenceState, count: int) -> list[int]:
         """Return the indices of `count` unused records; allocate more if there are too few."""
         size = 0 if sequence.records is None else len(sequence.records)
         if count > len(sequence.free):

@@ -120,7 +120,7 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
     return path[::-1]
 
 
-def root_paths(parents: Sequence[int]) -> list[list[int]]:
+def root_to_leaf_paths(parents: Sequence[int]) -> list[list[int]]:
     """Return every root-to-leaf path, in the order of the leaves."""
     inner = set(parents)
     return [path_to(parents, node) for node in range(len(parents)) if node not in inner]
@@ -135,7 +135,7 @@ def num_rows(parents: Sequence[int], layout: TreeLayout) -> int:
     """Return the number of rows that a tree takes in `layout`. With PATHS, a node is counted once for each path through it."""
     if layout is not TreeLayout.PATHS or is_chain(parents):
         return len(parents)
-    return sum(map(len, root_paths(parents)))
+    return sum(map(len, root_to_leaf_paths(parents)))
 
 
 def fresh_blocks_needed(parents: Sequence[int], committed_len: int, num_blocks: int, layout: TreeLayout, block_size: int) -> int:
@@ -144,7 +144,7 @@ def fresh_blocks_needed(parents: Sequence[int], committed_len: int, num_blocks: 
         return blocks_for(committed_len + len(parents), block_size) - num_blocks
     if layout is TreeLayout.CHAIN:
         raise ValueError("a branching tree cannot be laid out as a chain")
-    lengths = [len(path) for path in root_paths(parents)]
+    lengths = [len(path) for path in root_to_leaf_paths(parents)]
     shared = committed_len // block_size
     own = blocks_for(committed_len + lengths[0], block_size) - num_blocks
     return own + sum(blocks_for(committed_len + length, block_size) - shared for length in lengths[1:])
@@ -194,7 +194,7 @@ def _plan_paths(
     shared, has_partial_tail = divmod(committed_len, block_size)
     nodes, positions, row_of_node = list[int](), list[int](), [-1] * len(parents)
     paths, copies, used = list[PathRows](), list[tuple[int, int]](), 0
-    for path in root_paths(parents):
+    for path in root_to_leaf_paths(parents):
         prefix = block_table if not paths else block_table[:shared]
         count = blocks_for(committed_len + len(path), block_size) - len(prefix)
         own, used = fresh[used : used + count], used + count

@@ -96,7 +96,7 @@ class SlidingWindowCache(PagedCache):
         for source, target in commit.moves:
             self.copy_row((int(blocks[source // size]), source % size), (int(blocks[target // size]), target % size))
         self._truncate(table, blocks_for(commit.committed_len, size))
-        first = self._first_visible(commit.committed_len - TRUNCATION_SLACK_ROWS)
+        first = self._first_visible_block(commit.committed_len - TRUNCATION_SLACK_ROWS)
         if first > table.first:
             dropped, table.first = table.blocks[table.first : first].tolist(), first
             self.pool.release(dropped)
@@ -108,11 +108,11 @@ class SlidingWindowCache(PagedCache):
 
     def can_truncate(self, sequence_id: int, length: int) -> bool:
         table = self._tables.get(sequence_id)
-        return length == 0 or (table is not None and self._first_visible(length) >= table.first)
+        return length == 0 or (table is not None and self._first_visible_block(length) >= table.first)
 
-    def num_resumable(self, block_hashes: Sequence[BlockHash]) -> int:
+    def num_resumable_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         count = index = len(block_hashes)
-        while index > self._first_visible(count * self._size):
+        while index > self._first_visible_block(count * self._size):
             index -= 1
             if self.pool.find_block(block_hashes[index]) is None:
                 count = index
@@ -120,7 +120,7 @@ class SlidingWindowCache(PagedCache):
 
     def resume(self, sequence_id: int, length: int, block_hashes: Sequence[BlockHash]) -> None:
         table = self._tables.get(sequence_id)
-        if table is None or self._first_visible(length) < table.first:
+        if table is None or self._first_visible_block(length) < table.first:
             self._start_from_prefix(sequence_id, length // self._size, block_hashes)
             return
         self._truncate(table, blocks_for(length, self._size))
@@ -147,7 +147,7 @@ class SlidingWindowCache(PagedCache):
         """Raise RuntimeError unless the pool matches the block tables."""
         self.pool.check(table.blocks[table.first : table.end].tolist() for table in self._tables.values())
 
-    def _first_visible(self, length: int) -> int:
+    def _first_visible_block(self, length: int) -> int:
         """Return the index of the first block that a row at position `length` attends to."""
         return max(0, length - self.window + 1) // self._size
 
@@ -162,7 +162,7 @@ class SlidingWindowCache(PagedCache):
         self.release(sequence_id)
         if count == 0:
             return
-        first = self._first_visible(count * self._size)
+        first = self._first_visible_block(count * self._size)
         table = _BlockTable(first, first, np.zeros(count + 8, np.int32))
         blocks = [block for block_hash in block_hashes[first:count] if (block := self.pool.find_block(block_hash)) is not None]
         if len(blocks) < count - first:

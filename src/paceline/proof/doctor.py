@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Quantization, QuantOptions, cache_directory, copy_quant_options, draft_quant_options, weights_cache_bytes
+from paceline.config import Quantization, QuantOptions, cache_directory, draft_quant_options, lm_head_copy_options, weights_cache_bytes
 from paceline.drafters import HeadOptions, check_draft_adapter, prepare_one
 from paceline.drafters.block import BLOCK_KINDS
 from paceline.errors import PacelineError, convert_memory_errors
@@ -297,7 +297,7 @@ def examine_drafter(
             return DrafterDiagnosis(name if prepared is None else prepared.name)
         if prepared.head is not None:
             head, pair = check_head(
-                prepared.head, target, options, copy_quant_options(_draft_quant(target, question), question.quantization)
+                prepared.head, target, options, lm_head_copy_options(_draft_quant(target, question), question.quantization)
             )
             return DrafterDiagnosis(prepared.name, head=head, pair=pair)
         facts, adapter = read_checkpoint_facts(prepared.path, question.max_model_len), None

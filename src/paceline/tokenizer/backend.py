@@ -34,7 +34,7 @@ class TokenizerBackend:
             added = library.get_added_tokens_decoder().items()
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         self.added_token_ids: dict[str, int] = {token.content: token_id for token_id, token in added}
-        check_ids(self.vocabulary.values())
+        check_token_ids(self.vocabulary.values())
         self.has_byte_pieces = "<0x41>" in self.vocabulary and self._decodes_byte_pieces()
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -81,7 +81,7 @@ class TokenizerBackend:
         return self._library.decoder is not None and self.join(["<0x41>"]) == "A"
 
 
-def check_ids(ids: Collection[int]) -> None:
+def check_token_ids(ids: Collection[int]) -> None:
     """Check that no id is much larger than the number of ids, because arrays with an item for each id up to the largest are allocated.
 
     Raises:

@@ -52,8 +52,8 @@ class ChatTemplate:
             self.isolated.start()
         except IsolatedError as error:
             if error.failure is Failure.NOT_STARTED:
-                raise _not_started(error) from error
-            raise CheckpointError(f"the model's chat template cannot be compiled: {_reason(error)}; send plain prompts") from error
+                raise _not_started_error(error) from error
+            raise CheckpointError(f"the model's chat template cannot be compiled: {_error_reason(error)}; send plain prompts") from error
 
     def mentions(self, name: str) -> bool:
         """Return whether the template's text contains the name of a variable. "tools" also matches the older name "functions"."""
@@ -101,12 +101,12 @@ class ChatTemplate:
             raise RequestError(str(error), parameter="messages") from error
         except IsolatedError as error:
             if error.failure is Failure.NOT_STARTED:
-                raise _not_started(error) from error
-            raise RequestError(f"the model's chat template rejects these messages: {_reason(error)}", parameter="messages") from error
+                raise _not_started_error(error) from error
+            raise RequestError(f"the model's chat template rejects these messages: {_error_reason(error)}", parameter="messages") from error
         return rendered
 
 
-def _reason(error: IsolatedError) -> str:
+def _error_reason(error: IsolatedError) -> str:
     if error.failure is not Failure.RAISED or error.error_type == "TemplateError":
         return str(error)
     if field := _MISSING_FIELD.fullmatch(str(error)):
@@ -151,7 +151,7 @@ def _to_json_type(value: object) -> object:
     return value.item() if isinstance(value, np.generic) else f"<{type(value).__name__}>"
 
 
-def _not_started(error: IsolatedError) -> BackendUnavailableError:
+def _not_started_error(error: IsolatedError) -> BackendUnavailableError:
     return BackendUnavailableError(
         f"chat templates are rendered in a separate process, but {sys.executable!r} cannot be started ({error}): send plain prompts, or "
         "run paceline in a Python that can start processes"

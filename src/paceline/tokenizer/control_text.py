@@ -57,7 +57,7 @@ class ControlTexts:
         placeholders = _Placeholders(self._taken, [value, *others])
         if self._pattern is None:
             return Escaped(value, placeholders, is_needed=False)
-        parts = [self._copy(one, placeholders, tuple((except_in or {}).get(index, ()))) for index, one in enumerate(value)]
+        parts = [self._escape_copy(one, placeholders, tuple((except_in or {}).get(index, ()))) for index, one in enumerate(value)]
         return Escaped(parts, placeholders, is_needed=bool(placeholders.by_character) or self._has_lookalikes(value))
 
     def encode(self, escaped: "Escaped", text: str) -> list[int]:
@@ -128,17 +128,19 @@ class ControlTexts:
         piece = getattr(model, "unk_token", None)
         return {getattr(model, "unk_id", None), None if piece is None else self._library.token_to_id(piece)}
 
-    def _copy(self, value: Any, placeholders: "_Placeholders", kept: Sequence[str]) -> Any:
+    def _escape_copy(self, value: Any, placeholders: "_Placeholders", exempt: Sequence[str]) -> Any:
         if isinstance(value, str):
-            return self._escape_text(value, placeholders, kept)
+            return self._escape_text(value, placeholders, exempt)
         if isinstance(value, Mapping):
-            return {self._copy(key, placeholders, kept): self._copy(one, placeholders, kept) for key, one in value.items()}
+            return {
+                self._escape_copy(key, placeholders, exempt): self._escape_copy(one, placeholders, exempt) for key, one in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self._copy(one, placeholders, kept) for one in value]
+            return [self._escape_copy(one, placeholders, exempt) for one in value]
         return value
 
-    def _escape_text(self, text: str, placeholders: "_Placeholders", kept: Sequence[str]) -> str:
-        positions = sorted({*self._token_starts(text, kept), *self._partial_token_indices(text)})
+    def _escape_text(self, text: str, placeholders: "_Placeholders", exempt: Sequence[str]) -> str:
+        positions = sorted({*self._token_starts(text, exempt), *self._partial_token_indices(text)})
         if not positions:
             return text
         characters = list(text)
@@ -146,12 +148,12 @@ class ControlTexts:
             characters[position] = placeholders.replace(characters[position])
         return "".join(characters)
 
-    def _token_starts(self, text: str, kept: Sequence[str]) -> Iterator[int]:
+    def _token_starts(self, text: str, exempt: Sequence[str]) -> Iterator[int]:
         """Yield for each spelling of a control token the index of its first character that is not a space: templates strip spaces."""
         assert self._pattern is not None
         for window in range(0, len(text), _WINDOW):
             for found in self._pattern.finditer(text, window, window + _WINDOW + self._longest):
-                if found.start() < window + _WINDOW and found[1] not in kept:
+                if found.start() < window + _WINDOW and found[1] not in exempt:
                     yield found.start() + len(found[1]) - len(found[1].lstrip())
 
     def _partial_token_indices(self, text: str) -> Iterator[int]:

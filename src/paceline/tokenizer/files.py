@@ -27,7 +27,7 @@ def open_pretrained(directory: Path) -> Any:
     """
     settings = _check_files(directory)
     with convert_library_errors(f"{directory} contains no readable tokenizer; it needs a complete tokenizer.json", CheckpointError):
-        with _without_advice():
+        with _suppress_torch_warning():
             tokenizer_class = _tokenizer_class(directory, settings)
         return tokenizer_class.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
 
@@ -40,7 +40,7 @@ def has_template_file(directory: Path) -> bool:
 
 
 @contextmanager
-def _without_advice() -> Iterator[None]:
+def _suppress_torch_warning() -> Iterator[None]:
     """Context manager: suppress the warning of transformers that its models need torch. We use only its tokenizers."""
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     if name in os.environ:
@@ -68,7 +68,7 @@ def _check_files(directory: Path) -> dict[str, Any]:
     if kind is not None and not (isinstance(kind, str) and kind.isidentifier()):
         raise CheckpointError(f"{directory}: tokenizer_class is {shortened(kind)}, expected the name of a class; download it again")
     added = settings.get("added_tokens_decoder")
-    _check_added(added if isinstance(added, dict) else (), directory)
+    _check_added_ids(added if isinstance(added, dict) else (), directory)
     if added is None:  # then transformers reads the added tokens from tokenizer.json
         content = read_small(directory / "tokenizer.json", TOKENIZER_BYTES) or b""
         with suppress(ValueError, RecursionError):  # the tokenizers library will raise an error for damaged JSON
@@ -89,7 +89,7 @@ def _check_names(values: object, path: Path) -> None:
         level = [item for item in items if isinstance(item, dict | list)]
 
 
-def _check_added(ids: Iterable[object], directory: Path) -> None:
+def _check_added_ids(ids: Iterable[object], directory: Path) -> None:
     for token_id in ids:
         if not str(token_id).isdecimal() or len(str(token_id)) > 9 or int(str(token_id)) >= MAX_ADDED_ID:
             raise CheckpointError(

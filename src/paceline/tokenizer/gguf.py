@@ -69,9 +69,9 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> GgufToke
         source: the file, for error texts.
 
     Raises:
-        CheckpointError: a value is missing or invalid, or the kind of tokenizer is unknown.
+        CheckpointError: a value is missing_error or invalid, or the kind of tokenizer is unknown.
     """
-    fields = _Fields(metadata, source)
+    fields = _MetadataFields(metadata, source)
     kind = fields.text("model")
     if kind not in _BUILDERS:
         raise fields.error("model", kind, f"a kind this version cannot build (it knows {', '.join(map(repr, _BUILDERS))})")
@@ -80,12 +80,12 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> GgufToke
     with convert_library_errors(f"{source}: its tokenizer cannot be built; {_WAY_OUT}", CheckpointError):
         backend, add_bos, notice = build(fields, vocabulary)
         backend.add_tokens(_added_tokens(fields, vocabulary, is_sentencepiece=kind == "llama"))
-        backend.post_processor = _bos_and_eos(fields, vocabulary, add_bos=add_bos)
+        backend.post_processor = _bos_eos_processor(fields, vocabulary, add_bos=add_bos)
     return GgufTokenizer(backend, vocabulary.named_tokens(), vocabulary.end_token_ids(), _chat_templates(fields), notice)
 
 
 @dataclass(frozen=True, slots=True)
-class _Fields:
+class _MetadataFields:
     """Reads the metadata of a file and checks the types of values. Error texts contain the file, the key and the value.
 
     The methods take a key without its prefix: "tokenizer." for chat templates, "tokenizer.ggml." for other names without a dot.
@@ -107,7 +107,7 @@ class _Fields:
     def error(self, name: str, value: object, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: {self.full_key(name)} is {shortened(value)}, {problem}; {_WAY_OUT}")
 
-    def missing(self, name: str) -> CheckpointError:
+    def missing_error(self, name: str) -> CheckpointError:
         return CheckpointError(f"{self.source} has no {self.full_key(name)}, so it holds no tokenizer we can read; {_WAY_OUT}")
 
     def get(self, name: str) -> Any:
@@ -117,7 +117,7 @@ class _Fields:
         value = self.get(name)
         value = default if value is None else value
         if value is None:
-            raise self.missing(name)
+            raise self.missing_error(name)
         if not isinstance(value, str) or not _is_unicode(value):
             raise self.error(name, value, "not a text in UTF-8")
         return value
@@ -143,7 +143,7 @@ class _Fields:
         """Return an array that must exist and contain only strings in UTF-8."""
         items = self.array(name)
         if items is None:
-            raise self.missing(name)
+            raise self.missing_error(name)
         try:
             "".join(items).encode("utf-8")
         except (TypeError, UnicodeEncodeError):
@@ -151,7 +151,7 @@ class _Fields:
             raise self.error(f"{name}[{index}]", items[index], "not a text in UTF-8") from None
         return items
 
-    def one_per_token(self, name: str, num_tokens: int, kinds: str) -> NDArray[Any] | None:
+    def number_per_token(self, name: str, num_tokens: int, kinds: str) -> NDArray[Any] | None:
         """Return an array with a number for each token; None = the file does not have it. `kinds` are the allowed numpy dtype kinds."""
         items = self.array(name)
         if items is None:
@@ -185,7 +185,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _chat_templates(fields: _Fields) -> dict[str, str]:
+def _chat_templates(fields: _MetadataFields) -> dict[str, str]:
     """Return the default chat template, and those with a name, such as "tool_use"."""
     found = {"default": fields.text("chat_template", "")}
     for name in fields.required_strings("chat_templates") if fields.get("chat_templates") is not None else ():
@@ -210,7 +210,7 @@ class _Vocabulary:
     num_stored: int
 
     @classmethod
-    def read(cls, fields: _Fields, *, is_sentencepiece: bool, may_repeat: bool) -> "_Vocabulary":
+    def read(cls, fields: _MetadataFields, *, is_sentencepiece: bool, may_repeat: bool) -> "_Vocabulary":
         tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.required_strings("tokens"))]
         if may_repeat:  # of several ids with the same text, encoding uses only the last one
             last = {token: index for index, token in enumerate(tokens)}
@@ -236,8 +236,8 @@ class _Vocabulary:
         return cls(tokens[:used], types[:used], roles, len(tokens))
 
     @staticmethod
-    def _types(fields: _Fields, num_tokens: int) -> list[int]:
-        types = fields.one_per_token("token_type", num_tokens, "iu")
+    def _types(fields: _MetadataFields, num_tokens: int) -> list[int]:
+        types = fields.number_per_token("token_type", num_tokens, "iu")
         if types is None:
             return [int(_TokenType.NORMAL)] * num_tokens
         wrong = np.flatnonzero((types < _TokenType.UNDEFINED) | (types > _TokenType.BYTE))
@@ -320,7 +320,7 @@ SPLITS = {name: split for names, split in _SPLITS_BY_NAMES.items() for name in n
 """Rule by the name in `tokenizer.ggml.pre`."""
 
 
-def _byte_level(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
+def _build_byte_level(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
     """Build byte-level BPE; return it, whether a BOS id is added to texts by default, and a message to the user."""
     name = fields.text("pre", "")
     split = SPLITS.get(name) if name else DEFAULT_SPLIT
@@ -339,7 +339,7 @@ def _byte_level(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Backend, bool
     return backend, split.add_bos, notice
 
 
-def _stored_merges(fields: _Fields, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+def _stored_merges(fields: _MetadataFields, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     merges = []
     for index, merge in enumerate(fields.required_strings("merges")):
         left, _, right = merge.partition(" ")
@@ -349,7 +349,7 @@ def _stored_merges(fields: _Fields, ids: Mapping[str, int]) -> list[tuple[str, s
     return merges
 
 
-def _sentencepiece_lines(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
+def _build_gemma4(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
     """Build SentencePiece BPE with stored merges. Text is split at runs of newlines before it is encoded."""
     ids, unknown = vocabulary.ids(), vocabulary.named_tokens().get("unk_token")
     merges = _stored_merges(fields, ids)
@@ -361,7 +361,7 @@ def _sentencepiece_lines(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Back
     return backend, True, None
 
 
-def _sentencepiece(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
+def _build_sentencepiece(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
     """Build SentencePiece BPE, whose merges are derived from scores."""
     merges = _merges_by_score(fields, vocabulary)
     unknown = vocabulary.named_tokens().get("unk_token")
@@ -374,18 +374,18 @@ def _sentencepiece(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Backend, b
     return backend, True, None
 
 
-_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece_lines}
+_BUILDERS = {"gpt2": _build_byte_level, "llama": _build_sentencepiece, "gemma4": _build_gemma4}
 
 
-def _merges_by_score(fields: _Fields, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+def _merges_by_score(fields: _MetadataFields, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Return the merges: all pairs of tokens whose concatenation is a token, in order of the score of that token.
 
     If several pairs give the same token, those whose merged text can overlap itself come first: if `right` is a prefix of the token, as in
     "a" + "aa", the left one of two overlapping occurrences must be merged. Of these pairs, the shortest `left` comes first.
     """
-    stored = fields.one_per_token("scores", vocabulary.num_stored, "fiu")
+    stored = fields.number_per_token("scores", vocabulary.num_stored, "fiu")
     if stored is None:
-        raise fields.missing("scores")
+        raise fields.missing_error("scores")
     wrong = np.flatnonzero(~np.isfinite(stored))
     if wrong.size:
         raise fields.error(f"scores[{wrong[0]}]", float(stored[wrong[0]]), "not a finite number")
@@ -410,7 +410,7 @@ def _merges_by_score(fields: _Fields, vocabulary: _Vocabulary) -> list[tuple[str
     return [(left, right) for *_, left, right in found]
 
 
-def _added_tokens(fields: _Fields, vocabulary: _Vocabulary, *, is_sentencepiece: bool) -> list[AddedToken]:
+def _added_tokens(fields: _MetadataFields, vocabulary: _Vocabulary, *, is_sentencepiece: bool) -> list[AddedToken]:
     """Return the tokens that are recognised in a text before it is split into words, such as control tokens."""
     name = fields.text("general.name", "").lower()
     # Phi-3 was trained without whitespace after most special tokens. GGUF files do not contain this setting.
@@ -425,7 +425,7 @@ def _added_tokens(fields: _Fields, vocabulary: _Vocabulary, *, is_sentencepiece:
     return added
 
 
-def _bos_and_eos(fields: _Fields, vocabulary: _Vocabulary, *, add_bos: bool) -> processors.TemplateProcessing:
+def _bos_eos_processor(fields: _MetadataFields, vocabulary: _Vocabulary, *, add_bos: bool) -> processors.TemplateProcessing:
     """Return a post-processor that adds a BOS id before a text and an EOS id after it, if the file requires them."""
     bos, eos = vocabulary.roles.get("bos"), vocabulary.roles.get("eos")
     before = bos if fields.flag("add_bos_token", default=add_bos) else None

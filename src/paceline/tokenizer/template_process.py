@@ -43,7 +43,7 @@ class PublicNamespace(Namespace):
         Namespace.__setitem__(self, name, value)
 
 
-class DictMaker:
+class RestrictedDict:
     """Jinja's `dict(...)`, but without the other attributes of the type `dict`."""
 
     def __call__(self, *arguments: Any, **values: Any) -> dict[Any, Any]:
@@ -70,7 +70,7 @@ def compile_template(source: str) -> Template:
     """
     environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
     environment.filters["tojson"] = to_json
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, dict=DictMaker(), namespace=PublicNamespace)
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, dict=RestrictedDict(), namespace=PublicNamespace)
     return environment.from_string(source)
 
 

@@ -253,7 +253,7 @@ def _replace_invalid_bytes(pieces: Sequence[str]) -> list[str]:
     run = bytearray()
     for piece in (*pieces, ""):
         if _BYTE_PIECE.fullmatch(piece):
-            run.append(_byte(piece))
+            run.append(_byte_of_piece(piece))
             continue
         for character in run.decode("utf-8", "surrogateescape"):  # "surrogateescape" decodes an invalid byte as a surrogate
             is_invalid = "\udc80" <= character <= "\udcff"
@@ -263,18 +263,18 @@ def _replace_invalid_bytes(pieces: Sequence[str]) -> list[str]:
     return valid[:-1]
 
 
-def _num_open_bytes(pieces: Sequence[str]) -> int:
+def _num_incomplete_bytes(pieces: Sequence[str]) -> int:
     """Return how many bytes at the end, at most three, are the beginning of a character that the next pieces may complete."""
     run = bytearray()
     for piece in reversed(pieces[-3:]):
         if not _BYTE_PIECE.fullmatch(piece):
             break
-        run.insert(0, _byte(piece))
+        run.insert(0, _byte_of_piece(piece))
     _, num_decoded = utf_8_decode(run, "replace", False)  # False = do not decode an incomplete character at the end
     return len(run) - num_decoded
 
 
-def _byte(piece: str) -> int:
+def _byte_of_piece(piece: str) -> int:
     return int(piece[3:5], 16)
 
 
@@ -345,9 +345,9 @@ class IncrementalDetokenizer:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        num_open = self._num_open(text)
-        new = text[self._num_returned : len(text) - num_open]
-        if not num_open:
+        num_incomplete = self._num_incomplete_chars(text)
+        new = text[self._num_returned : len(text) - num_incomplete]
+        if not num_incomplete:
             self._start_window_at(self._read_from)
         else:
             self._num_returned += len(new)
@@ -367,10 +367,10 @@ class IncrementalDetokenizer:
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # hidden tokens are not in the window
 
-    def _num_open(self, text: str) -> int:
+    def _num_incomplete_chars(self, text: str) -> int:
         """Return how many replacement characters at the end of `text` stand for a character that the next token may complete."""
         if self._has_byte_pieces:
-            return _num_open_bytes([self._tokenizer.piece(token_id) for token_id in self._window[-3:]])
+            return _num_incomplete_bytes([self._tokenizer.piece(token_id) for token_id in self._window[-3:]])
         return int(text.endswith(_REPLACEMENT))
 
     def _start_window_at(self, first: int) -> None:

@@ -129,7 +129,7 @@ def compare_pieces(target: Sequence[str], draft: Sequence[str], *, sample_ids: S
     coverage = sum(one == other for _, one, other in both) / known
     is_padded = first is None and bool(both)
     if is_padded and coverage == 1.0:
-        match = VocabularyMatch.SAME if _last_known(target) == _last_known(draft) else VocabularyMatch.PADDED
+        match = VocabularyMatch.SAME if _last_used_id(target) == _last_used_id(draft) else VocabularyMatch.PADDED
         return VocabularyComparison(match, coverage, coverage, None)
     mapped = match_ids(target, draft)
     shared_pieces = int((mapped >= 0).sum()) / known
@@ -137,7 +137,7 @@ def compare_pieces(target: Sequence[str], draft: Sequence[str], *, sample_ids: S
     enough = shared_pieces >= MIN_SHARED_PIECES if sample_coverage is None else sample_coverage >= MIN_SAMPLE_COVERAGE
     alike = VocabularyMatch.PADDED if is_padded else VocabularyMatch.OVERLAPPING
     match = alike if enough else VocabularyMatch.DISJOINT
-    return VocabularyComparison(match, coverage, shared_pieces, first, sample_coverage, _spellable(target, draft))
+    return VocabularyComparison(match, coverage, shared_pieces, first, sample_coverage, _spellable_share(target, draft))
 
 
 def match_ids(source: Sequence[str], destination: Sequence[str]) -> IdMap:
@@ -198,7 +198,7 @@ def _sample_coverage(target: Sequence[str], mapped: IdMap, sample_ids: Sequence[
     return float((mapped[np.asarray(sample_ids)] >= 0).mean())
 
 
-def _spellable(pieces: Sequence[str], draft: Sequence[str]) -> float:
+def _spellable_share(pieces: Sequence[str], draft: Sequence[str]) -> float:
     if _has_every_byte(draft):
         return 1.0
     speller = Speller(draft)
@@ -233,12 +233,12 @@ def _is_unused_piece(piece: str, token_id: int) -> bool:
     return found is not None and int(found[1]) == token_id
 
 
-def _last_known(pieces: Sequence[str]) -> int:
+def _last_used_id(pieces: Sequence[str]) -> int:
     return next((token_id for token_id in range(len(pieces) - 1, -1, -1) if pieces[token_id]), -1)
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """Return the byte that each character from code 256 on stands for in byte-level pieces. Other characters stand for their own code."""
+    """Return the byte of each character from code 256 on in byte-level pieces, as in GPT-2; lower codes are the byte itself."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {256 + index: byte for index, byte in enumerate(others)}

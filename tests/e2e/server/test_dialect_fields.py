@@ -212,7 +212,7 @@ def test_turns_of_one_role_are_one_turn(client: HttpClient) -> None:
 def test_cached_tokens_of_a_message_are_counted_separately(client: HttpClient, engine: AsyncEngine) -> None:
     talk = turns("I need a taxi to the airport. " * 40)
     first, again = (client.json(MESSAGES.path, asked(MESSAGES, messages=talk, max_tokens=1))["usage"] for _ in range(2))
-    assert first["input_tokens"] + first["cache_read_input_tokens"] == len(engine.loaded.input_processor.chat_ids(talk))
+    assert first["input_tokens"] + first["cache_read_input_tokens"] == len(engine.loaded.input_processor.chat_token_ids(talk))
     assert again["cache_read_input_tokens"] > first["cache_read_input_tokens"]
     assert again["input_tokens"] == first["input_tokens"] + first["cache_read_input_tokens"] - again["cache_read_input_tokens"]
     details = RESPONSES.whole(client, asked(RESPONSES, input=talk))["usage"]["input_tokens_details"]
@@ -221,7 +221,7 @@ def test_cached_tokens_of_a_message_are_counted_separately(client: HttpClient, e
 
 def test_tokens_beyond_the_context_are_counted(client: HttpClient, engine: AsyncEngine) -> None:
     count = client.json("/v1/messages/count_tokens", {"messages": TURNS})["input_tokens"]
-    assert count == len(engine.loaded.input_processor.chat_ids(TURNS))
+    assert count == len(engine.loaded.input_processor.chat_token_ids(TURNS))
     assert client.json("/v1/messages/count_tokens", {"messages": turns("a " * 3000)})["input_tokens"] > 2048
 
 

@@ -16,7 +16,7 @@ from paceline.proof.checkpoint_facts import read_tokenizer
 from paceline.sampling.grammars.compiled_grammar import GrammarVocabulary
 from paceline.small_files import TOKENIZER_BYTES
 from paceline.tokenizer import backend
-from paceline.tokenizer.backend import SPARE_IDS, TokenizerBackend, check_ids
+from paceline.tokenizer.backend import SPARE_IDS, TokenizerBackend, check_token_ids
 from paceline.tokenizer.files import MAX_ADDED_ID
 from paceline.tokenizer.gguf import MAX_TOKENS, read_gguf_tokenizer
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -154,12 +154,12 @@ def test_invalid_ids_and_texts_are_request_errors(tmp_path: Path) -> None:
 
 
 def test_gaps_between_ids_are_allowed_in_proportion() -> None:
-    check_ids(range(128_000))
-    check_ids([*range(32_000), 100_000])
-    check_ids([SPARE_IDS])
+    check_token_ids(range(128_000))
+    check_token_ids([*range(32_000), 100_000])
+    check_token_ids([SPARE_IDS])
     for ids in ([], [4_000_000_000], [0, SPARE_IDS + 4], [*range(32_000), 200_000]):
         with pytest.raises(CheckpointError, match="this tokenizer has"):
-            check_ids(ids)
+            check_token_ids(ids)
 
 
 def test_gaps_between_ids_do_not_slow_down_comparison_and_json(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError, CheckpointError, summarize_error
-from paceline.installation import install_extra
+from paceline.installation import install_command
 from paceline.models.storage.safetensors_file import StoredTensor, map_file, read_header, view_tensor
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def read_torch_file(path: Path, what: str) -> Any:
         import torch
     except ImportError as error:
         raise BackendUnavailableError(
-            f"{path} is a PyTorch file, which takes torch to read: {install_extra('torch')}, or use the {what} as safetensors"
+            f"{path} is a PyTorch file, which takes torch to read: {install_command('torch')}, or use the {what} as safetensors"
         ) from error
     try:
         with warnings.catch_warnings():

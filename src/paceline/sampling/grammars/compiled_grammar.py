@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError, RequestError, convert_library_errors
-from paceline.installation import install_extra
+from paceline.installation import install_command
 from paceline.sampling.grammars.grammar import Grammar, GrammarKind
 from paceline.sampling.grammars.json_schema import enforceable_schema
 from paceline.sampling.grammars.unique_items import ENDS_ITEM, ENDS_STRING, UniqueItemsState, unique_items
@@ -37,7 +37,7 @@ class GrammarVocabulary:
         try:
             import llguidance
         except ImportError as error:
-            raise BackendUnavailableError(f"grammars need llguidance: {install_extra('grammar')}") from error
+            raise BackendUnavailableError(f"grammars need llguidance: {install_command('grammar')}") from error
         self.llguidance: Any = llguidance
         self.size = tokenizer.vocab_size
         self._tokens_with: dict[bytes, NDArray[np.bool_]] = {}

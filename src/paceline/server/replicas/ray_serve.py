@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from paceline.errors import BackendUnavailableError, CapacityError, convert_library_errors
-from paceline.installation import install_extra
+from paceline.installation import install_command
 from paceline.server.model_pool import served_model_name
 from paceline.server.replicas.front import create_front
 from paceline.server.replicas.replica import ForwardedRequest, Replica, ReplicaLostError, ReplicaPool, ResponseHead, replica_settings
@@ -69,7 +69,7 @@ def ray_cluster(settings: ClusterSettings, arguments: Mapping[str, Any], *, part
 
         import_module(f"ray.{part}")
     except ImportError as error:
-        raise BackendUnavailableError(f"several replicas need {error.name}: {install_extra('ray')}") from error
+        raise BackendUnavailableError(f"several replicas need {error.name}: {install_command('ray')}") from error
     own: dict[str, Any] = {"address": "local", "_node_ip_address": "127.0.0.1", "include_dashboard": False}
     own |= {"num_cpus": max(1, settings.replicas * int(arguments["threads"]))}
     where = own if settings.ray_address is None else {"address": settings.ray_address}
