@@ -50,8 +50,8 @@ class StateUpdate(NamedTuple):
         records: [number of records, record_size], the replay records.
         pending: indices of the records of the pending rows, in order.
         num_applied: how many of the pending rows the pass adds to `state` in place.
-        rows: for each row of the pass, the index of the record to write, or `NO_RECORD`.
-        saves: (count, target) in ascending order: write the state after `count` pending and prefill rows to `target`.
+        row_records: for each row of the pass, the index of the record that it writes, or `NO_RECORD`.
+        saved_states: (count, target) in ascending order: write the state after `count` pending and prefill rows to `target`.
         has_run: array of one number, which the pass sets to 1 at its end.
     """
 
@@ -59,8 +59,8 @@ class StateUpdate(NamedTuple):
     records: Any
     pending: Sequence[int]
     num_applied: int
-    rows: Sequence[int]
-    saves: Sequence[tuple[int, Any]]
+    row_records: Sequence[int]
+    saved_states: Sequence[tuple[int, Any]]
     has_run: NDArray[np.int32]
 
 
@@ -88,9 +88,9 @@ class _SequenceState:
         state, length: the state after the first `length` rows.
         records, pending: as in `StateUpdate`.
         free: indices of unused records.
-        rows, num_applied: of the current pass, as in `StateUpdate`.
+        row_records, num_applied: of the current pass, as in `StateUpdate`.
         num_unrecorded: number of first rows of the current pass that write no records.
-        saves: states that the current pass writes, as (number of rows that the state covers, target).
+        saved_states: states that the current pass writes, as (number of rows that the state covers, target).
         block_hashes: hashes of full blocks that end after `length`, by block index.
         unregistered: checkpoints of blocks that have no hash yet, by block index.
         last_checkpoint: the block whose checkpoint is evicted when the sequence has a later one; None = no block.
@@ -103,10 +103,10 @@ class _SequenceState:
     records: Any = None
     pending: list[int] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    row_records: list[int] = field(default_factory=list)
     num_applied: int = 0
     num_unrecorded: int = 0
-    saves: list[tuple[int, Any]] = field(default_factory=list)
+    saved_states: list[tuple[int, Any]] = field(default_factory=list)
     has_run: NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, np.int32))
     block_hashes: dict[int, BlockHash] = field(default_factory=dict)
     unregistered: dict[int, _Checkpoint] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class _SequenceState:
     is_consistent: bool = True
 
     def clear_plan(self) -> None:
-        self.rows, self.num_unrecorded, self.num_applied = [], 0, 0
+        self.row_records, self.num_unrecorded, self.num_applied = [], 0, 0
 
 
 class RecurrentStateCache(LayerCache):
@@ -153,8 +153,9 @@ class RecurrentStateCache(LayerCache):
         """Return the state update of the reserved pass. If the pass has run and is repeated, only what is not yet done."""
         sequence = self._sequences[sequence_id]
         self._finish_pass(sequence)
-        saves = [(end - sequence.length, state) for end, state in sequence.saves]
-        return StateUpdate(sequence.state, sequence.records, sequence.pending, sequence.num_applied, sequence.rows, saves, sequence.has_run)
+        saves = [(end - sequence.length, state) for end, state in sequence.saved_states]
+        pending, rows, has_run = sequence.pending, sequence.row_records, sequence.has_run
+        return StateUpdate(sequence.state, sequence.records, pending, sequence.num_applied, rows, saves, has_run)
 
     def reserve(self, plan: RowPlan) -> None:
         """Allocate replay records, and memory for the states that the pass writes.
@@ -184,26 +185,26 @@ class RecurrentStateCache(LayerCache):
             self._free_states_to_save(sequence)
             raise CapacityError("there is no memory for the states of recurrent layers: lower max_num_seqs") from error
         sequence.num_applied, sequence.num_unrecorded = num_applied, num_unrecorded
-        sequence.rows = [NO_RECORD] * num_unrecorded + rows
+        sequence.row_records = [NO_RECORD] * num_unrecorded + rows
 
     def keep_path(self, plan: RowPlan, commit: Commit) -> None:
         sequence = self._sequences[plan.sequence_id]
         self._finish_pass(sequence)
-        num_unrecorded, kept = sequence.num_unrecorded, [sequence.rows[row] for row in commit.rows]
+        num_unrecorded, kept = sequence.num_unrecorded, [sequence.row_records[row] for row in commit.rows]
         if num_unrecorded > len(kept):
             raise RuntimeError(f"{len(kept)} of {num_unrecorded} prefill rows are to be kept: they are kept or dropped together")
         kept = kept[num_unrecorded:]
         sequence.is_consistent = False
         before = sequence.pending
         if num_unrecorded:
-            (_, state), replaced = sequence.saves.pop(), sequence.state
+            (_, state), replaced = sequence.saved_states.pop(), sequence.state
             sequence.state, sequence.length, sequence.pending = state, plan.committed_len + num_unrecorded, kept
             self._recycle_state(replaced)
             self._store_saved_states(sequence)
             sequence.free += before
         else:
             sequence.pending = before + kept
-        sequence.free += [record for record in sequence.rows if record != NO_RECORD and record not in kept]
+        sequence.free += [record for record in sequence.row_records if record != NO_RECORD and record not in kept]
         sequence.clear_plan()
         sequence.is_consistent = True
 
@@ -211,7 +212,7 @@ class RecurrentStateCache(LayerCache):
         sequence = self._sequences.get(plan.sequence_id)
         if sequence is not None:
             self._finish_pass(sequence)
-            sequence.free += [record for record in sequence.rows if record != NO_RECORD]
+            sequence.free += [record for record in sequence.row_records if record != NO_RECORD]
             sequence.clear_plan()
             self._free_states_to_save(sequence)
 
@@ -277,7 +278,7 @@ class RecurrentStateCache(LayerCache):
     def check(self) -> None:
         """Raise RuntimeError unless each record has exactly one use and each state exactly one owner."""
         for sequence in self._sequences.values():
-            records = sorted([*sequence.pending, *sequence.free, *(record for record in sequence.rows if record != NO_RECORD)])
+            records = sorted([*sequence.pending, *sequence.free, *(record for record in sequence.row_records if record != NO_RECORD)])
             if records != list(range(0 if sequence.records is None else len(sequence.records))):
                 raise RuntimeError("replay records of a sequence are lost, or used twice")
         owned = [id(state) for state in self._states()]
@@ -295,7 +296,7 @@ class RecurrentStateCache(LayerCache):
             if sequence.state is not None:
                 yield sequence.state
             yield from (checkpoint.state for checkpoint in sequence.unregistered.values())
-            yield from (state for _, state in sequence.saves)
+            yield from (state for _, state in sequence.saved_states)
 
     def _finish_pass(self, sequence: _SequenceState) -> None:
         """If the pass has run, note that the state now covers the applied rows and that the saved states are valid."""
@@ -312,7 +313,7 @@ class RecurrentStateCache(LayerCache):
 
     def _store_saved_states(self, sequence: _SequenceState) -> None:
         """Store the states that the pass has saved as checkpoints."""
-        saves, sequence.saves = sequence.saves, []
+        saves, sequence.saved_states = sequence.saved_states, []
         for end, state in saves:
             index = end // self._block_size - 1
             block_hash, checkpoint = sequence.block_hashes.get(index), _Checkpoint(state, end, is_prompt=sequence.num_unrecorded > 0)
@@ -330,13 +331,13 @@ class RecurrentStateCache(LayerCache):
             ends = list(range((sequence.length // size + 1) * size, last_row + 1, size))
             for block_end in ends:
                 if block_end % self.config.interval == 0 or block_end == ends[-1]:
-                    sequence.saves.append((block_end, self._new_state()))
+                    sequence.saved_states.append((block_end, self._new_state()))
         if end_row is not None:
-            sequence.saves.append((end_row, self._new_state()))
+            sequence.saved_states.append((end_row, self._new_state()))
 
     def _free_states_to_save(self, sequence: _SequenceState) -> None:
-        while sequence.saves:
-            self._recycle_state(sequence.saves.pop()[1])
+        while sequence.saved_states:
+            self._recycle_state(sequence.saved_states.pop()[1])
 
     def _store_checkpoint(self, sequence: _SequenceState, index: int, block_hash: BlockHash, checkpoint: _Checkpoint) -> None:
         """Store a checkpoint of block `index`. A checkpoint between two intervals is evicted when a later one replaces it."""
