@@ -96,7 +96,7 @@ def draft_quant_options(quantization: Quantization, target_bits: float | None, *
     Args:
         target_bits: bits per value of the target's matrices. With "auto", a draft model gets about half as many. None for drafting heads,
             which "auto" does not quantise.
-        device: device of the target and the draft model. "auto" quantises on the CPU only: for a GPU, weights are expanded.
+        device: device of the target and the draft model. "auto" quantises on the CPU only, as a GPU computes with expanded weights.
 
     Raises:
         ConfigError: the value is unknown.

@@ -176,7 +176,7 @@ class IsolatedFunction:
 
     def _stop_process(self) -> None:
         if self._process is not None:
-            self._process.end()
+            self._process.terminate()
             self._process = None
 
     def reset_after_fork(self) -> None:
@@ -204,14 +204,14 @@ class _Process:
     """A running process.
 
     Attributes:
-        end: ends the process when it is called, or when the `IsolatedFunction` is freed.
+        terminate: ends the process when it is called, or when the `IsolatedFunction` is freed.
         pending: bytes that were received after the last complete answer.
         is_used: whether the process has served a call since its setup.
         has_ended: whether the process has ended, or will end after its last answer.
     """
 
     popen: "subprocess.Popen[bytes]"
-    end: "weakref.finalize[Any, IsolatedFunction]"
+    terminate: "weakref.finalize[Any, IsolatedFunction]"
     pending: bytearray = field(default_factory=bytearray)
     is_used: bool = False
     has_ended: bool = False
@@ -245,7 +245,7 @@ class _Process:
 
     def disown(self) -> None:
         """In a forked child, close the pipes without ending the process, which belongs to the parent."""
-        self.end.detach()
+        self.terminate.detach()
         _close_pipes(self.popen)
         self.popen.returncode = 0  # the process is no child of the forked one, so `Popen.wait` would fail
 
@@ -270,7 +270,7 @@ def _closed_error() -> IsolatedError:
 
 
 def _start_process(function: str, limits: Limits) -> "subprocess.Popen[bytes]":
-    if getattr(sys, "frozen", False):  # `sys.executable` is no Python interpreter
+    if getattr(sys, "frozen", False):  # in a frozen application, `sys.executable` is no Python interpreter
         raise IsolatedError(Failure.NOT_STARTED, "it is one program with paceline")
     settings: dict[str, Any] = {"function": function, "paths": [path for path in sys.path if path]}
     settings |= {"seconds": limits.seconds, "memory_bytes": limits.memory_bytes, "cpu_seconds": limits.cpu_seconds}
@@ -313,8 +313,7 @@ def _serve(settings: dict[str, Any]) -> None:
     if "error" in answer:
         return
     for line in sys.stdin.buffer:
-        # The timer of `faulthandler` works even while the function holds the GIL. If the memory limit is reached, it raises an error, which
-        # ends the process.
+        # the timer of `faulthandler` works even while the function holds the GIL
         faulthandler.dump_traceback_later(settings["seconds"], exit=True)
         _limit_cpu(settings["cpu_seconds"])
         try:

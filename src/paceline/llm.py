@@ -353,7 +353,7 @@ class LLM(metaclass=_AttributeHints):
         self._check_idle()
         drafters = list(self.engine.speculator.drafters)
         needs = DrafterNeeds.union(drafters)
-        if needs.hidden_states or needs.layers:  # such drafters have caches that belong to the old target
+        if needs.hidden_states or needs.layers:  # drafters that read hidden states have caches that belong to the old target
             drafters = list(self._given_drafters)
         config = replace(self._loaded.config, quantization=quantization, adapters={})
         loaded = load_engine(config, self._speculation, drafters, with_xlora=self.engine.runtime.supports_xlora)

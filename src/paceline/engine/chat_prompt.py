@@ -139,7 +139,7 @@ class _Conversation:
         return self.input_processor.tokenizer.template_source(has_tools=bool(self.tools))
 
     def render(self, messages: Sequence[Message]) -> str:
-        return self.input_processor.tokenizer.chat_text(
+        return self.input_processor.tokenizer.render_chat(
             messages,
             tools=self.tools,
             options=self.options,
@@ -257,7 +257,7 @@ def _render_and_encode(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     tokenizer, template = conversation.input_processor.tokenizer, conversation.template_source
     given: list[Any] = [*conversation.messages, list(conversation.tools), dict(conversation.options)]
     searched = _texts_searched_by_template(conversation.messages, template)
-    escaped = tokenizer.control_texts.escape(given, others=[template], except_in=searched)
+    escaped = tokenizer.control_token_escaper.escape(given, others=[template], except_in=searched)
     is_escaped = escaped.is_needed and not conversation.allow_special_tokens
     *messages, tools, options = escaped.value if is_escaped else given
     end = escaped.placeholders.take_unused(1) if conversation.continue_final_message else ""
@@ -269,7 +269,7 @@ def _render_and_encode(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     conversation.input_processor.check_num_chars(len(text))
     if is_escaped:
         text = escaped.unescape_json(text)
-        ids = tokenizer.control_texts.encode(escaped, text)
+        ids = tokenizer.control_token_escaper.encode(escaped, text)
         text = escaped.restore(text)
     else:
         ids = tokenizer.encode(text, add_special_tokens=False)

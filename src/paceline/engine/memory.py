@@ -102,7 +102,7 @@ def plan_cache(
             f"a context of {context} tokens needs {cache_bytes(per_context) / 1e9:.2g} GB of cache, "
             f"{cache_bytes(num_blocks) / 1e9:.2g} GB are to be had: lower max_model_len or raise kv_cache_gb"
         )
-    notices = _warnings(context, num_cache_tokens, max_num_seqs, config.max_num_seqs)
+    notices = _capacity_warnings(context, num_cache_tokens, max_num_seqs, config.max_num_seqs)
     num_bytes = cache_bytes(num_blocks) + state_bytes
     return CachePlan(num_blocks, context, _too_long_advice(model, context), num_bytes, "; ".join(notices) or None, states, max_num_seqs)
 
@@ -127,7 +127,7 @@ def _default_blocks(context: int, max_num_seqs: int) -> int:
     return max(for_contexts, for_sequences)
 
 
-def _warnings(context: int, num_cache_tokens: int, max_num_seqs: int, requested_num_seqs: int) -> list[str]:
+def _capacity_warnings(context: int, num_cache_tokens: int, max_num_seqs: int, requested_num_seqs: int) -> list[str]:
     """Return warnings that a full context or `max_num_seqs` requests do not fit in the cache."""
     found = []
     if num_cache_tokens < context:

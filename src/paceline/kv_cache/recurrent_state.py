@@ -147,7 +147,7 @@ class RecurrentStateCache(LayerCache):
     @property
     def num_bytes(self) -> int:
         records = [*(one.records for one in self._sequences.values()), *(one.records for one in self._checkpoints.values())]
-        return sum(int(array.nbytes) for array in (*self._states(), *records) if array is not None)
+        return sum(int(array.nbytes) for array in (*self._all_states(), *records) if array is not None)
 
     def plan_update(self, sequence_id: int) -> StateUpdate:
         """Return the state update of the reserved pass. If the pass has run and is repeated, only what is not yet done."""
@@ -281,7 +281,7 @@ class RecurrentStateCache(LayerCache):
             records = sorted([*sequence.pending, *sequence.free, *(record for record in sequence.row_records if record != NO_RECORD)])
             if records != list(range(0 if sequence.records is None else len(sequence.records))):
                 raise RuntimeError("replay records of a sequence are lost, or used twice")
-        owned = [id(state) for state in self._states()]
+        owned = [id(state) for state in self._all_states()]
         if len(set(owned)) < len(owned):
             raise RuntimeError("a state has two owners")
 
@@ -289,7 +289,7 @@ class RecurrentStateCache(LayerCache):
         """Round a length down to a multiple of the chunk size."""
         return length // self._chunk_size * self._chunk_size
 
-    def _states(self) -> Iterator[Any]:
+    def _all_states(self) -> Iterator[Any]:
         yield from self._spare
         yield from (checkpoint.state for checkpoint in self._checkpoints.values())
         for sequence in self._sequences.values():
@@ -312,7 +312,7 @@ class RecurrentStateCache(LayerCache):
                 self._store_saved_states(sequence)
 
     def _store_saved_states(self, sequence: _SequenceState) -> None:
-        """Store the states that the pass has saved as checkpoints."""
+        """Turn the states that the pass has written into checkpoints."""
         saves, sequence.saved_states = sequence.saved_states, []
         for end, state in saves:
             index = end // self._block_size - 1
@@ -340,7 +340,7 @@ class RecurrentStateCache(LayerCache):
             self._recycle_state(sequence.saved_states.pop()[1])
 
     def _store_checkpoint(self, sequence: _SequenceState, index: int, block_hash: BlockHash, checkpoint: _Checkpoint) -> None:
-        """Store a checkpoint of block `index`. A checkpoint between two intervals is evicted when a later one replaces it."""
+        """Store a checkpoint of block `index`. If the one before is not at a multiple of the interval, it is evicted."""
         if block_hash in self._checkpoints or not self.config.max_checkpoints:
             self._recycle_state(checkpoint.state)
             return

@@ -22,7 +22,7 @@ _WINDOW = 1 << 16  # number of characters per call of a regular expression, whic
 _MAX_CUT_ROUNDS = 8  # splitting the spelling of a control token may leave that of another one, so it is repeated
 
 
-class ControlTexts:
+class ControlTokenEscaper:
     """Finds the spellings of a tokenizer's control tokens in texts, and encodes them as ordinary text.
 
     Args:
@@ -177,7 +177,7 @@ class Escaped:
     Attributes:
         value: the copy.
         placeholders: the placeholders that were assigned.
-        is_needed: whether spellings of control tokens were found, so that the rendered text must be encoded by `ControlTexts.encode`.
+        is_needed: whether spellings were found, so that the rendered text must be encoded by `ControlTokenEscaper.encode`.
     """
 
     def __init__(self, value: Any, placeholders: "_Placeholders", *, is_needed: bool) -> None:

@@ -69,7 +69,7 @@ def _check_files(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{directory}: tokenizer_class is {shortened(kind)}, expected the name of a class; download it again")
     added = settings.get("added_tokens_decoder")
     _check_added_ids(added if isinstance(added, dict) else (), directory)
-    if added is None:  # then transformers reads the added tokens from tokenizer.json
+    if added is None:  # without this key, transformers reads the added tokens from tokenizer.json
         content = read_small(directory / "tokenizer.json", TOKENIZER_BYTES) or b""
         with suppress(ValueError, RecursionError):  # the tokenizers library will raise an error for damaged JSON
             tokenizer = json.loads(content)

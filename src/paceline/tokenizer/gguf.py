@@ -69,7 +69,7 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> GgufToke
         source: the file, for error texts.
 
     Raises:
-        CheckpointError: a value is missing_error or invalid, or the kind of tokenizer is unknown.
+        CheckpointError: a value is missing or invalid, or the kind of tokenizer is unknown.
     """
     fields = _MetadataFields(metadata, source)
     kind = fields.text("model")
@@ -201,13 +201,13 @@ class _Vocabulary:
     Attributes:
         tokens, types: text and type of each id, without unused ids at the end.
         roles: token id by role, such as "eos".
-        num_stored: number of ids in the file, unused ids included.
+        num_ids_in_file: number of ids in the file, unused ids included.
     """
 
     tokens: list[str]
     types: list[int]
     roles: dict[str, int]
-    num_stored: int
+    num_ids_in_file: int
 
     @classmethod
     def read(cls, fields: _MetadataFields, *, is_sentencepiece: bool, may_repeat: bool) -> "_Vocabulary":
@@ -383,7 +383,7 @@ def _merges_by_score(fields: _MetadataFields, vocabulary: _Vocabulary) -> list[t
     If several pairs give the same token, those whose merged text can overlap itself come first: if `right` is a prefix of the token, as in
     "a" + "aa", the left one of two overlapping occurrences must be merged. Of these pairs, the shortest `left` comes first.
     """
-    stored = fields.number_per_token("scores", vocabulary.num_stored, "fiu")
+    stored = fields.number_per_token("scores", vocabulary.num_ids_in_file, "fiu")
     if stored is None:
         raise fields.missing_error("scores")
     wrong = np.flatnonzero(~np.isfinite(stored))

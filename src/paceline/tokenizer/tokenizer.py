@@ -10,7 +10,7 @@ from typing import Any
 from paceline.errors import CheckpointError, RequestError, convert_library_errors, convert_memory_errors, shortened
 from paceline.tokenizer.backend import TokenizerBackend
 from paceline.tokenizer.chat_template import ChatTemplate
-from paceline.tokenizer.control_text import ControlTexts
+from paceline.tokenizer.control_text import ControlTokenEscaper
 from paceline.tokenizer.files import has_template_file, open_pretrained
 from paceline.tokenizer.gguf import GgufTokenizer, read_gguf_tokenizer
 
@@ -87,16 +87,16 @@ class Tokenizer:
         return max(map(len, self._backend.vocabulary))
 
     @cached_property
-    def control_texts(self) -> ControlTexts:
+    def control_token_escaper(self) -> ControlTokenEscaper:
         """Finds spellings of control tokens in texts, and encodes them as ordinary text."""
-        return ControlTexts(self._pretrained.backend_tokenizer, self._backend.vocabulary)
+        return ControlTokenEscaper(self._pretrained.backend_tokenizer, self._backend.vocabulary)
 
     def encode_as_text(self, text: str) -> list[int]:
         """Encode a text. The spelling of a control token in it is encoded as ordinary text. Errors as for `encode`."""
-        escaped = self.control_texts.escape([text], others=[])
+        escaped = self.control_token_escaper.escape([text], others=[])
         if not escaped.is_needed:
             return self.encode(text, add_special_tokens=False)
-        return self.control_texts.encode(escaped, escaped.unescape_json(escaped.value[0]))
+        return self.control_token_escaper.encode(escaped, escaped.unescape_json(escaped.value[0]))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Ids outside the vocabulary are skipped.
@@ -141,10 +141,10 @@ class Tokenizer:
         return template is not None and template.mentions(name)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
-        """Render a conversation with the chat template and encode it; arguments and errors as for `chat_text`."""
-        return self.encode(self.chat_text(messages, **arguments), add_special_tokens=False)
+        """Render a conversation with the chat template and encode it; arguments and errors as for `render_chat`."""
+        return self.encode(self.render_chat(messages, **arguments), add_special_tokens=False)
 
-    def chat_text(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,

@@ -214,7 +214,7 @@ def _user_header(loaded: LoadedEngine) -> list[int]:
     """Return the tokens of the chat template before the first user turn."""
     tokenizer = loaded.input_processor.tokenizer
     if tokenizer.has_chat_template:
-        text = tokenizer.chat_text([{"role": "user", "content": _MARK}], add_generation_prompt=False)
+        text = tokenizer.render_chat([{"role": "user", "content": _MARK}], add_generation_prompt=False)
         return tokenizer.encode(text[: text.index(_MARK)], add_special_tokens=False)
     first = tokenizer.encode("") or [one for one in (loaded.engine.runtime.config.bos_token_id,) if one is not None]
     if not first:
