@@ -169,7 +169,7 @@ class Side:
         """Add a batch and run it until each request has a token."""
         self.requests = requests
         for request in requests:
-            self.engine.add(request)
+            self.engine.add_request(request)
         while not all(request.num_output_tokens for request in requests):
             self.engine.step()
         self.steps.append(0)
@@ -337,7 +337,7 @@ def time_text(
     """Emitted tokens, and the seconds of each step after the first token."""
     use_drafter(llm, drafter, depth)
     (request,) = make_requests(llm, [prompt], params)
-    llm.engine.add(request)
+    llm.engine.add_request(request)
     seconds: list[float] = []
     while not request.is_finished:
         has_token, start = request.num_output_tokens > 0, time.perf_counter()

@@ -151,7 +151,7 @@ def printable(text: str) -> str:
     halves of surrogate pairs, are written as in `repr`.
     """
     if len(text) > MAX_TEXT:
-        text = f"{text[: MAX_TEXT * 2 // 3]} … {text[-(MAX_TEXT // 3 - 3) :]}"  # the end contains what to do
+        text = f"{text[: MAX_TEXT * 2 // 3]} … {text[-(MAX_TEXT // 3 - 3) :]}"  # the end says what to do
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else " " if one in "\n\r\t" else one.encode("unicode_escape").decode("ascii") for one in text)

@@ -173,7 +173,7 @@ def _list_hub_files(name: str, *, revision: str | None, token: str | None) -> Se
 
     try:
         return list_repo_files(name, revision=revision, token=token)
-    except Exception as error:  # the Hub's client and its HTTP library raise many types
+    except Exception as error:  # the Hub's client and its HTTP library raise exceptions of many types
         raise CheckpointError(
             f"the files of {name!r} cannot be listed: {error}; check the network, or name the file with gguf_file (--gguf-file)"
         ) from error
@@ -210,5 +210,5 @@ def _download(name: str, files: Sequence[str], *, revision: str | None, token: s
     except LocalEntryNotFoundError as error:
         advice = "run once without offline" if offline else "check the network, or give a directory"
         raise CheckpointError(f"the model {name!r} is not in the local cache and was not downloaded; {advice}") from error
-    except Exception as error:  # the Hub's client and its HTTP library raise many types
+    except Exception as error:  # the Hub's client and its HTTP library raise exceptions of many types
         raise CheckpointError(f"the model {name!r} cannot be downloaded: {error}; check network and disk, or give a directory") from error

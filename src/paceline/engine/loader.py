@@ -149,7 +149,7 @@ def parse_settings(model: str, options: dict[str, Any]) -> tuple[EngineConfig, S
 
 
 def _with_speculative_config(options: dict[str, Any]) -> dict[str, Any]:
-    """Replace vLLM's `speculative_config` among the options by our settings, unless these are also given (ConfigError)."""
+    """Replace vLLM's `speculative_config` among the options by our settings. Raise a ConfigError if these are also given."""
     given, others = options.get("speculative_config"), {name: one for name, one in options.items() if name != "speculative_config"}
     if given is None:
         return others
@@ -164,7 +164,7 @@ def _path_as_text(path: Any) -> Any:
 
 
 def _check_drafters(drafter: object) -> list[Drafter]:
-    """Return the drafter objects that a caller passed as `drafter`, if they are valid (ConfigError); an empty list if it passed names."""
+    """Return the drafter objects that a caller passed as `drafter`, or an empty list for names. Raise a ConfigError if they are invalid."""
     listed = list(drafter) if isinstance(drafter, list | tuple) else [drafter]
     drafters = [one for one in listed if isinstance(one, Drafter)]
     for one in listed if drafters else ():

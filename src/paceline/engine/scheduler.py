@@ -110,7 +110,7 @@ class _RequestInfo:
         arrival: number of the request in order of arrival.
         num_uncached: number of tokens to compute when the request was queued.
         excludes_prefix: whether the cached prefix was subtracted from `num_uncached`. False until the request is ready.
-        last_misfit: (running requests, free blocks) when the request last did not fit in the cache; None = it was not tried.
+        last_misfit: (running requests, free blocks) when the request last did not fit in the cache; None = it was not tried yet.
         num_overtaken: how many younger requests started while this one waited for blocks.
     """
 

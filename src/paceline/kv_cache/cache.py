@@ -58,7 +58,7 @@ class KVCache:
     ) -> None:
         all_caches = self.layer_caches = list(layer_caches)
 
-        def evict(block_hash: BlockHash) -> None:  # no method, because `self` would make a reference cycle that delays freeing the cache
+        def evict(block_hash: BlockHash) -> None:  # not a method: `self` would be in a reference cycle, which delays freeing the cache
             for layer_cache in all_caches:
                 layer_cache.evict(block_hash)
 

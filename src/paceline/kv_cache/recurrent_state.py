@@ -257,7 +257,7 @@ class RecurrentStateCache(LayerCache):
                 self._store_checkpoint(sequence, index, block_hash, sequence.unregistered.pop(index))
             elif (index + 1) * self._block_size > sequence.length:
                 sequence.block_hashes[index] = block_hash
-        for index in list(sequence.unregistered):  # blocks before `first` have been registered, so these can never be
+        for index in list(sequence.unregistered):  # their blocks were registered before, so they can never be found
             self._recycle_state(sequence.unregistered.pop(index).state)
 
     def evict(self, block_hash: BlockHash) -> None:

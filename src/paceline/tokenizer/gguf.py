@@ -262,7 +262,7 @@ class _Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitRule:
     """How byte-level BPE splits text into words before merging.
 
     Attributes:
@@ -297,23 +297,23 @@ _HAN_AND_KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+"
 _HAN_AND_MORE = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
 _THREE_DIGITS = "[0-9][0-9][0-9]"
 
-DEFAULT_SPLIT = Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS))
+DEFAULT_SPLIT = SplitRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS))
 """The rule for files without `tokenizer.ggml.pre`."""
 
 _SPLITS_BY_NAMES = {
     "default": DEFAULT_SPLIT,
-    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": Split((_LLAMA3,), ignore_merges=True, add_bos=True),
-    "dbrx smaug-bpe glm4 chatglm-bpe": Split((_LLAMA3,)),
-    "qwen2": Split((_QWEN2,), is_nfc=True),
-    "stablelm2 deepseek-r1-qwen hunyuan solar-open megrez grok-2": Split((_QWEN2,)),
-    "qwen35": Split((_QWEN35,), is_nfc=True),
-    "gpt-2 mpt olmo jais phi-2 trillion granite-docling": Split((_GPT2,)),
-    "starcoder refact command-r smollm codeshell exaone": Split((r"\p{N}", _GPT2)),
-    "tekken": Split((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-4o llama4 minimax-m2": Split((_O200K,)),
-    "deepseek-v3 hunyuan-dense joyai-llm": Split((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3)),
-    "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_MORE, r"\p{N}")),
-    "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": SplitRule((_LLAMA3,), ignore_merges=True, add_bos=True),
+    "dbrx smaug-bpe glm4 chatglm-bpe": SplitRule((_LLAMA3,)),
+    "qwen2": SplitRule((_QWEN2,), is_nfc=True),
+    "stablelm2 deepseek-r1-qwen hunyuan solar-open megrez grok-2": SplitRule((_QWEN2,)),
+    "qwen35": SplitRule((_QWEN35,), is_nfc=True),
+    "gpt-2 mpt olmo jais phi-2 trillion granite-docling": SplitRule((_GPT2,)),
+    "starcoder refact command-r smollm codeshell exaone": SplitRule((r"\p{N}", _GPT2)),
+    "tekken": SplitRule((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "gpt-4o llama4 minimax-m2": SplitRule((_O200K,)),
+    "deepseek-v3 hunyuan-dense joyai-llm": SplitRule((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3)),
+    "deepseek-coder": SplitRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_MORE, r"\p{N}")),
+    "falcon": SplitRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
 }
 
 SPLITS = {name: split for names, split in _SPLITS_BY_NAMES.items() for name in names.split()}
