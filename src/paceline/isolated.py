@@ -247,7 +247,7 @@ class _Process:
         """In a forked child, close the pipes without ending the process, which belongs to the parent."""
         self.terminate.detach()
         _close_pipes(self.popen)
-        self.popen.returncode = 0  # the process is no child of the forked one, so `Popen.wait` would fail
+        self.popen.returncode = 0  # the process is a child of the parent only, so `Popen.wait` would fail here
 
     def _end_error(self, limits: Limits) -> IsolatedError:
         self.has_ended = True

@@ -9,7 +9,7 @@ from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")  # directory of all cgroups
 MEMBERSHIP = Path("/proc/self/cgroup")  # file that lists the cgroups of this process
-DEFAULT_MEMORY_BYTES = 8 << 30  # if the system does not report its memory
+DEFAULT_MEMORY_BYTES = 8 << 30  # default if the system does not report its memory
 
 
 def usable_processors() -> int:

@@ -41,7 +41,7 @@ class InputProcessor:
         suppressed_token_ids: ids that the model's generation_config.json bans.
         num_threads: threads for sampling.
         cache_tokens: capacity of the cache in tokens. If it is less than `max_model_len`, outputs end there. None = unknown.
-        notices: notices that have been logged.
+        logged_notices: notices that have been logged.
         compiler: compiles grammars.
         batch_sampler: sampler in compiled code; None = the compiled kernels are not available.
     """
@@ -54,7 +54,7 @@ class InputProcessor:
     suppressed_token_ids: Sequence[int] = ()
     num_threads: int = 1
     cache_tokens: int | None = None
-    notices: set[str] = field(default_factory=set)
+    logged_notices: set[str] = field(default_factory=set)
     compiler: GrammarCompiler = field(init=False)
     batch_sampler: CompiledBatchPathSampler | None = field(init=False)
 
@@ -124,8 +124,8 @@ class InputProcessor:
 
     def log_once(self, notice: str) -> None:
         """Log a notice, unless it was logged before."""
-        if notice not in self.notices:
-            self.notices.add(notice)
+        if notice not in self.logged_notices:
+            self.logged_notices.add(notice)
             log.warning(notice)
 
     def check_options(self, options: RequestOptions, num_prompts: int, *, has_prediction_drafter: bool) -> list[PromptOptions]:

@@ -270,10 +270,10 @@ class KVCache:
             tables.append(sequence.block_table)
             if sequence.plan is not None:
                 tables.append(sequence.plan.fresh_blocks)
-            self._check_indexed(sequence)
+            self._check_indexed_blocks(sequence)
         self.pool.check(tables)
 
-    def _check_indexed(self, sequence: CachedSequence) -> None:
+    def _check_indexed_blocks(self, sequence: CachedSequence) -> None:
         full = sequence.committed_len // self.block_size
         if len(sequence.block_hashes) > full:
             raise RuntimeError(f"there are {len(sequence.block_hashes)} hashes for {full} full blocks")
