@@ -16,7 +16,7 @@ from paceline.engine.inputs import (
     Params,
     Prompt,
     RequestOptions,
-    as_prompt_list,
+    list_prompts,
     params_per_prompt,
     split_chat_options,
 )
@@ -58,8 +58,7 @@ class LLM(metaclass=_AttributeHints):
         threads: CPU threads, at most the number of processors that this process may use; None = that number.
         oversubscribe: use `threads` threads even if there are fewer processors.
         max_model_len: maximum number of tokens of prompt and output together; None = the model's maximum.
-        kv_cache_dtype: type of keys and values in the cache: "f32", "bf16", "f16" or "int8"; "auto" = `dtype`, f16 for quantised GGUF
-            files.
+        kv_cache_dtype: type of keys and values: "f32", "bf16", "f16" or "int8"; "auto" = `dtype`, f16 for quantised GGUF files.
         kv_cache_gb: maximum memory for keys and values, which is allocated when it is first used.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one on this machine.
@@ -78,8 +77,7 @@ class LLM(metaclass=_AttributeHints):
         max_num_batched_tokens: maximum rows of a pass, the drafts of all requests included.
         prefill_chunk_size: maximum prompt rows of a pass, of all requests together. A lower value reduces inter-token latency.
         enable_prefix_caching: whether cached rows of earlier requests are kept for requests with the same prefix.
-        state_interval: number of rows between checkpoints of recurrent states, a multiple of 32. Requests with the same prefix resume
-            from a checkpoint.
+        state_interval: number of rows between checkpoints of recurrent states, a multiple of 32.
         adapters: directories of LoRA adapters by name; requests select one by `adapter=name`.
         merge_adapter: directory of a LoRA adapter that is merged into the weights before they are rounded or quantised. The output may
             differ from that of the same adapter in `adapters`.
@@ -233,8 +231,7 @@ class LLM(metaclass=_AttributeHints):
         """Complete prompts without a chat template.
 
         Args:
-            prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these, which are
-                batched together.
+            prompts: a string, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
             sampling_params: one for all prompts, or a list with one for each; by default greedy decoding of up to 256 tokens.
             options: see `RequestOptions`.
 
@@ -245,7 +242,7 @@ class LLM(metaclass=_AttributeHints):
             RequestError: a prompt or parameter is invalid, or a request failed while running; the others are then aborted.
             CapacityError: a request needs more blocks than the cache has; no request was started.
         """
-        ids = [self._input_processor.prompt_ids(prompt) for prompt in as_prompt_list(prompts)]
+        ids = [self._input_processor.prompt_ids(prompt) for prompt in list_prompts(prompts)]
         return self._run_requests(ids, sampling_params, options)
 
     @overload

@@ -41,11 +41,7 @@ def processor_quota(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> f
     """
     shares = []
     for directory in _cgroup_directories("cpu", cgroups, membership):
-        words = [
-            *_words(directory / "cpu.max"),
-            *_words(directory / "cpu.cfs_quota_us"),
-            *_words(directory / "cpu.cfs_period_us"),
-        ]
+        words = [*_words(directory / "cpu.max"), *_words(directory / "cpu.cfs_quota_us"), *_words(directory / "cpu.cfs_period_us")]
         if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]) > 0:  # "max" or -1 = no quota
             shares.append(int(words[0]) / int(words[1]))
     return min(shares, default=None)
@@ -131,9 +127,7 @@ def _flags_on_macos() -> frozenset[str]:
 
 
 def _flags_on_windows() -> frozenset[str]:
-    """Return the flags of AVX2 and AVX-512, and of instruction sets that exist on every such processor.
-
-    Windows does not report VNNI and bfloat16.
+    """Return AVX2, AVX-512 and the instruction sets that come with them. Windows does not report VNNI and bfloat16.
 
     Source: winnt.h, PF_AVX2_INSTRUCTIONS_AVAILABLE and PF_AVX512F_INSTRUCTIONS_AVAILABLE.
     """

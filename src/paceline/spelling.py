@@ -78,8 +78,7 @@ def unknown_argument(name: str, function_name: str, known: Collection[str], *, s
     """Return the error text for an argument that a function does not have, with the one that may be meant.
 
     Args:
-        function_name: name of the function.
-        known: names of its arguments.
+        known: names of the function's arguments.
         sampling_names: names that are arguments of `SamplingParams` instead.
     """
     text = f"{name} is no argument of {function_name}"

@@ -19,7 +19,7 @@ from threading import Lock, Thread
 from typing import Any, TypeVar, Unpack
 
 from paceline.engine.engine import EngineStats
-from paceline.engine.inputs import ChatOptions, Messages, Params, Prompt, RequestOptions, as_prompt_list, split_chat_options
+from paceline.engine.inputs import ChatOptions, Messages, Params, Prompt, RequestOptions, list_prompts, split_chat_options
 from paceline.engine.loader import LoadedEngine, load_engine, parse_settings
 from paceline.engine.request import EngineRequest
 from paceline.errors import ConfigError, PacelineError, as_exception
@@ -181,7 +181,7 @@ class AsyncEngine:
         await asyncio.to_thread(self._worker.join)
 
     def _prompt_encoder(self, prompts: Prompt | Sequence[Prompt]) -> Callable[[], list[list[int]]]:
-        return lambda: [self.loaded.input_processor.prompt_ids(one) for one in as_prompt_list(prompts)]
+        return lambda: [self.loaded.input_processor.prompt_ids(one) for one in list_prompts(prompts)]
 
     async def _collect(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> list[RequestOutput]:
         requests = await self._make_requests(prompts, params, options, is_streamed=False)

@@ -77,7 +77,7 @@ def split_chat_options(options: ChatOptions) -> tuple[dict[str, Any], RequestOpt
     return prompt, cast(RequestOptions, request)
 
 
-def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Return a list of prompts. A string, a mapping or a list of numbers is one prompt; anything else is a list of prompts."""
     if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__") or (len(prompts) > 0 and not hasattr(prompts[0], "__len__")):
         return [cast(Prompt, prompts)]
@@ -104,11 +104,8 @@ def parse_prompt(prompt: Prompt) -> str | list[int]:
 def parse_token_ids(ids: object, name: str) -> list[int]:
     """Return token ids as a list. `ids` may be any iterable of whole numbers, such as a numpy array.
 
-    Args:
-        name: name of the parameter, for the error.
-
     Raises:
-        RequestError: `ids` is not such an iterable.
+        RequestError: `ids` is not such an iterable. The error names the parameter `name`.
     """
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | bytearray):
         raise RequestError(f"{name} is {ids!r}: give a string or a list of token ids", parameter=name)

@@ -124,8 +124,7 @@ class RecurrentStateCache(LayerCache):
     Args:
         state_size, record_size: how many numbers a state and a replay record have.
         allocate: returns an array of zeros of a given shape, of the runtime's array type.
-        chunk_size: the number of rows that a stored state covers is a multiple of this, because kernels compute chunks of so many rows. It
-            divides `block_size` and is at most `MIN_UNRECORDED_ROWS`.
+        chunk_size: stored states cover multiples of so many rows. It divides `block_size` and is at most `MIN_UNRECORDED_ROWS`.
     """
 
     def __init__(

@@ -85,12 +85,10 @@ def strftime_now(layout: str) -> str:
 def to_json(value: Any, *arguments: Any, **options: Any) -> str:
     """Replace Jinja's filter `tojson`, which would escape HTML. Positional arguments are in the order of transformers' `tojson`."""
     names = ("ensure_ascii", "indent", "separators", "sort_keys")
-    return json.dumps(
-        value, **{"ensure_ascii": False, "default": _generator_as_list, **dict(zip(names, arguments, strict=False)), **options}
-    )
+    return json.dumps(value, **{"ensure_ascii": False, "default": _generator_list, **dict(zip(names, arguments, strict=False)), **options})
 
 
-def _generator_as_list(value: object) -> object:
+def _generator_list(value: object) -> object:
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not a JSON value")
