@@ -76,7 +76,7 @@ Rows = list[dict[str, Any]]
 
 
 def make_requests(llm: LLM, prompts: Prompts, params: SamplingParams) -> list[EngineRequest]:
-    return llm._loaded.requests([list(prompt) for prompt in prompts], params, RequestOptions(), is_streamed=False)
+    return llm._loaded.make_requests([list(prompt) for prompt in prompts], params, RequestOptions(), is_streamed=False)
 
 
 def random_prompts(llm: LLM, count: int, num_tokens: int, random: np.random.Generator) -> list[list[int]]:
@@ -169,7 +169,7 @@ class Side:
         """Add a batch and run it until each request has a token."""
         self.requests = requests
         for request in requests:
-            self.engine.add(request)
+            self.engine.add_request(request)
         while not all(request.num_output_tokens for request in requests):
             self.engine.step()
         self.steps.append(0)
@@ -219,7 +219,7 @@ def workload_prompts(llm: LLM, kind: str, count: int, num_tokens: int, random: n
     for _ in range(count):
         prompt = workload.prompts[int(random.integers(len(workload.prompts)))]
         found.append(
-            input_processor.chat_ids([dict(one) for one in prompt.messages])
+            input_processor.chat_token_ids([dict(one) for one in prompt.messages])
             if prompt.messages
             else input_processor.prompt_ids(prompt.text or "")
         )
@@ -337,7 +337,7 @@ def time_text(
     """Emitted tokens, and the seconds of each step after the first token."""
     use_drafter(llm, drafter, depth)
     (request,) = make_requests(llm, [prompt], params)
-    llm.engine.add(request)
+    llm.engine.add_request(request)
     seconds: list[float] = []
     while not request.is_finished:
         has_token, start = request.num_output_tokens > 0, time.perf_counter()

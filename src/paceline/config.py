@@ -1,4 +1,4 @@
-"""Settings of an engine, validated and immutable."""
+"""Settings of an engine and of speculative decoding. They are checked when created, and immutable."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,36 +10,37 @@ from paceline.machine import usable_processors
 
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "bf16", "f16", "f32")
-OTHER_DTYPES = {"float16": "f16", "half": "f16", "fp16": "f16", "bfloat16": "bf16", "float32": "f32", "float": "f32", "fp32": "f32"}
-"""PyTorch's names of types, and ours."""
+_DTYPE_OF_OTHER_NAME = {"float16": "f16", "half": "f16", "fp16": "f16", "bfloat16": "bf16", "float32": "f32", "float": "f32", "fp32": "f32"}
+"""Names of types in PyTorch, and ours."""
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "f16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch")
 QUANT = ("none", "int8", "int4")
 DRAFT_QUANT = ("auto", *QUANT)
-_MOST_BITS_OF_8, _MOST_BITS_OF_16 = 10.0, 20.0  # maximum bits per value, scales included, of a matrix called 8-bit or 16-bit
+_MAX_BITS_OF_8_BIT, _MAX_BITS_OF_16_BIT = 10.0, 20.0  # quantisation scales included, 8-bit weights take up to 10 bits per value
 GGUF_WEIGHTS = ("exact", "regroup")
 ACCEPTANCE = ("match", "rejection")
 MAX_SPECULATIVE_TOKENS = 64
 MAX_NUM_SEQS = 1024
 MAX_NUM_BATCHED_TOKENS = 4096
 _WEIGHTS_CACHE_GB = 50
-_MOST_GB = 1_000_000
+_MAX_CACHE_GB = 1_000_000
 MAX_PASS_ROWS = MAX_NUM_BATCHED_TOKENS + MAX_NUM_SEQS
-"""Maximum rows of one pass of any network: those of a step, and those that a head drafts after them in the same pass."""
+"""Maximum rows of one pass of any network: the rows of a step, and one drafted row per request in a pass of a drafting head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantOptions:
-    """How the matrices of a network are quantised during loading. Bits are 4, 8, or None (as stored).
+    """How the weight matrices of a network are quantised during loading. Bits are 4, 8, or None (kept as stored).
 
     Attributes:
-        bits: bits of every matrix not covered below.
-        group: columns that share a scale: 32, 64 or 128. If it does not divide the width of a matrix, the next smaller divisor is used.
-        symmetric: codes are multiples of a scale around zero; False = offsets from a group's minimum.
-        embedding_bits, lm_head_bits: of these two matrices; if they are tied, the larger number.
-        overrides: (pattern, bits) pairs or a mapping, such as ("layers.*.down_proj.weight", 8). The first pattern that matches the name
-            of a tensor overrides everything above.
+        bits: bits per value of matrices for which no other attribute sets them.
+        group: number of columns that share a scale: 32, 64 or 128. For a matrix whose width it does not divide, the next smaller of these
+            is used that does.
+        symmetric: True = value is scale * code, with signed codes; False = value is scale * code + minimum of the group.
+        embedding_bits, lm_head_bits: bits of these two matrices. If they are tied, the larger number is used.
+        overrides: (pattern, bits) pairs or a mapping, such as {"layers.*.down_proj.weight": 8}. For a tensor whose name matches, the first
+            matching pattern sets the bits.
     """
 
     bits: int = 8
@@ -71,17 +72,17 @@ def _is_override(one: object) -> bool:
     return isinstance(one, Sequence) and not isinstance(one, str) and len(one) == 2 and isinstance(one[0], str)
 
 
-Quant = str | QuantOptions
+Quantization = str | QuantOptions
 
 
-def quant_options(name: str, quantization: Quant) -> QuantOptions | None:
-    """Return the options of a quantisation setting; None = no quantisation.
+def quant_options(name: str, quantization: Quantization) -> QuantOptions | None:
+    """Convert the value of a quantisation setting to options; None = no quantisation.
 
     Args:
         name: name of the setting, for the error.
 
     Raises:
-        ConfigError: it is unknown.
+        ConfigError: the value is unknown.
     """
     if isinstance(quantization, QuantOptions):
         return quantization
@@ -89,30 +90,31 @@ def quant_options(name: str, quantization: Quant) -> QuantOptions | None:
     return None if quantization == "none" else QuantOptions(bits=int(quantization.removeprefix("int")))
 
 
-def draft_quant_options(quantization: Quant, target_bits: float | None, *, device: str = "cpu") -> QuantOptions | None:
-    """Return the options of `draft_quantization`; None = no quantisation.
+def draft_quant_options(quantization: Quantization, target_bits: float | None, *, device: str = "cpu") -> QuantOptions | None:
+    """Convert the value of `draft_quantization` to options; None = no quantisation.
 
     Args:
-        target_bits: bits per value of the target's matrices, of which a draft model gets about half; None for heads, which get the default.
-        device: where both run. On a GPU quantised weights are expanded during loading.
+        target_bits: bits per value of the target's matrices. With "auto", a draft model gets about half as many. None for drafting heads,
+            which "auto" does not quantise.
+        device: device of the target and the draft model. "auto" quantises on the CPU only, as a GPU computes with expanded weights.
 
     Raises:
-        ConfigError: it is unknown.
+        ConfigError: the value is unknown.
     """
     if quantization != "auto":
         if not isinstance(quantization, QuantOptions):
             _check_choice("draft_quantization", quantization, DRAFT_QUANT)
         return quant_options("draft_quantization", quantization)
-    if target_bits is None or target_bits > _MOST_BITS_OF_16 or device != "cpu":
+    if target_bits is None or target_bits > _MAX_BITS_OF_16_BIT or device != "cpu":
         return None
-    return QuantOptions(bits=4 if target_bits <= _MOST_BITS_OF_8 else 8)
+    return QuantOptions(bits=4 if target_bits <= _MAX_BITS_OF_8_BIT else 8)
 
 
-def copy_quant_options(draft: QuantOptions | None, target: QuantOptions | None) -> QuantOptions | None:
-    """Return how a head quantises rows that it copies from the target's vocabulary matrix; None = it reads the matrix itself.
+def lm_head_copy_options(draft: QuantOptions | None, target: QuantOptions | None) -> QuantOptions | None:
+    """Return how a drafting head quantises its copy of rows of the target's LM head; None = it reads the target's matrix instead.
 
     Args:
-        draft: quantisation of a draft model of this target.
+        draft: quantisation that a draft model of this target would get.
         target: quantisation of the target.
     """
     bits = None if target is None else target.lm_head_bits
@@ -124,24 +126,24 @@ class SpeculationConfig:
     """Settings of speculative decoding.
 
     Attributes:
-        drafter: "auto", "none", a name of the table in drafters/__init__.py, or the directory or id of a draft model or of heads; several
-            are combined.
+        drafter: "auto", "none", a name in the table of drafters/__init__.py, the directory or id of a draft model or of heads, or a tuple
+            of several.
         num_speculative_tokens: maximum draft tokens per step, or "auto" (16). The length of each draft is chosen from measured costs.
-        tree_width: draft tokens per position, of draft models and heads; 1 = a chain, or the default tree of Medusa heads.
-        draft_quantization: quantise draft models and heads during loading: "none", "int8", "int4" or `QuantOptions`. "auto": draft models
-            and block drafters on the CPU get 4 bits if the target has at most 10 bits per value, 8 if it has 16. Rows that a head copies
-            from the target's vocabulary matrix get the same, other matrices of heads stay as they are.
-        draft_adapter: directory of a LoRA adapter for the draft model; None = none.
-        drafter_options: settings of one method by name, such as {"tree": "accuracy"}; see drafters/options.py.
-        acceptance: rule that accepts draft tokens. "match": those that the target samples itself, so a seed gives the same text as without
-            drafting. "rejection": rejection sampling, which accepts more and keeps the distribution, but a seed gives other texts. No
-            difference at temperature 0.
+        tree_width: candidates per position of draft models and heads; 1 = a chain, or the default tree of Medusa heads.
+        draft_quantization: how draft models and heads are quantised during loading: "none", "int8", "int4" or `QuantOptions`. "auto":
+            draft models and block drafters on the CPU get 4 bits if the target has at most 10 bits per value, or 8 bits if the target has
+            16. A head's copy of rows of the target's LM head is quantised in the same way; its other matrices are not quantised.
+        draft_adapter: directory of a LoRA adapter for the draft model; None = no adapter.
+        drafter_options: settings of a drafting method by name, such as {"tree": "accuracy"}; see drafters/options.py.
+        acceptance: rule that accepts draft tokens. "match": accept a token that the target itself samples, so a seed gives the same text
+            as without drafts. "rejection": rejection sampling, which accepts more tokens from the same distribution, but a seed gives
+            another text. At temperature 0 both give the same text.
     """
 
     drafter: str | tuple[str, ...] = "auto"
     num_speculative_tokens: int | str = "auto"
     tree_width: int = 1
-    draft_quantization: Quant = "auto"
+    draft_quantization: Quantization = "auto"
     draft_adapter: str | None = None
     acceptance: str = "match"
     drafter_options: Mapping[str, object] = field(default_factory=dict)
@@ -168,28 +170,28 @@ class EngineConfig:
 
     Attributes:
         model: "mini", a directory, a GGUF file, or a Hugging Face id.
-        gguf_file: name of the GGUF file to take from the directory or from the Hub's model; None = the only one.
-        gguf_weights: "exact" (the values of the file) or "regroup" (quantise its matrices again, to larger groups that run faster).
-        numerics: "exact" (a token never depends on what else is in the pass) or "fast".
-        dtype: type to compute in; "auto" = as stored. Only "f32" does not round rows before quantised matrices.
-        quantization: quantise the matrices while loading: "none", "int8", "int4" or `QuantOptions`.
-        threads: CPU threads, at most as many as processors that this process may use; None = as many.
+        gguf_file: name of the GGUF file, if the directory or the model on the Hub has several.
+        gguf_weights: "exact" (the values of the file) or "regroup" (quantise them again in larger groups, for speed).
+        numerics: "exact" (a token never depends on the rest of the batch) or "fast".
+        dtype: type of activations; "auto" = as the weights are stored. Except with "f32", activations are rounded to 8 bits before they are
+            multiplied by a quantised matrix on the CPU.
+        quantization: how weight matrices are quantised during loading: "none", "int8", "int4" or `QuantOptions`.
+        threads: CPU threads, at most the number of processors that this process may use; None = that number.
         oversubscribe: use `threads` threads even if there are fewer processors.
-        max_model_len: longest prompt + output; None = the model's maximum.
-        kv_cache_dtype: type of keys and values in the cache: "f32", "bf16", "f16" or "int8" (a scale a row and head); "auto" = that of
-            computation, f16 for quantised GGUF files.
-        kv_cache_gb: maximum memory for keys and values, allocated as it is used; None = enough for 4 full contexts or 2048 tokens of
-            each of `max_num_seqs`, at most a quarter of the machine's memory and half of what is free.
+        max_model_len: maximum number of tokens of prompt and output together; None = the model's maximum.
+        kv_cache_dtype: type of keys and values in the cache: "f32", "bf16", "f16" or "int8" (one scale per row and head); "auto" =
+            `dtype`, f16 for quantised GGUF files.
+        kv_cache_gb: maximum memory for keys and values, which is allocated when it is first used; None = enough for 4 full contexts or for
+            2048 tokens of each of `max_num_seqs` requests, at most a quarter of the machine's memory and half of its free memory.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our kernels) or "torch"; "auto" = the faster one on this machine.
-        max_num_seqs: maximum running requests; at most as many as a pass has rows.
-        max_num_batched_tokens: rows of one pass, drafts of all requests included.
-        prefill_chunk_size: prompt rows of a pass, of all requests together; decoding requests come first.
-        enable_prefix_caching: whether rows of earlier requests are kept for requests with the same prefix, until they are evicted.
-        state_interval: rows between checkpoints of recurrent states, a multiple of 32. A sequence also has one after its last
-            full block.
+        max_num_seqs: maximum number of running requests, each of which needs a row in every pass.
+        max_num_batched_tokens: maximum rows of a pass, the drafts of all requests included.
+        prefill_chunk_size: maximum prompt rows of a pass, of all requests together.
+        enable_prefix_caching: whether cached rows of earlier requests are kept for requests with the same prefix.
+        state_interval: number of rows between checkpoints of recurrent states, a multiple of 32.
         adapters: directories of LoRA adapters by name.
-        merge_adapter: directory of a LoRA adapter that is added to the weights before they are rounded or quantised: another target.
+        merge_adapter: directory of a LoRA adapter that is merged into the weights before they are rounded or quantised.
         revision, hf_token, offline: for models from the Hugging Face Hub.
     """
 
@@ -198,7 +200,7 @@ class EngineConfig:
     gguf_weights: str = "exact"
     numerics: str = "exact"
     dtype: str = "auto"
-    quantization: Quant = "none"
+    quantization: Quantization = "none"
     threads: int | None = None
     oversubscribe: bool = False
     max_model_len: int | None = None
@@ -250,14 +252,14 @@ class EngineConfig:
 
     @property
     def num_threads(self) -> int:
-        """Number of threads to compute with."""
+        """Number of CPU threads that kernels use."""
         if self.threads is None:
             return usable_processors()
         return self.threads if self.oversubscribe else min(self.threads, usable_processors())
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Lines for the user about settings that are not followed."""
+        """Messages to the user about settings that have no effect, one line each."""
         if self.threads is None or self.num_threads == self.threads:
             return ()
         return (
@@ -267,9 +269,9 @@ class EngineConfig:
 
 
 def cache_directory() -> Path | None:
-    """Return the directory for profiles of this machine and quantised weights (PACELINE_CACHE, else the user's cache directory).
+    """Return the directory for measured times and quantised weights (PACELINE_CACHE, or else the user's cache directory).
 
-    None = there is none: the user has no home directory, as in a container that runs under another uid.
+    None = the user has no home directory, as in a container that runs under an unknown user id.
     """
     own = os.environ.get("PACELINE_CACHE")
     if own:
@@ -282,7 +284,7 @@ def cache_directory() -> Path | None:
 
 
 def weights_cache_bytes() -> int:
-    """Return the maximum size of all quantised weights in the cache directory (PACELINE_CACHE_GB, else 50 GB); 0 = none are kept.
+    """Return the maximum bytes of quantised weights in the cache directory (PACELINE_CACHE_GB, or else 50 GB); 0 = do not cache any.
 
     Raises:
         ConfigError: PACELINE_CACHE_GB is not a number >= 0.
@@ -292,19 +294,19 @@ def weights_cache_bytes() -> int:
         size = float(given)
     except ValueError:
         size = -1.0
-    if not 0.0 <= size <= _MOST_GB:
-        raise ConfigError(f"PACELINE_CACHE_GB is {given!r}: set it to a number of gigabytes from 0 to {_MOST_GB}, 0 keeps no weights")
+    if not 0.0 <= size <= _MAX_CACHE_GB:
+        raise ConfigError(f"PACELINE_CACHE_GB is {given!r}: set it to a number of gigabytes from 0 to {_MAX_CACHE_GB}, 0 keeps no weights")
     return int(size * 1e9)
 
 
-def api_keys_of_environment() -> str:
-    """Return the API keys of a server, one per line (PACELINE_API_KEYS; commas separate keys too); empty = not set."""
+def api_keys_from_environment() -> str:
+    """Return the server's API keys from PACELINE_API_KEYS, one per line; empty = not set. Commas become line breaks."""
     return os.environ.get("PACELINE_API_KEYS", "").replace(",", "\n")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        ours = OTHER_DTYPES.get(str(value).removeprefix("torch.")) if choices is DTYPES else None
+        ours = _DTYPE_OF_OTHER_NAME.get(str(value).removeprefix("torch.")) if choices is DTYPES else None
         raise ConfigError(f"{name} is {value!r}: " + (f"did you mean {ours!r}? " if ours else "") + f"use one of {', '.join(choices)}")
 
 

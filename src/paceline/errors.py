@@ -1,12 +1,12 @@
-"""The exceptions of paceline. Each text says what failed, the value, the limit and the way out.
+"""The exceptions of paceline. Each error text contains what is wrong, the value, what is allowed, and what to do.
 
 PacelineError
-├── ConfigError                 a setting of ours is wrong or two settings contradict each other
-├── CheckpointError             a model directory or file cannot be used (missing, truncated, unknown, NaN)
-├── IncompatibleDrafterError    the requested drafter can never work with this target
-├── CapacityError               not enough memory (or cache blocks) for what was asked
-├── RequestError                one request is wrong (an HTTP 4xx); others are untouched
-└── BackendUnavailableError     an optional dependency or device is absent; names what to install
+├── ConfigError                 a setting is invalid, or two settings contradict each other
+├── CheckpointError             a model directory or file cannot be used (missing, truncated, unknown format, NaN)
+├── IncompatibleDrafterError    the requested drafter cannot work with this target
+├── CapacityError               too little memory or too few cache blocks
+├── RequestError                one request is invalid (HTTP status 4xx); other requests are not affected
+└── BackendUnavailableError     an optional dependency or device is missing
 """
 
 import functools
@@ -21,15 +21,15 @@ from types import CodeType
 from typing import Any
 
 MAX_TEXT = 4000
-"""Characters of an error's text; what is longer loses its middle."""
+"""Maximum length of an error text in characters. In a longer text the middle is replaced by "…"."""
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-"""Code of errors about prompts that are too long."""
+"""`RequestError.code` of a prompt that is too long, as in OpenAI's API."""
 
 
 class PacelineError(Exception):
-    """Base of every error paceline raises on purpose.
+    """Base class of the exceptions of paceline.
 
-    Its text is one line of printable characters, whatever the names and values in it hold: a terminal or a log shows it as it is.
+    The text is made one line of printable characters, so that names from untrusted files cannot send control codes to a terminal.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -37,28 +37,28 @@ class PacelineError(Exception):
 
 
 class ConfigError(PacelineError):
-    """A setting is unknown, out of range or contradicts another one."""
+    """A setting is unknown, invalid, or contradicts another one."""
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint cannot be read or does not hold what its config promises."""
+    """A checkpoint cannot be read, or its tensors do not match its config.json."""
 
 
 class IncompatibleDrafterError(PacelineError):
-    """The requested drafter cannot guess for this target."""
+    """The requested drafter cannot draft for this target."""
 
 
 class CapacityError(PacelineError):
-    """Memory or cache blocks are exhausted; nothing was changed."""
+    """There is too little memory, or there are too few cache blocks."""
 
 
 class RequestError(PacelineError):
-    """A request's prompt or parameters cannot be served.
+    """The prompt or a parameter of a request is invalid.
 
     Args:
-        message: what is wrong, the value, the limit and the way out.
-        parameter: name of the offending parameter, when there is one.
-        code: the kind of mistake in a word that programs compare, such as "context_length_exceeded", when it has one.
+        message: what is wrong, the value, what is allowed, and what to do.
+        parameter: name of the invalid parameter, if there is one.
+        code: identifier of the kind of error, if it has one, such as "context_length_exceeded".
     """
 
     def __init__(self, message: str, *, parameter: str | None = None, code: str | None = None) -> None:
@@ -68,16 +68,16 @@ class RequestError(PacelineError):
 
 
 class BackendUnavailableError(PacelineError):
-    """A library or device this choice needs is not present."""
+    """A library or a device that a setting requires is missing."""
 
 
 @contextmanager
-def library_errors(text: str, kind: Callable[[str], PacelineError]) -> Iterator[None]:
-    """Whatever a library raises in this block becomes one of our errors.
+def convert_library_errors(text: str, error_type: Callable[[str], PacelineError]) -> Iterator[None]:
+    """Context manager: raise every exception that a library raises in the block as one of our errors.
 
     Args:
-        text: what failed and the way out; the library's own message follows in brackets.
-        kind: the error.
+        text: what failed and what to do; a summary of the library's error is appended.
+        error_type: type of our error.
     """
     try:
         yield
@@ -86,58 +86,58 @@ def library_errors(text: str, kind: Callable[[str], PacelineError]) -> Iterator[
     except BaseException as error:
         if is_interrupt(error):
             raise
-        raise kind(f"{text} ({described(error)})") from error
+        raise error_type(f"{text} ({summarize_error(error)})") from error
 
 
-def prompt_too_long(num_tokens: int, max_model_len: int, way_out: str, *, why: str = "") -> str:
-    """Return the text of an error about a prompt that leaves no room for output.
+def prompt_too_long_text(num_tokens: int, max_model_len: int, advice: str, *, why: str = "") -> str:
+    """Return the error text for a prompt that leaves no room for output.
 
-    Agents shorten a conversation where a text has Anthropic's first sentence or OpenAI's second one, and repeat the request elsewhere.
+    It contains the sentences of Anthropic ("prompt is too long") and OpenAI ("maximum context length"), because agents search errors for
+    them to find out that they must shorten the conversation.
 
     Args:
-        why: follows the first sentence, such as how `num_tokens` was estimated.
+        advice: what the user can do, which is appended.
+        why: text after the numbers, such as how `num_tokens` was estimated.
     """
     first = f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum{why}"
-    return (
-        f"{first}. This model's maximum context length is {max_model_len} tokens, and at least one must be left for the output: {way_out}"
-    )
+    return f"{first}. This model's maximum context length is {max_model_len} tokens, and at least one must be left for the output: {advice}"
 
 
 @contextmanager
-def memory_errors(what: str, way_out: str = "use quantization='int8' or 'int4', a smaller one, or close programs") -> Iterator[None]:
-    """Running out of memory in this block becomes a CapacityError; `what` names what did not fit."""
+def convert_memory_errors(what: str, advice: str = "use quantization='int8' or 'int4', a smaller one, or close programs") -> Iterator[None]:
+    """Context manager: raise a MemoryError in the block as a CapacityError. `what` names what did not fit."""
     try:
         yield
     except MemoryError as error:
-        detail = f" ({described(error)})" if str(error) else ""
-        raise CapacityError(f"{what} does not fit in memory{detail}: {way_out}") from error
+        detail = f" ({summarize_error(error)})" if str(error) else ""
+        raise CapacityError(f"{what} does not fit in memory{detail}: {advice}") from error
 
 
-def described(error: BaseException) -> str:
-    """A library's error in a few words: the first line of its text, without advice to let a stranger's code run."""
+def summarize_error(error: BaseException) -> str:
+    """Return the type and the first line of a library's error. Advice to allow code in a checkpoint to run is replaced."""
     first = next(iter(str(error).splitlines()), "")[:300]
     if type(error).__name__ == "UnpicklingError" or "weights_only" in first or "trust_remote_code" in first:
         first = "it holds objects or code of its own, which are never let run"
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-_MAX_LISTED = 20  # names in an error
+_MAX_LISTED = 20  # maximum names in an error text
 
 
-class _Shortened(Repr):
-    """Short `repr` of values from untrusted files: a text of some lines, a few items, no deep nesting."""
+class _ShortRepr(Repr):
+    """Limits the `repr` of a value to 200 characters per string, a few items per list, and a few levels of nesting."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxstring = self.maxother = self.maxlong = 200
 
 
-shortened = _Shortened().repr
-"""The `repr` of a value from a file, cut: for errors."""
+shortened = _ShortRepr().repr
+"""Returns the `repr` of a value from an untrusted file, shortened for an error text."""
 
 
 def name_list(names: Iterable[str], what: str = "tensor") -> str:
-    """Return the number of names and the first of them, as in "3 tensors: a, b, c"."""
+    """Return how many names there are, and the first ones, as in "3 tensors: a, b, c"."""
     names = list(names)
     rest = len(names) - _MAX_LISTED
     count = f"{len(names)} {what}{'s' if len(names) > 1 else ''}"
@@ -145,35 +145,31 @@ def name_list(names: Iterable[str], what: str = "tensor") -> str:
 
 
 def printable(text: str) -> str:
-    """`text` as one line without control characters, at most MAX_TEXT long.
+    """Return a text as one line of at most MAX_TEXT printable characters.
 
-    Line breaks and tabs become spaces; every other character that Python calls not printable (escape sequences, directions of writing,
-    halves of surrogate pairs) is spelled as `repr` spells it.
+    Line breaks and tabs become spaces. Other characters that are not printable, such as escape sequences, marks of writing direction or
+    halves of surrogate pairs, are written as in `repr`.
     """
     if len(text) > MAX_TEXT:
-        text = f"{text[: MAX_TEXT * 2 // 3]} … {text[-(MAX_TEXT // 3 - 3) :]}"  # the way out stands at the end
+        text = f"{text[: MAX_TEXT * 2 // 3]} … {text[-(MAX_TEXT // 3 - 3) :]}"  # the end says what to do
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else " " if char in "\n\r\t" else _spelled(char) for char in text)
-
-
-def _spelled(char: str) -> str:
-    return char.encode("unicode_escape").decode("ascii")
+    return "".join(one if one.isprintable() else " " if one in "\n\r\t" else one.encode("unicode_escape").decode("ascii") for one in text)
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether an exception is meant for the program, whatever it was doing: a signal's, which arrive in the main thread alone.
+    """Return whether an exception was raised by a signal and so must end the program: Ctrl-C, or a SystemExit of a signal handler.
 
-    That is Ctrl-C, and an exit that a signal's handler raises. Everything else that is no `Exception` is a fault of what was being done: a
-    panic of a Rust library, a request's own code that raises SystemExit, CancelledError or GeneratorExit.
+    Other exceptions that are no `Exception` are errors of the code that ran, such as a panic in a Rust library or a SystemExit in a logits
+    processor. Signals are handled in the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
-    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and _is_of_a_signal(error))
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and _is_from_signal_handler(error))
 
 
-def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether a signal handler is in the exception's traceback."""
+def _is_from_signal_handler(error: BaseException) -> bool:
+    """Return whether a signal handler is in the traceback of an exception."""
     handlers = {code for number in signal.valid_signals() if (code := _code_of(signal.getsignal(number))) is not None}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
@@ -187,7 +183,7 @@ def _code_of(handler: Any) -> CodeType | None:
 
 
 def as_exception(error: BaseException) -> Exception:
-    """The same fault as an `Exception`, to be raised elsewhere."""
+    """Return the error itself if it is an `Exception`, else a `PacelineError` with its type and text."""
     if isinstance(error, Exception):
         return error
     exception = PacelineError(f"{type(error).__name__}: {error}")

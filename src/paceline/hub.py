@@ -1,4 +1,4 @@
-"""From what a user types to a checkpoint: a directory, or a GGUF file."""
+"""Finds the checkpoint of a model that a user names, and downloads it from the Hugging Face Hub if necessary."""
 
 import os
 import re
@@ -7,11 +7,11 @@ from importlib import resources
 from pathlib import Path
 
 from paceline.errors import CheckpointError, shortened
-from paceline.model_directory import SAFETENSORS, names_in, no_model_among, without_model
+from paceline.model_directory import SAFETENSORS, list_directory, no_model_among_error, no_model_error
 from paceline.small_files import is_file
 
 MINI = "mini"
-"""The model that comes with the package."""
+"""Name of the small model that is part of the package."""
 
 _FILES = (
     "config.json",
@@ -29,15 +29,15 @@ _FILES = (
 )
 _HEAD_FILES = ("medusa_lm_head.*", "hydra_lm_head.pt")
 _TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
-_LATER_PART = re.compile(r".+-(?!00001)\d{5}-of-\d{5}\.gguf")
-_FIRST_PART = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
+_LATER_SHARD = re.compile(r".+-(?!00001)\d{5}-of-\d{5}\.gguf")
+_FIRST_SHARD = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 _GGUF = ".gguf"
-_NAMES_IN_AN_ERROR = 20
+_MAX_LISTED_NAMES = 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _BARE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
-def resolve(
+def resolve_model(
     model: str | Path,
     *,
     gguf_file: str | None = None,
@@ -46,26 +46,26 @@ def resolve(
     offline: bool = False,
     with_heads: bool = False,
 ) -> Path:
-    """The checkpoint of a model.
+    """Return the path of a model's checkpoint; download it if it is not in the local cache.
 
     Args:
-        model: the path of a directory or of a GGUF file, the word "mini", or an id on the Hugging Face hub, which is downloaded once.
-        gguf_file: name of a GGUF file in the directory or in the hub's model.
-        revision: branch, tag or commit on the hub.
-        token: access token for gated or private models; the one stored by `hf auth login` otherwise.
-        offline: use what is in the local cache and ask no server.
-        with_heads: fetch the files of drafting heads too, and PyTorch's where there is nothing else.
+        model: path of a directory or of a GGUF file, "mini", or the id of a model on the Hugging Face Hub.
+        gguf_file: name of a GGUF file in the directory or in the model on the Hub.
+        revision: branch, tag or commit on the Hub.
+        token: access token for gated or private models; None = the token stored by `hf auth login`.
+        offline: use only the local cache, without a network connection.
+        with_heads: also download files of drafting heads, and PyTorch files if there are no safetensors.
 
     Returns:
-        the directory; or a GGUF file, where one is named or the directory holds one and no safetensors.
+        the path of a GGUF file if `gguf_file` is given or the directory has no safetensors; else the path of the directory.
 
     Raises:
-        CheckpointError: there is no such directory, file or model, it is not in the cache and cannot be fetched, the directory holds
-            no model, or there are several GGUF files and none is named.
+        CheckpointError: the directory, file or model does not exist, the download fails, the directory contains no model, or it contains
+            several GGUF files and `gguf_file` is None.
     """
     if not str(model).strip():
         raise CheckpointError(f"the model's name is empty; give a directory, {MINI!r}, or a Hugging Face id such as 'owner/name'")
-    path = _expanded(Path(model))
+    path = _expand_home(Path(model))
     if os.path.isdir(path):
         return _checkpoint_in(path, gguf_file, with_heads=with_heads)
     if os.path.exists(path):
@@ -83,13 +83,13 @@ def resolve(
             f"there is no directory {shortened(name)} here, and an id on the Hugging Face hub has an owner: give 'owner/{name[:60]}', "
             f"or the path of a directory or GGUF file, or {MINI!r}"
         )
-    return _from_hub(name, gguf_file, revision=revision, token=token, offline=offline, with_heads=with_heads)
+    return _find_on_hub(name, gguf_file, revision=revision, token=token, offline=offline, with_heads=with_heads)
 
 
-def _expanded(path: Path) -> Path:
+def _expand_home(path: Path) -> Path:
     try:
         return path.expanduser()
-    except RuntimeError as error:  # `~nosuchuser`, or `~` without a home directory
+    except RuntimeError as error:  # the user is unknown or has no home directory
         raise CheckpointError(f"{path} names a home directory that is not there ({error}); write the path out") from error
 
 
@@ -106,74 +106,74 @@ def _gguf_path(path: Path, gguf_file: str | None) -> Path:
 
 
 def _checkpoint_in(directory: Path, gguf_file: str | None, *, with_heads: bool = False) -> Path:
-    """The directory, or the GGUF file in it that is named or the only one."""
+    """Return the directory if it has safetensors and `gguf_file` is None; else the path of its GGUF file."""
     if gguf_file is None and any(is_file(directory / name) for name in SAFETENSORS):
         return directory
-    names = _models(names_in(directory))
+    names = _gguf_names(list_directory(directory))
     if gguf_file is None:
         if names:
-            return directory / _only(names, directory)
+            return directory / _only_gguf(names, directory)
         if with_heads:
-            return directory  # opening the head will tell what is missing
-        raise without_model(directory)
+            return directory  # loading the head raises an error that says what is missing
+        raise no_model_error(directory)
     path = directory / gguf_file
     if Path(gguf_file).is_absolute() or ".." in Path(gguf_file).parts or path.suffix.lower() != _GGUF or not is_file(path):
-        raise CheckpointError(f"{directory} has no GGUF file {shortened(gguf_file)}; {_choice(names)}")
+        raise CheckpointError(f"{directory} has no GGUF file {shortened(gguf_file)}; {_describe_choice(names)}")
     return path
 
 
 def gguf_models(directory: Path) -> list[Path]:
-    """The GGUF files of a directory; of a split one only the first part.
+    """Return the paths of the GGUF files in a directory. Of a model that is split into several files, only the first is returned.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the directory cannot be read.
     """
-    return [directory / name for name in _models(names_in(directory))]
+    return [directory / name for name in _gguf_names(list_directory(directory))]
 
 
-def _models(names: Iterable[str]) -> list[str]:
-    """GGUF files by name, sorted; of a split one only the first part."""
-    return sorted(name for name in names if name.lower().endswith(_GGUF) and not _LATER_PART.fullmatch(name))
+def _gguf_names(names: Iterable[str]) -> list[str]:
+    """Return the names of GGUF files, sorted. Of a model that is split into several files, only the first is returned."""
+    return sorted(name for name in names if name.lower().endswith(_GGUF) and not _LATER_SHARD.fullmatch(name))
 
 
-def _only(names: Sequence[str], place: object) -> str:
+def _only_gguf(names: Sequence[str], source: object) -> str:
     if len(names) > 1:
-        raise CheckpointError(f"{place} holds several GGUF files; name one with gguf_file (--gguf-file): {_choice(names)}")
+        raise CheckpointError(f"{source} holds several GGUF files; name one with gguf_file (--gguf-file): {_describe_choice(names)}")
     return names[0]
 
 
-def _choice(names: Sequence[str]) -> str:
+def _describe_choice(names: Sequence[str]) -> str:
     if not names:
         return "it holds none"
-    shown = ", ".join(names[:_NAMES_IN_AN_ERROR])
-    return f"it holds {shown}" + (f" and {len(names) - _NAMES_IN_AN_ERROR} more" if len(names) > _NAMES_IN_AN_ERROR else "")
+    shown = ", ".join(names[:_MAX_LISTED_NAMES])
+    return f"it holds {shown}" + (f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else "")
 
 
-def _from_hub(name: str, gguf_file: str | None, *, revision: str | None, token: str | None, offline: bool, with_heads: bool) -> Path:
-    """The safetensors of a model on the hub, or one GGUF file of it: the one named, or the only one where there is nothing else."""
+def _find_on_hub(name: str, gguf_file: str | None, *, revision: str | None, token: str | None, offline: bool, with_heads: bool) -> Path:
+    """Return the path of a model on the Hub, downloaded if necessary: its safetensors, or a GGUF file as for `resolve_model`."""
     if gguf_file is None:
         files = (*_FILES, *_HEAD_FILES) if with_heads else _FILES
         directory = _download(name, files, revision=revision, token=token, offline=offline)
         if offline or any(is_file(directory / file) for file in SAFETENSORS) or any(directory.glob(_HEAD_FILES[0])):
             return _checkpoint_in(directory, None, with_heads=with_heads)
-        listing = _hub_files(name, revision=revision, token=token)
-        names = _models(listing)
+        listing = _list_hub_files(name, revision=revision, token=token)
+        names = _gguf_names(listing)
         if not names and with_heads:
             return _download(name, (*files, *_TORCH_FILES), revision=revision, token=token, offline=offline)
         if not names:
-            raise no_model_among(listing, f"the model {name!r}")
-        gguf_file = _only(names, f"the model {name!r}")
-    parts = _FIRST_PART.fullmatch(gguf_file)
-    pattern = gguf_file if parts is None else f"{parts[1]}-*-of-{parts[2]}{_GGUF}"
+            raise no_model_among_error(listing, f"the model {name!r}")
+        gguf_file = _only_gguf(names, f"the model {name!r}")
+    shard = _FIRST_SHARD.fullmatch(gguf_file)
+    pattern = gguf_file if shard is None else f"{shard[1]}-*-of-{shard[2]}{_GGUF}"
     return _checkpoint_in(_download(name, (pattern,), revision=revision, token=token, offline=offline), gguf_file)
 
 
-def _hub_files(name: str, *, revision: str | None, token: str | None) -> Sequence[str]:
+def _list_hub_files(name: str, *, revision: str | None, token: str | None) -> Sequence[str]:
     from huggingface_hub import list_repo_files
 
     try:
         return list_repo_files(name, revision=revision, token=token)
-    except Exception as error:  # from the hub client, its HTTP library or the system
+    except Exception as error:  # the Hub's client and its HTTP library raise exceptions of many types
         raise CheckpointError(
             f"the files of {name!r} cannot be listed: {error}; check the network, or name the file with gguf_file (--gguf-file)"
         ) from error
@@ -208,7 +208,7 @@ def _download(name: str, files: Sequence[str], *, revision: str | None, token: s
     except RevisionNotFoundError as error:
         raise CheckpointError(f"the model {name!r} has no revision {revision!r}; leave it out to take the newest one") from error
     except LocalEntryNotFoundError as error:
-        way_out = "run once without offline" if offline else "check the network, or give a directory"
-        raise CheckpointError(f"the model {name!r} is not in the local cache and was not downloaded; {way_out}") from error
-    except Exception as error:  # from the hub client, its HTTP library or the system
+        advice = "run once without offline" if offline else "check the network, or give a directory"
+        raise CheckpointError(f"the model {name!r} is not in the local cache and was not downloaded; {advice}") from error
+    except Exception as error:  # the Hub's client and its HTTP library raise exceptions of many types
         raise CheckpointError(f"the model {name!r} cannot be downloaded: {error}; check network and disk, or give a directory") from error

@@ -1,4 +1,4 @@
-"""How this package came to be installed, and so how a user adds an extra to it."""
+"""Builds the pip command that adds an optional dependency (an extra) to this installation of the package."""
 
 import json
 import shlex
@@ -9,27 +9,27 @@ from typing import Any
 from urllib.parse import urlsplit
 
 
-def install_extra(extra: str) -> str:
-    """The command that adds an extra, such as `pip install 'paceline[grammar]'`, from wherever this package was installed.
+def install_command(extra: str) -> str:
+    """Return the command that adds an extra, such as `pip install 'paceline[grammar]'`, from the source that the package came from.
 
-    Source: PEP 610, the record `direct_url.json` that installers leave beside what did not come from an index.
+    Source: PEP 610; for packages that did not come from a package index, pip writes their URL to `direct_url.json`.
     """
     try:
         record = metadata.distribution("paceline").read_text("direct_url.json")
-        arguments = shlex.quote(f"paceline[{extra}]") if record is None else _arguments(json.loads(record), extra)
-    except (metadata.PackageNotFoundError, ValueError, LookupError, TypeError, AttributeError):  # no record we can read
+        arguments = shlex.quote(f"paceline[{extra}]") if record is None else _pip_arguments(json.loads(record), extra)
+    except (metadata.PackageNotFoundError, ValueError, LookupError, TypeError, AttributeError):  # direct_url.json is missing or damaged
         arguments = None
     return f"pip install {arguments}" if arguments else f"pip install '.[{extra}]' in a clone of paceline"
 
 
-def _arguments(record: Mapping[str, Any], extra: str) -> str | None:
-    """Arguments for pip; None if the files it was installed from are gone."""
+def _pip_arguments(record: Mapping[str, Any], extra: str) -> str | None:
+    """Return the arguments of pip; None = the directory that the package was installed from no longer exists."""
     url = urlsplit(record["url"])
     if url.scheme != "file":
         version_control = record.get("vcs_info")
         source = f"{version_control['vcs']}+{record['url']}@{version_control['commit_id']}" if version_control else record["url"]
         return shlex.quote(f"paceline[{extra}] @ {source}")
-    from urllib.request import url2pathname  # takes a while to import
+    from urllib.request import url2pathname  # slow to import
 
     path = Path(url2pathname(url.path))
     is_editable = record.get("dir_info", {}).get("editable", False)

@@ -1,8 +1,8 @@
 """Runs functions on untrusted input, each in a process of its own with limits on memory, processor time and wall-clock time.
 
-A template, a grammar or a regular expression can make one operation take minutes or all memory, and nothing in the same process can stop
-it. The function is named by its module, and its argument and result are JSON, so that no code is passed. The process starts with the
-first call, serves later ones, and is replaced after a failure that ended it. This file is also the program of that process.
+A template, a grammar or a regular expression can make one operation take minutes or all memory, and a thread of the same process could not
+stop it. The function is given by its module and name; its argument and result are JSON. The process starts with the first call and also
+serves later calls. After a failure that ends it, the next call starts another one. This file is also the program of that process.
 """
 
 import faulthandler
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-_LATE, _OUT_OF_MEMORY = 1, 3  # exit codes; `faulthandler` ends a process with 1
+_TIMED_OUT, _OUT_OF_MEMORY = 1, 3  # exit codes of the process; 1 is that of `faulthandler` after a timeout
 _CHUNK_BYTES = 1 << 16
 _MAX_MESSAGE_CHARS = 2000
 _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
@@ -76,13 +76,13 @@ def run(function: str, argument: str, limits: Limits) -> Any:
 
 
 class IsolatedFunction:
-    """Runs a function in a process of its own. Threads call it in turn; after a fork, the child starts a process of its own.
+    """Runs a function in a process of its own. Calls of several threads run one after another; a forked child starts its own process.
 
-    The process ends with this object, with its owner's process, and with a call that exceeds the limits.
+    The process ends when this object is freed, when the parent process ends, and when a call exceeds the limits.
 
     Args:
         function: "package.module:name". The process imports the module, which should therefore import little.
-        setup: JSON; if given, the function is called with it when a process starts, and returns the function that `run` calls.
+        setup: JSON. If given, the function is called with it once when the process starts, and must return the function that `run` calls.
     """
 
     def __init__(self, function: str, limits: Limits, *, setup: str | None = None) -> None:
@@ -98,13 +98,13 @@ class IsolatedFunction:
         return None if self._process is None else self._process.popen.pid
 
     def start(self) -> None:
-        """Start and set up the process unless it is running.
+        """Start the process and call its setup, unless it is running.
 
         Raises:
-            IsolatedError: it cannot be started, or its setup failed.
+            IsolatedError: the process cannot be started, or its setup failed.
         """
         with self._lock:
-            self._started()
+            self._running_process()
 
     def run(self, argument: str) -> Any:
         """Call the function in its process and return the result.
@@ -113,34 +113,31 @@ class IsolatedFunction:
             argument: the function's argument, as JSON.
 
         Raises:
-            IsolatedError: the function raised an exception, exceeded a limit, or could not be called. Later calls work, unless `close`
-                was called.
+            IsolatedError: the function raised an exception, exceeded a limit, or could not be called. Later calls work, unless this
+                object was closed.
         """
         request = f'{{"argument": {argument}}}'
         with self._lock:
-            process = self._started()
+            process = self._running_process()
             was_used = process.is_used
             try:
-                return self._answer(process, request)
+                return self._exchange(process, request)
             except IsolatedError as error:
                 if error.failure is not Failure.MEMORY or not was_used:
                     raise
-            return self._answer(self._started(), request)  # earlier calls may have used up the memory of the first process
+            return self._exchange(self._running_process(), request)  # a new process, because earlier calls may have used up the memory
 
     def close(self) -> None:
-        """End the process, and with it a call in another thread; later calls fail."""
+        """End the process. A call that is running in another thread fails, and so do later calls."""
         self._is_closed = True
         process = self._process
         if process is not None:
             process.popen.kill()
         with self._lock:
-            self._end()
+            self._stop_process()
 
-    def _answer(self, process: "_Process", request: str | None) -> Any:
-        """Send a request and return the answer; with None, return the answer that the process sends when it starts.
-
-        A process that cannot serve another request is ended.
-        """
+    def _exchange(self, process: "_Process", request: str | None) -> Any:
+        """Send a request and return the answer; with None, return the answer after the start. End the process if it cannot go on."""
         try:
             if request is not None:
                 process.send(request, self._limits)
@@ -148,44 +145,44 @@ class IsolatedFunction:
             return process.receive(self._limits)
         except BaseException as error:
             if not isinstance(error, IsolatedError) or process.has_ended:
-                self._end()
+                self._stop_process()
             if self._is_closed:
-                raise _closed() from None
+                raise _closed_error() from None
             raise
 
-    def _started(self) -> "_Process":
+    def _running_process(self) -> "_Process":
         if self._process is not None and self._process.popen.poll() is None:
             return self._process
-        self._end()
-        popen = _start(self._function, self._limits)
+        self._stop_process()
+        popen = _start_process(self._function, self._limits)
         process = self._process = _Process(popen, weakref.finalize(self, _end_process, popen))
-        if self._is_closed:  # `close` may not have seen the new process
-            self._end()
-            raise _closed()
+        if self._is_closed:  # `close` was called before `self._process` was set, so it has not ended the process
+            self._stop_process()
+            raise _closed_error()
         try:
-            self._answer(process, None)
+            self._exchange(process, None)
         except IsolatedError as error:
             if error.failure in (Failure.MEMORY, Failure.CLOSED):
                 raise
             raise IsolatedError(Failure.NOT_STARTED, str(error)) from error
         if self._setup is not None:
             try:
-                self._answer(process, f'{{"setup": {self._setup}}}')
+                self._exchange(process, f'{{"setup": {self._setup}}}')
             except IsolatedError:
-                self._end()
+                self._stop_process()
                 raise
         process.is_used = False
         return process
 
-    def _end(self) -> None:
+    def _stop_process(self) -> None:
         if self._process is not None:
-            self._process.end()
+            self._process.terminate()
             self._process = None
 
-    def forget_parent(self) -> None:
-        """Drop the parent's process in a forked child. The lock is replaced: the thread that held it does not exist in the child."""
+    def reset_after_fork(self) -> None:
+        """In a forked child, give up the parent's process, and replace the lock, which a thread of the parent may have held."""
         if self._process is not None:
-            self._process.leave()
+            self._process.disown()
             self._process = None
         self._lock = threading.Lock()
 
@@ -193,21 +190,28 @@ class IsolatedFunction:
 _LIVE: "weakref.WeakSet[IsolatedFunction]" = weakref.WeakSet()
 
 
-def _forget_parents() -> None:
+def _reset_after_fork() -> None:
     for isolated in list(_LIVE):
-        isolated.forget_parent()
+        isolated.reset_after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parents)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 @dataclass(slots=True)
 class _Process:
-    """Holds a process, `end`, which ends it, and `pending`: bytes received after the last answer."""
+    """A running process.
+
+    Attributes:
+        terminate: ends the process when it is called, or when the `IsolatedFunction` is freed.
+        pending: bytes that were received after the last complete answer.
+        is_used: whether the process has served a call since its setup.
+        has_ended: whether the process has ended, or will end after its last answer.
+    """
 
     popen: "subprocess.Popen[bytes]"
-    end: "weakref.finalize[Any, IsolatedFunction]"
+    terminate: "weakref.finalize[Any, IsolatedFunction]"
     pending: bytearray = field(default_factory=bytearray)
     is_used: bool = False
     has_ended: bool = False
@@ -219,7 +223,7 @@ class _Process:
             while rest:
                 rest = rest[os.write(self.popen.stdin.fileno(), rest) :]
         except OSError:
-            raise self._ended(limits) from None
+            raise self._end_error(limits) from None
 
     def receive(self, limits: Limits) -> Any:
         assert self.popen.stdout is not None
@@ -228,7 +232,7 @@ class _Process:
             num_searched = len(self.pending)
             chunk = os.read(self.popen.stdout.fileno(), _CHUNK_BYTES)
             if not chunk:
-                raise self._ended(limits)
+                raise self._end_error(limits)
             self.pending.extend(chunk)
         found: dict[str, Any] = json.loads(self.pending[:end])
         del self.pending[: end + 1]
@@ -236,37 +240,37 @@ class _Process:
             return found["result"]
         self.has_ended = found["ends"]
         if found["error"] == "MemoryError":
-            raise _out_of_memory(limits)
+            raise _out_of_memory_error(limits)
         raise IsolatedError(Failure.RAISED, found["message"], found["error"])
 
-    def leave(self) -> None:
-        """Close this process's pipes to it without ending it, which the parent does."""
-        self.end.detach()
+    def disown(self) -> None:
+        """In a forked child, close the pipes without ending the process, which belongs to the parent."""
+        self.terminate.detach()
         _close_pipes(self.popen)
-        self.popen.returncode = 0  # not a child of this process: `wait` would fail
+        self.popen.returncode = 0  # the process is a child of the parent only, so `Popen.wait` would fail here
 
-    def _ended(self, limits: Limits) -> IsolatedError:
+    def _end_error(self, limits: Limits) -> IsolatedError:
         self.has_ended = True
         code = self.popen.wait()
-        if code == _LATE:
+        if code == _TIMED_OUT:
             return IsolatedError(Failure.TIME, f"it took longer than {limits.seconds:g} seconds")
-        if code in (_OUT_OF_MEMORY, -getattr(signal, "SIGABRT", _OUT_OF_MEMORY)):  # Rust aborts
-            return _out_of_memory(limits)
+        if code in (_OUT_OF_MEMORY, -getattr(signal, "SIGABRT", _OUT_OF_MEMORY)):  # a Rust library aborts if memory runs out
+            return _out_of_memory_error(limits)
         if code == -getattr(signal, "SIGXCPU", 0):
             return IsolatedError(Failure.CPU_TIME, f"it computed longer than {limits.cpu_seconds} seconds")
         return IsolatedError(Failure.ENDED, f"its process ended with code {code}")
 
 
-def _out_of_memory(limits: Limits) -> IsolatedError:
+def _out_of_memory_error(limits: Limits) -> IsolatedError:
     return IsolatedError(Failure.MEMORY, f"it needed more than the {limits.memory_bytes >> 20} MB it may have")
 
 
-def _closed() -> IsolatedError:
+def _closed_error() -> IsolatedError:
     return IsolatedError(Failure.CLOSED, "the function was closed")
 
 
-def _start(function: str, limits: Limits) -> "subprocess.Popen[bytes]":
-    if getattr(sys, "frozen", False):  # the executable is no Python
+def _start_process(function: str, limits: Limits) -> "subprocess.Popen[bytes]":
+    if getattr(sys, "frozen", False):  # in a frozen application, `sys.executable` is no Python interpreter
         raise IsolatedError(Failure.NOT_STARTED, "it is one program with paceline")
     settings: dict[str, Any] = {"function": function, "paths": [path for path in sys.path if path]}
     settings |= {"seconds": limits.seconds, "memory_bytes": limits.memory_bytes, "cpu_seconds": limits.cpu_seconds}
@@ -274,7 +278,7 @@ def _start(function: str, limits: Limits) -> "subprocess.Popen[bytes]":
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     try:
-        return start(command, bufsize=0, start_new_session=True, **pipes)  # Ctrl-C must not reach it
+        return start(command, bufsize=0, start_new_session=True, **pipes)  # a new session, so that Ctrl-C does not end the process
     except (OSError, ValueError) as error:
         raise IsolatedError(Failure.NOT_STARTED, str(error)) from error
 
@@ -292,7 +296,7 @@ def _close_pipes(popen: "subprocess.Popen[bytes]") -> None:
                 pipe.close()
 
 
-# What follows runs in the process.
+# The functions below run in the isolated process.
 
 
 def _serve(settings: dict[str, Any]) -> None:
@@ -305,12 +309,11 @@ def _serve(settings: dict[str, Any]) -> None:
         answer: dict[str, Any] = {"result": None}
     except Exception as error:
         answer = _error_answer(error)
-    _write(answer)
+    _write_answer(answer)
     if "error" in answer:
         return
     for line in sys.stdin.buffer:
-        # The thread of `faulthandler` needs no GIL. It cannot start if the process is above its memory limit, so that this ends the process
-        # instead of serving a small call from memory that is free inside the process.
+        # the timer of `faulthandler` works even while the function holds the GIL
         faulthandler.dump_traceback_later(settings["seconds"], exit=True)
         _limit_cpu(settings["cpu_seconds"])
         try:
@@ -321,18 +324,18 @@ def _serve(settings: dict[str, Any]) -> None:
                 answer = {"result": function(request["argument"])}
         except BaseException as error:
             answer = _error_answer(error)
-        _write(answer)
+        _write_answer(answer)
         faulthandler.cancel_dump_traceback_later()
         if answer.get("ends"):
             return
 
 
 def _error_answer(error: BaseException) -> dict[str, Any]:
-    is_ruined = isinstance(error, MemoryError | RecursionError) or not isinstance(error, Exception)
-    return {"error": type(error).__name__, "message": str(error)[:_MAX_MESSAGE_CHARS], "ends": is_ruined}
+    must_end = isinstance(error, MemoryError | RecursionError) or not isinstance(error, Exception)
+    return {"error": type(error).__name__, "message": str(error)[:_MAX_MESSAGE_CHARS], "ends": must_end}
 
 
-def _write(answer: dict[str, Any]) -> None:
+def _write_answer(answer: dict[str, Any]) -> None:
     sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
     sys.stdout.buffer.flush()
 
@@ -362,6 +365,6 @@ def _limit_cpu(seconds: int | None) -> None:
 if __name__ == "__main__":
     try:
         _serve(json.loads(sys.argv[1]))
-    except BaseException:  # out of memory while an answer is written
+    except BaseException:  # memory ran out while an answer was written
         os._exit(_OUT_OF_MEMORY)
-    os._exit(0)  # at once: the interpreter's own end takes longer than a call
+    os._exit(0)  # skips the cleanup of the interpreter, which takes longer than a call

@@ -1,4 +1,4 @@
-"""The public class: load a model once, generate with it."""
+"""The public class `LLM`: loads a model and generates text with it."""
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,10 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Unpack, cast, overload
 
-from paceline.config import Quant
-from paceline.engine.engine import Engine, EngineStats, raise_error
+from paceline.config import Quantization
+from paceline.engine.engine import Engine, EngineStats, raise_first_error
 from paceline.engine.input_processor import InputProcessor
-from paceline.engine.inputs import ChatOptions, Messages, Params, Prompt, RequestOptions, as_prompts, params_of_each, split_chat_options
+from paceline.engine.inputs import (
+    ChatOptions,
+    Messages,
+    Params,
+    Prompt,
+    RequestOptions,
+    list_prompts,
+    params_per_prompt,
+    split_chat_options,
+)
 from paceline.engine.loader import LoadedEngine, load_engine, parse_settings
 from paceline.engine.request import EngineRequest
 from paceline.errors import ConfigError, RequestError
@@ -24,15 +33,15 @@ from paceline.spelling import suggest_arguments, unknown_method
 from paceline.tokenizer.tokenizer import Tokenizer
 
 
-class _NamesHints(type):
-    """The type of `LLM`, whose attributes of other libraries raise with a hint."""
+class _AttributeHints(type):
+    """Metaclass of `LLM`. For attributes that other libraries have, such as `from_pretrained`, the AttributeError names ours."""
 
     def __getattr__(cls, name: str) -> Any:
         raise AttributeError(unknown_method(name), name=name, obj=cls)
 
 
-class LLM(metaclass=_NamesHints):
-    """A loaded target, its drafters and their caches. Several threads may call it: their requests run together.
+class LLM(metaclass=_AttributeHints):
+    """A loaded target model, its drafters and their caches. Several threads may call it; their requests are batched together.
 
     Example:
         >>> with LLM("mini") as llm:
@@ -40,47 +49,47 @@ class LLM(metaclass=_NamesHints):
 
     Args:
         model: "mini", a model directory, a GGUF file, or a Hugging Face id.
-        gguf_file: name of the GGUF file to take from the directory or from the Hub's model; None = the only one.
-        gguf_weights: "exact" (the values of the file) or "regroup" (quantise them again, for speed).
-        numerics: "exact": a token depends on target, prompt, sampling parameters and seed only; "fast": any kernel.
-        dtype: "auto" (as stored), "bf16", "f16" or "f32"; only "f32" does not round rows before quantised matrices.
+        gguf_file: name of the GGUF file, if the directory or the model on the Hub has several.
+        gguf_weights: "exact" (the values of the file) or "regroup" (quantise them again in larger groups, for speed).
+        numerics: "exact": a token depends only on target, prompt, sampling parameters and seed; "fast": also on the rest of the batch.
+        dtype: type of activations: "auto" (as the weights are stored), "bf16", "f16" or "f32". Except with "f32", activations are rounded
+            to 8 bits before they are multiplied by a quantised matrix on the CPU.
         quantization: quantise the weights while loading: "none", "int8", "int4" or `QuantOptions`; the result is cached on disk.
-        threads: CPU threads, at most as many as processors that this process may use; None = as many.
+        threads: CPU threads, at most the number of processors that this process may use; None = that number.
         oversubscribe: use `threads` threads even if there are fewer processors.
-        max_model_len: longest prompt + output.
-        kv_cache_dtype: type of keys and values in the cache: "f32", "bf16", "f16" or "int8"; "auto" = that of computation, f16 for
-            quantised GGUF files.
-        kv_cache_gb: maximum memory for keys and values, allocated as it is used.
+        max_model_len: maximum number of tokens of prompt and output together; None = the model's maximum.
+        kv_cache_dtype: type of keys and values: "f32", "bf16", "f16" or "int8"; "auto" = `dtype`, f16 for quantised GGUF files.
+        kv_cache_gb: maximum memory for keys and values, which is allocated when it is first used.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one on this machine.
-        drafter: "auto" (ngram, and what comes with the model), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
-            "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them combined.
+        drafter: "auto" ("ngram" and the drafter that comes with the model), "none", "ngram", "suffix", "prediction", "draft_model",
+            "medusa" or "mtp" in the model's own directory, the directory or id of a draft model or of heads, or a list of several.
         num_speculative_tokens: maximum draft tokens per step, or "auto" (16). The length of each draft is chosen from measured costs.
-        tree_width: draft tokens per position, of draft models and heads; 1 = a chain, or the default tree of Medusa heads.
-        draft_quantization: as `quantization`, for draft models and heads; "auto": 8 bits or 4 (`SpeculationConfig`).
+        tree_width: candidates per position of draft models and heads; 1 = a chain, or the default tree of Medusa heads.
+        draft_quantization: as `quantization`, for draft models and heads; "auto" = 8 or 4 bits (`SpeculationConfig`).
         draft_adapter: directory of a LoRA adapter for the draft model; it changes the speed only.
-        drafter_options: settings of one method: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3); see
-            docs/methods.
-        acceptance: rule that accepts draft tokens: "match" (a seed gives one text, with any drafter) or "rejection" (sampled texts have
-            the same distribution, but depend on the drafts).
+        drafter_options: settings of a drafting method, such as {"tree": "accuracy"} for medusa; see docs/methods.
+        acceptance: rule that accepts draft tokens: "match" (a seed gives the same text with any drafter) or "rejection" (texts are sampled
+            from the same distribution, but also depend on the drafts).
         speculative_config: vLLM's dictionary {"method", "model", "num_speculative_tokens"}, instead of `drafter` and
             `num_speculative_tokens`.
-        max_num_seqs: maximum running requests; others wait.
-        max_num_batched_tokens: rows of one pass, drafts of all requests included.
-        prefill_chunk_size: prompt rows of a pass, of all requests together; fewer reduce the inter-token latency of other requests.
-        enable_prefix_caching: whether rows of earlier requests are kept for requests with the same prefix, until they are evicted.
-        state_interval: rows between checkpoints of recurrent states, a multiple of 32. A sequence also has one after its last
-            full block.
+        max_num_seqs: maximum number of running requests; others wait.
+        max_num_batched_tokens: maximum rows of a pass, the drafts of all requests included.
+        prefill_chunk_size: maximum prompt rows of a pass, of all requests together. A lower value reduces inter-token latency.
+        enable_prefix_caching: whether cached rows of earlier requests are kept for requests with the same prefix.
+        state_interval: number of rows between checkpoints of recurrent states, a multiple of 32.
         adapters: directories of LoRA adapters by name; requests select one by `adapter=name`.
-        merge_adapter: directory of a LoRA adapter that is added to the weights before they are rounded or quantised. Its tokens may
-            differ from those of the same adapter selected by name.
+        merge_adapter: directory of a LoRA adapter that is merged into the weights before they are rounded or quantised. The output may
+            differ from that of the same adapter in `adapters`.
         revision, hf_token, offline: for models from the Hugging Face Hub.
 
     Raises:
-        ConfigError, CheckpointError, CapacityError, IncompatibleDrafterError, BackendUnavailableError: with the way out.
+        ConfigError: an argument is unknown or invalid.
+        CheckpointError: the model, a drafter or an adapter cannot be read.
+        CapacityError, IncompatibleDrafterError, BackendUnavailableError: see `paceline.errors`.
     """
 
-    @suggest_arguments("LLM", of_sampling=SAMPLING_NAMES)
+    @suggest_arguments("LLM", sampling_names=SAMPLING_NAMES)
     def __init__(
         self,
         model: str = "mini",
@@ -89,7 +98,7 @@ class LLM(metaclass=_NamesHints):
         gguf_weights: str = "exact",
         numerics: str = "exact",
         dtype: str = "auto",
-        quantization: Quant = "none",
+        quantization: Quantization = "none",
         threads: int | None = None,
         oversubscribe: bool = False,
         max_model_len: int | None = None,
@@ -100,7 +109,7 @@ class LLM(metaclass=_NamesHints):
         drafter: str | Sequence[str] | Drafter | Sequence[Drafter] = "auto",
         num_speculative_tokens: int | str = "auto",
         tree_width: int = 1,
-        draft_quantization: Quant = "auto",
+        draft_quantization: Quantization = "auto",
         draft_adapter: str | Path | None = None,
         drafter_options: Mapping[str, object] | None = None,
         acceptance: str = "match",
@@ -121,24 +130,24 @@ class LLM(metaclass=_NamesHints):
         self._loaded_or_none: LoadedEngine | None = load_engine(config, self._speculation, self._given_drafters)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError; for methods of other libraries it names ours."""
+        """Raise AttributeError. For methods that other libraries have, the error names ours."""
         raise AttributeError(unknown_method(name), name=name, obj=self)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raise RequestError: name the methods that answer."""
+        """Raise RequestError, because other libraries' models are called like functions. The error names `generate` and `chat`."""
         raise RequestError("an LLM is no function: use llm.generate(prompt, SamplingParams(...)) or llm.chat(messages, ...)")
 
     def __enter__(self) -> "LLM":
-        _ = self._loaded  # raises if it is closed
+        _ = self._loaded  # raises an error if the LLM is closed
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Free weights and caches. Later calls raise, and so does the next step of an open stream. May be called again."""
+        """Free weights and caches. Later calls and unfinished streams raise an error. A second call does nothing."""
         self._loaded_or_none = None
-        gc.collect()  # free the old engine now: it is part of a reference cycle
+        gc.collect()  # the engine is part of a reference cycle, so only the garbage collector frees it
 
     @property
     def engine(self) -> Engine:
@@ -146,7 +155,7 @@ class LLM(metaclass=_NamesHints):
 
     @property
     def notices(self) -> Sequence[str]:
-        """Lines for the user about what was loaded."""
+        """Messages to the user about the model and the drafters, one line each."""
         return self._loaded.notices
 
     @property
@@ -161,7 +170,7 @@ class LLM(metaclass=_NamesHints):
 
     @property
     def runtime(self) -> Network:
-        """The target."""
+        """The runtime of the target model."""
         return self.engine.runtime
 
     @property
@@ -170,27 +179,27 @@ class LLM(metaclass=_NamesHints):
 
     @property
     def drafter(self) -> Drafter | None:
-        """The drafter, or the first of several; None for plain decoding."""
+        """The drafter, or the first of several; None = plain decoding."""
         return next(iter(self.engine.speculator.drafters), None)
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that can be sampled or be in a prompt."""
+        """Number of token ids that may be in a prompt or be sampled."""
         return self._input_processor.vocab_size
 
     @property
     def max_model_len(self) -> int:
-        """Maximum length of prompt and output, in tokens."""
+        """Maximum number of tokens of prompt and output together."""
         return self._input_processor.max_model_len
 
     @property
     def numerics(self) -> str:
-        """The numerics in effect: "exact" or "fast"."""
+        """The numerics that the runtime uses: "exact" or "fast"."""
         return self._loaded.numerics
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """The model's own sampling parameters, which the command line and the server use for conversations."""
+        """The sampling parameters that the model recommends. The command line and the server use them as defaults."""
         return self._loaded.sampling_defaults
 
     @property
@@ -203,7 +212,7 @@ class LLM(metaclass=_NamesHints):
         return self._loaded.banner
 
     def explain(self, output: RequestOutput) -> list[str]:
-        """Return lines on how much was drafted for an output and why, and on its steps if it has them (`speculation={"trees": True}`)."""
+        """Return lines that explain the draft lengths of an output, and list its steps if it has them (`speculation={"trees": True}`)."""
         steps = explain_steps(output.steps) if output.steps is not None else []
         described = [f"drafter: {one.traits.description}" for one in self.engine.speculator.drafters if one.traits.description]
         return [*steps, *explain_policy(self.engine.speculator.policy), *described] if self.engine.speculator.drafters else steps
@@ -212,7 +221,7 @@ class LLM(metaclass=_NamesHints):
         """Return the counters of all requests so far."""
         return self.engine.stats
 
-    @suggest_arguments("generate", of_sampling=SAMPLING_NAMES)
+    @suggest_arguments("generate", sampling_names=SAMPLING_NAMES)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -222,20 +231,19 @@ class LLM(metaclass=_NamesHints):
         """Complete prompts without a chat template.
 
         Args:
-            prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these; several run as one
-                ragged batch.
-            sampling_params: for all prompts, or a list with one for each; by default greedy, 256 tokens.
+            prompts: a string, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
+            sampling_params: one for all prompts, or a list with one for each; by default greedy decoding of up to 256 tokens.
             options: see `RequestOptions`.
 
         Returns:
-            one output per prompt, in order, and none for an empty list; with `sampling_params.n` > 1, n per prompt.
+            `sampling_params.n` outputs for each prompt, in order.
 
         Raises:
-            RequestError: a prompt or parameter cannot be served, or a request failed while running; the others are aborted.
-            CapacityError: one request alone is larger than the cache; nothing ran.
+            RequestError: a prompt or parameter is invalid, or a request failed while running; the others are then aborted.
+            CapacityError: a request needs more blocks than the cache has; no request was started.
         """
-        ids = [self._input_processor.prompt_ids(prompt) for prompt in as_prompts(prompts)]
-        return self._run(ids, sampling_params, options)
+        ids = [self._input_processor.prompt_ids(prompt) for prompt in list_prompts(prompts)]
+        return self._run_requests(ids, sampling_params, options)
 
     @overload
     def chat(self, messages: Messages, sampling_params: Params = None, **options: Unpack[ChatOptions]) -> RequestOutput: ...
@@ -243,7 +251,7 @@ class LLM(metaclass=_NamesHints):
     @overload
     def chat(self, messages: Sequence[Messages], sampling_params: Params = None, **options: Unpack[ChatOptions]) -> list[RequestOutput]: ...
 
-    @suggest_arguments("chat", of_sampling=SAMPLING_NAMES)
+    @suggest_arguments("chat", sampling_names=SAMPLING_NAMES)
     def chat(
         self,
         messages: Messages | Sequence[Messages],
@@ -253,16 +261,16 @@ class LLM(metaclass=_NamesHints):
         """Answer a conversation, or several.
 
         Args:
-            messages: one conversation as a list of {"role", "content"}, or a list of conversations. A content is a text or a list of
-                parts {"type": "text", "text": text}, which are joined by line ends.
+            messages: one conversation as a list of {"role", "content"}, or a list of conversations. A content is a string or a list of
+                parts {"type": "text", "text": text}, which are joined by newlines.
             sampling_params: as for `generate`.
             options: see `ChatOptions`.
 
         Returns:
-            one output for one conversation, a list for a list, with `content`, `reasoning` and `tool_calls`.
+            an output with `content`, `reasoning` and `tool_calls`; for a list of conversations, a list of outputs.
 
         Raises:
-            RequestError: as for `generate`; or `n` > 1 for a conversation that is not in a list.
+            RequestError: as for `generate`, or `n` > 1 for a conversation that is not in a list.
         """
         given: object = messages
         if not isinstance(given, Sequence) or isinstance(given, str) or not given:
@@ -271,37 +279,37 @@ class LLM(metaclass=_NamesHints):
             )
         is_one = isinstance(messages[0], Mapping)
         conversations = [cast(Messages, messages)] if is_one else cast(Sequence[Messages], messages)
-        each = params_of_each(sampling_params, len(conversations))
-        if is_one and each[0].n > 1:
-            raise RequestError(f"n is {each[0].n} and one conversation has one answer: give a list, [messages]", parameter="n")
-        chats = [self._input_processor.chat(conversation, options) for conversation in conversations]
-        outputs = self._run([ids for ids, _, _ in chats], each, chats[0][2])
-        parsers = [parser for (_, parser, _), params in zip(chats, each, strict=True) for _ in range(params.n)]
-        outputs = [parser.parsed(output) for parser, output in zip(parsers, outputs, strict=True)]
+        params_list = params_per_prompt(sampling_params, len(conversations))
+        if is_one and params_list[0].n > 1:
+            raise RequestError(f"n is {params_list[0].n} and one conversation has one answer: give a list, [messages]", parameter="n")
+        chats = [self._input_processor.prepare_chat(conversation, options) for conversation in conversations]
+        outputs = self._run_requests([ids for ids, _, _ in chats], params_list, chats[0][2])
+        parsers = [parser for (_, parser, _), params in zip(chats, params_list, strict=True) for _ in range(params.n)]
+        outputs = [parser.parse(output) for parser, output in zip(parsers, outputs, strict=True)]
         return outputs[0] if is_one else outputs
 
     def chat_token_ids(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Return the token ids of a conversation's prompt.
 
         Raises:
-            RequestError: as for `chat`, also if it is longer than the context.
+            RequestError: as for `chat`, or the prompt is longer than the context.
         """
         prompt, _ = split_chat_options(options)
-        return self._input_processor.chat_ids(messages, **prompt)
+        return self._input_processor.chat_token_ids(messages, **prompt)
 
-    @suggest_arguments("stream", of_sampling=SAMPLING_NAMES)
+    @suggest_arguments("stream", sampling_names=SAMPLING_NAMES)
     def stream(self, prompt: Prompt, sampling_params: Params = None, **options: Unpack[RequestOptions]) -> Iterator[StreamChunk]:
-        """Complete one prompt and yield each new chunk; the last chunk of each sample has its whole output.
+        """Complete one prompt and yield each new chunk; the last chunk of each sample contains its whole output.
 
-        Other calls may be made in between, and their steps advance this one.
+        Other methods may be called before the stream ends; their steps also advance this request.
         """
-        return self._stream(self._input_processor.prompt_ids(prompt), sampling_params, options)
+        return self._stream_request(self._input_processor.prompt_ids(prompt), sampling_params, options)
 
-    @suggest_arguments("stream_chat", of_sampling=SAMPLING_NAMES)
+    @suggest_arguments("stream_chat", sampling_names=SAMPLING_NAMES)
     def stream_chat(self, messages: Messages, sampling_params: Params = None, **options: Unpack[ChatOptions]) -> Iterator[StreamChunk]:
         """Answer one conversation and yield each new chunk of the answer."""
         prompt, request = split_chat_options(options)
-        return self._stream(self._input_processor.chat_ids(messages, **prompt), sampling_params, request)
+        return self._stream_request(self._input_processor.chat_token_ids(messages, **prompt), sampling_params, request)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -309,58 +317,58 @@ class LLM(metaclass=_NamesHints):
         return self.engine.adapters.names
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
-        """Load a LoRA adapter, which requests select by `adapter=name`. Requests may run meanwhile.
+        """Load a LoRA adapter, which requests select by `adapter=name`. Other requests may be running.
 
         Args:
             directory: contains the adapter_config.json and the safetensors file that PEFT writes.
 
         Raises:
-            CapacityError: it does not fit in memory.
-            CheckpointError: the files cannot be used, or belong to another model.
-            ConfigError: an adapter has this name already, or it changes parts that cannot be changed.
-            BackendUnavailableError: the target's runtime runs no adapters.
+            CapacityError: the adapter does not fit in memory.
+            CheckpointError: the files cannot be read, or the adapter was made for another model.
+            ConfigError: an adapter of this name is loaded, or the adapter changes a matrix that we do not support.
+            BackendUnavailableError: the target's runtime does not support adapters.
         """
         self._loaded.load_adapter(name, directory)
 
     def unload_adapter(self, name: str) -> None:
-        """Reject requests for an adapter from now on; running ones keep it.
+        """Reject new requests for an adapter; running ones keep it.
 
         Raises:
-            ConfigError: there is none of this name.
+            ConfigError: no adapter has this name.
         """
         self.engine.remove_adapter(name)
 
-    def requantize(self, quantization: Quant) -> None:
-        """Load the target again with another quantisation; "none" = without. Drafters stay, unless they read the target's hidden states.
+    def requantize(self, quantization: Quantization) -> None:
+        """Load the target again with another quantisation. Drafters are kept, unless they read the target's hidden states.
 
-        The old target is replaced once the new one is loaded, so both need memory for a moment. If loading fails, nothing changes.
+        The old target is freed after the new one is loaded, so memory must have room for both. If loading fails, nothing changes.
 
         Raises:
-            ConfigError: `quantization` is unknown, or a request is still running.
-            CheckpointError, CapacityError: the new target cannot be built.
+            ConfigError: `quantization` is unknown, or a request is running.
+            CheckpointError, CapacityError: the new target cannot be loaded.
         """
         self._check_idle()
         drafters = list(self.engine.speculator.drafters)
         needs = DrafterNeeds.union(drafters)
-        if needs.hidden_states or needs.layers:  # drafters that read the target's hidden states keep caches of the old target
+        if needs.hidden_states or needs.layers:  # drafters that read hidden states have caches that belong to the old target
             drafters = list(self._given_drafters)
-        without = replace(self._loaded.config, quantization=quantization, adapters={})
-        loaded = load_engine(without, self._speculation, drafters, with_mixtures=self.engine.runtime.supports_xlora)
-        for adapter in self.engine.adapters.all:
+        config = replace(self._loaded.config, quantization=quantization, adapters={})
+        loaded = load_engine(config, self._speculation, drafters, with_xlora=self.engine.runtime.supports_xlora)
+        for adapter in self.engine.adapters.loaded:
             loaded.engine.add_adapter(adapter)
         with self.engine.between_steps():
             self._check_idle()
             self._loaded_or_none = loaded
 
     @contextmanager
-    def _in_use(self) -> Iterator[LoadedEngine]:
-        """Yield the loaded engine, which `requantize` does not replace meanwhile."""
+    def _hold_engine(self) -> Iterator[LoadedEngine]:
+        """Context manager: return the loaded engine, and prevent `requantize` from replacing it."""
         with ExitStack() as stack:
             while True:
                 loaded = self._loaded
-                with loaded.engine.between_steps():  # it cannot be replaced now
+                with loaded.engine.between_steps():  # `requantize` replaces the engine between steps only
                     if loaded is self._loaded_or_none:
-                        stack.enter_context(loaded.engine.held())
+                        stack.enter_context(loaded.engine.keep_busy())
                         break
             yield loaded
 
@@ -368,31 +376,31 @@ class LLM(metaclass=_NamesHints):
         if not self.engine.is_idle:
             raise ConfigError("the target cannot be requantized while a request is running: finish its stream or close it first")
 
-    def _run(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions) -> list[RequestOutput]:
-        with self._in_use() as loaded:
-            requests = loaded.requests(prompts, params, options, is_streamed=False)
-            with closing(loaded.engine.run(requests)) as steps:  # close the run at once if an interrupt comes between two steps
+    def _run_requests(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions) -> list[RequestOutput]:
+        with self._hold_engine() as loaded:
+            requests = loaded.make_requests(prompts, params, options, is_streamed=False)
+            with closing(loaded.engine.run(requests)) as steps:  # after Ctrl-C, the run is closed here and not by the garbage collector
                 for _ in steps:
                     pass
-            return [loaded.output(request) for request in requests]
+            return [loaded.make_output(request) for request in requests]
 
-    def _stream(self, prompt: list[int], params: Params, options: RequestOptions) -> Iterator[StreamChunk]:
-        with self._in_use() as loaded:
-            num_seen = dict.fromkeys(loaded.requests([prompt], params, options, is_streamed=True), 0)
+    def _stream_request(self, prompt: list[int], params: Params, options: RequestOptions) -> Iterator[StreamChunk]:
+        with self._hold_engine() as loaded:
+            num_seen = dict.fromkeys(loaded.make_requests([prompt], params, options, is_streamed=True), 0)
             with closing(loaded.engine.run(list(num_seen))) as steps:
                 while num_seen:
-                    _ = self._loaded  # raises if it is closed
-                    if not _has_updates(num_seen):  # steps of another thread may have added tokens
+                    _ = self._loaded  # raises an error if the LLM is closed
+                    if not _has_new_tokens(num_seen):  # steps of another thread may have added some
                         next(steps, None)
                     with loaded.engine.between_steps():
-                        raise_error(list(num_seen))  # the error may come from a step of another thread
-                        chunks = [loaded.chunk(request, seen) for request, seen in num_seen.items()]
+                        raise_first_error(list(num_seen))  # a step of another thread may have set an error
+                        chunks = [loaded.make_chunk(request, seen) for request, seen in num_seen.items()]
                         num_seen = {request: request.num_output_tokens for request in num_seen if not request.is_finished}
-                    yield from chunks  # the caller may run steps of its own between chunks
+                    yield from chunks  # outside the lock, because the caller may start steps while it has a chunk
 
 
-def _has_updates(num_seen: Mapping[EngineRequest, int]) -> bool:
-    """Return whether a request has more tokens than in `num_seen`, or has ended. False if one failed: the next step raises its error."""
+def _has_new_tokens(num_seen: Mapping[EngineRequest, int]) -> bool:
+    """Return whether a request has more tokens than `num_seen`, or has ended. If one failed, False: the next step raises its error."""
     if any(request.error is not None for request in num_seen):
         return False
     return any(request.is_finished or request.num_output_tokens > seen for request, seen in num_seen.items())

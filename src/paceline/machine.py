@@ -1,4 +1,4 @@
-"""The machine's processors, their instruction sets and its memory, within the limits of a container (cgroup)."""
+"""Reads the number of processors, their instruction sets and the memory of the machine. Limits of a container (cgroup) apply."""
 
 import ctypes
 import os
@@ -7,13 +7,13 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
-UNKNOWN_MEMORY = 8 << 30
+CGROUPS = Path("/sys/fs/cgroup")  # directory of all cgroups
+MEMBERSHIP = Path("/proc/self/cgroup")  # file that lists the cgroups of this process
+DEFAULT_MEMORY_BYTES = 8 << 30  # default if the system does not report its memory
 
 
 def usable_processors() -> int:
-    """Processors this process may keep busy: those it may run on, and no more than its cgroups' quotas allow."""
+    """Return the number of processors that this process may use, by its CPU affinity and the CPU quotas of its cgroups."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     quota = processor_quota()
@@ -21,55 +21,55 @@ def usable_processors() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Memory that can be had without swapping, and without passing a cgroup's limit; 8 GiB where the system does not tell."""
-    free = _field(Path("/proc/meminfo"), "MemAvailable:", 1024)
+    """Return the memory that can be allocated without swapping and within the limits of this process's cgroups."""
+    free = _read_number(Path("/proc/meminfo"), "MemAvailable:", 1024)
     left = memory_left_bytes()
-    return min(amount for amount in (UNKNOWN_MEMORY if free is None else free, left) if amount is not None)
+    return min(amount for amount in (DEFAULT_MEMORY_BYTES if free is None else free, left) if amount is not None)
 
 
 def total_memory_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Memory of the machine, or the limit of a cgroup of this process where that is less; 8 GiB where the system does not tell."""
-    installed = _field(Path("/proc/meminfo"), "MemTotal:", 1024)
+    """Return the memory of the machine, or the limit of a cgroup of this process if that is less."""
+    installed = _read_number(Path("/proc/meminfo"), "MemTotal:", 1024)
     limits = [limit for limit, _, _ in _memory_limits(cgroups, membership)]
-    return min([UNKNOWN_MEMORY if installed is None else installed, *limits])
+    return min([DEFAULT_MEMORY_BYTES if installed is None else installed, *limits])
 
 
 def processor_quota(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Processors' worth of time that the cgroups of this process allow, 1.5 say; None without a quota.
+    """Return the CPU quota of this process's cgroups in processors, such as 1.5; None = no quota.
 
     Source: the kernel's Documentation/admin-guide/cgroup-v2.rst (cpu.max) and scheduler/sched-bwc.rst (version 1).
     """
     shares = []
-    for directory in _directories("cpu", cgroups, membership):
+    for directory in _cgroup_directories("cpu", cgroups, membership):
         words = [*_words(directory / "cpu.max"), *_words(directory / "cpu.cfs_quota_us"), *_words(directory / "cpu.cfs_period_us")]
-        if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]) > 0:  # "max" and -1 are no quota
+        if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]) > 0:  # "max" or -1 = no quota
             shares.append(int(words[0]) / int(words[1]))
     return min(shares, default=None)
 
 
 def memory_left_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """Bytes until the first of this process's cgroups meets its limit, file pages that can be dropped not counted; None without one."""
+    """Return how many bytes can be allocated within the limits of this process's cgroups, cached files not counted; None = no limit."""
     left = [limit - usage + cached for limit, usage, cached in _memory_limits(cgroups, membership)]
     return max(0, min(left)) if left else None
 
 
 def _memory_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int, int]]:
-    """Limit, usage and file pages that can be dropped, in bytes, of each cgroup of this process that limits memory."""
-    for directory in _directories("memory", cgroups, membership):
+    """Yield (limit, usage, cached file pages) in bytes for each cgroup of this process that limits memory."""
+    for directory in _cgroup_directories("memory", cgroups, membership):
         for limit_name, usage_name, cached in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             limit, usage = _words(directory / limit_name), _words(directory / usage_name)
             if limit and usage and limit[0].isdigit() and usage[0].isdigit() and int(limit[0]) < 1 << 60:
-                yield int(limit[0]), int(usage[0]), _field(directory / "memory.stat", cached, 1) or 0
+                yield int(limit[0]), int(usage[0]), _read_number(directory / "memory.stat", cached, 1) or 0
 
 
-def _directories(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
-    """The directories of this process's cgroups that a controller may limit, up to the root; a container sees its own as the root."""
+def _cgroup_directories(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
+    """Yield the directories of this process's cgroups that may contain limits of a controller ("cpu" or "memory"), up to the root."""
     for line in _lines(membership):
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "/")
-        if controllers == "":  # version 2
+        if controllers == "":  # cgroup version 2
             bases = [cgroups, cgroups / "unified"]
         elif controller in controllers.split(","):
             bases = [cgroups / controllers, cgroups / controller]
@@ -81,8 +81,8 @@ def _directories(controller: str, cgroups: Path, membership: Path) -> Iterator[P
                 yield base.joinpath(*parts[:count])
 
 
-def _field(path: Path, name: str, unit: int) -> int | None:
-    """The number behind a name at the beginning of a line."""
+def _read_number(path: Path, name: str, unit: int) -> int | None:
+    """Return the number after `name` at the beginning of a line, times `unit`; None = there is no such line."""
     for line in _lines(path):
         words = line.split()
         if len(words) >= 2 and words[0] == name and words[1].isdigit():
@@ -102,7 +102,7 @@ def _lines(path: Path) -> Sequence[str]:
 
 
 def processor_flags() -> frozenset[str]:
-    """Return the instruction sets of the processor by Linux's names; empty if the system does not list them."""
+    """Return the names of the processor's instruction sets as in Linux's /proc/cpuinfo; empty if they are unknown."""
     if platform.system() == "Darwin":
         return _flags_on_macos()
     if platform.system() == "Windows":
@@ -117,7 +117,7 @@ def processor_flags() -> frozenset[str]:
 
 def _flags_on_macos() -> frozenset[str]:
     if platform.machine() == "arm64":
-        return frozenset({"asimd", "asimddp"})  # all of Apple's processors have them
+        return frozenset({"asimd", "asimddp"})  # all ARM processors of Apple have these
     command = ["sysctl", "-n", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -127,7 +127,7 @@ def _flags_on_macos() -> frozenset[str]:
 
 
 def _flags_on_windows() -> frozenset[str]:
-    """Return the flags of AVX2 and AVX-512 and those that come with them. Windows does not report VNNI and bfloat16.
+    """Return AVX2, AVX-512 and the instruction sets that come with them. Windows does not report VNNI and bfloat16.
 
     Source: winnt.h, PF_AVX2_INSTRUCTIONS_AVAILABLE and PF_AVX512F_INSTRUCTIONS_AVAILABLE.
     """
@@ -137,7 +137,7 @@ def _flags_on_windows() -> frozenset[str]:
 
 
 def processor_name() -> str:
-    """Return a text that differs between processors that may compute differently."""
+    """Return a text that identifies the processor model and its instruction sets."""
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
             prefixes = ("model name", "flags", "Features", "CPU part")

@@ -1,4 +1,4 @@
-"""Tells from a directory's files what it holds instead of a model we can read, so that the user knows what to get."""
+"""Errors for a directory without a model. They explain, from its file names, what the directory contains and what to use instead."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -6,71 +6,71 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.small_files import read_json, unreadable
+from paceline.small_files import read_json, unreadable_error
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-"""One of these is in every directory with a model's safetensors."""
+"""Each directory with safetensors of a model contains one of these files."""
 
 _ADAPTER = "adapter_config.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-_NAMES_IN_AN_ERROR = 10
+_MAX_LISTED_NAMES = 10
 
 
-def names_in(directory: Path) -> list[str]:
-    """Names of the entries of a directory, sorted.
+def list_directory(directory: Path) -> list[str]:
+    """Return the names of the files and folders in a directory, sorted.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the directory cannot be read.
     """
     try:
         return sorted(os.listdir(directory))
     except (OSError, ValueError) as error:
-        raise unreadable(directory, error) from error
+        raise unreadable_error(directory, error) from error
 
 
-def without_model(directory: Path) -> CheckpointError:
-    """The error for a directory without safetensors and GGUF files; it tells what the directory is.
+def no_model_error(directory: Path) -> CheckpointError:
+    """Return the error for a directory without safetensors and GGUF files.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the directory cannot be read.
     """
-    names = names_in(directory)
+    names = list_directory(directory)
     adapter = read_json(directory / _ADAPTER) if _ADAPTER in names else None
-    return no_model_among(names, directory, adapter=adapter)
+    return no_model_among_error(names, directory, adapter=adapter)
 
 
-def no_model_among(names: Sequence[str], place: object, *, adapter: Mapping[str, Any] | None = None) -> CheckpointError:
-    """The error for files without safetensors and GGUF files among them; it tells what they are.
+def no_model_among_error(names: Sequence[str], source: object, *, adapter: Mapping[str, Any] | None = None) -> CheckpointError:
+    """Return the error for a list of file names without safetensors and GGUF files.
 
     Args:
-        place: what holds them.
-        adapter: what adapter_config.json holds.
+        source: the directory or the model on the Hub that contains the files, for the error text.
+        adapter: content of adapter_config.json, if it was read.
     """
     names = [name for name in names if not name.startswith(".")]
     suffixes = {os.path.splitext(name)[1] for name in names}
     if not names:
-        return CheckpointError(f"{place} holds no files; give a directory with config.json and model.safetensors, or a *.gguf file")
+        return CheckpointError(f"{source} holds no files; give a directory with config.json and model.safetensors, or a *.gguf file")
     if _ADAPTER in names:
         kind, base = (adapter or {}).get("peft_type", "LORA"), (adapter or {}).get("base_model_name_or_path")
         return CheckpointError(
-            f"{place} holds {'a LoRA adapter' if kind == 'LORA' else f'an adapter of type {shortened(kind)}'} for "
+            f"{source} holds {'a LoRA adapter' if kind == 'LORA' else f'an adapter of type {shortened(kind)}'} for "
             f"{shortened(base) if base else 'another model'}, not a model: give that as the model, and this directory as --adapter "
             "NAME=DIR or --merge-adapter DIR"
         )
     if ".npz" in suffixes:
         return CheckpointError(
-            f"{place} holds an MLX model (*.npz), which is read on Apple's MLX only; use the model it was made from, or a GGUF file of it"
+            f"{source} holds an MLX model (*.npz), which is read on Apple's MLX only; use the model it was made from, or a GGUF file of it"
         )
     if suffixes & set(_PICKLED) and ".safetensors" not in suffixes:
         return CheckpointError(
-            f"{place} holds PyTorch *.bin weights only, which may run code when read; convert them: load the model with "
+            f"{source} holds PyTorch *.bin weights only, which may run code when read; convert them: load the model with "
             "transformers and save it again with save_pretrained(), which writes model.safetensors"
         )
     return CheckpointError(
-        f"{place} holds neither {' nor '.join(SAFETENSORS)}, and no *.gguf file, only {_listed(names)}; download the model again"
+        f"{source} holds neither {' nor '.join(SAFETENSORS)}, and no *.gguf file, only {_list_names(names)}; download the model again"
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - _NAMES_IN_AN_ERROR
-    return ", ".join(names[:_NAMES_IN_AN_ERROR]) + (f" and {rest} more" if rest > 0 else "")
+def _list_names(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_LISTED_NAMES
+    return ", ".join(names[:_MAX_LISTED_NAMES]) + (f" and {rest} more" if rest > 0 else "")

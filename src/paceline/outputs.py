@@ -1,4 +1,4 @@
-"""Outputs of finished requests, and chunks of streams."""
+"""Outputs of finished requests, and chunks of streamed outputs."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -7,7 +7,7 @@ from paceline.sampling.logprobs import TokenLogprobs
 from paceline.speculation.request import TokenOrigin
 from paceline.speculation.stats import SpeculationStats, StepRecord
 
-_OTHER_NAMES = {
+_HINTS_FOR_OTHER_NAMES = {
     "outputs": "it is one output itself, use .text; with n > 1 there is one RequestOutput for each sample",
     "generated_text": "use .text",
     "num_tokens": "use .usage",
@@ -21,7 +21,7 @@ class Usage:
     """Token counts of one request.
 
     Attributes:
-        num_cached_tokens: prompt tokens of prefix cache hits.
+        num_cached_tokens: prompt tokens whose rows were found in the prefix cache.
     """
 
     prompt_tokens: int
@@ -35,7 +35,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Wall-clock seconds of a request: until its first token, from there to its last, and both."""
+    """Wall-clock seconds of a request: `prompt_s` until its first token, `decode_s` from there to its end, and `total_s`."""
 
     prompt_s: float
     decode_s: float
@@ -47,13 +47,13 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """A call of a tool.
+    """A tool call that the model wrote.
 
     Attributes:
-        name: the tool's name.
-        arguments: the arguments by their names.
-        id: an id made for this call, or the one in the model's output.
-        is_complete: False if the text ended within a string of the arguments. Do not run such a call.
+        name: name of the tool.
+        arguments: arguments by name.
+        id: id of the call, taken from the model's output or generated.
+        is_complete: False if the output ended within a string argument. Do not run such a call.
     """
 
     name: str
@@ -67,21 +67,21 @@ class RequestOutput:
     """One generated text.
 
     Attributes:
-        text: the output's text, without special tokens; without the stop string unless `include_stop`. In chats it includes the
-            markers of reasoning and tool calls.
-        token_ids: output tokens, the end token included.
-        origins: for each output token, whether it was a plain token, an accepted draft token or a bonus token.
+        text: text of the output, without special tokens, and without the stop string unless `include_stop` is set. In chats it includes
+            reasoning and tool calls as the model wrote them.
+        token_ids: output tokens, including the EOS or stop token.
         finish_reason: "stop" (EOS, stop token or stop string), "length" (max_tokens or the end of the context) or "abort".
-        stop_text: the stop string that ended it; None = none.
-        seed: the seed used; a random one if none was given.
-        sample_index: index among the prompt's samples.
+        seed: the seed that was used; a random one if none was given.
         numerics: "exact" or "fast".
-        drafter: name of the drafter that the request selected, or of the loaded ones; "none" for plain decoding.
-        speculation: counters of its steps and draft tokens.
-        logprobs: for each output token, if requested.
-        prompt_logprobs: for each prompt token, if requested; None for the first one, which no row predicts.
+        drafter: name of the drafter that the request selected, or of all loaded drafters; "none" = plain decoding.
+        speculation: counters of the request's steps and draft tokens.
+        origins: for each output token, whether it is a token of a step without a draft, an accepted draft token or a bonus token.
+        sample_index: index among the samples of the prompt.
+        logprobs: log-probabilities of each output token, if requested.
+        prompt_logprobs: log-probabilities of each prompt token, if requested; None for the first token, which has no prediction.
+        stop_text: the stop string that ended the output; None = it did not end with a stop string.
         steps: the draft of every step, if requested.
-        content, reasoning, tool_calls: parts of a chat's text; content and reasoning are None if there is none.
+        content, reasoning, tool_calls: the parts of a chat's text. None = the text has no content or reasoning.
     """
 
     text: str
@@ -105,17 +105,17 @@ class RequestOutput:
     tool_calls: tuple[ParsedToolCall, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError; for names of other libraries' outputs it says what to use."""
-        hint = _OTHER_NAMES.get(name)
+        """Raise AttributeError. For attributes that other libraries have, the error names ours."""
+        hint = _HINTS_FOR_OTHER_NAMES.get(name)
         raise AttributeError(f"a RequestOutput has no {name}{f': {hint}' if hint else ''}", name=name, obj=self)
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens after the first one, per second of decoding; 0 if there are fewer than two."""
+        """Output tokens after the first one, per second of decoding; 0 if there is at most one token."""
         return (len(self.token_ids) - 1) / self.timing.decode_s if self.timing.decode_s > 0 and self.token_ids else 0.0
 
     def as_dict(self, *, model: str, version: str) -> dict[str, Any]:
-        """Return the JSON object of `paceline run --json`."""
+        """Return the output as the JSON object that `paceline run --json` prints."""
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -135,17 +135,17 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """The tokens that steps added to a streamed request.
+    """New tokens of a streamed request.
 
     Attributes:
-        text: newly final text; may be empty while a character or a possible stop string is incomplete.
-        token_ids, origins: the tokens since the previous chunk.
+        text: new text; empty while a character or a possible stop string is incomplete.
+        token_ids, origins: the tokens since the previous chunk, and their origins.
         output: the whole output, in the last chunk only.
-        sample_index: index among the prompt's samples.
-        logprobs: of the tokens, if requested.
+        sample_index: index among the samples of the prompt.
+        logprobs: log-probabilities of these tokens, if requested.
         usage: token counts of the sample so far.
-        prompt_token_ids, prompt_logprobs: of the prompt, in the first chunk of each sample, if requested.
-        steps: the drafts of the steps that emitted the tokens, if requested.
+        prompt_token_ids, prompt_logprobs: the prompt, in the first chunk of each sample, if `prompt_logprobs` are requested.
+        steps: the drafts of the steps that emitted these tokens, if requested.
     """
 
     text: str

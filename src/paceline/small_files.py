@@ -1,6 +1,6 @@
-"""Files of a checkpoint that are read whole, within limits: never a pipe or a device, never more bytes than its kind has.
+"""Reads whole files of untrusted checkpoints, such as config.json, with a limit on their size. Pipes and devices are rejected.
 
-They are untrusted: parsing JSON raises nothing but a CheckpointError, whatever the file holds.
+Every error of reading or parsing is raised as a CheckpointError.
 """
 
 import json
@@ -12,15 +12,15 @@ from typing import Any, BinaryIO
 from paceline.errors import CheckpointError
 
 CONFIG_BYTES = 4 << 20
-"""Of config.json and its like; real ones have some kilobytes."""
+"""Limit for config.json and similar files, which usually have a few kilobytes."""
 INDEX_BYTES = 32 << 20
-"""Of an index of shards, and of a safetensors header: 100,000 tensors take about 12 million bytes."""
+"""Limit for the index of safetensors shards, and for a safetensors header. For 100,000 tensors they have about 12 million bytes."""
 TOKENIZER_BYTES = 64 << 20
-"""Of one file of a tokenizer; vocabularies of 262,144 pieces take 33 million bytes."""
+"""Limit for one file of a tokenizer. With a vocabulary of 262,144 pieces it has 33 million bytes."""
 MAX_VALUES = 1 << 20
-"""Values of one JSON text: each takes memory of its own."""
+"""Maximum number of values in a JSON file, because each takes much more memory than its text."""
 MAX_DEPTH = 64
-"""Arrays and objects inside one another."""
+"""Maximum nesting of arrays and objects in a JSON file."""
 _INTEGER_DIGITS = 20
 
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -33,18 +33,18 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """The file, open for reading; symbolic links are followed.
+def open_regular_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Symbolic links are followed.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is no regular file, or cannot be opened.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: it is not a regular file, such as a pipe or a device, or it cannot be opened.
     """
     try:
-        _check_regular(path, os.stat(path))  # before opening: that may have effects on a device
-        handle = os.open(path, _OPEN_FLAGS)  # does not block, should the file have been exchanged
+        _check_status(path, os.stat(path))  # before `os.open`, because opening a device may have side effects
+        handle = os.open(path, _OPEN_FLAGS)  # does not block, even if a pipe has replaced the file since the check
         try:
-            _check_regular(path, os.fstat(handle))
+            _check_status(path, os.fstat(handle))
             return os.fdopen(handle, "rb")
         except BaseException:
             os.close(handle)
@@ -52,129 +52,129 @@ def open_regular(path: Path) -> BinaryIO:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
     except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
 
 
-def check_regular(path: Path) -> None:
-    """Check that `open_regular` would open a file.
+def check_regular_file(path: Path) -> None:
+    """Check that a path is a regular file that can be opened.
 
     Raises:
-        CheckpointError: it is no regular file, or there is none.
+        CheckpointError: it is not, or it does not exist.
     """
     try:
-        open_regular(path).close()
+        open_regular_file(path).close()
     except FileNotFoundError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
 
 
 def read_small(path: Path, limit: int) -> bytes | None:
-    """All bytes of a file, None where there is none.
+    """Return all bytes of a file; None = it does not exist.
 
     Raises:
-        CheckpointError: it is no regular file, has more than `limit` bytes, or cannot be read.
+        CheckpointError: it is not a regular file, has more than `limit` bytes, or cannot be read.
     """
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             size = min(os.fstat(file.fileno()).st_size, limit)
             content = file.read(size + 1)
-            if len(content) > size:  # more than stat says, as in some system files
+            if len(content) > size:  # `st_size` is too small, as for files in /proc
                 content += file.read(limit + 1 - len(content))
     except FileNotFoundError:
         return None
-    except (OSError, TypeError) as error:  # a TypeError: of something that only looks like a regular file
-        raise unreadable(path, error) from error
+    except (OSError, TypeError) as error:  # `read` of a non-blocking file may return None, hence TypeError
+        raise unreadable_error(path, error) from error
     if len(content) > limit:
-        raise _too_large(path, limit)
+        raise _too_large_error(path, limit)
     return content
 
 
 def check_small(path: Path, limit: int) -> None:
-    """Check that `read_small` would read a file; a missing file passes.
+    """Check that `read_small` would accept a file. A file that does not exist passes.
 
     Raises:
-        CheckpointError: it is no regular file, or has more than `limit` bytes.
+        CheckpointError: it is not a regular file, or has more than `limit` bytes.
     """
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
-    _check_regular(path, status)
+        raise unreadable_error(path, error) from error
+    _check_status(path, status)
     if status.st_size > limit:
-        raise _too_large(path, limit)
+        raise _too_large_error(path, limit)
 
 
 def read_json(path: Path, limit: int = CONFIG_BYTES) -> dict[str, Any] | None:
-    """The JSON object a file holds, None where there is no file.
+    """Return the JSON object in a file; None = the file does not exist.
 
     Raises:
-        CheckpointError: as `read_small`; or it holds no JSON object.
+        CheckpointError: as for `read_small` and `json_object`.
     """
     content = read_small(path, limit)
     return None if content is None else json_object(content, path)
 
 
 def json_object(content: bytes, source: object) -> dict[str, Any]:
-    """The object a JSON text describes. Integers of more digits than 64 bits have become floats, as in most other readers.
+    """Parse a JSON object. Integers of more than 20 digits, which do not fit in 64 bits, become floats.
 
     Args:
-        source: what errors name.
+        source: the file, for error texts.
 
     Raises:
-        CheckpointError: it is no JSON, holds no object, or more values than MAX_VALUES or deeper ones than MAX_DEPTH.
+        CheckpointError: the content is not a JSON object, has more than MAX_VALUES values, or is nested deeper than MAX_DEPTH.
     """
     num_nested = content.count(b"[") + content.count(b"{")
     if num_nested + content.count(b",") > MAX_VALUES:
         raise CheckpointError(f"{source} holds more than {MAX_VALUES} JSON values; download it again")
     try:
-        values = json.loads(content.decode("utf-8"), parse_int=_integer)
+        values = json.loads(content.decode("utf-8"), parse_int=_parse_integer)
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{source} cannot be read as JSON ({type(error).__name__}: {error}); download it again") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{source} holds a JSON {type(values).__name__}, expected an object; download it again")
-    if num_nested > MAX_DEPTH and _is_deep(values):
+    if num_nested > MAX_DEPTH and _is_too_deep(values):
         raise CheckpointError(f"{source} nests JSON values more than {MAX_DEPTH} deep; download it again")
     return values
 
 
-def write_whole(path: Path, content: str) -> None:
-    """Write a text file; an interrupted write leaves what was there before."""
+def write_atomically(path: Path, content: str) -> None:
+    """Write a text file. If this is interrupted, the file keeps its previous content."""
     temporary = path.with_name(f"{path.name}.new")
     temporary.write_text(content, encoding="utf-8")
     temporary.replace(path)
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file that can be seen; never raises."""
+    """Return whether a path is an existing regular file. Never raises."""
     try:
         return path.is_file()
     except (OSError, ValueError):
         return False
 
 
-def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """What to raise where the system cannot open or read a file."""
+def unreadable_error(path: Path, error: Exception) -> CheckpointError:
+    """Return the error to raise if the operating system cannot open or read a file."""
     reason = getattr(error, "strerror", None) or error
     return CheckpointError(f"{path} cannot be read: {reason}; check the path and its permissions")
 
 
-def _too_large(path: Path, limit: int) -> CheckpointError:
+def _too_large_error(path: Path, limit: int) -> CheckpointError:
     return CheckpointError(f"{path} has more than the {limit} bytes that a file of its kind may have; download it again")
 
 
-def _check_regular(path: Path, status: os.stat_result) -> None:
+def _check_status(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise CheckpointError(f"{path} is {kind}, expected a regular file; download it again")
 
 
-def _integer(digits: str) -> int | float:
+def _parse_integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= _INTEGER_DIGITS else float(digits)
 
 
-def _is_deep(values: Any) -> bool:
-    """Whether arrays and objects nest deeper than MAX_DEPTH; level by level, without recursion."""
+def _is_too_deep(values: Any) -> bool:
+    """Return whether arrays and objects are nested deeper than MAX_DEPTH. Works without recursion, which could overflow."""
     level = [values]
     for _ in range(MAX_DEPTH):
         items = (item for one in level for item in (one.values() if isinstance(one, dict) else one))

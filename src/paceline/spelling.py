@@ -1,4 +1,4 @@
-"""Suggests the closest known name for an unknown argument."""
+"""Error texts for unknown arguments and methods, with the name that the caller may have meant."""
 
 import functools
 import inspect
@@ -49,7 +49,7 @@ OTHER_NAMES = {
     "cache_type_k": "kv_cache_dtype",
     "draft_model": "drafter",
 }
-"""Names that users of other libraries would type, if they are not close to ours."""
+"""Arguments of other libraries whose names differ much from ours, and ours."""
 
 
 _OTHER_METHODS = {
@@ -65,30 +65,31 @@ _OTHER_METHODS = {
     "tokenize": "use .tokenizer.encode(text)",
     "detokenize": "use .tokenizer.decode(ids)",
 }
-"""Methods of vLLM's, transformers' and llama-cpp-python's models, with ours."""
+"""Methods of models in vLLM, transformers and llama-cpp-python, and what to use instead."""
 
 
 def unknown_method(name: str) -> str:
-    """Return the text of an error: an LLM has no attribute `name`, and what to use."""
+    """Return the error text for an attribute that `LLM` does not have, with what to use instead."""
     hint = _OTHER_METHODS.get(name)
     return f"an LLM has no {name}" + (f": {hint}" if hint else "")
 
 
-def unknown_argument(name: str, of: str, known: Collection[str], *, of_sampling: Collection[str] = ()) -> str:
-    """Return the text of an error: `of` has no argument `name`, and which one may be meant.
+def unknown_argument(name: str, function_name: str, known: Collection[str], *, sampling_names: Collection[str] = ()) -> str:
+    """Return the error text for an argument that a function does not have, with the one that may be meant.
 
     Args:
-        of_sampling: names that belong in `SamplingParams` instead.
+        known: names of the function's arguments.
+        sampling_names: names that are arguments of `SamplingParams` instead.
     """
-    text = f"{name} is no argument of {of}"
-    if close := _closest(name, known):
+    text = f"{name} is no argument of {function_name}"
+    if close := _closest_name(name, known):
         return f"{text}: did you mean {close}?"
-    if close := _closest(name, of_sampling):
-        return f"{text}: give sampling_params=SamplingParams({close}=...)" + (" to generate or chat" if of == "LLM" else "")
+    if close := _closest_name(name, sampling_names):
+        return f"{text}: give sampling_params=SamplingParams({close}=...)" + (" to generate or chat" if function_name == "LLM" else "")
     return f"{text}: it takes {', '.join(sorted(known))}"
 
 
-def _closest(name: str, known: Collection[str]) -> str | None:
+def _closest_name(name: str, known: Collection[str]) -> str | None:
     if name in known:
         return name
     other = OTHER_NAMES.get(name)
@@ -96,11 +97,12 @@ def _closest(name: str, known: Collection[str]) -> str | None:
 
 
 def suggest_arguments(
-    of: str, *, of_sampling: Collection[str] = ()
+    function_name: str, *, sampling_names: Collection[str] = ()
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Decorate a function so that an unknown keyword argument raises an error that suggests the right one.
+    """Return a decorator: for an unknown keyword argument, the decorated function raises an error that suggests a known one.
 
-    The error is a ConfigError if `of` is "LLM", else a RequestError. `**options: Unpack[...]` of a TypedDict counts as its keys.
+    The error is a ConfigError if `function_name` is "LLM", else a RequestError. If the function has `**options: Unpack[...]` of a
+    TypedDict, the keys of the TypedDict are its known arguments.
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -110,7 +112,7 @@ def suggest_arguments(
         def check(given: Collection[str]) -> None:
             for name in given:
                 if name not in known:
-                    raise _error(unknown_argument(name, of, known, of_sampling=of_sampling), name, of)
+                    raise _argument_error(unknown_argument(name, function_name, known, sampling_names=sampling_names), name, function_name)
 
         @functools.wraps(function)
         def checked(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
@@ -130,7 +132,7 @@ def suggest_arguments(
 
 
 def _expand_options(signature: inspect.Signature) -> inspect.Signature:
-    """Replace `**options: Unpack[...]` of a TypedDict by its keys, as optional arguments."""
+    """Replace the parameter `**options: Unpack[...]` of a TypedDict by one optional parameter for each key."""
     parameters = list[inspect.Parameter]()
     for one in signature.parameters.values():
         if one.kind is not inspect.Parameter.VAR_KEYWORD:
@@ -142,5 +144,5 @@ def _expand_options(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=parameters)
 
 
-def _error(text: str, name: str, of: str) -> PacelineError:
-    return ConfigError(text) if of == "LLM" else RequestError(text, parameter=name)
+def _argument_error(text: str, name: str, function_name: str) -> PacelineError:
+    return ConfigError(text) if function_name == "LLM" else RequestError(text, parameter=name)

@@ -38,7 +38,7 @@ from harness.vocabulary_pairs import reorder_vocabulary
 from harness.xlora_files import write_xlora
 from paceline.cli import app
 from paceline.config import QuantOptions
-from paceline.installation import install_extra
+from paceline.installation import install_command
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
@@ -429,7 +429,7 @@ def test_doctor_reports_a_machine_without_any_backend(target: Path, monkeypatch:
     monkeypatch.setattr(backend, "_has_torch", lambda: False)
     code, facts = ask("--model", target, "--device", "cuda")
     assert (code, facts["memory"]) == (1, None)
-    assert [install_extra("torch") in problem for problem in facts["problems"]] == [True]
+    assert [install_command("torch") in problem for problem in facts["problems"]] == [True]
     assert text("--model", target, "--device", "cuda")[0] == 1
 
 

@@ -113,9 +113,9 @@ def run_together(llm: LLM, asked: list[Asked]) -> list[Request]:
     for one in asked:
         predicts = llm.engine.speculator.uses_predictions
         options = {"adapter": one.adapter, "namespace": "one", **({"prediction": one.beyond} if predicts else {})}
-        requests += llm._loaded.requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
+        requests += llm._loaded.make_requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     while engine.has_work:
         engine.step()
         check_engine(engine)
@@ -125,7 +125,7 @@ def run_together(llm: LLM, asked: list[Asked]) -> list[Request]:
 def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
     for request, one in zip(requests, asked, strict=True):
         assert request.error is None
-        found = llm._loaded.output(request)
+        found = llm._loaded.make_output(request)
         assert found.token_ids == one.answer.token_ids, one.adapter
         assert found.logprobs == one.answer.logprobs, one.adapter
 
@@ -166,15 +166,15 @@ def test_removed_adapter_finishes_its_running_requests_only(given_of: GivenOf) -
     given = given_of("llama")
     llm = given.open("none", num_blocks=60)
     one = next(one for one in given.asked if one.adapter == "plain")
-    (request,) = llm._loaded.requests([one.prompt], one.params, {"adapter": "plain"}, is_streamed=False)
-    (late,) = llm._loaded.requests([one.prompt], one.params, {"adapter": "plain"}, is_streamed=False)
-    llm.engine.add(request)
+    (request,) = llm._loaded.make_requests([one.prompt], one.params, {"adapter": "plain"}, is_streamed=False)
+    (late,) = llm._loaded.make_requests([one.prompt], one.params, {"adapter": "plain"}, is_streamed=False)
+    llm.engine.add_request(request)
     llm.engine.step()
     llm.unload_adapter("plain")
     with pytest.raises(RequestError, match="'plain', which is not loaded; loaded: 'tables', 'whole', 'wide'"):
         llm.generate([one.prompt], one.params, adapter="plain")
     with pytest.raises(RequestError, match="'plain', which is not loaded"):
-        llm.engine.add(late)
+        llm.engine.add_request(late)
     assert len(llm.runtime._shared.adapters) == 4  # type: ignore[attr-defined]
     other = make_adapter("plain", llm.runtime.config, seed=9)
     llm.engine.add_adapter(other)  # the name is free
@@ -213,7 +213,7 @@ class Events:
             case "request" if len(self._live) < 12:
                 self._submit(str(random.choice(["a", "b", "c", ""])) or None, int(random.integers(len(self.given.asked))))
             case "abort" if self._live:
-                engine.abort(list(self._live)[random.integers(len(self._live))])
+                engine.abort_request(list(self._live)[random.integers(len(self._live))])
             case _:
                 engine.step()
                 check_engine(engine)
@@ -224,11 +224,11 @@ class Events:
         options = {"adapter": name, "namespace": "one"}
         if name is not None and name not in self._loaded:
             with pytest.raises(RequestError, match="which is not loaded; loaded: "):
-                self.llm._loaded.requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
+                self.llm._loaded.make_requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
             self.num_refused += 1
             return
-        (request,) = self.llm._loaded.requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
-        self.llm.engine.add(request)
+        (request,) = self.llm._loaded.make_requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
+        self.llm.engine.add_request(request)
         self._live[request] = (None if name is None else self._loaded[name], number)
 
     def settle(self) -> None:
@@ -237,7 +237,7 @@ class Events:
             if key not in self._answers:
                 one = self.given.asked[key[1]]
                 self._answers[key] = answer_alone(self.given.solo, one.prompt, one.params, key[0])
-            expected, found = self._answers[key], self.llm._loaded.output(request)
+            expected, found = self._answers[key], self.llm._loaded.make_output(request)
             assert request.error is None
             assert found.token_ids == expected.token_ids[: len(found.token_ids)], key
             assert found.logprobs == (expected.logprobs or [])[: len(found.token_ids)], key

@@ -120,7 +120,7 @@ class Ran:
 def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache, drafter: Drafter | None) -> Ran:
     """The steps of one request."""
     input_processor = InputProcessor(tokenizer, case.vocab_size, case.max_model_len, case.eos_ids)
-    request = input_processor.make(case.prompt, case.params, is_streamed=case.is_streamed)
+    request = input_processor.make_request(case.prompt, case.params, is_streamed=case.is_streamed)
     request.sequence = cache.new_sequence()
     speculator = Speculator(
         [] if drafter is None else [drafter],
@@ -132,7 +132,7 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
     streamed, num_blocks, seen = "", 0, 0
     while not request.is_finished:
         step([request], [request.num_next_tokens(3)], target, cache, speculator)
-        streamed += input_processor.chunk(request, seen, None).text
+        streamed += input_processor.make_chunk(request, seen, None).text
         num_blocks += request.num_output_tokens > seen
         seen = request.num_output_tokens
         if request.num_output_tokens and not request.is_finished:
@@ -140,10 +140,10 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
     kept_last = request.origins[-1] is TokenOrigin.ACCEPTED  # by a walk that went on behind the end: its row ran
     assert request.sequence.committed_len == len(request.token_ids) - (not kept_last)
     assert request.error is None, request.error
-    output = input_processor.output(request, numerics="exact", drafter="none")
+    output = input_processor.make_output(request, numerics="exact", drafter="none")
     cache.release(request.sequence)
     cache.check()
-    return Ran(request, output, streamed + input_processor.chunk(request, seen, None).text, num_blocks)
+    return Ran(request, output, streamed + input_processor.make_chunk(request, seen, None).text, num_blocks)
 
 
 def assert_as_defined(case: Case, ran: Ran, tokenizer: Tokenizer) -> None:

@@ -126,7 +126,7 @@ def run(
     case: Case, input_processor: InputProcessor, cache: KVCache, target: WrittenTarget, drafter: Drafter | None, rule: Acceptance
 ) -> Outcome:
     """The steps of one request."""
-    request = input_processor.make(case.prompt, case.params, is_streamed=case.seed % 2 == 0)
+    request = input_processor.make_request(case.prompt, case.params, is_streamed=case.seed % 2 == 0)
     request.sequence = cache.new_sequence()
     policy = FixedDraftLength(MAX_DEPTH, row_budget=2 * MAX_DEPTH)
     speculator = Speculator(
@@ -135,7 +135,7 @@ def run(
     target.table = case.table(input_processor.vocab_size)
     while not request.is_finished:
         step([request], [request.num_next_tokens(3)], target, cache, speculator)
-    output = input_processor.output(request, numerics="exact", drafter="none")
+    output = input_processor.make_output(request, numerics="exact", drafter="none")
     cache.release(request.sequence)
     cache.check()
     stats = request.stats
@@ -146,7 +146,7 @@ def run(
 
 def assert_plain(case: Case, input_processor: InputProcessor, outcome: Outcome) -> None:
     """A text that rejection chose is one that plain decoding may give: drawn from good rows, up to its end or to the first bad row."""
-    request = input_processor.make(case.prompt, case.params, is_streamed=False)
+    request = input_processor.make_request(case.prompt, case.params, is_streamed=False)
     table = case.table(input_processor.vocab_size)
     for count, token in enumerate(outcome.token_ids, 1):
         distribution = request.processor.process(table[len(request.token_ids) - 1])

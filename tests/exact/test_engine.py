@@ -179,7 +179,7 @@ def test_random_engine_events_leak_no_block_and_change_no_token(
         if event == "submit" and len(traffic.live) < 24:
             traffic.submit(int(random.integers(len(jobs))))
         elif event == "abort" and traffic.live:
-            engine.abort(list(traffic.live)[int(random.integers(len(traffic.live)))])
+            engine.abort_request(list(traffic.live)[int(random.integers(len(traffic.live)))])
         elif event == "preempt" and running:
             engine.scheduler.preempt(running[int(random.integers(len(running)))])
         elif event == "limits":
@@ -391,7 +391,7 @@ def test_fault_of_logits_rows_of_another_tree_is_found(faulty: Faulty, differs: 
 
 
 def test_fault_of_a_reused_logits_processor_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
-    released, real_make, real_release = [], InputProcessor.make, Engine._release
+    released, real_make, real_release = [], InputProcessor.make_request, Engine._release
 
     def release(self: Engine, request: Request) -> None:
         released.append(request)
@@ -406,7 +406,7 @@ def test_fault_of_a_reused_logits_processor_is_found(faulty: Faulty, differs: An
         return request
 
     monkeypatch.setattr(Engine, "_release", release)
-    monkeypatch.setattr(InputProcessor, "make", make)
+    monkeypatch.setattr(InputProcessor, "make_request", make)
     with differs:
         faulty()
 

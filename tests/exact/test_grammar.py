@@ -61,11 +61,11 @@ def generate(llm: LLM, cases: Sequence[Case], at_once: int) -> list[RequestOutpu
         requests = []
         for case in cases[start : start + at_once]:
             prompt = opened.input_processor.prompt_ids(case.prompt)
-            requests += opened.requests([prompt], case.params, {}, is_streamed=False)
+            requests += opened.make_requests([prompt], case.params, {}, is_streamed=False)
         with closing(llm.engine.run(requests)) as steps:
             for _ in steps:
                 pass
-        outputs += [opened.output(request) for request in requests]
+        outputs += [opened.make_output(request) for request in requests]
     return outputs
 
 

@@ -103,7 +103,7 @@ def run_all(alone: Alone, llm: LLM, between: Callable[[int], None]) -> dict[tupl
     """Everything at once; `between` is called between any two steps."""
     requests = {(name, index): make(llm, alone.prompts[index], alone.params(name)) for name, index in alone.answers}
     for request in requests.values():
-        llm.engine.add(request)
+        llm.engine.add_request(request)
     for number in range(5_000):
         if not llm.engine.has_work:
             break
@@ -111,7 +111,7 @@ def run_all(alone: Alone, llm: LLM, between: Callable[[int], None]) -> dict[tupl
         check_engine(llm.engine)
         between(number)
     for (name, index), request in requests.items():
-        alone.check(llm._loaded.output(request), name, index)
+        alone.check(llm._loaded.make_output(request), name, index)
     check_clean(llm)
     return requests
 

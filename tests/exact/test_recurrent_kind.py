@@ -77,7 +77,7 @@ class RecurrentStateCache(LayerCache):
     def can_truncate(self, sequence_id: int, length: int) -> bool:
         return length == self.behind.get(sequence_id, (0, None))[0]
 
-    def num_resumable(self, block_hashes: Sequence[BlockHash]) -> int:
+    def num_resumable_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         return next((count for count in range(len(block_hashes), 0, -1) if block_hashes[count - 1] in self.kept), 0)
 
     def resume(self, sequence_id: int, length: int, block_hashes: Sequence[BlockHash]) -> None:
@@ -268,7 +268,7 @@ FAULTS: dict[str, tuple[str, Callable[..., object]]] = {
             self, plan, Commit(commit.block_table, commit.committed_len, [*commit.rows[:-1], plan.num_rows - 1])
         ),
     ),
-    "prefixes are adopted without a state": ("num_resumable", lambda self, block_hashes: len(block_hashes)),
+    "prefixes are adopted without a state": ("num_resumable_blocks", lambda self, block_hashes: len(block_hashes)),
     "what is kept for a block is the state behind the last row": (
         "register_prefix",
         lambda self, sequence_id, first, block_hashes: self.kept.update(dict.fromkeys(block_hashes, self.behind[sequence_id][1])),

@@ -96,9 +96,9 @@ def given(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp
 def run_together(llm: LLM, asked: list[Asked], *, preempt_every: int | None = None) -> list[Request]:
     engine, requests = llm.engine, list[Request]()
     for one in asked:
-        requests += llm._loaded.requests([one.prompt], one.params, {"adapter": one.adapter}, is_streamed=False)
+        requests += llm._loaded.make_requests([one.prompt], one.params, {"adapter": one.adapter}, is_streamed=False)
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     while engine.has_work:
         engine.step()
         if preempt_every is not None and engine.stats.num_steps % preempt_every == 0 and engine.scheduler.running:
@@ -110,7 +110,7 @@ def run_together(llm: LLM, asked: list[Asked], *, preempt_every: int | None = No
 def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
     for request, one in zip(requests, asked, strict=True):
         assert request.error is None
-        found = llm._loaded.output(request)
+        found = llm._loaded.make_output(request)
         assert found.token_ids == one.answer.token_ids, one.adapter
         if llm.runtime.capabilities.numerics is Numerics.EXACT:
             assert found.logprobs == one.answer.logprobs, one.adapter

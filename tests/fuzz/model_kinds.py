@@ -112,9 +112,9 @@ class AdapterConfigFile(Kind):
         return damaged_json_text(ADAPTER, rng)
 
     def use(self, index: int) -> None:
-        from paceline.hub import resolve
+        from paceline.hub import resolve_model
 
-        resolve(self.folder)
+        resolve_model(self.folder)
 
 
 class SafetensorsFile(Kind):

@@ -22,7 +22,7 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
         count = wanted if isinstance(wanted, int) else NUM_DRAFT_TOKENS
         return FixedDraftLength(count, row_budget=1 + count * speculation.tree_width)
 
-    monkeypatch.setattr(loader_module, "_policy", policy)
+    monkeypatch.setattr(loader_module, "_make_policy", policy)
 
 
 def set_drafters(llm: LLM, *drafters: Drafter) -> None:

@@ -132,12 +132,12 @@ class Solo:
     def answer(self, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
         """Each sample alone."""
         opened = self.llm._loaded
-        requests = opened.requests([prompt], params, {}, is_streamed=False)
+        requests = opened.make_requests([prompt], params, {}, is_streamed=False)
         for request in requests:
-            request.leader = None
+            request.first_sample = None
             for _ in self.llm.engine.run([request]):
                 pass
-        return [opened.output(request) for request in requests]
+        return [opened.make_output(request) for request in requests]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def open_small(directory: Path, num_blocks: int, drafter: str | Sequence[str] | 
 
 def make(llm: LLM, prompt: list[int], params: SamplingParams, **options: Unpack[RequestOptions]) -> Request:
     """A request for `llm.engine`."""
-    return llm._loaded.requests([prompt], params, options, is_streamed=False)[0]
+    return llm._loaded.make_requests([prompt], params, options, is_streamed=False)[0]
 
 
 def run_to_end(llm: LLM) -> None:

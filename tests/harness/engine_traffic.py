@@ -88,7 +88,7 @@ class Traffic:
     def submit(self, index: int) -> list[Request]:
         requests = self.make(index)
         for request in requests:
-            self.llm.engine.add(request)
+            self.llm.engine.add_request(request)
         return requests
 
     def make(self, index: int) -> list[Request]:
@@ -100,7 +100,7 @@ class Traffic:
             speculation=self._speculation(job),
             cache_salt=job.salt,
         )
-        requests = opened.requests([job.prompt], job.params, options, is_streamed=index % 3 == 0)
+        requests = opened.make_requests([job.prompt], job.params, options, is_streamed=index % 3 == 0)
         self.live |= {request: Live(index, sample) for sample, request in enumerate(requests)}
         return requests
 
@@ -127,7 +127,7 @@ def edited(token_ids: Sequence[int]) -> list[int]:
 
 def compare(llm: LLM, request: Request, job: Job, sample: int) -> int:
     """Tokens of a request that ended, all equal to those it gets alone; one that was aborted has a first part of them."""
-    expected, found = job.answers[sample], llm._loaded.output(request)
+    expected, found = job.answers[sample], llm._loaded.make_output(request)
     if request.error is not None:
         raise request.error
     told = f"{job.name}, prompt of {len(job.prompt)}, sample {sample}, preempted {request.num_preemptions} times"

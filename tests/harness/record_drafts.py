@@ -37,8 +37,8 @@ def record(llm: LLM, drafter: Drafter, prompt: Sequence[int], params: SamplingPa
     recorder, opened = Recorder(drafter), llm.engine
     speculator = Speculator([recorder], FixedDraftLength(DEEPEST), vocab_size=llm.vocab_size, layout=opened.cache.layout)
     engine = Engine(opened.runtime, opened.cache, speculator, opened.scheduler.limits)
-    (request,) = llm._loaded.requests([list(prompt)], params, {}, is_streamed=False)
-    engine.add(request)
+    (request,) = llm._loaded.make_requests([list(prompt)], params, {}, is_streamed=False)
+    engine.add_request(request)
     while not request.is_finished:
         engine.step()
     if speculator.num_failures:

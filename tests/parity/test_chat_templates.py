@@ -13,7 +13,7 @@ import pytest
 from harness.checkpoints import write_byte_level_tokenizer
 from harness.markup_cases import TOOLS, Case, events_of, parsed
 from harness.tool_model import TEMPLATE
-from paceline.engine.chat_messages import has_calls
+from paceline.engine.chat_messages import has_tool_calls
 from paceline.engine.chat_prompt import chat_prompt
 from paceline.engine.input_processor import InputProcessor
 from paceline.errors import RequestError
@@ -332,7 +332,7 @@ def test_chat_prompt_ids_equal_transformers_with_local_tokenizers(mini_dir: Path
         for source in PROMPT_TEMPLATES:
             for messages in PROMPTS:
                 _, refusal = theirs(pretrained, source, messages, prompt=True)
-                shows_calls = "tools" in source or not has_calls(messages)  # else calls are written as text
+                shows_calls = "tools" in source or not has_tool_calls(messages)  # else calls are written as text
                 if refusal is None and shows_calls:
                     with_ids = pretrained.apply_chat_template(messages, chat_template=source, add_generation_prompt=True, return_dict=False)
                     assert prompt_ids(ours, source, messages) == with_ids, (path.name, messages)

@@ -11,7 +11,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNot
 
 from paceline import hub
 from paceline.errors import CheckpointError
-from paceline.hub import resolve
+from paceline.hub import resolve_model
 
 
 class Download:
@@ -37,8 +37,8 @@ def no_download(monkeypatch: pytest.MonkeyPatch) -> Download:
 
 def test_model_directory_resolves_to_itself(tmp_path: Path, no_download: Download) -> None:
     touch(tmp_path, "model.safetensors")
-    assert resolve(tmp_path) == tmp_path
-    assert resolve(str(tmp_path)) == tmp_path
+    assert resolve_model(tmp_path) == tmp_path
+    assert resolve_model(str(tmp_path)) == tmp_path
     assert no_download.calls == []
 
 
@@ -48,16 +48,16 @@ def test_model_name_mini_resolves_to_the_embedded_model(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub.resources, "files", lambda _package: tmp_path)
     with pytest.raises(CheckpointError, match="missing from this installation"):
-        resolve("mini")
+        resolve_model("mini")
     touch(target, "config.json", "model.safetensors")
-    assert resolve("mini") == target
+    assert resolve_model("mini") == target
 
 
 def test_hub_model_is_downloaded_with_the_needed_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = Download(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     touch(tmp_path, "model.safetensors")
-    assert resolve("owner/some-model_1.5", revision="main", token="secret", offline=True) == tmp_path
+    assert resolve_model("owner/some-model_1.5", revision="main", token="secret", offline=True) == tmp_path
     [(name, arguments)] = download.calls
     assert name == "owner/some-model_1.5"
     assert (arguments["revision"], arguments["token"], arguments["local_files_only"]) == ("main", "secret", True)
@@ -69,21 +69,21 @@ def test_hub_model_is_downloaded_with_the_needed_files_only(tmp_path: Path, monk
 @pytest.mark.parametrize("name", ["./model", "/no/such/model", "a/b/c", "../model", "~/no-such-model", "models\\one", "a b", "model.gguf"])
 def test_model_name_that_looks_like_a_path_is_not_requested_from_the_hub(name: str, no_download: Download) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
-        resolve(name)
+        resolve_model(name)
     assert no_download.calls == []
 
 
 @pytest.mark.parametrize("name", ["", " "])
 def test_empty_model_name_is_refused(name: str, no_download: Download) -> None:
     with pytest.raises(CheckpointError, match="name is empty"):
-        resolve(name)
+        resolve_model(name)
 
 
 def test_missing_path_object_as_model_is_refused(tmp_path: Path, no_download: Download) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
-        resolve(tmp_path / "model")
+        resolve_model(tmp_path / "model")
     with pytest.raises(CheckpointError, match="does not exist"):
-        resolve(Path("owner/model"))
+        resolve_model(Path("owner/model"))
     assert no_download.calls == []
 
 
@@ -91,7 +91,7 @@ def test_safetensors_file_as_model_is_refused(tmp_path: Path, no_download: Downl
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(CheckpointError, match="is a file; give the directory"):
-        resolve(file)
+        resolve_model(file)
     assert no_download.calls == []
 
 
@@ -113,7 +113,7 @@ RESPONSE: Any = SimpleNamespace(headers={}, request=None)
 def test_failed_download_names_a_way_out(monkeypatch: pytest.MonkeyPatch, error: Exception, offline: bool, text: str) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(error))
     with pytest.raises(CheckpointError, match=text):
-        resolve("owner/model", revision="v2", offline=offline)
+        resolve_model("owner/model", revision="v2", offline=offline)
 
 
 def touch(directory: Path, *names: str) -> None:
@@ -124,41 +124,41 @@ def touch(directory: Path, *names: str) -> None:
 
 def test_gguf_file_resolves_to_itself(tmp_path: Path, no_download: Download) -> None:
     touch(tmp_path, "model.gguf")
-    assert resolve(tmp_path / "model.gguf") == tmp_path / "model.gguf"
+    assert resolve_model(tmp_path / "model.gguf") == tmp_path / "model.gguf"
     with pytest.raises(CheckpointError, match=r"is a file and the GGUF file 'other\.gguf' is named besides"):
-        resolve(tmp_path / "model.gguf", gguf_file="other.gguf")
+        resolve_model(tmp_path / "model.gguf", gguf_file="other.gguf")
 
 
 def test_only_gguf_file_of_a_directory_is_the_model(tmp_path: Path, no_download: Download) -> None:
     touch(tmp_path, "one.gguf", "config.json")
-    assert resolve(tmp_path) == tmp_path / "one.gguf"
+    assert resolve_model(tmp_path) == tmp_path / "one.gguf"
     touch(tmp_path, "model.safetensors")
-    assert resolve(tmp_path) == tmp_path
-    assert resolve(tmp_path, gguf_file="one.gguf") == tmp_path / "one.gguf"
+    assert resolve_model(tmp_path) == tmp_path
+    assert resolve_model(tmp_path, gguf_file="one.gguf") == tmp_path / "one.gguf"
 
 
 def test_split_gguf_in_a_directory_resolves_to_its_first_part(tmp_path: Path, no_download: Download) -> None:
     touch(tmp_path, *(f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)))
-    assert resolve(tmp_path) == tmp_path / "m-00001-of-00003.gguf"
+    assert resolve_model(tmp_path) == tmp_path / "m-00001-of-00003.gguf"
 
 
 def test_several_gguf_files_in_a_directory_are_listed_in_the_error(tmp_path: Path, no_download: Download) -> None:
     touch(tmp_path, "q4.gguf", "q8.gguf", "sub/q2.gguf")
     with pytest.raises(CheckpointError, match=r"several GGUF files; name one with gguf_file \(--gguf-file\): it holds q4\.gguf, q8\.gguf"):
-        resolve(tmp_path)
-    assert resolve(tmp_path, gguf_file="q8.gguf") == tmp_path / "q8.gguf"
-    assert resolve(tmp_path, gguf_file="sub/q2.gguf") == tmp_path / "sub" / "q2.gguf"
+        resolve_model(tmp_path)
+    assert resolve_model(tmp_path, gguf_file="q8.gguf") == tmp_path / "q8.gguf"
+    assert resolve_model(tmp_path, gguf_file="sub/q2.gguf") == tmp_path / "sub" / "q2.gguf"
     for name in ("q5.gguf", "../x.gguf", str(tmp_path / "q4.gguf"), "config.json"):
         with pytest.raises(CheckpointError, match=r"has no GGUF file .*; it holds q4\.gguf, q8\.gguf"):
-            resolve(tmp_path, gguf_file=name)
+            resolve_model(tmp_path, gguf_file=name)
 
 
 def test_named_gguf_file_is_the_only_file_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = Download(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     touch(tmp_path, "q4.gguf", "big-00001-of-00002.gguf")
-    assert resolve("owner/model", gguf_file="q4.gguf") == tmp_path / "q4.gguf"
-    assert resolve("owner/model", gguf_file="big-00001-of-00002.gguf") == tmp_path / "big-00001-of-00002.gguf"
+    assert resolve_model("owner/model", gguf_file="q4.gguf") == tmp_path / "q4.gguf"
+    assert resolve_model("owner/model", gguf_file="big-00001-of-00002.gguf") == tmp_path / "big-00001-of-00002.gguf"
     assert [arguments["allow_patterns"] for _, arguments in download.calls] == [["q4.gguf"], ["big-*-of-00002.gguf"]]
 
 
@@ -168,40 +168,40 @@ def test_hub_model_with_one_gguf_file_is_downloaded_and_several_are_listed(tmp_p
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name, **arguments: files)
     touch(tmp_path, "q4.gguf")
-    assert resolve("owner/model") == tmp_path / "q4.gguf"
+    assert resolve_model("owner/model") == tmp_path / "q4.gguf"
     assert download.calls[-1][1]["allow_patterns"] == ["q4.gguf"]
     files.append("q8.gguf")
     with pytest.raises(CheckpointError, match=r"the model 'owner/model' holds several GGUF files; .*q4\.gguf, q8\.gguf"):
-        resolve("owner/model")
+        resolve_model("owner/model")
 
 
 def test_head_download_prefers_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = Download(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name, **arguments: ["pytorch_model.bin"])
-    assert resolve("owner/head", with_heads=True) == tmp_path
+    assert resolve_model("owner/head", with_heads=True) == tmp_path
     first, second = (arguments["allow_patterns"] for _, arguments in download.calls)
     assert "medusa_lm_head.*" in first
     assert "pytorch_model.bin" not in first
     assert "pytorch_model.bin" in second
     with pytest.raises(CheckpointError, match=r"the model 'owner/model' holds PyTorch \*\.bin weights only"):
-        resolve("owner/model")
+        resolve_model("owner/model")
     assert all("medusa_lm_head.*" not in arguments["allow_patterns"] for _, arguments in download.calls[2:])
     touch(tmp_path, "medusa_lm_head.pt")
-    assert resolve("owner/head", with_heads=True) == tmp_path
+    assert resolve_model("owner/head", with_heads=True) == tmp_path
     assert "pytorch_model.bin" not in download.calls[-1][1]["allow_patterns"]
 
 
 def test_offline_resolve_uses_the_only_cached_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(tmp_path))
     touch(tmp_path, "q4.gguf")
-    assert resolve("owner/model", offline=True) == tmp_path / "q4.gguf"
+    assert resolve_model("owner/model", offline=True) == tmp_path / "q4.gguf"
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2.5-0.5b", "no_such_model"])
 def test_model_id_without_owner_is_refused_offline(name: str, no_download: Download) -> None:
     with pytest.raises(CheckpointError, match=f"an id on the Hugging Face hub has an owner: give 'owner/{name}'"):
-        resolve(name)
+        resolve_model(name)
     assert no_download.calls == []
 
 
@@ -222,15 +222,15 @@ def test_directory_without_a_model_is_refused_with_its_content(names: list[str],
     if "adapter_config.json" in names:
         (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=text):
-        resolve(tmp_path)
+        resolve_model(tmp_path)
     if names != ["config.json", "pytorch_model.bin"]:
-        assert resolve(tmp_path, with_heads=True) == tmp_path
+        assert resolve_model(tmp_path, with_heads=True) == tmp_path
 
 
 def test_adapter_given_as_model_names_its_base_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/base"}')
     with pytest.raises(CheckpointError, match="holds a LoRA adapter for 'owner/base', not a model: give that as the model"):
-        resolve(tmp_path)
+        resolve_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_impossible_path_as_model_is_a_checkpoint_error(name: str, monkeypatch: 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(ValueError("no such repository id")))
     for model in (name, Path(name)):
         with pytest.raises(CheckpointError) as caught:
-            resolve(model)
+            resolve_model(model)
         assert len(str(caught.value)) < 4100
         assert str(caught.value).isprintable()
 
@@ -253,20 +253,20 @@ def test_model_path_with_an_unknown_home_directory_is_refused(monkeypatch: pytes
 
     monkeypatch.setattr(Path, "expanduser", no_home)
     with pytest.raises(CheckpointError, match="names a home directory that is not there"):
-        resolve("~/model")
+        resolve_model("~/model")
 
 
 def test_pipe_as_model_is_refused_without_opening_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match="is neither a directory nor a regular file"):
-        resolve(tmp_path / "model.gguf")
+        resolve_model(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("error", [ValueError("not a repository id"), RuntimeError("no connection"), TypeError("what?")])
 def test_any_exception_of_the_hub_client_is_a_checkpoint_error(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(error))
     with pytest.raises(CheckpointError, match="cannot be downloaded"):
-        resolve("owner/model")
+        resolve_model("owner/model")
 
     def cannot_list(*_: object, **__: object) -> None:
         raise error
@@ -274,4 +274,4 @@ def test_any_exception_of_the_hub_client_is_a_checkpoint_error(error: Exception,
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(tmp_path))
     monkeypatch.setattr(huggingface_hub, "list_repo_files", cannot_list)
     with pytest.raises(CheckpointError, match="cannot be listed"):
-        resolve("owner/model")
+        resolve_model("owner/model")

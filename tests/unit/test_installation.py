@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draw_imports import PACKAGE
-from paceline.installation import install_extra
+from paceline.installation import install_command
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def installed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_install_hint_of_an_index_installation_names_the_package(installed_from: Any) -> None:
     installed_from(None)
-    assert install_extra("grammar") == "pip install 'paceline[grammar]'"
+    assert install_command("grammar") == "pip install 'paceline[grammar]'"
 
 
 @pytest.mark.parametrize(("is_editable", "flag"), [(True, "-e "), (False, "")])
@@ -37,19 +37,19 @@ def test_install_hint_of_a_clone_names_the_clone(installed_from: Any, tmp_path: 
     clone = tmp_path / "my clone"
     clone.mkdir()
     installed_from({"url": clone.as_uri(), "dir_info": {"editable": is_editable}})
-    assert install_extra("torch") == f"pip install {flag}'{clone}[torch]'"
+    assert install_command("torch") == f"pip install {flag}'{clone}[torch]'"
 
 
 def test_install_hint_of_a_deleted_clone_does_not_name_it(installed_from: Any, tmp_path: Path) -> None:
     installed_from({"url": (tmp_path / "gone").as_uri(), "dir_info": {}})
-    assert install_extra("torch") == "pip install '.[torch]' in a clone of paceline"
+    assert install_command("torch") == "pip install '.[torch]' in a clone of paceline"
 
 
 def test_install_hint_of_a_wheel_file_names_the_wheel(installed_from: Any, tmp_path: Path) -> None:
     wheel = tmp_path / "paceline-1.0-py3-none-any.whl"
     wheel.touch()
     installed_from({"url": wheel.as_uri(), "archive_info": {}})
-    assert install_extra("grammar") == f"pip install '{wheel}[grammar]'"
+    assert install_command("grammar") == f"pip install '{wheel}[grammar]'"
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_install_hint_of_a_wheel_file_names_the_wheel(installed_from: Any, tmp_p
 )
 def test_install_hint_of_another_url_names_the_url(installed_from: Any, record: dict[str, Any], source: str) -> None:
     installed_from(record)
-    assert install_extra("grammar") == f"pip install 'paceline[grammar] @ {source}'"
+    assert install_command("grammar") == f"pip install 'paceline[grammar] @ {source}'"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "no json", '{"url": 5}', '{"dir_info": {}}'])
 def test_install_hint_with_an_invalid_record_assumes_a_clone(installed_from: Any, tmp_path: Path, text: str) -> None:
     installed_from(None)
     (tmp_path / "paceline-1.0.dist-info" / "direct_url.json").write_text(text)
-    assert install_extra("grammar") == "pip install '.[grammar]' in a clone of paceline"
+    assert install_command("grammar") == "pip install '.[grammar]' in a clone of paceline"
 
 
 def test_install_hint_without_an_installation_assumes_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,12 +76,12 @@ def test_install_hint_without_an_installation_assumes_a_clone(monkeypatch: pytes
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", distribution)
-    assert install_extra("grammar") == "pip install '.[grammar]' in a clone of paceline"
+    assert install_command("grammar") == "pip install '.[grammar]' in a clone of paceline"
 
 
 def test_install_hints_come_from_one_function_and_name_existing_extras() -> None:
     declared = set(metadata.metadata("paceline").get_all("Provides-Extra") or [])
     sources = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    named = {name for text in sources.values() for name in re.findall(r"install_extra\(['\"](\w+)", text)}
+    named = {name for text in sources.values() for name in re.findall(r"install_command\(['\"](\w+)", text)}
     assert {"torch", "grammar"} <= named <= declared
     assert [path.name for path, text in sources.items() if "paceline[" in text] == ["installation.py"]

@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.storage.safetensors_file import read_header
-from paceline.small_files import CONFIG_BYTES, MAX_VALUES, json_object, open_regular, read_json, read_small
+from paceline.small_files import CONFIG_BYTES, MAX_VALUES, json_object, open_regular_file, read_json, read_small
 
 MAX_SECONDS = 3.0
 MAX_BYTES = 300_000_000
@@ -52,7 +52,7 @@ def test_reading_a_pipe_or_device_as_a_small_file_is_refused_at_once(kind: str, 
         own = Path("/dev/zero" if kind == "zeros" else "/dev/tty")
     path.symlink_to(own)
     start = time.perf_counter()
-    for read in (read_json, open_regular, lambda it: read_small(it, 100)):
+    for read in (read_json, open_regular_file, lambda it: read_small(it, 100)):
         with pytest.raises(CheckpointError, match=r"config\.json is a (pipe|device|socket|directory), expected a regular file"):
             read(path)
     assert time.perf_counter() - start < 1.0

@@ -24,7 +24,7 @@ OF_SAMPLING = ("top_k", "max_tokens")
     ],
 )
 def test_unknown_argument_error_suggests_our_name_or_lists_all(name: str, text: str) -> None:
-    assert unknown_argument(name, "f", KNOWN, of_sampling=OF_SAMPLING) == text
+    assert unknown_argument(name, "f", KNOWN, sampling_names=OF_SAMPLING) == text
 
 
 def test_known_arguments_reach_a_function_with_spelling_hints() -> None:

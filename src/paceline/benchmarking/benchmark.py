@@ -20,7 +20,7 @@ from paceline.benchmarking.results import MAX_REPEAT_SHARE, Cell, Summary, make_
 from paceline.benchmarking.run import Measurements, Run, RunProgress, requested_size
 from paceline.benchmarking.samples import REPEAT_LENGTH
 from paceline.config import EngineConfig
-from paceline.hub import resolve
+from paceline.hub import resolve_model
 from paceline.models.checkpoint import read_model_config
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -69,7 +69,7 @@ def benchmark(plan: BenchPlan, watcher: RunProgress, command: str) -> BenchResul
     """
     started_s, date, load_before = time.monotonic(), datetime.now(UTC), load_average()
     workloads = select_workloads(plan)
-    target = resolve(plan.model, gguf_file=plan.gguf_file, offline=plan.offline)
+    target = resolve_model(plan.model, gguf_file=plan.gguf_file, offline=plan.offline)
     config, tokenizer = read_model_config(target), Tokenizer.open(target)
     size, _ = requested_size(plan)
     questions = encode_workloads(plan, workloads, config, tokenizer, (size.prompts, size.tokens))

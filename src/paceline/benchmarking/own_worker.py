@@ -120,7 +120,7 @@ class OwnModel:
         options: RequestOptions = {}
         if item.get("prediction") and self._loaded.engine.speculator.uses_predictions:
             options["prediction"] = item["prediction"]
-        (request,) = self._loaded.requests([list(item["prompt_ids"])], params, options, is_streamed=False)
+        (request,) = self._loaded.make_requests([list(item["prompt_ids"])], params, options, is_streamed=False)
         return request
 
     def _run(self, requests: Sequence[EngineRequest], times: Sequence[list[float]], start: float) -> tuple[int, int]:

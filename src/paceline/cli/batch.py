@@ -14,7 +14,7 @@ import typer
 from paceline.cli.options import BATCHING, Settings, with_settings
 from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_WRONG_INPUT, print_notice
 from paceline.errors import BackendUnavailableError, printable
-from paceline.installation import install_extra
+from paceline.installation import install_command
 from paceline.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def batch(
         from paceline.server.batch.run import run_batch
         from paceline.server.replicas.ray_batch import run_batch_on_replicas
     except ImportError as error:
-        raise BackendUnavailableError(f"a batch needs {error.name}: {install_extra('serve')}") from error
+        raise BackendUnavailableError(f"a batch needs {error.name}: {install_command('serve')}") from error
     progress = _Progress()
     signal.signal(signal.SIGTERM, progress.terminate)
     try:

@@ -50,12 +50,12 @@ def check_takes_messages(settings: Settings) -> None:
         CheckpointError: there is no such model.
         ConfigError: it has no chat template.
     """
-    from paceline.hub import resolve
-    from paceline.tokenizer.tokenizer import holds_chat_template
+    from paceline.hub import resolve_model
+    from paceline.tokenizer.tokenizer import has_chat_template
 
     engine = settings.engine
-    path = resolve(engine.model, gguf_file=engine.gguf_file, revision=engine.revision, token=engine.hf_token, offline=engine.offline)
-    if not holds_chat_template(path):
+    path = resolve_model(engine.model, gguf_file=engine.gguf_file, revision=engine.revision, token=engine.hf_token, offline=engine.offline)
+    if not has_chat_template(path):
         raise ConfigError(
             f"{engine.model} has no chat template, so it takes no messages: use a model trained for conversations (many are "
             f'named -Instruct or -Chat), or complete texts: paceline run {engine.model} "TEXT"'

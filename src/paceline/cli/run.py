@@ -15,7 +15,7 @@ from paceline.cli.options import OUTPUT, Settings, checked_text, with_settings
 from paceline.cli.reporting import EXIT_INTERRUPTED, print_notice
 from paceline.errors import CheckpointError, ConfigError, RequestError
 from paceline.hub import MINI
-from paceline.small_files import open_regular
+from paceline.small_files import open_regular_file
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -131,7 +131,7 @@ def _read_prediction(path: Path) -> str:
         if path.exists() and not path.is_file():  # a pipe may never end, nor a device
             text = f"{path} is no regular file, and --prediction-file takes no other: write the text to a file and give that"
             raise RequestError(text, parameter="prediction")
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             content = file.read(MAX_PREDICTION_BYTES + 1)
         if len(content) > MAX_PREDICTION_BYTES:
             text = f"{path} has more than the {MAX_PREDICTION_BYTES} bytes that a prediction may have: give the part that matters"

@@ -8,9 +8,9 @@ import typer
 
 from paceline.cli.options import SERVING, Settings, with_settings
 from paceline.cli.reporting import print_notice
-from paceline.config import api_keys_of_environment
+from paceline.config import api_keys_from_environment
 from paceline.errors import BackendUnavailableError, ConfigError
-from paceline.installation import install_extra
+from paceline.installation import install_command
 from paceline.server.settings import ServerSettings, keys_in, read_keys
 
 API_KEY_HELP = (
@@ -36,7 +36,7 @@ def serve(
     SIGTERM and Ctrl-C let running requests finish; a second one does not wait for them.
     """
     keys = () if api_key_file is None else read_keys(api_key_file)
-    keys = tuple(api_key or ()) + keys or keys_in(api_keys_of_environment(), "of PACELINE_API_KEYS")
+    keys = tuple(api_key or ()) + keys or keys_in(api_keys_from_environment(), "of PACELINE_API_KEYS")
     server = ServerSettings(**settings.server, api_keys=keys)
     for line in server.notices:
         print_notice(line)
@@ -57,7 +57,7 @@ def serve(
         from paceline.server.replicas.ray_serve import run_replicas
         from paceline.server.run import run
     except ImportError as error:
-        raise BackendUnavailableError(f"a server needs {error.name}: {install_extra('serve')}") from error
+        raise BackendUnavailableError(f"a server needs {error.name}: {install_command('serve')}") from error
     if settings.cluster.replicas:
         arguments = {**settings.llm_arguments(), "model": served[0]}
         run_replicas(arguments, server, settings.cluster, say=print_notice, quiet=settings.quiet, debug=settings.debug)

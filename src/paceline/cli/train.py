@@ -12,7 +12,7 @@ from paceline.cli.options import MODEL as MODEL_PANEL
 from paceline.cli.options import OUTPUT
 from paceline.cli.reporting import EXIT_INTERRUPTED, print_notice, reported_errors
 from paceline.errors import BackendUnavailableError, ConfigError
-from paceline.installation import install_extra
+from paceline.installation import install_command
 
 WHAT, DATA, HOW = "What is trained", "Data", "How"
 
@@ -125,7 +125,7 @@ def _train(given: dict[str, Any], output: Path, *, resume: bool, quiet: bool, de
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "safetensors"):
             raise
-        raise BackendUnavailableError(f"training needs {error.name}: {install_extra('train')}") from error
+        raise BackendUnavailableError(f"training needs {error.name}: {install_command('train')}") from error
     names = {one.name for one in fields(TrainSettings)}
     values = {name: value for name, value in given.items() if name in names and value is not None}
     if resume and (others := sorted(set(values) - {"drafter"})):

@@ -28,7 +28,7 @@ from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.target import LoadedTarget
 from paceline.errors import BackendUnavailableError, CapacityError, CheckpointError, ConfigError, IncompatibleDrafterError
-from paceline.hub import gguf_models, resolve
+from paceline.hub import gguf_models, resolve_model
 from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.speculation.drafter import Drafter, DrafterNeeds
 
@@ -298,7 +298,7 @@ def _resolve_path(name: str, *, token: str | None, offline: bool) -> Path:
     if is_head_file(name):
         return Path(name)
     try:
-        return resolve(name, token=token, offline=offline, with_heads=True)
+        return resolve_model(name, token=token, offline=offline, with_heads=True)
     except CheckpointError as error:
         close = get_close_matches(name, NAMES, 1)
         meant = f" (did you mean {close[0]}?)" if close else ""

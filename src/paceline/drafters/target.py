@@ -9,8 +9,8 @@ from paceline.config import (
     QuantOptions,
     SpeculationConfig,
     cache_directory,
-    copy_quant_options,
     draft_quant_options,
+    lm_head_copy_options,
     quant_options,
 )
 from paceline.drafters.options import HeadOptions
@@ -66,7 +66,7 @@ class LoadedTarget:
     @property
     def copy_quant(self) -> QuantOptions | None:
         """How to quantise rows that a head copies of the vocabulary matrix; None = they are read where they are stored."""
-        return copy_quant_options(self.draft_model_quant, quant_options("quantization", self.engine.quantization))
+        return lm_head_copy_options(self.draft_model_quant, quant_options("quantization", self.engine.quantization))
 
     @property
     def head_options(self) -> HeadOptions:

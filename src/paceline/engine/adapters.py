@@ -1,4 +1,4 @@
-"""LoRA adapters of an engine: loaded and removed while requests run, and freed when the last request that uses them has ended."""
+"""The LoRA adapters of an engine. They are loaded and removed while requests run, and freed when no request uses them any more."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ from paceline.runtimes.base import Network
 
 @dataclass(slots=True)
 class _LoadedAdapter:
-    """An adapter, its number in the runtime, and the number of requests that use it."""
+    """An adapter, the number that the runtime gave it, and how many unfinished requests use it."""
 
     adapter: Adapter
-    number: int
+    adapter_number: int
     num_requests: int = 0
     is_removed: bool = False
 
 
 class Adapters:
-    """The adapters that requests can select by name. `add`, `remove`, `hold` and `release` are called between two steps.
+    """The adapters that requests can select by name. `add`, `remove`, `acquire` and `release` are called between two steps.
 
     Args:
-        runtime: the target.
+        runtime: the target model, whose runtime stores the adapters' weights.
     """
 
     def __init__(self, runtime: Network) -> None:
         self._runtime = runtime
         self._by_name: dict[str, _LoadedAdapter] = {}
-        self._held: dict[EngineRequest, _LoadedAdapter] = {}
+        self._adapter_of: dict[EngineRequest, _LoadedAdapter] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -37,40 +37,40 @@ class Adapters:
         return tuple(self._by_name)
 
     @property
-    def all(self) -> Sequence[Adapter]:
+    def loaded(self) -> Sequence[Adapter]:
         """The loaded adapters, in the order of `names`."""
         return [loaded.adapter for loaded in self._by_name.values()]
 
-    def check_free(self, name: str) -> None:
+    def check_name_unused(self, name: str) -> None:
         """Check that no adapter has this name.
 
         Raises:
-            ConfigError: one has.
+            ConfigError: an adapter has this name.
         """
         if name in self._by_name:
             raise ConfigError(f"an adapter is called {name!r} already: remove it first, or give this one another name")
 
-    def check_known(self, name: str | None) -> None:
-        """Check that an adapter has this name; None = no adapter.
+    def check_loaded(self, name: str | None) -> None:
+        """Check that an adapter of this name is loaded. None stands for no adapter and passes.
 
         Raises:
-            RequestError: none has.
+            RequestError: no adapter has this name.
         """
         if name is not None and name not in self._by_name:
-            text = f"adapter is {name!r}, which is not loaded; loaded: {self._listed()}"
+            text = f"adapter is {name!r}, which is not loaded; loaded: {self._list_names()}"
             raise RequestError(text, parameter="adapter", code="adapter_not_found")
 
-    def add(self, adapter: Adapter, number: int) -> None:
-        """Make an adapter that the runtime has under this number available to requests.
+    def add(self, adapter: Adapter, adapter_number: int) -> None:
+        """Let requests select an adapter that the runtime has loaded under this number.
 
         Raises:
-            ConfigError: as `check_free`.
+            ConfigError: as `check_name_unused`.
         """
-        self.check_free(adapter.name)
-        self._by_name[adapter.name] = _LoadedAdapter(adapter, number)
+        self.check_name_unused(adapter.name)
+        self._by_name[adapter.name] = _LoadedAdapter(adapter, adapter_number)
 
     def remove(self, name: str) -> None:
-        """Make an adapter unavailable to further requests.
+        """Reject further requests for an adapter; free it once no request uses it.
 
         Raises:
             ConfigError: no adapter has this name.
@@ -78,36 +78,38 @@ class Adapters:
         given: object = name
         loaded = self._by_name.pop(name, None) if isinstance(given, str) else None
         if loaded is None:
-            raise ConfigError(f"there is no adapter {name!r} to remove; loaded: {self._listed()}")
+            raise ConfigError(f"there is no adapter {name!r} to remove; loaded: {self._list_names()}")
         loaded.is_removed = True
         self._free_if_unused(loaded)
 
-    def hold(self, request: EngineRequest) -> None:
-        """Assign its adapter to a request that starts. Cached rows and drafters' finished outputs are shared per adapter only.
+    def acquire(self, request: EngineRequest) -> None:
+        """Assign to a new request the adapter that it names, and count the request as its user.
+
+        Only requests of the same adapter then share cached rows, and draft from each other's outputs.
 
         Raises:
-            RequestError: as `check_known`.
+            RequestError: as `check_loaded`.
         """
         if request.adapter is None:
             return
-        self.check_known(request.adapter)
-        loaded = self._held[request] = self._by_name[request.adapter]
+        self.check_loaded(request.adapter)
+        loaded = self._adapter_of[request] = self._by_name[request.adapter]
         loaded.num_requests += 1
-        request.adapter_number, request.adapter_key = loaded.number, loaded.adapter.key
+        request.adapter_number, request.adapter_key = loaded.adapter_number, loaded.adapter.key
         request.has_mixture_pass = loaded.adapter.mixture is not None
         if request.namespace is not None:
             request.namespace = f"{request.namespace}\0{loaded.adapter.key.hex()}"
 
     def release(self, request: EngineRequest) -> None:
-        """Release the adapter of a request that has ended."""
-        loaded = self._held.pop(request, None)
+        """Stop counting a request that has ended as a user of its adapter."""
+        loaded = self._adapter_of.pop(request, None)
         if loaded is not None:
             loaded.num_requests -= 1
             self._free_if_unused(loaded)
 
-    def _listed(self) -> str:
+    def _list_names(self) -> str:
         return ", ".join(map(repr, self._by_name)) or "none"
 
     def _free_if_unused(self, loaded: _LoadedAdapter) -> None:
         if loaded.is_removed and loaded.num_requests == 0:
-            self._runtime.unload_adapter(loaded.number)
+            self._runtime.unload_adapter(loaded.adapter_number)

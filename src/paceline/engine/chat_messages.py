@@ -1,4 +1,4 @@
-"""The messages and tools of a conversation as chat templates read them, and the changes that make a template accept them."""
+"""Converts messages and tools to the form that chat templates read, and changes messages so that a template accepts them."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,22 +13,22 @@ Adaptation = Callable[[Sequence[Message]], list[Message]]
 _CALL_ID_LENGTH = 9
 
 
-def as_tools(given: Sequence[Tool | Mapping[str, Any]]) -> tuple[Tool, ...]:
-    """Convert tools to `Tool`. Mappings have the form of OpenAI's functions, with or without {"type": "function"}.
+def parse_tools(given: Sequence[Tool | Mapping[str, Any]]) -> tuple[Tool, ...]:
+    """Convert tools to `Tool`. A mapping describes a function as in OpenAI's API, with or without {"type": "function"}.
 
     Raises:
-        RequestError: an item is no such description, or two have the same name.
+        RequestError: an item does not describe a function, or two functions have the same name.
     """
-    tools = tuple(_as_tool(index, one) for index, one in enumerate(given))
+    tools = tuple(_parse_tool(index, one) for index, one in enumerate(given))
     names = [tool.name for tool in tools]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise RequestError(f"tools has two functions with the name {twice!r}: give each a name of its own", parameter="tools")
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise RequestError(f"tools has two functions with the name {duplicate!r}: give each a name of its own", parameter="tools")
     return tools
 
 
-def template_tool(tool: Tool) -> dict[str, Any]:
-    """Return a tool as chat templates read it. It always has properties and a description, which templates use unchecked."""
+def tool_for_template(tool: Tool) -> dict[str, Any]:
+    """Return a tool in OpenAI's format. It always has properties and a description, because templates read them without a check."""
     parameters = dict(tool.parameters or {})
     for name, value in (("type", "object"), ("properties", {})):
         parameters.setdefault(name, value)
@@ -36,29 +36,29 @@ def template_tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def typed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the missing types and descriptions of properties, for templates that read them unchecked."""
+def tool_with_types(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Add types and descriptions to properties that have none, for templates that read them without a check."""
     function = tool["function"]
     return {**tool, "function": {**function, "parameters": _with_property_types(function["parameters"], is_root=True)}}
 
 
-def with_plain_texts(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Join contents that are lists of text parts by line ends, as vLLM does.
+def with_string_contents(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Replace each content that is a list of text parts by one string, the parts joined by newlines as in vLLM.
 
     Raises:
         RequestError: a part is not text.
     """
-    return [_with_plain_text(message) for message in messages]
+    return [_with_string_content(message) for message in messages]
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]], *, has_developer_role: bool) -> list[Message]:
-    """Complete messages for templates, which read many fields unchecked.
+def messages_for_template(messages: Sequence[Mapping[str, Any]], *, has_developer_role: bool) -> list[Message]:
+    """Add missing fields to messages, because templates read many fields without a check.
 
-    An assistant's content is a string even if it only calls tools. Calls have a type, and objects as arguments. Results have the name of
-    their tool. The role "developer" becomes "system" unless `has_developer_role` is set.
+    An assistant message that only calls tools gets an empty content. Tool calls get a type, and arguments as objects. Tool results get the
+    name of their tool. The role "developer" becomes "system" unless `has_developer_role` is set.
 
     Raises:
-        RequestError: an item of `tool_calls` is no call of a function.
+        RequestError: an item of `tool_calls` is not a call of a function.
     """
     names: dict[str, str] = {}
     found: list[Message] = []
@@ -70,7 +70,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]], *, has_developer_ro
         if role in ("assistant", "tool") and message.get("content") is None:
             message["content"] = ""
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [_template_call(f"messages[{index}].tool_calls", call) for call in calls]
+            message["tool_calls"] = [_call_for_template(f"messages[{index}].tool_calls", call) for call in calls]
             names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"] if call.get("id")}
         elif role == "tool" and not message.get("name") and message.get("tool_call_id") in names:
             message["name"] = names[message["tool_call_id"]]
@@ -78,26 +78,29 @@ def template_messages(messages: Sequence[Mapping[str, Any]], *, has_developer_ro
     return found
 
 
-def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Encode the arguments of calls as JSON, for templates that write them unchanged."""
-    return [_with_calls(message, _call_as_text) for message in messages]
+def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Encode the arguments of tool calls as JSON, for templates that insert them without encoding them."""
+    return [_map_tool_calls(message, _with_text_arguments) for message in messages]
 
 
 def with_short_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Replace call ids by nine letters and digits, as Mistral's templates require. A longer conversation gets the same ids."""
+    """Replace ids of tool calls by nine letters and digits, as Mistral's templates require.
+
+    Ids are numbered in order, so they stay the same as the conversation grows and its cached prefix can be reused.
+    """
     ids: dict[str, str] = {}
 
-    def short(given: Any) -> Any:
-        if not isinstance(given, str) or (len(given) == _CALL_ID_LENGTH and given.isalnum()):
-            return given
-        return ids.setdefault(given, f"call{len(ids):05d}")
+    def short_id(call_id: Any) -> Any:
+        if not isinstance(call_id, str) or (len(call_id) == _CALL_ID_LENGTH and call_id.isalnum()):
+            return call_id
+        return ids.setdefault(call_id, f"call{len(ids):05d}")
 
-    found = [_with_calls(message, lambda call: {**call, "id": short(call.get("id", ""))}) for message in messages]
-    return [{**one, "tool_call_id": short(one["tool_call_id"])} if one.get("tool_call_id") else one for one in found]
+    found = [_map_tool_calls(message, lambda call: {**call, "id": short_id(call.get("id", ""))}) for message in messages]
+    return [{**one, "tool_call_id": short_id(one["tool_call_id"])} if one.get("tool_call_id") else one for one in found]
 
 
 def with_sequential_calls(messages: Sequence[Message]) -> list[Message]:
-    """Split messages with several calls, for templates that allow one call a message. Each call is followed by its result."""
+    """Split messages with several tool calls, for templates that allow one per message. Each call is followed by its result."""
     found: list[Message] = []
     used: set[int] = set()
     for index, message in enumerate(messages):
@@ -120,8 +123,8 @@ def with_sequential_calls(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
-def with_texts_in_reasoning(messages: Sequence[Message]) -> list[Message]:
-    """Move the content of messages with reasoning and calls into the reasoning, for templates that refuse both next to calls."""
+def with_content_in_reasoning(messages: Sequence[Message]) -> list[Message]:
+    """Append content to the reasoning, for templates that reject an assistant message with content, reasoning and tool calls."""
     return [
         {**message, "reasoning_content": _join_texts(message["reasoning_content"], message["content"]), "content": ""}
         if message.get("tool_calls") and message.get("reasoning_content") and message.get("content")
@@ -146,21 +149,21 @@ def with_merged_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_folded_system(messages: Sequence[Message]) -> list[Message]:
-    """Move system texts to the beginning of the next user message, for templates without a system role."""
+    """Move the text of system messages to the beginning of the next user message, for templates without a system role."""
     return _fold_system_messages(messages, 0)
 
 
 def with_folded_later_system(messages: Sequence[Message]) -> list[Message]:
-    """Move system texts as `with_folded_system` does, except those that begin the conversation."""
+    """Do the same as `with_folded_system`, but leave system messages at the beginning of the conversation."""
     first = next((index for index, message in enumerate(messages) if message.get("role") != "system"), len(messages))
     return _fold_system_messages(messages, first)
 
 
 def with_generic_tools(messages: Sequence[Message], description: str) -> list[Message]:
-    """Rewrite calls as JSON of the assistant and results as texts of the user, for templates without tools.
+    """Rewrite tool calls as JSON in the assistant's text and tool results as user messages, for templates without tools.
 
     Args:
-        description: text that explains the tools, for the system message; empty = there are none.
+        description: text about the tools, which is added to the system message; empty = no tools are offered.
     """
     found: list[Message] = []
     is_after_result = False
@@ -168,7 +171,7 @@ def with_generic_tools(messages: Sequence[Message], description: str) -> list[Me
         message = dict(given)
         calls = message.pop("tool_calls", None)
         if calls:
-            message["content"] = _join_texts(message.get("content"), "\n".join(map(_call_json, calls)), "\n")
+            message["content"] = _join_texts(message.get("content"), "\n".join(map(_call_as_json_text, calls)), "\n")
         elif message.get("role") == "tool":
             name = message.get("name")
             title = f"Result of {name}:\n" if name else "Result:\n"
@@ -185,19 +188,19 @@ def with_generic_tools(messages: Sequence[Message], description: str) -> list[Me
     return [{"role": "system", "content": description}, *found]
 
 
-def has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether messages contain a call or a result of a tool."""
+def has_tool_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether messages contain a tool call or a tool result."""
     return any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
 
 
-def _as_tool(index: int, given: object) -> Tool:
+def _parse_tool(index: int, given: object) -> Tool:
     if isinstance(given, Tool):
         return given
     function = given.get("function", given) if isinstance(given, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-        way_out = "give {'type': 'function', 'function': {'name', 'description', 'parameters'}}"
-        raise RequestError(f"tools[{index}] is no function with a name: {way_out}", parameter="tools")
+        advice = "give {'type': 'function', 'function': {'name', 'description', 'parameters'}}"
+        raise RequestError(f"tools[{index}] is no function with a name: {advice}", parameter="tools")
     description, parameters = function.get("description"), function.get("parameters")
     if not isinstance(description, str | None) or not isinstance(parameters, Mapping | None):
         raise RequestError(
@@ -231,11 +234,11 @@ def _infer_type(schema: Mapping[str, Any]) -> str:
     return next((name for name in names if isinstance(name, str) and name != "null"), "object" if "$ref" in schema else "string")
 
 
-def _template_call(place: str, call: object) -> dict[str, Any]:
+def _call_for_template(location: str, call: object) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(
-            f"{place} holds {call!r}, which is no call: give {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}}",
+            f"{location} holds {call!r}, which is no call: give {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}}",
             parameter="messages",
         )
     others = {name: value for name, value in call.items() if name not in ("type", "function", "name", "arguments")}
@@ -243,7 +246,7 @@ def _template_call(place: str, call: object) -> dict[str, Any]:
 
 
 def _parse_arguments(arguments: Any) -> Any:
-    """Parse call arguments that are the JSON of an object; return others unchanged, such as those of an incomplete call."""
+    """Parse arguments of a tool call that are a JSON object as text; return others unchanged, such as those of an incomplete call."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
@@ -253,18 +256,18 @@ def _parse_arguments(arguments: Any) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def _with_calls(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+def _map_tool_calls(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [change(call) for call in calls]} if calls else message
 
 
-def _call_as_text(call: dict[str, Any]) -> dict[str, Any]:
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     arguments = call["function"]["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": text}}
 
 
-def _call_json(call: Mapping[str, Any]) -> str:
+def _call_as_json_text(call: Mapping[str, Any]) -> str:
     function = call["function"]
     return json.dumps({"tool_call": {"name": function["name"], "arguments": function["arguments"]}}, ensure_ascii=False)
 
@@ -291,23 +294,23 @@ def _join_texts(first: Any, second: Any, separator: str = "\n\n") -> str:
     return separator.join(str(text) for text in (first, second) if text)
 
 
-def _with_plain_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_string_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
     given: object = message
-    content = given.get("content") if isinstance(given, Mapping) else None  # malformed tool calls are rejected later
-    return {**message, "content": "\n".join(map(_text_of_part, content))} if isinstance(content, list | tuple) else message
+    content = given.get("content") if isinstance(given, Mapping) else None
+    return {**message, "content": "\n".join(map(_part_text, content))} if isinstance(content, list | tuple) else message
 
 
-def _text_of_part(part: object) -> str:
-    way_out = "give {'type': 'text', 'text': ...}"
+def _part_text(part: object) -> str:
+    advice = "give {'type': 'text', 'text': ...}"
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise RequestError(f"a message holds the part {part!r}: {way_out}", parameter="messages")
+        raise RequestError(f"a message holds the part {part!r}: {advice}", parameter="messages")
     kind, text = part.get("type"), part.get("text")
     if kind is None:
-        raise RequestError(f"a part of a message has no type: {way_out}", parameter="messages")
+        raise RequestError(f"a part of a message has no type: {advice}", parameter="messages")
     if kind != "text":
         raise RequestError(f"a message holds a part of the type {kind!r}: this model reads text only", parameter="messages")
     if not isinstance(text, str):
-        raise RequestError(f"a part of a message is of the type 'text' and its text is {text!r}: {way_out}", parameter="messages")
+        raise RequestError(f"a part of a message is of the type 'text' and its text is {text!r}: {advice}", parameter="messages")
     return text

@@ -1,8 +1,8 @@
 """Builds the token ids of a prompt from a conversation, and parses the conversation's outputs.
 
-The chat template renders the conversation. If it rejects the conversation, or omits a system message or the tools, the conversation is
-changed as little as is needed (`chat_messages`). Control tokens that a message spells out remain ordinary text
-(`tokenizer/control_text.py`).
+The chat template renders the conversation. If the template rejects the conversation, or omits a system message or the tools, the
+conversation is changed as little as needed (`chat_messages`). If the text of a message contains the spelling of a control token, such as
+"<|im_end|>", it is encoded as ordinary text (`tokenizer/control_text.py`).
 """
 
 import re
@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 from paceline.engine.chat_messages import (
     Adaptation,
     Message,
-    arguments_as_text,
-    as_tools,
-    has_calls,
-    template_messages,
-    template_tool,
-    typed_tool,
+    has_tool_calls,
+    messages_for_template,
+    parse_tools,
+    tool_for_template,
+    tool_with_types,
+    with_arguments_as_text,
+    with_content_in_reasoning,
     with_folded_later_system,
     with_folded_system,
     with_generic_tools,
     with_merged_turns,
-    with_plain_texts,
     with_sequential_calls,
     with_short_call_ids,
-    with_texts_in_reasoning,
+    with_string_contents,
 )
 from paceline.engine.inputs import Messages
 from paceline.errors import RequestError
@@ -45,24 +45,24 @@ if TYPE_CHECKING:  # import cycle: the input processor builds prompts with this 
     from paceline.engine.input_processor import InputProcessor
 
 RESERVED_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables of a template that have arguments of their own in `chat_prompt`."""
+"""Template variables that `template_options` cannot set, because `chat_prompt` sets them."""
 
 FOLDED_SYSTEM = "this model's chat template has no system role here: system messages are written at the beginning of a user message"
 GENERIC_TOOLS = "this model's chat template does not support tools: they are described in the system message, and calls are written as JSON"
 
 _ADAPTATIONS: tuple[Adaptation, ...] = (
-    arguments_as_text,
+    with_arguments_as_text,
     with_short_call_ids,
     with_sequential_calls,
-    with_texts_in_reasoning,
+    with_content_in_reasoning,
     with_merged_turns,
     with_folded_system,
 )
-_NEED_CONTENT = ("system", "developer", "user")
-"""Roles whose messages are nothing but their content."""
+_ROLES_WITH_CONTENT = ("system", "developer", "user")
+"""Roles whose messages must have a content."""
 _MAX_RETRY_SECONDS = 1.0
-_NUM_PROMPT_TAIL_TOKENS = 16  # last prompt tokens that are searched for an opened reasoning section
-_SEARCHED = re.compile(r"""(?:split|partition|find|index)\(\s*(?:'([^']+)'|"([^"]+)")|(?:'([^']+)'|"([^"]+)")\s+(?:not\s+)?in\s""")
+_NUM_PROMPT_TAIL_TOKENS = 16  # number of tokens at the end of a prompt that are searched for the opening mark of reasoning
+_SEARCHED_TEXT = re.compile(r"""(?:split|partition|find|index)\(\s*(?:'([^']+)'|"([^"]+)")|(?:'([^']+)'|"([^"]+)")\s+(?:not\s+)?in\s""")
 _FIRST_PROBE, _LATER_PROBE, _DEVELOPER_PROBE = "firstsystemprobe", "latersystemprobe", "developerprobe"
 _USER, _ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
@@ -73,8 +73,8 @@ class ChatPrompt:
 
     Attributes:
         token_ids: the prompt.
-        notices: descriptions of the changes that made the template render the whole conversation.
-        uses_generic_tools: whether the system message describes the tools, so that calls have the generic format.
+        notices: descriptions of the changes without which the template would not have rendered the whole conversation.
+        uses_generic_tools: whether the system message describes the tools, so that the model writes calls as JSON.
     """
 
     token_ids: list[int]
@@ -88,8 +88,8 @@ class ChatOutputParser:
 
     Attributes:
         formats: formats of the model's tool calls and reasoning.
-        tools: functions in the prompt.
-        in_reasoning: whether the prompt has opened reasoning.
+        tools: the functions that the prompt offers.
+        in_reasoning: whether the prompt ends within reasoning, so that the output begins with it.
     """
 
     formats: OutputFormat
@@ -105,17 +105,17 @@ class ChatOutputParser:
         return cls(formats, tuple(tools), formats.has_opened_reasoning(tail))
 
     def shown_token_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the special tokens whose texts the parser needs to see."""
+        """Return the special tokens that must be part of the output's text, because the parser searches for them."""
         ids = [tokenizer.added_token_id(text) for text in self.formats.tokens(self.tools)]
         return [token_id for token_id in ids if token_id is not None]
 
-    def stream(self, *, sample: int = 0, several: bool = True) -> OutputStream:
-        """Return a parser for the streamed text of one sample."""
-        return self.formats.stream(self.tools, sample=sample, several=several, in_reasoning=self.in_reasoning)
+    def stream_parser(self, *, sample: int = 0, parallel_tool_calls: bool = True) -> OutputStream:
+        """Return a parser for the streamed text of one sample. Without `parallel_tool_calls`, only the first tool call is returned."""
+        return self.formats.stream(self.tools, sample=sample, several=parallel_tool_calls, in_reasoning=self.in_reasoning)
 
-    def parsed(self, output: RequestOutput) -> RequestOutput:
+    def parse(self, output: RequestOutput) -> RequestOutput:
         """Return a finished output with content, reasoning and tool calls parsed from its text."""
-        stream = self.stream(sample=output.sample_index)
+        stream = self.stream_parser(sample=output.sample_index)
         events = [*stream.push(output.text), *stream.finish()]
         found = ParsedOutput.of_events(events, stream.sink.broken_off)
         return replace(output, content=found.content, reasoning=found.reasoning, tool_calls=found.tool_calls)
@@ -123,27 +123,27 @@ class ChatOutputParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Conversation:
-    """A conversation with the options to render it."""
+    """A conversation and the options with which it is rendered."""
 
     input_processor: "InputProcessor"
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any]
     add_generation_prompt: bool
-    continues: bool
+    continue_final_message: bool
     allow_special_tokens: bool
     notices: tuple[str, ...] = ()
 
     @property
-    def template(self) -> str:
+    def template_source(self) -> str:
         return self.input_processor.tokenizer.template_source(has_tools=bool(self.tools))
 
-    def text(self, messages: Sequence[Message]) -> str:
-        return self.input_processor.tokenizer.chat_text(
+    def render(self, messages: Sequence[Message]) -> str:
+        return self.input_processor.tokenizer.render_chat(
             messages,
             tools=self.tools,
             options=self.options,
-            add_generation_prompt=self.add_generation_prompt and not self.continues,
+            add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
             max_model_len=self.input_processor.max_model_len,
         )
 
@@ -158,34 +158,34 @@ def chat_prompt(
     continue_final_message: bool = False,
     allow_special_tokens: bool = False,
 ) -> ChatPrompt:
-    """Build the prompt of a conversation. It takes too long for an event loop.
+    """Build the prompt of a conversation. Call this outside an event loop, because it may block for seconds.
 
     Args:
-        tools: functions that may be called.
+        tools: functions that the model may call.
         template_options: further variables of the chat template, such as {"enable_thinking": False}.
-        add_generation_prompt: whether the assistant's turn is begun.
-        continue_final_message: whether the prompt ends with the text of the last message, an assistant's, which the output continues.
-            Then no turn is begun.
-        allow_special_tokens: whether control tokens in the text of messages are encoded as control tokens.
+        add_generation_prompt: whether the prompt ends with the beginning of an assistant message.
+        continue_final_message: whether the output continues the last message, which must be an assistant's. `add_generation_prompt` is
+            then ignored.
+        allow_special_tokens: whether the spelling of a control token in a message is encoded as that control token.
 
     Raises:
         RequestError: the conversation is empty, too long or malformed, or the template rejects it.
-        BackendUnavailableError: the template cannot be rendered here.
+        BackendUnavailableError: the process that renders templates cannot be started.
     """
-    described = as_tools(tools)
-    plain = _checked_messages(input_processor, messages, [described, template_options], continue_final_message=continue_final_message)
+    described = parse_tools(tools)
+    plain = _check_messages(input_processor, messages, [described, template_options], continue_final_message=continue_final_message)
     check_template_options(input_processor.tokenizer, template_options or {})
     conversation = _Conversation(
         input_processor=input_processor,
-        messages=template_messages(plain, has_developer_role=_has_developer_role(input_processor.tokenizer, plain)),
-        tools=[template_tool(tool) for tool in described],
+        messages=messages_for_template(plain, has_developer_role=_has_developer_role(input_processor.tokenizer, plain)),
+        tools=[tool_for_template(tool) for tool in described],
         options=template_options or {},
         add_generation_prompt=add_generation_prompt,
-        continues=continue_final_message,
+        continue_final_message=continue_final_message,
         allow_special_tokens=allow_special_tokens,
     )
-    takes_tools = input_processor.tokenizer.template_uses("tools") or not (described or has_calls(plain))
-    if takes_tools:
+    supports_tools = input_processor.tokenizer.template_uses("tools") or not (described or has_tool_calls(plain))
+    if supports_tools:
         prompt, text = _render_and_encode(conversation)
         if all(tool.name in text for tool in described):
             return _log_notices(input_processor, prompt)
@@ -195,35 +195,32 @@ def chat_prompt(
 
 
 def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
-    """Check that the chat template reads each option.
+    """Check that the chat template reads each of the options.
 
     Raises:
-        RequestError: it does not read one; `parameter` is "template_options".
+        RequestError: the template does not read an option; `RequestError.parameter` is "template_options".
     """
     for name in options:
         if name in RESERVED_OPTIONS or not tokenizer.template_uses(name):
             raise RequestError(f"{name} is no option of this model's chat template: leave it out", parameter="template_options")
 
 
-def _checked_messages(
+def _check_messages(
     input_processor: "InputProcessor", messages: Messages, others: Sequence[Any], *, continue_final_message: bool
 ) -> Messages:
-    """Check the number, the form and the length of messages, and return them with plain strings as contents.
+    """Check the number, the form and the length of messages, and return them with strings as contents.
 
-    Lengths are checked before anything is rendered or encoded, so that too long a conversation is refused quickly.
+    Lengths are checked before anything is rendered or encoded, so that a conversation that is too long is rejected quickly.
 
     Args:
         others: tools and options, whose strings count towards the length.
-
-    Raises:
-        RequestError: a check failed.
     """
     if not hasattr(messages, "__len__") or isinstance(messages, str | Mapping):
         raise RequestError(f"messages is {messages!r}: give a list of {{'role', 'content'}}", parameter="messages")
     if not messages:
         raise RequestError("messages is empty: send at least one message", parameter="messages")
     input_processor.check_num_messages(len(messages))
-    plain = with_plain_texts(messages)
+    plain = with_string_contents(messages)
     for index, one in enumerate(plain):
         _check_message(index, one)
     try:
@@ -250,42 +247,39 @@ def _check_message(index: int, message: object) -> None:
         raise RequestError(
             f"messages[{index}].content is {content!r}: give a text or a list of text parts", parameter=f"messages[{index}].content"
         )
-    if role in _NEED_CONTENT and content is None:
+    if role in _ROLES_WITH_CONTENT and content is None:
         raise RequestError(f"messages[{index}].content is missing: give a text", parameter=f"messages[{index}].content")
 
 
 def _render_and_encode(conversation: _Conversation) -> tuple[ChatPrompt, str]:
-    """Render and encode a conversation; return the prompt, and its text before encoding."""
-    conversation = _with_shown_system(conversation)
-    tokenizer, template = conversation.input_processor.tokenizer, conversation.template
+    """Render and encode a conversation; return the prompt as token ids, and its text."""
+    conversation = _with_rendered_system(conversation)
+    tokenizer, template = conversation.input_processor.tokenizer, conversation.template_source
     given: list[Any] = [*conversation.messages, list(conversation.tools), dict(conversation.options)]
-    kept = _searched_marks(conversation.messages, template)
-    escaped = tokenizer.control_texts.escape(given, others=[template], except_in=kept)
+    searched = _texts_searched_by_template(conversation.messages, template)
+    escaped = tokenizer.control_token_escaper.escape(given, others=[template], except_in=searched)
     is_escaped = escaped.is_needed and not conversation.allow_special_tokens
     *messages, tools, options = escaped.value if is_escaped else given
-    end = escaped.placeholders.take_unused(1) if conversation.continues else ""
+    end = escaped.placeholders.take_unused(1) if conversation.continue_final_message else ""
     if end:
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end} "}
-    text, notices = _render_accepted(replace(conversation, messages=messages, tools=tools, options=options))
+    text, notices = _render_accepted_variant(replace(conversation, messages=messages, tools=tools, options=options))
     if end:
-        text = _text_before_mark(text, end)
+        text = _text_before(text, end)
     conversation.input_processor.check_num_chars(len(text))
     if is_escaped:
         text = escaped.unescape_json(text)
-        ids = tokenizer.control_texts.encode(escaped, text)
+        ids = tokenizer.control_token_escaper.encode(escaped, text)
         text = escaped.restore(text)
     else:
         ids = tokenizer.encode(text, add_special_tokens=False)
     return ChatPrompt(token_ids=ids, notices=(*conversation.notices, *notices)), text
 
 
-def _text_before_mark(text: str, end: str) -> str:
-    """Return the text before `end`, the mark that was added to the last message.
+def _text_before(text: str, end: str) -> str:
+    """Return the text before `end`, the character that was added at the end of the last message.
 
-    If the template strips that message, white space before the mark is removed as well.
-
-    Raises:
-        RequestError: the text does not contain the mark.
+    If the template strips whitespace from the end of messages, whitespace before `end` is removed as well.
     """
     index = text.rfind(end)
     if index < 0:
@@ -297,15 +291,15 @@ def _text_before_mark(text: str, end: str) -> str:
 
 
 def _has_developer_role(tokenizer: Tokenizer, messages: Messages) -> bool:
-    """Return whether the template renders the role "developer". True if no message has this role."""
+    """Return whether the template renders messages of the role "developer", or there are none."""
     if not any(message.get("role") == "developer" for message in messages):
         return True
     probe = {"role": "developer", "content": _DEVELOPER_PROBE}
     return tokenizer.template_uses("developer") and tokenizer.template_renders([_DEVELOPER_PROBE], [probe, _USER])
 
 
-def _with_shown_system(conversation: _Conversation) -> _Conversation:
-    """Return the conversation with system messages moved into user messages, if the template does not render them."""
+def _with_rendered_system(conversation: _Conversation) -> _Conversation:
+    """If the template does not render system messages, return the conversation with their text moved into user messages."""
     messages, tokenizer, has_tools = conversation.messages, conversation.input_processor.tokenizer, bool(conversation.tools)
     if not any(message.get("role") in ("system", "developer") for message in messages):
         return conversation
@@ -321,40 +315,39 @@ def _with_shown_system(conversation: _Conversation) -> _Conversation:
     return conversation
 
 
-def _render_accepted(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
-    """Render the conversation, changed as little as the template needs; return the text and the notices of the changes.
+def _render_accepted_variant(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
+    """Render the variant of the conversation with the fewest changes that the template accepts; return the text and notices of changes.
 
-    Raises:
-        RequestError: the template rejects every variant; the error is that of the unchanged conversation.
+    If the template rejects every variant, its error for the unchanged conversation is raised.
     """
     started_s, first_error = time.monotonic(), None
     for changed, chosen in _adapted_variants(conversation):
         try:
-            text = changed.text(changed.messages)
+            text = changed.render(changed.messages)
         except RequestError as error:
             first_error = first_error or error
-            if time.monotonic() - started_s > _MAX_RETRY_SECONDS:  # a template that exceeds its time limit would do so for each variant
+            if time.monotonic() - started_s > _MAX_RETRY_SECONDS:  # a template may take its whole time limit for each variant
                 break
             continue
-        if arguments_as_text not in chosen and _has_python_repr_arguments(changed.messages, text):
-            text = changed.text(arguments_as_text(changed.messages))
+        if with_arguments_as_text not in chosen and _has_python_repr_arguments(changed.messages, text):
+            text = changed.render(with_arguments_as_text(changed.messages))
         if with_folded_system not in chosen and not _has_all_system_messages(changed.messages, text):
             folded = with_folded_system(changed.messages)
             with suppress(RequestError):
-                return changed.text(folded), (FOLDED_SYSTEM,)
+                return changed.render(folded), (FOLDED_SYSTEM,)
         return text, ((FOLDED_SYSTEM,) if with_folded_system in chosen else ())
     assert first_error is not None
     raise first_error
 
 
 def _has_all_system_messages(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a rendered prompt has all system messages. Mistral Nemo's template needs a user message at the end for that."""
+    """Return whether a prompt has the text of all system messages. Mistral Nemo's template omits it unless a user message is last."""
     return all(str(one.get("content") or "").strip() in text for one in messages if one.get("role") == "system")
 
 
 def _adapted_variants(conversation: _Conversation) -> Iterator[tuple[_Conversation, Sequence[Adaptation]]]:
-    """Yield the distinct variants of a conversation with their changes, those with the fewest changes first."""
-    typed = [typed_tool(tool) for tool in conversation.tools]
+    """Yield variants of a conversation and the changes that made them, those with the fewest changes first."""
+    typed = [tool_with_types(tool) for tool in conversation.tools]
     forms = [conversation.tools] if typed == conversation.tools else [conversation.tools, typed]
     tried: list[Sequence[Message]] = []
     for count in range(len(_ADAPTATIONS) + 1):
@@ -368,19 +361,19 @@ def _adapted_variants(conversation: _Conversation) -> Iterator[tuple[_Conversati
 
 
 def _has_python_repr_arguments(messages: Sequence[Message], text: str) -> bool:
-    """Return whether the template wrote arguments as Python's repr, with single quotes, instead of JSON."""
+    """Return whether the text has tool arguments as Python writes a dict, with single quotes, instead of JSON."""
     arguments = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or ()]
     return any(f"{given}" in text for given in arguments if isinstance(given, dict) and f"{given}".startswith("{'"))
 
 
-def _searched_marks(messages: Sequence[Message], template: str) -> dict[int, list[str]]:
-    """Return the texts that the template searches for in assistant messages, such as "</think>", by index of the message."""
-    marks = [found[1] or found[2] or found[3] or found[4] for found in _SEARCHED.finditer(template)]
-    return {index: marks for index, message in enumerate(messages) if marks and message.get("role") == "assistant"}
+def _texts_searched_by_template(messages: Sequence[Message], template: str) -> dict[int, list[str]]:
+    """Return, by index of each assistant message, the texts that the template searches for in it, such as "</think>"."""
+    texts = [found[1] or found[2] or found[3] or found[4] for found in _SEARCHED_TEXT.finditer(template)]
+    return {index: texts for index, message in enumerate(messages) if texts and message.get("role") == "assistant"}
 
 
 def _log_notices(input_processor: "InputProcessor", prompt: ChatPrompt) -> ChatPrompt:
     """Log the notices of a prompt, and return the prompt."""
     for notice in prompt.notices:
-        input_processor.notify(notice)
+        input_processor.log_once(notice)
     return prompt

@@ -1,4 +1,4 @@
-"""Runs many requests on one target: adds, steps, aborts, and frees everything however a request ends."""
+"""The engine: adds requests, runs them together step by step on one target model, and frees their resources when they end."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from typing import Any
 from paceline.engine.adapters import Adapters
 from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import BlockManager, Scheduler, SchedulerLimits
-from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError, as_exception, is_interrupt, prompt_too_long
+from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError, as_exception, is_interrupt, prompt_too_long_text
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.models.adapters.adapter import Adapter
@@ -25,12 +25,12 @@ from paceline.speculation.stats import SpeculationStats
 from paceline.speculation.step import PassInterrupted, step
 
 LATENCY_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""Upper bounds of the histogram's buckets; one more has no bound."""
+"""Upper bounds of the buckets of `InterTokenLatency`; another bucket counts longer times."""
 
 
 @dataclass(slots=True)
 class InterTokenLatency:
-    """Histogram of the times between two steps that gave a request tokens. The tokens of one step count as one."""
+    """Histogram of the times between steps that emitted tokens of the same request. Several tokens of one step are counted as one."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BUCKETS_S) + 1))
     total_s: float = 0.0
@@ -42,18 +42,18 @@ class InterTokenLatency:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the engine was made. Tokens and speculation are those of requests that ended without an error.
+    """Counters since the engine was created. Tokens and `speculation` include only requests that ended without an error.
 
     Attributes:
-        num_steps: passes of the target, prefill chunks included. A scaling pass is not counted here.
-        num_mixture_passes: additional passes for rows of X-LoRA adapters.
-        num_preemptions: how often a request's rows were dropped to make room, and computed again.
+        num_steps: forward passes of the target, prefill chunks included.
+        num_mixture_passes: further passes, which compute the scalings of X-LoRA adapters and are not in `num_steps`.
+        num_preemptions: how often the cached rows of a request were dropped to free blocks, and computed again later.
         num_finished, num_aborted, num_failed: requests by how they ended.
-        num_running, num_waiting: requests now.
-        prompt_tokens, num_cached_tokens, completion_tokens: `num_cached_tokens` are the prompt tokens of prefix hits.
-        drafter_failures: how often a drafter raised or returned an invalid draft; the step was plain.
+        num_running, num_waiting: requests that are running or waiting now.
+        num_cached_tokens: prompt tokens whose rows were found in the prefix cache.
+        drafter_failures: how often a drafter raised an error or returned an invalid draft. Such a step runs without a draft.
         inter_token_latency: histogram over all requests.
-        speculation: statistics of speculation over all requests.
+        speculation: speculation statistics over all requests.
     """
 
     num_steps: int = 0
@@ -72,10 +72,10 @@ class EngineStats:
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
+        """Return the counters as a JSON object."""
         return {**asdict(self), "speculation": self.speculation.as_dict()}
 
-    def count(self, request: EngineRequest) -> None:
+    def count_request(self, request: EngineRequest) -> None:
         """Count a request that has ended."""
         if request.error is not None:
             self.num_failed += 1
@@ -91,10 +91,12 @@ class EngineStats:
 
 
 class StepLock:
-    """Serialises steps: one thread holds it to step, or to read what a step changes. Other threads put their changes into queues.
+    """A lock that a thread holds during a step, or while it reads data that a step changes.
+
+    Threads that add or abort requests do not wait for the lock: they queue the change, and the thread that holds the lock applies it.
 
     Args:
-        drain: applies the queues. Called with the lock held, after it was acquired and before it is released.
+        drain: applies the queued changes. Called with the lock held, after it was acquired and before it is released.
         after_fork: called in a forked process before the lock is acquired there for the first time.
     """
 
@@ -102,7 +104,7 @@ class StepLock:
         self._drain, self._after_fork = drain, after_fork
         self._lock = Lock()
         self._process_id = os.getpid()
-        self._owner: int | None = None  # the thread that holds it
+        self._owner: int | None = None  # id of the thread that holds the lock
         self._is_drain_due = False
 
     @property
@@ -117,7 +119,7 @@ class StepLock:
         Raises:
             ConfigError: this thread holds it already, or the process was forked while another thread held it.
         """
-        self._check()
+        self._check_can_acquire()
         try:
             with self._lock:
                 try:
@@ -133,12 +135,12 @@ class StepLock:
             self._drain_if_due()
 
     def request_drain(self) -> None:
-        """Apply the queued changes now, or let the thread that holds the lock do it; never wait."""
+        """Apply the queued changes. If another thread holds the lock, that thread applies them; this call never waits."""
         self._is_drain_due = True
         self._drain_if_due()
 
     def _drain_if_due(self) -> None:
-        """Apply the queued changes if the lock is free. A thread that holds it calls this after releasing it."""
+        """Apply the queued changes if the lock is free. `held` calls this after the release, for changes queued in the meantime."""
         while self._is_drain_due and not self.is_held_by_this_thread and self._lock.acquire(blocking=False):
             try:
                 self._owner, self._is_drain_due = get_ident(), False
@@ -147,7 +149,7 @@ class StepLock:
                 self._owner = None
                 self._lock.release()
 
-    def _check(self) -> None:
+    def _check_can_acquire(self) -> None:
         if self._process_id != os.getpid():
             if self._owner is not None:
                 raise ConfigError("this process was forked while another thread used the model: load the model in each process")
@@ -158,10 +160,10 @@ class StepLock:
 
 
 class Engine:
-    """Scheduler and step loop of one target. Several threads may use it: each step advances the requests of all.
+    """Runs requests on one target model. Several threads may call it; each step advances the requests of all threads.
 
     Args:
-        runtime, cache: the target.
+        runtime, cache: the target model and its KV cache.
         speculator: drafters and draft length policy.
         limits: limits of a pass.
     """
@@ -172,14 +174,14 @@ class Engine:
         self.scheduler = Scheduler(blocks, limits, self._is_ready)
         self.adapters = Adapters(runtime)
         self._stats = EngineStats()
-        self._runs: dict[object, tuple[int, Sequence[EngineRequest]]] = {}  # per open `run`, the thread of its last step and its requests
+        self._runs: dict[object, tuple[int, Sequence[EngineRequest]]] = {}  # for each unfinished `run`: thread id and requests
         self._lock = StepLock(self._apply_adds_and_aborts, self._abort_runs_of_other_threads)
         self._to_add: deque[EngineRequest] = deque()
         self._to_abort: deque[EngineRequest] = deque()
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request, no open `run`, and no caller in `held`."""
+        """Whether there are no requests, and neither `run` nor `keep_busy` is in use."""
         return not self._runs and not self.has_work
 
     @property
@@ -198,8 +200,8 @@ class Engine:
         return stats
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Context manager: keep the engine from being idle while a caller prepares requests."""
+    def keep_busy(self) -> Iterator[None]:
+        """Context manager: keep `is_idle` False while a caller prepares requests."""
         run = object()
         self._runs[run] = get_ident(), ()
         try:
@@ -208,7 +210,7 @@ class Engine:
             self._runs.pop(run, None)
 
     def between_steps(self) -> AbstractContextManager[None]:
-        """Keep other threads from stepping, to read the state of requests.
+        """Context manager: prevent steps of other threads, so that the data of requests do not change while they are read.
 
         Raises:
             ConfigError: as `step`.
@@ -216,13 +218,13 @@ class Engine:
         return self._lock.held()
 
     def add_adapter(self, adapter: Adapter) -> None:
-        """Load an adapter for requests to come, while others run.
+        """Load an adapter, which new requests can select. Other requests may be running.
 
         Raises:
-            ConfigError: its name is in use, or it does not fit the target.
-            BackendUnavailableError: the target's runtime runs no adapters.
+            ConfigError: the adapter's name is in use, or it was made for another model.
+            BackendUnavailableError: the target's runtime does not support adapters.
         """
-        self.adapters.check_free(adapter.name)
+        self.adapters.check_name_unused(adapter.name)
         number = self.runtime.load_adapter(adapter)
         try:
             with self.between_steps():
@@ -232,24 +234,24 @@ class Engine:
             raise
 
     def remove_adapter(self, name: str) -> None:
-        """Reject requests for an adapter from now on. It is freed when the last request that uses it has ended.
+        """Reject new requests for an adapter. It is freed when the last request that uses it has ended.
 
         Raises:
-            ConfigError: there is none of this name.
+            ConfigError: no adapter has this name.
         """
         with self.between_steps():
             self.adapters.remove(name)
 
-    def check(self, request: EngineRequest) -> None:
-        """Check that a request can be served at all.
+    def check_request(self, request: EngineRequest) -> None:
+        """Check that a request can be served.
 
         Raises:
-            CapacityError: it needs more blocks than the cache has.
-            RequestError: it names a drafter or an adapter that is not loaded.
+            CapacityError: the request needs more blocks than the cache has.
+            RequestError: the request selects a drafter or an adapter that is not loaded.
         """
-        if self._blocks_of(request) > self.cache.pool.num_blocks:
-            raise CapacityError(self._too_long(request))
-        self.adapters.check_known(request.adapter)
+        if self._num_blocks_for(request) > self.cache.pool.num_blocks:
+            raise CapacityError(self._too_long_text(request))
+        self.adapters.check_loaded(request.adapter)
         drafter, names = request.drafter, self.speculator.drafter_names
         if drafter is not None and drafter not in names:
             loaded = ", ".join(sorted(names)) or "none"
@@ -257,80 +259,81 @@ class Engine:
                 f"speculation.drafter is {drafter!r}, which is not loaded; loaded: {loaded}", parameter="speculation.drafter"
             )
 
-    def add(self, request: EngineRequest) -> None:
+    def add_request(self, request: EngineRequest) -> None:
         """Queue a new request.
 
         Raises:
-            CapacityError, RequestError: as `check`; nothing was changed.
+            CapacityError, RequestError: as `check_request`; the request was not queued.
         """
-        self.check(request)
+        self.check_request(request)
         self._to_add.append(request)
         self._lock.request_drain()
 
-    def abort(self, request: EngineRequest) -> None:
-        """End a request that has not ended; at the end of the step if a thread is stepping."""
+    def abort_request(self, request: EngineRequest) -> None:
+        """End a request that has not ended. During a step, it ends after the step."""
         self._to_abort.append(request)
         self._lock.request_drain()
 
     def step(self) -> list[EngineRequest]:
-        """Advance the scheduled requests by one pass.
+        """Run one pass of the target for the requests that the scheduler chooses.
 
-        An error of one request ends that request, with `Request.error`. A pass that fails as a whole ends the requests in it. An interrupt
-        within the target's pass ends none, and the next step repeats it; elsewhere it ends the requests of the pass.
+        An error of one request ends only that request and is stored in `Request.error`. An error of the whole pass ends all its requests.
+        If Ctrl-C interrupts the target's pass, no request ends and the next step repeats the pass. If it interrupts other parts of the
+        step, the requests of the pass end.
 
         Returns:
-            the requests of the pass; those that have finished are freed.
+            the requests of the pass. Those that have finished are freed.
 
         Raises:
-            ConfigError: called from within a step, or in a process that was forked within one.
+            ConfigError: called from within a step, or in a process that was forked during a step.
         """
         with self._lock.held():
             scheduled = self.scheduler.next_pass()
             if not scheduled:
-                return self._fail_oldest()
+                return self._fail_oldest_request()
             requests = [one.request for one in scheduled]
             try:
-                self._step(requests, [one.num_rows for one in scheduled])
+                self._run_pass(requests, [one.num_rows for one in scheduled])
             finally:
                 for request in requests:
-                    if request.is_finished and self.scheduler.remove(request):  # first, so that it is freed once even if that raises
+                    if request.is_finished and self.scheduler.remove(request):
                         self._release(request)
             return requests
 
     def run(self, requests: Sequence[EngineRequest]) -> Generator[None, None, None]:
-        """Step until all of `requests` have finished, and yield after every step; other requests advance as well.
+        """Step until all of `requests` have finished, and yield after every step. Other requests advance as well.
 
-        All are freed when the iterator ends, is closed or raises.
+        When the generator ends, is closed or raises, all of `requests` are freed.
 
         Raises:
-            CapacityError: one of the requests needs more blocks than the cache has; nothing ran.
+            CapacityError: one of the requests needs more blocks than the cache has; no request was started.
             PacelineError: the error of the first request that failed.
         """
         run = object()
         self._runs[run] = get_ident(), requests
         try:
             for request in requests:
-                self.check(request)
+                self.check_request(request)
             for request in requests:
-                self.add(request)
+                self.add_request(request)
             while not all(request.is_released for request in requests):
                 self._runs[run] = get_ident(), requests
                 self.step()
-                raise_error(requests)
+                raise_first_error(requests)
                 yield
-            raise_error(requests)
+            raise_first_error(requests)
         finally:
             self._runs.pop(run, None)
             for request in requests:
-                self.abort(request)
+                self.abort_request(request)
 
     def _apply_adds_and_aborts(self) -> None:
         while self._to_add:
             request = self._to_add.popleft()
             request.stats.acceptance = self.speculator.acceptance.value
             try:
-                self.adapters.hold(request)
-            except RequestError as error:  # the request's adapter was removed after `check`
+                self.adapters.acquire(request)
+            except RequestError as error:  # the adapter was removed after `check_request`
                 request.fail(error)
             request.sequence = self.cache.new_sequence(request.prefix_salt)
             if request.is_finished:
@@ -345,13 +348,13 @@ class Engine:
                 self._release(request)
 
     def _abort_runs_of_other_threads(self) -> None:
-        """Abort requests of threads that do not exist in a forked process."""
+        """In a forked process, abort the requests of threads that exist only in the parent process."""
         for run, (thread, requests) in list(self._runs.items()):
             if thread != get_ident():
                 del self._runs[run]
                 self._to_abort.extend(requests)
 
-    def _step(self, requests: Sequence[EngineRequest], num_rows: Sequence[int]) -> None:
+    def _run_pass(self, requests: Sequence[EngineRequest], num_rows: Sequence[int]) -> None:
         now = time.perf_counter()
         for request in requests:
             if not request.started_s:
@@ -360,13 +363,13 @@ class Engine:
         num_before = [len(request.token_ids) for request in requests]
         try:
             step(requests, num_rows, self.runtime, self.cache, self.speculator, max_rows=self.scheduler.limits.max_num_batched_tokens)
-        except PassInterrupted as error:  # nothing was changed
+        except PassInterrupted as error:  # requests and cache are as before the pass
             raise error.__cause__ or error from None
         except BaseException as error:
             if not is_interrupt(error):
                 self._fail_pass(requests, as_exception(error))
                 return
-            # an interrupt outside the pass may have left the step half done
+            # Outside the target's pass, the interrupt may have come after only some of the step's changes, so the step cannot be repeated.
             self._fail_pass(requests, PacelineError(f"the pass was interrupted ({type(error).__name__}); send the request again"))
             raise
         now = time.perf_counter()
@@ -380,7 +383,7 @@ class Engine:
             request.last_token_s = now
 
     def _fail_pass(self, requests: Sequence[EngineRequest], error: Exception) -> None:
-        """End the requests of a pass that failed as a whole. If blocks were lacking, preempt the youngest request instead."""
+        """End the requests of a pass that failed as a whole. If it failed because of too few free blocks, preempt the youngest instead."""
         for request in requests:
             self.cache.cancel(request.sequence)
         if isinstance(error, CapacityError) and len(self.scheduler.running) > 1:
@@ -389,8 +392,8 @@ class Engine:
         for request in requests:
             request.fail(error)
 
-    def _fail_oldest(self) -> list[EngineRequest]:
-        """End the oldest request: nothing fits although no other request owns blocks, so a caller outside the engine must own them."""
+    def _fail_oldest_request(self) -> list[EngineRequest]:
+        """End the oldest request, whose rows do not fit in the cache although no other request has blocks that could be freed."""
         if not self.has_work:
             return []
         request = (self.scheduler.running or self.scheduler.waiting)[0]
@@ -403,33 +406,33 @@ class Engine:
         return [request]
 
     def _is_ready(self, request: EngineRequest) -> bool:
-        """Return whether a request may start. Further samples of a prompt wait until the first one's rows are cached."""
-        leader = request.leader
-        if leader is None or leader.is_finished:
+        """Return whether a request may start. Further samples of a prompt wait until the first sample has computed the prompt's rows."""
+        first_sample = request.first_sample
+        if first_sample is None or first_sample.is_finished:
             return True
-        return not self.cache.prefix_caching or leader.sequence.committed_len >= leader.num_prompt_tokens
+        return not self.cache.prefix_caching or first_sample.sequence.committed_len >= first_sample.num_prompt_tokens
 
-    def _blocks_of(self, request: EngineRequest) -> int:
+    def _num_blocks_for(self, request: EngineRequest) -> int:
         return blocks_for(request.max_len, self.cache.block_size)
 
-    def _too_long(self, request: EngineRequest) -> str:
-        size, way_out = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise kv_cache_gb"
+    def _too_long_text(self, request: EngineRequest) -> str:
+        size, advice = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise kv_cache_gb"
         if request.num_prompt_tokens < size:
-            return f"prompt and output of {request.max_len} tokens do not fit the cache of {size} tokens: {way_out}"
-        return prompt_too_long(request.num_prompt_tokens, size, way_out, why=f" (of the cache of {size} tokens)")
+            return f"prompt and output of {request.max_len} tokens do not fit the cache of {size} tokens: {advice}"
+        return prompt_too_long_text(request.num_prompt_tokens, size, advice, why=f" (of the cache of {size} tokens)")
 
     def _release(self, request: EngineRequest) -> None:
-        """Count a request that is out of the scheduler, and free what it holds."""
+        """Update the counters for a request that was removed from the scheduler, and free its resources."""
         request.finished_s = time.perf_counter()
-        request.leader = None
-        self._stats.count(request)
+        request.first_sample = None
+        self._stats.count_request(request)
         self.adapters.release(request)
         self.cache.release(request.sequence)
         self.speculator.release(request)
-        request.drafter_states.clear()  # free drafter state, because the caller may keep the request object
+        request.drafter_states.clear()  # the caller may keep the request object
 
 
-def raise_error(requests: Sequence[EngineRequest]) -> None:
+def raise_first_error(requests: Sequence[EngineRequest]) -> None:
     """Raise the error of the first request that failed."""
     for request in requests:
         if request.error is not None:

@@ -1,4 +1,4 @@
-"""Checks prompts and options, makes requests of them, and makes outputs of finished requests."""
+"""Checks prompts and options, creates requests from them, and creates outputs from finished requests."""
 
 import logging
 from bisect import bisect_left
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from paceline.engine.chat_messages import as_tools
+from paceline.engine.chat_messages import parse_tools
 from paceline.engine.chat_prompt import ChatOutputParser, chat_prompt
-from paceline.engine.inputs import ChatOptions, Messages, Prompt, RequestOptions, as_ids, split_chat_options, text_or_ids
+from paceline.engine.inputs import ChatOptions, Messages, Prompt, RequestOptions, parse_prompt, parse_token_ids, split_chat_options
 from paceline.engine.request import EngineRequest, PromptOptions, SpeculationOptions
 from paceline.engine.text_stop import TextStop
-from paceline.errors import CONTEXT_LENGTH_EXCEEDED, RequestError, prompt_too_long
+from paceline.errors import CONTEXT_LENGTH_EXCEEDED, RequestError, prompt_too_long_text
 from paceline.kv_cache.cache import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
 from paceline.parsing.registry import AUTO, OutputFormat
@@ -31,30 +31,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InputProcessor:
-    """Turns prompts into requests for one target, and finished requests into outputs. Thread-safe.
+    """Converts prompts to requests for one target, and finished requests to outputs. Thread-safe.
 
     Attributes:
-        vocab_size: ids below it may be in a prompt and be sampled.
-        max_model_len: prompt + output at most.
+        vocab_size: number of token ids that may be in a prompt or be sampled.
+        max_model_len: maximum number of tokens of prompt and output together.
         eos_token_ids: ids that end an output.
-        way_out: advice in the error for a prompt that is too long.
-        suppressed_token_ids: ids that the model's own files ban.
+        too_long_advice: advice to the user, in the error for a prompt that is too long.
+        suppressed_token_ids: ids that the model's generation_config.json bans.
         num_threads: threads for sampling.
-        cache_tokens: capacity of the cache if that may be less than `max_model_len`: outputs end there.
-        notices: notices that were logged.
+        cache_tokens: capacity of the cache in tokens. If it is less than `max_model_len`, outputs end there. None = unknown.
+        logged_notices: notices that have been logged.
         compiler: compiles grammars.
-        batch_sampler: the compiled sampler; None = there are no kernels.
+        batch_sampler: sampler in compiled code; None = the compiled kernels are not available.
     """
 
     tokenizer: Tokenizer
     vocab_size: int
     max_model_len: int
     eos_token_ids: Sequence[int]
-    way_out: str = "shorten the prompt"
+    too_long_advice: str = "shorten the prompt"
     suppressed_token_ids: Sequence[int] = ()
     num_threads: int = 1
     cache_tokens: int | None = None
-    notices: set[str] = field(default_factory=set)
+    logged_notices: set[str] = field(default_factory=set)
     compiler: GrammarCompiler = field(init=False)
     batch_sampler: CompiledBatchPathSampler | None = field(init=False)
 
@@ -68,18 +68,18 @@ class InputProcessor:
         Raises:
             RequestError: it is empty, contains an unknown id, or does not fit the context.
         """
-        given = text_or_ids(prompt)
+        given = parse_prompt(prompt)
         if isinstance(given, str):
             self.check_num_chars(len(given))
         ids = self.tokenizer.encode(given) if isinstance(given, str) else given
         if not ids:
             raise RequestError("the prompt is empty: give at least one token", parameter="prompt")
-        self._check_ids(ids, "prompt")
+        self._check_token_ids(ids, "prompt")
         if len(ids) > self.max_model_len:
-            raise self._too_long(len(ids))
+            raise self._too_long_error(len(ids))
         return ids
 
-    def chat_ids(self, messages: Messages, **options: Any) -> list[int]:
+    def chat_token_ids(self, messages: Messages, **options: Any) -> list[int]:
         """Return the token ids of a conversation; arguments as for `chat_prompt.chat_prompt`.
 
         Raises:
@@ -87,55 +87,55 @@ class InputProcessor:
         """
         return self.prompt_ids(chat_prompt(self, messages, **options).token_ids)
 
-    def chat(self, messages: Messages, options: ChatOptions) -> tuple[list[int], ChatOutputParser, RequestOptions]:
-        """Return the prompt of a conversation, the parser of its outputs, and the options of its request.
+    def prepare_chat(self, messages: Messages, options: ChatOptions) -> tuple[list[int], ChatOutputParser, RequestOptions]:
+        """Return the prompt of a conversation as token ids, the parser of its outputs, and the options of its request.
 
         Raises:
-            ConfigError: a parser is unknown.
-            RequestError, BackendUnavailableError: as `chat_ids`.
+            ConfigError: `tool_call_parser` or `reasoning_parser` is unknown.
+            RequestError, BackendUnavailableError: as `chat_token_ids`.
         """
         prompt_options, request = split_chat_options(options)
         formats = OutputFormat.of(self.tokenizer, options.get("tool_call_parser", AUTO), options.get("reasoning_parser", AUTO))
         prompt = chat_prompt(self, messages, **prompt_options)
-        parser = ChatOutputParser.for_prompt(self.tokenizer, formats, prompt, as_tools(options.get("tools") or ()))
+        parser = ChatOutputParser.for_prompt(self.tokenizer, formats, prompt, parse_tools(options.get("tools") or ()))
         if shown := parser.shown_token_ids(self.tokenizer):
             request = {**request, "shown_token_ids": [*request.get("shown_token_ids", ()), *shown]}
         return self.prompt_ids(prompt.token_ids), parser, request
 
     def check_num_chars(self, num_chars: int) -> None:
-        """Check, without encoding it, that a text may fit the context.
+        """Check by its length, without encoding it, that a text may fit in the context.
 
         Raises:
-            RequestError: it has more characters than `max_model_len` tokens can have.
+            RequestError: the text has more characters than `max_model_len` tokens can have.
         """
         longest = self.tokenizer.max_piece_chars
         if num_chars > self.max_model_len * longest:
             num_tokens = -(-num_chars // longest)
-            raise self._too_long(num_tokens, f" (at least: it has {num_chars} characters, and a token at most {longest})")
+            raise self._too_long_error(num_tokens, f" (at least: it has {num_chars} characters, and a token at most {longest})")
 
     def check_num_messages(self, num_messages: int) -> None:
-        """Check that a conversation may fit the context: each message has at least one token.
+        """Check that a conversation may fit in the context, because each message has at least one token.
 
         Raises:
             RequestError: there are more messages than tokens in the context.
         """
         if num_messages > self.max_model_len:
-            raise self._too_long(num_messages, f" (at least: it has {num_messages} messages of one token or more)")
+            raise self._too_long_error(num_messages, f" (at least: it has {num_messages} messages of one token or more)")
 
-    def notify(self, notice: str) -> None:
-        """Log a notice, once."""
-        if notice not in self.notices:
-            self.notices.add(notice)
+    def log_once(self, notice: str) -> None:
+        """Log a notice, unless it was logged before."""
+        if notice not in self.logged_notices:
+            self.logged_notices.add(notice)
             log.warning(notice)
 
-    def check_options(self, options: RequestOptions, num_prompts: int, *, are_predictions_read: bool) -> list[PromptOptions]:
-        """Check options and return those of each prompt.
+    def check_options(self, options: RequestOptions, num_prompts: int, *, has_prediction_drafter: bool) -> list[PromptOptions]:
+        """Check the options of a call and return the options of each of its prompts.
 
         Args:
-            are_predictions_read: whether a loaded drafter uses predictions.
+            has_prediction_drafter: whether a loaded drafter uses predictions.
 
         Raises:
-            RequestError: an option has the wrong form, there are not as many predictions as prompts, or no drafter uses predictions.
+            RequestError: an option has the wrong form, the numbers of predictions and prompts differ, or no drafter uses predictions.
         """
         namespace, salt = options.get("namespace"), options.get("cache_salt")
         if not isinstance(namespace, str | None):
@@ -144,8 +144,8 @@ class InputProcessor:
             raise RequestError(f"cache_salt is {salt!r}: give a string, or None", parameter="cache_salt")
         speculation = SpeculationOptions.parse(options.get("speculation"))
         salt_bytes = salt.encode() if isinstance(salt, str) else salt or b""
-        predictions = self._prediction_ids_of_prompts(options.get("prediction"), num_prompts, are_predictions_read=are_predictions_read)
-        shown_ids = as_ids(options.get("shown_token_ids", ()), "shown_token_ids")
+        predictions = self._prediction_ids_of_prompts(options.get("prediction"), num_prompts, has_prediction_drafter=has_prediction_drafter)
+        shown_ids = parse_token_ids(options.get("shown_token_ids", ()), "shown_token_ids")
         adapters = _adapter_names(options.get("adapter"), num_prompts)
         return [
             PromptOptions(
@@ -159,29 +159,27 @@ class InputProcessor:
             for prediction, adapter in zip(predictions, adapters, strict=True)
         ]
 
-    def make(
+    def make_request(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
         is_streamed: bool,
         options: PromptOptions = NO_OPTIONS,
-        seed: int | None = None,
-        leader: EngineRequest | None = None,
+        first_sample: EngineRequest | None = None,
     ) -> EngineRequest:
-        """Make the request of one sample.
+        """Create the request of one sample.
 
         Args:
-            seed: the seed of the prompt's other samples; None = that of `params`, or a random one.
-            leader: the first of these samples.
+            first_sample: the first sample of the prompt, which has the same seed; None = this is the first sample.
 
         Raises:
-            RequestError: an id in `params` is unknown, its grammar does not compile, or the prompt leaves no room for output. A prompt
-                that is only scored (`prompt_logprobs` and one token) needs none.
+            RequestError: an id in `params` is unknown, its grammar does not compile, or the prompt is as long as the context. With
+                `prompt_logprobs` and `max_tokens` = 1, the prompt may be as long as the context.
         """
         prompt = list(prompt_token_ids)
         if len(prompt) >= self.max_model_len and (params.prompt_logprobs is None or params.max_tokens > 1):
-            raise self._too_long(len(prompt))
+            raise self._too_long_error(len(prompt))
         ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
         stop = tuple(params.stop or ())
         text_stop = None
@@ -192,8 +190,8 @@ class InputProcessor:
             num_prompt_tokens=len(prompt),
             params=params,
             processor=self._logits_processor(prompt, params),
-            sequence=CachedSequence(),  # the engine assigns the real sequence when it adds the request
-            seed=resolve_seed(params) if seed is None else seed,
+            sequence=CachedSequence(),  # a placeholder until the engine adds the request
+            seed=resolve_seed(params) if first_sample is None else first_sample.seed,
             sample_index=0,
             max_len=min(self._max_total_len(len(prompt)), len(prompt) + params.max_tokens),
             end_token_ids=frozenset(ends),
@@ -205,30 +203,30 @@ class InputProcessor:
             namespace=options.namespace,
             salt=options.salt,
             adapter=options.adapter,
-            leader=leader,
+            first_sample=first_sample,
         )
 
     def make_samples(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, options: PromptOptions, *, is_streamed: bool
     ) -> list[EngineRequest]:
-        """Make the `n` requests that sample one prompt.
+        """Create the `n` requests that sample one prompt.
 
-        They share a seed and have the sample indices 0 to `n` - 1. The first request is the leader of the others.
+        They share a seed and have the sample indices 0 to `n` - 1. The others refer to the first one.
 
         Raises:
-            RequestError: as for `make`.
+            RequestError: as for `make_request`.
         """
-        first = self.make(prompt_token_ids, params, is_streamed=is_streamed, options=options)
+        first = self.make_request(prompt_token_ids, params, is_streamed=is_streamed, options=options)
         samples = [first]
         for index in range(1, params.n):
-            sample = self.make(prompt_token_ids, params, is_streamed=is_streamed, options=options, seed=first.seed, leader=first)
+            sample = self.make_request(prompt_token_ids, params, is_streamed=is_streamed, options=options, first_sample=first)
             sample.sample_index = index
             samples.append(sample)
         return samples
 
-    def chunk(self, request: EngineRequest, num_seen: int, output: RequestOutput | None) -> StreamChunk:
-        """Return the output of a streamed request since its first `num_seen` tokens."""
-        text = request.text_stop.take_new() if request.text_stop is not None else ""
+    def make_chunk(self, request: EngineRequest, num_seen: int, output: RequestOutput | None) -> StreamChunk:
+        """Return what a streamed request has produced after its first `num_seen` output tokens; `output` is set in the last chunk."""
+        text = request.text_stop.take_new_text() if request.text_stop is not None else ""
         start = request.num_prompt_tokens + num_seen
         shows_prompt = num_seen == 0 and request.params.prompt_logprobs is not None
         return StreamChunk(
@@ -244,7 +242,7 @@ class InputProcessor:
             steps=request.steps[bisect_left(request.steps, num_seen, key=attrgetter("start")) :],
         )
 
-    def output(self, request: EngineRequest, *, numerics: str, drafter: str) -> RequestOutput:
+    def make_output(self, request: EngineRequest, *, numerics: str, drafter: str) -> RequestOutput:
         """Return the output of a finished request."""
         ids = list(request.output_token_ids)
         first_token_s = request.first_token_s or request.finished_s
@@ -275,7 +273,7 @@ class InputProcessor:
         grammar = None if params.grammar is None else self.compiler.matcher(params.grammar, prompt_token_ids)
         if self.suppressed_token_ids:
             params = replace(params, banned_token_ids=(*params.banned_token_ids, *self.suppressed_token_ids))
-        words = bad_word_ids(params.bad_words, self._encode_as_text) if params.bad_words else ()
+        words = bad_word_ids(params.bad_words, self._encode_fragment) if params.bad_words else ()
         sampler = None
         if self.batch_sampler is not None:
             sampler = self.batch_sampler.path_sampler(
@@ -285,20 +283,20 @@ class InputProcessor:
             params, self.vocab_size, prompt_token_ids, self.eos_token_ids, grammar=grammar, bad_word_ids=words, path_sampler=sampler
         )
 
-    def _encode_as_text(self, text: str) -> list[int]:
+    def _encode_fragment(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _prediction_ids_of_prompts(self, prediction: object, num_prompts: int, *, are_predictions_read: bool) -> list[tuple[int, ...]]:
-        """Return the predicted token ids for each prompt, empty without a prediction."""
+    def _prediction_ids_of_prompts(self, prediction: object, num_prompts: int, *, has_prediction_drafter: bool) -> list[tuple[int, ...]]:
+        """Return the predicted token ids of each prompt; empty if it has no prediction."""
         if prediction is None:
             return [()] * num_prompts
-        if not are_predictions_read:
+        if not has_prediction_drafter:
             raise RequestError(
                 'a prediction is given, but no drafter in use reads it: load the model with drafter="prediction", or a list such as '
                 '["prediction", "ngram"]',
                 parameter="prediction",
             )
-        if _is_one_text(prediction):
+        if _is_single_prediction(prediction):
             return [self._prediction_ids(prediction)] * num_prompts
         if not isinstance(prediction, Sequence) or len(prediction) != num_prompts:
             raise RequestError(
@@ -310,22 +308,22 @@ class InputProcessor:
 
     def _prediction_ids(self, prediction: object) -> tuple[int, ...]:
         if isinstance(prediction, str):
-            return tuple(self._encode_as_text(prediction))
-        ids = as_ids(prediction, "prediction")
-        self._check_ids(ids, "prediction")
+            return tuple(self._encode_fragment(prediction))
+        ids = parse_token_ids(prediction, "prediction")
+        self._check_token_ids(ids, "prediction")
         return tuple(ids)
 
     def _max_total_len(self, num_prompt_tokens: int) -> int:
-        """Return the maximum length of prompt and output. `Engine.check` rejects a prompt that fills the cache."""
+        """Return the maximum length of prompt and output. (`Engine.check_request` rejects a prompt that fills the cache.)"""
         if self.cache_tokens is None or num_prompt_tokens >= self.cache_tokens:
             return self.max_model_len
         return min(self.max_model_len, self.cache_tokens)
 
-    def _too_long(self, num_tokens: int, why: str = "") -> RequestError:
-        text = prompt_too_long(num_tokens, self.max_model_len, self.way_out, why=why)
+    def _too_long_error(self, num_tokens: int, why: str = "") -> RequestError:
+        text = prompt_too_long_text(num_tokens, self.max_model_len, self.too_long_advice, why=why)
         return RequestError(text, parameter="prompt", code=CONTEXT_LENGTH_EXCEEDED)
 
-    def _check_ids(self, ids: Sequence[int], name: str) -> None:
+    def _check_token_ids(self, ids: Sequence[int], name: str) -> None:
         for token_id in ids:
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(f"{name} holds token id {token_id}; this model's ids go from 0 to {self.vocab_size - 1}", parameter=name)
@@ -338,7 +336,7 @@ class InputProcessor:
 
 
 def _adapter_names(adapter: object, num_prompts: int) -> Sequence[str | None]:
-    """Return the name of the adapter of each prompt."""
+    """Return the adapter name of each prompt."""
     given: Sequence[object] = adapter if isinstance(adapter, list | tuple) else [adapter] * num_prompts
     names = [name for name in given if isinstance(name, str | None)]
     if len(given) != num_prompts or len(names) != num_prompts:
@@ -347,7 +345,7 @@ def _adapter_names(adapter: object, num_prompts: int) -> Sequence[str | None]:
     return names
 
 
-def _is_one_text(prediction: object) -> bool:
+def _is_single_prediction(prediction: object) -> bool:
     """Return whether a prediction is one string or one list of ids, rather than a list of predictions."""
     if isinstance(prediction, str) or not isinstance(prediction, Sequence):
         return isinstance(prediction, str) or hasattr(prediction, "dtype")  # numpy arrays are not registered as Sequence

@@ -1,4 +1,4 @@
-"""Forms of prompts, conversations, sampling parameters and options that callers pass."""
+"""Types and checks of what callers pass: prompts, conversations, sampling parameters and options."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,16 +17,16 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 class RequestOptions(TypedDict, total=False):
-    """Options of prompts other than sampling, as keyword arguments. Only the adapter changes tokens.
+    """Options of a call other than sampling parameters, as keyword arguments. Only `adapter` changes which tokens are generated.
 
     Attributes:
-        adapter: name of a loaded adapter; None = the target's own weights. A list has one, or None, for each prompt.
-        prediction: text or token ids that the output will resemble; a list has one, or None, for each prompt. Needs the drafter
+        adapter: name of a loaded adapter; None = the target without an adapter. A list has one item for each prompt.
+        prediction: text or token ids that the output will resemble, or None; a list has one item for each prompt. Needs the drafter
             "prediction".
-        namespace: requests with the same one may draft from each other's finished outputs; None = no sharing.
-        speculation: how these requests may be drafted for: a `SpeculationOptions`, or a mapping such as {"enabled": False}.
-        cache_salt: only requests with the same one share cached rows of their prompts.
-        shown_token_ids: special tokens that are part of the output's text, in which stop strings are searched for. Others are not.
+        namespace: requests with the same namespace may draft from each other's finished outputs; None = no sharing.
+        speculation: how drafts are made for these requests: a `SpeculationOptions`, or a mapping such as {"enabled": False}.
+        cache_salt: only requests with the same salt share cached rows of their prompts.
+        shown_token_ids: special tokens that are part of the output's text, where stop strings are searched. Others are omitted from it.
     """
 
     adapter: str | Sequence[str | None] | None
@@ -41,13 +41,14 @@ class ChatOptions(RequestOptions, total=False):
     """Options of a conversation, as keyword arguments.
 
     Attributes:
-        tools: functions that may be called: {"type": "function", "function": {"name", "description", "parameters"}}.
+        tools: functions that the model may call: {"type": "function", "function": {"name", "description", "parameters"}}.
         chat_template_kwargs: further variables of the chat template, such as {"enable_thinking": False}.
-        add_generation_prompt: whether to begin the assistant's turn; True by default.
-        continue_final_message: whether the output continues the text of the last message, an assistant's. Then no turn is begun.
-        allow_special_tokens: whether control tokens in the text of messages, such as "<|im_end|>", are control tokens. By default they
-            are ordinary text.
-        tool_call_parser, reasoning_parser: format of the model's tool calls and reasoning; "auto" = as its chat template shows.
+        add_generation_prompt: whether the prompt ends with the beginning of an assistant message; True by default.
+        continue_final_message: whether the output continues the last message, which must be an assistant's. `add_generation_prompt` is
+            then ignored.
+        allow_special_tokens: whether the spelling of a control token in a message, such as "<|im_end|>", is encoded as that token. By
+            default it is encoded as ordinary text.
+        tool_call_parser, reasoning_parser: format of the model's tool calls and reasoning; "auto" = derived from the chat template.
     """
 
     tools: Sequence[Tool | Mapping[str, Any]]
@@ -70,48 +71,48 @@ _PARSER_NAMES = ("tool_call_parser", "reasoning_parser")
 
 
 def split_chat_options(options: ChatOptions) -> tuple[dict[str, Any], RequestOptions]:
-    """Return the arguments of `chat_prompt.chat_prompt` in these options, and the options of the request."""
+    """Split options of a conversation into arguments of `chat_prompt.chat_prompt` and options of the request."""
     prompt = {_CHAT_OPTION_NAMES[name]: value for name, value in options.items() if name in _CHAT_OPTION_NAMES and value is not None}
     request = {name: value for name, value in options.items() if name not in (*_CHAT_OPTION_NAMES, *_PARSER_NAMES)}
     return prompt, cast(RequestOptions, request)
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts. A string, a list of ids or a mapping is one prompt, anything else a list of prompts."""
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Return a list of prompts. A string, a mapping or a list of numbers is one prompt; anything else is a list of prompts."""
     if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__") or (len(prompts) > 0 and not hasattr(prompts[0], "__len__")):
         return [cast(Prompt, prompts)]
     return cast(Sequence[Prompt], prompts)
 
 
-def text_or_ids(prompt: Prompt) -> str | list[int]:
-    """Return the text or the token ids of a prompt.
+def parse_prompt(prompt: Prompt) -> str | list[int]:
+    """Return a prompt as its text or its token ids.
 
     Raises:
-        RequestError: it has another form.
+        RequestError: the prompt is neither a string, a list of token ids, nor a mapping that contains one of these.
     """
     if not isinstance(prompt, Mapping):
-        return prompt if isinstance(prompt, str) else as_ids(prompt, "prompt")
+        return prompt if isinstance(prompt, str) else parse_token_ids(prompt, "prompt")
     if len(prompt) != 1 or not set(prompt) <= set(PROMPT_KEYS):
-        held = ", ".join(map(str, prompt)) or "nothing"
-        raise RequestError(f"a prompt is a mapping with {held}: give one of {' and '.join(PROMPT_KEYS)}", parameter="prompt")
+        keys = ", ".join(map(str, prompt)) or "nothing"
+        raise RequestError(f"a prompt is a mapping with {keys}: give one of {' and '.join(PROMPT_KEYS)}", parameter="prompt")
     ((name, value),) = prompt.items()
     if name == "prompt" and not isinstance(value, str):
         raise RequestError(f"prompt is {value!r}: give a string, or prompt_token_ids", parameter="prompt")
-    return value if isinstance(value, str) else as_ids(value, name)
+    return value if isinstance(value, str) else parse_token_ids(value, name)
 
 
-def as_ids(ids: object, name: str) -> list[int]:
-    """Return token ids from any iterable of whole numbers.
+def parse_token_ids(ids: object, name: str) -> list[int]:
+    """Return token ids as a list. `ids` may be any iterable of whole numbers, such as a numpy array.
 
     Raises:
-        RequestError: it is something else.
+        RequestError: `ids` is not such an iterable. The error names the parameter `name`.
     """
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | bytearray):
         raise RequestError(f"{name} is {ids!r}: give a string or a list of token ids", parameter=name)
-    return [_as_id(item, name) for item in ids]
+    return [_parse_token_id(item, name) for item in ids]
 
 
-def _as_id(item: object, name: str) -> int:
+def _parse_token_id(item: object, name: str) -> int:
     try:
         if not isinstance(item, bool):
             return operator.index(item)  # type: ignore[arg-type]
@@ -120,11 +121,11 @@ def _as_id(item: object, name: str) -> int:
     raise RequestError(f"{name} holds {item!r}, which is no token id: give a string or whole numbers", parameter=name)
 
 
-def params_of_each(params: Params, num_prompts: int) -> Sequence[SamplingParams]:
-    """Return the sampling parameters of each prompt; None = the defaults.
+def params_per_prompt(params: Params, num_prompts: int) -> Sequence[SamplingParams]:
+    """Return one `SamplingParams` for each prompt; None = the defaults.
 
     Raises:
-        RequestError: they are something else, or not as many as prompts.
+        RequestError: `params` has another type, or the numbers of parameters and prompts differ.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts

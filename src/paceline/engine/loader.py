@@ -1,4 +1,4 @@
-"""Loads an engine: target, cache, drafters, draft length policy and input processing, from settings."""
+"""Loads an engine from settings: the target, its cache, the drafters, the draft length policy and the input processor."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from paceline.config import EngineConfig, SpeculationConfig, cache_directory, qu
 from paceline.drafters import LoadedTarget, prepare
 from paceline.engine.engine import Engine
 from paceline.engine.input_processor import InputProcessor
-from paceline.engine.inputs import Params, RequestOptions, params_of_each
+from paceline.engine.inputs import Params, RequestOptions, params_per_prompt
 from paceline.engine.memory import CachePlan, plan_cache
 from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import SchedulerLimits
 from paceline.engine.speculative_config import from_speculative_config
-from paceline.errors import ConfigError, memory_errors, printable
-from paceline.hub import resolve
+from paceline.errors import ConfigError, convert_memory_errors, printable
+from paceline.hub import resolve_model
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.sliding_window import PassLimits
 from paceline.machine import available_memory_bytes
@@ -38,16 +38,16 @@ from paceline.speculation.speculator import Speculator
 from paceline.spelling import unknown_argument
 from paceline.tokenizer.tokenizer import Tokenizer
 
-DEFAULT_DRAFT_TOKENS = 16  # default limit of draft tokens; the policy chooses the length of each draft
+DEFAULT_DRAFT_TOKENS = 16  # maximum draft tokens per step, unless the user sets a limit; the policy chooses the number
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine with its input processing and settings.
+    """An engine with its input processor and settings.
 
     Attributes:
-        notices: lines for the user about what was loaded.
-        cache_banner: one line on the maximum size of the cache.
+        notices: messages to the user about the model and the drafters, one line each.
+        cache_banner: one line about the maximum size of the cache.
     """
 
     engine: Engine
@@ -58,12 +58,12 @@ class LoadedEngine:
 
     @property
     def numerics(self) -> str:
-        """The numerics in effect: "exact" or "fast"."""
+        """The numerics that the runtime uses: "exact" or "fast"."""
         return self.engine.runtime.capabilities.numerics.value
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """Sampling parameters for requests that leave them open."""
+        """The sampling parameters that the model's files recommend."""
         return SamplingDefaults.from_recommended(self.engine.runtime.config.sampling)
 
     @property
@@ -79,23 +79,25 @@ class LoadedEngine:
         described = " + ".join(drafter.traits.description or drafter.name for drafter in drafters)
         return f"speculation: on, drafter {described}, {policy.describe()}"
 
-    def requests(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions, *, is_streamed: bool) -> list[EngineRequest]:
-        """Make the samples of each prompt, in order; they are not added to the engine.
+    def make_requests(
+        self, prompts: Sequence[list[int]], params: Params, options: RequestOptions, *, is_streamed: bool
+    ) -> list[EngineRequest]:
+        """Create the requests of all samples of all prompts, in order, without adding them to the engine.
 
         Raises:
-            RequestError: an option cannot be served.
+            RequestError: an option or a sampling parameter is invalid.
         """
-        checked = self.input_processor.check_options(options, len(prompts), are_predictions_read=self.engine.speculator.uses_predictions)
+        checked = self.input_processor.check_options(options, len(prompts), has_prediction_drafter=self.engine.speculator.uses_predictions)
         for one in checked:
-            self.engine.adapters.check_known(one.adapter)
+            self.engine.adapters.check_loaded(one.adapter)
         return [
             sample
-            for prompt, own_params, own_options in zip(prompts, params_of_each(params, len(prompts)), checked, strict=True)
+            for prompt, own_params, own_options in zip(prompts, params_per_prompt(params, len(prompts)), checked, strict=True)
             for sample in self.input_processor.make_samples(prompt, own_params, own_options, is_streamed=is_streamed)
         ]
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
-        """Load the adapter of a directory, for requests to select by name.
+        """Load an adapter from a directory. Requests select it by its name.
 
         Raises:
             CapacityError, CheckpointError, ConfigError, BackendUnavailableError: as `LLM.load_adapter`.
@@ -104,28 +106,28 @@ class LoadedEngine:
         given: object = directory
         if not isinstance(given, str | os.PathLike) or not os.fspath(given):
             raise ConfigError(f"the adapter's directory is {given!r}: give the path of one, such as 'adapters/sql'")
-        self.engine.adapters.check_free(name)
+        self.engine.adapters.check_name_unused(name)
         runtime = self.engine.runtime
-        with memory_errors(f"the adapter {name!r}", "use an adapter of a lower rank, remove others, or close programs"):
+        with convert_memory_errors(f"the adapter {name!r}", "use an adapter of a lower rank, remove others, or close programs"):
             path, free = Path(os.fsdecode(directory)), available_memory_bytes()
             read = read_any_adapter(path, name=name, config=runtime.config, weights=runtime.weights, memory_bytes=free)
             self.engine.add_adapter(read)
 
-    def chunk(self, request: EngineRequest, num_seen: int) -> StreamChunk:
-        """Return the output of a streamed request since its first `num_seen` tokens; with its whole output if it has ended."""
-        return self.input_processor.chunk(request, num_seen, self.output(request) if request.is_finished else None)
+    def make_chunk(self, request: EngineRequest, num_seen: int) -> StreamChunk:
+        """Return what a streamed request has produced after its first `num_seen` output tokens, and its whole output if it has ended."""
+        return self.input_processor.make_chunk(request, num_seen, self.make_output(request) if request.is_finished else None)
 
-    def output(self, request: EngineRequest) -> RequestOutput:
+    def make_output(self, request: EngineRequest) -> RequestOutput:
         """Return the output of a finished request."""
         drafter = request.drafter or self.drafter_name if request.is_speculative else "none"
-        return self.input_processor.output(request, numerics=self.numerics, drafter=drafter)
+        return self.input_processor.make_output(request, numerics=self.numerics, drafter=drafter)
 
 
 def parse_settings(model: str, options: dict[str, Any]) -> tuple[EngineConfig, SpeculationConfig, Sequence[Drafter]]:
-    """Split the keyword arguments of `LLM` into settings of the engine, of speculation, and drafter objects.
+    """Convert the arguments of `LLM` to engine settings, speculation settings, and the drafter objects among them.
 
     Raises:
-        ConfigError: a name is unknown or a value is out of range.
+        ConfigError: an argument is unknown or its value is invalid.
     """
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model is {model!r}: give 'mini', a directory, a GGUF file, or a Hugging Face id such as 'owner/name'")
@@ -137,21 +139,17 @@ def parse_settings(model: str, options: dict[str, Any]) -> tuple[EngineConfig, S
     names = tuple(one.name for one in drafters) if drafters else tuple(drafter) if isinstance(drafter, list) else drafter
     given = {**options, "model": os.fsdecode(model), "drafter": names}
     given["drafter_options"], adapters = options.get("drafter_options") or {}, options.get("adapters") or {}
-    given["adapters"] = {name: _as_text(path) for name, path in adapters.items()} if isinstance(adapters, Mapping) else adapters
-    given |= {name: _as_text(options.get(name)) for name in ("merge_adapter", "draft_adapter")}
+    given["adapters"] = {name: _path_as_text(path) for name, path in adapters.items()} if isinstance(adapters, Mapping) else adapters
+    given |= {name: _path_as_text(options.get(name)) for name in ("merge_adapter", "draft_adapter")}
     of_engine, of_speculation = ({one.name for one in fields(kind)} for kind in (EngineConfig, SpeculationConfig))
     for name in given.keys() - of_engine - of_speculation:
-        raise ConfigError(unknown_argument(name, "LLM", of_engine | of_speculation, of_sampling=SAMPLING_NAMES))
+        raise ConfigError(unknown_argument(name, "LLM", of_engine | of_speculation, sampling_names=SAMPLING_NAMES))
     engine = EngineConfig(**{name: value for name, value in given.items() if name in of_engine})
     return engine, SpeculationConfig(**{name: value for name, value in given.items() if name in of_speculation}), drafters
 
 
 def _with_speculative_config(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with vLLM's `speculative_config` in our settings.
-
-    Raises:
-        ConfigError: it cannot be read, or one of these settings is given besides.
-    """
+    """Replace vLLM's `speculative_config` among the options by our settings. Raise a ConfigError if these are also given."""
     given, others = options.get("speculative_config"), {name: one for name, one in options.items() if name != "speculative_config"}
     if given is None:
         return others
@@ -161,16 +159,12 @@ def _with_speculative_config(options: dict[str, Any]) -> dict[str, Any]:
     return others | settings
 
 
-def _as_text(path: Any) -> Any:
+def _path_as_text(path: Any) -> Any:
     return os.fsdecode(path) if isinstance(path, os.PathLike) else path
 
 
 def _check_drafters(drafter: object) -> list[Drafter]:
-    """Return the drafter objects that a caller gave; none if names were given.
-
-    Raises:
-        ConfigError: one is not usable, two have one name, or names and objects are mixed.
-    """
+    """Return the drafter objects that a caller passed as `drafter`, or an empty list for names. Raise a ConfigError if they are invalid."""
     listed = list(drafter) if isinstance(drafter, list | tuple) else [drafter]
     drafters = [one for one in listed if isinstance(one, Drafter)]
     for one in listed if drafters else ():
@@ -184,11 +178,7 @@ def _check_drafters(drafter: object) -> list[Drafter]:
 
 
 def _check_no_drafter_options(options: Mapping[str, Any]) -> None:
-    """Check that no options came with drafter objects.
-
-    Raises:
-        ConfigError: some did.
-    """
+    """Raise a ConfigError if settings of drafters are given, because they would have no effect on drafter objects."""
     if given := options.get("drafter_options"):
         raise ConfigError(f"drafter_options {given!r} came with a drafter that is made already: give them to it when you make it")
     if (adapter := options.get("draft_adapter")) is not None:
@@ -196,23 +186,25 @@ def _check_no_drafter_options(options: Mapping[str, Any]) -> None:
 
 
 def load_engine(
-    config: EngineConfig, speculation: SpeculationConfig, drafters: Sequence[Drafter] = (), *, with_mixtures: bool = False
+    config: EngineConfig, speculation: SpeculationConfig, drafters: Sequence[Drafter] = (), *, with_xlora: bool = False
 ) -> LoadedEngine:
-    """Load what the settings name.
+    """Load the model, the drafters and the adapters that the settings name.
 
     Args:
-        drafters: objects made by the caller, which replace `speculation.drafter`.
-        with_mixtures: make room for X-LoRA adapters even if the settings name none.
+        drafters: drafter objects that the caller made; if there are any, `speculation.drafter` is ignored.
+        with_xlora: reserve memory for X-LoRA adapters even if the settings name none.
 
     Raises:
-        CheckpointError, CapacityError, IncompatibleDrafterError, BackendUnavailableError, ConfigError: with the way out.
+        CheckpointError, CapacityError, IncompatibleDrafterError, BackendUnavailableError, ConfigError: see `LLM`.
     """
-    directory = resolve(config.model, gguf_file=config.gguf_file, revision=config.revision, token=config.hf_token, offline=config.offline)
+    directory = resolve_model(
+        config.model, gguf_file=config.gguf_file, revision=config.revision, token=config.hf_token, offline=config.offline
+    )
     tokenizer = Tokenizer.open(directory)
     prepared = prepare(directory, config, speculation, drafters)
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
-    plan, cache = _new_cache(runtime, config, with_mixtures=with_mixtures or any(map(is_xlora, map(Path, config.adapters.values()))))
+    plan, cache = _make_cache(runtime, config, with_xlora=with_xlora or any(map(is_xlora, map(Path, config.adapters.values()))))
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
     target = LoadedTarget(
         directory=directory,
@@ -227,19 +219,19 @@ def load_engine(
         speculation=speculation,
     )
     drafters = prepared.open(target)
-    policy = _policy(speculation, runtime, cache, plan.max_model_len) if drafters else FixedDraftLength(DEFAULT_DRAFT_TOKENS)
+    policy = _make_policy(speculation, runtime, cache, plan.max_model_len) if drafters else FixedDraftLength(DEFAULT_DRAFT_TOKENS)
     acceptance = Acceptance(speculation.acceptance)
     speculator = Speculator(drafters, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
     engine = Engine(runtime, cache, speculator, _scheduler_limits(config, plan))
     eos_ids = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     suppressed = [token_id for token_id in runtime.config.suppressed_token_ids if token_id < vocab_size]
     inputs = InputProcessor(
-        tokenizer, vocab_size, plan.max_model_len, eos_ids, plan.way_out, suppressed, config.num_threads, plan.num_cache_tokens
+        tokenizer, vocab_size, plan.max_model_len, eos_ids, plan.too_long_advice, suppressed, config.num_threads, plan.num_cache_tokens
     )
-    of_drafters = [notice for drafter in drafters for notice in drafter.traits.notices]
-    of_target = (*config.notices, *tokenizer.notices, *loaded.notices, *prepared.notices)
-    notices = (*of_target, *_unused_head(loaded, directory, drafters), *of_drafters, plan.notice)
-    shown = tuple(printable(one) for one in notices if one)  # notices contain names from files, so control characters are escaped
+    drafter_notices = [notice for drafter in drafters for notice in drafter.traits.notices]
+    target_notices = (*config.notices, *tokenizer.notices, *loaded.notices, *prepared.notices)
+    notices = (*target_notices, *_unused_head_notice(loaded, directory, drafters), *drafter_notices, plan.notice)
+    shown = tuple(printable(one) for one in notices if one)  # file names in notices may contain control characters
     loaded_engine = LoadedEngine(engine, inputs, shown, config, plan.describe())
     for name, adapter in config.adapters.items():
         loaded_engine.load_adapter(name, adapter)
@@ -254,12 +246,12 @@ def _scheduler_limits(config: EngineConfig, plan: CachePlan) -> SchedulerLimits:
     )
 
 
-def _new_cache(runtime: Network, config: EngineConfig, *, with_mixtures: bool) -> tuple[CachePlan, KVCache]:
-    """Size and allocate the target's cache, with room for scaling passes if X-LoRA adapters may be loaded."""
+def _make_cache(runtime: Network, config: EngineConfig, *, with_xlora: bool) -> tuple[CachePlan, KVCache]:
+    """Allocate the target's cache. X-LoRA adapters need a second set of keys and values, for the passes that compute their scalings."""
     limits = _max_pass_size(config) if runtime.has_window_eviction else None
-    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if with_mixtures else 1)
+    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if with_xlora else 1)
     cache = runtime.new_cache(plan.num_blocks, limits, plan.checkpoints)
-    if with_mixtures:
+    if with_xlora:
         runtime.enable_xlora(cache)
     cache.prefix_caching = config.enable_prefix_caching
     return plan, cache
@@ -285,26 +277,26 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
 
 
 def _max_pass_size(config: EngineConfig) -> PassLimits:
-    """Return the largest pass that the target's cache must support: a step, or a profiling pass during loading."""
+    """Return the largest pass that the cache must have room for: a step, or a pass that is timed while the model is loaded."""
     return PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, PROFILED_CONTEXT_LEN + max(ROW_COUNTS)))
 
 
-def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
-    """Return the maximum number of draft tokens on a path, and of rows of a tree including its root."""
-    wanted = speculation.num_speculative_tokens
-    count = wanted if isinstance(wanted, int) else DEFAULT_DRAFT_TOKENS
+def _max_draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
+    """Return the maximum number of draft tokens on a path of a draft tree, and of rows of a tree, its root included."""
+    limit = speculation.num_speculative_tokens
+    count = limit if isinstance(limit, int) else DEFAULT_DRAFT_TOKENS
     return count, 1 + count * speculation.tree_width
 
 
-def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_model_len: int) -> FixedDraftLength:
-    """Return the draft length policy, with the target's forward profile on this machine."""
-    count, row_budget = _draft_size(speculation)
+def _make_policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_model_len: int) -> FixedDraftLength:
+    """Return the draft length policy, which uses measured times of the target's forward passes on this machine."""
+    count, row_budget = _max_draft_size(speculation)
     profile = profile_forward(runtime, cache, ProfileCache(cache_directory()), max_model_len=max_model_len)
     return AdaptiveDraftLength(count, profile, row_budget=row_budget)
 
 
-def _unused_head(loaded: LoadedNetwork, directory: Path, drafters: Sequence[Drafter]) -> list[str]:
-    """Return a notice if the checkpoint has a head that no drafter uses."""
+def _unused_head_notice(loaded: LoadedNetwork, directory: Path, drafters: Sequence[Drafter]) -> list[str]:
+    """Return a notice if the checkpoint contains a drafting head, such as an MTP layer, that no drafter uses."""
     if loaded.bundled_head is None or loaded.bundled_head in [drafter.name for drafter in drafters]:
         return []
     return [f"{directory} also holds a drafting head: drafter={loaded.bundled_head!r} drafts with it"]

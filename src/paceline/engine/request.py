@@ -1,4 +1,4 @@
-"""The part of a request that only the engine uses: its options, samples of the same prompt, preemptions and times."""
+"""A request as the engine sees it: its options, the other samples of its prompt, its preemptions and its times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -9,18 +9,18 @@ from paceline.errors import RequestError
 from paceline.speculation.request import Request
 
 PROMPT_LOGITS_ROWS = 64
-"""Most prompt rows of one pass whose logits are all needed: memory for so many rows of V floats is allocated at once."""
+"""Maximum prompt rows per pass of a request with `prompt_logprobs`, because each needs memory for V logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
-    """How drafts are made for one request. They change the speed, never a token.
+    """How drafts are made for one request. With the acceptance rule "match", drafts do not change the output.
 
     Attributes:
-        enabled: False = plain steps only, and no drafter sees the request's tokens.
-        drafter: name of one of several loaded drafters; None = all that are loaded.
-        num_speculative_tokens: most tokens drafted in a step; 0 = as `enabled=False`, None = the value the model was loaded with.
-        trees: keep the draft of every step (`RequestOutput.steps`, `StreamChunk.steps`).
+        enabled: False = plain decoding, and no drafter observes the request's tokens.
+        drafter: name of the loaded drafter to use; None = all loaded drafters.
+        num_speculative_tokens: maximum draft tokens per step; 0 = as `enabled=False`, None = the limit that was set when loading.
+        trees: whether the output contains the draft of every step (`RequestOutput.steps`, `StreamChunk.steps`).
 
     Raises:
         RequestError: a value has the wrong type or is out of range.
@@ -39,18 +39,18 @@ class SpeculationOptions:
             raise RequestError(
                 f"speculation.drafter is {self.drafter!r}: give the name of a loaded one, or leave it out", parameter="speculation.drafter"
             )
-        most: object = self.num_speculative_tokens
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= MAX_SPECULATIVE_TOKENS):
+        limit: object = self.num_speculative_tokens
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or not 0 <= limit <= MAX_SPECULATIVE_TOKENS):
             text = f"it must be a whole number in [0, {MAX_SPECULATIVE_TOKENS}]; left out, it is what the model was loaded with"
             name = "speculation.num_speculative_tokens"
-            raise RequestError(f"{name} is {most!r}: {text}", parameter=name)
+            raise RequestError(f"{name} is {limit!r}: {text}", parameter=name)
 
     @classmethod
     def parse(cls, given: "SpeculationOptions | Mapping[str, object] | None") -> "SpeculationOptions":
-        """Return the options of a mapping, or those given.
+        """Convert a mapping to options; return options unchanged. None = the defaults.
 
         Raises:
-            RequestError: it is something else, or has an unknown name.
+            RequestError: `given` has another type, or a key is unknown.
         """
         if given is None:
             return cls()
@@ -64,14 +64,14 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """The checked `RequestOptions` of one prompt. Only the adapter changes a token.
+    """The checked `RequestOptions` of one prompt. Only `adapter` changes which tokens are generated.
 
     Attributes:
-        prediction_token_ids: text that the output is expected to resemble; empty = none is given.
-        namespace: requests of the same namespace may draft from each other's finished outputs; None = no sharing.
-        salt: only requests of the same salt share cached blocks.
-        shown_token_ids: special tokens that are part of the text.
-        adapter: its name; None = none.
+        prediction_token_ids: tokens that the output will resemble; empty = unknown.
+        namespace: requests with the same namespace may draft from each other's finished outputs; None = no sharing.
+        salt: only requests with the same salt share cached blocks.
+        shown_token_ids: special tokens that are part of the output's text.
+        adapter: name of the adapter; None = no adapter.
     """
 
     speculation: SpeculationOptions = SpeculationOptions()
@@ -87,20 +87,20 @@ class EngineRequest(Request):
     """A request in an engine.
 
     Attributes:
-        text_stop: the text of its tokens; None = there are no stop strings and the output is not streamed.
-        salt: only requests of the same salt and adapter share cached blocks.
-        adapter_key: digest of the adapter's values.
-        leader: first sample of the same prompt, whose cached prompt rows this one waits for.
-        num_cached_tokens: prompt tokens whose rows were in the cache when it began.
-        num_preemptions: how often its rows were dropped to make room for older requests; they run again.
-        started_s, first_token_s, last_token_s, finished_s: clock (`time.perf_counter`) at the first pass, after the prompt's last pass,
-            after the latest step that emitted tokens, and at the end; 0 = not yet.
+        text_stop: collects the output's text and finds stop strings; None = no stop strings are given and the output is not streamed.
+        salt: only requests with the same salt and adapter share cached blocks.
+        adapter_key: hash of the adapter's weights; empty = no adapter.
+        first_sample: the first sample of the same prompt. This request waits for its prompt rows. None = it is the first itself.
+        num_cached_tokens: prompt tokens whose rows were found in the prefix cache.
+        num_preemptions: how often its rows were dropped to free blocks for older requests. They are then computed again.
+        started_s, first_token_s, last_token_s, finished_s: time (`time.perf_counter`) of the first pass, the first token, the latest
+            token, and the end of the request; 0 = it has not happened.
     """
 
     text_stop: TextStop | None = None
     salt: bytes = b""
     adapter_key: bytes = b""
-    leader: "EngineRequest | None" = None
+    first_sample: "EngineRequest | None" = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     started_s: float = 0.0
@@ -110,7 +110,7 @@ class EngineRequest(Request):
 
     @property
     def prefix_salt(self) -> bytes:
-        """Salt and adapter in one: two requests share cached blocks only if both are the same."""
+        """Adapter key and salt in one value. Requests share cached blocks only if this is the same."""
         return len(self.adapter_key).to_bytes(2, "little") + self.adapter_key + self.salt
 
     @property
@@ -119,5 +119,5 @@ class EngineRequest(Request):
         return self.finished_s > 0.0
 
     def num_next_tokens(self, max_rows: int) -> int:
-        """Return the number of tokens that the next pass computes for the request, at most `max_rows`; 1 while it decodes."""
+        """Return how many committed tokens the next pass computes, at most `max_rows`: a part of the prompt, or 1 while decoding."""
         return min(self.num_uncached, max_rows, PROMPT_LOGITS_ROWS if self.needs_prompt_logits else max_rows)

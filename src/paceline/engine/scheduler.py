@@ -1,14 +1,14 @@
-"""Chooses the requests of the next pass, by numbers of rows and blocks only.
+"""Chooses the requests of the next forward pass, and how many rows of each prompt it computes.
 
-    waiting   in order of arrival; a preempted request keeps its position
-    running   in order of arrival; these own blocks of the cache
+    waiting   requests that have not started or were preempted, in order of arrival
+    running   requests that own blocks of the cache, in order of arrival
 
-**Rows.** Each decoding request has one row in every pass. Prompts share `prefill_chunk_size` further rows: half of these go to the oldest
+**Rows.** Each decoding request has one row in every pass. Prompts share `prefill_chunk_size` further rows: half of them go to the oldest
 prompts (FIFO), the other half to the prompts with the fewest tokens left (shortest remaining processing time).
 
 **Blocks.** A waiting request starts when the rows of its first pass fit in the cache. If the next rows of a running request do not fit, the
-youngest one is preempted: its rows are dropped and computed again later. Only younger requests are preempted for older ones, and a request
-that lacks blocks is overtaken at most `MAX_OVERTAKEN` times. So every request finishes.
+youngest running request is preempted: its rows are dropped and computed again later. A request is preempted only for older ones. While a
+waiting request lacks blocks, at most `MAX_OVERTAKEN` younger ones start. So every request finishes.
 """
 
 from bisect import bisect_left, insort
@@ -21,14 +21,14 @@ from paceline.engine.request import EngineRequest
 from paceline.kv_cache.cache import KVCache
 
 MAX_OVERTAKEN = 16
-"""Younger requests that may start while an older one lacks blocks. After that free blocks are kept for the older one."""
+"""How many younger requests may start while an older one waits for blocks. After that, no younger request starts before it."""
 
 
 class BlockManager:
-    """Cache blocks by request.
+    """Allocates and frees the cache blocks of requests.
 
     Args:
-        on_preempt: called with a request whose rows are dropped after it has run.
+        on_preempt: called with each request that is preempted after it has run.
     """
 
     def __init__(self, cache: KVCache, on_preempt: Callable[[EngineRequest], None]) -> None:
@@ -44,11 +44,11 @@ class BlockManager:
         return self._cache.num_blocks_needed(request.sequence, range(-1, num_rows - 1))
 
     def cached_prefix_len(self, request: EngineRequest) -> int:
-        """Return the number of rows that `match_prefix` would find now."""
+        """Return the number of rows that `match_prefix` would find in the cache now."""
         return 0 if request.needs_prompt_logits else self._cache.cached_prefix_len(request.sequence, request.token_ids)
 
     def match_prefix(self, request: EngineRequest) -> None:
-        """Start a request without rows from the cached prefix of its tokens."""
+        """Give a request that has no rows the longest prefix of its tokens in the prefix cache."""
         if request.needs_prompt_logits:
             return
         num_cached = self._cache.match_prefix(request.sequence, request.token_ids)
@@ -56,7 +56,7 @@ class BlockManager:
             request.num_cached_tokens = num_cached
 
     def release_prefix(self, request: EngineRequest) -> None:
-        """Undo `match_prefix`, because there are no blocks for the rest of the pass."""
+        """Undo `match_prefix`, because too few blocks are free for the other rows of the first pass."""
         self._cache.release_prefix(request.sequence)
 
     def free_blocks(self, request: EngineRequest) -> None:
@@ -70,13 +70,13 @@ class BlockManager:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """SchedulerLimits of a pass.
+    """Limits of running requests and of a pass.
 
     Attributes:
-        max_num_seqs: running requests.
-        max_num_batched_tokens: rows of a pass, drafts included.
-        prefill_chunk_size: prompt rows of a pass, of all requests together.
-        spare_blocks: blocks left free for each running request when another one starts, so that it is not preempted at once.
+        max_num_seqs: maximum number of running requests.
+        max_num_batched_tokens: maximum rows of a pass, drafts included.
+        prefill_chunk_size: maximum prompt rows of a pass, of all requests together.
+        spare_blocks: free blocks per running request without which no other request starts, because it would soon be preempted.
     """
 
     max_num_seqs: int = 16
@@ -86,50 +86,51 @@ class SchedulerLimits:
 
     @property
     def max_running(self) -> int:
-        """Maximum number of running requests. Each needs a row of the pass."""
+        """Maximum number of running requests, each of which needs a row in every pass."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def max_unfinished_prompts(self) -> int:
-        """Maximum number of running requests whose prompts need further passes. The others are left to short prompts."""
+        """Maximum number of running requests with unfinished prompts, so that long prompts do not keep short ones from starting."""
         return max(1, self.max_running // 2)
 
 
 class ScheduledRequest(NamedTuple):
-    """A request of the next pass, and the number of its tokens that run in it."""
+    """A request of the next pass, and the number of its tokens that the pass computes, draft tokens excluded."""
 
     request: EngineRequest
     num_rows: int
 
 
 @dataclass(slots=True)
-class _Entry:
-    """The scheduler's data of a request.
+class _RequestInfo:
+    """What the scheduler stores for a request.
 
     Attributes:
-        arrival: its number in order of arrival.
-        num_uncached: tokens to compute, as of when it was queued.
-        is_counted: whether `num_uncached` excludes its cached prefix. False until the request is ready.
-        refusal: (running requests, free blocks) when it last did not fit in the cache; None = it was not refused.
-        num_overtaken: younger requests that started while it lacked blocks.
+        arrival: number of the request in order of arrival.
+        num_uncached: number of tokens to compute when the request was queued.
+        excludes_prefix: whether the cached prefix was subtracted from `num_uncached`. False until the request is ready.
+        last_misfit: (running requests, free blocks) when the request last did not fit in the cache; None = it was not tried yet.
+        num_overtaken: how many younger requests started while this one waited for blocks.
     """
 
     arrival: int
     num_uncached: int = 0
-    is_counted: bool = False
-    refusal: tuple[int, int] | None = None
+    excludes_prefix: bool = False
+    last_misfit: tuple[int, int] | None = None
     num_overtaken: int = 0
 
 
-def share_rows(num_uncached: Sequence[int], max_rows: Sequence[int], row_budget: int) -> list[int]:
-    """Share the prompt rows of a pass: half to the oldest prompts, the rest to those with the fewest tokens left.
+def share_prompt_rows(num_uncached: Sequence[int], max_rows: Sequence[int], row_budget: int) -> list[int]:
+    """Divide the prompt rows of a pass: half go to the oldest prompts, the rest to the prompts with the fewest tokens left.
 
     Args:
-        num_uncached: tokens left of each prompt, the oldest prompt first.
-        max_rows: most rows that each prompt can use.
+        num_uncached: number of tokens left of each prompt, the oldest prompt first.
+        max_rows: maximum number of rows that each prompt can use.
+        row_budget: number of rows to divide.
 
     Returns:
-        rows of each prompt; in total `row_budget`, or the sum of `max_rows` if that is less.
+        the number of rows of each prompt; in total `row_budget`, or the sum of `max_rows` if that is less.
     """
     shares = [0] * len(max_rows)
     rows_left = _fill_shares(range(len(shares)), shares, max_rows, row_budget - row_budget // 2)
@@ -139,7 +140,7 @@ def share_rows(num_uncached: Sequence[int], max_rows: Sequence[int], row_budget:
 
 
 def _fill_shares(order: Iterable[int], shares: list[int], max_rows: Sequence[int], rows_left: int) -> int:
-    """Raise each prompt's share of rows to its maximum, in order, while rows are left; return the number left."""
+    """Give each prompt, in `order`, as many rows as it can use, until no rows are left; return the number of rows left."""
     for index in order:
         more = min(max_rows[index] - shares[index], rows_left)
         shares[index] += more
@@ -151,7 +152,7 @@ class Scheduler:
     """Chooses the requests of each pass.
 
     Args:
-        is_ready: whether a waiting request may start; others overtake it until it may.
+        is_ready: returns whether a waiting request may start. Younger requests start before one that may not.
 
     Attributes:
         num_preemptions: how often a request was preempted.
@@ -163,36 +164,36 @@ class Scheduler:
         self.running: list[EngineRequest] = []
         self.num_preemptions = 0
         self._blocks, self._is_ready = blocks, is_ready
-        self._shortest: list[EngineRequest] = []  # waiting requests, the one with the fewest tokens to compute first
-        self._entries: dict[EngineRequest, _Entry] = {}
+        self._shortest: list[EngineRequest] = []  # waiting requests, fewest tokens to compute first
+        self._infos: dict[EngineRequest, _RequestInfo] = {}
         self._num_arrived = 0
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
-        self._entries[request] = _Entry(self._num_arrived)
+        self._infos[request] = _RequestInfo(self._num_arrived)
         self._num_arrived += 1
         self._queue(request)
 
     def remove(self, request: EngineRequest) -> bool:
-        """Remove a request, waiting or running; the caller frees its blocks. Return False if it is not here."""
-        if request not in self._entries:
+        """Remove a waiting or running request, whose blocks the caller frees. Return False if it was removed before."""
+        if request not in self._infos:
             return False
         if request in self.running:
             self.running.remove(request)
         else:
             self._unqueue(request)
-        del self._entries[request]
+        del self._infos[request]
         return True
 
     def preempt(self, request: EngineRequest) -> None:
-        """Drop a running request's rows and queue it again, at its position by arrival."""
+        """Drop the rows of a running request, and queue it again at its position in order of arrival."""
         self.running.remove(request)
         self._blocks.free_blocks(request)
         self._queue(request)
         self.num_preemptions += 1
 
     def next_pass(self) -> list[ScheduledRequest]:
-        """Choose the requests of the next pass, oldest first. Empty only if not even a single request fits."""
+        """Return the requests of the next pass, oldest first. Empty if there are none, or if no request fits in the cache."""
         decoding = {request for request in self.running if request.num_uncached == 1}
         row_budget = max(0, min(self.limits.prefill_chunk_size, self.limits.max_num_batched_tokens - len(decoding)))
         if self.waiting and row_budget > 0 and len(self.running) < self.limits.max_running:
@@ -202,19 +203,19 @@ class Scheduler:
         return self._claim_blocks(num_rows)
 
     def _claim_blocks(self, num_rows: dict[EngineRequest, int]) -> list[ScheduledRequest]:
-        """Choose the running requests whose rows fit in the cache, oldest first. Younger ones are preempted to make room."""
+        """Return the running requests whose rows fit in the cache, oldest first. Younger requests are preempted for older ones."""
         picked: list[ScheduledRequest] = []
         reserved = index = 0
         while index < len(self.running):
             request = self.running[index]
             index += 1
-            due = request.num_next_tokens(num_rows[request])
-            if due == 0:
+            num_tokens = request.num_next_tokens(num_rows[request])
+            if num_tokens == 0:
                 continue
-            needed = self._blocks.num_blocks_needed(request, due)
+            needed = self._blocks.num_blocks_needed(request, num_tokens)
             if needed > 0 and not self._preempt_until_free(needed + reserved, index):
-                continue  # the request keeps its rows, which an older one may preempt
-            picked.append(ScheduledRequest(request, due))
+                continue  # this request is not in the pass, but keeps its cached rows
+            picked.append(ScheduledRequest(request, num_tokens))
             reserved += needed
         return picked
 
@@ -227,10 +228,10 @@ class Scheduler:
         return True
 
     def _start_requests(self, decoding: set[EngineRequest], row_budget: int) -> None:
-        """Start waiting requests that would get rows of the pass, oldest first, while blocks are free and the limit allows."""
+        """Start waiting requests, oldest first, that get rows of the pass and fit in the cache, up to the limit of running requests."""
         reserved = sum(self._blocks.num_blocks_needed(request, request.num_next_tokens(row_budget)) for request in self.running)
         if reserved > self._blocks.num_free:
-            return  # free blocks are left to running requests that lack some
+            return  # running requests need more blocks than are free
         candidates, lacking = self._candidates()
         while candidates and len(self.running) < self.limits.max_running:
             running = [request for request in self.running if request not in decoding]
@@ -252,9 +253,9 @@ class Scheduler:
             candidates = self._startable_candidates(candidates, lacking)
 
     def _candidates(self) -> tuple[list[EngineRequest], list[EngineRequest]]:
-        """Return waiting requests that may start, and older ones that still lack blocks, both oldest first.
+        """Return the waiting requests that may start, and those that still lack blocks, both oldest first.
 
-        Of a long queue only the oldest and the shortest are considered, as many of each as can run at a time.
+        In a long queue, only the oldest and the shortest requests are considered, `max_running` of each.
         """
         lacking: list[EngineRequest] = []
         oldest: list[EngineRequest] = []
@@ -263,11 +264,11 @@ class Scheduler:
                 break
             if self._still_lacks_blocks(request):
                 lacking.append(request)
-                if self._entries[request].num_overtaken >= MAX_OVERTAKEN:
+                if self._infos[request].num_overtaken >= MAX_OVERTAKEN:
                     break
             elif self._is_ready(request):
                 oldest.append(request)
-                if not self._entries[request].is_counted:  # a further sample of a prompt, whose rows are cached by the first one
+                if not self._infos[request].excludes_prefix:  # by now, another sample of the prompt has cached its rows
                     self._unqueue(request)
                     self._queue(request)
         may_start = (one for one in self._shortest if not self._still_lacks_blocks(one) and self._is_ready(one))
@@ -275,67 +276,67 @@ class Scheduler:
         return self._startable_candidates(sorted(chosen, key=self._arrival), lacking), lacking
 
     def _start_request(self, request: EngineRequest, row_budget: int, reserved: int) -> int | None:
-        """Start a waiting request; return the number of blocks of its first pass, None if there are too few."""
+        """Start a waiting request and return the number of blocks of its first pass; return None if too few are free."""
         num_free = self._blocks.num_free
         self._blocks.match_prefix(request)
         needed = self._blocks.num_blocks_needed(request, request.num_next_tokens(row_budget))
         if needed + self._num_reserved_blocks() > self._blocks.num_free - reserved:
             self._blocks.release_prefix(request)
-            self._entries[request].refusal = len(self.running), num_free
+            self._infos[request].last_misfit = len(self.running), num_free
             return None
         self._unqueue(request)
         insort(self.running, request, key=self._arrival)
         return needed
 
     def _still_lacks_blocks(self, request: EngineRequest) -> bool:
-        """Return whether no block was freed since the request did not fit. Then its prefix is not looked up again."""
-        refusal = self._entries[request].refusal
-        return refusal is not None and len(self.running) >= refusal[0] and self._blocks.num_free <= refusal[1]
+        """Return whether nothing was freed since the request last did not fit. This is cheaper than looking up its prefix again."""
+        misfit = self._infos[request].last_misfit
+        return misfit is not None and len(self.running) >= misfit[0] and self._blocks.num_free <= misfit[1]
 
     def _count_overtaking(self, request: EngineRequest, lacking: Sequence[EngineRequest]) -> None:
-        """Count that a request started while older ones lack blocks."""
+        """Update `num_overtaken` of the older requests in `lacking` after `request` has started."""
         for other in lacking:
             if self._arrival(other) < self._arrival(request):
-                self._entries[other].num_overtaken += 1
+                self._infos[other].num_overtaken += 1
 
     def _startable_candidates(self, candidates: list[EngineRequest], lacking: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Return the candidates that may start. Requests younger than one that was overtaken too often must wait."""
-        limit = next((one for one in lacking if self._entries[one].num_overtaken >= MAX_OVERTAKEN), None)
+        """Return the candidates that may start: none that is younger than a request that was overtaken `MAX_OVERTAKEN` times."""
+        limit = next((one for one in lacking if self._infos[one].num_overtaken >= MAX_OVERTAKEN), None)
         if limit is None:
             return candidates
         return [one for one in candidates if self._arrival(one) < self._arrival(limit)]
 
     def _num_reserved_blocks(self) -> int:
-        """Return the blocks to leave free when a request starts: some per running request; none if it would run alone."""
+        """Return the number of blocks that must stay free when another request starts; 0 if no request is running."""
         return self.limits.spare_blocks * (len(self.running) + 1) if self.running else 0
 
     def _share_prefill_rows(self, prompts: Sequence[EngineRequest], row_budget: int) -> list[int]:
-        """Return the rows of each prompt, running or waiting, in the next pass."""
+        """Return how many rows of the next pass each prompt gets. `prompts` are running or waiting, oldest first."""
         num_uncached = [self._num_uncached(request) for request in prompts]
         max_rows = [min(request.num_next_tokens(row_budget), left) for request, left in zip(prompts, num_uncached, strict=True)]
-        return share_rows(num_uncached, max_rows, row_budget)
+        return share_prompt_rows(num_uncached, max_rows, row_budget)
 
     def _num_uncached(self, request: EngineRequest) -> int:
-        """Return the tokens left to compute. For a waiting request the cached prefix is that found when it was queued."""
-        return min(request.num_uncached, self._entries[request].num_uncached)
+        """Return the number of tokens left to compute. For a waiting request, the prefix cache was searched when it was queued."""
+        return min(request.num_uncached, self._infos[request].num_uncached)
 
     def _queue(self, request: EngineRequest) -> None:
-        entry = self._entries[request]
-        entry.is_counted = self._is_ready(request)
-        entry.num_uncached = request.num_uncached - (self._blocks.cached_prefix_len(request) if entry.is_counted else 0)
-        entry.refusal = None
+        entry = self._infos[request]
+        entry.excludes_prefix = self._is_ready(request)
+        entry.num_uncached = request.num_uncached - (self._blocks.cached_prefix_len(request) if entry.excludes_prefix else 0)
+        entry.last_misfit = None
         insort(self.waiting, request, key=self._arrival)
         insort(self._shortest, request, key=self._remaining_work)
 
     def _unqueue(self, request: EngineRequest) -> None:
         del self.waiting[bisect_left(self.waiting, self._arrival(request), key=self._arrival)]
         del self._shortest[bisect_left(self._shortest, self._remaining_work(request), key=self._remaining_work)]
-        entry = self._entries[request]
-        entry.num_uncached, entry.refusal = request.num_uncached, None
+        entry = self._infos[request]
+        entry.num_uncached, entry.last_misfit = request.num_uncached, None
 
     def _arrival(self, request: EngineRequest) -> int:
-        return self._entries[request].arrival
+        return self._infos[request].arrival
 
     def _remaining_work(self, request: EngineRequest) -> tuple[int, int]:
-        entry = self._entries[request]
+        entry = self._infos[request]
         return entry.num_uncached, entry.arrival

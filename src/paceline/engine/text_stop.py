@@ -1,4 +1,4 @@
-"""Finds stop strings in the text of generated tokens, across token borders."""
+"""Finds stop strings in the text of generated tokens, even if a stop string begins or ends within a token."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,12 @@ from paceline.tokenizer.tokenizer import IncrementalDetokenizer
 
 
 class TextStop:
-    """Collects a request's text and ends it at the first stop string. Text that may begin a stop string is held until that is decided.
+    """Collects the text of a request and ends it at the first stop string.
+
+    The end of the text is held back while it may be the beginning of a stop string.
 
     Attributes:
-        found: the stop string that ended the text; None = none.
+        found: the stop string that was found; None = none so far.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str], *, include_stop: bool) -> None:
@@ -23,7 +25,7 @@ class TextStop:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string is complete."""
+        """Whether a stop string was found."""
         return self.found is not None
 
     @property
@@ -32,55 +34,54 @@ class TextStop:
         return bool(self._stop)
 
     def copy(self) -> "TextStop":
-        """Return a copy for a lookahead, whose text begins at the current position."""
+        """Return a copy to test possible next tokens with. Its text contains only what is pushed to the copy."""
         other = TextStop(self._detokenizer.copy(), self._stop, include_stop=self._include_stop)
         other._held, other.found = self._held, self.found
         return other
 
     @property
     def text(self) -> str:
-        """All text that is final."""
+        """All text so far, except the part that is held back."""
         return "".join(self._shown)
 
-    def take_new(self) -> str:
-        """Return the text that became final since the last call."""
+    def take_new_text(self) -> str:
+        """Return the text that was added to `text` since the last call."""
         new = "".join(self._shown[self._num_taken :])
         self._num_taken = len(self._shown)
         return new
 
     def push(self, token_id: int) -> bool:
-        """Add a token; return whether a stop string is complete, so that the request ends."""
-        self._take(self._detokenizer.push(token_id))
+        """Add a token; return whether a stop string was found, so that the request ends."""
+        self._append(self._detokenizer.push(token_id))
         return self.is_stopped
 
     def finish(self) -> str:
-        """End the text, because no token follows, and return all of it."""
+        """Return all text. Call this after the last token: text that was held back is then included."""
         if not self.is_stopped:
-            self._take(self._detokenizer.flush())
-            self._show(len(self._held))
+            self._append(self._detokenizer.flush())
+            self._release(len(self._held))
         return self.text
 
-    def _take(self, piece: str) -> None:
+    def _append(self, piece: str) -> None:
         self._held += piece
-        # stop strings are searched in the text, so tokens may end anywhere in them
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             _, at, stop = min(found)
-            self._show(at + len(stop) if self._include_stop else at)
+            self._release(at + len(stop) if self._include_stop else at)
             self._held = ""
             self.found = stop
             return
-        self._show(len(self._held) - self._possible_stop_len())
+        self._release(len(self._held) - self._possible_stop_len())
 
     def _possible_stop_len(self) -> int:
-        """Return the length of the longest end of the text that could begin a stop string."""
+        """Return the length of the longest suffix of the text that is a prefix of a stop string."""
         longest = max(map(len, self._stop), default=0)
         for length in range(min(longest - 1, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
                 return length
         return 0
 
-    def _show(self, length: int) -> None:
+    def _release(self, length: int) -> None:
         if length:
             self._shown.append(self._held[:length])
         self._held = self._held[length:]

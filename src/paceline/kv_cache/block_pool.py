@@ -1,11 +1,11 @@
-"""Physical blocks of a cache: reference counts, and an index of full blocks by the prefix they hold. No tensor is touched here.
+"""Allocates the blocks of a cache, counts their owners, and indexes full blocks by the prefix that they end. Stores no tensors.
 
 A full block is identified by a hash of all tokens up to its end, so one hash stands for a whole prefix:
 
     hash of block 0 = H(H(secret, salt), tokens of block 0)      hash of block i = H(hash of block i - 1, tokens of block i)
 
-A hit also compares the block's own tokens, and `secret` is drawn anew for every cache. A wrong block would need a collision of two
-128-bit hashes: among a million blocks the probability is 10^-27.
+`secret` is random, and new for every cache. A lookup also compares the block's own tokens. It can return a wrong block only if two
+128-bit hashes collide; with a million blocks the probability is 10^-27.
 """
 
 import secrets
@@ -26,9 +26,9 @@ class PrefixStats:
     """Counters of the prefix cache.
 
     Attributes:
-        queried_tokens: tokens of the prompts that were looked up.
-        hit_tokens: number of these tokens whose rows were cached.
-        evicted_blocks: cached blocks that were evicted to make room.
+        queried_tokens: number of tokens whose prefix was looked up.
+        hit_tokens: number of these tokens whose rows were found.
+        evicted_blocks: number of indexed blocks that were evicted because no block was free.
     """
 
     queried_tokens: int = 0
@@ -37,21 +37,22 @@ class PrefixStats:
 
 
 class BlockHash(NamedTuple):
-    """Identifies a full block: the hash of its prefix, and its own token ids as bytes."""
+    """Identifies a full block: the hash of all tokens up to its end, and its own token ids as bytes."""
 
     key: bytes
     token_bytes: bytes
 
 
 class BlockPool:
-    """Reference-counted blocks 0 … num_blocks - 1, some of them indexed by block hash.
+    """Reference-counted blocks 0 … num_blocks - 1. Full blocks can be indexed by their block hash.
 
-    A block without owners is free, or idle if it is indexed: its rows are still valid, and it is evicted when no block is free, least
-    recently used first. An indexed block must not be written to: call `unregister` first.
+    The owners of a block are the block tables that contain it. A block without owners is *free*, or *idle* if it is indexed. An idle
+    block's rows can still be found by their hash. When no block is free, the least recently used idle block is evicted. The rows of an
+    indexed block must not be changed; `unregister` it first.
 
     Args:
         block_size: tokens per block.
-        on_evict: called with each block hash that leaves the index.
+        on_evict: called with each block hash that is removed from the index.
     """
 
     def __init__(self, num_blocks: int, block_size: int, on_evict: Callable[[BlockHash], None] = lambda _: None) -> None:
@@ -68,12 +69,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that can be allocated now, idle ones included."""
+        """Number of blocks that can be allocated now: free blocks and idle blocks."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_indexed(self) -> int:
-        """Number of indexed blocks, owned or idle."""
+        """Number of indexed blocks, with or without owners."""
         return len(self._hash_of)
 
     def num_owners(self, block: int) -> int:
@@ -81,10 +82,10 @@ class BlockPool:
         return self._owners[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate blocks with one owner each: free ones, then idle ones, least recently used first.
+        """Allocate `count` blocks with one owner each: first free blocks, then idle ones, the least recently used first.
 
         Raises:
-            CapacityError: fewer than `count` are free; nothing was changed.
+            CapacityError: there are fewer free and idle blocks; nothing was changed.
         """
         if count > self.num_free:
             raise CapacityError(
@@ -102,7 +103,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one owner to each of `blocks`, all owned or idle."""
+        """Add one owner to each of `blocks`, none of which may be free."""
         for block in blocks:
             if self._owners[block] == 0:
                 if block not in self._idle:
@@ -111,7 +112,7 @@ class BlockPool:
             self._owners[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one owner from each of `blocks`. One without owners becomes idle if it is indexed, else free."""
+        """Remove one owner from each of `blocks`. A block whose last owner was removed becomes idle if it is indexed, else free."""
         for block in blocks:
             if self._owners[block] <= 0:
                 raise RuntimeError(f"block {block} was released more often than it was allocated or shared")
@@ -123,7 +124,7 @@ class BlockPool:
                     self._free.append(block)
 
     def block_hashes(self, token_ids: Sequence[int], salt: bytes, known: Sequence[BlockHash], num_blocks: int) -> Iterator[BlockHash]:
-        """Yield the hashes of the blocks after `known`, up to `num_blocks` of `token_ids`; `salt` is used for the first block only."""
+        """Yield the hashes of the first `num_blocks` blocks of `token_ids`, except those of the first blocks that are already `known`."""
         size = self._block_size
         key = known[-1].key if known else blake2b(self._secret + salt, digest_size=KEY_BYTES).digest()
         for start in range(len(known) * size, num_blocks * size, size):
@@ -132,22 +133,22 @@ class BlockPool:
             yield BlockHash(key, token_bytes)
 
     def find_block(self, block_hash: BlockHash) -> int | None:
-        """Return the block with this hash, None if there is none."""
+        """Return the indexed block with this hash; None if there is none."""
         block = self._block_of.get(block_hash.key)
         return block if block is not None and self._hash_of[block].token_bytes == block_hash.token_bytes else None
 
     def hash_of(self, block: int) -> BlockHash | None:
-        """Return the hash of `block`, None if it is not indexed."""
+        """Return the hash of `block`; None if it is not indexed."""
         return self._hash_of.get(block)
 
     def register(self, block_hash: BlockHash, block: int) -> None:
-        """Index an owned block, unless it is indexed already or another block has this hash."""
+        """Add a block to the index, unless the index already contains the block or its hash."""
         if block_hash.key not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash.key] = block
             self._hash_of[block] = block_hash
 
     def unregister(self, block: int) -> None:
-        """Remove `block` from the index, if it is there; if it is idle, it becomes free."""
+        """Remove `block` from the index, if it is indexed. An idle block becomes free."""
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash.key]
@@ -157,13 +158,13 @@ class BlockPool:
             self._on_evict(block_hash)
 
     def touch(self, block_hash: BlockHash) -> None:
-        """Mark the block with this hash, if it is idle, as the most recently used one."""
+        """If the block with this hash is idle, make it the most recently used one, which is evicted last."""
         block = self._block_of.get(block_hash.key)
         if block is not None and block in self._idle:
             self._idle.move_to_end(block)
 
     def check(self, tables: Iterable[Iterable[int]]) -> None:
-        """Raise RuntimeError unless each block is owned as often as it appears in `tables`, and is free or idle if it does not."""
+        """Raise RuntimeError unless the owners, the index and the free list match the block tables."""
         expected = Counter(block for table in tables for block in table)
         for block in range(self.num_blocks):
             if expected[block] != self._owners[block]:

@@ -1,4 +1,4 @@
-"""The cache of one network: which blocks hold which rows of which sequence, and the layer caches that store their contents."""
+"""The cache of one network. It assigns the rows of sequences to blocks; its layer caches store the contents of the rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,20 +8,20 @@ from paceline.kv_cache.block_pool import BlockHash, BlockPool, PrefixStats
 from paceline.kv_cache.layer_cache import LayerCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, blocks_for, fresh_blocks_needed, plan_rows
 
-BLOCK_SIZE = 32  # slots per block
+BLOCK_SIZE = 32  # rows per block
 
 
 class CachedSequence:
     """The blocks and rows of one sequence.
 
     Attributes:
-        block_table: its blocks, in order.
-        committed_len: slots [0, committed_len) hold committed rows; those after it belong to the pass under way.
-        plan: rows of the pass under way.
-        block_hashes: of its first blocks, those that were registered or matched. All are full, and not written while they are indexed.
-        num_queried: tokens that `match_prefix` looked up.
-        salt: only sequences with the same one share blocks.
-        id: its number in its cache; 0 = it is in none.
+        block_table: the sequence's blocks, in order.
+        committed_len: number of committed rows. Later rows belong to the current pass.
+        plan: the rows of the current pass; None = no pass is reserved.
+        block_hashes: hashes of the first blocks, as far as they were registered or matched. These blocks are full.
+        num_queried: number of tokens that `match_prefix` looked up.
+        salt: only sequences with the same salt share blocks.
+        id: number of the sequence in its cache; 0 = it belongs to no cache.
     """
 
     __slots__ = ("block_hashes", "block_table", "committed_len", "id", "num_queried", "plan", "salt")
@@ -36,15 +36,15 @@ class CachedSequence:
 
 
 class KVCache:
-    """Blocks of rows, with the layer caches of one network.
+    """The blocks and layer caches of one network.
 
-    Rows outlive their sequence: registered full blocks can be matched by sequences with the same prefix until they are evicted.
+    After a sequence is released, other sequences with the same prefix can reuse its registered blocks until these are evicted.
 
     Args:
-        layer_caches: one for each kind of layer that keeps anything.
-        num_blocks: blocks that the layer caches have room for.
-        layout: how the runtime computes trees.
-        prefix_caching: whether blocks are registered and matched.
+        layer_caches: one for each kind of layer that stores data about earlier rows, such as keys and values.
+        num_blocks: number of blocks that the layer caches have room for.
+        layout: how the runtime computes draft trees.
+        prefix_caching: whether sequences reuse blocks of the same prefix.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class KVCache:
         block_size: int = BLOCK_SIZE,
         prefix_caching: bool = True,
     ) -> None:
-        notified = self.layer_caches = list(layer_caches)
+        all_caches = self.layer_caches = list(layer_caches)
 
-        def evict(block_hash: BlockHash) -> None:  # a closure, because a bound method would create a reference cycle with the cache
-            for layer_cache in notified:
+        def evict(block_hash: BlockHash) -> None:  # not a method: `self` would be in a reference cycle, which delays freeing the cache
+            for layer_cache in all_caches:
                 layer_cache.evict(block_hash)
 
         self.layout = layout
@@ -71,49 +71,50 @@ class KVCache:
 
     @property
     def max_slots(self) -> int:
-        """Rows that the whole cache can hold."""
+        """Number of rows that the cache has room for."""
         return self.pool.num_blocks * self.block_size
 
     @property
     def stats(self) -> PrefixStats:
-        """Counters of prefix cache hits."""
+        """Counters of the prefix cache."""
         return self.pool.stats
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layer caches."""
+        """Size of all layer caches in bytes."""
         return sum(layer_cache.num_bytes for layer_cache in self.layer_caches)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes per row."""
+        """Size of a row in bytes."""
         return self.num_bytes // max(1, self.max_slots)
 
     def add_layer_cache(self, layer_cache: LayerCache) -> None:
-        """Register another layer cache, such as that of a drafting head; all further operations apply to it too."""
+        """Add a layer cache, such as that of a drafting head. Later calls then apply to it as well."""
         self.layer_caches.append(layer_cache)
 
     def new_sequence(self, salt: bytes = b"") -> CachedSequence:
-        """Return an empty sequence, which shares blocks with others of its salt only."""
+        """Return a new empty sequence. Only sequences with the same salt share blocks."""
         self._last_id += 1
         sequence = self._sequences[self._last_id] = CachedSequence(salt, self._last_id)
         return sequence
 
     def num_blocks_needed(self, sequence: CachedSequence, parents: Sequence[int]) -> int:
-        """Return the number of blocks that `reserve` allocates for a tree."""
+        """Return the number of blocks that `reserve` would allocate for a tree."""
         if isinstance(parents, range):  # a chain is the most frequent case
             return blocks_for(sequence.committed_len + len(parents), self.block_size) - len(sequence.block_table)
         return fresh_blocks_needed(parents, sequence.committed_len, len(sequence.block_table), self.layout, self.block_size)
 
     def reserve(self, sequence: CachedSequence, parents: Sequence[int], num_prefill: int = 1, *, pinned_len: int | None = None) -> RowPlan:
-        """Reserve slots for a tree (parents[0] = -1) and lay it out; blocks that its paths share in part are copied.
+        """Allocate the blocks of a pass over a draft tree, and return how the tree's nodes become rows.
 
         Args:
-            num_prefill: the first nodes, a chain that is kept whole or dropped whole.
-            pinned_len: committed rows that `truncate` will not drop one by one; None = all.
+            parents: parent of each node, parents[0] = -1. A prompt chunk is a chain.
+            num_prefill: number of first nodes that are not drafted. They are a chain, all of which is kept or dropped.
+            pinned_len: number of first committed rows that will not be truncated later; None = all of them.
 
         Raises:
-            CapacityError: too few free blocks; nothing was changed.
+            CapacityError: too few blocks are free; nothing was changed.
         """
         if sequence.plan is not None:
             raise RuntimeError("a pass is under way for this sequence: keep a path or cancel it first")
@@ -135,7 +136,7 @@ class KVCache:
         return plan
 
     def keep_path(self, sequence: CachedSequence, node: int) -> None:
-        """Commit the path from the root to `node` of the reserved tree, and free its other slots."""
+        """Commit the rows of the path from the root to `node` of the reserved tree, and free the other rows of the pass."""
         if (plan := sequence.plan) is None:
             raise RuntimeError("no pass is under way for this sequence: reserve first")
         commit = plan.commit(node)
@@ -145,7 +146,7 @@ class KVCache:
             if plan.fresh_blocks:
                 self.pool.release(plan.paths[0].block_table[len(commit.block_table) :])
         else:
-            shared = sequence.committed_len // self.block_size  # full blocks before the tree are shared by all paths
+            shared = sequence.committed_len // self.block_size  # all paths share the full blocks before the tree
             kept = set(commit.block_table[shared:])
             self.pool.release(block for block in (*sequence.block_table[shared:], *plan.fresh_blocks) if block not in kept)
         sequence.block_table = list(commit.block_table)
@@ -153,7 +154,7 @@ class KVCache:
         sequence.plan = None
 
     def cancel(self, sequence: CachedSequence) -> None:
-        """Free the reserved slots; the committed rows stay."""
+        """Free the rows of the reserved pass; committed rows are kept."""
         plan = sequence.plan
         if plan is not None:
             for layer_cache in self.layer_caches:
@@ -164,15 +165,16 @@ class KVCache:
     def truncate(self, sequence: CachedSequence, length: int) -> int:
         """Keep the first `length` committed rows, or fewer if a layer cache cannot resume there; return the number of rows kept.
 
-        The last block will be written to: it is copied if it has other owners, else it is removed from the prefix index.
+        If the last block is then partly filled, it will be written to. It is therefore copied if it has other owners, else removed from the
+        prefix index.
 
         Raises:
-            CapacityError: no block is free for that copy; nothing was changed.
+            CapacityError: no block is free for the copy; nothing was changed.
         """
         if not 0 <= length <= sequence.committed_len:
             raise ValueError(f"cannot truncate {sequence.committed_len} committed rows to {length}")
         if not all(layer_cache.can_truncate(sequence.id, length) for layer_cache in self.layer_caches):
-            length = self._num_resumable(sequence.block_hashes[: length // self.block_size]) * self.block_size
+            length = self._num_resumable_blocks(sequence.block_hashes[: length // self.block_size]) * self.block_size
         keep, table = blocks_for(length, self.block_size), sequence.block_table
         has_tail = length % self.block_size > 0
         shares_tail = has_tail and self.pool.num_owners(table[keep - 1]) > 1
@@ -191,10 +193,10 @@ class KVCache:
         return length
 
     def match_prefix(self, sequence: CachedSequence, token_ids: Sequence[int]) -> int:
-        """Start an empty sequence with the longest cached prefix of `token_ids`, the last token excluded.
+        """Give an empty sequence the longest cached prefix of `token_ids`, without the last token, whose logits must be computed.
 
         Returns:
-            the number of committed rows, a multiple of the block size.
+            the number of rows in the prefix, a multiple of the block size.
         """
         if sequence.committed_len or sequence.plan is not None:
             raise RuntimeError("only an empty sequence can match a prefix")
@@ -212,11 +214,11 @@ class KVCache:
         return sequence.committed_len
 
     def cached_prefix_len(self, sequence: CachedSequence, token_ids: Sequence[int]) -> int:
-        """Return how many rows `match_prefix` would find now; nothing is changed."""
+        """Return how many rows `match_prefix` would find now, without changing anything."""
         return len(self._find_prefix(sequence, token_ids)) * self.block_size if self.prefix_caching else 0
 
     def release_prefix(self, sequence: CachedSequence) -> None:
-        """Undo `match_prefix` for a sequence that has not run since, its statistics included."""
+        """Undo `match_prefix`, including its statistics. No pass may have been reserved since."""
         self.stats.queried_tokens -= sequence.num_queried
         self.stats.hit_tokens -= sequence.committed_len
         self._free_blocks(sequence, 0)
@@ -225,10 +227,10 @@ class KVCache:
             layer_cache.release(sequence.id)
 
     def register_prefix(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
-        """Add the blocks that became full since the last call to the prefix index, unless their contents are indexed already.
+        """Add the blocks of a sequence that became full since the last call to the prefix index.
 
         Args:
-            token_ids: tokens of the rows; only those of committed rows are read.
+            token_ids: the tokens of the sequence. Those after the committed rows are ignored.
         """
         first, full = len(sequence.block_hashes), sequence.committed_len // self.block_size
         if first == full or not self.prefix_caching:
@@ -250,8 +252,8 @@ class KVCache:
         sequence.block_hashes.clear()
 
     def release(self, sequence: CachedSequence) -> None:
-        """Free a sequence, which must not be used again. Its registered blocks can be matched until they are evicted."""
-        if self._sequences.get(sequence.id) is not sequence:  # the sequence was released, and its blocks may have new owners
+        """Free a sequence, which must not be used again. Its registered blocks can be reused until they are evicted."""
+        if self._sequences.get(sequence.id) is not sequence:  # already released: its blocks may have new owners
             raise RuntimeError("the sequence was released before, or is another cache's")
         del self._sequences[sequence.id]
         self.cancel(sequence)
@@ -260,7 +262,7 @@ class KVCache:
             layer_cache.release(sequence.id)
 
     def check(self) -> None:
-        """Raise RuntimeError unless block tables match the pool and no indexed block can be written to."""
+        """Raise RuntimeError unless block tables match the pool and no indexed block will be written to."""
         tables: list[Sequence[int]] = []
         for sequence in self._sequences.values():
             if len(sequence.block_table) != blocks_for(sequence.committed_len, self.block_size):
@@ -268,10 +270,10 @@ class KVCache:
             tables.append(sequence.block_table)
             if sequence.plan is not None:
                 tables.append(sequence.plan.fresh_blocks)
-            self._check_indexed(sequence)
+            self._check_indexed_blocks(sequence)
         self.pool.check(tables)
 
-    def _check_indexed(self, sequence: CachedSequence) -> None:
+    def _check_indexed_blocks(self, sequence: CachedSequence) -> None:
         full = sequence.committed_len // self.block_size
         if len(sequence.block_hashes) > full:
             raise RuntimeError(f"there are {len(sequence.block_hashes)} hashes for {full} full blocks")
@@ -283,19 +285,19 @@ class KVCache:
                 raise RuntimeError(f"block {block} is indexed with a hash of other rows")
 
     def _find_prefix(self, sequence: CachedSequence, token_ids: Sequence[int]) -> list[tuple[BlockHash, int]]:
-        """Return the longest run of indexed blocks that is a prefix of `token_ids` and can be resumed from; the last token is excluded."""
+        """Return the longest indexed prefix of `token_ids`, without the last token, that all layer caches can resume from."""
         found: list[tuple[BlockHash, int]] = []
         for block_hash in self.pool.block_hashes(token_ids, sequence.salt, (), (len(token_ids) - 1) // self.block_size):
             block = self.pool.find_block(block_hash)
             if block is None:
                 break
             found.append((block_hash, block))
-        return found[: self._num_resumable([block_hash for block_hash, _ in found])]
+        return found[: self._num_resumable_blocks([block_hash for block_hash, _ in found])]
 
-    def _num_resumable(self, block_hashes: Sequence[BlockHash]) -> int:
-        """Return the longest prefix, in blocks, that every layer cache can resume from."""
+    def _num_resumable_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
+        """Return the length in blocks of the longest prefix that every layer cache can resume from."""
         while True:
-            count = min((layer_cache.num_resumable(block_hashes) for layer_cache in self.layer_caches), default=len(block_hashes))
+            count = min((layer_cache.num_resumable_blocks(block_hashes) for layer_cache in self.layer_caches), default=len(block_hashes))
             if count == len(block_hashes):
                 return count
             block_hashes = block_hashes[:count]
@@ -306,9 +308,9 @@ class KVCache:
             layer_cache.resume(sequence.id, length, sequence.block_hashes)
 
     def _free_blocks(self, sequence: CachedSequence, first: int) -> None:
-        """Release the blocks from index `first` on, the last one first: the end of a text is evicted before its beginning.
+        """Release the blocks from index `first` on, the last one first, so that the end of a sequence is evicted before its beginning.
 
-        If another block with the same rows is indexed, it counts as used now. If none is any more, this one is indexed.
+        If the index has another block for the same prefix, that one is marked as recently used; if it has none, this block is added to it.
         """
         table, block_hashes = sequence.block_table, sequence.block_hashes
         self.pool.release(reversed(table[max(first, len(block_hashes)) :]))

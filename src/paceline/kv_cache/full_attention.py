@@ -1,28 +1,28 @@
-"""Keys and values of all rows, stored in the blocks of the cache."""
+"""Layer caches that store keys and values of all rows in the blocks of the cache (paged attention)."""
 
 from typing import Any, Protocol
 
 from paceline.kv_cache.layer_cache import LayerCache
 from paceline.kv_cache.row_plan import Commit, RowPlan
 
-_FILL_BYTE = 0x3C  # a byte that forms a small finite number in every type
+_FILL_BYTE = 0x3C  # repeated, this byte is a small finite number in every type
 
 
 class RowLayout(Protocol):
-    """How a runtime packs rows in its storage."""
+    """Copies a row in storage that a runtime's kernels pack in a layout of their own."""
 
     def copy(self, storage: Any, source: tuple[int, int], target: tuple[int, int]) -> None:
-        """Copy one row of all layers and heads from `source` to `target`, each (block, row in the block)."""
+        """Copy one row of all layers and heads from `source` to `target`, each given as (block, index in the block)."""
 
 
 class PagedCache(LayerCache):
-    """Data per row in an array whose axis 1 is the cache's blocks; it may have more blocks than the cache.
+    """A layer cache with data for each row, in an array whose axis 1 is the blocks of the cache.
 
-    Blocks are copied as a whole, and no row is moved. This class by itself is for data that are written after rows were committed.
+    Without a subclass it is used for data that are written only for committed rows, so that `keep_path` need not move rows.
 
     Args:
-        storage: numpy array or torch tensor; it is only indexed here.
-        rows: layout of rows in packed storage; None = row i of a block has index i on axis 3.
+        storage: numpy array or torch tensor. It may have more blocks than the cache.
+        rows: copies rows in packed storage; None = storage is not packed, and axis 3 is the index of a row in its block.
     """
 
     def __init__(self, storage: Any, rows: RowLayout | None = None) -> None:
@@ -37,21 +37,22 @@ class PagedCache(LayerCache):
         self.storage[:, target] = self.storage[:, source]
 
     def copy_row(self, source: tuple[int, int], target: tuple[int, int]) -> None:
-        """Copy one row from `source` to `target`, each (block, row in the block)."""
+        """Copy one row from `source` to `target`, each given as (block, index in the block)."""
         if self._rows is None:
             self.storage[:, target[0], :, target[1]] = self.storage[:, source[0], :, source[1]]
         else:
             self._rows.copy(self.storage, source, target)
 
     def fill_block(self, block: int) -> None:
-        """Fill a block with small numbers, so that a profiling pass reads memory that is really allocated."""
+        """Fill a block with small numbers, so that the system has allocated its memory before a pass over it is timed."""
         self.storage[:, block] = 0.01 if self._rows is None else _FILL_BYTE
 
 
 class FullAttentionCache(PagedCache):
-    """Keys of the i-th layer of a group at 2·i, values at 2·i + 1: [2·layers, num_blocks, K, block_size, D] (`KVGroup.shape`), or packed.
+    """Keys and values of layers without a window: [2·layers, num_blocks, K, block_size, D] (`KVGroup.shape`), or packed.
 
-    Keeping a path of a masked tree moves its rows to follow the committed ones without gaps.
+    The keys of layer i have index 2·i on axis 0, its values 2·i + 1. If a tree was computed with a mask, `keep_path` moves the rows of the
+    kept path together.
     """
 
     def keep_path(self, plan: RowPlan, commit: Commit) -> None:

@@ -1,4 +1,4 @@
-"""The interface of a layer cache: what the layers of one kind keep of every sequence."""
+"""The interface of a layer cache, which stores what the layers of one kind need about earlier rows of each sequence."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -8,50 +8,50 @@ from paceline.kv_cache.row_plan import Commit, RowPlan
 
 
 class LayerCache(ABC):
-    """What the layers of one kind keep: keys and values, a sliding window of them, or a recurrent state.
+    """Stores keys and values of all rows, keys and values of a sliding window, or recurrent states.
 
-    `KVCache` assigns rows to blocks and calls these methods; the runtime reads and writes the contents. Data per block are found by block
-    id and copied by `copy_block`. Data per sequence are found by `RowPlan.sequence_id`; a cache of that kind needs room for every
-    sequence with rows, because the scheduler counts blocks only.
+    `KVCache` assigns rows to blocks and calls these methods; the runtime reads and writes the data. A subclass stores data by block, which
+    `copy_block` copies, or by sequence (`RowPlan.sequence_id`). In the latter case it must have room for every sequence that has rows,
+    because the scheduler counts only blocks.
     """
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes in use."""
+        """Size in bytes."""
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy the contents of block `source` to block `target`, which another path or sequence will write to."""
+        """Copy block `source` to block `target`, because `source` has several owners and one of them will write to it."""
 
     def reserve(self, plan: RowPlan) -> None:
-        """Prepare for the rows of `plan`, which follow the committed rows of its sequence."""
+        """Allocate what the rows of `plan` need. They follow the committed rows of the sequence."""
 
     def keep_path(self, plan: RowPlan, commit: Commit) -> None:
-        """Keep the rows in `commit` of a plan that has run, and drop its other rows."""
+        """After a pass, keep the rows of `plan` that are in `commit`, and drop the others."""
 
     def cancel(self, plan: RowPlan) -> None:
-        """Drop the rows of `plan`, whether they have run or not. After an interrupt `reserve` may not have been called."""
+        """Drop all rows of `plan`, before or after its pass. If `KVCache.reserve` was interrupted, `reserve` may not have been called."""
 
     def can_truncate(self, sequence_id: int, length: int) -> bool:
         """Return whether a sequence can be truncated to its first `length` committed rows."""
         return True
 
-    def num_resumable(self, block_hashes: Sequence[BlockHash]) -> int:
-        """Return the longest prefix, in blocks, that a sequence can resume from. `block_hashes` identify the blocks of its prefix."""
+    def num_resumable_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
+        """Return the length in blocks of the longest prefix of `block_hashes` that a sequence can resume from."""
         return len(block_hashes)
 
     def resume(self, sequence_id: int, length: int, block_hashes: Sequence[BlockHash]) -> None:
-        """Continue a sequence after its first `length` rows: it was truncated, or matched a cached prefix.
+        """Make a sequence continue after its first `length` rows, because it was truncated or has matched a cached prefix.
 
         Args:
-            block_hashes: of its full blocks, as far as they are registered or matched.
+            block_hashes: hashes of its first blocks, as in `CachedSequence`.
         """
 
     def register_prefix(self, sequence_id: int, first: int, block_hashes: Sequence[BlockHash]) -> None:
-        """Make the full blocks of a sequence, from index `first` on, available to other sequences by their hashes."""
+        """Make data of the full blocks from index `first` on available to other sequences with the same block hashes."""
 
     def evict(self, block_hash: BlockHash) -> None:
-        """Drop what this layer cache keeps for other sequences under this block hash."""
+        """Drop the data that other sequences could find by this block hash."""
 
     def release(self, sequence_id: int) -> None:
-        """Free what this layer cache keeps for a sequence."""
+        """Free the data of a sequence."""

@@ -1,8 +1,8 @@
-"""States of recurrent layers: the last inputs of a convolution, and recurrent matrices, of fixed size for a whole sequence.
+"""Stores the states of recurrent layers: the last inputs of a convolution, and matrices, whose size does not grow with the sequence.
 
-The stored state covers a prefix whose length is a multiple of `chunk_size`. For each later committed row, which is *pending*, a replay
-record keeps the inputs of its state update. A pass first replays pending records, then computes its own rows; rows of a tree start from
-their parent. So rejecting rows only frees their records, and no state is copied per row.
+The stored state covers a prefix of the committed rows, whose length is a multiple of `chunk_size`. Each later committed row is *pending*: a
+*replay record* stores the inputs of its state update. A pass first repeats the updates of the pending rows, then computes its own rows;
+each row of a draft tree starts from the state of its parent. So a rejected draft only frees records, and no state is copied per row.
 
 A *checkpoint* is a copy of the state after a full block. Other sequences with the same prefix resume from it.
 """
@@ -21,18 +21,18 @@ from paceline.kv_cache.layer_cache import LayerCache
 from paceline.kv_cache.row_plan import Commit, RowPlan
 
 MIN_UNRECORDED_ROWS = 16
-"""Prefill rows from which a plan leaves no records: the rows are kept or dropped together, so the state after them is computed apart."""
+"""A pass with at least this many prefill rows writes the state after them instead of records, as they are never dropped one by one."""
 NO_RECORD = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Which states are kept for other sequences.
+    """Which states are kept as checkpoints.
 
     Attributes:
-        interval: rows between checkpoints, a multiple of the block size. A sequence also has one after the last full block of its prompt
-            and one after its last full block.
-        max_checkpoints: if there are more, the least recently used one is evicted; 0 = no checkpoints.
+        interval: number of rows between checkpoints, a multiple of the block size. A sequence has two more checkpoints: after the last
+            full block of its prompt, and after its last full block.
+        max_checkpoints: maximum number of checkpoints, beyond which the least recently used one is evicted; 0 = no checkpoints.
     """
 
     interval: int = 512
@@ -43,35 +43,35 @@ DEFAULT_CHECKPOINTS = CheckpointConfig()
 
 
 class StateUpdate(NamedTuple):
-    """What a pass does to the state of one sequence. It replays the pending rows, then computes its own.
+    """What a pass does with the state of one sequence: it replays the pending rows, then computes its own rows.
 
     Attributes:
         state: the stored state; None = zeros.
-        records: [number, record_size].
-        pending: indices of the records of committed rows that are not in `state`, in order.
-        num_applied: how many of them are applied to `state` in place now.
-        rows: index of the record that each row of the plan writes, or `NO_RECORD`.
-        saves: (count, target), ascending: the state after the first `count` pending and prefill rows is written to `target`.
-        has_run: [1], set to 1 by the pass at its end.
+        records: [number of records, record_size], the replay records.
+        pending: indices of the records of the pending rows, in order.
+        num_applied: how many of the pending rows the pass adds to `state` in place.
+        row_records: for each row of the pass, the index of the record that it writes, or `NO_RECORD`.
+        saved_states: (count, target) in ascending order: write the state after `count` pending and prefill rows to `target`.
+        has_run: array of one number, which the pass sets to 1 at its end.
     """
 
     state: Any
     records: Any
     pending: Sequence[int]
     num_applied: int
-    rows: Sequence[int]
-    saves: Sequence[tuple[int, Any]]
+    row_records: Sequence[int]
+    saved_states: Sequence[tuple[int, Any]]
     has_run: NDArray[np.int32]
 
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """A state for other sequences to resume from.
+    """A state after a full block, from which other sequences resume.
 
     Attributes:
-        length: rows that `state` covers.
-        records: replay records of the rows from `length` to the end of the block; None = there are none.
-        is_prompt: whether the rows before it are prefill rows.
+        length: number of rows that `state` covers.
+        records: replay records of the rows from `length` to the end of the block; None = `state` covers the whole block.
+        is_prompt: whether the last rows before the checkpoint are prefill rows.
     """
 
     state: Any
@@ -81,20 +81,21 @@ class _Checkpoint:
 
 
 @dataclass(slots=True)
-class _Sequence:
-    """The state of one sequence, which covers its first `length` rows, and its records.
+class _SequenceState:
+    """The state and the records of one sequence.
 
     Attributes:
-        free: unused records.
-        rows, num_applied: of the plan under way, as in `StateUpdate`.
-        num_unrecorded: prefill rows of the plan under way that leave no records.
-        saves: (length, target) of the plan under way.
-        block_hashes: by block index, of full blocks that end after `length`.
-        unregistered: checkpoints by block index, of blocks that have no hash yet.
-        last_checkpoint: the block whose checkpoint is evicted when there is a later one; None = there is no such checkpoint.
-        last_is_prompt: whether the rows before `last_checkpoint` are prefill rows.
-        is_consistent: False during a change of `state`, `length` and `pending`. An interrupt then ends the request, and its state must not
-            become a checkpoint.
+        state, length: the state after the first `length` rows.
+        records, pending: as in `StateUpdate`.
+        free: indices of unused records.
+        row_records, num_applied: of the current pass, as in `StateUpdate`.
+        num_unrecorded: number of first rows of the current pass that write no records.
+        saved_states: states that the current pass writes, as (number of rows that the state covers, target).
+        block_hashes: hashes of full blocks that end after `length`, by block index.
+        unregistered: checkpoints of blocks that have no hash yet, by block index.
+        last_checkpoint: the block whose checkpoint is evicted when the sequence has a later one; None = no block.
+        last_is_prompt: `is_prompt` of that checkpoint.
+        is_consistent: False while `state`, `length` and `pending` are being changed. If this is interrupted, the state is not used again.
     """
 
     state: Any = None
@@ -102,10 +103,10 @@ class _Sequence:
     records: Any = None
     pending: list[int] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    row_records: list[int] = field(default_factory=list)
     num_applied: int = 0
     num_unrecorded: int = 0
-    saves: list[tuple[int, Any]] = field(default_factory=list)
+    saved_states: list[tuple[int, Any]] = field(default_factory=list)
     has_run: NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, np.int32))
     block_hashes: dict[int, BlockHash] = field(default_factory=dict)
     unregistered: dict[int, _Checkpoint] = field(default_factory=dict)
@@ -114,16 +115,16 @@ class _Sequence:
     is_consistent: bool = True
 
     def clear_plan(self) -> None:
-        self.rows, self.num_unrecorded, self.num_applied = [], 0, 0
+        self.row_records, self.num_unrecorded, self.num_applied = [], 0, 0
 
 
 class RecurrentStateCache(LayerCache):
-    """The states of all recurrent layers of a network, for every sequence.
+    """A layer cache with the states of all recurrent layers of a network.
 
     Args:
-        state_size, record_size: numbers of a state and of a replay record.
-        allocate: returns an array of zeros of a shape, of the runtime's type; it is only indexed here.
-        chunk_size: states cover multiples of so many rows; a divisor of `block_size`, at most `MIN_UNRECORDED_ROWS`.
+        state_size, record_size: how many numbers a state and a replay record have.
+        allocate: returns an array of zeros of a given shape, of the runtime's array type.
+        chunk_size: stored states cover multiples of so many rows. It divides `block_size` and is at most `MIN_UNRECORDED_ROWS`.
     """
 
     def __init__(
@@ -138,29 +139,30 @@ class RecurrentStateCache(LayerCache):
         self.config, self._chunk_size = config, chunk_size
         self.state_size, self.record_size = state_size, record_size
         self._block_size, self._allocate = block_size, allocate
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _SequenceState] = {}
         self._spare: list[Any] = []
         self._checkpoints: OrderedDict[BlockHash, _Checkpoint] = OrderedDict()  # least recently used first
 
     @property
     def num_bytes(self) -> int:
         records = [*(one.records for one in self._sequences.values()), *(one.records for one in self._checkpoints.values())]
-        return sum(int(array.nbytes) for array in (*self._states(), *records) if array is not None)
+        return sum(int(array.nbytes) for array in (*self._all_states(), *records) if array is not None)
 
     def plan_update(self, sequence_id: int) -> StateUpdate:
-        """Return the state update of the reserved pass; if the pass has run already, the part that is still to be done."""
+        """Return the state update of the reserved pass. If the pass has run and is repeated, only what is not yet done."""
         sequence = self._sequences[sequence_id]
         self._finish_pass(sequence)
-        saves = [(end - sequence.length, state) for end, state in sequence.saves]
-        return StateUpdate(sequence.state, sequence.records, sequence.pending, sequence.num_applied, sequence.rows, saves, sequence.has_run)
+        saves = [(end - sequence.length, state) for end, state in sequence.saved_states]
+        pending, rows, has_run = sequence.pending, sequence.row_records, sequence.has_run
+        return StateUpdate(sequence.state, sequence.records, pending, sequence.num_applied, rows, saves, has_run)
 
     def reserve(self, plan: RowPlan) -> None:
-        """Allocate records and the states to save.
+        """Allocate replay records, and memory for the states that the pass writes.
 
         Raises:
             CapacityError: there is no memory for another state; nothing was changed.
         """
-        sequence = self._sequences.setdefault(plan.sequence_id, _Sequence())
+        sequence = self._sequences.setdefault(plan.sequence_id, _SequenceState())
         self._finish_pass(sequence)
         start = plan.committed_len
         if not sequence.is_consistent or sequence.length + len(sequence.pending) != start:
@@ -168,40 +170,40 @@ class RecurrentStateCache(LayerCache):
         pinned_len = start if plan.pinned_len is None else plan.pinned_len
         num_unrecorded = num_applied = 0
         if plan.num_prefill >= MIN_UNRECORDED_ROWS and pinned_len == start:
-            num_unrecorded = max(0, self._whole_chunks(start + plan.num_prefill) - start)
+            num_unrecorded = max(0, self._round_down_to_chunk(start + plan.num_prefill) - start)
         try:
             if num_unrecorded:
                 self._allocate_states_to_save(sequence, start + num_unrecorded, end_row=start + num_unrecorded)
             else:
-                num_applied = self._whole_chunks(min(max(0, pinned_len - sequence.length), len(sequence.pending)))
+                num_applied = self._round_down_to_chunk(min(max(0, pinned_len - sequence.length), len(sequence.pending)))
                 if sequence.state is None:
                     sequence.state = self._new_state(is_zero=True)
                 self._allocate_states_to_save(sequence, sequence.length + num_applied)
             rows = self._take_records(sequence, plan.num_rows - num_unrecorded)
         except MemoryError as error:
-            self._drop_saves(sequence)
+            self._free_states_to_save(sequence)
             raise CapacityError("there is no memory for the states of recurrent layers: lower max_num_seqs") from error
         sequence.num_applied, sequence.num_unrecorded = num_applied, num_unrecorded
-        sequence.rows = [NO_RECORD] * num_unrecorded + rows
+        sequence.row_records = [NO_RECORD] * num_unrecorded + rows
 
     def keep_path(self, plan: RowPlan, commit: Commit) -> None:
         sequence = self._sequences[plan.sequence_id]
         self._finish_pass(sequence)
-        num_unrecorded, kept = sequence.num_unrecorded, [sequence.rows[row] for row in commit.rows]
+        num_unrecorded, kept = sequence.num_unrecorded, [sequence.row_records[row] for row in commit.rows]
         if num_unrecorded > len(kept):
             raise RuntimeError(f"{len(kept)} of {num_unrecorded} prefill rows are to be kept: they are kept or dropped together")
-        kept = kept[num_unrecorded:]  # prefill rows have records unless they are on the first path
+        kept = kept[num_unrecorded:]
         sequence.is_consistent = False
         before = sequence.pending
         if num_unrecorded:
-            (_, state), replaced = sequence.saves.pop(), sequence.state
+            (_, state), replaced = sequence.saved_states.pop(), sequence.state
             sequence.state, sequence.length, sequence.pending = state, plan.committed_len + num_unrecorded, kept
-            self._recycle(replaced)
-            self._store_saves(sequence)
+            self._recycle_state(replaced)
+            self._store_saved_states(sequence)
             sequence.free += before
         else:
             sequence.pending = before + kept
-        sequence.free += [record for record in sequence.rows if record != NO_RECORD and record not in kept]
+        sequence.free += [record for record in sequence.row_records if record != NO_RECORD and record not in kept]
         sequence.clear_plan()
         sequence.is_consistent = True
 
@@ -209,9 +211,9 @@ class RecurrentStateCache(LayerCache):
         sequence = self._sequences.get(plan.sequence_id)
         if sequence is not None:
             self._finish_pass(sequence)
-            sequence.free += [record for record in sequence.rows if record != NO_RECORD]
+            sequence.free += [record for record in sequence.row_records if record != NO_RECORD]
             sequence.clear_plan()
-            self._drop_saves(sequence)
+            self._free_states_to_save(sequence)
 
     def can_truncate(self, sequence_id: int, length: int) -> bool:
         sequence = self._sequences.get(sequence_id)
@@ -219,7 +221,7 @@ class RecurrentStateCache(LayerCache):
             self._finish_pass(sequence)
         return length == 0 or (sequence is not None and sequence.length <= length <= sequence.length + len(sequence.pending))
 
-    def num_resumable(self, block_hashes: Sequence[BlockHash]) -> int:
+    def num_resumable_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         return next((count for count in range(len(block_hashes), 0, -1) if block_hashes[count - 1] in self._checkpoints), 0)
 
     def resume(self, sequence_id: int, length: int, block_hashes: Sequence[BlockHash]) -> None:
@@ -238,9 +240,9 @@ class RecurrentStateCache(LayerCache):
             try:
                 state = self._new_state()
                 state[...] = checkpoint.state
-            except MemoryError:  # out of memory: reuse the checkpoint's state instead of a copy
+            except MemoryError:  # move the checkpoint's state to the sequence instead of copying it
                 state = self._checkpoints.pop(block_hash).state
-            sequence = _Sequence(state, checkpoint.length)
+            sequence = _SequenceState(state, checkpoint.length)
             if checkpoint.records is not None:
                 sequence.pending = self._take_records(sequence, len(checkpoint.records))
                 sequence.records[sequence.pending] = checkpoint.records
@@ -254,8 +256,8 @@ class RecurrentStateCache(LayerCache):
                 self._store_checkpoint(sequence, index, block_hash, sequence.unregistered.pop(index))
             elif (index + 1) * self._block_size > sequence.length:
                 sequence.block_hashes[index] = block_hash
-        for index in list(sequence.unregistered):  # checkpoints of blocks before `first` will never get a hash
-            self._recycle(sequence.unregistered.pop(index).state)
+        for index in list(sequence.unregistered):  # their blocks were registered before, so they can never be found
+            self._recycle_state(sequence.unregistered.pop(index).state)
 
     def evict(self, block_hash: BlockHash) -> None:
         self._evict_checkpoint(block_hash)
@@ -267,36 +269,36 @@ class RecurrentStateCache(LayerCache):
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is not None:
             self._finish_pass(sequence)
-            self._drop_saves(sequence)
+            self._free_states_to_save(sequence)
             self._store_last_checkpoint(sequence)
             for state in (sequence.state, *(checkpoint.state for checkpoint in sequence.unregistered.values())):
-                self._recycle(state)
+                self._recycle_state(state)
 
     def check(self) -> None:
-        """Raise RuntimeError unless each record is free, pending or of a row, and each state has exactly one owner."""
+        """Raise RuntimeError unless each record has exactly one use and each state exactly one owner."""
         for sequence in self._sequences.values():
-            records = sorted([*sequence.pending, *sequence.free, *(record for record in sequence.rows if record != NO_RECORD)])
+            records = sorted([*sequence.pending, *sequence.free, *(record for record in sequence.row_records if record != NO_RECORD)])
             if records != list(range(0 if sequence.records is None else len(sequence.records))):
                 raise RuntimeError("replay records of a sequence are lost, or used twice")
-        owned = [id(state) for state in self._states()]
+        owned = [id(state) for state in self._all_states()]
         if len(set(owned)) < len(owned):
             raise RuntimeError("a state has two owners")
 
-    def _whole_chunks(self, length: int) -> int:
+    def _round_down_to_chunk(self, length: int) -> int:
         """Round a length down to a multiple of the chunk size."""
         return length // self._chunk_size * self._chunk_size
 
-    def _states(self) -> Iterator[Any]:
+    def _all_states(self) -> Iterator[Any]:
         yield from self._spare
         yield from (checkpoint.state for checkpoint in self._checkpoints.values())
         for sequence in self._sequences.values():
             if sequence.state is not None:
                 yield sequence.state
             yield from (checkpoint.state for checkpoint in sequence.unregistered.values())
-            yield from (state for _, state in sequence.saves)
+            yield from (state for _, state in sequence.saved_states)
 
-    def _finish_pass(self, sequence: _Sequence) -> None:
-        """Update the bookkeeping after a pass: the state covers the applied rows, and the saved states are valid."""
+    def _finish_pass(self, sequence: _SequenceState) -> None:
+        """If the pass has run, note that the state now covers the applied rows and that the saved states are valid."""
         if sequence.has_run[0]:
             sequence.is_consistent = False
             count, sequence.num_applied = sequence.num_applied, 0
@@ -306,11 +308,11 @@ class RecurrentStateCache(LayerCache):
             del sequence.pending[:count]
             sequence.is_consistent = True
             if not sequence.num_unrecorded:
-                self._store_saves(sequence)
+                self._store_saved_states(sequence)
 
-    def _store_saves(self, sequence: _Sequence) -> None:
-        """Turn the states that the pass saved into checkpoints."""
-        saves, sequence.saves = sequence.saves, []
+    def _store_saved_states(self, sequence: _SequenceState) -> None:
+        """Turn the states that the pass has written into checkpoints."""
+        saves, sequence.saved_states = sequence.saved_states, []
         for end, state in saves:
             index = end // self._block_size - 1
             block_hash, checkpoint = sequence.block_hashes.get(index), _Checkpoint(state, end, is_prompt=sequence.num_unrecorded > 0)
@@ -321,25 +323,25 @@ class RecurrentStateCache(LayerCache):
         for index in [index for index in sequence.block_hashes if (index + 1) * self._block_size <= sequence.length]:
             del sequence.block_hashes[index]
 
-    def _allocate_states_to_save(self, sequence: _Sequence, last_row: int, end_row: int | None = None) -> None:
-        """Allocate the states to be saved up to row `last_row`: at each interval, after the last full block, and after row `end_row`."""
+    def _allocate_states_to_save(self, sequence: _SequenceState, last_row: int, end_row: int | None = None) -> None:
+        """Allocate the states to save: at each interval and after the last full block up to row `last_row`, and after row `end_row`."""
         size = self._block_size
         if self.config.max_checkpoints:
             ends = list(range((sequence.length // size + 1) * size, last_row + 1, size))
             for block_end in ends:
                 if block_end % self.config.interval == 0 or block_end == ends[-1]:
-                    sequence.saves.append((block_end, self._new_state()))
+                    sequence.saved_states.append((block_end, self._new_state()))
         if end_row is not None:
-            sequence.saves.append((end_row, self._new_state()))
+            sequence.saved_states.append((end_row, self._new_state()))
 
-    def _drop_saves(self, sequence: _Sequence) -> None:
-        while sequence.saves:
-            self._recycle(sequence.saves.pop()[1])
+    def _free_states_to_save(self, sequence: _SequenceState) -> None:
+        while sequence.saved_states:
+            self._recycle_state(sequence.saved_states.pop()[1])
 
-    def _store_checkpoint(self, sequence: _Sequence, index: int, block_hash: BlockHash, checkpoint: _Checkpoint) -> None:
-        """Store a checkpoint. Apart from those at the interval, only the last one of the prompt and the last one of the output are kept."""
+    def _store_checkpoint(self, sequence: _SequenceState, index: int, block_hash: BlockHash, checkpoint: _Checkpoint) -> None:
+        """Store a checkpoint of block `index`. If the one before is not at a multiple of the interval, it is evicted."""
         if block_hash in self._checkpoints or not self.config.max_checkpoints:
-            self._recycle(checkpoint.state)
+            self._recycle_state(checkpoint.state)
             return
         if sequence.last_checkpoint is not None and checkpoint.is_prompt == sequence.last_is_prompt:
             self._evict_checkpoint(sequence.last_checkpoint)
@@ -349,8 +351,8 @@ class RecurrentStateCache(LayerCache):
         sequence.last_checkpoint = None if (index + 1) * self._block_size % self.config.interval == 0 else block_hash
         sequence.last_is_prompt = checkpoint.is_prompt
 
-    def _store_last_checkpoint(self, sequence: _Sequence) -> None:
-        """Turn the final state of a sequence into a checkpoint of its last full block, with the records up to there."""
+    def _store_last_checkpoint(self, sequence: _SequenceState) -> None:
+        """Store the state of a released sequence as a checkpoint of its last full block, with the records up to the block's end."""
         index = (sequence.length + len(sequence.pending)) // self._block_size - 1
         count, block_hash = (index + 1) * self._block_size - sequence.length, sequence.block_hashes.get(index)
         if (
@@ -371,7 +373,7 @@ class RecurrentStateCache(LayerCache):
 
     def _evict_checkpoint(self, block_hash: BlockHash) -> None:
         if block_hash in self._checkpoints:
-            self._recycle(self._checkpoints.pop(block_hash).state)
+            self._recycle_state(self._checkpoints.pop(block_hash).state)
 
     def _new_state(self, *, is_zero: bool = False) -> Any:
         if not self._spare:
@@ -381,12 +383,12 @@ class RecurrentStateCache(LayerCache):
             state[...] = 0
         return state
 
-    def _recycle(self, state: Any) -> None:
+    def _recycle_state(self, state: Any) -> None:
         if state is not None:
             self._spare.append(state)
 
-    def _take_records(self, sequence: _Sequence, count: int) -> list[int]:
-        """Take `count` unused records, and allocate more if there are too few."""
+    def _take_records(self, sequence: _SequenceState, count: int) -> list[int]:
+        """Return the indices of `count` unused records; allocate more if there are too few."""
         size = 0 if sequence.records is None else len(sequence.records)
         if count > len(sequence.free):
             grown = max(2 * size, size + count - len(sequence.free), 4)

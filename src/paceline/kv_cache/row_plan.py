@@ -1,13 +1,13 @@
-"""How the nodes of a draft tree become rows of a pass, and how committing a node changes the cache. Pure functions.
+"""Assigns the nodes of a draft tree to rows of a pass, and computes how the cache changes when a path is committed. Pure functions.
 
-Layouts of a tree whose root follows `committed_len` cached rows (slot = index of a row in its sequence):
+The root of the tree follows `committed_len` cached rows. A slot is the index of a row in its sequence. There are three layouts:
 
     chain   one path: node i takes slot committed_len + i of the sequence's own blocks.
     paths   each root-to-leaf path is a sequence of its own. Full blocks of the prefix are shared. Path 0 uses the sequence's last,
-            partial block; every other path gets a copy of it. Shared ancestors are computed once per path. Committing takes over the
-            blocks of the accepted path, and no row moves.
+            partly filled block; every other path gets a copy of it. Ancestors of several paths are computed once per path. To commit a
+            path, its blocks become those of the sequence, and no row is moved.
     mask    one range: node i takes slot committed_len + i at any depth and attends to its ancestors through a mask.
-            Committing moves the kept rows so that they follow the committed ones without gaps.
+            To commit a path, its rows are moved so that they follow the committed rows without gaps.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 
 class TreeLayout(Enum):
-    """How a tree is laid out in a pass. A tree without branches always has the layout `CHAIN`."""
+    """How the nodes of a tree become rows of a pass. A tree without branches always has the layout `CHAIN`."""
 
     CHAIN = "chain"
     PATHS = "paths"
@@ -28,7 +28,7 @@ class TreeLayout(Enum):
 
 
 class PathRows(NamedTuple):
-    """Rows [first_row, first_row + num_rows) of a plan, and the block table they are cached in."""
+    """The rows of a pass that use one block table: rows [first_row, first_row + num_rows) of the plan."""
 
     first_row: int
     num_rows: int
@@ -38,12 +38,12 @@ class PathRows(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """The sequence after the path to a node was kept.
+    """The result of committing the path from the root to a node.
 
     Attributes:
-        block_table, committed_len: its blocks and its length.
-        rows: rows of the plan that are kept, from the root on.
-        moves: rows to move first (source slot, target slot), in order.
+        block_table, committed_len: blocks and length of the sequence afterwards.
+        rows: the rows of the plan that are kept, from the root on.
+        moves: rows to move first, as (source slot, target slot), in order.
     """
 
     block_table: Sequence[int]
@@ -54,21 +54,20 @@ class Commit(NamedTuple):
 
 @dataclass(slots=True)
 class RowPlan:
-    """Rows of one sequence in a pass. Not changed once made; not frozen, because a frozen dataclass takes longer to make.
+    """The rows of one sequence in a pass. Immutable, but not frozen, because creating a frozen dataclass is slower.
 
     Attributes:
-        layout: the layout in use.
+        layout: layout of the tree.
         parents: [N] parent of each node, -1 for the root.
-        committed_len: rows already in the cache.
-        block_size: slots per block.
+        committed_len: number of rows in the cache before the pass.
+        block_size: rows per block.
         row_nodes, row_positions: [num_rows] node and position of each row.
-        row_of_node: [N] one row of each node.
-        paths: the block tables the rows run with.
+        row_of_node: [N] a row of each node.
+        paths: the rows by the block table that they use.
         copies: (source, target) blocks to copy before the pass.
-        fresh_blocks: blocks allocated for this plan; those that no commit uses are released.
-        sequence_id: id of the sequence in its cache; 0 = none.
-        num_prefill: the first nodes, a chain that is kept whole or dropped whole.
-        pinned_len: committed rows that are never truncated; None = all.
+        fresh_blocks: blocks that were allocated for the pass.
+        sequence_id: id of the sequence in its cache; 0 = it belongs to no cache.
+        num_prefill, pinned_len: see `KVCache.reserve`.
     """
 
     layout: TreeLayout
@@ -90,7 +89,7 @@ class RowPlan:
         return len(self.row_nodes)
 
     def commit(self, node: int) -> Commit:
-        """Return the state of the sequence after the path from the root to `node` is kept."""
+        """Return the result of committing the path from the root to `node`."""
         if not 0 <= node < len(self.parents):
             raise ValueError(f"node {node} is not in the tree of {len(self.parents)} nodes")
         path, rows, moves = self.paths[0], range(node + 1), list[tuple[int, int]]()
@@ -121,7 +120,7 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
     return path[::-1]
 
 
-def root_paths(parents: Sequence[int]) -> list[list[int]]:
+def root_to_leaf_paths(parents: Sequence[int]) -> list[list[int]]:
     """Return every root-to-leaf path, in the order of the leaves."""
     inner = set(parents)
     return [path_to(parents, node) for node in range(len(parents)) if node not in inner]
@@ -133,19 +132,19 @@ def is_chain(parents: Sequence[int]) -> bool:
 
 
 def num_rows(parents: Sequence[int], layout: TreeLayout) -> int:
-    """Return the number of rows that a tree takes in `layout`. In PATHS a shared ancestor counts once per leaf."""
+    """Return the number of rows that a tree takes in `layout`. With PATHS, a node is counted once for each path through it."""
     if layout is not TreeLayout.PATHS or is_chain(parents):
         return len(parents)
-    return sum(map(len, root_paths(parents)))
+    return sum(map(len, root_to_leaf_paths(parents)))
 
 
 def fresh_blocks_needed(parents: Sequence[int], committed_len: int, num_blocks: int, layout: TreeLayout, block_size: int) -> int:
-    """Return the number of blocks to allocate for `plan_rows`; `num_blocks` is the length of the sequence's block table."""
+    """Return the number of blocks that a tree needs besides the `num_blocks` blocks of its sequence."""
     if layout is TreeLayout.MASK or is_chain(parents):
         return blocks_for(committed_len + len(parents), block_size) - num_blocks
-    if layout is TreeLayout.CHAIN:  # the error is raised before blocks are allocated
+    if layout is TreeLayout.CHAIN:
         raise ValueError("a branching tree cannot be laid out as a chain")
-    lengths = [len(path) for path in root_paths(parents)]
+    lengths = [len(path) for path in root_to_leaf_paths(parents)]
     shared = committed_len // block_size
     own = blocks_for(committed_len + lengths[0], block_size) - num_blocks
     return own + sum(blocks_for(committed_len + length, block_size) - shared for length in lengths[1:])
@@ -160,12 +159,12 @@ def plan_rows(
     block_size: int,
     sequence_id: int = 0,
 ) -> RowPlan:
-    """Lay out a tree after `committed_len` cached rows.
+    """Assign the nodes of a tree to rows after `committed_len` cached rows.
 
     Args:
         parents: parent of each node, parents[0] = -1 and parents[i] < i.
-        block_table: the sequence's own blocks, exactly `blocks_for(committed_len)` of them.
-        fresh_blocks: as many as `fresh_blocks_needed` returns.
+        block_table: the blocks of the committed rows.
+        fresh_blocks: newly allocated blocks, as many as `fresh_blocks_needed` returns.
         sequence_id: id of the sequence in its cache.
     """
     nodes, fresh, mask = range(len(parents)), tuple(fresh_blocks), None
@@ -182,7 +181,7 @@ def plan_rows(
 
 
 def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
-    """Return [N, N], True where the row's node may attend to the column's: its ancestors and itself."""
+    """Return [N, N], True where the node of the row attends to the node of the column: to itself and its ancestors."""
     mask = np.eye(len(parents), dtype=np.bool_)
     for node in range(1, len(parents)):
         mask[node] |= mask[parents[node]]
@@ -195,7 +194,7 @@ def _plan_paths(
     shared, has_partial_tail = divmod(committed_len, block_size)
     nodes, positions, row_of_node = list[int](), list[int](), [-1] * len(parents)
     paths, copies, used = list[PathRows](), list[tuple[int, int]](), 0
-    for path in root_paths(parents):
+    for path in root_to_leaf_paths(parents):
         prefix = block_table if not paths else block_table[:shared]
         count = blocks_for(committed_len + len(path), block_size) - len(prefix)
         own, used = fresh[used : used + count], used + count

@@ -1,4 +1,4 @@
-"""Keys and values of layers with a sliding window; blocks before the window are freed."""
+"""A layer cache for layers with a sliding window. Blocks that the window has left are freed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,16 +12,16 @@ from paceline.kv_cache.full_attention import PagedCache, RowLayout
 from paceline.kv_cache.row_plan import Commit, RowPlan, blocks_for
 
 TRUNCATION_SLACK_ROWS = 128
-"""Rows before the window that are kept, so that a sequence can be truncated by as many."""
+"""How many rows before the window are kept, so that a sequence can be truncated by as many rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """The largest load of a cache. With a larger one, layers with a window may run out of blocks before the pool does.
+    """The maximum load for which layers with a sliding window have enough blocks.
 
     Attributes:
-        max_sequences: sequences longer than a window.
-        max_rows: rows of a pass, or of all shorter sequences together.
+        max_sequences: maximum number of sequences that are longer than a window.
+        max_rows: maximum rows of a pass, and of all sequences that are shorter than a window together.
     """
 
     max_sequences: int
@@ -29,16 +29,16 @@ class PassLimits:
 
 
 def num_window_blocks(window: int, num_blocks: int, limits: PassLimits | None, block_size: int) -> int:
-    """Return the blocks that window layers need if the cache has `num_blocks`; without limits the same number."""
+    """Return how many blocks layers with a window need if the cache has `num_blocks`; the same number if `limits` is None."""
     if limits is None:
         return num_blocks
-    per_sequence = blocks_for(window + TRUNCATION_SLACK_ROWS, block_size) + 2  # the first and the last block may be used in part
+    per_sequence = blocks_for(window + TRUNCATION_SLACK_ROWS, block_size) + 2  # + 2: the first and the last block may be partly used
     return min(num_blocks, limits.max_sequences * (per_sequence + 1) + blocks_for(limits.max_rows, block_size))
 
 
 @dataclass(slots=True)
 class _BlockTable:
-    """The blocks of one sequence, by index. It owns those from `first` to `end`."""
+    """The blocks of one sequence, by index. The sequence owns the blocks in [first, end)."""
 
     first: int = 0
     end: int = 0
@@ -53,14 +53,14 @@ class _BlockTable:
 
 
 class SlidingWindowCache(PagedCache):
-    """Like `FullAttentionCache`, for layers with one window. Each sequence has a block table of its own here.
+    """Keys and values of layers with the same sliding window. It has its own blocks, and its own block table for each sequence.
 
-    Full blocks can be shared by sequences with the same prefix, which rows in a ring buffer could not be. Blocks leave a table before they
-    are freed and enter it after they were allocated: an interrupt in between may leak some, and never allocates one twice.
+    Sequences with the same prefix share full blocks, which would be impossible with a ring buffer. A block is removed from a table before
+    it is freed, and added after it was allocated. So an interrupt may leak a block, but a block never has two uses.
 
     Args:
         storage, rows: as for `FullAttentionCache`.
-        window: rows that a row attends to, itself included.
+        window: number of rows that a row attends to, itself included.
         block_size: rows per block, as in the cache.
     """
 
@@ -72,18 +72,18 @@ class SlidingWindowCache(PagedCache):
         self._tables: dict[int, _BlockTable] = {}
 
     def table(self, sequence_id: int) -> NDArray[np.int32]:
-        """Return the block table of a sequence. Entries before its window belong to other sequences or are free."""
+        """Return the block table of a sequence. Its entries before the window are invalid."""
         table = self._tables[sequence_id]
         return table.blocks[: table.end]
 
     def copy_block(self, source: int, target: int) -> None:
-        """Do nothing: `source` and `target` are blocks of the cache, and this layer cache has blocks of its own."""
+        """Do nothing: these are blocks of the `KVCache`, but this layer cache has its own blocks."""
 
     def reserve(self, plan: RowPlan) -> None:
         """Allocate the blocks of the plan.
 
         Raises:
-            CapacityError: no blocks are left; nothing was changed.
+            CapacityError: too few blocks are free; nothing was changed.
         """
         table = self._tables.setdefault(plan.sequence_id, _BlockTable())
         missing = len(plan.paths[0].block_table) - table.end
@@ -96,7 +96,7 @@ class SlidingWindowCache(PagedCache):
         for source, target in commit.moves:
             self.copy_row((int(blocks[source // size]), source % size), (int(blocks[target // size]), target % size))
         self._truncate(table, blocks_for(commit.committed_len, size))
-        first = self._first_visible(commit.committed_len - TRUNCATION_SLACK_ROWS)
+        first = self._first_visible_block(commit.committed_len - TRUNCATION_SLACK_ROWS)
         if first > table.first:
             dropped, table.first = table.blocks[table.first : first].tolist(), first
             self.pool.release(dropped)
@@ -108,11 +108,11 @@ class SlidingWindowCache(PagedCache):
 
     def can_truncate(self, sequence_id: int, length: int) -> bool:
         table = self._tables.get(sequence_id)
-        return length == 0 or (table is not None and self._first_visible(length) >= table.first)
+        return length == 0 or (table is not None and self._first_visible_block(length) >= table.first)
 
-    def num_resumable(self, block_hashes: Sequence[BlockHash]) -> int:
+    def num_resumable_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         count = index = len(block_hashes)
-        while index > self._first_visible(count * self._size):
+        while index > self._first_visible_block(count * self._size):
             index -= 1
             if self.pool.find_block(block_hashes[index]) is None:
                 count = index
@@ -120,8 +120,8 @@ class SlidingWindowCache(PagedCache):
 
     def resume(self, sequence_id: int, length: int, block_hashes: Sequence[BlockHash]) -> None:
         table = self._tables.get(sequence_id)
-        if table is None or self._first_visible(length) < table.first:
-            self._match(sequence_id, length // self._size, block_hashes)
+        if table is None or self._first_visible_block(length) < table.first:
+            self._start_from_prefix(sequence_id, length // self._size, block_hashes)
             return
         self._truncate(table, blocks_for(length, self._size))
         if length % self._size:
@@ -141,14 +141,14 @@ class SlidingWindowCache(PagedCache):
     def release(self, sequence_id: int) -> None:
         table = self._tables.pop(sequence_id, None)
         if table is not None:
-            self.pool.release(table.blocks[table.first : table.end][::-1].tolist())  # the end of a text is evicted before its beginning
+            self.pool.release(table.blocks[table.first : table.end][::-1].tolist())  # last block first, so that it is evicted first
 
     def check(self) -> None:
         """Raise RuntimeError unless the pool matches the block tables."""
         self.pool.check(table.blocks[table.first : table.end].tolist() for table in self._tables.values())
 
-    def _first_visible(self, length: int) -> int:
-        """Return the index of the first block that rows from position `length` on may attend to."""
+    def _first_visible_block(self, length: int) -> int:
+        """Return the index of the first block that a row at position `length` attends to."""
         return max(0, length - self.window + 1) // self._size
 
     def _truncate(self, table: _BlockTable, end: int) -> None:
@@ -157,12 +157,12 @@ class SlidingWindowCache(PagedCache):
             table.end, table.first = end, min(table.first, end)
             self.pool.release(dropped)
 
-    def _match(self, sequence_id: int, count: int, block_hashes: Sequence[BlockHash]) -> None:
-        """Start a sequence with `count` registered blocks of another one."""
+    def _start_from_prefix(self, sequence_id: int, count: int, block_hashes: Sequence[BlockHash]) -> None:
+        """Start a sequence with the first `count` blocks of a cached prefix."""
         self.release(sequence_id)
         if count == 0:
             return
-        first = self._first_visible(count * self._size)
+        first = self._first_visible_block(count * self._size)
         table = _BlockTable(first, first, np.zeros(count + 8, np.int32))
         blocks = [block for block_hash in block_hashes[first:count] if (block := self.pool.find_block(block_hash)) is not None]
         if len(blocks) < count - first:
@@ -172,7 +172,7 @@ class SlidingWindowCache(PagedCache):
         self._tables[sequence_id] = table
 
     def _make_last_writable(self, table: _BlockTable) -> None:
-        """Copy the last block if other sequences own it too, else remove it from the index."""
+        """Copy the last block if other sequences own it as well, else remove it from the index."""
         block = int(table.blocks[table.end - 1])
         if self.pool.num_owners(block) > 1:
             (copy,) = self.pool.allocate(1)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import CheckpointError, shortened
-from paceline.model_directory import SAFETENSORS, without_model
+from paceline.model_directory import SAFETENSORS, no_model_error
 from paceline.models.containers.table import find_container
 from paceline.models.families.family import Family
 from paceline.models.families.table import find_family
@@ -199,7 +199,7 @@ def read_config(directory: Path) -> ModelConfig:
     read = read_json(path)
     if read is None:
         if not any(is_file(directory / name) for name in SAFETENSORS):
-            raise without_model(directory)
+            raise no_model_error(directory)
         raise CheckpointError(f"{path} is missing: a model directory needs config.json, tokenizer files and *.safetensors")
     values = text_model_fields(read)
     if has_conflicting_ties(read):

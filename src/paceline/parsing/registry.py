@@ -219,7 +219,7 @@ class OutputFormat:
         """
         try:
             template = "".join(tokenizer.template_source(has_tools=has_tools) for has_tools in (False, True))
-        except RequestError:  # no template: `Tokenizer.chat_text` refuses messages
+        except RequestError:  # no template: `Tokenizer.render_chat` refuses messages
             template = ""
         return cls.of_template(template, tool_call_parser, reasoning_parser)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from paceline.errors import CheckpointError, library_errors, memory_errors
+from paceline.errors import CheckpointError, convert_library_errors, convert_memory_errors
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, stored_bytes, stored_type
 from paceline.models.config import ModelConfig
 from paceline.models.gguf.file import open_gguf
@@ -74,7 +74,7 @@ class CheckpointFacts:
         }
 
 
-@memory_errors("the checkpoint's metadata")
+@convert_memory_errors("the checkpoint's metadata")
 def read_checkpoint_facts(path: Path, max_model_len: int | None = None) -> CheckpointFacts:
     """Read the facts of a checkpoint, and check its headers against its config.
 
@@ -110,7 +110,7 @@ def read_tokenizer(path: Path) -> TokenizerFacts | None:
     pieces = [""] * (max(known.vocabulary.values()) + 1)
     for piece, token_id in known.vocabulary.items():
         pieces[token_id] = piece
-    with library_errors(f"{path}: its tokenizer cannot encode a text; download it again", CheckpointError):
+    with convert_library_errors(f"{path}: its tokenizer cannot encode a text; download it again", CheckpointError):
         return TokenizerFacts(pieces, known.special_token_ids, backend.encode(SAMPLE_TEXT, add_special_tokens=False).ids)
 
 
@@ -124,7 +124,7 @@ def _backend(path: Path) -> Backend | None:
     content = read_small(path, TOKENIZER_BYTES)
     if content is None:
         return None
-    with library_errors(f"{path} cannot be read as a tokenizer; download the file again", CheckpointError):
+    with convert_library_errors(f"{path} cannot be read as a tokenizer; download the file again", CheckpointError):
         backend = Backend.from_str(content.decode("utf-8"))
         backend.no_padding()  # padding that the file asks for may have any length
         backend.no_truncation()

@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Quant, QuantOptions, cache_directory, copy_quant_options, draft_quant_options, weights_cache_bytes
+from paceline.config import Quantization, QuantOptions, cache_directory, draft_quant_options, lm_head_copy_options, weights_cache_bytes
 from paceline.drafters import HeadOptions, check_draft_adapter, prepare_one
 from paceline.drafters.block import BLOCK_KINDS
-from paceline.errors import PacelineError, memory_errors
-from paceline.hub import resolve
+from paceline.errors import PacelineError, convert_memory_errors
+from paceline.hub import resolve_model
 from paceline.machine import available_memory_bytes
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.read import read_adapter
@@ -54,7 +54,7 @@ class DoctorOptions:
     merge_adapter: str | None = None
     draft_adapter: str | None = None
     quantization: QuantOptions | None = None
-    draft_quantization: Quant = "auto"
+    draft_quantization: Quantization = "auto"
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     device: str = "auto"
@@ -165,7 +165,7 @@ def diagnose(question: DoctorOptions) -> Diagnosis:
     """
     found = Diagnosis(question.model)
     try:
-        path = resolve(question.model, gguf_file=question.gguf_file, offline=True)
+        path = resolve_model(question.model, gguf_file=question.gguf_file, offline=True)
         found.target = read_checkpoint_facts(path, question.max_model_len)
         if question.merge_adapter is not None:
             found.target, found.merged = with_merged(found.target, question.merge_adapter, question.quantization)
@@ -275,7 +275,7 @@ def with_merged(model: CheckpointFacts, directory: str, quantization: QuantOptio
 
 
 def _read_adapter(name: str, directory: Path, model: CheckpointFacts, read: Callable[..., Adapter]) -> Adapter:
-    with memory_errors(f"the adapter {name!r}", "use an adapter of a lower rank, or close programs"):
+    with convert_memory_errors(f"the adapter {name!r}", "use an adapter of a lower rank, or close programs"):
         return read(directory, name=name, config=model.config, weights=model.weights, memory_bytes=available_memory_bytes())
 
 
@@ -297,7 +297,7 @@ def examine_drafter(
             return DrafterDiagnosis(name if prepared is None else prepared.name)
         if prepared.head is not None:
             head, pair = check_head(
-                prepared.head, target, options, copy_quant_options(_draft_quant(target, question), question.quantization)
+                prepared.head, target, options, lm_head_copy_options(_draft_quant(target, question), question.quantization)
             )
             return DrafterDiagnosis(prepared.name, head=head, pair=pair)
         facts, adapter = read_checkpoint_facts(prepared.path, question.max_model_len), None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.config import BACKENDS
 from paceline.errors import BackendUnavailableError, ConfigError
-from paceline.installation import install_extra
+from paceline.installation import install_command
 
 
 def choose_device(device: str, backend: str) -> str:
@@ -23,7 +23,7 @@ def choose_device(device: str, backend: str) -> str:
         import torch
     except ImportError as error:
         if device == "cuda":
-            raise BackendUnavailableError(f"device 'cuda' needs torch: {install_extra('torch')}") from error
+            raise BackendUnavailableError(f"device 'cuda' needs torch: {install_command('torch')}") from error
         return "cpu"
     if torch.cuda.is_available():
         return "cuda"
@@ -47,7 +47,7 @@ def choose_backend(backend: str, device: str, *, notices: list[str]) -> str:
         raise ConfigError(f"backend is {backend!r}: use {', '.join(BACKENDS)}")
     chosen = _best_backend(device, notices) if backend == "auto" else backend
     if chosen == "torch" and not _has_torch():
-        raise BackendUnavailableError(f"backend 'torch' needs torch: {install_extra('torch')}, or use --backend native")
+        raise BackendUnavailableError(f"backend 'torch' needs torch: {install_command('torch')}, or use --backend native")
     return chosen
 
 
@@ -59,7 +59,7 @@ def _best_backend(device: str, notices: list[str]) -> str:
     if kernels_path() is not None:
         return "native"
     if not _has_torch():
-        raise BackendUnavailableError(f"there are no native kernels for this machine: {install_extra('torch')}")
+        raise BackendUnavailableError(f"there are no native kernels for this machine: {install_command('torch')}")
     notices.append("there are no native kernels for this machine: using torch")
     return "torch"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.config import QuantOptions
-from paceline.errors import BackendUnavailableError, CapacityError, ConfigError, memory_errors
+from paceline.errors import BackendUnavailableError, CapacityError, ConfigError, convert_memory_errors
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.adapter_file import adapter_files
 from paceline.models.adapters.merge import MergedWeights, merged_config
@@ -79,7 +79,7 @@ class LoadedNetwork:
     weight_bits: float
 
 
-@memory_errors("the model")
+@convert_memory_errors("the model")
 def load_runtime(path: Path, options: RuntimeOptions) -> LoadedNetwork:
     """Load a checkpoint.
 

@@ -156,7 +156,7 @@ class _Turn:
     def events(self, sample: int, text: str, output: RequestOutput | None) -> list[Event]:
         """Events of a sample's next text, and its end if `output` is given."""
         if sample not in self.samples:
-            self.samples[sample] = self.parser.stream(sample=sample, several=self.request.parallel_tool_calls)
+            self.samples[sample] = self.parser.stream_parser(sample=sample, parallel_tool_calls=self.request.parallel_tool_calls)
         stream = self.samples[sample]
         events = stream.push(text)
         if output is None:

@@ -8,8 +8,8 @@ from typing import Any
 from paceline import __version__
 from paceline.config import EngineConfig, quant_options
 from paceline.engine.loader import LoadedEngine
-from paceline.errors import ConfigError, PacelineError, memory_errors
-from paceline.hub import resolve
+from paceline.errors import ConfigError, PacelineError, convert_memory_errors
+from paceline.hub import resolve_model
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, stored_bytes, stored_type
 from paceline.models.config import ModelConfig
 from paceline.models.gguf.file import open_gguf
@@ -42,7 +42,7 @@ class ModelFacts:
     max_model_len: int
 
     @classmethod
-    @memory_errors("the checkpoint's metadata")
+    @convert_memory_errors("the checkpoint's metadata")
     def read(cls, engine: EngineConfig) -> "ModelFacts":
         """Read the headers of a model's files; it is downloaded if it is not on this machine.
 
@@ -50,7 +50,9 @@ class ModelFacts:
             CheckpointError: a file is missing, damaged or not one we run.
             ConfigError: `max_model_len` exceeds the model's maximum.
         """
-        path = resolve(engine.model, gguf_file=engine.gguf_file, revision=engine.revision, token=engine.hf_token, offline=engine.offline)
+        path = resolve_model(
+            engine.model, gguf_file=engine.gguf_file, revision=engine.revision, token=engine.hf_token, offline=engine.offline
+        )
         config = read_model_config(path).for_context(engine.max_model_len)
         if engine.max_model_len is not None and engine.max_model_len > config.max_positions:
             text = f"max_model_len is {engine.max_model_len}, and {engine.model} was made for {config.max_positions} tokens"

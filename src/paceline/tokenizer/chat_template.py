@@ -1,4 +1,4 @@
-"""Chat templates: untrusted Jinja programs that render a conversation as the text a model was trained on, in a process with limits."""
+"""Renders conversations with chat templates. These are untrusted Jinja programs, so they run in a process with limits."""
 
 import json
 import re
@@ -15,25 +15,25 @@ from paceline.isolated import Failure, IsolatedError, IsolatedFunction, Limits
 MEMORY_BYTES = 512 << 20
 """Address space of the rendering process."""
 CPU_SECONDS = 3
-"""Limit of CPU time for one conversation."""
+"""Maximum CPU time for one conversation."""
 WAIT_SECONDS = 10
-"""Limit of wall time for one conversation, on a machine that may be busy."""
+"""Maximum wall-clock time for one conversation; longer than the CPU time, because the machine may be busy."""
 
 _RENDERER = "paceline.tokenizer.template_process:renderer"
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _MISSING_FIELD = re.compile(r"'dict object' has no attribute '(\w+)'")
-"""Jinja's text about a field that a template reads and a message has not."""
+"""Jinja's error text if a template reads a field that a message does not have."""
 _DEFAULT_MAX_TOKENS = 1 << 17
-_CHARACTERS_PER_TOKEN = 32  # usual tokens have four or five characters, but one can be a long run of spaces
+_CHARACTERS_PER_TOKEN = 32  # most tokens have about five characters, but a token may be a long run of spaces
 _MIN_CHARACTERS = 1 << 16
 
 
 class ChatTemplate:
-    """Renders one template, in a process that starts with the first conversation and ends with this object.
+    """Renders conversations with one template, in a process that starts when it is first needed.
 
     Args:
         source: the Jinja template.
-        special_tokens: their texts by the name of the template's variable, such as `bos_token`.
+        special_tokens: values of template variables such as `bos_token`, by name.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -45,18 +45,18 @@ class ChatTemplate:
         """Check that the template compiles.
 
         Raises:
-            CheckpointError: it does not compile, or exceeds the limits.
-            BackendUnavailableError: no process can be started.
+            CheckpointError: the template does not compile, or compiling exceeds the limits.
+            BackendUnavailableError: the process cannot be started.
         """
         try:
             self.isolated.start()
         except IsolatedError as error:
             if error.failure is Failure.NOT_STARTED:
-                raise _not_started(error) from error
-            raise CheckpointError(f"the model's chat template cannot be compiled: {_reason(error)}; send plain prompts") from error
+                raise _not_started_error(error) from error
+            raise CheckpointError(f"the model's chat template cannot be compiled: {_error_reason(error)}; send plain prompts") from error
 
     def mentions(self, name: str) -> bool:
-        """Return whether the template's text contains the name of a variable. For `tools`, the older name `functions` counts too."""
+        """Return whether the template's text contains the name of a variable. "tools" also matches the older name "functions"."""
         if name == "tools" and re.search(r"\{\{-?\s*functions\b", self._source):
             return True
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
@@ -73,17 +73,16 @@ class ChatTemplate:
         """Render a conversation.
 
         Args:
-            tools: functions that may be called, in OpenAI's format.
+            tools: functions that the model may call, in OpenAI's format.
             options: further variables of the template.
-            max_model_len: largest number of tokens of a prompt; limits the length of the text (`max_rendered_chars`).
+            max_model_len: maximum number of tokens of a prompt, which limits the length of the text (`max_rendered_chars`).
 
         Raises:
             RequestError: the messages are invalid, or the template rejects them, fails or exceeds a limit.
-            BackendUnavailableError: no process can be started.
+            BackendUnavailableError: the process cannot be started.
         """
-        message_texts = [
-            _dump_json("messages", partial(_plain_message, message)) for message in messages
-        ]  # one JSON call for all messages would hold the GIL
+        # each message is encoded alone, because one call for a long conversation would hold the GIL for too long
+        message_texts = [_dump_json("messages", partial(_plain_message, message)) for message in messages]
         text = f"[{', '.join(message_texts)}]"
         tools_text, options_text = _dump_json("tools", lambda: list(tools) or None), _dump_json("options", lambda: options or {})
         num_input_chars = len(text) + (len(tools_text) if tools else 0) + (len(options_text) if options else 0)
@@ -97,17 +96,17 @@ class ChatTemplate:
             except IsolatedError as error:
                 if tools or error.error_type != "TypeError":
                     raise
-                rendered = self.isolated.run(f"{conversation}[]}}")  # some templates loop over `tools` without a check for None
+                rendered = self.isolated.run(f"{conversation}[]}}")  # some templates loop over `tools` even if it is None
         except CheckpointError as error:
             raise RequestError(str(error), parameter="messages") from error
         except IsolatedError as error:
             if error.failure is Failure.NOT_STARTED:
-                raise _not_started(error) from error
-            raise RequestError(f"the model's chat template rejects these messages: {_reason(error)}", parameter="messages") from error
+                raise _not_started_error(error) from error
+            raise RequestError(f"the model's chat template rejects these messages: {_error_reason(error)}", parameter="messages") from error
         return rendered
 
 
-def _reason(error: IsolatedError) -> str:
+def _error_reason(error: IsolatedError) -> str:
     if error.failure is not Failure.RAISED or error.error_type == "TemplateError":
         return str(error)
     if field := _MISSING_FIELD.fullmatch(str(error)):
@@ -116,17 +115,17 @@ def _reason(error: IsolatedError) -> str:
 
 
 def max_rendered_chars(num_input_chars: int, max_model_len: int | None) -> int:
-    """Return the largest length of a rendered text: twice the input, 32 characters for each token of the context, and a constant.
+    """Return the maximum length of a rendered text: twice its input, 32 characters per token of the context, and a constant.
 
     Args:
-        num_input_chars: length of the template's input as JSON.
-        max_model_len: None = 131,072 tokens.
+        num_input_chars: length of the conversation as JSON.
+        max_model_len: context length in tokens; None = 131,072.
     """
     return 2 * num_input_chars + _CHARACTERS_PER_TOKEN * (max_model_len or _DEFAULT_MAX_TOKENS) + _MIN_CHARACTERS
 
 
 def _plain_message(message: object) -> dict[str, Any]:
-    """Convert a message for templates: without keys whose value is None, and with the reasoning text under all its usual names.
+    """Remove keys with the value None from a message, and add its reasoning under the names that templates use.
 
     Source: transformers, `apply_chat_template`. Deviation: a tuple becomes a list.
     """
@@ -138,11 +137,7 @@ def _plain_message(message: object) -> dict[str, Any]:
 
 
 def _dump_json(name: str, make: Callable[[], object]) -> str:
-    """Return the result of `make` as JSON.
-
-    Raises:
-        RequestError: it cannot be written as JSON.
-    """
+    """Return the result of `make` as JSON. `name` is the parameter that a RequestError names."""
     try:
         return json.dumps(make(), default=_to_json_type)
     except (TypeError, ValueError, RecursionError) as error:
@@ -150,13 +145,13 @@ def _dump_json(name: str, make: Callable[[], object]) -> str:
 
 
 def _to_json_type(value: object) -> object:
-    """Convert a value that JSON lacks: mappings to dicts, NumPy numbers to Python's, anything else to the name of its type."""
+    """Convert a value that JSON does not support: a mapping to a dict, a NumPy number to a Python number, others to their type name."""
     if isinstance(value, Mapping):
         return dict(value)
     return value.item() if isinstance(value, np.generic) else f"<{type(value).__name__}>"
 
 
-def _not_started(error: IsolatedError) -> BackendUnavailableError:
+def _not_started_error(error: IsolatedError) -> BackendUnavailableError:
     return BackendUnavailableError(
         f"chat templates are rendered in a separate process, but {sys.executable!r} cannot be started ({error}): send plain prompts, or "
         "run paceline in a Python that can start processes"

@@ -1,8 +1,8 @@
-"""Encodes the texts of control tokens in a conversation as ordinary text, so that users cannot inject control tokens.
+"""Encodes the spelling of a control token in a message, such as "<|im_end|>", as ordinary text, so that users cannot inject such tokens.
 
-Before a chat template is rendered, one character of each such text is replaced by a placeholder. All control tokens in the rendered text
-are then the template's. They are replaced by marks, and the placeholders by the original characters. The result is encoded by a
-tokenizer whose only control tokens are the marks.
+Before a chat template is rendered, one character of each such spelling is replaced by a placeholder. All control tokens in the rendered
+text then come from the template. They are replaced by mark characters, and the placeholders by the original characters. This text is
+encoded by a tokenizer whose only control tokens are the marks. At last, the marks' ids are replaced by those of the control tokens.
 """
 
 import re
@@ -13,21 +13,21 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from paceline.errors import RequestError, library_errors
+from paceline.errors import RequestError, convert_library_errors
 
-_PRIVATE_USE = range(0xE000, 0xF900)  # one UTF-16 unit each, so that JSON escapes it as one \uXXXX
+_PRIVATE_USE = range(0xE000, 0xF900)  # Unicode characters without a meaning, which JSON escapes as a single \uXXXX
 _PRIVATE_USE_PATTERN = re.compile("[\ue000-\uf8ff]")
 _MAX_PATTERN_CHARS = 64
-_WINDOW = 1 << 16  # characters searched per regular expression call, which holds the GIL
-_MAX_CUT_ROUNDS = 8  # splitting a control token apart may create another one, so this is repeated
+_WINDOW = 1 << 16  # number of characters per call of a regular expression, which holds the GIL
+_MAX_CUT_ROUNDS = 8  # splitting the spelling of a control token may leave that of another one, so it is repeated
 
 
-class ControlTexts:
-    """Finds the texts of a tokenizer's control tokens, and encodes texts in which they are ordinary text.
+class ControlTokenEscaper:
+    """Finds the spellings of a tokenizer's control tokens in texts, and encodes them as ordinary text.
 
     Args:
         library: the tokenizer.
-        vocabulary: its pieces, whose characters are never placeholders.
+        vocabulary: pieces of the tokenizer. Their characters are not used as placeholders.
     """
 
     def __init__(self, library: Backend, vocabulary: Iterable[str]) -> None:
@@ -47,17 +47,17 @@ class ControlTexts:
         self._normalize: Callable[[str], str] | None = normalizer.normalize_str if is_normalized else None
 
     def escape(self, value: Any, *, others: Sequence[str], except_in: Mapping[int, Sequence[str]] | None = None) -> "Escaped":
-        """Return a copy of `value` with placeholders in the texts of control tokens.
+        """Return a copy of `value` with a placeholder in each spelling of a control token.
 
         Args:
-            value: a list of JSON values; keys of mappings are escaped too.
-            others: further texts whose characters cannot be placeholders, such as the template.
-            except_in: texts of control tokens that are not escaped, by index in `value`.
+            value: a list of JSON values. Keys of mappings are escaped as well.
+            others: further texts, such as the template, whose characters are not used as placeholders.
+            except_in: spellings that are not escaped, by index in `value`.
         """
         placeholders = _Placeholders(self._taken, [value, *others])
         if self._pattern is None:
             return Escaped(value, placeholders, is_needed=False)
-        parts = [self._copy(one, placeholders, tuple((except_in or {}).get(index, ()))) for index, one in enumerate(value)]
+        parts = [self._escape_copy(one, placeholders, tuple((except_in or {}).get(index, ()))) for index, one in enumerate(value)]
         return Escaped(parts, placeholders, is_needed=bool(placeholders.by_character) or self._has_lookalikes(value))
 
     def encode(self, escaped: "Escaped", text: str) -> list[int]:
@@ -66,13 +66,13 @@ class ControlTexts:
         Raises:
             RequestError: the tokenizer cannot encode the text.
         """
-        with library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
+        with convert_library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
             encoding = self._library.encode_batch([text], add_special_tokens=False)[0]
             marks = escaped.placeholders.take_unused(2)
             parts: list[str] = []
             marked_ids: list[int | None] = []
             end = 0
-            for index, token_id in enumerate(encoding.ids):  # one call for the offsets of all tokens would hold the GIL
+            for index, token_id in enumerate(encoding.ids):  # `encoding.offsets` would hold the GIL for too long
                 token = self._tokens.get(token_id)
                 if token is None:
                     continue
@@ -84,24 +84,24 @@ class ControlTexts:
             return self._encode_replacing_marks([*parts, escaped.restore(text[end:])], marked_ids, marks)
 
     def _encode_replacing_marks(self, parts: list[str], marked_ids: list[int | None], marks: str) -> list[int]:
-        """Encode texts and marks, with each mark replaced by a token id.
+        """Encode texts that are separated by mark characters, and replace the marks' ids.
 
         Args:
-            parts: texts, and marks as items of their own.
-            marked_ids: the token id of each mark; None = a mark that only separates two texts.
-            marks: the characters that are marks.
+            parts: texts and marks in order; a mark is an item of its own.
+            marked_ids: the token id that replaces each mark; None = the mark is only a separator.
+            marks: the mark characters.
         """
-        twin = self._without_control_tokens(marks)
-        mark_ids = {twin.token_to_id(mark) for mark in marks}
-        original_ids = {twin.token_to_id(token.content): self._added_ids[token.content] for token in self._ordinary}
+        tokenizer = self._without_control_tokens(marks)
+        mark_ids = {tokenizer.token_to_id(mark) for mark in marks}
+        original_ids = {tokenizer.token_to_id(token.content): self._added_ids[token.content] for token in self._ordinary}
         controls = self._tokens.keys() - original_ids.keys() - mark_ids - self._unknown_ids()
         for _ in range(_MAX_CUT_ROUNDS):
-            encoding = twin.encode_batch(["".join(parts)], add_special_tokens=False)[0]
+            encoding = tokenizer.encode_batch(["".join(parts)], add_special_tokens=False)[0]
             ids: list[int] = encoding.ids
             cuts = [encoding.token_to_chars(index) or (0, 0) for index, token_id in enumerate(ids) if token_id in controls]
             if not any(stop - start > 1 for start, stop in cuts):
                 break
-            parts, marked_ids = _cut("".join(parts), marked_ids, [start + 1 for start, _ in cuts], marks)
+            parts, marked_ids = _insert_marks("".join(parts), marked_ids, [start + 1 for start, _ in cuts], marks)
         found: list[int] = []
         next_marked = iter(marked_ids)
         for token_id in ids:
@@ -113,32 +113,34 @@ class ControlTexts:
         return found
 
     def _without_control_tokens(self, marks: str) -> Backend:
-        """Return a tokenizer with the marks as its only control tokens. It shares the model, so it takes no memory."""
-        twin = Backend(self._library.model)
+        """Return a tokenizer that shares the vocabulary and merges in memory, but whose only control tokens are the marks."""
+        tokenizer = Backend(self._library.model)
         if self._library.normalizer is not None:
-            twin.normalizer = self._library.normalizer
+            tokenizer.normalizer = self._library.normalizer
         if self._library.pre_tokenizer is not None:
-            twin.pre_tokenizer = self._library.pre_tokenizer
-        twin.add_tokens([*self._ordinary, *(AddedToken(mark, normalized=bool(index)) for index, mark in enumerate(marks))])
-        return twin
+            tokenizer.pre_tokenizer = self._library.pre_tokenizer
+        tokenizer.add_tokens([*self._ordinary, *(AddedToken(mark, normalized=bool(index)) for index, mark in enumerate(marks))])
+        return tokenizer
 
     def _unknown_ids(self) -> set[int | None]:
-        """Return the id of unknown characters. It is not a control token if the model itself uses it."""
+        """Return the id that the model encodes unknown characters as. It may be a control token, but must stay in encoded texts."""
         model = self._library.model
         piece = getattr(model, "unk_token", None)
         return {getattr(model, "unk_id", None), None if piece is None else self._library.token_to_id(piece)}
 
-    def _copy(self, value: Any, placeholders: "_Placeholders", kept: Sequence[str]) -> Any:
+    def _escape_copy(self, value: Any, placeholders: "_Placeholders", exempt: Sequence[str]) -> Any:
         if isinstance(value, str):
-            return self._escape_text(value, placeholders, kept)
+            return self._escape_text(value, placeholders, exempt)
         if isinstance(value, Mapping):
-            return {self._copy(key, placeholders, kept): self._copy(one, placeholders, kept) for key, one in value.items()}
+            return {
+                self._escape_copy(key, placeholders, exempt): self._escape_copy(one, placeholders, exempt) for key, one in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self._copy(one, placeholders, kept) for one in value]
+            return [self._escape_copy(one, placeholders, exempt) for one in value]
         return value
 
-    def _escape_text(self, text: str, placeholders: "_Placeholders", kept: Sequence[str]) -> str:
-        positions = sorted({*self._token_starts(text, kept), *self._partial_token_indices(text)})
+    def _escape_text(self, text: str, placeholders: "_Placeholders", exempt: Sequence[str]) -> str:
+        positions = sorted({*self._token_starts(text, exempt), *self._partial_token_indices(text)})
         if not positions:
             return text
         characters = list(text)
@@ -146,16 +148,16 @@ class ControlTexts:
             characters[position] = placeholders.replace(characters[position])
         return "".join(characters)
 
-    def _token_starts(self, text: str, kept: Sequence[str]) -> Iterator[int]:
-        """Yield the index of each control token's first character that is not a space, because templates strip spaces."""
+    def _token_starts(self, text: str, exempt: Sequence[str]) -> Iterator[int]:
+        """Yield for each spelling of a control token the index of its first character that is not a space: templates strip spaces."""
         assert self._pattern is not None
         for window in range(0, len(text), _WINDOW):
             for found in self._pattern.finditer(text, window, window + _WINDOW + self._longest):
-                if found.start() < window + _WINDOW and found[1] not in kept:
+                if found.start() < window + _WINDOW and found[1] not in exempt:
                     yield found.start() + len(found[1]) - len(found[1].lstrip())
 
     def _partial_token_indices(self, text: str) -> Iterator[int]:
-        """Yield indices at the ends of `text` where it may contain part of a control token that adjacent text completes."""
+        """Yield indices of parts of a spelling at the beginning or end of `text`, which adjacent text may complete."""
         for length in range(1, min(self._longest, len(text) + 1)):
             if text[-length:] in self._prefixes and not text[-length].isspace():
                 yield len(text) - length
@@ -163,18 +165,19 @@ class ControlTexts:
                 yield 0
 
     def _has_lookalikes(self, value: Any) -> bool:
-        """Return whether normalization makes a control token of a text, for example of full-width letters."""
+        """Return whether Unicode normalization turns a text, such as full-width letters, into the spelling of a control token."""
         if self._normalize is None or self._pattern is None:
             return False
         return any(self._pattern.search(self._normalize(text)) for text in strings_in(value) if not text.isascii())
 
 
 class Escaped:
-    """A value with placeholders.
+    """A copy of a value in which spellings of control tokens contain placeholders.
 
     Attributes:
-        value: the copy that contains the placeholders.
-        is_needed: whether a text rendered from it must be encoded by `ControlTexts.encode`.
+        value: the copy.
+        placeholders: the placeholders that were assigned.
+        is_needed: whether spellings were found, so that the rendered text must be encoded by `ControlTokenEscaper.encode`.
     """
 
     def __init__(self, value: Any, placeholders: "_Placeholders", *, is_needed: bool) -> None:
@@ -183,7 +186,7 @@ class Escaped:
         self.is_needed = is_needed
 
     def unescape_json(self, text: str) -> str:
-        """Replace placeholders written as \\uXXXX, as in ASCII JSON or Python's repr, by the characters."""
+        """Replace placeholders that the template wrote as \\uXXXX, as in ASCII JSON or Python's repr, by the placeholder characters."""
         for placeholder in self.placeholders.by_character.values():
             text = re.sub(rf"\\u{ord(placeholder):04x}", placeholder, text, flags=re.IGNORECASE)
         return text
@@ -194,7 +197,7 @@ class Escaped:
 
 
 class _Placeholders:
-    """Assigns placeholders: private-use characters that are neither in `taken` nor in `values`."""
+    """Assigns a private-use character to each replaced character. Characters in `taken` and `values` are not used."""
 
     def __init__(self, taken: set[str], values: Sequence[Any]) -> None:
         self._taken, self._values = taken, values
@@ -202,17 +205,13 @@ class _Placeholders:
         self.by_character: dict[str, str] = {}
 
     def replace(self, character: str) -> str:
-        """Return the placeholder of a character."""
+        """Return the placeholder for a character."""
         if character not in self.by_character:
             self.by_character[character] = self.take_unused(1)
         return self.by_character[character]
 
     def take_unused(self, count: int) -> str:
-        """Return `count` further private-use characters.
-
-        Raises:
-            RequestError: too few are left.
-        """
+        """Return `count` more private-use characters that are not used yet, or raise a RequestError if there are too few."""
         if self._free is None:
             found = {one for text in strings_in(self._values) for one in _PRIVATE_USE_PATTERN.findall(text)}
             taken = self._taken | found
@@ -224,7 +223,7 @@ class _Placeholders:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Yield every string in lists and mappings, including keys."""
+    """Yield every string in nested lists and mappings, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -236,15 +235,15 @@ def strings_in(value: Any) -> Iterator[str]:
             yield from strings_in(one)
 
 
-def _cut(text: str, marked_ids: Sequence[int | None], positions: Sequence[int], marks: str) -> tuple[list[str], list[int | None]]:
-    """Insert placeholders at positions that split control tokens; return the parts and the token ids of the placeholders."""
+def _insert_marks(text: str, marked_ids: Sequence[int | None], positions: Sequence[int], marks: str) -> tuple[list[str], list[int | None]]:
+    """Insert a separator mark at each of the positions; return the new parts and the token ids of their marks."""
     parts: list[str] = []
     ids: list[int | None] = []
-    given = iter(marked_ids)
+    remaining_ids = iter(marked_ids)
     start = 0
     for position in (*positions, len(text)):
         piece = text[start:position]
-        ids += [next(given) for character in piece if character in marks]
+        ids += [next(remaining_ids) for character in piece if character in marks]
         parts.append(piece)
         start = position
         if position < len(text):
@@ -254,7 +253,7 @@ def _cut(text: str, marked_ids: Sequence[int | None], positions: Sequence[int], 
 
 
 def _trie_pattern(texts: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest of `texts`. As a trie, it reads each character once for all of them."""
+    """Return a regular expression that matches the longest of `texts`. It has the form of a trie, so that matching takes linear time."""
     root: dict[str, Any] = {}
     for text in texts:
         node = root

@@ -1,4 +1,4 @@
-"""Opens the tokenizer files of a checkpoint directory with transformers, after a check of their sizes and contents."""
+"""Opens the tokenizer of a checkpoint directory with transformers, after checking the sizes and contents of its files."""
 
 import json
 import os
@@ -7,14 +7,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError, library_errors, shortened
-from paceline.model_directory import names_in
+from paceline.errors import CheckpointError, convert_library_errors, shortened
+from paceline.model_directory import list_directory
 from paceline.small_files import TOKENIZER_BYTES, check_small, is_file, read_json, read_small
 
 MAX_ADDED_ID = 1 << 21
-"""Upper bound of ids that tokenizer_config.json adds, because transformers allocates lists of that length."""
+"""Limit for token ids in tokenizer_config.json, because transformers allocates a list as long as the largest id."""
 
-_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".bpe", ".tiktoken", ".vocab")
 _TEMPLATES = "additional_chat_templates"
 
@@ -23,25 +23,25 @@ def open_pretrained(directory: Path) -> Any:
     """Open the tokenizer of a directory with transformers; Python code in the checkpoint is never run.
 
     Raises:
-        CheckpointError: there is no tokenizer, or it cannot be read.
+        CheckpointError: the directory contains no tokenizer, or it cannot be read.
     """
-    settings = _checked_settings(directory)
-    with library_errors(f"{directory} contains no readable tokenizer; it needs a complete tokenizer.json", CheckpointError):
-        with _without_advice():
-            kind = _tokenizer_class(directory, settings)
-        return kind.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    settings = _check_files(directory)
+    with convert_library_errors(f"{directory} contains no readable tokenizer; it needs a complete tokenizer.json", CheckpointError):
+        with _suppress_torch_warning():
+            tokenizer_class = _tokenizer_class(directory, settings)
+        return tokenizer_class.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
 
 
-def holds_template_file(directory: Path) -> bool:
-    """Return whether a directory has files that hold a chat template, without opening the tokenizer."""
+def has_template_file(directory: Path) -> bool:
+    """Return whether the files of a directory contain a chat template, without opening the tokenizer."""
     if any(is_file(directory / name) for name in ("chat_template.jinja", "chat_template.json")) or (directory / _TEMPLATES).is_dir():
         return True
     return bool((read_json(directory / "tokenizer_config.json", TOKENIZER_BYTES) or {}).get("chat_template"))
 
 
 @contextmanager
-def _without_advice() -> Iterator[None]:
-    """Silence the note of transformers that its models cannot run without torch; they are not used here."""
+def _suppress_torch_warning() -> Iterator[None]:
+    """Context manager: suppress the warning of transformers that its models need torch. We use only its tokenizers."""
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     if name in os.environ:
         yield
@@ -53,11 +53,11 @@ def _without_advice() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def _checked_settings(directory: Path) -> dict[str, Any]:
-    """Check all files that transformers may read; return tokenizer_config.json."""
+def _check_files(directory: Path) -> dict[str, Any]:
+    """Check all files that transformers may read; return the content of tokenizer_config.json."""
     folders = [directory, directory / _TEMPLATES] if (directory / _TEMPLATES).is_dir() else [directory]
     for folder in folders:
-        for name in names_in(folder):
+        for name in list_directory(folder):
             path = folder / name
             if path.suffix in _SUFFIXES and not path.is_dir():
                 check_small(path, TOKENIZER_BYTES)
@@ -68,17 +68,17 @@ def _checked_settings(directory: Path) -> dict[str, Any]:
     if kind is not None and not (isinstance(kind, str) and kind.isidentifier()):
         raise CheckpointError(f"{directory}: tokenizer_class is {shortened(kind)}, expected the name of a class; download it again")
     added = settings.get("added_tokens_decoder")
-    _check_added(added if isinstance(added, dict) else (), directory)
-    if added is None:  # transformers takes the added tokens from tokenizer.json
+    _check_added_ids(added if isinstance(added, dict) else (), directory)
+    if added is None:  # without this key, transformers reads the added tokens from tokenizer.json
         content = read_small(directory / "tokenizer.json", TOKENIZER_BYTES) or b""
-        with suppress(ValueError, RecursionError):  # the tokenizers library reports damaged JSON when it reads the file
+        with suppress(ValueError, RecursionError):  # the tokenizers library will raise an error for damaged JSON
             tokenizer = json.loads(content)
             _check_names(tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None, directory / "tokenizer.json")
     return settings
 
 
 def _check_names(values: object, path: Path) -> None:
-    """Check that no name has control characters, because the tokenizers library prints unknown names to the terminal."""
+    """Check that no key has control characters, because the tokenizers library prints unknown keys to the terminal."""
     level = [values]
     while level:
         names = [name for one in level if isinstance(one, dict) for name in one]
@@ -89,7 +89,7 @@ def _check_names(values: object, path: Path) -> None:
         level = [item for item in items if isinstance(item, dict | list)]
 
 
-def _check_added(ids: Iterable[object], directory: Path) -> None:
+def _check_added_ids(ids: Iterable[object], directory: Path) -> None:
     for token_id in ids:
         if not str(token_id).isdecimal() or len(str(token_id)) > 9 or int(str(token_id)) >= MAX_ADDED_ID:
             raise CheckpointError(
@@ -99,8 +99,8 @@ def _check_added(ids: Iterable[object], directory: Path) -> None:
 
 
 def _tokenizer_class(directory: Path, settings: dict[str, Any]) -> Any:
-    """Return the class that AutoTokenizer chooses. For common tokenizers it is known without it, which imports torch (seconds)."""
-    if settings.get("tokenizer_class") in _PLAIN_CLASSES and is_file(directory / "tokenizer.json"):
+    """Return the class to open a tokenizer with: for common tokenizers without AutoTokenizer, which takes seconds to import torch."""
+    if settings.get("tokenizer_class") in _GENERIC_CLASSES and is_file(directory / "tokenizer.json"):
         from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast

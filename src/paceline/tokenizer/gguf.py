@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF file describes in its metadata, built from parts of the `tokenizers` library.
+"""Builds the tokenizer that the metadata of a GGUF file describes, with the `tokenizers` library. It encodes texts as llama.cpp does.
 
-Three models occur in files of language models. Byte-level BPE ("gpt2") has stored merges and a named way to split text into words.
-SentencePiece BPE ("llama") has stored scores, from which the merges follow. "gemma4" is SentencePiece BPE with stored merges. The ids are
-those of llama.cpp.
+There are three kinds of tokenizers. "gpt2" is byte-level BPE; the file contains the merges and the name of a rule that splits text into
+words. "llama" is SentencePiece BPE; the file contains scores, from which the merges are derived. "gemma4" is SentencePiece BPE; the file
+contains the merges.
 """
 
 from collections import Counter
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from paceline.errors import CheckpointError, library_errors, shortened
+from paceline.errors import CheckpointError, convert_library_errors, shortened
 
 MAX_TOKENS = 1 << 20
 _MAX_MERGED_CHARACTERS = 1024
-_MAX_MERGE_WORK = 1 << 28  # limit of the sum of squared piece lengths, which the time to derive merges grows with
+_MAX_MERGE_WORK = 1 << 28  # limit for the sum of squared piece lengths, to which the time to derive merges is proportional
 _WAY_OUT = "use the model's safetensors directory, which holds tokenizer.json, or a newer conversion of it"
-# Texts of tokens that end an answer; some converters do not mark these tokens.
+# Texts of tokens that end an answer, because some GGUF files do not list these tokens as EOS, EOT or EOM.
 _END_TEXTS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"})
 _END_TEXTS |= {"<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<turn|>"}
 _TOOL_USE = "tool_use"
-_DUPLICATE = "\U0010fffd"  # appended to all but the last of several tokens with the same text; removed in decoding
+_DUPLICATE = "\U0010fffd"  # of several tokens with the same text, all but the last get this suffix, which decoding removes
 
 
 class _TokenType(IntEnum):
@@ -47,11 +47,11 @@ class GgufTokenizer:
     """The tokenizer of a GGUF file.
 
     Attributes:
-        backend: encodes and decodes; adds the BOS and EOS ids that the file requires.
-        named_tokens: texts of `bos_token`, `eos_token`, `unk_token` and `pad_token`, by name, if the file has them.
-        end_token_ids: ids that end an answer, ascending.
+        backend: the tokenizer, which also adds the BOS and EOS ids if the file requires them.
+        named_tokens: texts of `bos_token`, `eos_token`, `unk_token` and `pad_token`, as far as the file has them.
+        end_token_ids: ids that end an answer, in ascending order.
         chat_templates: Jinja sources by name; "default" is `tokenizer.chat_template`. Empty if the file has none.
-        notice: a line to show to the user; None = no notice.
+        notice: message to the user; None = no message.
     """
 
     backend: Backend
@@ -65,33 +65,33 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> GgufToke
     """Build the tokenizer that the metadata of a GGUF file describes.
 
     Args:
-        metadata: values by key; arrays as lists or numpy arrays.
+        metadata: values by key. Arrays are lists or numpy arrays.
         source: the file, for error texts.
 
     Raises:
-        CheckpointError: a value is absent, of the wrong type or out of range, or the kind of tokenizer is unknown.
+        CheckpointError: a value is missing or invalid, or the kind of tokenizer is unknown.
     """
-    fields = _Fields(metadata, source)
+    fields = _MetadataFields(metadata, source)
     kind = fields.text("model")
     if kind not in _BUILDERS:
         raise fields.error("model", kind, f"a kind this version cannot build (it knows {', '.join(map(repr, _BUILDERS))})")
     vocabulary = _Vocabulary.read(fields, is_sentencepiece=kind == "llama", may_repeat=kind == "gemma4")
     build = _BUILDERS[kind]
-    with library_errors(f"{source}: its tokenizer cannot be built; {_WAY_OUT}", CheckpointError):
+    with convert_library_errors(f"{source}: its tokenizer cannot be built; {_WAY_OUT}", CheckpointError):
         backend, add_bos, notice = build(fields, vocabulary)
         backend.add_tokens(_added_tokens(fields, vocabulary, is_sentencepiece=kind == "llama"))
-        backend.post_processor = _bos_and_eos(fields, vocabulary, add_bos=add_bos)
+        backend.post_processor = _bos_eos_processor(fields, vocabulary, add_bos=add_bos)
     return GgufTokenizer(backend, vocabulary.named_tokens(), vocabulary.end_token_ids(), _chat_templates(fields), notice)
 
 
 @dataclass(frozen=True, slots=True)
-class _Fields:
-    """Typed access to the metadata of a file; errors have the file, the key and the value.
+class _MetadataFields:
+    """Reads the metadata of a file and checks the types of values. Error texts contain the file, the key and the value.
 
-    A name without a dot is a key below `tokenizer.ggml.`; chat templates are below `tokenizer.`.
+    The methods take a key without its prefix: "tokenizer." for chat templates, "tokenizer.ggml." for other names without a dot.
 
     Attributes:
-        values: by key; arrays as lists or numpy arrays.
+        values: the metadata by key. Arrays are lists or numpy arrays.
         source: the file.
     """
 
@@ -107,7 +107,7 @@ class _Fields:
     def error(self, name: str, value: object, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: {self.full_key(name)} is {shortened(value)}, {problem}; {_WAY_OUT}")
 
-    def missing(self, name: str) -> CheckpointError:
+    def missing_error(self, name: str) -> CheckpointError:
         return CheckpointError(f"{self.source} has no {self.full_key(name)}, so it holds no tokenizer we can read; {_WAY_OUT}")
 
     def get(self, name: str) -> Any:
@@ -117,7 +117,7 @@ class _Fields:
         value = self.get(name)
         value = default if value is None else value
         if value is None:
-            raise self.missing(name)
+            raise self.missing_error(name)
         if not isinstance(value, str) or not _is_unicode(value):
             raise self.error(name, value, "not a text in UTF-8")
         return value
@@ -130,7 +130,7 @@ class _Fields:
         return value
 
     def array(self, name: str) -> list[Any] | None:
-        """Return the items of an array as Python values; None if it is absent."""
+        """Return the items of an array as Python values; None = the file does not have it."""
         value = self.get(name)
         if value is None:
             return None
@@ -140,14 +140,10 @@ class _Fields:
         return list(value)
 
     def required_strings(self, name: str) -> list[str]:
-        """Return an array of strings.
-
-        Raises:
-            CheckpointError: it is absent, or an item is not a string in UTF-8.
-        """
+        """Return an array that must exist and contain only strings in UTF-8."""
         items = self.array(name)
         if items is None:
-            raise self.missing(name)
+            raise self.missing_error(name)
         try:
             "".join(items).encode("utf-8")
         except (TypeError, UnicodeEncodeError):
@@ -155,8 +151,8 @@ class _Fields:
             raise self.error(f"{name}[{index}]", items[index], "not a text in UTF-8") from None
         return items
 
-    def one_per_token(self, name: str, num_tokens: int, kinds: str) -> NDArray[Any] | None:
-        """Return an array with a number for each token, of a numpy dtype kind in `kinds`; None if it is absent."""
+    def number_per_token(self, name: str, num_tokens: int, kinds: str) -> NDArray[Any] | None:
+        """Return an array with a number for each token; None = the file does not have it. `kinds` are the allowed numpy dtype kinds."""
         items = self.array(name)
         if items is None:
             return None
@@ -164,7 +160,7 @@ class _Fields:
             raise self.error(name, f"{len(items)} values", f"but there are {num_tokens} tokens")
         try:
             numbers = np.asarray(items)
-        except ValueError:  # lists of several lengths
+        except ValueError:  # the items are lists of different lengths
             numbers = np.empty(0, dtype=object)
         if numbers.dtype.kind not in kinds or numbers.shape != (num_tokens,):
             raise self.error(name, items, "not an array of numbers of its kind")
@@ -181,7 +177,7 @@ class _Fields:
 
 
 def _is_unicode(text: str) -> bool:
-    # Bytes that are not UTF-8 were read as half surrogate pairs, which cannot be encoded.
+    # When the file was read, bytes that are not UTF-8 became halves of surrogate pairs, which cannot be encoded.
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -189,12 +185,12 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _chat_templates(fields: _Fields) -> dict[str, str]:
-    """Return the default template and those listed in `tokenizer.chat_templates`, such as "tool_use"."""
+def _chat_templates(fields: _MetadataFields) -> dict[str, str]:
+    """Return the default chat template, and those with a name, such as "tool_use"."""
     found = {"default": fields.text("chat_template", "")}
     for name in fields.required_strings("chat_templates") if fields.get("chat_templates") is not None else ():
         found[name] = fields.text(f"chat_template.{name}", "")
-    found.setdefault(_TOOL_USE, fields.text(f"chat_template.{_TOOL_USE}", ""))  # not listed in some files
+    found.setdefault(_TOOL_USE, fields.text(f"chat_template.{_TOOL_USE}", ""))  # some files do not list it in `tokenizer.chat_templates`
     return {name: source for name, source in found.items() if source}
 
 
@@ -203,20 +199,20 @@ class _Vocabulary:
     """The tokens of a file.
 
     Attributes:
-        tokens, types: by id, without unused ids at the end.
-        roles: id by role, such as "eos".
-        num_stored: number of ids with the unused ones.
+        tokens, types: text and type of each id, without unused ids at the end.
+        roles: token id by role, such as "eos".
+        num_ids_in_file: number of ids in the file, unused ids included.
     """
 
     tokens: list[str]
     types: list[int]
     roles: dict[str, int]
-    num_stored: int
+    num_ids_in_file: int
 
     @classmethod
-    def read(cls, fields: _Fields, *, is_sentencepiece: bool, may_repeat: bool) -> "_Vocabulary":
+    def read(cls, fields: _MetadataFields, *, is_sentencepiece: bool, may_repeat: bool) -> "_Vocabulary":
         tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.required_strings("tokens"))]
-        if may_repeat:  # of several ids with the same text, only the last one is used for encoding
+        if may_repeat:  # of several ids with the same text, encoding uses only the last one
             last = {token: index for index, token in enumerate(tokens)}
             tokens = [token if last[token] == index else f"{token}{_DUPLICATE}" for index, token in enumerate(tokens)]
         if not tokens:
@@ -230,7 +226,7 @@ class _Vocabulary:
             token_id = fields.token_id(f"{role}_token_id", len(tokens), defaults.get(role))
             if token_id is not None:
                 roles[role] = token_id
-        # Weight matrices may have more rows than the vocabulary. Converters add unused tokens for them, which must never be generated.
+        # If weight matrices have more rows than the vocabulary, converters add unused tokens, which must never be generated.
         used = len(tokens)
         while used and types[used - 1] == _TokenType.UNUSED and used - 1 not in roles.values():
             used -= 1
@@ -240,8 +236,8 @@ class _Vocabulary:
         return cls(tokens[:used], types[:used], roles, len(tokens))
 
     @staticmethod
-    def _types(fields: _Fields, num_tokens: int) -> list[int]:
-        types = fields.one_per_token("token_type", num_tokens, "iu")
+    def _types(fields: _MetadataFields, num_tokens: int) -> list[int]:
+        types = fields.number_per_token("token_type", num_tokens, "iu")
         if types is None:
             return [int(_TokenType.NORMAL)] * num_tokens
         wrong = np.flatnonzero((types < _TokenType.UNDEFINED) | (types > _TokenType.BYTE))
@@ -261,19 +257,19 @@ class _Vocabulary:
         ends = {self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles}
         by_text = {token: index for index, token in enumerate(self.tokens) if token in _END_TEXTS and self.types[index] in _ADDED}
         if {"<|return|>", "<|call|>"} <= set(by_text):
-            by_text.pop("<|end|>", None)  # in gpt-oss <|end|> ends one of several messages of an answer
+            by_text.pop("<|end|>", None)  # in gpt-oss, an answer consists of several messages, each of which ends with <|end|>
         return tuple(sorted(ends | set(by_text.values())))
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitRule:
     """How byte-level BPE splits text into words before merging.
 
     Attributes:
-        patterns: regular expressions (Oniguruma), applied in order to the pieces of the previous one. Text between matches is a piece.
-        ignore_merges: whether a word in the vocabulary becomes that token regardless of merges.
-        add_bos: whether a BOS id comes before a text if the file does not specify it.
-        is_nfc: whether text is normalised to NFC first.
+        patterns: regular expressions (Oniguruma). Each splits the parts from the previous one into its matches and the text between them.
+        ignore_merges: whether a word that is in the vocabulary becomes one token without applying merges.
+        add_bos: whether a BOS id is added before a text, unless the file specifies it.
+        is_nfc: whether text is first normalised to Unicode NFC.
     """
 
     patterns: tuple[str, ...]
@@ -290,7 +286,7 @@ _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
 _LLAMA3 = _ANY_CASE + r"\p{N}{1,3}" + _OTHERS
 _QWEN2 = _ANY_CASE + r"\p{N}" + _OTHERS
 _QWEN35 = f"(?i:{_SUFFIXES})" + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
-# _LOWER: upper-case letters, then lower-case ones. _UPPER: the same, but the lower-case letters may be missing.
+# _LOWER: any number of upper-case letters, then at least one lower-case letter. _UPPER: at least one upper-case letter, then lower-case.
 _LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
@@ -301,31 +297,31 @@ _HAN_AND_KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+"
 _HAN_AND_MORE = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
 _THREE_DIGITS = "[0-9][0-9][0-9]"
 
-DEFAULT_SPLIT = Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS))
-"""Used if the file has no `tokenizer.ggml.pre`."""
+DEFAULT_SPLIT = SplitRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS))
+"""The rule for files without `tokenizer.ggml.pre`."""
 
 _SPLITS_BY_NAMES = {
     "default": DEFAULT_SPLIT,
-    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": Split((_LLAMA3,), ignore_merges=True, add_bos=True),
-    "dbrx smaug-bpe glm4 chatglm-bpe": Split((_LLAMA3,)),
-    "qwen2": Split((_QWEN2,), is_nfc=True),
-    "stablelm2 deepseek-r1-qwen hunyuan solar-open megrez grok-2": Split((_QWEN2,)),
-    "qwen35": Split((_QWEN35,), is_nfc=True),
-    "gpt-2 mpt olmo jais phi-2 trillion granite-docling": Split((_GPT2,)),
-    "starcoder refact command-r smollm codeshell exaone": Split((r"\p{N}", _GPT2)),
-    "tekken": Split((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-4o llama4 minimax-m2": Split((_O200K,)),
-    "deepseek-v3 hunyuan-dense joyai-llm": Split((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3)),
-    "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_MORE, r"\p{N}")),
-    "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": SplitRule((_LLAMA3,), ignore_merges=True, add_bos=True),
+    "dbrx smaug-bpe glm4 chatglm-bpe": SplitRule((_LLAMA3,)),
+    "qwen2": SplitRule((_QWEN2,), is_nfc=True),
+    "stablelm2 deepseek-r1-qwen hunyuan solar-open megrez grok-2": SplitRule((_QWEN2,)),
+    "qwen35": SplitRule((_QWEN35,), is_nfc=True),
+    "gpt-2 mpt olmo jais phi-2 trillion granite-docling": SplitRule((_GPT2,)),
+    "starcoder refact command-r smollm codeshell exaone": SplitRule((r"\p{N}", _GPT2)),
+    "tekken": SplitRule((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "gpt-4o llama4 minimax-m2": SplitRule((_O200K,)),
+    "deepseek-v3 hunyuan-dense joyai-llm": SplitRule((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3)),
+    "deepseek-coder": SplitRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_MORE, r"\p{N}")),
+    "falcon": SplitRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
 }
 
 SPLITS = {name: split for names, split in _SPLITS_BY_NAMES.items() for name in names.split()}
-"""By the name in `tokenizer.ggml.pre`."""
+"""Rule by the name in `tokenizer.ggml.pre`."""
 
 
-def _byte_level(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
-    """Build byte-level BPE; return it, whether a BOS id comes before a text by default, and a notice."""
+def _build_byte_level(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
+    """Build byte-level BPE; return it, whether a BOS id is added to texts by default, and a message to the user."""
     name = fields.text("pre", "")
     split = SPLITS.get(name) if name else DEFAULT_SPLIT
     if split is None:
@@ -343,7 +339,7 @@ def _byte_level(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Backend, bool
     return backend, split.add_bos, notice
 
 
-def _stored_merges(fields: _Fields, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+def _stored_merges(fields: _MetadataFields, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     merges = []
     for index, merge in enumerate(fields.required_strings("merges")):
         left, _, right = merge.partition(" ")
@@ -353,8 +349,8 @@ def _stored_merges(fields: _Fields, ids: Mapping[str, int]) -> list[tuple[str, s
     return merges
 
 
-def _sentencepiece_lines(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
-    """Build SentencePiece BPE with stored merges. Lines and runs of line ends are encoded separately."""
+def _build_gemma4(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
+    """Build SentencePiece BPE with stored merges. Text is split at runs of newlines before it is encoded."""
     ids, unknown = vocabulary.ids(), vocabulary.named_tokens().get("unk_token")
     merges = _stored_merges(fields, ids)
     backend = Backend(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True, ignore_merges=True))
@@ -365,8 +361,8 @@ def _sentencepiece_lines(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Back
     return backend, True, None
 
 
-def _sentencepiece(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
-    """Build SentencePiece BPE, whose merges follow from scores."""
+def _build_sentencepiece(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
+    """Build SentencePiece BPE, whose merges are derived from scores."""
     merges = _merges_by_score(fields, vocabulary)
     unknown = vocabulary.named_tokens().get("unk_token")
     backend = Backend(models.BPE(vocabulary.ids(), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
@@ -378,18 +374,18 @@ def _sentencepiece(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Backend, b
     return backend, True, None
 
 
-_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece_lines}
+_BUILDERS = {"gpt2": _build_byte_level, "llama": _build_sentencepiece, "gemma4": _build_gemma4}
 
 
-def _merges_by_score(fields: _Fields, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that concatenate to a token, those with the best score first.
+def _merges_by_score(fields: _MetadataFields, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return the merges: all pairs of tokens whose concatenation is a token, in order of the score of that token.
 
-    If two pairs for the same token overlap in a text, the left one must be merged. They overlap only if the token is periodic with
-    period `len(left)`. Such pairs therefore come first, the shortest period first.
+    If several pairs give the same token, those whose merged text can overlap itself come first: if `right` is a prefix of the token, as in
+    "a" + "aa", the left one of two overlapping occurrences must be merged. Of these pairs, the shortest `left` comes first.
     """
-    stored = fields.one_per_token("scores", vocabulary.num_stored, "fiu")
+    stored = fields.number_per_token("scores", vocabulary.num_ids_in_file, "fiu")
     if stored is None:
-        raise fields.missing("scores")
+        raise fields.missing_error("scores")
     wrong = np.flatnonzero(~np.isfinite(stored))
     if wrong.size:
         raise fields.error(f"scores[{wrong[0]}]", float(stored[wrong[0]]), "not a finite number")
@@ -414,10 +410,10 @@ def _merges_by_score(fields: _Fields, vocabulary: _Vocabulary) -> list[tuple[str
     return [(left, right) for *_, left, right in found]
 
 
-def _added_tokens(fields: _Fields, vocabulary: _Vocabulary, *, is_sentencepiece: bool) -> list[AddedToken]:
-    """Return the tokens that are split off a text before anything else is done with it."""
+def _added_tokens(fields: _MetadataFields, vocabulary: _Vocabulary, *, is_sentencepiece: bool) -> list[AddedToken]:
+    """Return the tokens that are recognised in a text before it is split into words, such as control tokens."""
     name = fields.text("general.name", "").lower()
-    # GGUF files do not state it: these models were trained without the whitespace after most special tokens.
+    # Phi-3 was trained without whitespace after most special tokens. GGUF files do not contain this setting.
     is_phi3 = is_sentencepiece and (fields.text("general.architecture", "") == "phi3" or "phi-3" in name or "phi3" in name)
     ends = {vocabulary.roles[role] for role in ("bos", "eos", "eot", "eom") if role in vocabulary.roles}
     added = []
@@ -429,8 +425,8 @@ def _added_tokens(fields: _Fields, vocabulary: _Vocabulary, *, is_sentencepiece:
     return added
 
 
-def _bos_and_eos(fields: _Fields, vocabulary: _Vocabulary, *, add_bos: bool) -> processors.TemplateProcessing:
-    """Return a post-processor that adds the BOS id before and the EOS id after a text, as the file requires."""
+def _bos_eos_processor(fields: _MetadataFields, vocabulary: _Vocabulary, *, add_bos: bool) -> processors.TemplateProcessing:
+    """Return a post-processor that adds a BOS id before a text and an EOS id after it, if the file requires them."""
     bos, eos = vocabulary.roles.get("bos"), vocabulary.roles.get("eos")
     before = bos if fields.flag("add_bos_token", default=add_bos) else None
     after = eos if fields.flag("add_eos_token", default=False) else None

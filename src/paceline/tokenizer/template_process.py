@@ -1,6 +1,4 @@
-"""The program of the process in which `chat_template.py` renders chat templates. It imports nothing of paceline, and of other packages
-only jinja2.
-"""
+"""The functions that run in the process in which `chat_template.py` renders chat templates. To start fast, it imports only jinja2."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -17,23 +15,23 @@ from jinja2.utils import Namespace
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks text of the model for training; it is rendered as its body."""
+    """Supports the tag `{% generation %}`, which marks the model's text for training. It is rendered as its content."""
 
     tags = {"generation"}  # noqa: RUF012  # type of jinja2's attribute
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("body_of"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("render_content"), [], [], body).set_lineno(line)
 
-    def body_of(self, caller: Callable[[], str]) -> str:
+    def render_content(self, caller: Callable[[], str]) -> str:
         return caller()
 
 
 class PublicNamespace(Namespace):
-    """Jinja's `namespace` without names that begin with an underscore, through which templates could leave the sandbox."""
+    """Jinja's `namespace` that rejects names with a leading underscore, because templates could escape from the sandbox with them."""
 
-    def __init__(*arguments: Any, **values: Any) -> None:  # without a parameter `self`, which a template may use as a name
+    def __init__(*arguments: Any, **values: Any) -> None:  # no parameter `self`: a template may use that name
         own, *given = arguments
         values = dict(*given, **values)
         for name in values:
@@ -45,8 +43,8 @@ class PublicNamespace(Namespace):
         Namespace.__setitem__(self, name, value)
 
 
-class DictMaker:
-    """Jinja's `dict(...)` without the other attributes of the type."""
+class RestrictedDict:
+    """Jinja's `dict(...)`, but without the other attributes of the type `dict`."""
 
     def __call__(self, *arguments: Any, **values: Any) -> dict[Any, Any]:
         return dict(*arguments, **values)
@@ -59,20 +57,20 @@ def renderer(source: str) -> Callable[[dict[str, Any]], str]:
     """Return the function that renders a template.
 
     Raises:
-        TemplateError: it does not compile.
+        TemplateError: the template does not compile.
     """
     return partial(render, compile_template(source))
 
 
 def compile_template(source: str) -> Template:
-    """Compile a template in the environment of transformers; a test compares rendered texts with those of transformers.
+    """Compile a template with the same Jinja settings and functions as in transformers.
 
-    Source: transformers, `apply_chat_template`. Deviations: templates may modify their lists, as that of Kimi K2 does, because the lists
-    are copies; and `tojson` takes generators, as in llama.cpp.
+    Source: transformers, `apply_chat_template`. Deviations: templates may modify lists, which are copies here, because that of Kimi K2
+    does; and `tojson` accepts generators, as in llama.cpp.
     """
     environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
     environment.filters["tojson"] = to_json
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, dict=DictMaker(), namespace=PublicNamespace)
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, dict=RestrictedDict(), namespace=PublicNamespace)
     return environment.from_string(source)
 
 
@@ -85,12 +83,12 @@ def strftime_now(layout: str) -> str:
 
 
 def to_json(value: Any, *arguments: Any, **options: Any) -> str:
-    """Return JSON without Jinja's HTML escapes; positional options are in the order of transformers' `tojson`."""
+    """Replace Jinja's filter `tojson`, which would escape HTML. Positional arguments are in the order of transformers' `tojson`."""
     names = ("ensure_ascii", "indent", "separators", "sort_keys")
-    return json.dumps(value, **{"ensure_ascii": False, "default": _generator_items, **dict(zip(names, arguments, strict=False)), **options})
+    return json.dumps(value, **{"ensure_ascii": False, "default": _generator_list, **dict(zip(names, arguments, strict=False)), **options})
 
 
-def _generator_items(value: object) -> object:
+def _generator_list(value: object) -> object:
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not a JSON value")
@@ -100,16 +98,16 @@ def render(template: Template, conversation: dict[str, Any]) -> str:
     """Render a conversation.
 
     Args:
-        conversation: messages, tools, options, add_generation_prompt, special_tokens and max_chars.
+        conversation: a mapping with messages, tools, options, add_generation_prompt, special_tokens and max_chars.
 
     Raises:
-        TemplateError: the text exceeds `max_chars`.
+        TemplateError: the rendered text is longer than `max_chars`.
     """
     limit, length = conversation["max_chars"], 0
     parts: list[str] = []
     given = {name: conversation[name] for name in ("messages", "tools", "add_generation_prompt")} | {"documents": None}
-    older = {"functions": to_json(conversation["tools"] or [], indent=2), "datetime": strftime_now("%b %d %Y %H:%M:%S")}  # llama.cpp's
-    for part in template.generate(**{**older, **conversation["special_tokens"], **conversation["options"], **given}):
+    llama_cpp_names = {"functions": to_json(conversation["tools"] or [], indent=2), "datetime": strftime_now("%b %d %Y %H:%M:%S")}
+    for part in template.generate(**{**llama_cpp_names, **conversation["special_tokens"], **conversation["options"], **given}):
         parts.append(part)
         length += len(part)
         if length > limit:

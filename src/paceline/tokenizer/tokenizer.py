@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: encodes texts and conversations, and decodes tokens, also one at a time as a model generates them."""
+"""The tokenizer of a checkpoint. It encodes texts, renders conversations, and decodes tokens all at once or one by one."""
 
 import re
 from codecs import utf_8_decode
@@ -7,28 +7,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError, RequestError, library_errors, memory_errors, shortened
+from paceline.errors import CheckpointError, RequestError, convert_library_errors, convert_memory_errors, shortened
 from paceline.tokenizer.backend import TokenizerBackend
 from paceline.tokenizer.chat_template import ChatTemplate
-from paceline.tokenizer.control_text import ControlTexts
-from paceline.tokenizer.files import holds_template_file, open_pretrained
+from paceline.tokenizer.control_text import ControlTokenEscaper
+from paceline.tokenizer.files import has_template_file, open_pretrained
 from paceline.tokenizer.gguf import GgufTokenizer, read_gguf_tokenizer
 
 _MAX_WINDOW_TOKENS = 32
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-"""A piece for one byte of a character that is not in the vocabulary."""
+"""A byte piece: it stands for one byte of a character that is not in the vocabulary."""
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint.
 
     Attributes:
-        vocab_size: the largest id + 1; a model's weight matrices may have more rows.
+        vocab_size: the largest id + 1. A model's weight matrices may have more rows.
         special_token_ids: ids of control tokens.
-        end_token_ids: ids that end an answer, if the tokenizer specifies them, as that of a GGUF file does.
-        notices: lines to show to the user.
+        end_token_ids: ids that end an answer; empty unless the tokenizer comes from a GGUF file.
+        notices: messages to the user, one line each.
     """
 
     def __init__(self, pretrained: Any, *, end_token_ids: Sequence[int] = (), notices: Sequence[str] = ()) -> None:
@@ -42,13 +42,13 @@ class Tokenizer:
         self._rendered: dict[tuple[str, tuple[str, ...]], bool] = {}
 
     @classmethod
-    @memory_errors("the tokenizer")
+    @convert_memory_errors("the tokenizer")
     def open(cls, directory: Path) -> "Tokenizer":
         """Open the tokenizer of a checkpoint directory or a GGUF file; Python code in a checkpoint is never run.
 
         Raises:
             CheckpointError: there is no tokenizer, or it cannot be read.
-            CapacityError: it does not fit in memory.
+            CapacityError: the tokenizer does not fit in memory.
         """
         if directory.suffix.lower() == ".gguf" and not directory.is_dir():
             from paceline.models.gguf.file import open_gguf
@@ -64,47 +64,47 @@ class Tokenizer:
         """Build the tokenizer that the metadata of a GGUF file describes; `source` is the file, for error texts.
 
         Raises:
-            CheckpointError: the metadata describe no known kind of tokenizer.
+            CheckpointError: the metadata are invalid, or the kind of tokenizer is unknown.
         """
         parts = read_gguf_tokenizer(metadata, source)
-        return cls(_GgufPretrained(parts), end_token_ids=parts.end_token_ids, notices=[parts.notice] if parts.notice else [])
+        return cls(_PretrainedFromGguf(parts), end_token_ids=parts.end_token_ids, notices=[parts.notice] if parts.notice else [])
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text; special tokens in it become their ids.
+        """Encode a text. The spelling of a special token in it is encoded as that token.
 
         Raises:
             RequestError: the tokenizer cannot encode the text.
         """
         if half := _SURROGATE.search(text):
             raise RequestError(f"the text contains {half[0]!r}, half of a surrogate pair and not a character: send text without it")
-        with library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
+        with convert_library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
             ids: list[int] = self._pretrained.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
 
     @cached_property
     def max_piece_chars(self) -> int:
-        """Characters of the longest piece; a text has at least its length divided by this many tokens."""
+        """Number of characters of the longest piece. A text of N characters therefore has at least N / max_piece_chars tokens."""
         return max(map(len, self._backend.vocabulary))
 
     @cached_property
-    def control_texts(self) -> ControlTexts:
-        """Finds control tokens in texts, and encodes texts in which they are ordinary text."""
-        return ControlTexts(self._pretrained.backend_tokenizer, self._backend.vocabulary)
+    def control_token_escaper(self) -> ControlTokenEscaper:
+        """Finds spellings of control tokens in texts, and encodes them as ordinary text."""
+        return ControlTokenEscaper(self._pretrained.backend_tokenizer, self._backend.vocabulary)
 
     def encode_as_text(self, text: str) -> list[int]:
-        """Encode a text in which the texts of control tokens are ordinary text; errors as for `encode`."""
-        escaped = self.control_texts.escape([text], others=[])
+        """Encode a text. The spelling of a control token in it is encoded as ordinary text. Errors as for `encode`."""
+        escaped = self.control_token_escaper.escape([text], others=[])
         if not escaped.is_needed:
             return self.encode(text, add_special_tokens=False)
-        return self.control_texts.encode(escaped, escaped.unescape_json(escaped.value[0]))
+        return self.control_token_escaper.encode(escaped, escaped.unescape_json(escaped.value[0]))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Decode ids; ids outside the vocabulary are skipped.
+        """Return the text of token ids. Ids outside the vocabulary are skipped.
 
-        In a run of byte pieces (<0xE4>), each byte that is not part of a valid character becomes a replacement character.
+        In a run of byte pieces such as <0xE4>, each byte that is not part of a valid character becomes a replacement character.
 
-        Source: SentencePiece's decoder. The tokenizers library replaces the whole run if one byte is invalid, which would change text
-            that was already streamed.
+        Source: SentencePiece's decoder. The tokenizers library would replace the whole run if one byte is invalid. This would change
+            text that was already streamed.
         """
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         if _REPLACEMENT in text and self.has_byte_pieces:
@@ -114,24 +114,24 @@ class Tokenizer:
         return text
 
     def piece(self, token_id: int) -> str:
-        """Return a token's piece, its spelling in the vocabulary ("Ġthe", "<0x0A>"); empty for ids outside the vocabulary."""
+        """Return a token's piece, which is its text in the vocabulary, such as "Ġthe" or "<0x0A>"; empty for unknown ids."""
         return self._backend.id_to_token(token_id) or ""
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer can render messages."""
+        """Whether there is a chat template, so that conversations can be rendered."""
         return bool(self._template_source())
 
     @property
     def has_byte_pieces(self) -> bool:
-        """Whether characters outside the vocabulary are encoded as pieces like <0xE4>, one a byte."""
+        """Whether a character that is not in the vocabulary is encoded as one piece per byte, such as <0xE4>."""
         return self._backend.has_byte_pieces
 
     def to_json(self) -> str:
         """Return the text of a tokenizer.json, with all tokens added after loading.
 
         Raises:
-            RequestError: the library cannot write it.
+            RequestError: the tokenizers library cannot write it.
         """
         return self._backend.to_json()
 
@@ -141,10 +141,10 @@ class Tokenizer:
         return template is not None and template.mentions(name)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
-        """Render a conversation with the chat template and encode it; arguments and errors as for `chat_text`."""
-        return self.encode(self.chat_text(messages, **arguments), add_special_tokens=False)
+        """Render a conversation with the chat template and encode it; arguments and errors as for `render_chat`."""
+        return self.encode(self.render_chat(messages, **arguments), add_special_tokens=False)
 
-    def chat_text(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -153,15 +153,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         max_model_len: int | None = None,
     ) -> str:
-        """Render a conversation with the chat template; the text contains the template's special tokens.
+        """Render a conversation with the chat template. The text includes the template's special tokens.
 
         Args:
-            tools, options: as for `ChatTemplate.render`. If the model has several templates, `tool_use` renders conversations with tools.
-            max_model_len: largest number of tokens of a prompt; limits the length of the text (`chat_template.max_rendered_chars`).
+            tools, options, max_model_len: as for `ChatTemplate.render`. With tools, the template "tool_use" is used if the model has it.
 
         Raises:
-            RequestError: the tokenizer has no chat template, or its template rejects the messages, fails, or exceeds its limits.
-            BackendUnavailableError: no process can be started to render it.
+            RequestError: the tokenizer has no chat template, or the template rejects the messages, fails, or exceeds a limit.
+            BackendUnavailableError: the process that renders templates cannot be started.
         """
         template = self._chat_template(has_tools=bool(tools))
         if template is None:
@@ -173,9 +172,9 @@ class Tokenizer:
         )
 
     def template_renders(self, texts: Sequence[str], messages: Sequence[Mapping[str, Any]], *, has_tools: bool = False) -> bool:
-        """Return whether the rendered conversation contains all of `texts`; the result is cached by these.
+        """Return whether the rendered conversation contains all of `texts`. The result is cached by `texts`.
 
-        Also true if the template rejects the conversation even without these texts, because then nothing is known about them.
+        It is also True if the template rejects the conversation even without the messages of these texts, so that nothing can be found out.
         """
         template = self._chat_template(has_tools=has_tools)
         if template is None:
@@ -190,7 +189,7 @@ class Tokenizer:
 
         Raises:
             CheckpointError: it does not compile.
-            BackendUnavailableError: no process can be started to compile it.
+            BackendUnavailableError: the process that renders templates cannot be started.
         """
         try:
             template = self._chat_template()
@@ -203,7 +202,7 @@ class Tokenizer:
         """Return the source of the chat template; empty if there is none.
 
         Raises:
-            RequestError: it is not a string.
+            RequestError: the file contains something else than a string.
         """
         source = self._template_source(has_tools=has_tools)
         if source and not isinstance(source, str):
@@ -220,7 +219,7 @@ class Tokenizer:
         source = self._pretrained.chat_template
         if not isinstance(source, Mapping):
             return source
-        return (has_tools and source.get("tool_use")) or source.get("default", "")  # several by name
+        return (has_tools and source.get("tool_use")) or source.get("default", "")
 
     def added_token_id(self, text: str) -> int | None:
         """Return the id of the added token with exactly this text; None if there is none."""
@@ -230,7 +229,7 @@ class Tokenizer:
         """Return a detokenizer for one stream of tokens.
 
         Args:
-            shown_token_ids: special tokens that become part of the text.
+            shown_token_ids: special tokens that become part of the text. Others are omitted.
         """
         return IncrementalDetokenizer(self, shown_token_ids)
 
@@ -254,9 +253,9 @@ def _replace_invalid_bytes(pieces: Sequence[str]) -> list[str]:
     run = bytearray()
     for piece in (*pieces, ""):
         if _BYTE_PIECE.fullmatch(piece):
-            run.append(_byte(piece))
+            run.append(_byte_of_piece(piece))
             continue
-        for character in run.decode("utf-8", "surrogateescape"):  # an invalid byte becomes a surrogate
+        for character in run.decode("utf-8", "surrogateescape"):  # "surrogateescape" decodes an invalid byte as a surrogate
             is_invalid = "\udc80" <= character <= "\udcff"
             valid += [_REPLACEMENT] if is_invalid else [f"<0x{byte:02X}>" for byte in character.encode()]
         run.clear()
@@ -264,23 +263,23 @@ def _replace_invalid_bytes(pieces: Sequence[str]) -> list[str]:
     return valid[:-1]
 
 
-def _num_open_bytes(pieces: Sequence[str]) -> int:
-    """Return the number of bytes at the end that may become a character with the next pieces, at most three."""
+def _num_incomplete_bytes(pieces: Sequence[str]) -> int:
+    """Return how many bytes at the end, at most three, are the beginning of a character that the next pieces may complete."""
     run = bytearray()
     for piece in reversed(pieces[-3:]):
         if not _BYTE_PIECE.fullmatch(piece):
             break
-        run.insert(0, _byte(piece))
-    _, num_closed = utf_8_decode(run, "replace", False)  # False: an incomplete character at the end is not consumed
-    return len(run) - num_closed
+        run.insert(0, _byte_of_piece(piece))
+    _, num_decoded = utf_8_decode(run, "replace", False)  # False = do not decode an incomplete character at the end
+    return len(run) - num_decoded
 
 
-def _byte(piece: str) -> int:
+def _byte_of_piece(piece: str) -> int:
     return int(piece[3:5], 16)
 
 
-def holds_chat_template(path: Path) -> bool:
-    """Return whether the files of a checkpoint hold a chat template, without opening its tokenizer.
+def has_chat_template(path: Path) -> bool:
+    """Return whether the files of a checkpoint contain a chat template, without opening the tokenizer.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -289,11 +288,11 @@ def holds_chat_template(path: Path) -> bool:
         from paceline.models.gguf.file import open_gguf
 
         return any(name.startswith("tokenizer.chat_template") for name in open_gguf(path).metadata)
-    return holds_template_file(path)
+    return has_template_file(path)
 
 
-class _GgufPretrained:
-    """The tokenizer of a GGUF file with the attributes that `Tokenizer` uses of a transformers tokenizer."""
+class _PretrainedFromGguf:
+    """The tokenizer of a GGUF file, with those attributes of a transformers tokenizer that `Tokenizer` uses."""
 
     def __init__(self, parts: GgufTokenizer) -> None:
         self.backend_tokenizer = parts.backend
@@ -301,18 +300,18 @@ class _GgufPretrained:
         self.special_tokens_map = parts.named_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
-        # Unlike `encode`, this releases the GIL.
+        # Unlike `encode`, `encode_batch_fast` releases the GIL.
         ids: list[int] = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
 
 class IncrementalDetokenizer:
-    """Decodes a stream of tokens; all returned texts together are `Tokenizer.decode` of the tokens that are not hidden.
+    """Decodes a stream of tokens, one by one. The returned texts add up to the text that `Tokenizer.decode` returns for all tokens.
 
-    Special tokens other than `shown_token_ids` are hidden.
+    Special tokens other than `shown_token_ids` are omitted.
 
-    Only a window of the last tokens is decoded. It begins at a character boundary, one token before the text not yet returned, because a
-    tokenizer may drop the space before its first token.
+    For speed, only a window of the last tokens is decoded. It begins one token before the first token whose text was not yet returned,
+    because a tokenizer may drop a space at the beginning of a text.
     """
 
     __slots__ = ("_has_byte_pieces", "_hidden", "_num_returned", "_parts", "_read_from", "_tokenizer", "_window")
@@ -322,12 +321,12 @@ class IncrementalDetokenizer:
         self._hidden = tokenizer.special_token_ids - frozenset(shown_token_ids)
         self._has_byte_pieces = tokenizer.has_byte_pieces
         self._window: list[int] = []
-        self._read_from = 0  # index in the window of the first token whose text was not returned yet
-        self._num_returned = 0  # number of characters of the window's text that were returned
+        self._read_from = 0  # index in the window of the first token whose text was not yet returned
+        self._num_returned = 0  # how many characters of the window's text were returned
         self._parts: list[str] = []
 
     def copy(self) -> "IncrementalDetokenizer":
-        """Return a detokenizer in the same state, without the text returned so far."""
+        """Return a detokenizer that continues from the same token. Its `text` is empty."""
         other = IncrementalDetokenizer(self._tokenizer)
         other._hidden = self._hidden
         other._window = list(self._window)
@@ -340,15 +339,15 @@ class IncrementalDetokenizer:
         return "".join(self._parts)
 
     def push(self, token_id: int) -> str:
-        """Append a token; return the text that is final with it, which is empty while a character is incomplete."""
+        """Add a token; return the text that it adds, which is empty while a character is incomplete."""
         piece = self._tokenizer.piece(token_id)
         if token_id in self._hidden or not piece:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        num_open = self._num_open(text)
-        new = text[self._num_returned : len(text) - num_open]
-        if not num_open:
+        num_incomplete = self._num_incomplete_chars(text)
+        new = text[self._num_returned : len(text) - num_incomplete]
+        if not num_incomplete:
             self._start_window_at(self._read_from)
         else:
             self._num_returned += len(new)
@@ -358,7 +357,7 @@ class IncrementalDetokenizer:
         return new
 
     def flush(self) -> str:
-        """Return the rest of the text, with replacement characters for incomplete characters."""
+        """Return the rest of the text, with replacement characters for an incomplete character. Call this after the last token."""
         new = self._decode(self._window)[self._num_returned :]
         self._window.clear()
         self._read_from = self._num_returned = 0
@@ -366,12 +365,12 @@ class IncrementalDetokenizer:
         return new
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # special tokens are excluded when the window is filled
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # hidden tokens are not in the window
 
-    def _num_open(self, text: str) -> int:
-        """Return the number of characters at the end that the next token may change: incomplete bytes, or a replacement character."""
+    def _num_incomplete_chars(self, text: str) -> int:
+        """Return how many replacement characters at the end of `text` stand for a character that the next token may complete."""
         if self._has_byte_pieces:
-            return _num_open_bytes([self._tokenizer.piece(token_id) for token_id in self._window[-3:]])
+            return _num_incomplete_bytes([self._tokenizer.piece(token_id) for token_id in self._window[-3:]])
         return int(text.endswith(_REPLACEMENT))
 
     def _start_window_at(self, first: int) -> None:
@@ -380,7 +379,7 @@ class IncrementalDetokenizer:
         self._num_returned = len(self._decode(self._window))
 
     def _shorten_window(self, text: str) -> None:
-        """Shorten the window in a long run of invalid bytes. Four tokens contain all bytes of an incomplete character."""
+        """Shorten the window during a long run of invalid bytes. An incomplete character is within the last four tokens."""
         num_pending = len(text) - self._num_returned
         del self._window[:-4]
         self._read_from = 0

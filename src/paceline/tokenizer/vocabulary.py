@@ -1,4 +1,4 @@
-"""Compares the vocabularies of a target and a draft model piece by piece: do ids mean the same, and if not, can they be mapped?"""
+"""Compares the vocabularies of a target and a draft model, to find out whether token ids are the same, and whether they can be mapped."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ from paceline.tokenizer.tokenizer import Tokenizer
 
 IdMap = NDArray[np.int64]
 
-# Smallest share of the sample text's tokens with which ids are mapped. Measured on the mini model, with a draft model whose vocabulary has
-# 58 to 83 % of them: mapped ids are accepted as often as text when greedy, and more often when sampled. The rest is a margin.
 MIN_SAMPLE_COVERAGE = 0.8
-MIN_SHARED_PIECES = 0.5  # minimum share of common pieces, if the target cannot encode the sample text
+"""Ids are mapped if the draft model has at least this share of the target's tokens of a sample text. Else drafts are decoded to text and
+encoded again. Measured on the mini model with shares from 58 to 83 %: mapped drafts are accepted at least as often."""
+MIN_SHARED_PIECES = 0.5  # if the target cannot encode the sample text, ids are mapped from this share of all pieces on
 MIN_SPELLABLE = 0.5
 _MAX_PIECES_TO_SPELL = 4096
 
@@ -34,29 +34,29 @@ Die Straße führt über die Brücke, et le café était déjà fermé. El niño
 """
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_FILLER = re.compile(r"\[PAD(\d+)\]")
+_UNUSED_PIECE = re.compile(r"\[PAD(\d+)\]")
 
 
 class VocabularyMatch(Enum):
-    """How two vocabularies relate, which decides how draft tokens are converted to the target's ids."""
+    """How much two vocabularies have in common. This decides how draft tokens are converted to the target's ids."""
 
-    SAME = "same"  # every id has the same piece: ids need no conversion
-    PADDED = "padded"  # ids of both have the same piece; ids of only one vocabulary are never drafted
-    OVERLAPPING = "overlapping"  # most text consists of pieces that both have, with different ids: ids are mapped
-    DISJOINT = "disjoint"  # few pieces are shared: drafts are decoded to text and encoded again
+    SAME = "same"  # every id has the same piece in both, so ids need no conversion
+    PADDED = "padded"  # as SAME, but one vocabulary has additional ids, which are never drafted
+    OVERLAPPING = "overlapping"  # most text consists of pieces that both have, but with different ids: ids are mapped
+    DISJOINT = "disjoint"  # few pieces are in both: drafts are decoded to text and encoded again
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyComparison:
-    """Comparison of a target's and a draft model's vocabulary.
+    """Result of comparing the vocabularies of a target and a draft model.
 
     Attributes:
-        match: the category.
+        match: how much they have in common.
         coverage: share of the target's ids that have the same piece in the draft model.
-        shared_pieces: share of the target's pieces that the draft model has with any id; pieces are compared as bytes.
-        first_difference: the first id with different pieces, and the target's and the draft model's piece.
-        sample_coverage: share of the target's tokens of a sample text that the draft model has with any id; None = not measured.
-        spellable: share of the target's pieces that are a concatenation of the draft model's pieces.
+        shared_pieces: share of the target's pieces that the draft model also has, with any id.
+        first_difference: (id, target's piece, draft model's piece) of the first id with different pieces; None = there is none.
+        sample_coverage: share of the target's tokens of a sample text that the draft model also has; None = not measured.
+        spellable: share of the target's pieces that are a concatenation of pieces of the draft model.
     """
 
     match: VocabularyMatch
@@ -68,16 +68,16 @@ class VocabularyComparison:
 
     @property
     def is_compatible(self) -> bool:
-        """Whether both models can use the same ids."""
+        """Whether ids can be used for both models without conversion."""
         return self.match in (VocabularyMatch.SAME, VocabularyMatch.PADDED)
 
     @property
     def is_unusable(self) -> bool:
-        """Whether the draft model cannot even be used through text, because it cannot spell most of the target's pieces."""
+        """Whether drafts cannot even be converted through text, because the draft model cannot spell most of the target's pieces."""
         return self.match is VocabularyMatch.DISJOINT and self.spellable < MIN_SPELLABLE
 
     def describe_match(self) -> str:
-        """Return one clause about the ids that both have."""
+        """Return a clause for the user about how many ids are the same in both."""
         text = f"{self.match.value} vocabularies: {self.coverage:.1%} of the target's ids mean the same to the drafter"
         if self.first_difference is not None:
             token_id, target, draft = self.first_difference
@@ -85,7 +85,7 @@ class VocabularyComparison:
         return text
 
     def describe_conversion(self) -> str:
-        """Return one clause about how draft tokens are converted, and how much of the target's text that covers."""
+        """Return a clause for the user about how draft tokens are converted, and for which share of the target's pieces."""
         covered = f"{self.shared_pieces:.1%} of the target's pieces"
         if self.sample_coverage is not None:
             covered += f", {self.sample_coverage:.1%} of a sample text"
@@ -97,7 +97,7 @@ class VocabularyComparison:
         return f"drafts are decoded and encoded again ({covered} are shared; {self.spellable:.1%} of the pieces can be spelled)"
 
     def why_unusable(self) -> str:
-        """Return one sentence for the user of an unusable pair."""
+        """Return a sentence for the user that says why the draft model cannot be used."""
         return (
             f"{self.describe_match()}; its pieces spell {self.spellable:.1%} of the target's, and at least {MIN_SPELLABLE:.0%} are needed "
             "for it to read the text"
@@ -110,25 +110,26 @@ def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> VocabularyCompa
 
 
 def pieces_of(tokenizer: Tokenizer) -> list[str]:
-    """Return the piece of every id, in order."""
+    """Return the pieces of a tokenizer's vocabulary in order of their ids."""
     return [tokenizer.piece(token_id) for token_id in range(tokenizer.vocab_size)]
 
 
 def compare_pieces(target: Sequence[str], draft: Sequence[str], *, sample_ids: Sequence[int] = ()) -> VocabularyComparison:
-    """Compare two vocabularies, given as the piece of every id; an empty piece is an unused id.
+    """Compare two vocabularies.
 
     Args:
-        sample_ids: `SAMPLE_TEXT` encoded by the target's tokenizer, in which frequent pieces count as often as they occur. Without it the
-            share of all pieces decides whether ids can be mapped.
+        target, draft: pieces in order of their ids; an empty piece is an unused id.
+        sample_ids: `SAMPLE_TEXT` encoded by the target's tokenizer; its share of common pieces decides whether ids can be mapped. If it is
+            empty, the share of all pieces decides, which does not consider how frequent each piece is.
     """
-    target, draft = _without_fillers(target), _without_fillers(draft)
+    target, draft = _clear_unused_pieces(target), _clear_unused_pieces(draft)
     known = max(1, sum(map(bool, target)))
     both = [(token_id, *pair) for token_id, pair in enumerate(zip(target, draft, strict=False)) if all(pair)]
     first = next(((token_id, one, other) for token_id, one, other in both if one != other), None)
     coverage = sum(one == other for _, one, other in both) / known
     is_padded = first is None and bool(both)
     if is_padded and coverage == 1.0:
-        match = VocabularyMatch.SAME if _last_known(target) == _last_known(draft) else VocabularyMatch.PADDED
+        match = VocabularyMatch.SAME if _last_used_id(target) == _last_used_id(draft) else VocabularyMatch.PADDED
         return VocabularyComparison(match, coverage, coverage, None)
     mapped = match_ids(target, draft)
     shared_pieces = int((mapped >= 0).sum()) / known
@@ -136,13 +137,13 @@ def compare_pieces(target: Sequence[str], draft: Sequence[str], *, sample_ids: S
     enough = shared_pieces >= MIN_SHARED_PIECES if sample_coverage is None else sample_coverage >= MIN_SAMPLE_COVERAGE
     alike = VocabularyMatch.PADDED if is_padded else VocabularyMatch.OVERLAPPING
     match = alike if enough else VocabularyMatch.DISJOINT
-    return VocabularyComparison(match, coverage, shared_pieces, first, sample_coverage, _spellable(target, draft))
+    return VocabularyComparison(match, coverage, shared_pieces, first, sample_coverage, _spellable_share(target, draft))
 
 
 def match_ids(source: Sequence[str], destination: Sequence[str]) -> IdMap:
-    """[len(source)] the id in `destination` whose piece has the same bytes; -1 = there is none.
+    """Return [len(source)], the id in `destination` of the same piece; -1 = there is none.
 
-    Two byte-level or two SentencePiece vocabularies are compared by their pieces' spelling, others by bytes.
+    Pieces are compared as they are if both vocabularies are byte-level or both are SentencePiece, else by the bytes that they stand for.
     """
     alike: dict[str, int] = {}
     by_bytes: dict[bytes, int] = {}
@@ -156,25 +157,25 @@ def match_ids(source: Sequence[str], destination: Sequence[str]) -> IdMap:
 
 
 def piece_bytes(pieces: Sequence[str]) -> list[bytes]:
-    """Return the bytes of each piece: b" the" for "Ġthe" or "▁the", b"\\n" for "<0x0A>". Special tokens are their own spelling."""
+    """Return the bytes that each piece stands for: b" the" for "Ġthe" or "▁the", b"\\n" for "<0x0A>"."""
     decode = _piece_decoder(pieces)
     return [decode(piece) for piece in pieces]
 
 
 def is_byte_level(pieces: Sequence[str]) -> bool:
-    """Return whether pieces have the alphabet of byte-level vocabularies (Ġ for a space) or that of SentencePiece (▁)."""
+    """Return whether a vocabulary is byte-level, in which Ġ stands for a space, rather than SentencePiece, which uses ▁."""
     return sum("Ġ" in piece for piece in pieces) > sum("▁" in piece for piece in pieces)
 
 
 class Speller:
-    """Encodes bytes with a vocabulary's pieces by longest match. The ids may differ from the tokenizer's."""
+    """Encodes text with the pieces of a vocabulary, each time with the longest that matches. A tokenizer may encode it differently."""
 
     def __init__(self, pieces: Sequence[str]) -> None:
         self._ids = _ids_by_bytes(pieces)
         self._longest = max(map(len, self._ids), default=0)
 
     def spell(self, text: bytes) -> list[int] | None:
-        """Return ids whose pieces concatenate to `text`; None if no piece matches somewhere."""
+        """Return ids whose pieces concatenate to `text`; None = the pieces cannot spell it."""
         ids: list[int] = []
         start = 0
         while start < len(text):
@@ -193,16 +194,16 @@ def _sample_coverage(target: Sequence[str], mapped: IdMap, sample_ids: Sequence[
     decode = _piece_decoder(target)
     text = b"".join(decode(target[token_id]) for token_id in sample_ids if token_id < len(target))
     if not sample_ids or text.strip() != SAMPLE_TEXT.encode().strip():
-        return None  # the target cannot encode the sample text
+        return None  # the target's vocabulary lacks characters of the sample text
     return float((mapped[np.asarray(sample_ids)] >= 0).mean())
 
 
-def _spellable(pieces: Sequence[str], draft: Sequence[str]) -> float:
+def _spellable_share(pieces: Sequence[str], draft: Sequence[str]) -> float:
     if _has_every_byte(draft):
         return 1.0
     speller = Speller(draft)
     known = [piece for piece in pieces if piece]
-    sample = piece_bytes(known[:: max(1, len(known) // _MAX_PIECES_TO_SPELL)])  # a sample of pieces, because all would take a second
+    sample = piece_bytes(known[:: max(1, len(known) // _MAX_PIECES_TO_SPELL)])  # only a sample of the pieces, because all take a second
     return sum(speller.spell(text) is not None for text in sample) / max(1, len(sample))
 
 
@@ -222,22 +223,22 @@ def _ids_by_bytes(pieces: Sequence[str]) -> dict[bytes, int]:
     return ids
 
 
-def _without_fillers(pieces: Sequence[str]) -> list[str]:
-    """Replace the pieces of unused ids, which GGUF files name by the id ([PAD151936]), by empty ones."""
-    return ["" if piece.startswith("[PAD") and _is_filler(piece, token_id) else piece for token_id, piece in enumerate(pieces)]
+def _clear_unused_pieces(pieces: Sequence[str]) -> list[str]:
+    """Replace the pieces of unused ids by empty strings. GGUF files contain pieces such as "[PAD151936]" for them."""
+    return ["" if piece.startswith("[PAD") and _is_unused_piece(piece, token_id) else piece for token_id, piece in enumerate(pieces)]
 
 
-def _is_filler(piece: str, token_id: int) -> bool:
-    named = _FILLER.fullmatch(piece)
-    return named is not None and int(named[1]) == token_id
+def _is_unused_piece(piece: str, token_id: int) -> bool:
+    found = _UNUSED_PIECE.fullmatch(piece)
+    return found is not None and int(found[1]) == token_id
 
 
-def _last_known(pieces: Sequence[str]) -> int:
+def _last_used_id(pieces: Sequence[str]) -> int:
     return next((token_id for token_id in range(len(pieces) - 1, -1, -1) if pieces[token_id]), -1)
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """Return the byte of each character code from 256 on in byte-level pieces; printable Latin-1 characters are their own byte."""
+    """Return the byte of each character from code 256 on in byte-level pieces, as in GPT-2; lower codes are the byte itself."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {256 + index: byte for index, byte in enumerate(others)}
@@ -253,7 +254,7 @@ def _piece_decoder(pieces: Sequence[str]) -> Callable[[str], bytes]:
 def _decode_byte_level(piece: str) -> bytes:
     try:
         return piece.translate(_BYTE_OF_CODE).encode("latin-1")
-    except UnicodeEncodeError:  # an added token may have characters outside the byte-level alphabet
+    except UnicodeEncodeError:  # added tokens may contain characters that are not in the byte-level alphabet
         return piece.encode()
 
 

@@ -130,7 +130,7 @@ def _as_prompt(record: Mapping[str, Any], source: str, loaded: LoadedEngine, set
     if last < 0:
         return None
     try:
-        prompt = chat_ids(loaded, messages[: last + 1])
+        prompt = chat_token_ids(loaded, messages[: last + 1])
         if len(prompt) > settings.max_prompt_tokens:
             return None
         if not keeps:
@@ -145,11 +145,11 @@ def _as_prompt(record: Mapping[str, Any], source: str, loaded: LoadedEngine, set
     return Prompt([*prompt, *ids], source, [False] * len(prompt) + [True] * len(ids))
 
 
-def chat_ids(loaded: LoadedEngine, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def chat_token_ids(loaded: LoadedEngine, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the tokens of a conversation, with the beginning of the answer; without a chat template the last text as it is."""
     tokenizer = loaded.input_processor.tokenizer
     if tokenizer.has_chat_template:
-        return loaded.input_processor.chat_ids(messages)
+        return loaded.input_processor.chat_token_ids(messages)
     return tokenizer.encode(str(messages[-1]["content"]))
 
 
@@ -201,7 +201,7 @@ def write_own_prompts(loaded: LoadedEngine, settings: TrainSettings, count: int,
             if tokenizer.has_chat_template:
                 if output and output[-1] in loaded.input_processor.eos_token_ids and len(output) > _LEAST_TURN_TOKENS and text:
                     with suppress(RequestError):  # too long, or rejected by the chat template
-                        ids = chat_ids(loaded, [{"role": "user", "content": text}])
+                        ids = chat_token_ids(loaded, [{"role": "user", "content": text}])
                         found.setdefault(text.lower(), Prompt(ids, SELF_MADE))
             elif len(output) == length:
                 found.setdefault(text, Prompt([*header, *output], SELF_MADE))
@@ -214,7 +214,7 @@ def _user_header(loaded: LoadedEngine) -> list[int]:
     """Return the tokens of the chat template before the first user turn."""
     tokenizer = loaded.input_processor.tokenizer
     if tokenizer.has_chat_template:
-        text = tokenizer.chat_text([{"role": "user", "content": _MARK}], add_generation_prompt=False)
+        text = tokenizer.render_chat([{"role": "user", "content": _MARK}], add_generation_prompt=False)
         return tokenizer.encode(text[: text.index(_MARK)], add_special_tokens=False)
     first = tokenizer.encode("") or [one for one in (loaded.engine.runtime.config.bos_token_id,) if one is not None]
     if not first:

@@ -82,7 +82,7 @@ def run(loaded: LoadedEngine, prompts: Sequence[list[int]], params: Sequence[Sam
     Raises:
         RequestError, CapacityError: as `LLM.generate`.
     """
-    requests = loaded.requests(prompts, params, {}, is_streamed=False)
+    requests = loaded.make_requests(prompts, params, {}, is_streamed=False)
     with closing(loaded.engine.run(requests)) as steps:
         for _ in steps:
             pass

@@ -11,7 +11,7 @@ from paceline.engine.loader import LoadedEngine
 from paceline.errors import CapacityError, ConfigError
 from paceline.models.config import ModelConfig
 from paceline.sampling.params import SamplingParams
-from paceline.small_files import write_whole
+from paceline.small_files import write_atomically
 from paceline.training.prompts import SELF_MADE, Prompt, read_prompts, write_own_prompts
 from paceline.training.recorder import BATCH, FeatureRecorder, open_recorder, run
 from paceline.training.settings import TrainSettings
@@ -101,7 +101,7 @@ def _read_kept_prompts(directory: Path) -> tuple[list[Prompt], list[Prompt]] | N
 
 def _keep_prompts(directory: Path, prompts: tuple[list[Prompt], list[Prompt]]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    write_whole(directory / "prompts.json", json.dumps([[asdict(one) for one in part] for part in prompts]))
+    write_atomically(directory / "prompts.json", json.dumps([[asdict(one) for one in part] for part in prompts]))
 
 
 def _say_estimate(

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.errors import BackendUnavailableError, ConfigError
-from paceline.hub import resolve
+from paceline.hub import resolve_model
 from paceline.machine import usable_processors
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
-from paceline.small_files import write_whole
+from paceline.small_files import write_atomically
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.training.block import TrainableBlockDrafter
 from paceline.training.card import write_card
@@ -58,7 +58,7 @@ def train(settings: TrainSettings, directory: Path, say: Say, *, is_resumed: boo
         raise ConfigError(f"{directory} is a file: give a directory as --output")
     elif (directory / SETTINGS_FILE).is_file() and (directory / DATA_FOLDER).exists():
         raise ConfigError(f"{directory} holds a run already: continue it with --resume, or give another --output")
-    target = resolve(settings.model, gguf_file=settings.gguf_file)
+    target = resolve_model(settings.model, gguf_file=settings.gguf_file)
     config = read_model_config(target)
     settings = settings.for_target(config)
     device = _device(settings.device)
@@ -111,7 +111,7 @@ def export(drafter: TrainableDrafter, directory: Path, name: str) -> None:
     unfinished = directory / f"{WEIGHTS_FILE}.new"
     save_file(stored, unfinished, metadata={"format": "pt"})
     unfinished.replace(directory / WEIGHTS_FILE)
-    write_whole(directory / "config.json", json.dumps(config, indent=1) + "\n")
+    write_atomically(directory / "config.json", json.dumps(config, indent=1) + "\n")
 
 
 def _facts(drafter: TrainableDrafter, trainer: Trainer, files: list[tuple[str, int]]) -> dict[str, Any]:

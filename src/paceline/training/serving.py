@@ -85,11 +85,11 @@ def _generate(
     """Return the seconds, the counters and the tokens of one answer."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     start = time.perf_counter()
-    (request,) = loaded.requests([prompt], params, {"speculation": options}, is_streamed=False)
+    (request,) = loaded.make_requests([prompt], params, {"speculation": options}, is_streamed=False)
     for _ in loaded.engine.run([request]):
         pass
     seconds = time.perf_counter() - start
-    output = loaded.output(request)
+    output = loaded.make_output(request)
     return seconds, output.speculation, output.token_ids
 
 

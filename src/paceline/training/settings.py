@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
-from paceline.small_files import read_json, write_whole
+from paceline.small_files import read_json, write_atomically
 
 METHODS = ("eagle3", "dspark", "dflash", "medusa")
 ANSWERS = ("target", "keep")
@@ -144,7 +144,7 @@ class TrainSettings:
 
     def write(self, directory: Path) -> None:
         """Write them to `train.json`."""
-        write_whole(directory / SETTINGS_FILE, json.dumps(asdict(self), indent=1) + "\n")
+        write_atomically(directory / SETTINGS_FILE, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, directory: Path) -> "TrainSettings":

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
-from paceline.small_files import read_json, write_whole
+from paceline.small_files import read_json, write_atomically
 
 MANIFEST = "manifest.json"
 _LARGEST_FILE = 2**22
@@ -97,7 +97,7 @@ class ShardStore:
             }
         )  # fmt: skip
         manifest = {"facts": self._facts, "shards": self.shards}
-        write_whole(self.directory / f"{self.part}-{MANIFEST}", json.dumps(manifest, indent=1) + "\n")
+        write_atomically(self.directory / f"{self.part}-{MANIFEST}", json.dumps(manifest, indent=1) + "\n")
 
     def open(self) -> "SequenceData":
         """Return the recorded sequences."""

@@ -139,10 +139,10 @@ def test_error_of_one_async_request_does_not_reach_others(serve: Serve, solo: di
             await engine.generate([[5], []], GREEDY)
         with pytest.raises(RequestError, match="drafter is 'eagle', which is not loaded; loaded: ngram"):
             await anext(engine.stream(PROMPTS[0], GREEDY, speculation={"drafter": "eagle"}))
-        engine.loaded.engine._blocks_of = lambda request: 1000  # type: ignore[method-assign]
+        engine.loaded.engine._num_blocks_for = lambda request: 1000  # type: ignore[method-assign]
         with pytest.raises(CapacityError, match="do not fit the cache"):
             await engine.generate(PROMPTS[0], GREEDY)
-        del engine.loaded.engine._blocks_of
+        del engine.loaded.engine._num_blocks_for
         assert (await other)[0].token_ids == solo["greedy"][1].token_ids
         await until_idle(engine)
 

@@ -82,10 +82,10 @@ def test_unseeded_samples_report_a_shared_seed_that_repeats_them(open_llm: Open)
 def test_aborting_the_first_sample_keeps_the_others(open_llm: Open) -> None:
     llm = open_llm(40)
     expected = [output.token_ids for output in llm.generate([PROMPT], replace(SAMPLED, n=3))]
-    samples = llm._loaded.requests([PROMPT], replace(SAMPLED, n=3), {}, is_streamed=False)
+    samples = llm._loaded.make_requests([PROMPT], replace(SAMPLED, n=3), {}, is_streamed=False)
     for sample in samples:
-        llm.engine.add(sample)
-    llm.engine.abort(samples[0])
+        llm.engine.add_request(sample)
+    llm.engine.abort_request(samples[0])
     run_to_end(llm)
     assert [list(sample.output_token_ids) for sample in samples[1:]] == expected[1:]
     assert_clean(llm)
@@ -151,7 +151,7 @@ def test_request_without_speculation_calls_no_drafter(open_llm: Open) -> None:
     off, on = make(llm, [5], GREEDY, speculation={"enabled": False}), make(llm, [6], GREEDY)
     llm.engine.speculator.policy = FixedDraftLength(4)
     for request in (off, on):
-        llm.engine.add(request)
+        llm.engine.add_request(request)
     run_to_end(llm)
     assert {request for request, _ in spy.asked} == {on} == set(spy.told)
     assert (off.stats.num_draft_tokens, on.stats.num_draft_tokens > 40) == (0, True)
@@ -166,7 +166,7 @@ def test_num_speculative_tokens_of_a_request_limits_its_drafts(open_llm: Open, l
     llm.engine.speculator.policy = FixedDraftLength(4)
     limited, free = make(llm, [5], GREEDY, speculation={"num_speculative_tokens": limit}), make(llm, [6], GREEDY)
     for request in (limited, free):
-        llm.engine.add(request)
+        llm.engine.add_request(request)
     run_to_end(llm)
     assert max(budget.max_depth for request, budget in spy.asked if request is limited) == min(limit, 4)
     assert max(budget.max_depth for request, budget in spy.asked if request is free) == 4
@@ -184,7 +184,7 @@ def test_request_can_select_one_of_several_drafters(open_llm: Open) -> None:
     assert len(first.asked) > 10
     named, anybody = make(llm, [5], GREEDY, speculation={"drafter": "second"}), make(llm, [6], GREEDY)
     for request in (named, anybody):
-        llm.engine.add(request)
+        llm.engine.add_request(request)
     first.asked.clear()
     run_to_end(llm)
     assert {request for request, _ in first.asked} == {anybody}

@@ -78,7 +78,7 @@ def test_max_num_seqs_limits_running_requests(open_llm: Open, solo: list[list[in
 def test_preempted_request_reuses_its_cached_blocks_without_counting_a_hit(open_llm: Open) -> None:
     llm = open_llm(40)
     request = make(llm, [7] * 100, LONG)
-    llm.engine.add(request)
+    llm.engine.add_request(request)
     for _ in range(31):
         llm.engine.step()
     assert len(request.token_ids) == 131
@@ -182,19 +182,19 @@ def test_abort_frees_blocks_and_leaves_other_requests(open_llm: Open, solo: list
     llm = open_llm(40, "ngram", max_num_seqs=2)
     requests = [make(llm, prompt, GREEDY) for prompt in PROMPTS]
     victims = [make(llm, [7] * 300, GREEDY), make(llm, [9, 9, 9], GREEDY)]
-    llm.engine.add(victims[0])  # runs; the other one waits to the last
+    llm.engine.add_request(victims[0])  # runs; the other one waits to the last
     for request in (*requests, victims[1]):
-        llm.engine.add(request)
+        llm.engine.add_request(request)
     for _ in range(num_steps):
         llm.engine.step()
     for victim in (*victims, *victims):
-        llm.engine.abort(victim)
+        llm.engine.abort_request(victim)
     assert [victim.finish_reason for victim in victims] == [FinishReason.ABORT] * 2
     llm.engine.cache.check()
     run_to_end(llm)
     assert [list(request.output_token_ids) for request in requests] == solo
     assert (llm.stats().num_aborted, llm.stats().num_finished) == (2, len(PROMPTS))
-    output = llm._loaded.output(victims[0])
+    output = llm._loaded.make_output(victims[0])
     assert (output.finish_reason, output.usage.completion_tokens) == ("abort", len(output.token_ids))
     assert output.timing.prompt_s >= 0
     assert_clean(llm)
@@ -207,13 +207,13 @@ def test_abort_during_a_step_takes_effect_after_the_step(open_llm: Open, solo: l
     def leave(token_ids: Sequence[int], scores: np.ndarray) -> np.ndarray:
         if len(token_ids) == 8:
             for request in requests:
-                llm.engine.abort(request)
+                llm.engine.abort_request(request)
         return scores
 
     requests += [make(llm, PROMPTS[0], replace(GREEDY, processors=[leave])), make(llm, [4, 4], GREEDY)]
     other = make(llm, PROMPTS[1], GREEDY)
     for request in (*requests, other):
-        llm.engine.add(request)
+        llm.engine.add_request(request)
     run_to_end(llm)
     assert [len(request.output_token_ids) for request in requests] == [6, 6]
     assert [(request.finish_reason, request.error) for request in requests] == [(FinishReason.ABORT, None)] * 2
@@ -266,13 +266,13 @@ def test_request_with_nan_logits_fails_and_its_blocks_are_not_reused(tmp_path: P
     params = replace(GREEDY, banned_token_ids=[NAN_ID])
     (expected,) = llm.generate([PROMPTS[1]], params)
     bad, good = make(llm, [NAN_ID] * 300, params), make(llm, PROMPTS[1], params)
-    llm.engine.add(bad)
-    llm.engine.add(good)
+    llm.engine.add_request(bad)
+    llm.engine.add_request(good)
     run_to_end(llm)
     assert isinstance(bad.error, CheckpointError)
     assert list(good.output_token_ids) == expected.token_ids
     again = make(llm, [NAN_ID] * 300, params)
-    llm.engine.add(again)
+    llm.engine.add_request(again)
     run_to_end(llm)
     assert again.num_cached_tokens == 0
     assert_clean(llm)

@@ -135,11 +135,11 @@ def test_aborted_requests_of_windowed_models_free_all_blocks(
     memory, count = memory_of(llm), 10_000 if large_counts else 300
     for number in range(count):
         request = make(llm, prompt_of(int(random.integers(1, 300)), int(random.integers(3))), GREEDY)
-        llm.engine.add(request)
+        llm.engine.add_request(request)
         for _ in range(int(random.integers(0, 6))):
             llm.engine.step()
         if random.random() < 0.9:
-            llm.engine.abort(request)
+            llm.engine.abort_request(request)
         if number % 50 == 0:
             llm.engine.step()
             llm.engine.cache.check()

@@ -37,7 +37,7 @@ def test_chat_answer_has_the_text_and_usage_of_the_engine(client: HttpClient, en
     assert choice["message"]["content"]
     assert choice["finish_reason"] in ("stop", "length")
     usage = answer["usage"]
-    assert usage["prompt_tokens"] == len(input_processor.chat_ids(MESSAGES))
+    assert usage["prompt_tokens"] == len(input_processor.chat_token_ids(MESSAGES))
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert answer["speculation"]["num_emitted_tokens"] == usage["completion_tokens"]
 

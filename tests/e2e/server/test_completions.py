@@ -150,7 +150,7 @@ def test_tokenize_and_detokenize_endpoints_are_inverse(client: HttpClient, engin
     assert answer["count"] == len(answer["tokens"])
     assert client.json("/detokenize", {"tokens": answer["tokens"]}) == {"prompt": "The old fisherman", "content": "The old fisherman"}
     messages = [{"role": "user", "content": "Hello"}]
-    assert client.json("/tokenize", {"messages": messages})["tokens"] == engine.loaded.input_processor.chat_ids(messages)
+    assert client.json("/tokenize", {"messages": messages})["tokens"] == engine.loaded.input_processor.chat_token_ids(messages)
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
     assert client.json("/tokenize", {"messages": parts}) == client.json("/tokenize", {"messages": messages})
     assert client.refusal("/tokenize", {"prompt": "a", "messages": messages})["param"] == "prompt"

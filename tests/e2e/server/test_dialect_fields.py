@@ -214,7 +214,7 @@ def test_consecutive_messages_of_one_role_are_merged(client: HttpClient) -> None
 def test_cached_tokens_are_reported_in_anthropic_and_responses_usage(client: HttpClient, engine: AsyncEngine) -> None:
     talk = turns("I need a taxi to the airport. " * 40)
     first, again = (client.json(MESSAGES.path, asked(MESSAGES, messages=talk, max_tokens=1))["usage"] for _ in range(2))
-    assert first["input_tokens"] + first["cache_read_input_tokens"] == len(engine.loaded.input_processor.chat_ids(talk))
+    assert first["input_tokens"] + first["cache_read_input_tokens"] == len(engine.loaded.input_processor.chat_token_ids(talk))
     assert again["cache_read_input_tokens"] > first["cache_read_input_tokens"]
     assert again["input_tokens"] == first["input_tokens"] + first["cache_read_input_tokens"] - again["cache_read_input_tokens"]
     details = RESPONSES.whole(client, asked(RESPONSES, input=talk))["usage"]["input_tokens_details"]
@@ -223,7 +223,7 @@ def test_cached_tokens_are_reported_in_anthropic_and_responses_usage(client: Htt
 
 def test_count_tokens_accepts_prompts_beyond_the_context(client: HttpClient, engine: AsyncEngine) -> None:
     count = client.json("/v1/messages/count_tokens", {"messages": TURNS})["input_tokens"]
-    assert count == len(engine.loaded.input_processor.chat_ids(TURNS))
+    assert count == len(engine.loaded.input_processor.chat_token_ids(TURNS))
     assert client.json("/v1/messages/count_tokens", {"messages": turns("a " * 3000)})["input_tokens"] > 2048
 
 

@@ -96,7 +96,7 @@ def test_drafter_that_raises_in_release_does_not_block_other_drafters(tmp_path: 
     for _ in range(3):
         requests = [make(llm, prompt, GREEDY) for prompt in prompts]
         for request in requests:
-            llm.engine.add(request)
+            llm.engine.add_request(request)
         run_to_end(llm)
         assert [list(request.output_token_ids) for request in requests] == plain
         assert [request.drafter_states for request in requests] == [{}, {}]

@@ -172,9 +172,9 @@ def test_draft_model_with_fewer_tokens_is_accepted(directory: Path, tmp_path: Pa
 
 def test_drafter_name_is_resolved_and_its_file_opened_once(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
-    of_files, resolved = HeadFiles.open, drafters.resolve
+    of_files, resolved = HeadFiles.open, drafters.resolve_model
     monkeypatch.setattr(HeadFiles, "open", lambda path: opened.append(path) or of_files(path))
-    monkeypatch.setattr(drafters, "resolve", lambda name, **options: opened.append(Path(name)) or resolved(name, **options))
+    monkeypatch.setattr(drafters, "resolve_model", lambda name, **options: opened.append(Path(name)) or resolved(name, **options))
     heads = write_heads(tmp_path, "rows", random_heads())
     assert isinstance(make_drafter(str(heads), directory), MedusaDrafter)
     assert opened == [heads, heads]

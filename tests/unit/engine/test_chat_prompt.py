@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.chat_tokenizers import CHATML, CONTROLS, new_input_processor
-from paceline.engine.chat_messages import as_tools
+from paceline.engine.chat_messages import parse_tools
 from paceline.engine.chat_prompt import FOLDED_SYSTEM, GENERIC_TOOLS, chat_prompt
 from paceline.errors import RequestError
 from paceline.parsing.tool_calls.generic import generic_tool_prompt
@@ -162,7 +162,7 @@ def test_tools_unknown_to_the_template_get_a_generic_description() -> None:
     prompt = chat_prompt(input_processor, [SYSTEM, USER, CALLED, RESULT], tools=TOOLS)
     assert prompt.uses_generic_tools
     assert prompt.notices == (GENERIC_TOOLS,)
-    described = generic_tool_prompt(as_tools(TOOLS))
+    described = generic_tool_prompt(parse_tools(TOOLS))
     assert '"weather"' in described
     assert input_processor.tokenizer.decode(prompt.token_ids, skip_special_tokens=False) == (
         f"<|im_start|>system\nBe brief.\n\n{described}<|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n"
@@ -180,7 +180,7 @@ def test_tool_calls_in_history_without_tools_are_rendered_as_text() -> None:
 
 @pytest.mark.parametrize("template", [CHATML, "{# tools #}" + CHATML])
 def test_tools_not_shown_by_the_template_are_described(template: str) -> None:
-    assert generic_tool_prompt(as_tools(TOOLS)) in text_of(template, [USER], tools=TOOLS)
+    assert generic_tool_prompt(parse_tools(TOOLS)) in text_of(template, [USER], tools=TOOLS)
 
 
 def test_tool_use_template_of_a_gguf_file_is_used_with_tools() -> None:

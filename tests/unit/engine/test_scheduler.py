@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from paceline.engine.scheduler import MAX_OVERTAKEN, Scheduler, SchedulerLimits, share_rows
+from paceline.engine.scheduler import MAX_OVERTAKEN, Scheduler, SchedulerLimits, share_prompt_rows
 
 BLOCK_SIZE = 4
 
@@ -500,5 +500,5 @@ def test_long_queue_is_served_in_a_fixed_order(seed):
         ([], []),
     ],
 )
-def test_share_rows_gives_half_to_the_oldest_and_half_to_the_shortest(num_uncached, shares):
-    assert share_rows(num_uncached, [min(count, 256) for count in num_uncached], 256) == shares
+def test_share_prompt_rows_gives_half_to_the_oldest_and_half_to_the_shortest(num_uncached, shares):
+    assert share_prompt_rows(num_uncached, [min(count, 256) for count in num_uncached], 256) == shares

@@ -15,7 +15,7 @@ from paceline.kv_cache.row_plan import (
     num_rows,
     path_to,
     plan_rows,
-    root_paths,
+    root_to_leaf_paths,
     tree_mask,
 )
 
@@ -181,7 +181,7 @@ def test_num_rows_counts_shared_ancestors_once_per_leaf_in_paths_layout():
     parents = [-1, 0, 1, 1]
     assert num_rows(parents, TreeLayout.PATHS) == 6
     assert num_rows(parents, TreeLayout.MASK) == 4
-    assert root_paths(parents) == [[0, 1, 2], [0, 1, 3]]
+    assert root_to_leaf_paths(parents) == [[0, 1, 2], [0, 1, 3]]
 
 
 def test_tree_mask_shows_ancestors_and_self_only(seed):

@@ -198,7 +198,7 @@ def one_less(real):
 
 
 BROKEN = {
-    "a block of the window given back": ("_first_visible", one_less),
+    "a block of the window given back": ("_first_visible_block", one_less),
     "moves within the window left out": (
         "keep_path", lambda real: lambda memory, plan, commit: real(memory, plan, commit._replace(moves=()))
     ),

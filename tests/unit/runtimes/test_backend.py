@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import BackendUnavailableError, ConfigError
-from paceline.installation import install_extra
+from paceline.installation import install_command
 from paceline.runtimes import backend as backend_module
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.native import library
@@ -43,7 +43,7 @@ def test_without_kernels_torch_is_used_with_a_notice(choose: Choose) -> None:
 def test_missing_backend_error_names_what_to_install(choose: Choose) -> None:
     with pytest.raises(BackendUnavailableError, match="no native kernels for this machine: pip install ") as error:
         choose(set())
-    assert install_extra("torch") in str(error.value)
+    assert install_command("torch") in str(error.value)
 
 
 @pytest.mark.parametrize("asked", ["native", "torch"])
@@ -54,7 +54,7 @@ def test_requested_backend_is_used(choose: Choose, asked: str) -> None:
 
 def test_missing_backend_is_named_with_its_extra(choose: Choose) -> None:
     with pytest.raises(
-        BackendUnavailableError, match=rf"backend 'torch' needs .*{re.escape(install_extra('torch'))}, or use --backend native"
+        BackendUnavailableError, match=rf"backend 'torch' needs .*{re.escape(install_command('torch'))}, or use --backend native"
     ):
         choose({KERNELS}, asked="torch")
 

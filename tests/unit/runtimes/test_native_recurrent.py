@@ -34,7 +34,7 @@ def open_network(config: ModelConfig, seed: int, compose: Compose | None = None,
 
 def num_states(states: RecurrentStateCache) -> int:
     """States in use, spare ones excluded."""
-    return sum(1 for _ in states._states()) - len(states._spare)
+    return sum(1 for _ in states._all_states()) - len(states._spare)
 
 
 def memory_of(cache: KVCache) -> RecurrentStateCache:

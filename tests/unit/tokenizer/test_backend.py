@@ -11,12 +11,12 @@ import pytest
 from tokenizers import Tokenizer as Library
 
 from harness.checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer
-from paceline.errors import CheckpointError, PacelineError, RequestError, library_errors
+from paceline.errors import CheckpointError, PacelineError, RequestError, convert_library_errors
 from paceline.proof.checkpoint_facts import read_tokenizer
 from paceline.sampling.grammars.compiled_grammar import GrammarVocabulary
 from paceline.small_files import TOKENIZER_BYTES
 from paceline.tokenizer import backend
-from paceline.tokenizer.backend import SPARE_IDS, TokenizerBackend, check_ids
+from paceline.tokenizer.backend import SPARE_IDS, TokenizerBackend, check_token_ids
 from paceline.tokenizer.files import MAX_ADDED_ID
 from paceline.tokenizer.gguf import MAX_TOKENS, read_gguf_tokenizer
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -154,12 +154,12 @@ def test_invalid_token_ids_and_texts_are_request_errors(tmp_path: Path) -> None:
 
 
 def test_gaps_between_token_ids_are_allowed_in_proportion() -> None:
-    check_ids(range(128_000))
-    check_ids([*range(32_000), 100_000])
-    check_ids([SPARE_IDS])
+    check_token_ids(range(128_000))
+    check_token_ids([*range(32_000), 100_000])
+    check_token_ids([SPARE_IDS])
     for ids in ([], [4_000_000_000], [0, SPARE_IDS + 4], [*range(32_000), 200_000]):
         with pytest.raises(CheckpointError, match="this tokenizer has"):
-            check_ids(ids)
+            check_token_ids(ids)
 
 
 def test_gaps_between_token_ids_do_not_slow_down_comparison(tmp_path: Path) -> None:
@@ -275,10 +275,13 @@ def test_oversized_gguf_vocabulary_is_refused() -> None:
 
 
 def test_library_errors_keep_ours_and_drop_remote_code_advice() -> None:
-    with pytest.raises(CheckpointError, match=r"^ours$"), library_errors("theirs", RequestError):
+    with pytest.raises(CheckpointError, match=r"^ours$"), convert_library_errors("theirs", RequestError):
         raise CheckpointError("ours")
     for text in ("set `weights_only=False` to load it", "please pass `trust_remote_code=True`"):
-        with pytest.raises(RequestError, match="code of its own, which are never") as caught, library_errors("theirs", RequestError):
+        with (
+            pytest.raises(RequestError, match="code of its own, which are never") as caught,
+            convert_library_errors("theirs", RequestError),
+        ):
             raise ValueError(text)
         assert "False" not in str(caught.value)
         assert isinstance(caught.value, PacelineError)
@@ -301,5 +304,5 @@ def test_decoding_many_ids_without_the_gil_equals_decoding_few(
     tokenizer = opened(tmp_path, write=write)
     ids = [*tokenizer.encode("the é cat\n😀 </s>"), *range(tokenizer.vocab_size + 2)]
     texts = [tokenizer.decode(ids, skip_special_tokens=skips) for skips in (True, False)]
-    monkeypatch.setattr(backend, "_MAX_DECODED_WITH_LOCK", 3)
+    monkeypatch.setattr(backend, "_MAX_IDS_WITH_GIL", 3)
     assert [tokenizer.decode(ids, skip_special_tokens=skips) for skips in (True, False)] == texts

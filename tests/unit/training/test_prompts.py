@@ -44,14 +44,14 @@ def test_training_record_in_any_known_form_becomes_a_prompt(
     record: dict[str, object], text: str, loaded: LoadedEngine, tmp_path: Path
 ) -> None:
     (prompt,) = read_prompts([write_lines(tmp_path / "some.jsonl", [record])], loaded, SETTINGS, most=5)
-    assert prompt.token_ids == loaded.input_processor.chat_ids([{"role": "user", "content": text}])
+    assert prompt.token_ids == loaded.input_processor.chat_token_ids([{"role": "user", "content": text}])
     assert (prompt.source, prompt.answer_mask) == ("some", None)
 
 
 def test_training_answer_kept_from_the_data_is_marked(loaded: LoadedEngine, tmp_path: Path) -> None:
     name = write_lines(tmp_path / "some.jsonl", [{"prompt": "the cat", "response": "sat on"}, {"prompt": "no answer"}])
     (prompt,) = read_prompts([name], loaded, replace(SETTINGS, answers="keep", data=(name,)), most=5)
-    start = loaded.input_processor.chat_ids([{"role": "user", "content": "the cat"}])
+    start = loaded.input_processor.chat_token_ids([{"role": "user", "content": "the cat"}])
     end = [*loaded.input_processor.tokenizer.encode_as_text("sat on"), loaded.input_processor.eos_token_ids[0]]
     assert prompt.token_ids == start + end
     assert prompt.answer_mask == [False] * len(start) + [True] * len(end)

@@ -14,7 +14,7 @@ from paceline.models.families.family import Family
 from paceline.models.storage.stacked_experts import common_expert_name
 from paceline.models.storage.stored_model import ENCODER_PREFIXES, TEXT_MODEL_PREFIXES, plain_name
 from paceline.models.storage.tensor_file import FileTensor, read_tensors
-from paceline.small_files import check_regular, is_file
+from paceline.small_files import check_regular_file, is_file
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _WRAPPER = "base_model.model."
@@ -69,7 +69,7 @@ def read_adapter_file(directory: Path, family: Family) -> tuple[Path, list[Modul
         raise CheckpointError(
             f"{directory} holds neither {' nor '.join(FILES)}: give the directory of a LoRA adapter, or download it again"
         )
-    check_regular(path)
+    check_regular_file(path)
     tensors = read_tensors(path, "adapter")
     of_texts = {name: one for name, one in tensors.items() if not _is_encoder_tensor(_without_prefix(name))}
     if not of_texts:

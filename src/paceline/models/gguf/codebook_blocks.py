@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError
-from paceline.installation import install_extra
+from paceline.installation import install_command
 from paceline.models.grouped import pack_nibbles
 
 Bytes = NDArray[np.uint8]
@@ -54,7 +54,7 @@ def _quants(name: str) -> Any:
     try:
         from gguf import quants
     except ImportError as error:
-        raise BackendUnavailableError(f"GGUF blocks of type {name} take the package gguf to read: {install_extra('gguf')}") from error
+        raise BackendUnavailableError(f"GGUF blocks of type {name} take the package gguf to read: {install_command('gguf')}") from error
     return getattr(quants, name)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.errors import CheckpointError, shortened
 from paceline.models.gguf.header import GgufTensor, Header, Metadata
 from paceline.models.storage.safetensors_file import map_file
-from paceline.small_files import is_file, unreadable
+from paceline.small_files import is_file, unreadable_error
 
 MAX_SPLITS = 1024
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -90,7 +90,7 @@ def _open_part(path: Path) -> GgufFile:
     try:
         file_bytes = map_file(path)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     if len(file_bytes) < 24:
         raise CheckpointError(f"{path} has {len(file_bytes)} bytes, a GGUF file has at least 24: truncated, download it again")
     header = Header(path, file_bytes)

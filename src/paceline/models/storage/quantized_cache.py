@@ -29,7 +29,7 @@ from paceline.models.quantize import Scheme, quantization_schemes, quantize_tens
 from paceline.models.storage.page_sums import PageSums, checksum, numpy_page_sums
 from paceline.models.storage.safetensors_file import map_file
 from paceline.models.weights import AnyTensor, GroupedTensor, LazyWeights, TensorInfo, Weights
-from paceline.small_files import unreadable
+from paceline.small_files import unreadable_error
 
 FOLDER = "quantised"
 """Folder of the cache directory with the files."""
@@ -156,7 +156,7 @@ def _cache_key(
         try:
             status = path.stat()
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable_error(path, error) from error
         digest.update(repr((status.st_size, status.st_mtime_ns)).encode())
     for name in schemes:
         info = weights.info(name)

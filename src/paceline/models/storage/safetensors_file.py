@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
-from paceline.model_directory import SAFETENSORS, without_model
+from paceline.model_directory import SAFETENSORS, no_model_error
 from paceline.models.storage.mapped_files import map_regular
-from paceline.small_files import INDEX_BYTES, is_file, json_object, open_regular, read_json, unreadable
+from paceline.small_files import INDEX_BYTES, is_file, json_object, open_regular_file, read_json, unreadable_error
 
 MAX_DIMENSIONS = 8
 _SHARD_NAME = re.compile(r"[^/\\\0]{1,200}\.safetensors")
@@ -49,7 +49,7 @@ def checkpoint_files(directory: Path) -> tuple[Path, ...]:
         return (single,)
     if is_file(index):
         return _shards(index)
-    raise without_model(directory)
+    raise no_model_error(directory)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -59,7 +59,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         CheckpointError: The file is truncated, or its header is not valid for its size.
     """
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             file_size = os.fstat(file.fileno()).st_size
             header_bytes = int.from_bytes(file.read(8), "little")
             limit = min(INDEX_BYTES, max(file_size - 8, 0))
@@ -70,7 +70,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 )
             header = json_object(file.read(header_bytes), f"{path}: the header")
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     tensors = {
         name: _stored_tensor(path, name, entry, 8 + header_bytes, file_size) for name, entry in header.items() if name != "__metadata__"
     }
@@ -85,13 +85,13 @@ def map_file(path: Path) -> NDArray[np.uint8]:
         FileNotFoundError: It does not exist.
         CheckpointError: It is no regular file, or cannot be mapped.
     """
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         try:
             if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
                 return np.empty(0, np.uint8)
             return map_regular(file, path)
         except (OSError, ValueError) as error:
-            raise unreadable(path, error) from error
+            raise unreadable_error(path, error) from error
 
 
 def view_tensor(tensor: StoredTensor, file_bytes: NDArray[np.uint8], item_type: "np.dtype[Any]") -> NDArray[Any]:

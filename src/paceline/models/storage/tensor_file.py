@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import BackendUnavailableError, CheckpointError, described
-from paceline.installation import install_extra
+from paceline.errors import BackendUnavailableError, CheckpointError, summarize_error
+from paceline.installation import install_command
 from paceline.models.storage.safetensors_file import StoredTensor, map_file, read_header, view_tensor
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def read_torch_file(path: Path, what: str) -> Any:
         import torch
     except ImportError as error:
         raise BackendUnavailableError(
-            f"{path} is a PyTorch file, which takes torch to read: {install_extra('torch')}, or use the {what} as safetensors"
+            f"{path} is a PyTorch file, which takes torch to read: {install_command('torch')}, or use the {what} as safetensors"
         ) from error
     try:
         with warnings.catch_warnings():
@@ -100,7 +100,7 @@ def read_torch_file(path: Path, what: str) -> Any:
                 return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling untrusted bytes can raise anything
         raise CheckpointError(
-            f"{path} cannot be read as a file of tensors ({described(error)}); use the {what} as safetensors, or download it again"
+            f"{path} cannot be read as a file of tensors ({summarize_error(error)}); use the {what} as safetensors, or download it again"
         ) from error
 
 

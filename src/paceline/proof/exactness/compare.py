@@ -131,7 +131,7 @@ class OutputPosition:
 
     def processor(self, input_processor: InputProcessor, params: SamplingParams) -> LogitsProcessor:
         """Return a logits processor after the text."""
-        processor = input_processor.make(self.text[: self.num_prompt_tokens], params, is_streamed=False).processor
+        processor = input_processor.make_request(self.text[: self.num_prompt_tokens], params, is_streamed=False).processor
         for token in self.text[self.num_prompt_tokens :]:
             processor.commit(token)
         return processor

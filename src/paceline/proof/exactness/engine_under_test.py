@@ -204,7 +204,7 @@ class EngineUnderTest:
                         self._preempt_one(random)
                     if number > most_steps:
                         raise RuntimeError(f"{len(requests)} requests did not end in {most_steps} steps")
-            return [self.opened.output(request) for request in requests]
+            return [self.opened.make_output(request) for request in requests]
         finally:
             engine.scheduler.limits = self._limits
             self._speculator.recorders.clear()
@@ -219,7 +219,7 @@ class EngineUnderTest:
             options["speculation"] = {"drafter": name, "num_speculative_tokens": spec.num_speculative_tokens, "trees": True}
             if self._speculator.uses_predictions:
                 options["prediction"] = self._prediction(spec.expected)
-        (request,) = self.opened.requests([list(spec.prompt_token_ids)], spec.params, options, is_streamed=False)
+        (request,) = self.opened.make_requests([list(spec.prompt_token_ids)], spec.params, options, is_streamed=False)
         return request
 
     def _prediction(self, expected: Sequence[int]) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError
-from paceline.hub import resolve
+from paceline.hub import resolve_model
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import read_model_config
 from paceline.proof.exactness.cases import BATCHES, MOST_TOKENS, Case, CaseMaker, CaseRequest, PromptSource, SamplePrompts, read_prompts
@@ -177,7 +177,7 @@ class Prover:
         self._question = question
         self._started_s = time.monotonic()
         engine = question.engine
-        self._directory = resolve(
+        self._directory = resolve_model(
             engine.model, gguf_file=engine.gguf_file, revision=engine.revision, token=engine.hf_token, offline=engine.offline
         )
         context = engine.max_model_len or min(_MOST_CONTEXT, read_model_config(self._directory).max_positions)

@@ -37,19 +37,19 @@ class PassStates:
         num_slots = 0
         for index, item in enumerate(batch.ranges):
             update = recurrent.plan_update(item.sequence_id)
-            if len(update.rows) != item.num_rows:  # otherwise the kernels would read out of bounds
-                raise RuntimeError(f"a range has {item.num_rows} rows, its plan {len(update.rows)}: reserve the rows that run")
+            if len(update.row_records) != item.num_rows:  # otherwise the kernels would read out of bounds
+                raise RuntimeError(f"a range has {item.num_rows} rows, its plan {len(update.row_records)}: reserve the rows that run")
             parents = tuple(range(-1, item.num_rows - 1)) if item.mask is None else tree_parents(item.mask)
-            schedule = plan_state_schedule(len(update.pending), update.num_applied, parents, tuple(count for count, _ in update.saves))
+            schedule = plan_state_schedule(len(update.pending), update.num_applied, parents, tuple(end for end, _ in update.saved_states))
             num_slots = max(num_slots, schedule.num_slots)
-            records, saves = np.array([*update.pending, *update.rows], np.int32), _save_records(update)
+            records, saves = np.array([*update.pending, *update.row_records], np.int32), _save_records(update)
             kept += [update, schedule, records, saves]
             numbers_at = address_of(records)
             _RANGE.pack_into(
                 ranges.data, index * _RANGE.size,
                 0 if update.state is None else address_of(update.state), 0 if update.records is None else address_of(update.records),
                 numbers_at, numbers_at + 4 * len(update.pending), *schedule.addresses, address_of(saves), address_of(update.has_run),
-                recurrent.record_size, len(update.pending), update.num_applied, len(schedule.steps), len(update.saves),
+                recurrent.record_size, len(update.pending), update.num_applied, len(schedule.steps), len(update.saved_states),
             )  # fmt: skip
         self._kept, self.num_slots = kept, num_slots
         return address_of(ranges)
@@ -188,7 +188,7 @@ class _Planner:
 
 
 def _save_records(update: StateUpdate) -> NDArray[np.uint8]:
-    packed = np.empty(len(update.saves) * _SAVE.size, np.uint8)
-    for index, (count, state) in enumerate(update.saves):
+    packed = np.empty(len(update.saved_states) * _SAVE.size, np.uint8)
+    for index, (count, state) in enumerate(update.saved_states):
         _SAVE.pack_into(packed.data, index * _SAVE.size, state.ctypes.data, count)
     return packed

@@ -109,7 +109,7 @@ def _run_rows(part: _StatePart, committed: torch.Tensor, rows: RowRange, update:
     last_child = {parent: row for row, parent in enumerate(parents)}
     states = {-1: committed}
     for row, parent in enumerate(parents):
-        record = update.rows[rows.plan_row + row]
+        record = update.row_records[rows.plan_row + row]
         value = part.step(states[parent], rows.start + row, None if record == NO_RECORD else update.records[record])
         if rows.plan_row == 0:
             _save_states(part, value, len(update.pending) + row + 1, update)
@@ -121,7 +121,7 @@ def _run_rows(part: _StatePart, committed: torch.Tensor, rows: RowRange, update:
 
 def _save_states(part: _StatePart, value: torch.Tensor, count: int, update: StateUpdate) -> None:
     """Write the state after `count` rows to every place that saves it: two if the end of a chunk is the end of a block."""
-    for end, state in update.saves:
+    for end, state in update.saved_states:
         if end == count:
             part.write(value, state)
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import BackendUnavailableError, RequestError, library_errors
-from paceline.installation import install_extra
+from paceline.errors import BackendUnavailableError, RequestError, convert_library_errors
+from paceline.installation import install_command
 from paceline.sampling.grammars.grammar import Grammar, GrammarKind
 from paceline.sampling.grammars.json_schema import enforceable_schema
 from paceline.sampling.grammars.unique_items import ENDS_ITEM, ENDS_STRING, UniqueItemsState, unique_items
@@ -37,7 +37,7 @@ class GrammarVocabulary:
         try:
             import llguidance
         except ImportError as error:
-            raise BackendUnavailableError(f"grammars need llguidance: {install_extra('grammar')}") from error
+            raise BackendUnavailableError(f"grammars need llguidance: {install_command('grammar')}") from error
         self.llguidance: Any = llguidance
         self.size = tokenizer.vocab_size
         self._tokens_with: dict[bytes, NDArray[np.bool_]] = {}
@@ -48,7 +48,7 @@ class GrammarVocabulary:
             self.end_id = int(self.eos_ids[0])
         else:
             text, self.end_id = _add_end_token(text)
-        with library_errors("grammar: llguidance cannot read this model's tokenizer; generate without a grammar", _grammar_error):
+        with convert_library_errors("grammar: llguidance cannot read this model's tokenizer; generate without a grammar", _grammar_error):
             self.ids = self.llguidance.LLTokenizer(text, eos_token=self.end_id)
         self.num_words = (self.ids.vocab_size + 31) // 32
 

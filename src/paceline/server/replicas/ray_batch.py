@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.engine.async_engine import AsyncEngine
-from paceline.errors import CapacityError, library_errors
+from paceline.errors import CapacityError, convert_library_errors
 from paceline.server.app import create_app
 from paceline.server.batch.input_file import BatchLine, Plan
 from paceline.server.batch.output_file import OutputFile
@@ -87,6 +87,6 @@ def _answered(
         compute=ray.data.ActorPoolStrategy(size=cluster.replicas),
         **actor_options(arguments),
     )
-    with library_errors("the replicas failed: run the same command again to continue", CapacityError):
+    with convert_library_errors("the replicas failed: run the same command again to continue", CapacityError):
         for row in answers.iter_rows():
             yield json.loads(row["line"])

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
-from paceline.errors import BackendUnavailableError, CapacityError, library_errors
-from paceline.installation import install_extra
+from paceline.errors import BackendUnavailableError, CapacityError, convert_library_errors
+from paceline.installation import install_command
 from paceline.server.model_pool import served_model_name
 from paceline.server.replicas.front import create_front
 from paceline.server.replicas.replica import ForwardedRequest, Replica, ReplicaLostError, ReplicaPool, ResponseHead, replica_settings
@@ -69,11 +69,11 @@ def ray_cluster(settings: ClusterSettings, arguments: Mapping[str, Any], *, part
 
         import_module(f"ray.{part}")
     except ImportError as error:
-        raise BackendUnavailableError(f"several replicas need {error.name}: {install_extra('ray')}") from error
+        raise BackendUnavailableError(f"several replicas need {error.name}: {install_command('ray')}") from error
     own: dict[str, Any] = {"address": "local", "_node_ip_address": "127.0.0.1", "include_dashboard": False}
     own |= {"num_cpus": max(1, settings.replicas * int(arguments["threads"]))}
     where = own if settings.ray_address is None else {"address": settings.ray_address}
-    with library_errors(f"Ray cannot be reached at {settings.ray_address or 'this machine'}", BackendUnavailableError):
+    with convert_library_errors(f"Ray cannot be reached at {settings.ray_address or 'this machine'}", BackendUnavailableError):
         ray.init(**where, namespace="paceline", log_to_driver=debug, logging_level="INFO" if debug else "ERROR")
     if not debug:
         logging.getLogger("ray").setLevel(logging.WARNING)
@@ -130,7 +130,7 @@ class RayPool(ReplicaPool):
             logging_config={"enable_access_log": False},
             request_router_config={"request_router_class": ROUTER, "request_router_kwargs": {"max_lead": cluster.max_lead}},
         )
-        with library_errors("the replicas could not be started: their logs, and those of Ray, say why", CapacityError):
+        with convert_library_errors("the replicas could not be started: their logs, and those of Ray, say why", CapacityError):
             serve.start(proxy_location="Disabled")  # clients connect to the front
             bound = deployment.bind(dict(arguments), replica_settings(settings))
             self._handle = serve.run(bound, name=name, route_prefix=None)

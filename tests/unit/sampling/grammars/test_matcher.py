@@ -14,7 +14,7 @@ import pytest
 
 from harness.grammar_schemas import random_schema
 from paceline.errors import BackendUnavailableError, RequestError
-from paceline.installation import install_extra
+from paceline.installation import install_command
 from paceline.sampling.grammars.compiled_grammar import CompiledGrammar
 from paceline.sampling.grammars.compiler import GrammarCompiler
 from paceline.sampling.grammars.grammar import Grammar
@@ -332,7 +332,7 @@ def test_grammar_without_llguidance_names_the_extra_to_install(monkeypatch: pyte
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(BackendUnavailableError, match=re.escape(install_extra("grammar"))):
+    with pytest.raises(BackendUnavailableError, match=re.escape(install_command("grammar"))):
         GrammarCompiler(tokenizer(), EOS_IDS).matcher(GRAMMARS["choice"])
 
 
