@@ -36,8 +36,8 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
 
     Args:
         config: the result of `read_model_config` for `path`.
-        regroup: requantise matrices of a GGUF file to larger groups, which run faster (`GgufWeights`).
-        num_threads: for converting quantised matrices.
+        regroup: requantise matrices of a GGUF file to groups of 128 columns, which run faster and change values.
+        num_threads: number of threads that convert quantised matrices.
 
     Raises:
         CheckpointError: A file is missing or damaged, or does not match `config`.
@@ -65,7 +65,7 @@ def stored_bytes(path: Path) -> int:
 
 
 def stored_type(path: Path, weights: Weights, config: ModelConfig) -> str:
-    """Return how the weights are stored: the type that most bytes of a GGUF file have, a container of quantised matrices, or one type."""
+    """Return a name for how the weights are stored: the most common GGUF type by bytes, the container's name, or the float type."""
     if not is_gguf(path):
         return weights.container or config.weight_type.value
     sizes: dict[str, int] = {}

@@ -215,7 +215,7 @@ def test_a_matrix_in_groups_is_only_made_smaller() -> None:
 
     def scheme(tensor: GroupedTensor, bits: int) -> Scheme | None:
         facts = Weights({"a": tensor}).info("a")
-        return quantization_scheme("layers.0.q_proj.weight", facts, QuantOptions(bits=bits), is_head_too=False)
+        return quantization_scheme("layers.0.q_proj.weight", facts, QuantOptions(bits=bits), is_also_lm_head=False)
 
     assert scheme(int8, 8) is scheme(int4, 8) is scheme(int4, 4) is None
     smaller = scheme(int8, 4)

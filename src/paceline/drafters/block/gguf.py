@@ -19,7 +19,7 @@ from paceline.drafters.block.config import GGUF_ARCHITECTURE, GGUF_KEYS, SELECTO
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import block_kind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
-from paceline.models.gguf.config import ROPE_TENSORS, rope_values
+from paceline.models.gguf.config import ROPE_TENSORS, read_rope_fields
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile, open_gguf, split_parts
 from paceline.models.gguf.header import GgufTensor
@@ -144,7 +144,7 @@ def _config(file: GgufFile, tensors: Mapping[str, FileTensor]) -> dict[str, Any]
         fields.refuse("attention.value_length", value_size, f"the size of keys, {values['head_dim']}")
     _check_sections(fields)
     values["rms_norm_eps"] = fields.number("attention.layer_norm_rms_epsilon", 1e-6)
-    values |= rope_values(file, head_size=values["head_dim"], max_positions=values["max_position_embeddings"])
+    values |= read_rope_fields(file, head_size=values["head_dim"], max_positions=values["max_position_embeddings"])
     windows = fields.read_windows(num_layers)
     if windows["sliding_window"] is not None and "layer_types" not in windows:
         windows["layer_types"] = ["sliding_attention"] * num_layers

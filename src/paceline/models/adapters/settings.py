@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.adapters.patterns import ModuleSelector
-from paceline.models.json_fields import LARGEST, JsonFields
+from paceline.models.json_fields import MAX_FLOAT32, JsonFields
 from paceline.small_files import read_json
 
 CONFIG = "adapter_config.json"
@@ -84,7 +84,7 @@ def read_settings(directory: Path) -> AdapterSettings:
     return AdapterSettings(
         path=path,
         base=_read_optional_text(values.get("base_model_name_or_path")),
-        rank=fields.size("r", 8, most=MAX_RANK),
+        rank=fields.integer("r", 8, most=MAX_RANK),
         alpha=fields.number("lora_alpha", 8.0),
         rank_pattern={name: _check_rank(fields, name, value) for name, value in _read_pattern_table(fields, "rank_pattern").items()},
         alpha_pattern={name: _check_alpha(fields, name, value) for name, value in _read_pattern_table(fields, "alpha_pattern").items()},
@@ -179,9 +179,9 @@ def _check_rank(fields: JsonFields, name: str, value: object) -> int:
 
 
 def _check_alpha(fields: JsonFields, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_FLOAT32 <= value <= MAX_FLOAT32:
         raise CheckpointError(
-            f"{fields.path}: alpha_pattern gives {shortened(name)} the alpha {shortened(value)}, expected a number from -{LARGEST:.3g} to "
-            f"{LARGEST:.3g} (float32)"
+            f"{fields.path}: alpha_pattern gives {shortened(name)} the alpha {shortened(value)}, expected a number from "
+            f"-{MAX_FLOAT32:.3g} to {MAX_FLOAT32:.3g} (float32)"
         )
     return float(value)

@@ -108,14 +108,14 @@ def read_xlora_settings(directory: Path) -> XLoraSettings:
     if not fields.flag("use_bias", default=True):
         raise CheckpointError(f"{path}: use_bias is false, and PEFT's classifier has biases: save the adapter again with PEFT 0.21")
     adapters = _read_adapter_paths(fields)
-    top_k = None if values.get("top_k_lora") is None else fields.size("top_k_lora", most=len(adapters))
+    top_k = None if values.get("top_k_lora") is None else fields.integer("top_k_lora", most=len(adapters))
     has_softmax_of_top_k = fields.flag("enable_softmax_topk", default=False)
     return XLoraSettings(
         path=path,
-        hidden_size=fields.size("hidden_size", 4096),
+        hidden_size=fields.integer("hidden_size", 4096),
         adapters=adapters,
-        depth=fields.size("xlora_depth", 1, most=MAX_DEPTH),
-        size=fields.size("xlora_size", 2048, most=MAX_SIZE),
+        depth=fields.integer("xlora_depth", 1, most=MAX_DEPTH),
+        size=fields.integer("xlora_size", 2048, most=MAX_SIZE),
         has_dropout=fields.number("xlora_dropout_p", 0.2) > 0.0,
         has_layerwise_scalings=fields.flag("layerwise_scalings", default=False),
         temperature=_read_temperature(fields) if fields.flag("enable_softmax", default=True) else None,

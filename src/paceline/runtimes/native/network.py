@@ -165,7 +165,7 @@ class NativeNetwork(Network):
         if self.config.recurrent_layers:
             if self.capabilities.tree_layout is TreeLayout.PATHS:
                 raise ConfigError("recurrent layers do not support trees as paths")
-            layout = StateLayout.of(self.config.recurrent_layers)
+            layout = StateLayout.for_layers(self.config.recurrent_layers)
             recurrent = RecurrentStateCache(
                 layout.state_size, layout.record_size, BLOCK_SIZE, zeros, checkpoints, chunk_size=CHECKPOINT_INTERVAL
             )

@@ -162,10 +162,10 @@ class _Convolution:
         return seen[1:]
 
     def _view(self, state: torch.Tensor) -> torch.Tensor:
-        return state[self._place.conv_at : self._place.conv_at + self._place.conv_size]
+        return state[self._place.conv_offset : self._place.conv_offset + self._place.conv_size]
 
     def _input(self, record: torch.Tensor) -> torch.Tensor:
-        return record[self._place.record_at : self._place.record_at + self._place.mixer.channels]
+        return record[self._place.record_offset : self._place.record_offset + self._place.mixer.channels]
 
 
 class _StateMatrices:
@@ -226,12 +226,12 @@ class _StateMatrices:
     def _view(self, state: torch.Tensor) -> torch.Tensor:
         """Return a view [heads, blocks, rows, block]."""
         place = self._place
-        matrices = state[place.matrices_at : place.matrices_at + place.matrices_size]
+        matrices = state[place.matrices_offset : place.matrices_offset + place.matrices_size]
         return matrices.view(self._sizes.heads, place.num_blocks, self._sizes.rows, place.block)
 
     def _fields(self, record: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return views of a record's key [key_heads, rows], update [heads, columns] and decay [heads]."""
-        sizes, begin = self._sizes, self._place.record_at + self._place.mixer.channels
+        sizes, begin = self._sizes, self._place.record_offset + self._place.mixer.channels
         own = record[begin : begin + sizes.key_width + sizes.value_width + sizes.heads]
         key, update, decay = torch.split(own, [sizes.key_width, sizes.value_width, sizes.heads])
         return key.view(sizes.key_heads, sizes.rows), update.view(sizes.heads, sizes.columns), decay
