@@ -93,10 +93,10 @@ class Adapters:
         self.check_known(request.adapter)
         loaded = self._held[request] = self._by_name[request.adapter]
         loaded.num_requests += 1
-        request.adapter_number, request.adapter_key = loaded.number, loaded.adapter.key
+        request.adapter_number, request.adapter_key = loaded.number, loaded.adapter.digest
         request.has_mixture_pass = loaded.adapter.mixture is not None
         if request.namespace is not None:
-            request.namespace = f"{request.namespace}\0{loaded.adapter.key.hex()}"
+            request.namespace = f"{request.namespace}\0{loaded.adapter.digest.hex()}"
 
     def release(self, request: EngineRequest) -> None:
         """Release the adapter of a request that has ended."""

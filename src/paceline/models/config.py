@@ -208,8 +208,10 @@ def read_config(directory: Path) -> ModelConfig:
     values = text_model_fields(contents)
     if has_conflicting_ties(contents):
         values = {**values, "tie_word_embeddings": not has_tensor(directory, "lm_head.weight")}
-    find_container(values, path, find_family(values, path))  # raises if the quantisation method is not supported
-    weight_type = None if _dtype_name(values) is not None else _weight_type(most_common_dtype(directory, tuple(_SAFETENSORS_TYPES)), path)
+    find_container(values, path, find_family(values, path))  # raises an error if the method is not supported
+    weight_type = (
+        None if _dtype_name(values) is not None else _parse_weight_type(most_common_dtype(directory, tuple(_SAFETENSORS_TYPES)), path)
+    )
     generation = read_json(directory / "generation_config.json")
     return config_from_values(values, path, generation=generation, weight_type=weight_type, may_be_packed=True)
 
@@ -261,23 +263,23 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
         layers=layers,
         norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
         max_positions=builder.max_positions,
-        weight_type=weight_type or _weight_type(_dtype_name(fields.values), path),
+        weight_type=weight_type or _parse_weight_type(_dtype_name(fields.values), path),
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
         has_norm_offset=family.has_norm_offset,
         embedding_scale=_read_embedding_scale(fields, family),
         logit_scale=1 / fields.positive_number("logits_scaling", 1.0) if family.has_multipliers else 1.0,
         logit_soft_cap=builder.soft_cap("final_logit_softcapping") if family.has_logit_soft_cap else None,
-        bos_token_id=_bos_token_id(generation, fields.values),
-        eos_token_ids=_eos_token_ids(generation_fields, fields),
+        bos_token_id=_read_bos_token_id(generation, fields.values),
+        eos_token_ids=_read_eos_token_ids(generation_fields, fields),
         per_layer_vocab_size=_read_per_layer_vocab_size(fields) if layers[0].per_layer_input is not None else 0,
         suppressed_token_ids=generation_fields.token_ids("suppress_tokens"),
-        sampling=_recommended_sampling(generation),
+        sampling=_read_recommended_sampling(generation),
     )
     check_rope(config, path)
     return config
 
 
-def _recommended_sampling(generation: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+def _read_recommended_sampling(generation: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     """Return the sampling parameters in a generation_config.json. `do_sample` = false becomes temperature 0."""
     values = {**generation, "temperature": 0.0} if generation.get("do_sample") is False else generation
     found = ((name, values.get(name)) for name in SAMPLING_FIELDS)
@@ -342,14 +344,14 @@ def _dtype_name(values: Mapping[str, Any]) -> str | None:
     return None if name is None or name == "auto" else str(name)
 
 
-def _weight_type(name: str | None, path: Path) -> WeightType:
+def _parse_weight_type(name: str | None, path: Path) -> WeightType:
     weight_type = _WEIGHT_TYPES.get(str(name).removeprefix("torch."))
     if weight_type is None:
         raise CheckpointError(f"{path}: weights of type {shortened(name)} are not supported, only float32, float16 and bfloat16 are")
     return weight_type
 
 
-def _bos_token_id(generation: Mapping[str, Any], values: Mapping[str, Any]) -> int | None:
+def _read_bos_token_id(generation: Mapping[str, Any], values: Mapping[str, Any]) -> int | None:
     for source in (generation, values):
         token_id = source.get("bos_token_id")
         if isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < 2**31:
@@ -357,6 +359,6 @@ def _bos_token_id(generation: Mapping[str, Any], values: Mapping[str, Any]) -> i
     return None
 
 
-def _eos_token_ids(generation: JsonFields, fields: JsonFields) -> tuple[int, ...]:
+def _read_eos_token_ids(generation: JsonFields, fields: JsonFields) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of both files, because either file may lack some."""
     return tuple(dict.fromkeys((*generation.token_ids("eos_token_id"), *fields.token_ids("eos_token_id"))))

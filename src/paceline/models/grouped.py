@@ -13,9 +13,7 @@ SUPER_BLOCK = 256
 """Number of columns in a super-block of a K-quant (GGUF's types Q2_K to Q6_K)."""
 _HALF = 128
 _SCALE_BYTES = {(2, True): (4, 16), (3, False): (0, 16), (4, False): (4, 4), (4, True): (4, 12), (5, True): (4, 12), (6, False): (0, 20)}
-"""Bytes of a super-block's scales and minimums in the kernels' layout: those for each float16 scale, and all others.
-
-The key is the number of bits of a code, and whether there are minimums."""
+"""Bytes of a super-block's scales and minimums in the kernels' layout, for each float16 and for all others, by (bits, has minimums)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +70,7 @@ def columns_per_float16_scale(runs: NDArray[np.int64] | None) -> int | None:
 
 
 def super_blocks_size(num_items: int, code_bits: int, block: int, *, has_minimums: bool) -> int:
-    """Return the size in bytes of a K-quant matrix in the kernels' layout (kernels/super_blocks.c, small_blocks.c).
-
-    Args:
-        block: number of columns that share a float16 scale: 256 or 128.
-    """
+    """Return the bytes of a K-quant in the kernels' layout (super_blocks.c, small_blocks.c). `block` columns share a float16 scale."""
     bytes_per_float16, other_bytes = _SCALE_BYTES[code_bits, has_minimums]
     scale_bytes = bytes_per_float16 * (SUPER_BLOCK // block) + other_bytes
     return num_items // SUPER_BLOCK * (SUPER_BLOCK * code_bits // 8 + scale_bytes)

@@ -162,10 +162,7 @@ class LayerBuilder:
         return [kind == "sliding_attention" for kind in types]
 
     def layers_with_rope(self) -> list[bool]:
-        """Return for each layer whether it has rotary embeddings.
-
-        In the field `no_rope_layers` 1 means that it has. Without the field every `no_rope_layer_interval`-th layer has none.
-        """
+        """Return for each layer whether it has rotary embeddings: 1 in `no_rope_layers`, or not every `no_rope_layer_interval`-th."""
         fields, flags = self.fields, self.fields.values.get("no_rope_layers")
         if flags is None:
             interval = fields.integer("no_rope_layer_interval", 4)

@@ -97,12 +97,12 @@ class AttentionConfig:
 
     @property
     def query_size(self) -> int:
-        """Return the number of values in the queries of one token."""
+        """Return the number of values in all queries of a token."""
         return self.num_heads * self.head_size
 
     @property
     def kv_size(self) -> int:
-        """Return the number of values in the keys, and in the values, of one token."""
+        """Return the number of values in all keys of a token, which is also that in all value vectors."""
         return self.num_kv_heads * self.head_size
 
 
@@ -117,12 +117,12 @@ class RecurrentStateShape:
 
     @property
     def key_width(self) -> int:
-        """Return the number of values in the keys, and in the queries, of one token."""
+        """Return the number of values in all keys of a token, which is also that in all queries."""
         return self.key_heads * self.rows
 
     @property
     def value_width(self) -> int:
-        """Return the number of values in the value vectors of one token."""
+        """Return the number of values in all value vectors of a token."""
         return self.heads * self.columns
 
 
@@ -147,13 +147,13 @@ class GatedDeltaConfig:
     kernel_size: int
 
     @property
-    def state(self) -> RecurrentStateShape:
+    def state_shape(self) -> RecurrentStateShape:
         return RecurrentStateShape(heads=self.num_value_heads, rows=self.key_size, columns=self.value_size, key_heads=self.num_key_heads)
 
     @property
     def channels(self) -> int:
         """Return the number of channels of the convolution: queries, keys and values."""
-        return 2 * self.state.key_width + self.state.value_width
+        return 2 * self.state_shape.key_width + self.state_shape.value_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,13 +183,13 @@ class Mamba2Config:
     dt_limits: tuple[float, float] = (0.0, float("inf"))
 
     @property
-    def state(self) -> RecurrentStateShape:
+    def state_shape(self) -> RecurrentStateShape:
         return RecurrentStateShape(heads=self.num_heads, rows=self.state_size, columns=self.head_size, key_heads=self.num_groups)
 
     @property
     def channels(self) -> int:
         """Return the number of channels of the convolution: x, B and C."""
-        return self.state.value_width + 2 * self.state.key_width
+        return self.state_shape.value_width + 2 * self.state_shape.key_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +209,8 @@ class ShortConvConfig:
     bias: bool = False
 
     @property
-    def state(self) -> RecurrentStateShape | None:
-        """Return None: apart from the convolution's last inputs, the mixer has no state."""
+    def state_shape(self) -> RecurrentStateShape | None:
+        """Return None: the mixer's only state is the last inputs of the convolution."""
         return None
 
 

@@ -28,9 +28,8 @@ _SCALE_BITS_DROPPED = 12  # low bits of a float32 scale that rounding clears: 12
 _MAX_WEIGHT = np.float32(1e37)  # larger weights are refused: `scale * code` must stay finite; real weights are far smaller
 _UNQUANTIZED_NAMES = ("router", "shared_gate")  # small matrices; rounding them could select other experts
 _MIN_GROUP_MAGNITUDE = np.float32(1e-30)  # groups with only smaller values become zeros: their scale would be subnormal
-# Scales to try for a group, as the code that its largest value gets before clipping. Clipping the largest value often lowers the total
-# error. With -7 nothing is clipped, so no group gets worse than by plain rounding. A finer search lowers the
-# error of int4 by 0.3 % and takes a third longer.
+# Scales to try for a group, as the code that its largest value gets before clipping, which often lowers the total error. -7 clips nothing,
+# so no group gets worse than by plain rounding. A finer search lowers the error of int4 by 0.3 % and takes a third longer.
 _SIGNED_STEPS = (-8.0, -7.0, -8.6, -9.3)
 _AFFINE_STEPS = (1.0, 1.06, 1.12, 1.2)
 
@@ -48,7 +47,7 @@ def mean_weight_bits(weights: Weights, quantization: QuantOptions | None = None)
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class QuantizationScheme:
     """How one matrix is quantised.
 
     Attributes:
@@ -75,9 +74,7 @@ class Scheme:
 
 
 def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, symmetric: bool = True, name: str = "the matrix") -> GroupedMatrix:
-    """Quantise `values` [N, K]. Each group gets the scale with the least squared error among a few candidates.
-
-    The scale of a group of zeros is 1.
+    """Quantise `values` [N, K]. Each group gets the scale with the least squared error among a few, a group of zeros the scale 1.
 
     Args:
         group_size: 32, 64 or 128, and a divisor of K.
@@ -94,7 +91,7 @@ def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, symmetric
             f"{name} of width {columns} fits no {bits}-bit groups of {group_size}: use 4 or 8 bits and groups of 32, 64 or 128 "
             "that divide it"
         )
-    scheme = Scheme(bits, group_size, symmetric)
+    scheme = QuantizationScheme(bits, group_size, symmetric)
     grouped = values.reshape(rows, columns // group_size, group_size)
     offsets, scales, zero_points = (_quantize_affine if not symmetric else _quantize_symmetric)(grouped, bits, name)
     minimums = None if zero_points is None else -scales * zero_points
@@ -103,10 +100,8 @@ def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, symmetric
     return GroupedMatrix(pack_nibbles(codes) if bits == 4 else codes, scales, minimums, bits, scheme.zero_point)
 
 
-def quantization_scheme(name: str, info: TensorInfo, options: QuantOptions, *, is_also_lm_head: bool) -> Scheme | None:
-    """Return how a tensor is quantised; None = not at all.
-
-    Vectors, names that `options` exclude, matrices with as few bits, and widths that no group size divides are not quantised.
+def quantization_scheme(name: str, info: TensorInfo, options: QuantOptions, *, is_also_lm_head: bool) -> QuantizationScheme | None:
+    """Return how a tensor is quantised; None = it is no matrix, excluded, already as small, or no group size divides its width.
 
     Args:
         is_also_lm_head: embeddings are tied, so the embedding is also the output matrix.
@@ -117,10 +112,10 @@ def quantization_scheme(name: str, info: TensorInfo, options: QuantOptions, *, i
     group_size = largest_group_size(info.shape[1], options.group)
     if bits is None or group_size is None or (info.bits is not None and info.bits <= bits):
         return None
-    return Scheme(bits, group_size, options.symmetric)
+    return QuantizationScheme(bits, group_size, options.symmetric)
 
 
-def quantization_schemes(weights: Weights, options: QuantOptions) -> dict[str, Scheme]:
+def quantization_schemes(weights: Weights, options: QuantOptions) -> dict[str, QuantizationScheme]:
     """Return for each tensor that is to be quantised how, in the order of `weights`."""
     is_tied = not weights.has("lm_head.weight")
     found = {name: quantization_scheme(name, weights.info(name), options, is_also_lm_head=is_tied) for name in weights}
@@ -132,8 +127,8 @@ def largest_group_size(columns: int, max_size: int) -> int | None:
     return next((group_size for group_size in GROUPS if group_size <= max_size and columns % group_size == 0), None)
 
 
-def quantize_tensor(name: str, tensor: AnyTensor, scheme: Scheme, *, num_threads: int = 1) -> GroupedTensor:
-    """Quantise a tensor in chunks of rows, each in a thread, to limit the memory of temporary arrays.
+def quantize_tensor(name: str, tensor: AnyTensor, scheme: QuantizationScheme, *, num_threads: int = 1) -> GroupedTensor:
+    """Quantise a tensor in several threads. Each takes chunks of rows, which limits the memory of temporary arrays.
 
     Raises:
         CheckpointError: A value is NaN, infinite or beyond 1e37.
@@ -142,10 +137,10 @@ def quantize_tensor(name: str, tensor: AnyTensor, scheme: Scheme, *, num_threads
     matrix = _empty_tensor(rows, columns, scheme)
     step = max(1, _CHUNK_VALUES // columns)
 
-    def fill(start: int) -> None:
+    def quantize_rows(start: int) -> None:
         part = slice(start, min(rows, start + step))
         chunk = quantize_matrix(
-            _float_rows(tensor, part), bits=scheme.bits, group_size=scheme.group_size, symmetric=scheme.symmetric, name=name
+            _read_float_rows(tensor, part), bits=scheme.bits, group_size=scheme.group_size, symmetric=scheme.symmetric, name=name
         )
         matrix.codes[part] = chunk.codes
         matrix.scales[part] = chunk.scales
@@ -153,7 +148,7 @@ def quantize_tensor(name: str, tensor: AnyTensor, scheme: Scheme, *, num_threads
             matrix.minimums[part] = chunk.minimums
 
     with ThreadPoolExecutor(max(1, num_threads)) as pool:
-        for _ in pool.map(fill, range(0, rows, step)):
+        for _ in pool.map(quantize_rows, range(0, rows, step)):
             pass
     return GroupedTensor(matrix, tensor.weight_type)
 
@@ -171,14 +166,14 @@ def _target_bits(name: str, options: QuantOptions, *, is_also_lm_head: bool) -> 
     return {**tables, "lm_head.weight": options.lm_head_bits}.get(name, options.bits)
 
 
-def _empty_tensor(rows: int, columns: int, scheme: Scheme) -> GroupedMatrix:
+def _empty_tensor(rows: int, columns: int, scheme: QuantizationScheme) -> GroupedMatrix:
     groups = (rows, columns // scheme.group_size)
     codes = np.empty((rows, columns * scheme.bits // 8), scheme.code_type)
     minimums = None if scheme.symmetric else np.empty(groups, np.float32)
     return GroupedMatrix(codes, np.empty(groups, np.float32), minimums, scheme.bits, scheme.zero_point)
 
 
-def _float_rows(tensor: AnyTensor, part: slice) -> FloatArray:
+def _read_float_rows(tensor: AnyTensor, part: slice) -> FloatArray:
     if isinstance(tensor, GroupedTensor):
         return tensor.matrix.values(part)
     array = tensor.array[part]
@@ -186,10 +181,7 @@ def _float_rows(tensor: AnyTensor, part: slice) -> FloatArray:
 
 
 def _quantize_symmetric(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray, None]:
-    """Return signed codes [N, G, group_size] and scales [N, G].
-
-    A 4-bit scale may be negative: its sign is chosen so that the value of largest magnitude gets a negative code.
-    """
+    """Return signed codes [N, G, group_size] and scales [N, G]. The sign of a 4-bit scale makes the code of the largest value negative."""
     low, high = groups.min(axis=2), groups.max(axis=2)
     _check_range(low, high, name)
     extreme = np.where(-low > high, low, high) if bits == 4 else np.maximum(-low, high)
@@ -215,10 +207,7 @@ def _quantize_affine(groups: FloatArray, bits: int, name: str) -> tuple[FloatArr
 
 
 def _choose_scales(groups: FloatArray, extreme: FloatArray, steps: Sequence[float], bounds: Bounds) -> tuple[FloatArray, FloatArray]:
-    """Return codes and scales of each group, for the step with the least squared error.
-
-    Codes are value / extreme * step, rounded and clipped to `bounds`. The scale is the one with the least squared error for these codes.
-    """
+    """Return the codes round(value / extreme * step), clipped to `bounds`, and their best scales, for the best step of each group."""
     is_zero = np.abs(extreme) < _MIN_GROUP_MAGNITUDE
     inverse = np.where(is_zero, np.float32(0), np.float32(1) / np.where(is_zero, np.float32(1), extreme))
     unit = groups * inverse[..., None]

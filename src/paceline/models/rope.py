@@ -21,26 +21,26 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.fl
     rotary_size = rope.rotary_size(head_size)
     exponents = np.arange(0, rotary_size, 2, dtype=np.float32) / np.float32(rotary_size)
     # float64, because numpy's float32 power is often one bit off, and large positions multiply the error.
-    powers = np.power(_dynamic_theta(rope, rotary_size), exponents.astype(np.float64)).astype(np.float32)
+    theta_powers = np.power(_dynamic_theta(rope, rotary_size), exponents.astype(np.float64)).astype(np.float32)
     with np.errstate(over="ignore", divide="ignore"):  # only pairs that do not rotate overflow (`check_rope`)
-        plain = (np.float32(1.0) / powers).astype(np.float32)
+        unscaled = (np.float32(1.0) / theta_powers).astype(np.float32)
     if rope.type in (RopeType.DEFAULT, RopeType.DYNAMIC):
-        return plain, 1.0
+        return unscaled, 1.0
     if rope.type is RopeType.PROPORTIONAL:
-        return _proportional(rope, plain), 1.0
+        return _proportional_frequencies(rope, unscaled), 1.0
     if rope.type is RopeType.LINEAR:
-        return plain / np.float32(rope.factor), 1.0
+        return unscaled / np.float32(rope.factor), 1.0
     if rope.type is RopeType.LLAMA3:
-        return _llama3(rope, plain), 1.0
+        return _llama3_frequencies(rope, unscaled), 1.0
     if rope.type is RopeType.LONGROPE:
-        return _longrope(rope, powers), _longrope_attention_factor(rope)
-    return _yarn(rope, powers, rotary_size), _yarn_attention_factor(rope)
+        return _longrope_frequencies(rope, theta_powers), _longrope_attention_factor(rope)
+    return _yarn_frequencies(rope, theta_powers, rotary_size), _yarn_attention_factor(rope)
 
 
-def _proportional(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]:
+def _proportional_frequencies(rope: RopeConfig, unscaled: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return frequencies that are 0 for all but the first `rotated_fraction` of the pairs."""
-    num_rotating = int(rope.rotated_fraction * 2 * len(plain) // 2)
-    return np.where(np.arange(len(plain)) < num_rotating, plain / np.float32(rope.factor), np.float32(0)).astype(np.float32)
+    num_rotating = int(rope.rotated_fraction * 2 * len(unscaled) // 2)
+    return np.where(np.arange(len(unscaled)) < num_rotating, unscaled / np.float32(rope.factor), np.float32(0)).astype(np.float32)
 
 
 def query_scales(rope: RopeConfig, positions: NDArray[np.integer]) -> NDArray[np.float32]:
@@ -63,11 +63,11 @@ def _dynamic_theta(rope: RopeConfig, rotary_size: int) -> float:
     return float(rope.theta * growth ** (rotary_size / (rotary_size - 2)))
 
 
-def _longrope(rope: RopeConfig, powers: NDArray[np.float32]) -> NDArray[np.float32]:
+def _longrope_frequencies(rope: RopeConfig, theta_powers: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return frequencies divided by the divisor of each pair. Long contexts have other divisors than the original length."""
     is_long = rope.context_len > rope.original_max_positions
     divisors = np.array(rope.long_factors if is_long else rope.short_factors, np.float32)
-    return np.asarray(np.float32(1.0) / (divisors * powers), np.float32)
+    return np.asarray(np.float32(1.0) / (divisors * theta_powers), np.float32)
 
 
 def _longrope_attention_factor(rope: RopeConfig) -> float:
@@ -76,21 +76,21 @@ def _longrope_attention_factor(rope: RopeConfig) -> float:
     return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
 
 
-def _llama3(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]:
+def _llama3_frequencies(rope: RopeConfig, unscaled: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return frequencies: low ones divided by the factor, high ones unchanged, those between interpolated."""
-    wavelengths = np.float32(2 * math.pi) / plain
+    wavelengths = np.float32(2 * math.pi) / unscaled
     longest = np.float32(rope.original_max_positions / rope.low_freq_factor)
     shortest = np.float32(rope.original_max_positions / rope.high_freq_factor)
     factor = np.float32(rope.factor)
     unscaled_share = (np.float32(rope.original_max_positions) / wavelengths - np.float32(rope.low_freq_factor)) / np.float32(
         rope.high_freq_factor - rope.low_freq_factor
     )
-    between = (np.float32(1.0) - unscaled_share) * plain / factor + unscaled_share * plain
-    scaled = np.where(wavelengths > longest, plain / factor, np.where(wavelengths < shortest, plain, between))
+    between = (np.float32(1.0) - unscaled_share) * unscaled / factor + unscaled_share * unscaled
+    scaled = np.where(wavelengths > longest, unscaled / factor, np.where(wavelengths < shortest, unscaled, between))
     return scaled.astype(np.float32)
 
 
-def _yarn(rope: RopeConfig, powers: NDArray[np.float32], head_size: int) -> NDArray[np.float32]:
+def _yarn_frequencies(rope: RopeConfig, theta_powers: NDArray[np.float32], head_size: int) -> NDArray[np.float32]:
     """Return frequencies: high ones unchanged, low ones divided by the factor, with a linear ramp between them."""
 
     def pair_with_rotations(num_rotations: float) -> float:
@@ -104,17 +104,17 @@ def _yarn(rope: RopeConfig, powers: NDArray[np.float32], head_size: int) -> NDAr
         high += 0.001
     ramp = np.clip((np.arange(head_size // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
     unscaled_share = np.float32(1.0) - ramp.astype(np.float32)
-    scaled = np.float32(1.0) / (np.float32(rope.factor) * powers)
-    return np.asarray(scaled * (np.float32(1.0) - unscaled_share) + (np.float32(1.0) / powers) * unscaled_share, np.float32)
+    scaled = np.float32(1.0) / (np.float32(rope.factor) * theta_powers)
+    return np.asarray(scaled * (np.float32(1.0) - unscaled_share) + (np.float32(1.0) / theta_powers) * unscaled_share, np.float32)
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return _scaled_mscale(rope.factor, rope.mscale) / _scaled_mscale(rope.factor, rope.mscale_all_dim)
-    return _scaled_mscale(rope.factor, 1.0)
+        return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return _yarn_mscale(rope.factor, 1.0)
 
 
-def _scaled_mscale(factor: float, mscale: float) -> float:
+def _yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

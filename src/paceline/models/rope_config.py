@@ -96,24 +96,16 @@ def read_rope(fields: JsonFields, family: "Family", *, head_size: int, layer_typ
 def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, layer_type: str) -> RopeConfig:
     scaling = _rope_parameters_for(fields, family, layer_type)
     rope = JsonFields(scaling, fields.path)
-    rope_type = _rope_type(fields, family, scaling)
+    rope_type = _read_rope_type(fields, family, scaling)
     theta = rope.positive_number("rope_theta", _default_theta(fields, family, layer_type))
     if rope_type is RopeType.PROPORTIONAL:
-        return RopeConfig(
-            theta=theta, type=rope_type, factor=rope.positive_number("factor", 1.0), rotated_fraction=_fraction_of_pairs(rope)
-        )
-    fraction = _rotated_fraction(fields, family, rope, head_size)
+        return RopeConfig(theta, rope_type, rope.positive_number("factor", 1.0), rotated_fraction=_read_fraction_of_pairs(rope))
+    fraction = _read_rotated_fraction(fields, family, rope, head_size)
     max_positions = fields.integer("max_position_embeddings")
     if rope_type is RopeType.DEFAULT:
         return RopeConfig(theta=theta, rotated_fraction=fraction)
     if rope_type is RopeType.DYNAMIC:
-        return RopeConfig(
-            theta=theta,
-            type=rope_type,
-            factor=rope.positive_number("factor"),
-            original_max_positions=max_positions,
-            rotated_fraction=fraction,
-        )
+        return RopeConfig(theta, rope_type, rope.positive_number("factor"), max_positions, rotated_fraction=fraction)
     name = "original_max_position_embeddings"
     original = fields.integer(name, rope.integer(name, max_positions))
     # The factor may be missing: then it is the ratio of the new to the original context length.
@@ -139,12 +131,9 @@ def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, laye
         if original < 2:
             raise CheckpointError(f"{fields.path}: original_max_position_embeddings = {original}, longrope needs at least 2")
         num_pairs = config.rotary_size(head_size) // 2
-        return replace(
-            config,
-            short_factors=rope.positive_numbers("short_factor", num_pairs),
-            long_factors=rope.positive_numbers("long_factor", num_pairs),
-        )
-    _check_rope(config, fields)
+        short, long = (rope.positive_numbers(name, num_pairs) for name in ("short_factor", "long_factor"))
+        return replace(config, short_factors=short, long_factors=long)
+    _check_scaling_parameters(config, fields)
     return config
 
 
@@ -167,7 +156,7 @@ def _rope_parameters_for(fields: JsonFields, family: "Family", layer_type: str) 
 def _rope_fields(fields: JsonFields) -> Any:
     """Return `rope_parameters`, or `rope_scaling` of older files. If a file has both, they must be equal."""
     newer, older = fields.values.get("rope_parameters") or {}, fields.values.get("rope_scaling") or {}
-    if newer and older and _with_defaults(newer, fields) != _with_defaults(older, fields):
+    if newer and older and _with_default_theta(newer, fields) != _with_default_theta(older, fields):
         raise CheckpointError(
             f"{fields.path}: rope_parameters = {shortened(newer)} and rope_scaling = {shortened(older)} differ: "
             "keep rope_parameters with the right values, rope_theta included, and remove rope_scaling"
@@ -175,14 +164,14 @@ def _rope_fields(fields: JsonFields) -> Any:
     return newer or older
 
 
-def _with_defaults(scaling: Any, fields: JsonFields) -> Any:
+def _with_default_theta(scaling: Any, fields: JsonFields) -> Any:
     if not isinstance(scaling, Mapping):
         return scaling
     defaults = {"rope_type": scaling.get("type", "default"), "rope_theta": fields.values.get("rope_theta", 10000.0)}
     return {name: value for name, value in {**defaults, **scaling}.items() if name != "type"}
 
 
-def _rope_type(fields: JsonFields, family: "Family", scaling: Mapping[str, Any]) -> RopeType:
+def _read_rope_type(fields: JsonFields, family: "Family", scaling: Mapping[str, Any]) -> RopeType:
     name = scaling.get("rope_type", scaling.get("type", "default"))
     name = family.rope_type_aliases.get(name, name) if isinstance(name, str) else name
     supported = [rope_type.value for rope_type in RopeType]
@@ -197,7 +186,7 @@ def _default_theta(fields: JsonFields, family: "Family", layer_type: str) -> flo
     return fields.positive_number("rope_theta", 10000.0)
 
 
-def _rotated_fraction(fields: JsonFields, family: "Family", rope: JsonFields, head_size: int) -> float:
+def _read_rotated_fraction(fields: JsonFields, family: "Family", rope: JsonFields, head_size: int) -> float:
     fraction = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if fraction != 1.0 and not family.has_partial_rope:
         raise CheckpointError(f"{fields.path}: partial_rotary_factor = {fraction} is not supported for {family.name}, only 1.0 is")
@@ -209,14 +198,14 @@ def _rotated_fraction(fields: JsonFields, family: "Family", rope: JsonFields, he
     return fraction
 
 
-def _fraction_of_pairs(rope: JsonFields) -> float:
+def _read_fraction_of_pairs(rope: JsonFields) -> float:
     fraction = rope.number("partial_rotary_factor", 1.0)
     if not 0.0 < fraction <= 1.0:
         raise CheckpointError(f"{rope.path}: partial_rotary_factor = {fraction}, expected a number above 0 and up to 1")
     return fraction
 
 
-def _check_rope(config: RopeConfig, fields: JsonFields) -> None:
+def _check_scaling_parameters(config: RopeConfig, fields: JsonFields) -> None:
     if config.high_freq_factor <= config.low_freq_factor:
         raise CheckpointError(
             f"{fields.path}: high_freq_factor = {config.high_freq_factor} must be above low_freq_factor = {config.low_freq_factor}"

@@ -8,7 +8,7 @@ from paceline.models.layers import Recurrent
 
 @dataclass(frozen=True, slots=True)
 class LayerStateLayout:
-    """Where one layer's state and record are in these arrays. Offsets and sizes count floats.
+    """Where one layer's state and record are in the arrays of a sequence. Offsets and sizes count floats.
 
     The state has the last inputs of the convolution [kernel_size - 1, C], oldest first, then the matrices as
     [heads, columns / block, rows, block], with columns padded to whole blocks. The record of a token has what is needed to apply its update
@@ -29,7 +29,7 @@ class LayerStateLayout:
     @property
     def num_blocks(self) -> int:
         """Return how many column blocks a head's state matrix has."""
-        state = self.mixer.state
+        state = self.mixer.state_shape
         return 0 if state is None else -(-state.columns // self.block)
 
     @property
@@ -38,12 +38,12 @@ class LayerStateLayout:
 
     @property
     def matrices_size(self) -> int:
-        state = self.mixer.state
+        state = self.mixer.state_shape
         return 0 if state is None else state.heads * state.rows * self.num_blocks * self.block
 
     @property
     def record_size(self) -> int:
-        state = self.mixer.state
+        state = self.mixer.state_shape
         return self.mixer.channels + (0 if state is None else state.key_width + state.value_width + state.heads)
 
 
@@ -59,7 +59,7 @@ class StateLayout:
     def for_layers(cls, recurrent_layers: Mapping[int, Recurrent]) -> "StateLayout":
         layers, state_size, record_size = {}, 0, 0
         for layer, mixer in recurrent_layers.items():
-            state = mixer.state
+            state = mixer.state_shape
             block = 0 if state is None else 32 if state.columns % 32 == 0 else 16
             conv_offset = state_size
             sizes = LayerStateLayout(mixer, conv_offset, 0, record_size, block)

@@ -92,7 +92,7 @@ def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...
     if isinstance(mixer, ShortConvConfig):
         shapes |= {"conv.bias": (channels,)} if mixer.bias else {}
         return shapes | _projection_shapes(dict.fromkeys(("conv_proj", "b_proj", "c_proj", "o_proj"), (hidden, hidden, mixer.bias)))
-    state = mixer.state
+    state = mixer.state_shape
     shapes |= {"decay.weight": (state.heads,), "decay.bias": (state.heads,)}
     if isinstance(mixer, GatedDeltaConfig):
         shapes["gated_norm.weight"] = (mixer.value_size,)

@@ -187,9 +187,9 @@ class Weights(Mapping[str, AnyTensor]):
         """Return whether the network has this tensor."""
         return name in self._tensors
 
-    def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Return the matrix rows with the indices `numbers` as exact float32, [len(numbers), columns]. Other rows are not read."""
-        return as_float32(self[name], numbers)
+    def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Return the matrix rows with these indices as exact float32, [len(row_indices), columns]. Other rows are not read."""
+        return as_float32(self[name], row_indices)
 
     def free_tensor(self, name: str) -> None:
         """Free the memory of a tensor. Its next use reads or computes the tensor again."""
@@ -313,7 +313,7 @@ def _split_rows(name: str, tensor: StoredWeight, sizes: Sequence[int]) -> list[S
         )
     ends = list(accumulate(sizes))
     if isinstance(tensor, PackedMatrix):
-        return [tensor.rows(slice(end - rows, end)) for rows, end in zip(sizes, ends, strict=True)]
+        return [tensor.select_rows(slice(end - rows, end)) for rows, end in zip(sizes, ends, strict=True)]
     row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
     begin = tensor.begin
     return [
@@ -350,7 +350,7 @@ def _reorder_rope_rows(tensors: dict[str, Tensor], packed: dict[str, PackedMatri
                 continue
             order = half_split_order(found.shape[0], head_size, attention.rope.rotary_size(head_size))
             if isinstance(found, PackedMatrix):
-                packed[name] = found.rows(order)
+                packed[name] = found.select_rows(order)
             else:
                 tensors[name] = replace(found, array=found.array[order])
 

@@ -90,9 +90,9 @@ def test_a_packed_matrix_has_exactly_the_values_it_stands_for(tmp_path: Path, na
         assert (facts.shape, facts.bits) == (expected.shape, None if isinstance(tensor, Tensor) else tensor.matrix.bits)
     order = np.random.default_rng(1).permutation(len(expected))[:5]
     for rows in (order, slice(3, 4), slice(1, 6)):
-        part = matrix.rows(rows)
+        part = matrix.select_rows(rows)
         assert np.array_equal(as_float32(unpack_matrix(part, WeightType.F32)), expected[rows])
-        assert np.array_equal(part.rows(slice(0, 1)).exact_values(slice(None)), expected[rows][:1])
+        assert np.array_equal(part.select_rows(slice(0, 1)).exact_values(slice(None)), expected[rows][:1])
 
 
 def test_dequantised_matrix_is_rounded_with_a_notice(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class AffineMatrix:
         where, shape, arrays: as in `PackedMatrix`.
         bits: number of bits of a stored code.
         group_size: number of columns that share a scale.
-        zero_point: that of all groups; None = each group has its own zero point, or a minimum.
+        zero_point: zero point of all groups; None = each group has its own zero point, or a minimum.
         has_minimums: groups have minimums instead of zero points.
         has_short_scales: scales have at most 15 significant bits, as float16 and bfloat16 do.
         column_groups: [K] group index of each column (GPTQ's g_idx); None = groups are consecutive columns.
@@ -73,10 +73,10 @@ class AffineMatrix:
         width = 8 if subtracts_zeros else width
         row_bytes = columns * width // 8 + columns // kernel_group_size * (8 if has_minimums else 4)
 
-        def read(rows: Rows) -> GroupedMatrix:
+        def read_rows(rows: Rows) -> GroupedMatrix:
             return self._to_grouped_matrix(self.read_rows(rows), kernel_group_size, width, subtracts_zeros=subtracts_zeros)
 
-        return PackedMatrix(self.where, self.shape, width, row_bytes, arrays, read)
+        return PackedMatrix(self.where, self.shape, width, row_bytes, arrays, read_rows)
 
     def _kernel_group_size(self) -> int | None:
         """Return the largest group size of the kernels that divides the stored one; None = no kernel fits, so floats are used."""

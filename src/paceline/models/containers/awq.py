@@ -35,10 +35,10 @@ def awq_container(fields: JsonFields) -> Container:
 def awq_layout_container(fields: JsonFields, tool: str) -> Container:
     """Return the container of codes packed as in AWQ. `tool` is the name of the tool that wrote the file."""
     bits, group_size = read_choice(fields, "bits", (4,), default=4), read_group_size(fields)
-    return Container(f"{tool}, {bits} bits", (".qweight",), partial(_read, group_size=group_size))
+    return Container(f"{tool}, {bits} bits", (".qweight",), partial(_read_matrix, group_size=group_size))
 
 
-def _read(module: PackedModule, *, group_size: int) -> PackedMatrix:
+def _read_matrix(module: PackedModule, *, group_size: int) -> PackedMatrix:
     where = module.describe_tensor("qweight")
     codes, zeros = module.read_tensor("qweight", "I32", "U32"), module.read_tensor("qzeros", "I32", "U32")
     scales = module.read_floats("scales")
@@ -69,12 +69,7 @@ def _read(module: PackedModule, *, group_size: int) -> PackedMatrix:
 
 
 def _repack_column_pairs(codes: NDArray[np.uint32], word_indices: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return the codes of the chosen outputs, with those of two neighbouring columns in a byte: [outputs, columns / 2].
-
-    Args:
-        codes: [columns, words] of eight outputs each.
-        word_indices, positions: for each chosen output its word, and its position among the eight.
-    """
+    """Return the codes of outputs, given their words and positions in them, as [outputs, columns / 2] bytes of two neighbouring columns."""
     used_words, inverse = np.unique(word_indices, return_inverse=True)
     is_range = len(used_words) == used_words[-1] - used_words[0] + 1
     used = codes[:, used_words[0] : used_words[-1] + 1] if is_range else codes[:, used_words]

@@ -35,10 +35,7 @@ def bitsandbytes_container(fields: JsonFields) -> Container:
 
 
 def _read_int8(module: PackedModule) -> PackedMatrix:
-    """Read an int8 matrix, whose values are code * (row maximum / 127).
-
-    Here the scale in parentheses is rounded before the product, so values differ from bitsandbytes' by at most a factor of 1 + 2^-23.
-    """
+    """Read code * (row maximum / 127). The scale is rounded first, so values are up to a factor of 1 + 2^-23 from bitsandbytes'."""
     where, codes, largest = module.describe_tensor("weight"), module.read_tensor("weight", "I8"), module.read_tensor("SCB", "F32", ndim=1)
     if module.has_tensor("weight_format"):
         layout = module.read_tensor("weight_format", "U8", ndim=None)
@@ -82,7 +79,7 @@ def _read_4bit(module: PackedModule) -> PackedMatrix:
             f"{-(-size // 2)} and 16; download the model again"
         )
 
-    def read(rows: Rows) -> Floats:
+    def read_rows(rows: Rows) -> Floats:
         numbers = np.arange(outputs)[rows][:, None] * columns + np.arange(columns)
         code_pairs = packed[numbers // 2]
         codes = np.where(numbers % 2 == 0, code_pairs >> np.uint8(4), code_pairs & np.uint8(15))
@@ -90,7 +87,7 @@ def _read_4bit(module: PackedModule) -> PackedMatrix:
         found: Floats = table[codes] * block_scales(blocks)[block_indices.reshape(codes.shape)]
         return found
 
-    return PackedMatrix(where, (outputs, columns), None, 0, (packed[:, None], *scale_arrays), read)
+    return PackedMatrix(where, (outputs, columns), None, 0, (packed[:, None], *scale_arrays), read_rows)
 
 
 def _read_quant_state(content: NDArray[np.uint8], where: str) -> JsonFields:
@@ -120,8 +117,8 @@ def _read_block_scales(module: PackedModule, state: JsonFields, num_blocks: int,
             "download the model again"
         )
 
-    def scales_of_blocks(blocks: NDArray[np.int64]) -> Floats:
+    def dequantize_scales(blocks: NDArray[np.int64]) -> Floats:
         found: Floats = table[stored[blocks]] * largest[blocks // block] + offset
         return found
 
-    return (stored[:, None], largest[:, None]), scales_of_blocks
+    return (stored[:, None], largest[:, None]), dequantize_scales

@@ -53,10 +53,10 @@ def compressed_tensors_container(fields: JsonFields) -> Container:
     if fields.values.get("kv_cache_scheme"):
         notices.append(_CACHE_NOTICE)
     name = f"compressed-tensors, {fields.values.get('format', 'pack-quantized')}"
-    return Container(name, (".weight_packed", ".weight_scale"), partial(_read, block=block), _IGNORED_SUFFIXES, tuple(notices))
+    return Container(name, (".weight_packed", ".weight_scale"), partial(_read_matrix, block=block), _IGNORED_SUFFIXES, tuple(notices))
 
 
-def _read(module: PackedModule, *, block: tuple[int, int] | None) -> PackedMatrix:
+def _read_matrix(module: PackedModule, *, block: tuple[int, int] | None) -> PackedMatrix:
     if module.has_tensor("weight_packed"):
         return _read_packed_integers(module) if module.tensor_type("weight_packed") in ("I32", "U32") else _read_fp4(module)
     if module.tensor_type("weight") != "F8_E4M3":

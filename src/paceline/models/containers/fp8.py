@@ -23,16 +23,14 @@ def fp8_container(fields: JsonFields) -> Container:
     read_choice(fields, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     blocks = read_block_shape(fields, "weight_block_size")
     name = "FP8" if blocks is None else f"FP8, blocks of {blocks[0]} x {blocks[1]}"
-    return Container(
-        name, (".weight_scale_inv",), partial(_read, scale_name="weight_scale_inv", block=blocks), _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,)
-    )
+    read = partial(_read_matrix, scale_name="weight_scale_inv", block=blocks)
+    return Container(name, (".weight_scale_inv",), read, _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,))
 
 
 def fbgemm_fp8_container(_fields: JsonFields) -> Container:
     """Return the container of an `fbgemm_fp8` quantization_config: one scale for each row."""
-    return Container(
-        "FP8 of FBGEMM", (".weight_scale",), partial(_read, scale_name="weight_scale", block=None), _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,)
-    )
+    read = partial(_read_matrix, scale_name="weight_scale", block=None)
+    return Container("FP8 of FBGEMM", (".weight_scale",), read, _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,))
 
 
 def read_block_shape(fields: JsonFields, name: str) -> tuple[int, int] | None:
@@ -50,7 +48,7 @@ def read_block_shape(fields: JsonFields, name: str) -> tuple[int, int] | None:
     raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}, expected rows and columns of a block, such as [128, 128]")
 
 
-def _read(module: PackedModule, *, scale_name: str, block: tuple[int, int] | None) -> PackedMatrix:
+def _read_matrix(module: PackedModule, *, scale_name: str, block: tuple[int, int] | None) -> PackedMatrix:
     scale_type = module.tensor_type(scale_name)
     read, types = (module.read_tensor, _SCALE_TYPES) if scale_type in ("F8_E8M0", "U8") else (module.read_floats, ())
     return read_e4m3(module, scales_to_float32(read(scale_name, *types, ndim=None), scale_type), block)

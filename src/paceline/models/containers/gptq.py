@@ -17,7 +17,7 @@ _BITS = (2, 4, 8)  # supported code widths: codes of 3 bits would cross word bou
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
+class _GptqSettings:
     """The settings in config.json. If `has_module_overrides` is set, single modules may have other bits and group sizes."""
 
     bits: int
@@ -45,17 +45,17 @@ def gptq_layout_container(fields: JsonFields, tool: str, *, is_gptq_v2: bool) ->
         tool: name of the tool that wrote the file.
         is_gptq_v2: the file states the format gptq_v2.
     """
-    settings = _Settings(
+    settings = _GptqSettings(
         read_choice(fields, "bits", _BITS, default=4),
         read_group_size(fields),
         is_gptq_v2,
         fields.flag("sym", default=True),
         bool(fields.values.get("dynamic") or fields.values.get("extra_config")),
     )
-    return Container(f"{tool}, {settings.bits} bits", (".qweight",), partial(_read, settings=settings))
+    return Container(f"{tool}, {settings.bits} bits", (".qweight",), partial(_read_matrix, settings=settings))
 
 
-def _read(module: PackedModule, *, settings: _Settings) -> PackedMatrix:
+def _read_matrix(module: PackedModule, *, settings: _GptqSettings) -> PackedMatrix:
     where = module.describe_tensor("qweight")
     codes, zeros = module.read_tensor("qweight", "I32", "U32"), module.read_tensor("qzeros", "I32", "U32")
     scales = module.read_floats("scales")
@@ -70,13 +70,11 @@ def _read(module: PackedModule, *, settings: _Settings) -> PackedMatrix:
     if settings.has_module_overrides and columns % len(scales) == 0:
         group_size = columns // len(scales)
     num_groups = -(-columns // group_size)
-    shapes = {"qzeros": (num_groups, -(-outputs * bits // 32)), "scales": (num_groups, outputs)}
-    for part, shape in (("qzeros", zeros.shape), ("scales", scales.shape)):
-        expected = shapes[part]
-        if shape != expected:
+    for part, array, row_size in (("qzeros", zeros, -(-outputs * bits // 32)), ("scales", scales, outputs)):
+        if array.shape != (expected := (num_groups, row_size)):
             raise CheckpointError(
                 f"{where} has shape {list(codes.shape)}, which makes {part} {list(expected)} with {bits} bits "
-                f"in groups of {settings.group_size}, but it is {list(shape)}; config.json may belong to another model; "
+                f"in groups of {settings.group_size}, but it is {list(array.shape)}; config.json may belong to another model; "
                 "otherwise download the model again"
             )
     offset = 0 if _has_unchanged_zero_points(zeros, bits, settings) else 1
@@ -98,7 +96,7 @@ def _read(module: PackedModule, *, settings: _Settings) -> PackedMatrix:
     ).to_packed_matrix()  # fmt: skip
 
 
-def _has_unchanged_zero_points(zeros: NDArray[np.uint32], bits: int, settings: _Settings) -> bool:
+def _has_unchanged_zero_points(zeros: NDArray[np.uint32], bits: int, settings: _GptqSettings) -> bool:
     """Return whether zero points are stored unchanged, not minus 1. Some symmetric files state the wrong format: their values decide."""
     middle = sum(1 << (bits - 1 + shift) for shift in range(0, 32, bits))  # a 32-bit word with the zero point 2^(bits - 1) in each field
     ones = sum(1 << shift for shift in range(0, 32, bits))

@@ -25,7 +25,7 @@ def mlx_container(fields: JsonFields) -> Container:
     for name, value in fields.values.items():
         if isinstance(value, Mapping):
             by_module["." + name] = _read_bits_and_group_size(JsonFields({"mode": fields.values.get("mode"), **value}, fields.path))
-    return Container(f"MLX, {by_module[''][0]} bits", (".scales",), partial(_read, settings=by_module))
+    return Container(f"MLX, {by_module[''][0]} bits", (".scales",), partial(_read_matrix, settings=by_module))
 
 
 def _read_bits_and_group_size(fields: JsonFields) -> tuple[int, int]:
@@ -33,7 +33,7 @@ def _read_bits_and_group_size(fields: JsonFields) -> tuple[int, int]:
     return read_choice(fields, "bits", _BITS), fields.integer("group_size")
 
 
-def _read(module: PackedModule, *, settings: Mapping[str, tuple[int, int]]) -> PackedMatrix:
+def _read_matrix(module: PackedModule, *, settings: Mapping[str, tuple[int, int]]) -> PackedMatrix:
     where, words = module.describe_tensor("weight"), module.read_tensor("weight", "U32")
     scales, minimums = module.read_floats("scales"), module.read_floats("biases")
     suffix = "." + module.name.removeprefix("model.")  # config.json may name modules with the prefix of a multimodal model

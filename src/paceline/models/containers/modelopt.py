@@ -23,10 +23,10 @@ def modelopt_container(fields: JsonFields) -> Container:
     """
     algorithm = read_choice(fields, "quant_algo", ("FP8", "NVFP4"))
     notices = [_CACHE_NOTICE] if fields.values.get("kv_cache_scheme") or fields.values.get("kv_cache_quant_algo") else []
-    return Container(f"ModelOpt, {algorithm}", (".weight_scale",), _read, _IGNORED_SUFFIXES, (ACTIVATION_NOTICE, *notices))
+    return Container(f"ModelOpt, {algorithm}", (".weight_scale",), _read_matrix, _IGNORED_SUFFIXES, (ACTIVATION_NOTICE, *notices))
 
 
-def _read(module: PackedModule) -> PackedMatrix:
+def _read_matrix(module: PackedModule) -> PackedMatrix:
     if module.tensor_type("weight") == "F8_E4M3":
         return read_e4m3(module, scales_to_float32(module.read_floats("weight_scale", ndim=None), None), None)
     where, pairs = module.describe_tensor("weight"), module.read_tensor("weight", "U8")

@@ -21,7 +21,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class PackedModule:
-    """The tensors that store one packed matrix. Reading a tensor removes it from `stored`, so that what nobody reads is noticed.
+    """The tensors that store one packed matrix. Reading a tensor removes it from `stored`, so that unread tensors can be detected.
 
     Attributes:
         name: name of the module, such as `model.layers.0.self_attn.q_proj`.

@@ -42,12 +42,12 @@ def read_e4m3(module: PackedModule, scales: Floats, block: tuple[int, int] | Non
     scale_rows, scale_columns = _scale_indices(scales, codes.shape, block, where)
     grid = np.ascontiguousarray(scales).reshape(-1, scale_columns.max(initial=0) + 1)
 
-    def read(rows: Rows) -> Floats:
+    def read_rows(rows: Rows) -> Floats:
         row_scales = grid[scale_rows[rows]]
         found: Floats = E4M3[codes[rows]] * (row_scales if row_scales.shape[1] == 1 else row_scales[:, scale_columns])
         return found
 
-    return PackedMatrix(where, (outputs, columns), None, 0, (codes, grid), read)
+    return PackedMatrix(where, (outputs, columns), None, 0, (codes, grid), read_rows)
 
 
 def scales_to_float32(array: NDArray[Any], type_name: str | None) -> Floats:

@@ -30,8 +30,8 @@ class QuantizationMethod:
     """A quantisation method.
 
     Attributes:
-        title: for the table in docs/models.md.
-        in_memory: how its matrices are held in memory, for the same table.
+        title: name in the table of docs/models.md.
+        in_memory: how its matrices are held in memory, in the same table.
         make_container: function from the method's settings in config.json to the container.
     """
 

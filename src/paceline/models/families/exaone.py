@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import LayerConfig, NormOrder, QKNorm
-
-Layers = tuple[LayerConfig, ...]
 
 
 def _exaone4_layers(builder: LayerBuilder) -> Layers:
@@ -34,8 +32,6 @@ FAMILIES = (
             "bos_token_id": 0,
             "eos_token_id": 2,
         },
-        gguf=GgufFormat(
-            architectures=("exaone4",), read_extra_fields=lambda fields, config: fields.read_windows(config["num_hidden_layers"])
-        ),
+        gguf=GgufFormat(architectures=("exaone4",), read_extra_fields=sliding_window_gguf_fields),
     ),
 )

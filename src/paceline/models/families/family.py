@@ -9,10 +9,17 @@ from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import LayerConfig
 
+Layers = tuple[LayerConfig, ...]
+
 
 def no_extra_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return no fields. Families use it whose config.json needs no more than the metadata that all GGUF files have."""
     return {}
+
+
+def sliding_window_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `sliding_window` and `layer_types`. Families use it whose layers may have a sliding window."""
+    return fields.read_sliding_window(config["num_hidden_layers"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +93,7 @@ class Family:
     name: str
     architecture: str
     models: str
-    layers: Callable[[LayerBuilder], tuple[LayerConfig, ...]]
+    layers: Callable[[LayerBuilder], Layers]
     defaults: Mapping[str, Any]
     gguf: GgufFormat | None = None
     gguf_family: str | None = None

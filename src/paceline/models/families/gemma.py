@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import CheckpointError
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import LayerConfig, NormOrder, QKNorm
-
-Layers = tuple[LayerConfig, ...]
+from paceline.models.layers import NormOrder, QKNorm
 
 _NUM_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """The 27B models scale scores by hidden_size / num_heads; llama.cpp recognises them by their number of layers."""

@@ -63,7 +63,7 @@ def build_layers(builder: LayerBuilder, is_sliding: Sequence[bool], kv_layers: S
     size = _read_non_negative(fields, "hidden_size_per_layer_input")
     per_layer_input = PerLayerInput(size=size, activation=mlp.activation) if size else None
     attention_layers = {
-        is_local: _attention(builder, is_local=is_local, sizes=_attention_sizes(builder, is_sliding, is_local=is_local))
+        is_local: _attention_config(builder, is_local=is_local, sizes=_attention_sizes(builder, is_sliding, is_local=is_local))
         for is_local in set(is_sliding)
     }
     layers = [
@@ -88,25 +88,18 @@ def _with_experts(builder: LayerBuilder, dense: Sequence[DenseMLP]) -> list[Expe
 
 
 def _refuse_bidirectional(builder: LayerBuilder) -> None:
-    fields = builder.fields
-    is_bidirectional = fields.values.get("use_bidirectional_attention")
-    if is_bidirectional not in (None, False, "vision"):
-        raise CheckpointError(
-            f"{fields.path}: use_bidirectional_attention = {shortened(is_bidirectional)}: it embeds text, it does not generate"
-        )
+    fields, name = builder.fields, "use_bidirectional_attention"
+    if (value := fields.values.get(name)) not in (None, False, "vision"):
+        raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}: it embeds text, it does not generate")
 
 
 def _kv_layers(builder: LayerBuilder, is_sliding: Sequence[bool]) -> list[int | None]:
-    """Return for each layer the index of the layer whose KV cache it reads; None = its own.
-
-    Each of the last `num_kv_shared_layers` layers reads that of the last earlier layer with the same attention type.
-    """
+    """Return for each layer whose KV cache it reads; None = its own. The last layers read that of an earlier layer of their type."""
     fields, count = builder.fields, _read_non_negative(builder.fields, "num_kv_shared_layers")
     first = builder.num_layers - count
     if first < 1:
-        raise CheckpointError(
-            f"{fields.path}: num_kv_shared_layers = {count}, expected fewer than num_hidden_layers = {builder.num_layers}"
-        )
+        limit = f"num_hidden_layers = {builder.num_layers}"
+        raise CheckpointError(f"{fields.path}: num_kv_shared_layers = {count}, expected fewer than {limit}")
     owners = {is_local: index for index, is_local in enumerate(is_sliding[:first])}
     for is_local in is_sliding[first:]:
         if is_local not in owners:
@@ -122,7 +115,7 @@ def _read_non_negative(fields: JsonFields, name: str) -> int:
     return 0 if fields.values.get(name) in (None, 0) else fields.integer(name)
 
 
-def _attention(builder: LayerBuilder, *, is_local: bool, sizes: tuple[int, int]) -> AttentionConfig:
+def _attention_config(builder: LayerBuilder, *, is_local: bool, sizes: tuple[int, int]) -> AttentionConfig:
     fields, (num_kv_heads, head_size) = builder.fields, sizes
     window = fields.integer("sliding_window") if is_local else None
     bias = builder.flag("attention_bias")
@@ -153,9 +146,8 @@ def _attention_sizes(builder: LayerBuilder, is_sliding: Sequence[bool], *, is_lo
     if not isinstance(per_layer, Mapping):
         raise CheckpointError(f"{fields.path}: per_layer_config = {shortened(per_layer)}, expected what differs by layer")
     if unknown := per_layer.keys() - {str(index) for index in range(builder.num_layers)}:
-        raise CheckpointError(
-            f"{fields.path}: per_layer_config names layer {shortened(min(unknown))}, there are {builder.num_layers} layers"
-        )
+        num_layers = builder.num_layers
+        raise CheckpointError(f"{fields.path}: per_layer_config names layer {shortened(min(unknown))}, there are {num_layers} layers")
     found = set()
     for index in [index for index, other in enumerate(is_sliding) if other == is_local]:
         own = per_layer.get(str(index)) or {}
@@ -192,8 +184,8 @@ def _gemma4_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[s
     num_layers = config["num_hidden_layers"]
     num_shared = fields.architecture_value("attention.shared_kv_layers") or 0
     if not isinstance(num_shared, int) or isinstance(num_shared, bool) or not 0 <= num_shared < num_layers:
-        fields.refuse("attention.shared_kv_layers", num_shared, f"fewer than {num_layers} layers")
-    return _GgufLayers(fields, num_layers, num_shared).config()
+        fields.raise_invalid("attention.shared_kv_layers", num_shared, f"fewer than {num_layers} layers")
+    return _GgufLayers(fields, num_layers, num_shared).config_fields()
 
 
 def assistant_config(file: GgufFile) -> dict[str, Any]:
@@ -205,10 +197,10 @@ def assistant_config(file: GgufFile) -> dict[str, Any]:
     fields = GgufFields(file)
     count = fields.count("block_count")
     if count > len(file.tensors):
-        fields.refuse("block_count", count, f"at most as many as the file has tensors, {len(file.tensors)}")
+        fields.raise_invalid("block_count", count, f"at most as many as the file has tensors, {len(file.tensors)}")
     for key in ("attention.shared_kv_layers", "nextn_predict_layers"):
         if (found := fields.architecture_value(key)) not in (None, 0, count):
-            fields.refuse(key, found, f"all {count} layers")
+            fields.raise_invalid(key, found, f"all {count} layers")
     layers = _GgufLayers(fields, count, count)
     table, hidden_size = file.tensors.get("token_embd.weight"), fields.count("embedding_length")
     if table is None or len(table.shape) != 2 or table.shape[1] != hidden_size:
@@ -219,10 +211,10 @@ def assistant_config(file: GgufFile) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "num_hidden_layers": count,
         "num_attention_heads": fields.count("attention.head_count"),
-        "num_key_value_heads": layers.sizes("attention.head_count_kv")[0],
+        "num_key_value_heads": layers.layer_values("attention.head_count_kv")[0],
         "max_position_embeddings": fields.count("context_length"),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", 1e-6),
-        **layers.config(),
+        **layers.config_fields(),
     }
 
 
@@ -233,14 +225,14 @@ class _GgufLayers:
         self._fields, self._num_layers, self._num_shared = fields, num_layers, num_shared
         self._num_owners = num_layers - num_shared
 
-    def config(self) -> dict[str, Any]:
+    def config_fields(self) -> dict[str, Any]:
         """Return Gemma 4's own config.json fields."""
         fields, is_sliding = self._fields, self._sliding_layers()
         global_size = fields.count("attention.key_length")
         local_size = fields.count("attention.key_length_swa", global_size)
         for key, expected in (("value_length", global_size), ("value_length_swa", local_size)):
             if (size := fields.architecture_value(f"attention.{key}")) not in (None, expected):
-                fields.refuse(f"attention.{key}", size, f"the size of keys, {expected}")
+                fields.raise_invalid(f"attention.{key}", size, f"the size of keys, {expected}")
         table = fields.file.tensors.get("per_layer_token_embd.weight")
         full_layers = [layer for layer in range(self._num_owners) if not is_sliding[layer]]
         soft_cap = fields.architecture_value("final_logit_softcapping")
@@ -260,12 +252,12 @@ class _GgufLayers:
         }
         return {**values, "sliding_window": fields.count("attention.sliding_window")} if any(is_sliding) else values
 
-    def sizes(self, key: str) -> Sequence[int]:
+    def layer_values(self, key: str) -> Sequence[int]:
         """Return the value of each layer for a metadata key. The metadata may hold one number for all layers."""
         value = self._fields.architecture_value(key)
         sizes = value if isinstance(value, list) else [value] * self._num_layers
         if len(sizes) != self._num_layers or not all(isinstance(one, int) and not isinstance(one, bool) for one in sizes):
-            self._fields.refuse(key, value, f"a whole number, or one for each of {self._num_layers} layers")
+            self._fields.raise_invalid(key, value, f"a whole number, or one for each of {self._num_layers} layers")
         return sizes
 
     def _sliding_layers(self) -> list[bool]:
@@ -276,11 +268,11 @@ class _GgufLayers:
             return [bool(one) for one in pattern]
         if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
             return [layer % pattern < pattern - 1 for layer in range(self._num_layers)]
-        self._fields.refuse(key, pattern, f"for each of {self._num_layers} layers whether it has a sliding window")
+        self._fields.raise_invalid(key, pattern, f"for each of {self._num_layers} layers whether it has a sliding window")
 
     def _kv_head_fields(self, is_sliding: Sequence[bool], global_size: int, local_size: int) -> dict[str, dict[str, int]]:
         """Return `per_layer_config`. A layer without a KV cache of its own gets the number of KV heads of its attention type."""
-        counts, sizes = self.sizes("attention.head_count_kv"), dict[str, dict[str, int]]()
+        counts, sizes = self.layer_values("attention.head_count_kv"), dict[str, dict[str, int]]()
         count_by_type = dict(zip(is_sliding[: self._num_owners], counts, strict=False))
         for layer, is_local in enumerate(is_sliding):
             count = counts[layer] if layer < self._num_owners else count_by_type.get(is_local, counts[layer])
@@ -289,11 +281,12 @@ class _GgufLayers:
 
     def _mlp_width_fields(self) -> dict[str, Any]:
         """Return the fields for MLP widths. Layers without a KV cache of their own may be twice as wide."""
-        widths = self.sizes("feed_forward_length")
+        widths = self.layer_values("feed_forward_length")
         is_double = self._num_shared > 0 and widths[-1] == 2 * widths[0]
         expected = [widths[0]] * self._num_owners + [widths[0] * (1 + is_double)] * self._num_shared
         if list(widths) != expected:
-            self._fields.refuse("feed_forward_length", list(widths), "the same for every layer, or twice as much for those that share keys")
+            allowed = "the same for every layer, or twice as much for those that share keys"
+            self._fields.raise_invalid("feed_forward_length", list(widths), allowed)
         return {"intermediate_size": widths[0], "use_double_wide_mlp": is_double}
 
     def _expert_fields(self) -> dict[str, Any]:
@@ -306,9 +299,9 @@ class _GgufLayers:
         fields = self._fields
         for key, size in (("dimension_count", global_size), ("dimension_count_swa", local_size)):
             if (rotated := fields.architecture_value(f"rope.{key}")) not in (None, size):
-                fields.refuse(f"rope.{key}", rotated, f"the whole head, {size}")
+                fields.raise_invalid(f"rope.{key}", rotated, f"the whole head, {size}")
         if (kind := fields.architecture_value("rope.scaling.type") or "none") != "none":
-            fields.refuse("rope.scaling.type", kind, "none")
+            fields.raise_invalid("rope.scaling.type", kind, "none")
         proportional = {"rope_type": "proportional", "rope_theta": fields.number("rope.freq_base", 1e6)}
         return {
             _LOCAL: {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 1e4)},

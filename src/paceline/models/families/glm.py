@@ -5,12 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.models.families.experts import grouped_topk_routing
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP, LayerConfig, NormOrder, QKNorm
-
-Layers = tuple[LayerConfig, ...]
+from paceline.models.layers import ExpertMLP, NormOrder, QKNorm
 
 
 def _glm4_layers(builder: LayerBuilder) -> Layers:
@@ -20,7 +18,7 @@ def _glm4_layers(builder: LayerBuilder) -> Layers:
 
 def _glm4_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     if (sections := fields.architecture_value("rope.dimension_sections")) is not None:
-        fields.refuse("rope.dimension_sections", sections, "none: images are not read")
+        fields.raise_invalid("rope.dimension_sections", sections, "none: images are not read")
     return {}
 
 

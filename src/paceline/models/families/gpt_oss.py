@@ -5,12 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP, LayerConfig
-
-Layers = tuple[LayerConfig, ...]
+from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP
 
 
 def _gpt_oss_layers(builder: LayerBuilder) -> Layers:
@@ -20,10 +18,8 @@ def _gpt_oss_layers(builder: LayerBuilder) -> Layers:
     bias = fields.flag("attention_bias", default=True)
     activation = ClampedSwiGLU(fields.positive_number("swiglu_alpha"), fields.positive_number("swiglu_limit"))
     expert = DenseMLP(intermediate_size=fields.integer("intermediate_size"), activation=activation, bias=True)
-    experts = ExpertMLP(
-        routing=replace(builder.routing(count_fields=("num_experts_per_tok", "experts_per_token")), is_normalized=True, bias=True),
-        expert=expert,
-    )
+    routing = builder.routing(count_fields=("num_experts_per_tok", "experts_per_token"))
+    experts = ExpertMLP(routing=replace(routing, is_normalized=True, bias=True), expert=expert)
     attention = builder.attention(bias=bias, output_bias=bias, has_sinks=True)
     return builder.layers(attention, experts, is_sliding=builder.sliding_layers(2))
 

@@ -5,11 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.families.hybrids import (
     MAX_HEADS,
     MLP,
-    Layers,
     Mixer,
     gguf_layer_count,
     layers_with_attention,
@@ -31,7 +30,7 @@ def _granite_layers(builder: LayerBuilder) -> Layers:
 def _granite_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     has_rope = fields.architecture_value("rope.scaling.finetuned")
     if has_rope is not None and not has_rope:  # llama.cpp writes False for models without rotary embeddings
-        fields.refuse("rope.scaling.finetuned", has_rope, "true")
+        fields.raise_invalid("rope.scaling.finetuned", has_rope, "true")
     return _multiplier_fields(fields, config)
 
 
@@ -74,13 +73,13 @@ def _granite_mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
     return mamba_mixer(builder, names, head_size=size, conv_bias=conv_bias, bias=builder.flag("mamba_proj_bias"))
 
 
-def _hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _granite_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     count = gguf_layer_count(fields, config["num_hidden_layers"])
     num_layers = count["num_hidden_layers"]
     has_experts = bool(fields.architecture_value("expert_count"))
     inner, hidden = fields.count("ssm.inner_size"), fields.count("embedding_length")
     if inner % hidden:
-        fields.refuse("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden}")
+        fields.raise_invalid("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden}")
     has_rope = fields.architecture_value("rope.scaling.finetuned")
     shared = fields.num_tensor_rows("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
     values: dict[str, Any] = {
@@ -145,7 +144,7 @@ FAMILIES = (
         field_aliases={"layers_block_type": "layer_types"},
         gguf=GgufFormat(
             architectures=("granitehybrid",),
-            read_extra_fields=_hybrid_gguf_fields,
+            read_extra_fields=_granite_hybrid_gguf_fields,
             metadata_keys={
                 "mamba_n_heads": "ssm.time_step_rank",
                 "mamba_n_groups": "ssm.group_count",

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
+from paceline.models.families.family import Layers
 from paceline.models.gguf.fields import MTP_TENSOR, GgufFields
 from paceline.models.json_fields import MAX_FLOAT32, JsonFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
 from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, Mamba2Config, Recurrent
 
-Layers = tuple[LayerConfig, ...]
 Mixer = AttentionConfig | Recurrent
 MLP = DenseMLP | ExpertMLP
 
@@ -21,11 +21,7 @@ MAX_KERNEL_SIZE = 16
 def mixed_layers(
     builder: LayerBuilder, mixers: Mapping[str, Mixer], mlps: Sequence[MLP], *, default_types: Sequence[str], residual_scale: float = 1.0
 ) -> Layers:
-    """Return layers with the mixers that `layer_types` in config.json names; `default_types` is used if it is absent.
-
-    Args:
-        mixers: mixer by name of the layer type.
-        mlps: MLP of each layer.
+    """Return layers with one of `mixers` for each name in config.json's `layer_types`, or in `default_types` if it is absent.
 
     Raises:
         CheckpointError: `layer_types` has not one name for each layer, an unknown name, or no attention layer.
@@ -91,7 +87,7 @@ def layers_with_attention(fields: GgufFields, num_layers: int) -> list[bool]:
     """Return for each layer whether it has attention: its number of KV heads in the metadata is not 0."""
     counts = fields.architecture_value("attention.head_count_kv")
     if not isinstance(counts, list) or len(counts) < num_layers:  # the list may be longer, because it may include MTP modules
-        fields.refuse("attention.head_count_kv", counts, f"a number for each of {num_layers} layers, 0 for those without attention")
+        fields.raise_invalid("attention.head_count_kv", counts, f"a number for each of {num_layers} layers, 0 for those without attention")
     return [count != 0 for count in counts[:num_layers]]
 
 
@@ -99,7 +95,7 @@ def mamba_gguf_fields(fields: GgufFields, num_layers: int, heads_field: str, siz
     """Return the config.json fields of Mamba-2 mixers. Families differ in the names of three fields, which are arguments."""
     num_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
     if inner % num_heads:
-        fields.refuse("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_heads}")
+        fields.raise_invalid("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_heads}")
     return {
         heads_field: num_heads,
         size_field: inner // num_heads,

@@ -5,18 +5,18 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.families.family import Family, GgufFormat
-from paceline.models.families.hybrids import MAX_KERNEL_SIZE, MLP, Layers, gguf_layer_count, layers_with_attention, mixed_layers
+from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.families.hybrids import MAX_KERNEL_SIZE, MLP, gguf_layer_count, layers_with_attention, mixed_layers
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import DenseMLP, ExpertMLP, QKNorm, RouterScoring, ShortConvConfig
 
 
 def _lfm2_dense_layers(builder: LayerBuilder) -> Layers:
-    return _lfm2_layers(builder, [_adjusted_mlp(builder)] * builder.num_layers)
+    return _lfm2_layers(builder, [_mlp_with_adjusted_width(builder)] * builder.num_layers)
 
 
-def _adjusted_mlp(builder: LayerBuilder) -> DenseMLP:
+def _mlp_with_adjusted_width(builder: LayerBuilder) -> DenseMLP:
     """Return an MLP as wide as the model's: 2/3 of `intermediate_size` times `block_ffn_dim_multiplier`, rounded up.
 
     Source: LFM2's model in transformers 5.23.
@@ -50,11 +50,8 @@ def _lfm2_moe_layers(builder: LayerBuilder) -> Layers:
 
 def _lfm2_layers(builder: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
     fields = builder.fields
-    convolution = ShortConvConfig(
-        channels=fields.integer("hidden_size"),
-        kernel_size=fields.integer("conv_L_cache", 3, most=MAX_KERNEL_SIZE),
-        bias=builder.flag("conv_bias"),
-    )
+    kernel_size = fields.integer("conv_L_cache", 3, most=MAX_KERNEL_SIZE)
+    convolution = ShortConvConfig(channels=fields.integer("hidden_size"), kernel_size=kernel_size, bias=builder.flag("conv_bias"))
     full = fields.values.get("full_attn_idxs")
     full = list(range(builder.num_layers)) if full is None else full
     if not isinstance(full, list) or any(type(layer) is not int or not 0 <= layer < builder.num_layers for layer in full):
@@ -67,7 +64,7 @@ def _lfm2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str
     count = gguf_layer_count(fields, config["num_hidden_layers"])
     num_layers = count["num_hidden_layers"]
     if window := fields.architecture_value("attention.sliding_window"):
-        fields.refuse("attention.sliding_window", window, "none")
+        fields.raise_invalid("attention.sliding_window", window, "none")
     values: dict[str, Any] = {
         **count,
         "layer_types": ["full_attention" if has else "conv" for has in layers_with_attention(fields, num_layers)],

@@ -5,12 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP, LayerConfig
-
-Layers = tuple[LayerConfig, ...]
+from paceline.models.layers import ExpertMLP
 
 
 def _llama_layers(builder: LayerBuilder) -> Layers:
@@ -33,7 +31,7 @@ def _ministral3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> di
     original, length = config.get("original_max_position_embeddings"), fields.architecture_value("attention.temperature_length")
     beta = fields.architecture_value("attention.temperature_scale") or 0.0
     if beta and length not in (None, original):
-        fields.refuse("attention.temperature_length", length, f"the original context length, {original}")
+        fields.raise_invalid("attention.temperature_length", length, f"the original context length, {original}")
     rope = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {}), "llama_4_scaling_beta": beta}
     return {"rope_parameters": rope, "rope_scaling": None}
 
@@ -53,18 +51,14 @@ def _phi3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str
 
 
 def _smollm3_layers(builder: LayerBuilder) -> Layers:
-    bias, has_rope_embedding = builder.flag("attention_bias"), builder.layers_with_rope()
-    has_layer_types = builder.fields.values.get("layer_types") is not None
-    is_sliding = (
-        builder.sliding_layers()
-        if has_layer_types
-        else [builder.flag("use_sliding_window") and not has_rope for has_rope in has_rope_embedding]
-    )
-    layers = builder.layers(
-        builder.attention(bias=bias, output_bias=bias), builder.mlp(bias=builder.flag("mlp_bias")), is_sliding=is_sliding
-    )
+    bias, rope_flags = builder.flag("attention_bias"), builder.layers_with_rope()
+    is_sliding = [builder.flag("use_sliding_window") and not has_rope for has_rope in rope_flags]
+    if builder.fields.values.get("layer_types") is not None:
+        is_sliding = builder.sliding_layers()
+    attention, mlp = builder.attention(bias=bias, output_bias=bias), builder.mlp(bias=builder.flag("mlp_bias"))
+    layers = builder.layers(attention, mlp, is_sliding=is_sliding)
     without_rope = {layer: replace(layer, mixer=replace(layer.attention, has_rope_embedding=False)) for layer in dict.fromkeys(layers)}
-    return tuple(layer if has_rope else without_rope[layer] for layer, has_rope in zip(layers, has_rope_embedding, strict=True))
+    return tuple(layer if has_rope else without_rope[layer] for layer, has_rope in zip(layers, rope_flags, strict=True))
 
 
 def _seed_oss_layers(builder: LayerBuilder) -> Layers:

@@ -20,10 +20,9 @@ _OLD_TYPE_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 def _nemotron_h_layers(builder: LayerBuilder) -> tuple[LayerConfig, ...]:
     """Return the layers that config.json lists.
 
-    Source: Nemotron-H's model in transformers 5.23. Deviation: it limits dt from below in prefill but not in decoding; here neither has
-    the limit.
+    Source: Nemotron-H's model in transformers 5.23. Deviation: its lower limit of dt in prefill is left out.
     """
-    fields, kinds = builder.fields, _layer_types(builder.fields)
+    fields, kinds = builder.fields, _read_layer_types(builder.fields)
     if "full_attention" not in kinds:
         raise CheckpointError(f"{fields.path}: no layer has attention: at least one of the layers needs it")
     known: dict[str, LayerConfig] = {}
@@ -36,7 +35,7 @@ def _nemotron_h_layers(builder: LayerBuilder) -> tuple[LayerConfig, ...]:
     return tuple(known[kind] for kind in kinds)
 
 
-def _layer_types(fields: JsonFields) -> list[str]:
+def _read_layer_types(fields: JsonFields) -> list[str]:
     """Return the type of each layer, from a list of types or a pattern with a letter for each layer."""
     listed = fields.values.get("layers_block_type", fields.values.get("layer_types"))
     pattern = fields.values.get("hybrid_override_pattern")
@@ -75,14 +74,11 @@ def _expert_mlp(builder: LayerBuilder) -> ExpertMLP:
 
 
 def _nemotron_h_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Nemotron-H's own config.json fields.
-
-    A layer with KV heads has attention, a layer with an MLP width is an MLP, and all others have a Mamba-2 mixer.
-    """
+    """Return Nemotron-H's own config.json fields. Layers without KV heads and without an MLP width have a Mamba-2 mixer."""
     count = gguf_layer_count(fields, config["num_hidden_layers"])
     num_layers, widths = count["num_hidden_layers"], fields.architecture_value("feed_forward_length")
     if not isinstance(widths, list) or len(widths) < num_layers:
-        fields.refuse("feed_forward_length", widths, f"a number for each of {num_layers} layers, 0 for those without an MLP")
+        fields.raise_invalid("feed_forward_length", widths, f"a number for each of {num_layers} layers, 0 for those without an MLP")
     kinds = []
     for layer, has_attention in enumerate(layers_with_attention(fields, num_layers)):
         mlp = "moe" if fields.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") else "mlp"
@@ -145,7 +141,7 @@ FAMILIES = (
         },
         activation_field="mlp_hidden_act",
         recurrent_module="mixer",
-        count_layers=lambda fields: len(_layer_types(fields)),
+        count_layers=lambda fields: len(_read_layer_types(fields)),
         field_aliases={
             "layer_norm_epsilon": "rms_norm_eps",
             "mamba_n_groups": "n_groups",

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP, LayerConfig, NormOrder, QKNorm
-
-Layers = tuple[LayerConfig, ...]
+from paceline.models.layers import ExpertMLP, NormOrder, QKNorm
 
 
 def _olmo2_layers(builder: LayerBuilder, is_sliding: Sequence[bool] = ()) -> Layers:
@@ -23,7 +21,7 @@ def _olmo3_layers(builder: LayerBuilder) -> Layers:
 
 
 def _olmo3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**fields.read_windows(config["num_hidden_layers"]), "rope_local_base_freq": config["rope_theta"]}
+    return {**sliding_window_gguf_fields(fields, config), "rope_local_base_freq": config["rope_theta"]}
 
 
 def _olmoe_layers(builder: LayerBuilder) -> Layers:
@@ -50,7 +48,7 @@ FAMILIES = (
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
         gguf=GgufFormat(
             architectures=("olmo2",),
-            read_extra_fields=lambda fields, config: fields.read_windows(config["num_hidden_layers"]),
+            read_extra_fields=sliding_window_gguf_fields,
             has_untied_output=True,
         ),
     ),

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.models.families.experts import mlps_with_experts
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP, LayerConfig, QKNorm
-
-Layers = tuple[LayerConfig, ...]
+from paceline.models.layers import ExpertMLP, QKNorm
 
 
 def _qwen2_layers(builder: LayerBuilder) -> Layers:

@@ -6,8 +6,8 @@ from typing import Any
 
 from paceline.errors import CheckpointError
 from paceline.models.families.experts import mlps_with_experts
-from paceline.models.families.family import Family, GgufFormat
-from paceline.models.families.hybrids import MAX_HEADS, MAX_KERNEL_SIZE, MLP, Layers, gguf_layer_count, mixed_layers
+from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.families.hybrids import MAX_HEADS, MAX_KERNEL_SIZE, MLP, gguf_layer_count, mixed_layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
 from paceline.models.layers import ExpertMLP, GatedDeltaConfig, QKNorm
@@ -65,10 +65,10 @@ def _qwen_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> d
     count = gguf_layer_count(fields, config["num_hidden_layers"])
     num_value_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
     if inner % num_value_heads:
-        fields.refuse("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_value_heads}")
+        fields.raise_invalid("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_value_heads}")
     values: dict[str, Any] = {
         **count,
-        "layer_types": _layer_types(fields, count["num_hidden_layers"]),
+        "layer_types": _read_layer_types(fields, count["num_hidden_layers"]),
         "linear_num_key_heads": fields.count("ssm.group_count"),
         "linear_num_value_heads": num_value_heads,
         "linear_key_head_dim": fields.count("ssm.state_size"),
@@ -81,14 +81,14 @@ def _qwen_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> d
     return values
 
 
-def _layer_types(fields: GgufFields, num_layers: int) -> list[str]:
+def _read_layer_types(fields: GgufFields, num_layers: int) -> list[str]:
     key = "attention.recurrent_layers"
     is_recurrent = fields.architecture_value(key)
     if is_recurrent is None:
         interval = fields.count("full_attention_interval", _DEFAULT_ATTENTION_INTERVAL)
         is_recurrent = [(layer + 1) % interval > 0 for layer in range(num_layers)]
     if not isinstance(is_recurrent, list) or len(is_recurrent) < num_layers or any(flag not in (0, 1) for flag in is_recurrent):
-        fields.refuse(key, is_recurrent, f"whether each of {num_layers} layers is recurrent")
+        fields.raise_invalid(key, is_recurrent, f"whether each of {num_layers} layers is recurrent")
     return ["linear_attention" if flag else "full_attention" for flag in is_recurrent[:num_layers]]
 
 

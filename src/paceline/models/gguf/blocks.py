@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.gguf import codebook_blocks as codebook
+from paceline.models.gguf.codebook_blocks import read_float16_as_float32
 from paceline.models.gguf.header import BlockType
 from paceline.models.grouped import SUPER_BLOCK, GroupedMatrix, SuperBlocks, pack_nibbles, super_blocks_size
 from paceline.models.mxfp4 import DOUBLED_E2M1_VALUES, half_scales
@@ -31,7 +32,7 @@ ScaleFactors = tuple[NDArray[Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """A matrix in the quantised blocks of a GGUF file. A runtime can repack the blocks itself or call `groups`.
+    """A matrix in the quantised blocks of a GGUF file. A runtime can repack the blocks itself or call `to_grouped_matrix`.
 
     Attributes:
         raw: bytes of the file, [number of stored rows, bytes of a row].
@@ -53,13 +54,13 @@ class StoredBlocks:
         num_rows = len(self.raw if self.row_order is None else self.row_order)
         return num_rows, self.raw.shape[1] // self.block_type.num_bytes * self.block_type.num_items
 
-    def rows(self, numbers: NDArray[np.int32] | slice) -> "StoredBlocks":
+    def select_rows(self, rows: NDArray[np.int32] | slice) -> "StoredBlocks":
         """Return a matrix with only the given rows, without reading them."""
-        if self.row_order is None and isinstance(numbers, slice):
-            return replace(self, raw=self.raw[numbers])
-        return replace(self, row_order=(np.arange(len(self.raw)) if self.row_order is None else self.row_order)[numbers])
+        if self.row_order is None and isinstance(rows, slice):
+            return replace(self, raw=self.raw[rows])
+        return replace(self, row_order=(np.arange(len(self.raw)) if self.row_order is None else self.row_order)[rows])
 
-    def groups(self, *, num_threads: int = 1) -> GroupedMatrix:
+    def to_grouped_matrix(self, *, num_threads: int = 1) -> GroupedMatrix:
         """Return the matrix converted to groups.
 
         Raises:
@@ -106,7 +107,7 @@ def convert_blocks_to_groups(
     arrays = (*matrix.arrays, *(() if matrix.super_blocks is None else matrix.super_blocks.arrays))
     step = max(1, _CHUNK_ITEMS // columns)
 
-    def fill(start: int) -> None:
+    def convert_rows(start: int) -> None:
         rows = slice(start, start + step)
         row_bytes = raw[rows] if order is None else raw[order[rows]]
         blocks = row_bytes.reshape(-1, block_type.num_bytes)
@@ -120,10 +121,10 @@ def convert_blocks_to_groups(
 
     if num_threads == 1 or num_rows <= step:
         for start in range(0, num_rows, step):
-            fill(start)
+            convert_rows(start)
     else:
         with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(fill, range(0, num_rows, step)))
+            list(pool.map(convert_rows, range(0, num_rows, step)))
     return matrix
 
 
@@ -133,12 +134,12 @@ def not_finite_error(where: str, first: int, last: int) -> CheckpointError:
 
 
 def _empty_matrix(layout: _BlockLayout, block_type: BlockType, num_rows: int, columns: int) -> GroupedMatrix:
-    def empty(part: NDArray[Any]) -> NDArray[Any]:
+    def empty_array(part: NDArray[Any]) -> NDArray[Any]:
         return np.empty((num_rows, columns // block_type.num_items * part.size), part.dtype)
 
     zeros = np.zeros((1, block_type.num_bytes), np.uint8)
-    codes, scales, *minimums = (empty(part) for part in layout.read(zeros) if part is not None)
-    blocks = None if layout.factors is None else SuperBlocks(layout.code_bits, *map(empty, layout.factors(zeros)))
+    codes, scales, *minimums = (empty_array(part) for part in layout.read(zeros) if part is not None)
+    blocks = None if layout.factors is None else SuperBlocks(layout.code_bits, *map(empty_array, layout.factors(zeros)))
     return GroupedMatrix(codes, scales, minimums[0] if minimums else None, layout.bits, layout.zero_point, layout.table, blocks)
 
 
@@ -165,11 +166,6 @@ def _block_layout(block_type: BlockType, where: str) -> _BlockLayout:
     return layout
 
 
-def _read_float16_as_float32(blocks: Bytes, start: int) -> Floats:
-    """Return the float16 at byte `start` of every block, as float32 [n, 1]."""
-    return _read_float16(blocks, start).astype(np.float32)
-
-
 def _read_float16(blocks: Bytes, start: int) -> NDArray[np.float16]:
     return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2")
 
@@ -189,11 +185,11 @@ def _to_signed(codes: Bytes, zero_point: int) -> NDArray[np.int8]:
 
 
 def _q4_0(blocks: Bytes) -> BlockParts:
-    return blocks[:, 2:], _read_float16_as_float32(blocks, 0), None  # `GroupedMatrix` packs these codes in the same way
+    return blocks[:, 2:], read_float16_as_float32(blocks, 0), None  # `GroupedMatrix` packs these codes in the same way
 
 
 def _q4_1(blocks: Bytes) -> BlockParts:
-    return blocks[:, 4:], _read_float16_as_float32(blocks, 0), _read_float16_as_float32(blocks, 2)
+    return blocks[:, 4:], read_float16_as_float32(blocks, 0), read_float16_as_float32(blocks, 2)
 
 
 def _unpack_5_bit_codes(high: Bytes, low: Bytes) -> Bytes:
@@ -202,19 +198,19 @@ def _unpack_5_bit_codes(high: Bytes, low: Bytes) -> Bytes:
 
 
 def _q5_0(blocks: Bytes) -> BlockParts:
-    return _to_signed(_unpack_5_bit_codes(blocks[:, 2:6], blocks[:, 6:]), 16), _read_float16_as_float32(blocks, 0), None
+    return _to_signed(_unpack_5_bit_codes(blocks[:, 2:6], blocks[:, 6:]), 16), read_float16_as_float32(blocks, 0), None
 
 
 def _q5_1(blocks: Bytes) -> BlockParts:
     return (
         _unpack_5_bit_codes(blocks[:, 4:8], blocks[:, 8:]).view(np.int8),
-        _read_float16_as_float32(blocks, 0),
-        _read_float16_as_float32(blocks, 2),
+        read_float16_as_float32(blocks, 0),
+        read_float16_as_float32(blocks, 2),
     )
 
 
 def _q8_0(blocks: Bytes) -> BlockParts:
-    return blocks[:, 2:].view(np.int8), _read_float16_as_float32(blocks, 0), None
+    return blocks[:, 2:].view(np.int8), read_float16_as_float32(blocks, 0), None
 
 
 def _unpack_2_bit_codes(values: Bytes) -> Bytes:
@@ -291,7 +287,7 @@ _IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38,
 
 
 def _iq4_nl(blocks: Bytes) -> BlockParts:
-    return blocks[:, 2:], _read_float16_as_float32(blocks, 0), None
+    return blocks[:, 2:], read_float16_as_float32(blocks, 0), None
 
 
 def _iq4_xs(blocks: Bytes) -> BlockParts:

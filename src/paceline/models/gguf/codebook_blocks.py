@@ -71,7 +71,7 @@ def _pack_with_signs(codes: Bytes, sign_bytes: Bytes) -> Bytes:
     return pack_nibbles(codes.reshape(len(codes), -1) | signs * _SIGN_BIT)
 
 
-def _read_float16(blocks: Bytes, start: int = 0) -> NDArray[np.float32]:
+def read_float16_as_float32(blocks: Bytes, start: int = 0) -> NDArray[np.float32]:
     """Return the float16 at byte `start` of every block, as float32 [n, 1]."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
 
@@ -91,9 +91,9 @@ def _view_bytes_as(blocks: Bytes, start: int, end: int, item_type: str) -> NDArr
     return np.ascontiguousarray(blocks[:, start:end]).view(item_type)
 
 
-def _odd_scales(block_scales: NDArray[np.float32], factors: NDArray[Any], unit: float) -> NDArray[np.float32]:
+def _odd_scales(blocks: Bytes, factors: NDArray[Any], unit: float) -> NDArray[np.float32]:
     """Return block scale * (0.5 + factor) * unit. It is exact, because all operands have few significant bits."""
-    scales: NDArray[np.float32] = block_scales * (np.float32(0.5) + factors.astype(np.float32)) * np.float32(unit)
+    scales: NDArray[np.float32] = read_float16_as_float32(blocks) * (np.float32(0.5) + factors.astype(np.float32)) * np.float32(unit)
     return scales
 
 
@@ -104,7 +104,7 @@ def iq2_xxs(blocks: Bytes) -> Parts:
     signs = _sign_bytes()[_shift_right(words[:, 1::2], 0, 7, 14, 21) & np.uint32(127)]
     return (
         _pack_with_signs(_codebook("IQ2_XXS", (8, 25, 43))[entries], signs),
-        _odd_scales(_read_float16(blocks), words[:, 1::2] >> 28, 0.25),
+        _odd_scales(blocks, words[:, 1::2] >> 28, 0.25),
         None,
     )
 
@@ -113,14 +113,14 @@ def iq2_xs(blocks: Bytes) -> Parts:
     """Read blocks of 74 bytes. 8 weights have a 9-bit codebook index and a 7-bit index of signs; 16 weights share a 4-bit scale."""
     words = _view_bytes_as(blocks, 2, 66, "<u2")
     codes = _codebook("IQ2_XS", (8, 25, 43))[words & np.uint16(511)]
-    return _pack_with_signs(codes, _sign_bytes()[words >> 9]), _odd_scales(_read_float16(blocks), _read_nibbles(blocks[:, 66:]), 0.25), None
+    return _pack_with_signs(codes, _sign_bytes()[words >> 9]), _odd_scales(blocks, _read_nibbles(blocks[:, 66:]), 0.25), None
 
 
 def iq2_s(blocks: Bytes) -> Parts:
     """Read blocks of 82 bytes. 8 weights have a 10-bit codebook index and 8 sign bits; 16 weights share a 4-bit scale."""
     high = (_shift_right(blocks[:, 66:74], 0, 2, 4, 6) & np.uint8(3)).astype(np.uint16) << 8
     codes = _codebook("IQ2_S", (8, 25, 43))[blocks[:, 2:34] | high]
-    return _pack_with_signs(codes, blocks[:, 34:66]), _odd_scales(_read_float16(blocks), _read_nibbles(blocks[:, 74:]), 0.25), None
+    return _pack_with_signs(codes, blocks[:, 34:66]), _odd_scales(blocks, _read_nibbles(blocks[:, 74:]), 0.25), None
 
 
 def iq3_xxs(blocks: Bytes) -> Parts:
@@ -128,14 +128,14 @@ def iq3_xxs(blocks: Bytes) -> Parts:
     words = _view_bytes_as(blocks, 66, 98, "<u4")
     signs = _sign_bytes()[_shift_right(words, 0, 7, 14, 21) & np.uint32(127)]
     codes = _codebook("IQ3_XXS", (4, 12, 20, 28, 36, 44, 52, 62))[blocks[:, 2:66]]
-    return _pack_with_signs(codes, signs), _odd_scales(_read_float16(blocks), words >> 28, 0.5), None
+    return _pack_with_signs(codes, signs), _odd_scales(blocks, words >> 28, 0.5), None
 
 
 def iq3_s(blocks: Bytes) -> Parts:
     """Read blocks of 110 bytes. 4 weights have a 9-bit codebook index and 4 sign bits; 32 weights share a 4-bit scale."""
     high = (_shift_right(blocks[:, 66:74], *range(8)) & np.uint8(1)).astype(np.uint16) << 8
     codes = _codebook("IQ3_S", (1, 3, 5, 7, 9, 11, 13, 15))[blocks[:, 2:66] | high]
-    return _pack_with_signs(codes, blocks[:, 74:106]), _read_float16(blocks) * (1 + 2 * _read_nibbles(blocks[:, 106:])), None
+    return _pack_with_signs(codes, blocks[:, 74:106]), read_float16_as_float32(blocks) * (1 + 2 * _read_nibbles(blocks[:, 106:])), None
 
 
 def iq1_s(blocks: Bytes) -> Parts:
@@ -143,7 +143,7 @@ def iq1_s(blocks: Bytes) -> Parts:
     high = _view_bytes_as(blocks, 34, 50, "<u2")
     entries = blocks[:, 2:34] | (_shift_right(high, 0, 3, 6, 9) & np.uint16(7)) << 8
     codes = _codebook("IQ1_S", (-1, 0, 1))[entries].reshape(len(blocks), 8, 32) | (high >> 15).astype(np.uint8)[:, :, None] * _SIGN_BIT
-    scales = _read_float16(blocks) * (2 * (high >> 12 & 7) + 1).astype(np.float32) * np.float32(0.125)
+    scales = read_float16_as_float32(blocks) * (2 * (high >> 12 & 7) + 1).astype(np.float32) * np.float32(0.125)
     return pack_nibbles(codes.reshape(len(blocks), -1)), scales, None
 
 
@@ -166,13 +166,13 @@ def tq1_0(blocks: Bytes) -> Parts:
     for start, end, width, count in ((0, 32, 32, 5), (32, 48, 16, 5), (48, 52, 4, 4)):
         digits = blocks[:, start:end].reshape(len(blocks), -1, 1, width) * np.array([3**power for power in range(count)], np.uint8)[:, None]
         parts.append((digits.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(blocks), -1))
-    return pack_nibbles(np.concatenate(parts, axis=1)), np.repeat(_read_float16(blocks, 52), 8, 1), None
+    return pack_nibbles(np.concatenate(parts, axis=1)), np.repeat(read_float16_as_float32(blocks, 52), 8, 1), None
 
 
 def tq2_0(blocks: Bytes) -> Parts:
     """Read blocks of 66 bytes. A byte holds four weights of -1, 0 or 1, which are 32 columns apart."""
     codes = (blocks[:, :64].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & np.uint8(3)
-    return pack_nibbles(codes.reshape(len(blocks), -1)), np.repeat(_read_float16(blocks, 64), 8, 1), None
+    return pack_nibbles(codes.reshape(len(blocks), -1)), np.repeat(read_float16_as_float32(blocks, 64), 8, 1), None
 
 
 def nvfp4(blocks: Bytes) -> Parts:
@@ -187,4 +187,4 @@ def nvfp4(blocks: Bytes) -> Parts:
 
 def q1_0(blocks: Bytes) -> Parts:
     """Read blocks of 18 bytes: a scale and 128 bits, where 1 is the weight 1 and 0 the weight -1."""
-    return pack_nibbles(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")), np.repeat(_read_float16(blocks), 4, 1), None
+    return pack_nibbles(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")), np.repeat(read_float16_as_float32(blocks), 4, 1), None

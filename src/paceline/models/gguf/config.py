@@ -60,7 +60,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     family = _find_family(fields)
     generation = {"suppress_tokens": file.metadata.get("tokenizer.ggml.suppress_tokens")}
     generation |= {name: file.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING_KEYS.items()}
-    values = _ConfigReader(file, family).values()
+    values = _ConfigReader(file, family).config_fields()
     try:
         return config_from_values(values, file.path, generation=generation, weight_type=_weight_type(file))
     except CheckpointError as error:
@@ -131,7 +131,7 @@ class _ConfigReader(GgufFields):
         super().__init__(file)
         self._family, self._format = family, gguf_format(family)
 
-    def values(self) -> dict[str, Any]:
+    def config_fields(self) -> dict[str, Any]:
         """Return all config.json fields: those that every family has, and the family's own."""
         sizes = {"allows_zero": self._format.allows_zero_sizes, "allows_mixed": self._format.allows_mixed_sizes}
         hidden_size, num_heads = self.count("embedding_length"), self.uniform_layer_size("attention.head_count", **sizes)
@@ -164,14 +164,14 @@ class _ConfigReader(GgufFields):
         size = self.count("attention.key_length", max(hidden_size // num_heads, 1))
         value_size = self.count("attention.value_length", size)
         if size != value_size:
-            self.refuse("attention.value_length", value_size, f"the size of keys, {size}")
+            self.raise_invalid("attention.value_length", value_size, f"the size of keys, {size}")
         return size
 
     def _num_blocks(self) -> int:
         """Return `block_count`, checked against the number of tensors, so that a damaged file cannot make lists of any length."""
         num_layers = self.count("block_count")
         if num_layers > len(self.file.tensors):
-            self.refuse("block_count", num_layers, f"at most as many as the file has tensors, {len(self.file.tensors)}")
+            self.raise_invalid("block_count", num_layers, f"at most as many as the file has tensors, {len(self.file.tensors)}")
         return num_layers
 
     def _vocab_size(self, hidden_size: int) -> int:
@@ -190,39 +190,39 @@ class _ConfigReader(GgufFields):
 
     def rope_fields(self, head_size: int, max_positions: int) -> dict[str, Any]:
         theta = self.number("rope.freq_base", 10000.0)
-        rotated = self.count("rope.dimension_count", head_size)
-        if rotated > head_size:
-            self.refuse("rope.dimension_count", rotated, f"at most the head size, {head_size}")
-        values = {"rope_theta": theta, "partial_rotary_factor": rotated / head_size}
+        rotary_size = self.count("rope.dimension_count", head_size)
+        if rotary_size > head_size:
+            self.raise_invalid("rope.dimension_count", rotary_size, f"at most the head size, {head_size}")
+        values = {"rope_theta": theta, "partial_rotary_factor": rotary_size / head_size}
         original = self.count("rope.scaling.original_context_length", max_positions)
-        scaling = self._scaling(theta, rotated, original, max_positions)
+        scaling = self._rope_scaling_fields(theta, rotary_size, original, max_positions)
         if scaling is None:
             return values
         original = scaling.get("original_max_position_embeddings", original)
         return {**values, "rope_scaling": scaling, "original_max_position_embeddings": original}
 
-    def _scaling(self, theta: float, rotated: int, original: int, max_positions: int) -> dict[str, Any] | None:
+    def _rope_scaling_fields(self, theta: float, rotary_size: int, original: int, max_positions: int) -> dict[str, Any] | None:
         kind = self.architecture_value("rope.scaling.type") or "none"
         factor = self.number("rope.scaling.factor", 1.0)
         if self.has_tensor("rope_factors_short.weight") or self.has_tensor("rope_factors_long.weight"):
-            return self._longrope(rotated, original, max_positions)
+            return self._longrope_fields(rotary_size, original, max_positions)
         if self.has_tensor("rope_freqs.weight"):
             if kind != "none":
                 raise CheckpointError(
                     f"{self.file.path}: rope_freqs.weight together with rope.scaling.type = {shortened(kind)} is not supported"
                 )
-            return self._scaling_of_divisors(theta, rotated, max_positions)
+            return self._fields_of_stored_divisors(theta, rotary_size, max_positions)
         if kind == "none" or (kind == "linear" and factor == 1.0):
             return None
         if kind == "linear":
             return {"rope_type": "linear", "factor": factor}
         if kind == "yarn":
-            return self._yarn(factor, original)
+            return self._yarn_fields(factor, original)
         raise CheckpointError(
             f"{self.file.path}: rope.scaling.type = {shortened(kind)} is not supported, only none, linear, yarn and longrope are"
         )
 
-    def _yarn(self, factor: float, original: int) -> dict[str, Any]:
+    def _yarn_fields(self, factor: float, original: int) -> dict[str, Any]:
         betas = {name: self.architecture_value(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         scaling |= {name: beta for name, beta in betas.items() if beta is not None}
@@ -233,8 +233,8 @@ class _ConfigReader(GgufFields):
             scaling["attention_factor"] = extra * (0.1 * math.log(factor) + 1.0)
         return scaling
 
-    def _longrope(self, rotated: int, original: int, max_positions: int) -> dict[str, Any]:
-        short, long = (self._read_divisors(f"rope_factors_{name}.weight", rotated) for name in ("short", "long"))
+    def _longrope_fields(self, rotary_size: int, original: int, max_positions: int) -> dict[str, Any]:
+        short, long = (self._read_divisors(f"rope_factors_{name}.weight", rotary_size) for name in ("short", "long"))
         scaling = {
             "rope_type": "longrope",
             "short_factor": short,
@@ -248,14 +248,14 @@ class _ConfigReader(GgufFields):
             scaling["attention_factor"] = stated
         return scaling
 
-    def _scaling_of_divisors(self, theta: float, rotated: int, max_positions: int) -> dict[str, Any]:
+    def _fields_of_stored_divisors(self, theta: float, rotary_size: int, max_positions: int) -> dict[str, Any]:
         """Return rope fields for stored divisors of frequencies: as llama3 if its formula gives the same ones, else as longrope."""
-        divisors = self._read_divisors("rope_freqs.weight", rotated)
+        divisors = self._read_divisors("rope_freqs.weight", rotary_size)
         factor = max(divisors)
         if factor > 1:
             rope = RopeConfig(float(theta), RopeType.LLAMA3, factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
-            plain = inverse_frequencies(RopeConfig(float(theta)), rotated)[0]
-            if np.allclose(inverse_frequencies(rope, rotated)[0], plain / np.array(divisors, np.float32), rtol=1e-5, atol=0):
+            plain = inverse_frequencies(RopeConfig(float(theta)), rotary_size)[0]
+            if np.allclose(inverse_frequencies(rope, rotary_size)[0], plain / np.array(divisors, np.float32), rtol=1e-5, atol=0):
                 return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
         return {
             "rope_type": "longrope",
@@ -265,11 +265,11 @@ class _ConfigReader(GgufFields):
             "original_max_position_embeddings": max_positions,
         }
 
-    def _read_divisors(self, name: str, rotated: int) -> list[float]:
+    def _read_divisors(self, name: str, rotary_size: int) -> list[float]:
         tensor = self.file.tensors.get(name)
-        if tensor is None or tensor.block_type.name != "F32" or tensor.shape != (rotated // 2,):
+        if tensor is None or tensor.block_type.name != "F32" or tensor.shape != (rotary_size // 2,):
             found = "is missing" if tensor is None else f"is of type {tensor.block_type.name} and shape {list(tensor.shape)}"
-            raise CheckpointError(f"{self.file.path}: {name} {found}, expected F32 of shape [{rotated // 2}]; download the file again")
+            raise CheckpointError(f"{self.file.path}: {name} {found}, expected F32 of shape [{rotary_size // 2}]; download the file again")
         divisors = [float(str(value)) for value in tensor.data.view("<f4")]
         if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
             raise CheckpointError(f"{self.file.path}: {name} holds a number that is not above 0; download the file again")

@@ -54,17 +54,17 @@ class GgufFields:
         if value is None:
             raise CheckpointError(f"{self.file.path} has no metadata {self.architecture}.{key}: get a newer conversion of the model")
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 2**31:
-            self.refuse(key, value, "a number above 0 and below 2**31")
+            self.raise_invalid(key, value, "a number above 0 and below 2**31")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return an integer above 0. Arguments and errors as in `number`."""
         value = self.number(key, default)
         if not isinstance(value, int):
-            self.refuse(key, value, "a whole number")
+            self.raise_invalid(key, value, "a whole number")
         return value
 
-    def refuse(self, key: str, value: object, expected: str) -> NoReturn:
+    def raise_invalid(self, key: str, value: object, expected: str) -> NoReturn:
         """Raise a CheckpointError with the key, its value and what is allowed."""
         raise CheckpointError(
             f"{self.file.path}: {self.architecture}.{key} = {shortened(value)}, expected {expected}; download the file again"
@@ -84,7 +84,7 @@ class GgufFields:
         first = sizes[0] if sizes else None
         differs = not allows_mixed and any(other != first for other in sizes)
         if not isinstance(first, int) or isinstance(first, bool) or first < 1 or differs:
-            self.refuse(key, value, "the same whole number above 0 for every layer")
+            self.raise_invalid(key, value, "the same whole number above 0 for every layer")
         return first
 
     def has_tensor(self, name: str) -> bool:
@@ -109,29 +109,27 @@ class GgufFields:
         key = "nextn_predict_layers"
         num_modules = max(self.count(key) if self.architecture_value(key) else 0, min_mtp_modules)
         if num_modules >= num_blocks:
-            self.refuse(key, num_modules, f"fewer than block_count, {num_blocks}")
+            self.raise_invalid(key, num_modules, f"fewer than block_count, {num_blocks}")
         return num_blocks - num_modules
 
     def read_layer_types(self, num_layers: int) -> dict[str, Any]:
         """Return the config.json field `layer_types`, from the metadata's list or interval; no field if there is neither."""
         pattern = self.architecture_value("attention.sliding_window_pattern")
-        if (
-            isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 0
-        ):  # every `pattern`-th layer has full attention, or none if it is 0
+        if type(pattern) is int and pattern >= 0:  # every `pattern`-th layer has full attention, or none if it is 0
             pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(num_layers)]
         if pattern is None:
             return {}
         if not isinstance(pattern, list):
-            self.refuse("attention.sliding_window_pattern", pattern, "for each layer whether it has a sliding window")
+            self.raise_invalid("attention.sliding_window_pattern", pattern, "for each layer whether it has a sliding window")
         return {"layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]}
 
-    def read_windows(self, num_layers: int) -> dict[str, Any]:
+    def read_sliding_window(self, num_layers: int) -> dict[str, Any]:
         """Return the config.json fields `sliding_window` (null if there is no window) and `layer_types`."""
         window, types = self.architecture_value("attention.sliding_window") or None, self.read_layer_types(num_layers)  # 0 means no window
         if window is not None:
             return {"sliding_window": window, **types}
         if "sliding_attention" in types.get("layer_types", ()):
-            self.refuse("attention.sliding_window", window, "the window of the layers that attention.sliding_window_pattern names")
+            self.raise_invalid("attention.sliding_window", window, "the window of the layers that attention.sliding_window_pattern names")
         return {"sliding_window": None}
 
     def read_experts(
@@ -149,7 +147,7 @@ class GgufFields:
             gating: functions that metadata may state for this architecture. The first one is in the error if it states another.
         """
         if (found := self.architecture_value("expert_gating_func")) not in (None, 0, *gating):
-            self.refuse("expert_gating_func", found, str(int(gating[0])))
+            self.raise_invalid("expert_gating_func", found, str(int(gating[0])))
         stated = self.architecture_value("expert_weights_norm")
         return {
             "num_experts": self.count("expert_count"),

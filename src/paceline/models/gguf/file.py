@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.gguf.header import GgufTensor, Header, Metadata
+from paceline.models.gguf.header import GgufTensor, HeaderReader, Metadata
 from paceline.models.storage.safetensors_file import map_file
 from paceline.small_files import is_file, unreadable
 
@@ -95,7 +95,7 @@ def _open_part(path: Path) -> GgufFile:
         raise unreadable(path, error) from error
     if len(file_bytes) < 24:
         raise CheckpointError(f"{path} has {len(file_bytes)} bytes, a GGUF file has at least 24: truncated, download it again")
-    header = Header(path, file_bytes)
+    header = HeaderReader(path, file_bytes)
     num_tensors, num_keys = header.read_counts()
     metadata = Metadata(header, header.metadata_positions(num_keys))
     alignment = metadata.get("general.alignment", 32)

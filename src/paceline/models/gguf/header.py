@@ -33,7 +33,7 @@ _MIN_ENTRY_BYTES = 13  # bytes of the smallest metadata entry: an empty key, a t
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LENGTH = struct.Struct("<Q")
-_FIXED_BYTES = {kind: struct.calcsize(layout) for kind, layout in _NUMBERS.items()} | {_BOOL: 1}
+_FIXED_BYTES = {value_type: struct.calcsize(layout) for value_type, layout in _NUMBERS.items()} | {_BOOL: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,13 @@ class GgufTensor:
 class Metadata(Mapping[str, Any]):
     """Metadata values by key: int, float, bool, str or lists. A value is decoded when it is read, because vocabularies are long."""
 
-    def __init__(self, header: "Header", positions: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, header: "HeaderReader", positions: Mapping[str, tuple[int, int]]) -> None:
         self._header = header
         self._positions = positions
 
     def __getitem__(self, key: str) -> Any:
-        kind, start = self._positions[key]
-        return self._header.value_at(start, kind, key)
+        value_type, start = self._positions[key]
+        return self._header.value_at(start, value_type, key)
 
     def __contains__(self, key: object) -> bool:
         return key in self._positions
@@ -96,7 +96,7 @@ class Metadata(Mapping[str, Any]):
         return len(self._positions)
 
 
-class Header:
+class HeaderReader:
     """Reads a header sequentially. The read position never passes the end of the file."""
 
     def __init__(self, path: Path, file_bytes: NDArray[np.uint8]) -> None:
@@ -135,9 +135,9 @@ class Header:
             key = self._read_text("a metadata key", MAX_NAME_BYTES)
             if key in positions:
                 self.raise_damaged(f"metadata key {key!r} appears twice")
-            kind = self._read_number("<I", key)
-            positions[key] = kind, self._position
-            self._skip_value(kind, key)
+            value_type = self._read_number("<I", key)
+            positions[key] = value_type, self._position
+            self._skip_value(value_type, key)
         return positions
 
     def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
@@ -164,11 +164,11 @@ class Header:
                 self.raise_damaged(f"tensors {first!r} and {second!r} overlap at byte {begin} (the first ends at {end})")
         return tensors
 
-    def value_at(self, start: int, kind: int, key: str) -> Any:
-        """Return the metadata value of type `kind` at byte `start`, and keep the read position."""
+    def value_at(self, start: int, value_type: int, key: str) -> Any:
+        """Return the metadata value of type `value_type` at byte `start`, and keep the read position."""
         previous, self._position = self._position, start
         try:
-            return self._read_value(kind, key)
+            return self._read_value(value_type, key)
         finally:
             self._position = previous
 
@@ -236,10 +236,10 @@ class Header:
             self.raise_damaged(f"{field_name!r} nests arrays more than {MAX_NESTING} deep")
         return self._read_number("<I", field_name), self._read_number("<Q", field_name)
 
-    def _skip_value(self, kind: int, field_name: str, depth: int = 0) -> None:
-        if kind == _STRING:
+    def _skip_value(self, value_type: int, field_name: str, depth: int = 0) -> None:
+        if value_type == _STRING:
             self._skip_bytes(self._read_number("<Q", field_name), field_name)
-        elif kind == _ARRAY:
+        elif value_type == _ARRAY:
             element, count = self._read_array_header(field_name, depth)
             if element in _FIXED_BYTES:
                 self._skip_bytes(count * _FIXED_BYTES[element], field_name)
@@ -254,12 +254,12 @@ class Header:
             for _ in range(count):
                 self._skip_value(element, field_name, depth + 1)
         else:
-            self._skip_bytes(self._fixed_bytes(kind, field_name), field_name)
+            self._skip_bytes(self._value_bytes(value_type, field_name), field_name)
 
-    def _read_value(self, kind: int, field_name: str, depth: int = 0) -> Any:
-        if kind == _STRING:
+    def _read_value(self, value_type: int, field_name: str, depth: int = 0) -> Any:
+        if value_type == _STRING:
             return self._read_text(field_name)
-        if kind == _ARRAY:
+        if value_type == _ARRAY:
             element, count = self._read_array_header(field_name, depth)
             if element in _NUMBERS:
                 if count > MAX_ITEMS:
@@ -269,12 +269,12 @@ class Header:
             if element == _STRING:
                 return [self._decode_text(start, end, field_name) for start, end in self._string_spans(count, field_name)]
             return [self._read_value(element, field_name, depth + 1) for _ in range(count)]
-        if kind == _BOOL:
+        if value_type == _BOOL:
             return self._read_number("<B", field_name) != 0
-        self._fixed_bytes(kind, field_name)
-        return self._read_number(_NUMBERS[kind], field_name)
+        self._value_bytes(value_type, field_name)
+        return self._read_number(_NUMBERS[value_type], field_name)
 
-    def _fixed_bytes(self, kind: int, field_name: str) -> int:
-        if kind not in _FIXED_BYTES:
-            self.raise_damaged(f"{field_name!r} has a value of type {kind}, expected 0 to 12")
-        return _FIXED_BYTES[kind]
+    def _value_bytes(self, value_type: int, field_name: str) -> int:
+        if value_type not in _FIXED_BYTES:
+            self.raise_damaged(f"{field_name!r} has a value of type {value_type}, expected 0 to 12")
+        return _FIXED_BYTES[value_type]

@@ -16,7 +16,7 @@ from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.config import gguf_format
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.header import GgufTensor
-from paceline.models.gguf.stored_tensor import IndexMap, TensorSource, check_shape
+from paceline.models.gguf.stored_tensor import IndexMap, TensorSource, check_stored_shape
 from paceline.models.layers import AttentionConfig, GatedDeltaConfig, Mamba2Config, ShortConvConfig
 
 
@@ -43,7 +43,7 @@ class MixerTensor:
             CheckpointError: The stored tensor has another shape, or a type that is not supported.
         """
         source = TensorSource(tensor, shape, first_row=self.first_row, rows=self.rows, columns=self.columns)
-        check_shape(source, *self.shapes)
+        check_stored_shape(source, *self.shapes)
         return source
 
 
@@ -54,18 +54,18 @@ def mixer_tensors(file: GgufFile, config: ModelConfig) -> dict[str, MixerTensor]
     for index, layer in enumerate(config.layers):
         block, mixer, hidden = f"blk.{index}.", layer.mixer, config.hidden_size
         if isinstance(mixer, AttentionConfig):
-            own = _gated_queries(block, mixer, hidden) if mixer.is_gated else {}
+            own = _gated_query_tensors(block, mixer, hidden) if mixer.is_gated else {}
         elif isinstance(mixer, GatedDeltaConfig):
-            own = _delta_net(file, block, mixer, hidden, is_tiled=is_tiled)
+            own = _delta_net_tensors(file, block, mixer, hidden, is_tiled=is_tiled)
         elif isinstance(mixer, Mamba2Config):
-            own = _mamba2(block, mixer, hidden)
+            own = _mamba2_tensors(block, mixer, hidden)
         else:
-            own = {} if mixer is None else _short_convolution(block, mixer)
+            own = {} if mixer is None else _short_convolution_tensors(block, mixer)
         found |= {f"layers.{index}.{name}": tensor for name, tensor in own.items()}
     return found
 
 
-def _gated_queries(block: str, mixer: AttentionConfig, hidden: int) -> dict[str, MixerTensor]:
+def _gated_query_tensors(block: str, mixer: AttentionConfig, hidden: int) -> dict[str, MixerTensor]:
     """Return queries and gates, stored in one matrix: the query rows of a head, its gate rows, then those of the next head."""
     found, num_rows = dict[str, MixerTensor](), 2 * mixer.query_size
     for number, part in enumerate(("q_proj", "attention_gate")):
@@ -76,8 +76,8 @@ def _gated_queries(block: str, mixer: AttentionConfig, hidden: int) -> dict[str,
     return found
 
 
-def _delta_net(file: GgufFile, block: str, mixer: GatedDeltaConfig, hidden: int, *, is_tiled: bool) -> dict[str, MixerTensor]:
-    state, channels = mixer.state, mixer.channels
+def _delta_net_tensors(file: GgufFile, block: str, mixer: GatedDeltaConfig, hidden: int, *, is_tiled: bool) -> dict[str, MixerTensor]:
+    state, channels = mixer.state_shape, mixer.channels
     per_key_head = state.heads // state.key_heads
 
     def head_order(size: int, first: int = 0) -> IndexMap | None:
@@ -104,24 +104,24 @@ def _delta_net(file: GgufFile, block: str, mixer: GatedDeltaConfig, hidden: int,
             rows = partial(_strided_slices, 2 * state.heads, 2 * per_key_head, number * per_key_head, per_key_head)
             found[f"{part}.weight"] = projection("ssm_ba.weight", 2 * state.heads, rows)
     if f"{block}ssm_in.weight" in file.tensors:
-        found |= _from_fused_matrix(block, mixer, hidden)
+        found |= _fused_delta_net_tensors(block, mixer, hidden)
     return found
 
 
-def _from_fused_matrix(block: str, mixer: GatedDeltaConfig, hidden: int) -> dict[str, MixerTensor]:
+def _fused_delta_net_tensors(block: str, mixer: GatedDeltaConfig, hidden: int) -> dict[str, MixerTensor]:
     """Return qkv and z of early Qwen3-Next files, which fuse them: query, key, value and gate rows of a key head, then of the next."""
-    state = mixer.state
+    state = mixer.state_shape
     value_rows = state.value_width // state.key_heads
     num_rows, step = mixer.channels + state.value_width, 2 * state.rows + 2 * value_rows
     starts = ((0, state.rows), (state.rows, state.rows), (2 * state.rows, value_rows))
-    qkv = partial(_several_slices, num_rows, step, starts)
+    qkv = partial(_concatenated_slices, num_rows, step, starts)
     gates = partial(_strided_slices, num_rows, step, 2 * state.rows + value_rows, value_rows)
     name, shapes = f"{block}ssm_in.weight", ((num_rows, hidden),)
     return {"conv_proj.weight": MixerTensor(name, shapes, rows=qkv), "z_proj.weight": MixerTensor(name, shapes, rows=gates)}
 
 
-def _mamba2(block: str, mixer: Mamba2Config, hidden: int) -> dict[str, MixerTensor]:
-    state, channels = mixer.state, mixer.channels
+def _mamba2_tensors(block: str, mixer: Mamba2Config, hidden: int) -> dict[str, MixerTensor]:
+    state, channels = mixer.state_shape, mixer.channels
     num_rows, head_shapes = state.value_width + channels + state.heads, ((state.heads, 1), (state.heads,))
     norm_shapes = ((mixer.norm_groups, state.value_width // mixer.norm_groups), (state.value_width,))
     found = {
@@ -138,7 +138,7 @@ def _mamba2(block: str, mixer: Mamba2Config, hidden: int) -> dict[str, MixerTens
     return found | _consecutive_parts(f"{block}ssm_in", (num_rows, hidden), first_rows)
 
 
-def _short_convolution(block: str, mixer: ShortConvConfig) -> dict[str, MixerTensor]:
+def _short_convolution_tensors(block: str, mixer: ShortConvConfig) -> dict[str, MixerTensor]:
     size = mixer.channels
     found = {
         "conv.weight": MixerTensor(f"{block}shortconv.conv.weight", ((size, mixer.kernel_size),)),
@@ -165,7 +165,7 @@ def _strided_slices(num_rows: int, step: int, start: int, size: int) -> NDArray[
     return np.arange(num_rows).reshape(-1, step)[:, start : start + size].reshape(-1)
 
 
-def _several_slices(num_rows: int, step: int, starts: tuple[tuple[int, int], ...]) -> NDArray[np.int64]:
+def _concatenated_slices(num_rows: int, step: int, starts: tuple[tuple[int, int], ...]) -> NDArray[np.int64]:
     """Return the concatenated row indices of `_strided_slices` for several pairs of start and size."""
     return np.concatenate([_strided_slices(num_rows, step, start, size) for start, size in starts])
 

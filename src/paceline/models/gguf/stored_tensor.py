@@ -12,7 +12,7 @@ from paceline.models.config import WeightType
 from paceline.models.gguf.blocks import StoredBlocks, convert_blocks_to_groups, grouped_matrix_size
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.grouped import RUN, columns_per_float16_scale
-from paceline.models.quantize import Scheme, largest_group_size, quantize_tensor
+from paceline.models.quantize import QuantizationScheme, largest_group_size, quantize_tensor
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo
 
 UNQUANTIZED_TYPES = {"F32": (WeightType.F32, "<f4"), "F16": (WeightType.F16, "<f2"), "BF16": (WeightType.BF16, "<u2")}
@@ -43,7 +43,7 @@ class TensorSource:
     columns: IndexMap | None = None
 
 
-def check_shape(source: TensorSource, *shapes: tuple[int, ...]) -> None:
+def check_stored_shape(source: TensorSource, *shapes: tuple[int, ...]) -> None:
     """Check that the stored tensor has one of `shapes` and a supported type.
 
     Raises:
@@ -125,16 +125,16 @@ def read_tensor(name: str, source: TensorSource, *, regroup: bool, num_threads: 
         assert columns is not None  # `stored_blocks` returns None only for reordered columns
         matrix = convert_blocks_to_groups(stored, tensor.block_type, str(tensor), order, num_threads=num_threads)
         return Tensor(matrix.values().take(columns, 1), WeightType.F32, source.shape)
-    grouped = GroupedTensor(blocks.groups(num_threads=num_threads))
+    grouped = GroupedTensor(blocks.to_grouped_matrix(num_threads=num_threads))
     scheme = _requantization_scheme(source) if regroup else None
     return grouped if scheme is None else quantize_tensor(name, grouped, scheme, num_threads=num_threads)
 
 
-def _requantization_scheme(source: TensorSource) -> Scheme | None:
+def _requantization_scheme(source: TensorSource) -> QuantizationScheme | None:
     """Return how to requantise a matrix: block types of at most 4 bits to 4 bits, others to 8. None = no group size fits its width."""
     has_four_bits = source.tensor.block_type.name.startswith(("Q4", "IQ4", "Q2", "Q3"))
     group_size = largest_group_size(source.shape[1], _REGROUPED_GROUP_SIZE)
-    return None if group_size is None else Scheme(4 if has_four_bits else 8, group_size, symmetric=True)
+    return None if group_size is None else QuantizationScheme(4 if has_four_bits else 8, group_size, symmetric=True)
 
 
 def _column_run_order(columns: NDArray[np.int64]) -> NDArray[np.int64] | None:

@@ -21,7 +21,7 @@ from paceline.models.gguf.stored_tensor import (
     UNQUANTIZED_TYPES,
     IndexMap,
     TensorSource,
-    check_shape,
+    check_stored_shape,
     order_digest_input,
     read_tensor,
     stored_blocks,
@@ -120,11 +120,11 @@ class GgufWeights(LazyWeights):
         super().__init__(sources, lambda name: read_tensor(name, sources[name], regroup=regroup, num_threads=num_threads))
         self.bundled_head = "mtp" if num_mtp_modules(file, config) else None
 
-    def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
+    def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
         source = self._sources[name]
         if source.tensor.block_type.name in UNQUANTIZED_TYPES:
-            return super().rows(name, numbers)
-        return convert_blocks_to_groups(stored_rows(source)[numbers], source.tensor.block_type, str(source.tensor)).values()
+            return super().rows(name, row_indices)
+        return convert_blocks_to_groups(stored_rows(source)[row_indices], source.tensor.block_type, str(source.tensor)).values()
 
     def info(self, name: str) -> TensorInfo:
         return tensor_info(self._sources[name], regroup=self._regroup)
@@ -162,13 +162,10 @@ def open_mtp_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, 
     """
     number, size = config.num_layers, config.hidden_size
     with_module, prefix = replace(config, layers=(*config.layers, layer)), f"layers.{config.num_layers}."
-    sources, missing = _find_sources(
-        file, with_module, {name: shape for name, shape in tensor_shapes(with_module).items() if name.startswith(prefix)}
-    )
+    layer_shapes = {name: shape for name, shape in tensor_shapes(with_module).items() if name.startswith(prefix)}
+    sources, missing = _find_sources(file, with_module, layer_shapes)
     parts = {name: f"blk.{number}.nextn.{part}.weight" for name, part in _GGUF_MTP_MODULE_NAMES.items()}
-    if (
-        config.has_norm_offset and parts["final_norm.weight"] not in file.tensors
-    ):  # Qwen files may leave out this norm, which is then the model's
+    if config.has_norm_offset and parts["final_norm.weight"] not in file.tensors:  # Qwen files without it use the model's norm
         parts["final_norm.weight"] = "output_norm.weight"
     shapes = {name: (size, 2 * size) if name == "fc.weight" else (size,) for name in parts}
     named_sources, missing_names = _find_named_sources(file, {name: (in_file, shapes[name]) for name, in_file in parts.items()})
@@ -188,9 +185,8 @@ def open_mtp_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, 
 
 def _find_network_sources(file: GgufFile, config: ModelConfig, extra: ExtraTensors | None) -> dict[str, TensorSource]:
     extra_tensors = {} if extra is None else extra.tensors
-    sources, missing = _find_sources(
-        file, config, {name: shape for name, shape in tensor_shapes(config).items() if name not in extra_tensors}
-    )
+    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in extra_tensors}
+    sources, missing = _find_sources(file, config, shapes)
     named_sources, missing_names = _find_named_sources(file, extra_tensors)
     sources, missing = sources | named_sources, missing + missing_names
     if missing:
@@ -214,7 +210,7 @@ def _find_named_sources(file: GgufFile, tensors: Mapping[str, tuple[str, tuple[i
     """Return where tensors with the given names in the file are stored, and the names that the file does not have."""
     sources = {name: TensorSource(file.tensors[in_file], shape) for name, (in_file, shape) in tensors.items() if in_file in file.tensors}
     for source in sources.values():
-        check_shape(source, source.shape)
+        check_stored_shape(source, source.shape)
     return sources, [in_file for in_file, _ in tensors.values() if in_file not in file.tensors]
 
 
@@ -238,10 +234,12 @@ def _find_sources(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tupl
             sources[name] = mixers[name].source(file.tensors[in_file], shape)
         elif in_file in file.tensors:
             layer = config.layers[int(name.split(".")[1])] if name.startswith("layers.") else None
-            rows = _half_split_rows(layer.mixer, name.split(".")[-2], shape[0]) if gguf.has_interleaved_rope and layer is not None else None
+            rows = None
+            if gguf.has_interleaved_rope and layer is not None:
+                rows = _half_split_row_order(layer.mixer, name.split(".")[-2], shape[0])
             sources[name] = TensorSource(file.tensors[in_file], shape, expert, rows=rows)
             count = () if expert is None or layer is None or not isinstance(layer.mlp, ExpertMLP) else (layer.mlp.routing.num_experts,)
-            check_shape(sources[name], (*count, *shape))
+            check_stored_shape(sources[name], (*count, *shape))
         else:
             missing.append(in_file)
     return sources, list(dict.fromkeys(missing))
@@ -276,7 +274,7 @@ def _is_mtp_tensor(name: str, file: GgufFile, config: ModelConfig) -> bool:
     return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{MTP_TENSOR}" in file.tensors
 
 
-def _half_split_rows(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> IndexMap | None:
+def _half_split_row_order(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> IndexMap | None:
     """Return the row order of a q or k projection in a file with interleaved rotary embeddings; None for other modules."""
     if part not in ("q_proj", "k_proj") or not isinstance(mixer, AttentionConfig):
         return None
@@ -297,7 +295,7 @@ def _fused_projection_sources(file: GgufFile, config: ModelConfig, shapes: Mappi
             for name in names:
                 sources[name] = TensorSource(tensor, shapes[name], first_row=first_row)
                 first_row += shapes[name][0]
-            check_shape(sources[names[0]], (num_rows, columns))
+            check_stored_shape(sources[names[0]], (num_rows, columns))
     return sources
 
 
@@ -313,5 +311,5 @@ def _fused_expert_sources(file: GgufFile, config: ModelConfig) -> dict[str, Tens
             for number, part in enumerate(("gate_proj", "up_proj")):
                 shape = (inner, config.hidden_size)
                 sources[f"layers.{layer}.experts.{expert}.{part}.weight"] = TensorSource(tensor, shape, expert, first_row=number * inner)
-        check_shape(sources[f"layers.{layer}.experts.0.gate_proj.weight"], (count, 2 * inner, config.hidden_size))
+        check_stored_shape(sources[f"layers.{layer}.experts.0.gate_proj.weight"], (count, 2 * inner, config.hidden_size))
     return sources

@@ -18,13 +18,10 @@ def fused_in_layer(layer: LayerConfig, family: Family) -> dict[str, Parts]:
 
 
 def fused_by_key_head(mixer: GatedDeltaConfig) -> dict[str, Parts]:
-    """Return the two fused matrices of Qwen3-Next, whose rows are ordered by key head.
-
-    One has the query, key, value and z rows of each key head; the other the rows of the projections b and a.
-    """
+    """Return Qwen3-Next's fused matrices, with rows ordered by key head: one of queries, keys, values and z, one of b and a."""
     count = mixer.num_key_heads
     values = mixer.num_value_heads // count * mixer.value_size
-    heads = np.arange(2 * mixer.state.key_width + 2 * mixer.state.value_width).reshape(count, -1)
+    heads = np.arange(2 * mixer.state_shape.key_width + 2 * mixer.state_shape.value_width).reshape(count, -1)
     q, k, v, z = np.split(heads, np.cumsum([mixer.key_size, mixer.key_size, values]), axis=1)
     b, a = np.split(np.arange(2 * mixer.num_value_heads).reshape(count, -1), 2, axis=1)
     return {
@@ -53,7 +50,7 @@ def _fused_in_mixer(mixer: AttentionConfig | Recurrent | None, family: Family) -
         heads = np.arange(2 * mixer.query_size).reshape(mixer.num_heads, 2, mixer.head_size)
         return {"self_attn.q_proj": {"q_proj": heads[:, 0].reshape(-1), "attention_gate": heads[:, 1].reshape(-1)}}
     if isinstance(mixer, Mamba2Config):
-        sizes = {"z_proj": mixer.state.value_width, "conv_proj": mixer.channels, "dt_proj": mixer.state.heads}
+        sizes = {"z_proj": mixer.state_shape.value_width, "conv_proj": mixer.channels, "dt_proj": mixer.state_shape.heads}
     else:
         sizes = dict.fromkeys(("b_proj", "c_proj", "conv_proj"), mixer.channels)
     return {f"{family.recurrent_module}.in_proj": consecutive_rows(sizes)}

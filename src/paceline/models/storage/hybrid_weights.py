@@ -1,6 +1,7 @@
 """Weights of models with recurrent layers. Some of their tensors are computed from stored ones: parts of fused matrices, and decays."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,8 @@ class _ComputedTensors:
         prefix = f"{self._family.recurrent_module}."
         name_prefix, stored_prefix = f"layers.{index}.", f"model.layers.{index}.{prefix}"
         self._add_convolution(name_prefix, stored_prefix + ("conv" if isinstance(mixer, ShortConvConfig) else "conv1d"), mixer)
-        if mixer.state is not None:
-            self._add_decay(name_prefix, stored_prefix + "A_log", mixer.state.heads)
+        if mixer.state_shape is not None:
+            self._add_decay(name_prefix, stored_prefix + "A_log", mixer.state_shape.heads)
         if isinstance(mixer, GatedDeltaConfig) and stored_prefix + "in_proj_qkvz.weight" in self._stored:
             for source, rows in fused_by_key_head(mixer).items():
                 self._add_fused_rows(index, prefix + source, rows)
@@ -101,22 +102,21 @@ class _ComputedTensors:
             if isinstance(stored, PackedMatrix):
                 del self._stored[f"{source}.{kind}"]
                 check_shape(f"{source}.{kind}", stored, shape)
-                self.packed |= {f"{name_prefix}{name}.{kind}": stored.rows(rows) for name, rows in parts.items()}
+                self.packed |= {f"{name_prefix}{name}.{kind}": stored.select_rows(rows) for name, rows in parts.items()}
                 continue
             whole = self._take_tensor(f"{source}.{kind}", shape)
             for name, rows in parts.items():
                 self.tensors[f"{name_prefix}{name}.{kind}"] = _lazy_rows(whole, rows)
 
-    def _add_convolution(self, name_prefix: str, source: str, mixer: Recurrent) -> None:
-        whole = self._take_tensor(source + ".weight", (mixer.channels, 1, mixer.kernel_size))
+    def _add_convolution(self, name_prefix: str, stored_name: str, mixer: Recurrent) -> None:
+        whole = self._take_tensor(stored_name + ".weight", (mixer.channels, 1, mixer.kernel_size))
         array = whole.array[:, 0]
         self.tensors[name_prefix + "conv.weight"] = _lazy_tensor(whole.array, array.shape, whole.weight_type, lambda: array)
 
-    def _add_decay(self, name_prefix: str, source: str, heads: int) -> None:
-        whole = self._take_tensor(source, (heads,))
-        self.tensors[name_prefix + "decay.weight"] = _lazy_tensor(
-            whole.array, (heads,), WeightType.F32, lambda: _decays_from_logarithms(whole)
-        )
+    def _add_decay(self, name_prefix: str, stored_name: str, heads: int) -> None:
+        whole = self._take_tensor(stored_name, (heads,))
+        make = partial(_decays_from_logarithms, whole)
+        self.tensors[name_prefix + "decay.weight"] = _lazy_tensor(whole.array, (heads,), WeightType.F32, make)
 
     def _take_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         stored = self._stored.pop(name, None)
@@ -131,10 +131,10 @@ def _decays_from_logarithms(logarithms: Tensor) -> NDArray[np.float32]:
         return -np.exp(as_float32(logarithms))
 
 
-def _lazy_rows(whole: Tensor, rows: Rows) -> LazyTensor:
+def _lazy_rows(tensor: Tensor, rows: Rows) -> LazyTensor:
     count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-    array = whole.array[rows] if isinstance(rows, slice) else whole.array
-    return _lazy_tensor(array, (count, *whole.shape[1:]), whole.weight_type, lambda: whole.array[rows])
+    array = tensor.array[rows] if isinstance(rows, slice) else tensor.array
+    return _lazy_tensor(array, (count, *tensor.shape[1:]), tensor.weight_type, lambda: tensor.array[rows])
 
 
 def _lazy_tensor(stored: NDArray[Any], shape: tuple[int, ...], weight_type: WeightType, make: Callable[[], NDArray[Any]]) -> LazyTensor:

@@ -84,9 +84,8 @@ class _ExpertStacks:
                     if plain is not None:
                         found[f"{name}.weight"] = _lazy_view(plain.array[expert, :, part_rows].T, plain.weight_type)
                     elif blocks is not None and exponents is not None:
-                        found[f"{name}.weight"] = _lazy_groups(
-                            blocks[expert, part_rows], exponents[expert, part_rows], self._prefix + stack
-                        )
+                        where = self._prefix + stack
+                        found[f"{name}.weight"] = _lazy_groups(blocks[expert, part_rows], exponents[expert, part_rows], where)
         return found
 
     def _take_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -40,7 +40,7 @@ class PackedMatrix:
     read: Callable[[Rows], GroupedMatrix | Floats]
     row_indices: NDArray[np.int64] | None = None
 
-    def rows(self, rows: Rows) -> "PackedMatrix":
+    def select_rows(self, rows: Rows) -> "PackedMatrix":
         """Return a matrix with only the selected rows, without reading them."""
         row_indices = np.arange(self.shape[0])[rows] if self.row_indices is None else self.row_indices[rows]
         return replace(self, shape=(len(row_indices), self.shape[1]), row_indices=row_indices)
@@ -50,7 +50,7 @@ class PackedMatrix:
         """Return all arrays that determine the values, the row indices included."""
         return self.arrays if self.row_indices is None else (*self.arrays, self.row_indices[None])
 
-    def groups(self, num_threads: int = 1) -> GroupedMatrix:
+    def to_grouped_matrix(self, num_threads: int = 1) -> GroupedMatrix:
         """Return the whole matrix as `GroupedMatrix`.
 
         Raises:
@@ -60,16 +60,16 @@ class PackedMatrix:
         assert isinstance(first, GroupedMatrix)
         arrays = tuple(np.empty((self.shape[0], part.shape[1]), part.dtype) for part in first.arrays)
 
-        def fill(rows: slice) -> None:
+        def convert_rows(rows: slice) -> None:
             chunk = self._read_chunk(rows)
             assert isinstance(chunk, GroupedMatrix)
             for stored, part in zip(arrays, chunk.arrays, strict=True):
                 stored[rows] = part
 
-        self._for_each_chunk(fill, num_threads)
+        self._for_each_chunk(convert_rows, num_threads)
         return replace(first, codes=arrays[0], scales=arrays[1], minimums=arrays[2] if len(arrays) > 2 else None)
 
-    def values(self, round_values: Callable[[Floats], NDArray[Any]], num_threads: int = 1) -> NDArray[Any]:
+    def to_array(self, round_values: Callable[[Floats], NDArray[Any]], num_threads: int = 1) -> NDArray[Any]:
         """Return the whole matrix, with `round_values` applied to its float32 values.
 
         Raises:
@@ -77,12 +77,12 @@ class PackedMatrix:
         """
         found = np.empty(self.shape, round_values(np.zeros((1, 1), np.float32)).dtype)
 
-        def fill(rows: slice) -> None:
+        def convert_rows(rows: slice) -> None:
             found[rows] = rounded = round_values(self.exact_values(rows))
             if rounded.dtype == np.float16 and not np.isfinite(rounded).all():
                 raise CheckpointError(f"{self.where} has values that float16 does not reach: set dtype in config.json to float32")
 
-        self._for_each_chunk(fill, num_threads)
+        self._for_each_chunk(convert_rows, num_threads)
         return found
 
     def exact_values(self, rows: Rows) -> Floats:
@@ -90,15 +90,15 @@ class PackedMatrix:
         chunk = self._read_chunk(rows)
         return chunk.values() if isinstance(chunk, GroupedMatrix) else chunk
 
-    def _for_each_chunk(self, fill: Callable[[slice], None], num_threads: int) -> None:
+    def _for_each_chunk(self, convert_rows: Callable[[slice], None], num_threads: int) -> None:
         step = max(1, _CHUNK_ITEMS // self.shape[1] // 16 * 16)
         parts = [slice(begin, min(begin + step, self.shape[0])) for begin in range(0, self.shape[0], step)]
         if num_threads == 1 or len(parts) == 1:
             for part in parts:
-                fill(part)
+                convert_rows(part)
         else:
             with ThreadPoolExecutor(num_threads) as pool:
-                list(pool.map(fill, parts))
+                list(pool.map(convert_rows, parts))
 
     def _read_chunk(self, rows: Rows) -> GroupedMatrix | Floats:
         with np.errstate(invalid="ignore", over="ignore"):  # values are checked to be finite below

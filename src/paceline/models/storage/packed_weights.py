@@ -29,9 +29,9 @@ class PackedWeights(LazyWeights):
         self.packed = plain.packed
         self.bundled_head, self.has_encoders, self.container = plain.bundled_head, plain.has_encoders, plain.container
         self.notices = (*plain.notices, *dequantized_notice(plain.packed.values(), config.weight_type))
-        super().__init__((name for name in tensor_shapes(config) if name in plain or name in self.packed), self._tensor)
+        super().__init__((name for name in tensor_shapes(config) if name in plain or name in self.packed), self._make_tensor)
 
-    def _tensor(self, name: str) -> AnyTensor:
+    def _make_tensor(self, name: str) -> AnyTensor:
         found = self.packed.get(name)
         return self._plain[name] if found is None else unpack_matrix(found, self._type, self._num_threads)
 
@@ -55,8 +55,8 @@ def unpack_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: in
         CheckpointError: A scale or a value is not finite.
     """
     if packed.bits is not None:
-        return GroupedTensor(packed.groups(num_threads))
-    return Tensor(packed.values(lambda values: _round_values(values, weight_type), num_threads), weight_type, packed.shape)
+        return GroupedTensor(packed.to_grouped_matrix(num_threads))
+    return Tensor(packed.to_array(lambda values: _round_values(values, weight_type), num_threads), weight_type, packed.shape)
 
 
 def packed_tensor_info(packed: PackedMatrix, weight_type: WeightType) -> TensorInfo:

@@ -1,4 +1,4 @@
-"""A checksum of large arrays that is as fast as memory. It depends on every byte and its position.
+"""A checksum of large arrays, limited by memory bandwidth. It depends on every byte and its position.
 
 The sum of a 4 KiB page is the sum of its 32-bit words, each multiplied by an odd 64-bit factor for its position, modulo 2**64. SHA-256 of
 all sums in order, and of the bytes after the last whole page, is the checksum. It changes if
@@ -51,16 +51,16 @@ def checksum(data: NDArray[np.uint8], page_sums: PageSums, *, num_threads: int =
     pages = data[: num_pages * PAGE_BYTES].reshape(num_pages, PAGE_BYTES)
     sums = np.empty(num_pages, np.uint64)
 
-    def fill(begin: int) -> None:
+    def sum_pages(begin: int) -> None:
         page_sums(pages[begin : begin + _PAGES_PER_TASK], sums[begin : begin + _PAGES_PER_TASK])
 
     begins = range(0, num_pages, _PAGES_PER_TASK)
     if num_threads == 1 or len(begins) < 2:
         for begin in begins:
-            fill(begin)
+            sum_pages(begin)
     else:
         with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(fill, begins))
+            list(pool.map(sum_pages, begins))
     digest = hashlib.sha256(sums.astype("<u8", copy=False).tobytes())
     digest.update(data[num_pages * PAGE_BYTES :].tobytes())
     return digest.digest()

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from paceline.config import QuantOptions, weights_cache_bytes
 from paceline.errors import CheckpointError
 from paceline.models.grouped import GroupedMatrix
-from paceline.models.quantize import Scheme, quantization_schemes, quantize_tensor
+from paceline.models.quantize import QuantizationScheme, quantization_schemes, quantize_tensor
 from paceline.models.storage.page_sums import PageSums, checksum, numpy_page_sums
 from paceline.models.storage.safetensors_file import map_file
 from paceline.models.weights import AnyTensor, GroupedTensor, LazyWeights, TensorInfo, Weights
@@ -41,6 +41,7 @@ _DIGEST_BYTES = 32
 _NUM_SAMPLES = 16  # number of rows of each tensor that the cache key depends on
 _SAMPLE_BYTES = 512
 _ChecksumFunction = Callable[[NDArray[np.uint8]], bytes]
+_Schemes = Mapping[str, QuantizationScheme]
 _SAFETENSORS_TYPE = {"i1": "I8", "u1": "U8", "f4": "F32"}
 
 
@@ -106,7 +107,7 @@ def quantized_weights(
                 _write_file(path, layout, weights, schemes, compute_checksum, num_threads)
                 found = _read_file(path, layout, weights, schemes, compute_checksum)
             if found is not None:
-                _mark_used(path)
+                _update_access_time(path)
                 return QuantizedWeights(weights, found.__getitem__, schemes)
             problem = "what was written does not read back"
         except OSError as error:
@@ -125,12 +126,12 @@ class QuantizedWeights(LazyWeights):
         schemes: how each tensor is quantised. Other tensors are those of `weights`.
     """
 
-    def __init__(self, weights: Weights, quantize: Callable[[str], AnyTensor], schemes: Mapping[str, Scheme]) -> None:
+    def __init__(self, weights: Weights, quantize: Callable[[str], AnyTensor], schemes: _Schemes) -> None:
         super().__init__(weights.names(), lambda name: quantize(name) if name in schemes else weights[name])
         self._weights, self._schemes = weights, schemes
 
-    def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
-        return super().rows(name, numbers) if name in self._schemes else self._weights.rows(name, numbers)
+    def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
+        return super().rows(name, row_indices) if name in self._schemes else self._weights.rows(name, row_indices)
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)
@@ -141,7 +142,7 @@ class QuantizedWeights(LazyWeights):
         return info if scheme is None else replace(info, bits=scheme.bits, nbytes=scheme.nbytes(info.shape))
 
 
-def _quantize_and_free(weights: Weights, name: str, scheme: Scheme, num_threads: int) -> GroupedTensor:
+def _quantize_and_free(weights: Weights, name: str, scheme: QuantizationScheme, num_threads: int) -> GroupedTensor:
     """Return a tensor quantised, and free the memory of the original."""
     quantized = quantize_tensor(name, weights[name], scheme, num_threads=num_threads)
     weights.free_tensor(name)
@@ -149,7 +150,7 @@ def _quantize_and_free(weights: Weights, name: str, scheme: Scheme, num_threads:
 
 
 def _cache_key(
-    weights: Weights, options: QuantOptions, schemes: Mapping[str, Scheme], files: Sequence[Path], compute_checksum: _ChecksumFunction
+    weights: Weights, options: QuantOptions, schemes: _Schemes, files: Sequence[Path], compute_checksum: _ChecksumFunction
 ) -> str:
     digest = hashlib.sha256(repr((FORMAT, astuple(options), sorted(schemes))).encode())
     for path in files:
@@ -173,7 +174,7 @@ def _sample_bytes(array: NDArray[Any]) -> bytes:
     return b"".join(np.ascontiguousarray(array[row]).tobytes()[:_SAMPLE_BYTES] for row in rows)
 
 
-def _file_layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _FileLayout:
+def _file_layout(weights: Weights, schemes: _Schemes, key: str) -> _FileLayout:
     entries: dict[str, Any] = {"__metadata__": {"format": f"paceline quantised {FORMAT}", "key": key}}
     relative: dict[str, list[_StoredArray]] = {}
     offset = 0
@@ -203,7 +204,7 @@ def _file_layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _
 
 
 def _write_file(
-    path: Path, layout: _FileLayout, weights: Weights, schemes: Mapping[str, Scheme], compute_checksum: _ChecksumFunction, num_threads: int
+    path: Path, layout: _FileLayout, weights: Weights, schemes: _Schemes, compute_checksum: _ChecksumFunction, num_threads: int
 ) -> None:
     """Quantise all matrices into a temporary file and then rename it, so that a file under its final name is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,7 +236,7 @@ def _append_array(file: BinaryIO, array: NDArray[Any], begin: int) -> None:
 
 
 def _read_file(
-    path: Path, layout: _FileLayout, weights: Weights, schemes: Mapping[str, Scheme], compute_checksum: _ChecksumFunction
+    path: Path, layout: _FileLayout, weights: Weights, schemes: _Schemes, compute_checksum: _ChecksumFunction
 ) -> dict[str, GroupedTensor] | None:
     """Return the matrices of a cache file, by name; None if the file is missing, damaged or has another layout."""
     try:
@@ -288,7 +289,7 @@ def _evict_until_fits(folder: Path, size: int, limit: int) -> None:
         total -= file_size
 
 
-def _mark_used(path: Path) -> None:
+def _update_access_time(path: Path) -> None:
     with suppress(OSError):  # another process may have removed the file, or another user owns it
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 

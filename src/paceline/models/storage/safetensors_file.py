@@ -48,7 +48,7 @@ def checkpoint_files(directory: Path) -> tuple[Path, ...]:
     if is_file(single):
         return (single,)
     if is_file(index):
-        return _shards(index)
+        return _shard_paths(index)
     raise without_model(directory)
 
 
@@ -71,9 +71,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header = json_object(file.read(header_bytes), f"{path}: the header")
     except OSError as error:
         raise unreadable(path, error) from error
-    tensors = {
-        name: _stored_tensor(path, name, entry, 8 + header_bytes, file_size) for name, entry in header.items() if name != "__metadata__"
-    }
+    header.pop("__metadata__", None)
+    tensors = {name: _parse_header_entry(path, name, entry, 8 + header_bytes, file_size) for name, entry in header.items()}
     _check_overlaps(path, tensors)
     return tensors
 
@@ -122,7 +121,7 @@ def most_common_dtype(directory: Path, preferred: tuple[str, ...] = ()) -> str:
     return next((name for name, _ in num_bytes.most_common() if name in preferred), num_bytes.most_common(1)[0][0])
 
 
-def _shards(index: Path) -> tuple[Path, ...]:
+def _shard_paths(index: Path) -> tuple[Path, ...]:
     weight_map = (read_json(index, INDEX_BYTES) or {}).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} is no index of safetensors shards: its weight_map is {shortened(weight_map)}; download it again")
@@ -137,7 +136,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def _stored_tensor(path: Path, name: str, entry: object, data_start: int, file_size: int) -> StoredTensor:
+def _parse_header_entry(path: Path, name: str, entry: object, data_start: int, file_size: int) -> StoredTensor:
     if not isinstance(entry, Mapping):
         raise CheckpointError(f"{path}: header entry {name!r} is {shortened(entry)}, expected an object; download the file again")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")

@@ -22,7 +22,7 @@ TEXT_MODEL_PREFIXES = (
     "language_model.model.",
     "model.text_model.",
     "backbone.",
-)  # of newer and of older multimodal models, of Idefics, and of Nemotron-H
+)  # prefixes of newer and older multimodal models, of Idefics, and of Nemotron-H
 ENCODER_PREFIXES = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "audio_tower.", "embed_vision.",
     "embed_audio.", "vision_embedder.",

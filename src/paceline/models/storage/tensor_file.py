@@ -56,10 +56,10 @@ def read_tensors(path: Path, what: str) -> dict[str, FileTensor]:
         raise CheckpointError(
             f"{path} holds {len(file_bytes) - end} bytes after its last tensor, which no safetensors file does; download the {what} again"
         )
-    return {name: FileTensor(tensor.shape, tensor.dtype, partial(_view, tensor, file_bytes)) for name, tensor in stored.items()}
+    return {name: FileTensor(tensor.shape, tensor.dtype, partial(_open_tensor, tensor, file_bytes)) for name, tensor in stored.items()}
 
 
-def _view(stored: StoredTensor, file_bytes: NDArray[np.uint8]) -> NDArray[Any]:
+def _open_tensor(stored: StoredTensor, file_bytes: NDArray[np.uint8]) -> NDArray[Any]:
     return view_tensor(stored, file_bytes, np.dtype(ITEM_TYPES[stored.dtype]))
 
 
@@ -72,10 +72,7 @@ def _read_flat_torch_file(path: Path, what: str) -> dict[str, FileTensor]:
         raise CheckpointError(
             f"{path} holds more than tensors by name: it is no {what}'s file, or a training checkpoint; export its weights"
         )
-    return {
-        str(name): FileTensor(tuple(tensor.shape), _safetensors_type(tensor), partial(_to_numpy, tensor))
-        for name, tensor in content.items()
-    }
+    return {str(name): FileTensor(tuple(one.shape), _safetensors_type(one), partial(_to_numpy, one)) for name, one in content.items()}
 
 
 def read_torch_file(path: Path, what: str) -> Any:

@@ -256,7 +256,7 @@ class NativeNetwork(Network):
         for number, rows in batch.rows_by_adapter().items():
             adapter, ids = self._adapters[number].network_adapter, token_ids[rows]
             if adapter.has_embedding_change:
-                own = adapter.embedding_rows(self._embedding_rows(ids), ids)
+                own = adapter.adapt_embeddings(self._embedding_rows(ids), ids)
                 embedded[rows] = scaled_rows(own, self.config, self._round_to)
         return embedded
 

@@ -139,7 +139,7 @@ def _pack_converted(blocks: StoredBlocks, packed: PackedWeights, num_threads: in
     def fill_range(begin: int, end: int) -> None:
         rows = slice(begin * PANEL_OUTPUTS, min(end * PANEL_OUTPUTS, packed.outputs))
         try:
-            matrix = blocks.rows(rows).groups()
+            matrix = blocks.select_rows(rows).to_grouped_matrix()
         except CheckpointError:
             raise not_finite_error(blocks.where, rows.start, rows.stop - 1) from None
         _fill_groups(replace(packed, data=packed.data[begin:end], outputs=len(matrix.codes)), matrix, 1)
@@ -256,7 +256,7 @@ def _contiguous(array: Any) -> Any:
 def _groups_of_zero_row(blocks: StoredBlocks) -> GroupedMatrix:
     """Return the groups of a row of zeros, from which the shapes and types of all rows are read."""
     zeros = np.zeros((1, blocks.raw.shape[1]), np.uint8)
-    return StoredBlocks(zeros, blocks.block_type, blocks.where, run_order=blocks.run_order).groups()
+    return StoredBlocks(zeros, blocks.block_type, blocks.where, run_order=blocks.run_order).to_grouped_matrix()
 
 
 def _has_float16_scales(blocks: StoredBlocks, zero_row: GroupedMatrix) -> bool:

@@ -275,7 +275,7 @@ class NativeBlocks:
         return self._append(operation, x)
 
     def _record_state_operation(self, x: Value, a: Value, b: Value | None, mixer: GatedDeltaConfig | Mamba2Config, layer: int) -> Value:
-        state, place, prefix = mixer.state, self._states.layers[layer], f"layers.{layer}."
+        state, place, prefix = mixer.state_shape, self._states.layers[layer], f"layers.{layer}."
         work = self.value(4 * state.key_width + state.value_width + 2 * state.heads + 2 * CHECKPOINT_INTERVAL * state.key_heads)
         min_step, max_step = mixer.dt_limits if isinstance(mixer, Mamba2Config) else (0.0, float("inf"))
         operation = StateOperation(

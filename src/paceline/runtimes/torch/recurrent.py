@@ -53,7 +53,7 @@ class RecurrentPass:
     def delta_rule(
         self, x: torch.Tensor, b: torch.Tensor, a: torch.Tensor, mixer: GatedDeltaConfig, layer: int, weights: TorchWeights
     ) -> torch.Tensor:
-        state, num_rows = mixer.state, len(x)
+        state, num_rows = mixer.state_shape, len(x)
         q, k, v = torch.split(x.float(), [state.key_width, state.key_width, state.value_width], dim=-1)
         q, k = (_l2_normalized(part.reshape(num_rows, state.key_heads, -1)) for part in (q, k))
         softened = F.softplus(a.float() + weights.vector(f"layers.{layer}.decay.bias"))
@@ -64,7 +64,7 @@ class RecurrentPass:
         return part.out.flatten(-2).to(x.dtype)
 
     def mamba2(self, x: torch.Tensor, dt: torch.Tensor, mixer: Mamba2Config, layer: int, weights: TorchWeights) -> torch.Tensor:
-        state, num_rows = mixer.state, len(x)
+        state, num_rows = mixer.state_shape, len(x)
         values, k, q = torch.split(x.float(), [state.value_width, state.key_width, state.key_width], dim=-1)
         values = values.reshape(num_rows, state.heads, -1)
         k, q = (part.reshape(num_rows, state.key_heads, -1) for part in (k, q))
@@ -187,8 +187,8 @@ class _StateMatrices:
         decays: torch.Tensor,
         rates: torch.Tensor | None = None,
     ) -> None:
-        assert place.mixer.state is not None
-        self._place, self._sizes = place, place.mixer.state
+        assert place.mixer.state_shape is not None
+        self._place, self._sizes = place, place.mixer.state_shape
         self._keys, self._queries, self._values, self._decays, self._rates = keys, queries, values, decays, rates
         self.out = torch.empty_like(values)
 
