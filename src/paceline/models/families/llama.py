@@ -52,9 +52,10 @@ def _phi3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str
 
 def _smollm3_layers(builder: LayerBuilder) -> Layers:
     bias, rope_flags = builder.flag("attention_bias"), builder.layers_with_rope()
-    is_sliding = [builder.flag("use_sliding_window") and not has_rope for has_rope in rope_flags]
     if builder.fields.values.get("layer_types") is not None:
         is_sliding = builder.sliding_layers()
+    else:
+        is_sliding = [builder.flag("use_sliding_window") and not has_rope for has_rope in rope_flags]
     attention, mlp = builder.attention(bias=bias, output_bias=bias), builder.mlp(bias=builder.flag("mlp_bias"))
     layers = builder.layers(attention, mlp, is_sliding=is_sliding)
     without_rope = {layer: replace(layer, mixer=replace(layer.attention, has_rope_embedding=False)) for layer in dict.fromkeys(layers)}
