@@ -9,10 +9,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from paceline.models.config import WeightType
-from paceline.models.containers.table import METHODS, find_container, unpack
+from paceline.models.containers.table import METHODS, find_container, group_packed_tensors
 from paceline.models.families.table import FAMILIES
 from paceline.models.storage.packed_matrix import PackedMatrix
-from paceline.models.storage.packed_weights import packed_to_tensor
+from paceline.models.storage.packed_weights import unpack_matrix
 from paceline.models.storage.safetensors_file import map_file, read_header
 from paceline.models.weights import as_float32
 from paceline.runtimes.embedding import rounded
@@ -41,11 +41,11 @@ def test_packed_matrix_equals_what_its_quantisation_tool_unpacks(written: Path, 
         path, weight_type = folder / "model.safetensors", TYPES[values["dtype"]]
         container = find_container(values, folder / "config.json", FAMILIES["llama"])
         assert container is not None
-        packed = unpack(read_header(path), {path: map_file(path)}, container)
+        packed = group_packed_tensors(read_header(path), {path: map_file(path)}, container)
         assert list(packed) == ["layer.weight"], folder.name
         matrix, expected = packed["layer.weight"], load_file(folder / "expected.safetensors")["expected"]
         assert isinstance(matrix, PackedMatrix)
-        found = rounded(as_float32(packed_to_tensor(matrix, weight_type)), weight_type)
+        found = rounded(as_float32(unpack_matrix(matrix, weight_type)), weight_type)
         if folder.name == "bitsandbytes-int8":  # which multiplies in another order
             assert np.abs(found - expected).max() <= 2**-23 * np.abs(expected).max()
         else:

@@ -158,7 +158,7 @@ def test_two_adapters_with_the_same_prompt_share_no_block(given_of: GivenOf) -> 
         assert output.usage.num_cached_tokens == 0
         (output,) = llm.generate([prompt], params, adapter=name)
         assert output.usage.num_cached_tokens == 32
-    (output,) = llm.generate([prompt], params, adapter=None, cache_salt=given.adapters[0].key)
+    (output,) = llm.generate([prompt], params, adapter=None, cache_salt=given.adapters[0].digest)
     assert output.usage.num_cached_tokens == 0  # no salt is an adapter's key
 
 
@@ -340,7 +340,9 @@ def test_planted_adapter_faults_are_found(
 def test_adapter_with_overflowing_values_fails_its_requests_only() -> None:
     with LLM("mini", drafter="none", threads=1) as llm:
         huge = make_adapter("huge", llm.runtime.config, seed=1, rank=2)
-        llm.engine.add_adapter(replace(huge, products={name: replace(one, up=one.up * 1e20) for name, one in huge.products.items()}))
+        llm.engine.add_adapter(
+            replace(huge, low_rank_updates={name: replace(one, up=one.up * 1e20) for name, one in huge.low_rank_updates.items()})
+        )
         expected = llm.generate("The cat", SamplingParams(max_tokens=4))[0].token_ids
         with pytest.raises(
             CheckpointError, match=r"with the adapter 'huge', whose values may be too large, .* wider dtype or kv_cache_dtype"

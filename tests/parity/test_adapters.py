@@ -221,7 +221,7 @@ def test_modules_to_save_of_an_adapter_replace_model_matrices(models: Any, tmp_p
     adapter = write_adapter(tmp_path / "adapter", tensors, modules_to_save=["lm_head", "embed_tokens"], **ONE_LAYER)
     config = read_model_config(model)
     read = read_adapter(adapter, name="a", config=config, weights=open_weights(model, config))
-    assert set(read.saved) == {"lm_head"}
+    assert set(read.replacements) == {"lm_head"}
     _, ours = merged(model, adapter)
     assert np.array_equal(as_float32(ours["lm_head.weight"]), tensors["lm_head.modules_to_save.weight"])
 

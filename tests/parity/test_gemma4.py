@@ -87,7 +87,7 @@ def rotated_alike(mixer: AttentionConfig) -> dict[str, Any]:
         "scale": ("all", lambda config: with_layers(config, with_mixer(scale=0.25))),
         "value norm": ("all", lambda config: with_layers(config, with_mixer(has_value_norm=False))),
         "rope": ("all", lambda config: with_layers(config, lambda layer: with_mixer(**rotated_alike(layer.mixer))(layer))),
-        "layer inputs": ("all", lambda config: with_layers(config, lambda layer: replace(layer, input=None))),
+        "layer inputs": ("all", lambda config: with_layers(config, lambda layer: replace(layer, per_layer_input=None))),
         "layer scalar": ("all", lambda config: with_layers(config, lambda layer: replace(layer, has_output_scale=False))),
         "other owner": ("all", lambda config: with_layers(config, lambda layer: with_mixer(kv_layer=_earlier(layer))(layer))),
         "soft cap": ("all", lambda config: replace(config, logit_soft_cap=None)),

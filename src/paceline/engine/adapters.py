@@ -95,10 +95,10 @@ class Adapters:
         self.check_loaded(request.adapter)
         loaded = self._adapter_of[request] = self._by_name[request.adapter]
         loaded.num_requests += 1
-        request.adapter_number, request.adapter_key = loaded.adapter_number, loaded.adapter.key
+        request.adapter_number, request.adapter_key = loaded.adapter_number, loaded.adapter.digest
         request.has_mixture_pass = loaded.adapter.mixture is not None
         if request.namespace is not None:
-            request.namespace = f"{request.namespace}\0{loaded.adapter.key.hex()}"
+            request.namespace = f"{request.namespace}\0{loaded.adapter.digest.hex()}"
 
     def release(self, request: EngineRequest) -> None:
         """Stop counting a request that has ended as a user of its adapter."""

@@ -147,7 +147,7 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
 
     States of running requests take at most half of the cache, checkpoints at most a quarter of the rest.
     """
-    layout = StateLayout.of(model.recurrent_layers)
+    layout = StateLayout.for_layers(model.recurrent_layers)
     state_bytes, request_bytes = 4 * layout.state_size, 4 * (layout.state_size + _RECORDS_PER_SEQUENCE * layout.record_size)
     if state_bytes == 0:
         return CheckpointConfig(interval=config.state_interval, max_checkpoints=0), config.max_num_seqs, 0

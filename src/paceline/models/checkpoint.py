@@ -28,7 +28,7 @@ def read_model_config(path: Path) -> ModelConfig:
     Raises:
         CheckpointError: It cannot be read, or the model is not supported.
     """
-    return gguf_config(open_gguf(path)) if is_gguf(path) else read_config(_directory(path))
+    return gguf_config(open_gguf(path)) if is_gguf(path) else read_config(_checked_directory(path))
 
 
 def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_threads: int = 1) -> Weights:
@@ -36,15 +36,15 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
 
     Args:
         config: the result of `read_model_config` for `path`.
-        regroup: requantise matrices of a GGUF file to larger groups, which run faster (`GgufWeights`).
-        num_threads: for converting quantised matrices.
+        regroup: requantise matrices of a GGUF file to groups of 128 columns, which run faster and change values.
+        num_threads: number of threads that convert quantised matrices.
 
     Raises:
         CheckpointError: A file is missing or damaged, or does not match `config`.
     """
     if is_gguf(path):
         return GgufWeights(open_gguf(path), config, regroup=regroup, num_threads=num_threads)
-    directory = _directory(path)
+    directory = _checked_directory(path)
     family = FAMILIES[config.family]
     if family.recurrent_module:
         return HybridWeights(directory, config, num_threads=num_threads)
@@ -56,16 +56,16 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
 
 def weight_files(path: Path) -> tuple[Path, ...]:
     """Return the files that `open_weights` reads."""
-    return split_parts(path) if is_gguf(path) else checkpoint_files(_directory(path))
+    return split_parts(path) if is_gguf(path) else checkpoint_files(_checked_directory(path))
 
 
 def stored_bytes(path: Path) -> int:
-    """Return the size of the files that `open_weights` reads."""
+    """Return the size in bytes of the files that `open_weights` reads."""
     return sum(file.stat().st_size for file in weight_files(path))
 
 
 def stored_type(path: Path, weights: Weights, config: ModelConfig) -> str:
-    """Return how the weights are stored: the type that most bytes of a GGUF file have, a container of quantised matrices, or one type."""
+    """Return a name for how the weights are stored: the most common GGUF type by bytes, the container's name, or the float type."""
     if not is_gguf(path):
         return weights.container or config.weight_type.value
     sizes: dict[str, int] = {}
@@ -74,7 +74,7 @@ def stored_type(path: Path, weights: Weights, config: ModelConfig) -> str:
     return max(sizes, key=sizes.__getitem__, default="no tensors")
 
 
-def _directory(path: Path) -> Path:
+def _checked_directory(path: Path) -> Path:
     if is_file(path):
         raise CheckpointError(f"{path} is no checkpoint; give a directory with config.json and model.safetensors, or a *.gguf file")
     return path

@@ -36,11 +36,11 @@ class WeightType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose keys and values have the same shape and lifetime: K heads of D values each.
+    """Attention layers whose KV caches have the same shape and window: K heads of D values each.
 
     Attributes:
-        window: rows that are kept; None = all.
-        layers: those that write the keys and values, ascending. Other layers may read them.
+        window: number of last positions whose keys and values are kept; None = all positions.
+        layers: indices of the layers that write these keys and values, ascending. Other layers may read them.
     """
 
     window: int | None
@@ -53,11 +53,11 @@ class KVGroup:
         return 2 * len(self.layers), num_blocks, self.num_kv_heads, block_size, self.head_size
 
     def stored_shape(self, num_blocks: int, block_size: int, kv_cache_dtype: KVCacheDtype) -> tuple[int, int, int, int]:
-        """Return [2 * layers, num_blocks, K, bytes]: `shape` with the rows of a block and head packed as in the native runtime."""
+        """Return [2 * layers, num_blocks, K, bytes]: `shape`, with the bytes of all positions of a block in place of [block_size, D]."""
         return 2 * len(self.layers), num_blocks, self.num_kv_heads, block_size * kv_cache_dtype.row_bytes(self.head_size)
 
     def bytes_per_token(self, kv_cache_dtype: KVCacheDtype) -> int:
-        """Return the bytes of keys and values of one position in these layers."""
+        """Return the bytes that one position takes in the KV caches of these layers."""
         return math.prod(self.stored_shape(1, 1, kv_cache_dtype))
 
 
@@ -69,9 +69,13 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty
 class ModelConfig:
     """A decoder network, independent of the file format.
 
-    `hidden_size` is E, `vocab_size` V, `num_layers` L. `max_positions` is the longest supported text. `per_layer_vocab_size` is the
-    number of rows of the table of per-layer embeddings. `suppressed_token_ids` are never sampled. `sampling` are recommended
-    sampling parameters.
+    Attributes:
+        max_positions: number of tokens of the longest supported text.
+        has_norm_offset: checkpoints store norm weights minus 1, and `Weights.open` adds 1.
+        embedding_scale, logit_scale: factors of embedding rows and of logits.
+        per_layer_vocab_size: number of rows of Gemma's per-layer embedding table; 0 = the model has none.
+        suppressed_token_ids: tokens that are never sampled.
+        sampling: recommended sampling parameters, as pairs of name and value.
     """
 
     family: str
@@ -82,9 +86,9 @@ class ModelConfig:
     max_positions: int
     weight_type: WeightType
     tied_embeddings: bool = False
-    has_norm_offset: bool = False  # checkpoints store norm weights minus 1 (`Weights.open` adds 1); multiplied in float32
+    has_norm_offset: bool = False
     embedding_scale: float = 1.0
-    logit_scale: float = 1.0  # factor of logits
+    logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -98,30 +102,30 @@ class ModelConfig:
 
     @property
     def sliding_window(self) -> int | None:
-        """Return the shortest window of a layer; None = every layer has full attention."""
+        """Return the shortest sliding window of all layers; None = every layer has full attention."""
         return min((mixer.window for mixer in self.attention_layers.values() if mixer.window is not None), default=None)
 
     @property
     def attention_layers(self) -> dict[int, AttentionConfig]:
-        """Return the attention layers by layer index."""
+        """Return the attention settings of attention layers, by layer index."""
         return {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionConfig)}
 
     @property
     def recurrent_layers(self) -> dict[int, Recurrent]:
-        """Return the recurrent layers by layer index."""
+        """Return the settings of recurrent mixers, by layer index."""
         return {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, Recurrent)}
 
     @property
     def per_layer_input_size(self) -> int:
-        """Return the size of the per-layer input of a row; 0 = none."""
-        taken_in = self.layers[0].input
-        return 0 if taken_in is None else taken_in.size
+        """Return how many values each layer takes as its per-layer input for a token; 0 = there is none."""
+        first = self.layers[0].per_layer_input
+        return 0 if first is None else first.size
 
     def kv_groups(self, *, by_window: bool = True) -> tuple[KVGroup, ...]:
-        """Return the layers with keys and values of their own, grouped by shape and window, in order.
+        """Return the layers that write keys and values, grouped by shape and window, in layer order.
 
         Args:
-            by_window: a layer with a window keeps only its window; otherwise every layer keeps all rows.
+            by_window: a layer with a sliding window keeps only the positions in it. False = every layer keeps all positions.
         """
         found: dict[tuple[int | None, int, int], list[int]] = {}
         for index, mixer in self.attention_layers.items():
@@ -135,7 +139,7 @@ class ModelConfig:
         return tuple(group for group in self.kv_groups() if group.window is not None)
 
     def block_table_index(self, layer: int) -> int:
-        """Return the index of the block tables that a layer uses: 0 for those of the cache, i + 1 for those of `windows[i]`."""
+        """Return which block tables a layer uses: 0 = those of full attention, i + 1 = those of the group `windows[i]`."""
         return next((number for number, group in enumerate(self.windows, 1) if layer in group.layers), 0)
 
     def kv_source(self, layer: int) -> int:
@@ -147,25 +151,25 @@ class ModelConfig:
     @property
     def rope_variants(self) -> tuple[tuple[RopeConfig, int], ...]:
         """Return the distinct pairs of rotary settings and head size, in layer order."""
-        turned = [mixer for mixer in self.attention_layers.values() if mixer.has_rope_embedding]
-        return tuple(dict.fromkeys((rope, mixer.head_size) for mixer in turned for rope in (mixer.rope, mixer.key_rope)))
+        rotating = [mixer for mixer in self.attention_layers.values() if mixer.has_rope_embedding]
+        return tuple(dict.fromkeys((rope, mixer.head_size) for mixer in rotating for rope in (mixer.rope, mixer.key_rope)))
 
     @property
     def has_length_dependent_rope(self) -> bool:
-        """Return whether a longer context could select other rotary frequencies (`for_context`)."""
-        return any(rope.is_for_short_contexts for rope, _ in self.rope_variants)
+        """Return whether rotary frequencies would differ if `for_context` were called with a longer context."""
+        return any(rope.is_limited_to_original_len for rope, _ in self.rope_variants)
 
     @property
     def attention(self) -> AttentionConfig:
-        """Return the attention of the first layer that has one."""
+        """Return the settings of the first attention layer."""
         return next(iter(self.attention_layers.values()))
 
     def kv_bytes_per_token(self, kv_cache_dtype: KVCacheDtype) -> int:
-        """Return the bytes of keys and values of one position in all layers."""
+        """Return the bytes that one position takes in the KV caches of all layers."""
         return sum(group.bytes_per_token(kv_cache_dtype) for group in self.kv_groups())
 
     def map_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> "ModelConfig":
-        """Return the config with `change` applied to the attention of each layer. Equal layers still share one object."""
+        """Return the config with `change` applied to each layer's attention settings. Equal layers still share one object."""
         changed = {
             layer: replace(layer, mixer=change(layer.mixer)) if isinstance(layer.mixer, AttentionConfig) else layer
             for layer in dict.fromkeys(self.layers)
@@ -175,18 +179,18 @@ class ModelConfig:
     def for_context(self, max_model_len: int | None) -> "ModelConfig":
         """Return the network for a run of up to `max_model_len` positions; None = the original context length.
 
-        Rotary frequencies that depend on the length are fixed here. Up to the original length they are the original ones, and the context
-        is limited to it. Beyond, they are those for `max_model_len`.
+        Some rope types have frequencies that depend on the context length. If `max_model_len` is at most the original context length,
+        the original frequencies are used and `max_positions` becomes the original length. Otherwise frequencies fit `max_model_len`.
         """
         if not any(rope.type.depends_on_length for rope, _ in self.rope_variants):
             return self
         chosen = self.map_attention(lambda attention: replace(attention, rope=attention.rope.for_context(max_model_len)))
-        short = [rope.context_len for rope, _ in chosen.rope_variants if rope.is_for_short_contexts]
-        return replace(chosen, max_positions=min([self.max_positions, *short]))
+        limits = [rope.context_len for rope, _ in chosen.rope_variants if rope.is_limited_to_original_len]
+        return replace(chosen, max_positions=min([self.max_positions, *limits]))
 
 
-_PLAIN_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
-_WEIGHT_TYPES = {"float32": WeightType.F32, "float16": WeightType.F16, "bfloat16": WeightType.BF16, **_PLAIN_TYPES}
+_SAFETENSORS_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
+_WEIGHT_TYPES = {"float32": WeightType.F32, "float16": WeightType.F16, "bfloat16": WeightType.BF16, **_SAFETENSORS_TYPES}
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -196,16 +200,18 @@ def read_config(directory: Path) -> ModelConfig:
         CheckpointError: A file is missing or malformed, a value is missing or out of range, or the model is not supported.
     """
     path = directory / "config.json"
-    read = read_json(path)
-    if read is None:
+    contents = read_json(path)
+    if contents is None:
         if not any(is_file(directory / name) for name in SAFETENSORS):
             raise no_model_error(directory)
         raise CheckpointError(f"{path} is missing: a model directory needs config.json, tokenizer files and *.safetensors")
-    values = text_model_fields(read)
-    if has_conflicting_ties(read):
+    values = text_model_fields(contents)
+    if has_conflicting_ties(contents):
         values = {**values, "tie_word_embeddings": not has_tensor(directory, "lm_head.weight")}
-    find_container(values, path, find_family(values, path))  # raises if the quantisation method is not supported
-    weight_type = None if _type_name(values) is not None else _weight_type(most_common_dtype(directory, tuple(_PLAIN_TYPES)), path)
+    find_container(values, path, find_family(values, path))  # raises an error if the method is not supported
+    weight_type = (
+        None if _dtype_name(values) is not None else _parse_weight_type(most_common_dtype(directory, tuple(_SAFETENSORS_TYPES)), path)
+    )
     generation = read_json(directory / "generation_config.json")
     return config_from_values(values, path, generation=generation, weight_type=weight_type, may_be_packed=True)
 
@@ -221,11 +227,11 @@ def config_from_values(
     """Read the network from the values of a config.json.
 
     Args:
-        values: the contents of config.json, or the same values from another format.
-        path: the file for errors.
+        values: the fields of config.json, or the same fields derived from another format.
+        path: the file that errors name.
         generation: the contents of generation_config.json.
-        weight_type: None = the type in `values`.
-        may_be_packed: the weights may be quantised in a supported container.
+        weight_type: None = the dtype that `values` states.
+        may_be_packed: accept quantised weights in a supported container. False = refuse them.
 
     Raises:
         CheckpointError: A value is missing or out of range, or the model is not supported.
@@ -238,7 +244,7 @@ def config_from_values(
         if not may_be_packed:
             _refuse_quantised_head(fields, family)
         return _build_config(fields, family, generation, weight_type)
-    except CheckpointError as error:  # the error names the field by its common name, not by the alias in the file
+    except CheckpointError as error:  # Replace a field's common name in the error by the alias that the file uses.
         named = re.sub(rf"\b({'|'.join(given)})\b", lambda found: given[found[0]], str(error)) if given else str(error)
         raise CheckpointError(named) from None
 
@@ -246,42 +252,42 @@ def config_from_values(
 def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, Any] | None, weight_type: WeightType | None) -> ModelConfig:
     path = fields.path
     _refuse_unsupported_settings(fields, family)
-    read = LayerBuilder(fields, family)
-    layers = family.layers(read)
+    builder = LayerBuilder(fields, family)
+    layers = family.layers(builder)
     generation = generation or {}
-    of_generation = JsonFields(generation, path.with_name("generation_config.json"))
+    generation_fields = JsonFields(generation, path.with_name("generation_config.json"))
     config = ModelConfig(
         family=family.name,
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=fields.size("hidden_size"),
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
         layers=layers,
         norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
-        max_positions=read.max_positions,
-        weight_type=weight_type or _weight_type(_type_name(fields.values), path),
+        max_positions=builder.max_positions,
+        weight_type=weight_type or _parse_weight_type(_dtype_name(fields.values), path),
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
         has_norm_offset=family.has_norm_offset,
-        embedding_scale=_embedding_scale(fields, family),
-        logit_scale=1 / fields.positive("logits_scaling", 1.0) if family.has_multipliers else 1.0,
-        logit_soft_cap=read.soft_cap("final_logit_softcapping") if family.has_logit_soft_cap else None,
-        bos_token_id=_bos_token_id(generation, fields.values),
-        eos_token_ids=_eos_token_ids(of_generation, fields),
-        per_layer_vocab_size=_layer_vocab_size(fields) if layers[0].input is not None else 0,
-        suppressed_token_ids=of_generation.token_ids("suppress_tokens"),
-        sampling=_recommended_sampling(generation),
+        embedding_scale=_read_embedding_scale(fields, family),
+        logit_scale=1 / fields.positive_number("logits_scaling", 1.0) if family.has_multipliers else 1.0,
+        logit_soft_cap=builder.soft_cap("final_logit_softcapping") if family.has_logit_soft_cap else None,
+        bos_token_id=_read_bos_token_id(generation, fields.values),
+        eos_token_ids=_read_eos_token_ids(generation_fields, fields),
+        per_layer_vocab_size=_read_per_layer_vocab_size(fields) if layers[0].per_layer_input is not None else 0,
+        suppressed_token_ids=generation_fields.token_ids("suppress_tokens"),
+        sampling=_read_recommended_sampling(generation),
     )
-    check_frequencies(config, path)
+    check_rope(config, path)
     return config
 
 
-def _recommended_sampling(generation: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
-    """Return the sampling parameters in a generation_config.json; temperature 0 where it turns sampling off."""
+def _read_recommended_sampling(generation: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """Return the sampling parameters in a generation_config.json. `do_sample` = false becomes temperature 0."""
     values = {**generation, "temperature": 0.0} if generation.get("do_sample") is False else generation
     found = ((name, values.get(name)) for name in SAMPLING_FIELDS)
     return tuple((name, value) for name, value in found if isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def _layer_vocab_size(fields: JsonFields) -> int:
-    size, vocab_size = fields.size("vocab_size_per_layer_input"), fields.size("vocab_size")
+def _read_per_layer_vocab_size(fields: JsonFields) -> int:
+    size, vocab_size = fields.integer("vocab_size_per_layer_input"), fields.integer("vocab_size")
     if size < vocab_size:
         raise CheckpointError(
             f"{fields.path}: vocab_size_per_layer_input = {size} is below vocab_size = {vocab_size}: some tokens have no input"
@@ -289,14 +295,14 @@ def _layer_vocab_size(fields: JsonFields) -> int:
     return size
 
 
-def _embedding_scale(fields: JsonFields, family: Family) -> float:
+def _read_embedding_scale(fields: JsonFields, family: Family) -> float:
     if family.has_multipliers:
-        return fields.positive("embedding_multiplier", 1.0)
-    return float(fields.size("hidden_size") ** 0.5) if family.has_scaled_embedding else 1.0
+        return fields.positive_number("embedding_multiplier", 1.0)
+    return float(fields.integer("hidden_size") ** 0.5) if family.has_scaled_embedding else 1.0
 
 
-def check_frequencies(config: ModelConfig, path: Path) -> None:
-    """Refuse heads that are too large, before anything of their size is allocated, and rotary parameters without finite frequencies.
+def check_rope(config: ModelConfig, path: Path) -> None:
+    """Refuse too large head sizes, before memory for them is allocated, and rotary parameters without finite frequencies.
 
     Raises:
         CheckpointError: `path` has such parameters.
@@ -310,7 +316,7 @@ def check_frequencies(config: ModelConfig, path: Path) -> None:
                 with np.errstate(all="ignore"):
                     frequencies, factor = inverse_frequencies(rope.for_context(context), head_size)
                     last = query_scales(rope, np.array([config.max_positions]))
-                    angles = frequencies * np.float32(2**31)  # at any position
+                    angles = frequencies * np.float32(2**31)  # the largest angle at any supported position
                     is_usable = all(bool(np.isfinite(part).all()) for part in (angles, np.float32(factor), last))
             except (ArithmeticError, ValueError):
                 is_usable = False
@@ -319,7 +325,7 @@ def check_frequencies(config: ModelConfig, path: Path) -> None:
 
 
 def _refuse_unsupported_settings(fields: JsonFields, family: Family) -> None:
-    """Refuse settings that would change the computation and are not supported in any family."""
+    """Refuse settings that change the computation in a way that is not implemented for the family."""
     if fields.values.get("is_causal") is False:
         raise CheckpointError(f"{fields.path}: is_causal is false: the model embeds text, it does not generate")
     if fields.values.get("per_layer_config") and not family.has_layer_sizes:
@@ -327,25 +333,25 @@ def _refuse_unsupported_settings(fields: JsonFields, family: Family) -> None:
 
 
 def _refuse_quantised_head(fields: JsonFields, family: Family) -> None:
-    """Refuse quantised weights of a drafting head. Those of models are supported (`containers/table.py`)."""
+    """Refuse a drafting head with quantised weights. Only target models may have them (`containers/table.py`)."""
     container = find_container(fields.values, fields.path, family, reads_side_files=False)
     if container is not None:
         raise CheckpointError(f"{fields.path}: the weights are quantised ({container.name}), which only models may be: use another head")
 
 
-def _type_name(values: Mapping[str, Any]) -> str | None:
+def _dtype_name(values: Mapping[str, Any]) -> str | None:
     name = values.get("dtype") or values.get("torch_dtype")
     return None if name is None or name == "auto" else str(name)
 
 
-def _weight_type(name: str | None, path: Path) -> WeightType:
+def _parse_weight_type(name: str | None, path: Path) -> WeightType:
     weight_type = _WEIGHT_TYPES.get(str(name).removeprefix("torch."))
     if weight_type is None:
         raise CheckpointError(f"{path}: weights of type {shortened(name)} are not supported, only float32, float16 and bfloat16 are")
     return weight_type
 
 
-def _bos_token_id(generation: Mapping[str, Any], values: Mapping[str, Any]) -> int | None:
+def _read_bos_token_id(generation: Mapping[str, Any], values: Mapping[str, Any]) -> int | None:
     for source in (generation, values):
         token_id = source.get("bos_token_id")
         if isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < 2**31:
@@ -353,6 +359,6 @@ def _bos_token_id(generation: Mapping[str, Any], values: Mapping[str, Any]) -> i
     return None
 
 
-def _eos_token_ids(generation: JsonFields, fields: JsonFields) -> tuple[int, ...]:
-    """Return the end tokens of generation_config.json, then those of config.json: either file may lack some."""
+def _read_eos_token_ids(generation: JsonFields, fields: JsonFields) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens of both files, because either file may lack some."""
     return tuple(dict.fromkeys((*generation.token_ids("eos_token_id"), *fields.token_ids("eos_token_id"))))

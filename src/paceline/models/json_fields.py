@@ -1,4 +1,4 @@
-"""Typed access to config.json, with errors that name the file, the field and the value."""
+"""Typed access to the fields of a JSON file, with errors that name the file, the field and the value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from paceline.errors import CheckpointError, shortened
 
-LARGEST = 3.4028234e38  # largest float32
+MAX_FLOAT32 = 3.4028234e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class JsonFields:
     values: Mapping[str, Any]
     path: Path
 
-    def size(self, name: str, default: int | None = None, *, null: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
-        """Return an integer from `least` to `most`; `default` if absent, `null` (or the default) if null."""
+    def integer(self, name: str, default: int | None = None, *, null: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
+        """Return an integer from `least` to `most`. An absent field has the value `default`, JSON's null the value `null` or `default`."""
         value = self.values.get(name, default)
         if value is None:
             value = default if null is None else null
@@ -35,7 +35,7 @@ class JsonFields:
             return None
         if not _is_finite(value):
             raise CheckpointError(
-                f"{self.path}: {name} = {shortened(value)}, expected a number from -{LARGEST:.3g} to {LARGEST:.3g} (float32)"
+                f"{self.path}: {name} = {shortened(value)}, expected a number from -{MAX_FLOAT32:.3g} to {MAX_FLOAT32:.3g} (float32)"
             )
         return float(value)
 
@@ -44,7 +44,7 @@ class JsonFields:
         value = self.optional_number(name)
         return default if value is None else value
 
-    def positive(self, name: str, default: float | None = None) -> float:
+    def positive_number(self, name: str, default: float | None = None) -> float:
         """Return a finite number above 0."""
         value = self.optional_number(name)
         value = default if value is None else value
@@ -55,13 +55,13 @@ class JsonFields:
         return value
 
     def epsilon(self, name: str, default: float) -> float:
-        """Return the small number that a norm adds to a mean square, from 0 to 1."""
+        """Return the epsilon of an RMS norm, a number from 0 to 1."""
         value = self.number(name, default)
         if not 0.0 <= value <= 1.0:
             raise CheckpointError(f"{self.path}: {name} = {value}, expected a number from 0 to 1")
         return value
 
-    def positives(self, name: str, count: int) -> tuple[float, ...]:
+    def positive_numbers(self, name: str, count: int) -> tuple[float, ...]:
         """Return `count` finite numbers above 0."""
         value = self.values.get(name)
         if not isinstance(value, list | tuple) or len(value) != count or not all(_is_positive(item) for item in value):
@@ -78,7 +78,7 @@ class JsonFields:
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Return token ids: one, several or none."""
+        """Return the token ids of a field that holds one, a list or null."""
         value = self.values.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < 2**31 for token_id in ids):
@@ -92,4 +92,4 @@ def _is_positive(value: object) -> TypeGuard[float]:
 
 def _is_finite(value: object) -> TypeGuard[float]:
     """Return whether a value is a number in the range of float32. Integers may be of any size."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_FLOAT32 <= value <= MAX_FLOAT32

@@ -2,11 +2,11 @@
 
 from enum import Enum
 
-_VECTOR = 16  # cached rows are padded to a multiple of 16 values
+_VECTOR = 16  # in the cache, a head is padded to a multiple of 16 values
 
 
 class KVCacheDtype(Enum):
-    """Data type of cached keys and values. An int8 row of a head has a float32 scale."""
+    """Data type of cached keys and values. In int8, a head's key (or value) at a position has a float32 scale."""
 
     F32 = "f32"
     BF16 = "bf16"
@@ -15,9 +15,9 @@ class KVCacheDtype(Enum):
 
     @property
     def item_bytes(self) -> int:
-        """Return the bytes of one element of a cached key or value."""
+        """Return the size in bytes of one number in the cache."""
         return {KVCacheDtype.F32: 4, KVCacheDtype.INT8: 1}.get(self, 2)
 
     def row_bytes(self, head_size: int) -> int:
-        """Return the bytes of one head's key, or value, at one position."""
+        """Return the size in bytes of a head's key (or value) at one position, with padding and scale."""
         return -(-head_size // _VECTOR) * _VECTOR * self.item_bytes + (4 if self is KVCacheDtype.INT8 else 0)

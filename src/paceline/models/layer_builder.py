@@ -1,4 +1,4 @@
-"""Build layers with the sizes in a config.json."""
+"""Build `LayerConfig` objects from the fields of a config.json."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 MAX_LAYERS = 4096
 MAX_HEAD_SIZE = 8192
-"""Of attention it is checked by `check_frequencies`."""
+"""Limit of the values in a head. `check_rope` in config.py checks it for attention."""
 MAX_EXPERTS = 1024
-"""Limit of kernels/experts.c."""
+"""The limit of the kernel in kernels/experts.c."""
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts in config.json."""
+"""Names of the config.json field for the number of experts."""
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -26,26 +26,26 @@ ACTIVATIONS = {
 }
 """Activations of gated MLPs by their names in config.json."""
 _UNGATED_ACTIVATIONS = {"relu2": Activation.RELU}
-"""Those of MLPs without a gate."""
+"""Activations of MLPs without a gate projection, by their names in config.json."""
 
 
 class LayerBuilder:
-    """Builds layers for a family's `layers` function. Fields that no family changes are read here.
+    """Builds the layers of a model. `Family.layers` calls the methods with what is special about the family.
 
     Attributes:
-        num_heads, num_kv_heads, head_size: of attention.
+        num_heads, num_kv_heads, head_size: sizes of attention, as in `AttentionConfig`.
         rope: rotary settings of layers with full attention.
         local_rope: rotary settings of layers with a sliding window.
-        max_positions: longest supported text.
+        max_positions: number of tokens of the longest supported text.
 
     Raises:
-        CheckpointError: A value is missing or out of range. So do the methods.
+        CheckpointError: A value is missing or out of range. The methods raise it too.
     """
 
     def __init__(self, fields: JsonFields, family: "Family") -> None:
         self.fields, self.family = fields, family
-        count = family.count_layers  # the number of layers is checked before anything is built per layer
-        self.num_layers = fields.size("num_hidden_layers", most=MAX_LAYERS) if count is None else count(fields)
+        count = family.count_layers
+        self.num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS) if count is None else count(fields)
         self.num_heads, self.num_kv_heads, self.head_size = _read_head_counts(fields)
         self.rope = self.local_rope = read_rope(fields, family, head_size=self.head_size)
         if family.has_local_rope:
@@ -57,7 +57,7 @@ class LayerBuilder:
         return self.fields.flag(name, default=False)
 
     def soft_cap(self, name: str) -> float | None:
-        return None if self.fields.values.get(name) is None else self.fields.positive(name)
+        return None if self.fields.values.get(name) is None else self.fields.positive_number(name)
 
     def attention(
         self,
@@ -69,10 +69,10 @@ class LayerBuilder:
         soft_cap: float | None = None,
         has_sinks: bool = False,
     ) -> AttentionConfig:
-        """Return full attention.
+        """Return the settings of full attention, with the sizes in config.json.
 
         Args:
-            scale: of scores; None = 1 / sqrt(head size).
+            scale: factor of attention scores; None = 1 / sqrt(head size).
         """
         return AttentionConfig(
             num_heads=self.num_heads,
@@ -87,8 +87,8 @@ class LayerBuilder:
             has_sinks=has_sinks,
         )
 
-    def mlp(self, *, bias: bool = False, size: str = "intermediate_size", has_gate: bool = True) -> DenseMLP:
-        """Return an MLP whose width is the field `size`."""
+    def mlp(self, *, bias: bool = False, width_field: str = "intermediate_size", has_gate: bool = True) -> DenseMLP:
+        """Return a dense MLP. `width_field` is the name of the config.json field for its width."""
         field, known = self.family.activation_field, ACTIVATIONS if has_gate else _UNGATED_ACTIVATIONS
         name = self.fields.values.get(field, "silu")
         activation = known.get(str(name))
@@ -99,19 +99,19 @@ class LayerBuilder:
             )
         if not has_gate and self.flag("mlp_bias"):
             raise CheckpointError(f"{self.fields.path}: mlp_bias = true is not supported for {self.family.name}, only false is")
-        return DenseMLP(intermediate_size=self.fields.size(size), activation=activation, bias=bias, has_gate=has_gate)
+        return DenseMLP(intermediate_size=self.fields.integer(width_field), activation=activation, bias=bias, has_gate=has_gate)
 
-    def routing(self, *, chosen: Sequence[str] = ("num_experts_per_tok",)) -> ExpertRouting:
+    def routing(self, *, count_fields: Sequence[str] = ("num_experts_per_tok",)) -> ExpertRouting:
         """Return the routing of experts. `norm_topk_prob` decides whether weights are normalised.
 
         Args:
-            chosen: possible names of the field with the number of experts for a token.
+            count_fields: possible names of the field for the number of experts of a token.
         """
         fields = self.fields
         names = [name for name in NUM_EXPERTS_KEYS if fields.values.get(name) is not None]
-        num_experts = fields.size(names[0] if names else "num_experts", most=MAX_EXPERTS)
-        name = next((name for name in chosen if fields.values.get(name) is not None), chosen[0])
-        num_experts_per_token = fields.size(name)
+        num_experts = fields.integer(names[0] if names else "num_experts", most=MAX_EXPERTS)
+        name = next((name for name in count_fields if fields.values.get(name) is not None), count_fields[0])
+        num_experts_per_token = fields.integer(name)
         if num_experts_per_token > num_experts:
             raise CheckpointError(f"{fields.path}: {name} = {num_experts_per_token}, but there are only {num_experts} experts")
         return ExpertRouting(
@@ -129,28 +129,29 @@ class LayerBuilder:
         """Return layers that differ only in their MLP and in whether they have a sliding window.
 
         Args:
-            mlp: of all layers, or of each.
-            slides: for each layer whether it has a sliding window; empty = none has. A window as long as the context is left out.
+            mlp: MLP of all layers, or a list with the MLP of each layer.
+            is_sliding: for each layer whether it has a sliding window; empty = no layer has one. A window that is not shorter than the
+                longest supported text is ignored.
         """
-        window = self.fields.size("sliding_window") if any(is_sliding) and self.fields.values.get("sliding_window") is not None else None
+        window = self.fields.integer("sliding_window") if any(is_sliding) and self.fields.values.get("sliding_window") is not None else None
         if window is not None and window >= self.max_positions:
             window = None
-        local = replace(attention, window=window, rope=self.local_rope)
-        mixers = [local if is_sliding and is_sliding[layer] else attention for layer in range(self.num_layers)]
+        sliding_attention = replace(attention, window=window, rope=self.local_rope)
+        mixers = [sliding_attention if is_sliding and is_sliding[layer] else attention for layer in range(self.num_layers)]
         mlps = mlp if isinstance(mlp, Sequence) else [mlp] * self.num_layers
         known: dict[LayerConfig, LayerConfig] = {}
         found = (LayerConfig(mixer=mixer, mlp=own, norm_order=norm_order) for mixer, own in zip(mixers, mlps, strict=True))
         return tuple(known.setdefault(layer, layer) for layer in found)
 
     def sliding_layers(self, pattern: int | None = None) -> list[bool]:
-        """Return whether each layer has a sliding window: as `layer_types` lists them, or all but every `pattern`-th.
+        """Return for each layer whether it has a sliding window, from the field `layer_types`.
 
         Args:
-            pattern: None = `sliding_window_pattern`.
+            pattern: without `layer_types`, every `pattern`-th layer has full attention; None = read `sliding_window_pattern`.
         """
         fields, types = self.fields, self.fields.values.get("layer_types")
         if types is None:
-            pattern = pattern or fields.size("sliding_window_pattern")
+            pattern = pattern or fields.integer("sliding_window_pattern")
             return [(layer + 1) % pattern > 0 for layer in range(self.num_layers)]
         known = {"sliding_attention", "full_attention"}
         if not isinstance(types, list) or len(types) != self.num_layers or not set(map(str, types)) <= known:
@@ -161,20 +162,20 @@ class LayerBuilder:
         return [kind == "sliding_attention" for kind in types]
 
     def layers_with_rope(self) -> list[bool]:
-        """Return whether each layer has rotary embeddings: 1 in `no_rope_layers`, or all but every `no_rope_layer_interval`-th."""
-        fields, marks = self.fields, self.fields.values.get("no_rope_layers")
-        if marks is None:
-            interval = fields.size("no_rope_layer_interval", 4)
+        """Return for each layer whether it has rotary embeddings: 1 in `no_rope_layers`, or not every `no_rope_layer_interval`-th."""
+        fields, flags = self.fields, self.fields.values.get("no_rope_layers")
+        if flags is None:
+            interval = fields.integer("no_rope_layer_interval", 4)
             return [(layer + 1) % interval > 0 for layer in range(self.num_layers)]
-        if not isinstance(marks, list) or len(marks) < self.num_layers or any(mark not in (0, 1) for mark in marks):
-            raise CheckpointError(f"{fields.path}: no_rope_layers = {shortened(marks)}, expected 0 or 1 for {self.num_layers} layers")
-        return [mark == 1 for mark in marks[: self.num_layers]]
+        if not isinstance(flags, list) or len(flags) < self.num_layers or any(flag not in (0, 1) for flag in flags):
+            raise CheckpointError(f"{fields.path}: no_rope_layers = {shortened(flags)}, expected 0 or 1 for {self.num_layers} layers")
+        return [flag == 1 for flag in flags[: self.num_layers]]
 
 
 def _read_head_counts(fields: JsonFields) -> tuple[int, int, int]:
-    """Return the number of query heads and of key heads, and the head size."""
-    num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
-    num_kv_heads = fields.size("num_key_value_heads", num_heads, null=num_heads)
+    """Return the number of query heads, the number of KV heads, and the head size."""
+    num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads, null=num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"{fields.path}: num_attention_heads = {num_heads} must be a multiple of num_key_value_heads = {num_kv_heads}"
@@ -183,14 +184,14 @@ def _read_head_counts(fields: JsonFields) -> tuple[int, int, int]:
         raise CheckpointError(
             f"{fields.path}: no head_dim, and hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}"
         )
-    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
+    head_size = fields.integer("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
     if head_size % 2:
         raise CheckpointError(f"{fields.path}: head_dim = {head_size}; rotary embeddings need an even one")
     return num_heads, num_kv_heads, head_size
 
 
 def _read_max_positions(fields: JsonFields, rope: RopeConfig) -> int:
-    max_positions = fields.size("max_position_embeddings")
+    max_positions = fields.integer("max_position_embeddings")
     if rope.type is not RopeType.DYNAMIC:
         return max_positions
     longest = max_positions * rope.factor

@@ -1,4 +1,4 @@
-"""The parts of a network's layers: a mixer, an MLP, and the norms that join them to the residual stream."""
+"""Settings of a decoder layer: a mixer (attention or a recurrent network), an MLP, and where their norms are."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -7,13 +7,13 @@ from paceline.models.rope_config import RopeConfig
 
 
 class Activation(Enum):
-    """Activation of an MLP's gate."""
+    """Activation function of an MLP."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     SIGMOID = "sigmoid"
     RELU = "relu"
-    NONE = "none"  # identity
+    NONE = "none"  # the identity function
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,16 @@ class QKNorm(Enum):
     """How queries and keys are normalised before the rotation."""
 
     NONE = "none"
-    HEAD = "head"  # each head separately
-    WIDTH = "width"  # over all heads
+    HEAD = "head"  # one norm for each head
+    WIDTH = "width"  # one norm over the values of all heads
 
 
 class NormOrder(Enum):
     """Position of a layer's norms relative to its mixer and its MLP."""
 
-    PRE = "pre"  # x + part(norm(x))
-    POST = "post"  # x + norm(part(x))
-    SANDWICH = "sandwich"  # x + norm(part(norm(x)))
+    PRE = "pre"  # x + mixer(norm(x))
+    POST = "post"  # x + norm(mixer(x))
+    SANDWICH = "sandwich"  # x + norm(mixer(norm(x)))
 
     @property
     def has_input_norm(self) -> bool:
@@ -56,19 +56,19 @@ class AttentionConfig:
 
     Attributes:
         rope: rotary settings of queries.
-        rotates: rotary embeddings are applied; False = no positional encoding (NoPE).
-        scale: factor of scores.
-        window: number of positions that a row attends to, its own included; None = all.
+        scale: attention scores are multiplied by it.
+        has_rope_embedding: rotary embeddings are applied; False = no positional encoding (NoPE).
+        window: number of positions that a token attends to, its own included; None = all earlier positions.
         soft_cap: scores become cap * tanh(score / cap); None = unchanged.
-        bias: of q, k and v.
-        output_bias: of o.
+        bias: the q, k and v projections have a bias.
+        output_bias: the o projection has a bias.
         has_sinks: each query head has a learned sink logit in the softmax.
         has_value_norm: each head of the values is normalised, without a weight.
-        has_keys_as_values: values are the projected keys, before norm and rotation; there is no v projection.
-        is_gated: the output before o is multiplied by the sigmoid of another projection of the input.
-        kv_layer: the layer whose keys and values are read; None = its own.
-        value_scale: factor of values.
-        is_causal: attention is causal even where a pass has a mask, which then applies to other layers.
+        has_keys_as_values: there is no v projection: values are the projected keys, before norm and rotation.
+        is_gated: the input of the o projection is multiplied by the sigmoid of another projection of the layer's input.
+        kv_layer: index of the layer whose KV cache is read; None = the layer's own.
+        value_scale: values are multiplied by it.
+        is_causal: the layer ignores the mask of a forward pass and attends causally.
     """
 
     num_heads: int
@@ -97,18 +97,18 @@ class AttentionConfig:
 
     @property
     def query_size(self) -> int:
-        """Return the width of all query heads."""
+        """Return the number of values in all queries of a token."""
         return self.num_heads * self.head_size
 
     @property
     def kv_size(self) -> int:
-        """Return the width of all key heads, and of all value heads."""
+        """Return the number of values in all keys of a token, which is also that in all value vectors."""
         return self.num_kv_heads * self.head_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentStateShape:
-    """A recurrent state of `heads` matrices [rows, columns], and `key_heads` heads of keys and queries, which heads share in groups."""
+    """Shape of a recurrent state: `heads` matrices [rows, columns]. Consecutive heads share one of `key_heads` keys and queries."""
 
     heads: int
     rows: int
@@ -117,12 +117,12 @@ class RecurrentStateShape:
 
     @property
     def key_width(self) -> int:
-        """Return the width of all keys of a row, and of all queries."""
+        """Return the number of values in all keys of a token, which is also that in all queries."""
         return self.key_heads * self.rows
 
     @property
     def value_width(self) -> int:
-        """Return the width of all values of a row."""
+        """Return the number of values in all value vectors of a token."""
         return self.heads * self.columns
 
 
@@ -131,11 +131,11 @@ class GatedDeltaConfig:
     """A gated delta net after a short convolution of queries, keys and values, concatenated in this order.
 
     Value head j has a state S [key_size, value_size] and uses key head j // (value heads / key heads). q and k are L2-normalised, and q is
-    divided by sqrt(key_size). With g = exp(decay * softplus(a + bias)) and beta = sigmoid(b), a row computes
+    divided by sqrt(key_size). With g = exp(decay * softplus(a + bias)) and beta = sigmoid(b), a token computes
     S' = g S + k (beta (v - g S^T k))^T and outputs S'^T q.
 
     Attributes:
-        kernel_size: rows in the convolution, its own included.
+        kernel_size: number of tokens that the convolution spans, the current one included.
 
     Source: Yang et al. 2024, "Gated Delta Networks", section 3.
     """
@@ -147,13 +147,13 @@ class GatedDeltaConfig:
     kernel_size: int
 
     @property
-    def state(self) -> RecurrentStateShape:
+    def state_shape(self) -> RecurrentStateShape:
         return RecurrentStateShape(heads=self.num_value_heads, rows=self.key_size, columns=self.value_size, key_heads=self.num_key_heads)
 
     @property
     def channels(self) -> int:
         """Return the number of channels of the convolution: queries, keys and values."""
-        return 2 * self.state.key_width + self.state.value_width
+        return 2 * self.state_shape.key_width + self.state_shape.value_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,13 +161,13 @@ class Mamba2Config:
     """A Mamba-2 mixer after a short convolution of x, B and C, concatenated in this order.
 
     Each head has a state S [state_size, head_size] and uses B and C of its group. With dt = softplus(dt + bias), clamped to `dt_limits`, a
-    row computes S' = exp(decay * dt) S + B (dt x)^T and outputs S'^T C + skip x.
+    token computes S' = exp(decay * dt) S + B (dt x)^T and outputs S'^T C + skip x.
 
     Attributes:
         kernel_size: as in `GatedDeltaConfig`.
-        conv_bias: of the convolution.
-        bias: of the projections.
-        norm_groups: groups of the output that are normalised separately, after the gate.
+        conv_bias: the convolution has a bias.
+        bias: the projections have a bias.
+        norm_groups: the gated output is split into this many groups, which are normalised separately.
 
     Source: Dao and Gu 2024, "Transformers are SSMs", section 7.
     """
@@ -183,23 +183,23 @@ class Mamba2Config:
     dt_limits: tuple[float, float] = (0.0, float("inf"))
 
     @property
-    def state(self) -> RecurrentStateShape:
+    def state_shape(self) -> RecurrentStateShape:
         return RecurrentStateShape(heads=self.num_heads, rows=self.state_size, columns=self.head_size, key_heads=self.num_groups)
 
     @property
     def channels(self) -> int:
         """Return the number of channels of the convolution: x, B and C."""
-        return self.state.value_width + 2 * self.state.key_width
+        return self.state_shape.value_width + 2 * self.state_shape.key_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvConfig:
-    """A gated short convolution: out(c * convolution(b * x)), where b, c and x are projections of the same row.
+    """A gated short convolution: out(c * convolution(b * x)), where b, c and x are projections of the layer's input.
 
     Attributes:
-        channels: of the convolution; equal to the hidden size.
+        channels: number of channels of the convolution, equal to the hidden size.
         kernel_size: as in `GatedDeltaConfig`.
-        bias: of the convolution and of the projections.
+        bias: the convolution and the projections have a bias.
 
     Source: LFM2's model in transformers 5.23.
     """
@@ -209,21 +209,21 @@ class ShortConvConfig:
     bias: bool = False
 
     @property
-    def state(self) -> RecurrentStateShape | None:
-        """Return None: the mixer has no state but the last inputs of the convolution."""
+    def state_shape(self) -> RecurrentStateShape | None:
+        """Return None: the mixer's only state is the last inputs of the convolution."""
         return None
 
 
 Recurrent = GatedDeltaConfig | Mamba2Config | ShortConvConfig
-"""Mixers with a state of fixed size: the last inputs of the convolution, and matrices."""
+"""Mixers whose state has a fixed size: the convolution's last inputs and, except for `ShortConvConfig`, matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseMLP:
-    """down(activation(gate(x)) * up(x)).
+    """A dense MLP: down(activation(gate(x)) * up(x)).
 
     Attributes:
-        has_gate: False = down(activation(up(x)) * up(x)); with ReLU that is squared ReLU.
+        has_gate: there is a gate projection. False = the MLP computes down(activation(up(x)) * up(x)): with ReLU, squared ReLU.
     """
 
     intermediate_size: int
@@ -244,12 +244,13 @@ class ExpertRouting:
     """How a token selects experts: those with the highest scores, the first of equal ones. Their weighted outputs are added.
 
     Attributes:
-        bias: of the router.
-        is_normalized: weights are scores / (sum of scores + `epsilon`); otherwise the scores.
-        factor: of all weights.
-        num_groups, chosen_groups: only experts of the `chosen_groups` groups with the largest sum of their two best scores are candidates.
-        has_correction_bias: a correction bias is added to scores for selection, but not to weights.
-        has_scales: each expert has a factor of its own for its weights.
+        bias: the router has a bias.
+        is_normalized: weights are scores / (sum of selected scores + `epsilon`). False = weights are the scores.
+        factor: all weights are multiplied by it.
+        num_groups, chosen_groups: experts are divided into groups. Only experts of the `chosen_groups` groups whose two highest scores
+            have the largest sum can be selected.
+        has_correction_bias: a learned bias is added to scores to select experts, but not to weights.
+        has_scales: the weight of each expert is multiplied by a learned scale of the expert.
 
     Source: Shazeer et al. 2017, section 2.1; groups and correction: DeepSeek-V3 (2024), section 2.1.2.
     """
@@ -273,12 +274,11 @@ class ExpertMLP:
 
     Attributes:
         expert: the MLP of each expert.
-        shared: an MLP for every token in addition; None = there is none.
-        has_shared_gate: its output is multiplied by the sigmoid of a product with the input.
-        has_own_norms: router, experts and shared MLP read the residual stream through norms of their own, and outputs are normalised
-            (Gemma 4).
-        router_scale: factor of the router's input if `has_own_norms`.
-        latent_size: experts compute in this width, with a projection before and one after them; 0 = the hidden size.
+        shared: shared expert, an MLP that every token uses in addition; None = there is none.
+        has_shared_gate: the shared expert's output is multiplied by the sigmoid of a learned projection of the input.
+        has_own_norms: router, experts and shared expert each have a norm for their input, and the last two for their output (Gemma 4).
+        router_scale: the router's input is multiplied by it if `has_own_norms` is set.
+        latent_size: width of the experts' input and output, to and from which the hidden state is projected; 0 = the hidden size.
     """
 
     routing: ExpertRouting
@@ -292,7 +292,7 @@ class ExpertMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerLayerInput:
-    """x + norm(project(activation(gate(x)) * input)), after the MLP. Every layer has an input of `size` values for each token."""
+    """Gemma's per-layer input of `size` values for each token and layer: after the MLP, x + norm(project(activation(gate(x)) * input))."""
 
     size: int
     activation: Activation | ClampedSwiGLU
@@ -300,11 +300,11 @@ class PerLayerInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConvolution:
-    """Convolutions over the rows of a pass before and after a mixer or an MLP, with a kernel of its own for each row.
+    """DFlash2's convolutions along a block of draft positions, before and after each mixer and MLP. Every position has its own kernel.
 
-    With n the normed input of the part, `kernels` = projection(n) and `base` two weights [kernel_size, E], the kernel of a row is
-    `base[side, tap] + kernels[side, tap, column // group_size]`; side 0 is applied to n, side 1 to the output of the part. Rows before the
-    first one of a sequence's block are zeros.
+    n is the normed input of the mixer or MLP, `kernels` = projection(n), and `base` are two learned weights [kernel_size, E]. The kernel
+    of a position is `base[side, tap] + kernels[side, tap, column // group_size]`. Side 0 is applied to n, side 1 to the output of the
+    mixer or MLP. Positions before the block are zeros.
 
     Source: DFlash2 (z-lab `dflash/model.py`).
     """
@@ -318,18 +318,18 @@ class LayerConfig:
     """One layer. Equal layers share one object.
 
     Attributes:
-        mixer, mlp: one of them may be None, and has no norm then.
-        residual_scale: factor of what mixer and MLP add to the residual stream.
-        input: the per-layer input; None = there is none.
+        mixer, mlp: one of the two may be None: the layer then has neither this part nor its norm.
+        residual_scale: outputs of mixer and MLP are multiplied by it before they are added to the residual stream.
+        per_layer_input: settings of the per-layer input; None = there is none.
         has_output_scale: the residual stream after the layer is multiplied by a learned scalar.
-        convolution: around mixer and MLP; None = there is none.
+        convolution: settings of convolutions before and after mixer and MLP; None = there are none.
     """
 
     mixer: AttentionConfig | Recurrent | None
     mlp: DenseMLP | ExpertMLP | None
     norm_order: NormOrder = NormOrder.PRE
     residual_scale: float = 1.0
-    input: PerLayerInput | None = None
+    per_layer_input: PerLayerInput | None = None
     has_output_scale: bool = False
     convolution: BlockConvolution | None = None
 
@@ -338,7 +338,7 @@ class LayerConfig:
         """Return the mixer of an attention layer.
 
         Raises:
-            TypeError: The mixer is another.
+            TypeError: The layer has no attention.
         """
         if not isinstance(self.mixer, AttentionConfig):
             raise TypeError(f"the layer's mixer is a {type(self.mixer).__name__}")

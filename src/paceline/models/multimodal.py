@@ -1,4 +1,4 @@
-"""The text model inside a multimodal model."""
+"""Read the config of the text model from the config.json of a multimodal model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ class MultimodalModel:
     """How a multimodal config.json describes its text model.
 
     Attributes:
-        text: its `model_type`; None = as `text_config` names it.
-        default_text: its `model_type` if `text_config` does not name it.
-        defaults: defaults of the configuration class in transformers that differ from the family's.
-        may_be_flat: in old files the fields of the text model are at the top level.
+        text_type: `model_type` of the text model; None = `text_config` names it.
+        default_text_type: `model_type` of the text model if `text_config` does not name it.
+        defaults: defaults of the configuration class in transformers that differ from those of the text model's family.
+        may_be_flat: old files may have no `text_config`, but the text model's fields at the top level.
     """
 
-    text: str | None = None
-    default_text: str = "llama"
+    text_type: str | None = None
+    default_text_type: str = "llama"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     may_be_flat: bool = False
 
@@ -47,31 +47,31 @@ MULTIMODAL_MODELS: Mapping[str, MultimodalModel] = {
     "gemma4_unified": MultimodalModel("gemma4_unified_text"),
     "qwen3_5": MultimodalModel("qwen3_5_text"),
     "qwen3_5_moe": MultimodalModel("qwen3_5_moe_text"),
-    "mistral3": MultimodalModel(default_text="mistral"),
+    "mistral3": MultimodalModel(default_text_type="mistral"),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
     "qwen3_vl": MultimodalModel("qwen3", defaults={"rope_theta": 5e5, "max_position_embeddings": 128000}),
     "llava": MultimodalModel(),
     "llava_next": MultimodalModel(),
-    "llava_onevision": MultimodalModel(default_text="qwen2"),
+    "llava_onevision": MultimodalModel(default_text_type="qwen2"),
     "vipllava": MultimodalModel(),
-    "internvl": MultimodalModel(default_text="qwen2"),
+    "internvl": MultimodalModel(default_text_type="qwen2"),
     "idefics3": MultimodalModel(),
     "smolvlm": MultimodalModel(),
-    "lfm2_vl": MultimodalModel(default_text="lfm2"),
+    "lfm2_vl": MultimodalModel(default_text_type="lfm2"),
 }
-"""By the `model_type` of the multimodal model."""
+"""Supported multimodal models, by their `model_type`."""
 
-_SIZES: Mapping[str, Mapping[str, Any]] = {
+_DEFAULT_SIZES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
     "mistral": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "qwen2": {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
-"""Defaults of configuration classes in transformers on which published files rely."""
+"""Sizes that published files may leave out, because configuration classes in transformers have these defaults."""
 
 
 def text_model_fields(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of the text model, from `text_config` if the model is multimodal."""
+    """Return the config.json fields of the text model: `values` itself unless the model is multimodal."""
     text, model_type = values.get("text_config"), values.get("model_type")
     model = MULTIMODAL_MODELS.get(model_type) if isinstance(model_type, str) else None
     if model is not None and text is not None and not isinstance(text, Mapping):
@@ -87,19 +87,22 @@ def text_model_fields(values: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     text = {} if text is None else text
     outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config", "architectures")}
-    kind = model.text or text.get("model_type") or model.default_text
-    ours = ("eos_token_id", "quantization_config", "quantization")  # keys of the outer config.json that a null in text_config does not hide
-    kept = {name: outer[name] for name in ours if outer.get(name) is not None and (name == "eos_token_id" or not text.get(name))}
-    sizes = _SIZES.get(kind, {}) if isinstance(kind, str) else {}
-    found = {**sizes, **model.defaults, **outer, **text, **kept, "model_type": kind}
-    for name in ("rope_scaling", "rope_parameters"):  # the three positions of a text token are equal, so mrope is ordinary rope
+    text_type = model.text_type or text.get("model_type") or model.default_text_type
+    # eos_token_id at the top level takes precedence; quantisation settings there count if text_config has none or null.
+    outer_names = ("eos_token_id", "quantization_config", "quantization")
+    from_outer = {
+        name: outer[name] for name in outer_names if outer.get(name) is not None and (name == "eos_token_id" or not text.get(name))
+    }
+    sizes = _DEFAULT_SIZES.get(text_type, {}) if isinstance(text_type, str) else {}
+    found = {**sizes, **model.defaults, **outer, **text, **from_outer, "model_type": text_type}
+    for name in ("rope_scaling", "rope_parameters"):  # mrope's three positions are equal for text tokens, so it is ordinary rope
         if isinstance(found.get(name), Mapping) and _MROPE in (found[name].get("type"), found[name].get("rope_type")):
             found[name] = {**found[name], "type": "default", "rope_type": "default"}
     return found
 
 
 def has_conflicting_ties(values: Mapping[str, Any]) -> bool:
-    """Return whether outer and text config disagree on tied embeddings. Then an lm_head in the files decides."""
+    """Return whether `tie_word_embeddings` differs between the top level and `text_config`."""
     text = values.get("text_config")
     if text_model_fields(values) is values or not isinstance(text, Mapping):
         return False

@@ -1,7 +1,7 @@
 """Quantise float matrices to groups of 4- or 8-bit codes at load.
 
-Scales keep 12 significant bits. Then `scale * code`, and the sum with a minimum that is a multiple of the scale, are exact in float32. So a
-matrix has the same values in whatever order a runtime computes them.
+Scales are rounded to 12 significant bits, and minimums are multiples of the scale. So `scale * code` and `scale * code + minimum` are
+exact in float32, and every runtime computes with the same values.
 """
 
 import math
@@ -23,22 +23,22 @@ FloatArray = NDArray[np.float32]
 Bounds = tuple[FloatArray | np.float32, FloatArray | np.float32]
 
 GROUPS = (128, 64, 32)
-_CHUNK_VALUES = 1 << 17  # chunk size whose temporaries fit in the CPU cache
-_SCALE_BITS_DROPPED = 12  # of the 24 significant bits of a float32 scale, 12 are dropped
-_MAX_WEIGHT = np.float32(1e37)  # limit of weights, so that codes times scales stay finite; real weights are far smaller
-_UNQUANTIZED_NAMES = ("router", "shared_gate")  # tensors that stay unquantised: small, and rounding could select other experts
-_MIN_GROUP_MAGNITUDE = np.float32(1e-30)  # smaller groups become zero: their scale would be subnormal
-# Steps per largest magnitude to try: clipping the largest value a little often gains more than it costs. With -7 among them no group
-# is worse than by plain rounding; a finer search lowers the error of int4 by 0.3 % and takes a third longer.
+_CHUNK_VALUES = 1 << 17  # number of values quantised at a time: temporary arrays then fit in the CPU cache
+_SCALE_BITS_DROPPED = 12  # low bits of a float32 scale that rounding clears: 12 of 24 significant bits
+_MAX_WEIGHT = np.float32(1e37)  # larger weights are refused: `scale * code` must stay finite; real weights are far smaller
+_UNQUANTIZED_NAMES = ("router", "shared_gate")  # small matrices; rounding them could select other experts
+_MIN_GROUP_MAGNITUDE = np.float32(1e-30)  # groups with only smaller values become zeros: their scale would be subnormal
+# Scales to try for a group, as the code that its largest value gets before clipping, which often lowers the total error. -7 clips nothing,
+# so no group gets worse than by plain rounding. A finer search lowers the error of int4 by 0.3 % and takes a third longer.
 _SIGNED_STEPS = (-8.0, -7.0, -8.6, -9.3)
 _AFFINE_STEPS = (1.0, 1.06, 1.12, 1.2)
 
 
 def mean_weight_bits(weights: Weights, quantization: QuantOptions | None = None) -> float:
-    """Return the average bits of a weight, scales included.
+    """Return the average number of bits of a weight in matrices, scales included.
 
     Args:
-        quantization: how matrices will be quantised.
+        quantization: the options with which matrices will be quantised; None = not at all.
     """
     if quantization is not None:
         return quantization.bits
@@ -47,12 +47,12 @@ def mean_weight_bits(weights: Weights, quantization: QuantOptions | None = None)
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class QuantizationScheme:
     """How one matrix is quantised.
 
     Attributes:
-        group_size: columns that share a scale.
-        symmetric: no minimums; 4-bit codes are -8 to 7 around zero point 8, 8-bit codes -127 to 127.
+        group_size: number of columns that share a scale.
+        symmetric: groups have no minimums. 8-bit codes are -127 to 127, 4-bit codes 0 to 15 with zero point 8.
     """
 
     bits: int
@@ -68,24 +68,22 @@ class Scheme:
         return np.dtype(np.int8 if self.symmetric and self.bits == 8 else np.uint8)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of a quantised matrix."""
+        """Return the size in bytes of a quantised matrix of this shape."""
         values = math.prod(shape)
         return values * self.bits // 8 + values // self.group_size * (4 if self.symmetric else 8)
 
 
 def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, symmetric: bool = True, name: str = "the matrix") -> GroupedMatrix:
-    """Quantise `values` [N, K] to groups. Each gets the scale with the least squared error among a few candidates.
-
-    A group of zeros gets scale 1.
+    """Quantise `values` [N, K]. Each group gets the scale with the least squared error among a few, a group of zeros the scale 1.
 
     Args:
         group_size: 32, 64 or 128, and a divisor of K.
-        symmetric: codes around zero; otherwise above a minimum that is a multiple of the scale.
-        name: for the error.
+        symmetric: groups have no minimums. False = groups have a minimum, which is a multiple of the scale.
+        name: name of the matrix, for errors.
 
     Raises:
         CheckpointError: A value is NaN, infinite or beyond 1e37.
-        ConfigError: The bits or the group size is not supported.
+        ConfigError: The number of bits or the group size is not supported.
     """
     rows, columns = values.shape
     if bits not in (4, 8) or group_size not in GROUPS or columns % group_size:
@@ -93,7 +91,7 @@ def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, symmetric
             f"{name} of width {columns} fits no {bits}-bit groups of {group_size}: use 4 or 8 bits and groups of 32, 64 or 128 "
             "that divide it"
         )
-    scheme = Scheme(bits, group_size, symmetric)
+    scheme = QuantizationScheme(bits, group_size, symmetric)
     grouped = values.reshape(rows, columns // group_size, group_size)
     offsets, scales, zero_points = (_quantize_affine if not symmetric else _quantize_symmetric)(grouped, bits, name)
     minimums = None if zero_points is None else -scales * zero_points
@@ -102,35 +100,35 @@ def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, symmetric
     return GroupedMatrix(pack_nibbles(codes) if bits == 4 else codes, scales, minimums, bits, scheme.zero_point)
 
 
-def quantization_scheme(name: str, info: TensorInfo, options: QuantOptions, *, is_head_too: bool) -> Scheme | None:
-    """Return how a tensor is quantised. None = not at all: no matrix, excluded by name, already as small, or no group divides its width.
+def quantization_scheme(name: str, info: TensorInfo, options: QuantOptions, *, is_also_lm_head: bool) -> QuantizationScheme | None:
+    """Return how a tensor is quantised; None = it is no matrix, excluded, already as small, or no group size divides its width.
 
     Args:
-        is_head_too: the embedding is also the output matrix.
+        is_also_lm_head: embeddings are tied, so the embedding is also the output matrix.
     """
     if len(info.shape) != 2:
         return None
-    bits = _target_bits(name, options, is_head_too=is_head_too)
+    bits = _target_bits(name, options, is_also_lm_head=is_also_lm_head)
     group_size = largest_group_size(info.shape[1], options.group)
     if bits is None or group_size is None or (info.bits is not None and info.bits <= bits):
         return None
-    return Scheme(bits, group_size, options.symmetric)
+    return QuantizationScheme(bits, group_size, options.symmetric)
 
 
-def quantization_schemes(weights: Weights, options: QuantOptions) -> dict[str, Scheme]:
-    """Return the tensors to quantise and how, in the order of `weights`."""
+def quantization_schemes(weights: Weights, options: QuantOptions) -> dict[str, QuantizationScheme]:
+    """Return for each tensor that is to be quantised how, in the order of `weights`."""
     is_tied = not weights.has("lm_head.weight")
-    found = {name: quantization_scheme(name, weights.info(name), options, is_head_too=is_tied) for name in weights}
+    found = {name: quantization_scheme(name, weights.info(name), options, is_also_lm_head=is_tied) for name in weights}
     return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 
-def largest_group_size(columns: int, most: int) -> int | None:
-    """Return the largest group size up to `most` that divides `columns`, or None."""
-    return next((group_size for group_size in GROUPS if group_size <= most and columns % group_size == 0), None)
+def largest_group_size(columns: int, max_size: int) -> int | None:
+    """Return the largest supported group size up to `max_size` that divides `columns`; None if there is none."""
+    return next((group_size for group_size in GROUPS if group_size <= max_size and columns % group_size == 0), None)
 
 
-def quantize_tensor(name: str, tensor: AnyTensor, scheme: Scheme, *, num_threads: int = 1) -> GroupedTensor:
-    """Quantise a tensor in chunks of rows, with a few megabytes of temporaries for each thread.
+def quantize_tensor(name: str, tensor: AnyTensor, scheme: QuantizationScheme, *, num_threads: int = 1) -> GroupedTensor:
+    """Quantise a tensor in several threads. Each takes chunks of rows, which limits the memory of temporary arrays.
 
     Raises:
         CheckpointError: A value is NaN, infinite or beyond 1e37.
@@ -139,10 +137,10 @@ def quantize_tensor(name: str, tensor: AnyTensor, scheme: Scheme, *, num_threads
     matrix = _empty_tensor(rows, columns, scheme)
     step = max(1, _CHUNK_VALUES // columns)
 
-    def fill(start: int) -> None:
+    def quantize_rows(start: int) -> None:
         part = slice(start, min(rows, start + step))
         chunk = quantize_matrix(
-            _float_rows(tensor, part), bits=scheme.bits, group_size=scheme.group_size, symmetric=scheme.symmetric, name=name
+            _read_float_rows(tensor, part), bits=scheme.bits, group_size=scheme.group_size, symmetric=scheme.symmetric, name=name
         )
         matrix.codes[part] = chunk.codes
         matrix.scales[part] = chunk.scales
@@ -150,32 +148,32 @@ def quantize_tensor(name: str, tensor: AnyTensor, scheme: Scheme, *, num_threads
             matrix.minimums[part] = chunk.minimums
 
     with ThreadPoolExecutor(max(1, num_threads)) as pool:
-        for _ in pool.map(fill, range(0, rows, step)):
+        for _ in pool.map(quantize_rows, range(0, rows, step)):
             pass
     return GroupedTensor(matrix, tensor.weight_type)
 
 
-def _target_bits(name: str, options: QuantOptions, *, is_head_too: bool) -> int | None:
+def _target_bits(name: str, options: QuantOptions, *, is_also_lm_head: bool) -> int | None:
     for pattern, bits in options.overrides:
         if fnmatchcase(name, pattern):
             return bits
     if name.rsplit(".", 2)[-2] in _UNQUANTIZED_NAMES:
         return None
-    if name == "embedding.weight" and is_head_too:
+    if name == "embedding.weight" and is_also_lm_head:
         both = (options.embedding_bits, options.lm_head_bits)
         return None if None in both else max(bits for bits in both if bits is not None)
     tables = dict.fromkeys(("embedding.weight", "layer_embedding.weight"), options.embedding_bits)
     return {**tables, "lm_head.weight": options.lm_head_bits}.get(name, options.bits)
 
 
-def _empty_tensor(rows: int, columns: int, scheme: Scheme) -> GroupedMatrix:
+def _empty_tensor(rows: int, columns: int, scheme: QuantizationScheme) -> GroupedMatrix:
     groups = (rows, columns // scheme.group_size)
     codes = np.empty((rows, columns * scheme.bits // 8), scheme.code_type)
     minimums = None if scheme.symmetric else np.empty(groups, np.float32)
     return GroupedMatrix(codes, np.empty(groups, np.float32), minimums, scheme.bits, scheme.zero_point)
 
 
-def _float_rows(tensor: AnyTensor, part: slice) -> FloatArray:
+def _read_float_rows(tensor: AnyTensor, part: slice) -> FloatArray:
     if isinstance(tensor, GroupedTensor):
         return tensor.matrix.values(part)
     array = tensor.array[part]
@@ -183,7 +181,7 @@ def _float_rows(tensor: AnyTensor, part: slice) -> FloatArray:
 
 
 def _quantize_symmetric(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray, None]:
-    """Return signed codes [N, G, group] and scales [N, G]. The sign of a 4-bit scale maps the largest value to -8."""
+    """Return signed codes [N, G, group_size] and scales [N, G]. The sign of a 4-bit scale makes the code of the largest value negative."""
     low, high = groups.min(axis=2), groups.max(axis=2)
     _check_range(low, high, name)
     extreme = np.where(-low > high, low, high) if bits == 4 else np.maximum(-low, high)
@@ -193,44 +191,44 @@ def _quantize_symmetric(groups: FloatArray, bits: int, name: str) -> tuple[Float
 
 
 def _quantize_affine(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return codes minus zero points [N, G, group], scales [N, G] and integer zero points [N, G]."""
+    """Return codes minus zero point [N, G, group_size], scales [N, G] and integer zero points [N, G]."""
     low, high = groups.min(axis=2), groups.max(axis=2)
     _check_range(low, high, name)
-    low, high = np.minimum(low, 0), np.maximum(high, 0)  # the range includes 0, so that the zero point is an integer code
+    low, high = np.minimum(low, 0), np.maximum(high, 0)  # with 0 in the range, the zero point is one of the codes
     levels = np.float32(2**bits - 1)
-    half = (high - low) / 2
-    is_zero = half < _MIN_GROUP_MAGNITUDE
-    share = np.where(is_zero, np.float32(0), (-low / 2) / np.where(is_zero, np.float32(1), half))
-    zero_points = np.rint(share * levels)
+    half_range = (high - low) / 2
+    is_zero = half_range < _MIN_GROUP_MAGNITUDE
+    share_below_zero = np.where(is_zero, np.float32(0), (-low / 2) / np.where(is_zero, np.float32(1), half_range))
+    zero_points = np.rint(share_below_zero * levels)
     bounds = (-zero_points[..., None], (levels - zero_points)[..., None])
     steps = tuple(factor * float(levels) / 2 for factor in (_AFFINE_STEPS if bits == 4 else (1.0,)))
-    codes, scales = _choose_scales(groups, half, steps, bounds)
+    codes, scales = _choose_scales(groups, half_range, steps, bounds)
     return codes, scales, zero_points
 
 
 def _choose_scales(groups: FloatArray, extreme: FloatArray, steps: Sequence[float], bounds: Bounds) -> tuple[FloatArray, FloatArray]:
-    """Return the codes of the step with the least squared error for each group, and the best scale for these codes."""
+    """Return the codes round(value / extreme * step), clipped to `bounds`, and their best scales, for the best step of each group."""
     is_zero = np.abs(extreme) < _MIN_GROUP_MAGNITUDE
     inverse = np.where(is_zero, np.float32(0), np.float32(1) / np.where(is_zero, np.float32(1), extreme))
     unit = groups * inverse[..., None]
-    tried = np.empty_like(unit)
+    codes = np.empty_like(unit)
     best = np.full(extreme.shape, -1, np.float32)
     best_step, scales = np.empty_like(best), np.empty_like(best)
     for step in steps:
-        _round_to_codes(unit, np.float32(step), bounds, tried)
-        along = np.einsum("ngk,ngk->ng", unit, tried)
-        squared = np.maximum(np.einsum("ngk,ngk->ng", tried, tried), np.float32(1))
-        gain = along * along / squared  # reduction of the squared error by these codes with their best scale
+        _round_to_codes(unit, np.float32(step), bounds, codes)
+        projection = np.einsum("ngk,ngk->ng", unit, codes)
+        squared = np.maximum(np.einsum("ngk,ngk->ng", codes, codes), np.float32(1))
+        gain = projection * projection / squared  # how much less the squared error is than with a scale of 0
         better = gain > best
         best = np.where(better, gain, best)
         best_step = np.where(better, np.float32(step), best_step)
-        scales = np.where(better, along / squared, scales)
+        scales = np.where(better, projection / squared, scales)
     if len(steps) > 1:
-        _round_to_codes(unit, best_step[..., None], bounds, tried)
+        _round_to_codes(unit, best_step[..., None], bounds, codes)
     scales = _round_scales(scales * extreme)
     is_zero = np.abs(scales) < _MIN_GROUP_MAGNITUDE
-    tried[is_zero] = 0
-    return tried, np.where(is_zero, np.float32(1), scales)
+    codes[is_zero] = 0
+    return codes, np.where(is_zero, np.float32(1), scales)
 
 
 def _round_to_codes(unit: FloatArray, step: FloatArray | np.float32, bounds: Bounds, out: FloatArray) -> None:
@@ -240,12 +238,12 @@ def _round_to_codes(unit: FloatArray, step: FloatArray | np.float32, bounds: Bou
 
 
 def _round_scales(scales: FloatArray) -> FloatArray:
-    """Round scales to 12 significant bits, half away from zero."""
+    """Round scales to 12 significant bits, with ties away from zero."""
     half = np.uint32(1 << (_SCALE_BITS_DROPPED - 1))
     bits = np.ascontiguousarray(scales, np.float32).view(np.uint32) + half
     return (bits & np.uint32(0xFFFFFFFF ^ ((1 << _SCALE_BITS_DROPPED) - 1))).view(np.float32)
 
 
 def _check_range(low: FloatArray, high: FloatArray, name: str) -> None:
-    if not ((low >= -_MAX_WEIGHT).all() and (high <= _MAX_WEIGHT).all()):  # NaN fails both
+    if not ((low >= -_MAX_WEIGHT).all() and (high <= _MAX_WEIGHT).all()):  # comparisons with NaN are false
         raise CheckpointError(f"{name} holds weights that are NaN, infinite or beyond {_MAX_WEIGHT:.0e}: verify the checkpoint's files")

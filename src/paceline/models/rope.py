@@ -1,4 +1,4 @@
-"""Rotary frequencies of every rope type."""
+"""Frequencies of rotary embeddings for every rope type. Pairs of values j and j + R/2 rotate, where R values of a head rotate."""
 
 import math
 
@@ -9,43 +9,42 @@ from paceline.models.rope_config import RopeConfig, RopeType
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.float32], float]:
-    """Return radians per position of each of the R/2 rotated pairs (j, j + R/2), and the factor on cos and sin.
+    """Return the frequencies [R/2], in radians per position, and the attention factor.
 
-    Returns:
-        frequencies [R/2] float32, where R <= D values of a head rotate; attention factor (1.0 except for yarn and longrope).
+    The attention factor multiplies cos and sin; it is 1 except for yarn and longrope.
 
     Source: RoFormer (Su et al. 2021, section 3.2.2); linear: Chen et al. 2023; yarn, dynamic: Peng et al. 2023, section 3
-        and appendix B.2; longrope: Ding et al. 2024, section 3; llama3: the rule published with Llama 3.1; proportional: that published
-        with Gemma 4. Deviation: types that depend on the length use one length, `rope.context_len`, for a whole run. Other systems change
-        it while a text grows.
+        and appendix B.2; longrope: Ding et al. 2024, section 3; llama3: the rule published with Llama 3.1; proportional: the rule
+        published with Gemma 4. Deviation: types that depend on the context length use `rope.context_len` for a whole run. transformers
+        changes the length while a text grows.
     """
     rotary_size = rope.rotary_size(head_size)
     exponents = np.arange(0, rotary_size, 2, dtype=np.float32) / np.float32(rotary_size)
-    # numpy's float32 power is often one bit off, which becomes a visible angle at positions in the thousands.
-    powers = np.power(_dynamic_theta(rope, rotary_size), exponents.astype(np.float64)).astype(np.float32)
-    with np.errstate(over="ignore", divide="ignore"):  # pairs that do not rotate may overflow; others were checked as the config was read
-        plain = (np.float32(1.0) / powers).astype(np.float32)
+    # float64, because numpy's float32 power is often one bit off, and large positions multiply the error.
+    theta_powers = np.power(_dynamic_theta(rope, rotary_size), exponents.astype(np.float64)).astype(np.float32)
+    with np.errstate(over="ignore", divide="ignore"):  # only pairs that do not rotate overflow (`check_rope`)
+        unscaled = (np.float32(1.0) / theta_powers).astype(np.float32)
     if rope.type in (RopeType.DEFAULT, RopeType.DYNAMIC):
-        return plain, 1.0
+        return unscaled, 1.0
     if rope.type is RopeType.PROPORTIONAL:
-        return _proportional(rope, plain), 1.0
+        return _proportional_frequencies(rope, unscaled), 1.0
     if rope.type is RopeType.LINEAR:
-        return plain / np.float32(rope.factor), 1.0
+        return unscaled / np.float32(rope.factor), 1.0
     if rope.type is RopeType.LLAMA3:
-        return _llama3(rope, plain), 1.0
+        return _llama3_frequencies(rope, unscaled), 1.0
     if rope.type is RopeType.LONGROPE:
-        return _longrope(rope, powers), _longrope_attention_factor(rope)
-    return _yarn(rope, powers, rotary_size), _yarn_attention_factor(rope)
+        return _longrope_frequencies(rope, theta_powers), _longrope_attention_factor(rope)
+    return _yarn_frequencies(rope, theta_powers, rotary_size), _yarn_attention_factor(rope)
 
 
-def _proportional(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return rotary frequencies, of which only those of the first pairs are not 0."""
-    turned = int(rope.rotated_fraction * 2 * len(plain) // 2)
-    return np.where(np.arange(len(plain)) < turned, plain / np.float32(rope.factor), np.float32(0)).astype(np.float32)
+def _proportional_frequencies(rope: RopeConfig, unscaled: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return frequencies that are 0 for all but the first `rotated_fraction` of the pairs."""
+    num_rotating = int(rope.rotated_fraction * 2 * len(unscaled) // 2)
+    return np.where(np.arange(len(unscaled)) < num_rotating, unscaled / np.float32(rope.factor), np.float32(0)).astype(np.float32)
 
 
 def query_scales(rope: RopeConfig, positions: NDArray[np.integer]) -> NDArray[np.float32]:
-    """Return the factor of queries at each position.
+    """Return the factor that queries are multiplied by at each position.
 
     Source: the rule published with Ministral 3, after Llama 4's.
     """
@@ -57,18 +56,18 @@ def query_scales(rope: RopeConfig, positions: NDArray[np.integer]) -> NDArray[np
 
 
 def _dynamic_theta(rope: RopeConfig, rotary_size: int) -> float:
-    """Return the rope base for a context length: it grows so that the longest wavelength covers the context."""
+    """Return the base. For the dynamic type it grows with the context length, so that the longest wavelength covers the context."""
     if rope.type is not RopeType.DYNAMIC or rope.context_len <= rope.original_max_positions or rotary_size <= 2:
         return rope.theta
     growth = rope.factor * rope.context_len / rope.original_max_positions - (rope.factor - 1)
     return float(rope.theta * growth ** (rotary_size / (rotary_size - 2)))
 
 
-def _longrope(rope: RopeConfig, powers: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return rotary frequencies with a divisor for each pair: one list up to the original length, another for longer contexts."""
+def _longrope_frequencies(rope: RopeConfig, theta_powers: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return frequencies divided by the divisor of each pair. Long contexts have other divisors than the original length."""
     is_long = rope.context_len > rope.original_max_positions
     divisors = np.array(rope.long_factors if is_long else rope.short_factors, np.float32)
-    return np.asarray(np.float32(1.0) / (divisors * powers), np.float32)
+    return np.asarray(np.float32(1.0) / (divisors * theta_powers), np.float32)
 
 
 def _longrope_attention_factor(rope: RopeConfig) -> float:
@@ -77,45 +76,45 @@ def _longrope_attention_factor(rope: RopeConfig) -> float:
     return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
 
 
-def _llama3(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return rotary frequencies: long wavelengths stretched by the factor, short ones kept, those between interpolated."""
-    wavelengths = np.float32(2 * math.pi) / plain
+def _llama3_frequencies(rope: RopeConfig, unscaled: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return frequencies: low ones divided by the factor, high ones unchanged, those between interpolated."""
+    wavelengths = np.float32(2 * math.pi) / unscaled
     longest = np.float32(rope.original_max_positions / rope.low_freq_factor)
     shortest = np.float32(rope.original_max_positions / rope.high_freq_factor)
     factor = np.float32(rope.factor)
-    keep = (np.float32(rope.original_max_positions) / wavelengths - np.float32(rope.low_freq_factor)) / np.float32(
+    unscaled_share = (np.float32(rope.original_max_positions) / wavelengths - np.float32(rope.low_freq_factor)) / np.float32(
         rope.high_freq_factor - rope.low_freq_factor
     )
-    between = (np.float32(1.0) - keep) * plain / factor + keep * plain
-    scaled = np.where(wavelengths > longest, plain / factor, np.where(wavelengths < shortest, plain, between))
+    between = (np.float32(1.0) - unscaled_share) * unscaled / factor + unscaled_share * unscaled
+    scaled = np.where(wavelengths > longest, unscaled / factor, np.where(wavelengths < shortest, unscaled, between))
     return scaled.astype(np.float32)
 
 
-def _yarn(rope: RopeConfig, powers: NDArray[np.float32], head_size: int) -> NDArray[np.float32]:
-    """Return rotary frequencies: high ones kept, low ones interpolated, with a linear ramp between."""
+def _yarn_frequencies(rope: RopeConfig, theta_powers: NDArray[np.float32], head_size: int) -> NDArray[np.float32]:
+    """Return frequencies: high ones unchanged, low ones divided by the factor, with a linear ramp between them."""
 
-    def pair_turning(rope_variants: float) -> float:
-        return head_size * math.log(rope.original_max_positions / (rope_variants * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def pair_with_rotations(num_rotations: float) -> float:
+        return head_size * math.log(rope.original_max_positions / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
+    low, high = pair_with_rotations(rope.beta_fast), pair_with_rotations(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)
     if low == high:
         high += 0.001
     ramp = np.clip((np.arange(head_size // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
-    keep = np.float32(1.0) - ramp.astype(np.float32)
-    stretched = np.float32(1.0) / (np.float32(rope.factor) * powers)
-    return np.asarray(stretched * (np.float32(1.0) - keep) + (np.float32(1.0) / powers) * keep, np.float32)
+    unscaled_share = np.float32(1.0) - ramp.astype(np.float32)
+    scaled = np.float32(1.0) / (np.float32(rope.factor) * theta_powers)
+    return np.asarray(scaled * (np.float32(1.0) - unscaled_share) + (np.float32(1.0) / theta_powers) * unscaled_share, np.float32)
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return _magnitude(rope.factor, rope.mscale) / _magnitude(rope.factor, rope.mscale_all_dim)
-    return _magnitude(rope.factor, 1.0)
+        return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return _yarn_mscale(rope.factor, 1.0)
 
 
-def _magnitude(factor: float, mscale: float) -> float:
+def _yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""Rotary settings, read from config.json."""
+"""Settings of rotary embeddings, read from config.json."""
 
 import math
 from collections.abc import Mapping
@@ -22,20 +22,23 @@ class RopeType(Enum):
     YARN = "yarn"
     DYNAMIC = "dynamic"
     LONGROPE = "longrope"
-    PROPORTIONAL = "proportional"  # pairs span the whole head, but only the first `rotated_fraction` of them rotates
+    PROPORTIONAL = "proportional"  # Gemma 4: only the first pairs of a head rotate
 
     @property
     def depends_on_length(self) -> bool:
-        """Return whether frequencies depend on the context length."""
+        """Return whether the frequencies of this type depend on the context length."""
         return self in (RopeType.DYNAMIC, RopeType.LONGROPE)
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary settings: the base and its scaling (formulas in `models/rope.py`).
+    """Settings of rotary embeddings: the base (theta) and how its frequencies are scaled. `models/rope.py` has the formulas.
 
-    `context_len` is the length for length-dependent frequencies; 0 = the original one. `temperature` multiplies queries, not keys, by
-    1 + temperature * ln(1 + floor(position / temperature_length)), which keeps attention sharp in long texts.
+    Attributes:
+        original_max_positions: context length before scaling.
+        rotated_fraction: share of a head's values that rotate, the first ones. For PROPORTIONAL the share of its pairs.
+        context_len: context length that length-dependent frequencies are computed for; 0 = the original length.
+        temperature, temperature_length: queries are multiplied by 1 + temperature * ln(1 + floor(position / temperature_length)).
     """
 
     theta: float = 10000.0
@@ -50,7 +53,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    rotated_fraction: float = 1.0  # share of each head's values that rotate, the first ones; for PROPORTIONAL share of its pairs
+    rotated_fraction: float = 1.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     context_len: int = 0
@@ -58,68 +61,66 @@ class RopeConfig:
     temperature_length: int = 0
 
     @property
-    def is_for_short_contexts(self) -> bool:
-        """Return whether a run with a longer context would use other frequencies."""
+    def is_limited_to_original_len(self) -> bool:
+        """Return whether the frequencies depend on the length and are those for the original length, so no longer context may use them."""
         return self.type.depends_on_length and self.context_len <= self.original_max_positions
 
     def rotary_size(self, head_size: int) -> int:
-        """Return how many values of a head rotate."""
+        """Return how many of a head's values are in rotary pairs."""
         return head_size if self.type is RopeType.PROPORTIONAL else int(head_size * self.rotated_fraction)
 
     def for_context(self, max_model_len: int | None) -> "RopeConfig":
-        """Return the rotary settings for a run of up to `max_model_len` positions; None = the original length."""
+        """Return the settings for a run of up to `max_model_len` positions; None = the original context length."""
         if not self.type.depends_on_length:
             return self
         return replace(self, context_len=max(max_model_len or 0, self.original_max_positions))
 
 
 def read_rope(fields: JsonFields, family: "Family", *, head_size: int, layer_type: str = "full_attention") -> RopeConfig:
-    """Read rotary settings, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
+    """Read the settings of rotary embeddings from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files.
 
     Args:
-        layer_type: the type of layer to read them for.
+        layer_type: type of the layers whose settings are read: full_attention or sliding_attention.
 
     Raises:
         CheckpointError: A value is missing or out of range, or the type is not supported.
     """
     rope = _read_frequencies(fields, family, head_size, layer_type)
-    own = JsonFields(_rope_parameters_of_layer_type(fields, family, layer_type), fields.path)
+    own = JsonFields(_rope_parameters_for(fields, family, layer_type), fields.path)
     temperature = own.number("llama_4_scaling_beta", 0.0) if family.has_temperature_tuning else 0.0
     if temperature == 0.0:
         return rope
-    return replace(rope, temperature=temperature, temperature_length=own.size("original_max_position_embeddings"))
+    return replace(rope, temperature=temperature, temperature_length=own.integer("original_max_position_embeddings"))
 
 
 def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, layer_type: str) -> RopeConfig:
-    scaling = _rope_parameters_of_layer_type(fields, family, layer_type)
+    scaling = _rope_parameters_for(fields, family, layer_type)
     rope = JsonFields(scaling, fields.path)
-    rope_type = _rope_type(fields, family, scaling)
-    theta = rope.positive("rope_theta", _default_theta(fields, family, layer_type))
+    rope_type = _read_rope_type(fields, family, scaling)
+    theta = rope.positive_number("rope_theta", _default_theta(fields, family, layer_type))
     if rope_type is RopeType.PROPORTIONAL:
-        return RopeConfig(theta=theta, type=rope_type, factor=rope.positive("factor", 1.0), rotated_fraction=_fraction_of_pairs(rope))
-    fraction = _rotated_fraction(fields, family, rope, head_size)
-    max_positions = fields.size("max_position_embeddings")
+        return RopeConfig(theta, rope_type, rope.positive_number("factor", 1.0), rotated_fraction=_read_fraction_of_pairs(rope))
+    fraction = _read_rotated_fraction(fields, family, rope, head_size)
+    max_positions = fields.integer("max_position_embeddings")
     if rope_type is RopeType.DEFAULT:
         return RopeConfig(theta=theta, rotated_fraction=fraction)
     if rope_type is RopeType.DYNAMIC:
-        return RopeConfig(
-            theta=theta, type=rope_type, factor=rope.positive("factor"), original_max_positions=max_positions, rotated_fraction=fraction
-        )
+        return RopeConfig(theta, rope_type, rope.positive_number("factor"), max_positions, rotated_fraction=fraction)
     name = "original_max_position_embeddings"
-    original = fields.size(name, rope.size(name, max_positions))
-    # A checkpoint with a length-dependent rope type may omit the factor: it is the ratio of the two context lengths.
-    means_ratio = rope_type in (RopeType.YARN, RopeType.LONGROPE) and scaling.get("factor") is None
-    if means_ratio and fields.values.get(name) is None and scaling.get(name) is None:
+    original = fields.integer(name, rope.integer(name, max_positions))
+    # The factor may be missing: then it is the ratio of the new to the original context length.
+    uses_length_ratio = rope_type in (RopeType.YARN, RopeType.LONGROPE) and scaling.get("factor") is None
+    if uses_length_ratio and fields.values.get(name) is None and scaling.get(name) is None:
         raise CheckpointError(f"{fields.path}: the rope parameters of type {rope_type.value!r} have neither factor nor {name}")
     config = RopeConfig(
         theta=theta,
         type=rope_type,
-        factor=rope.positive("factor", max_positions / original if means_ratio else None),
+        factor=rope.positive_number("factor", max_positions / original if uses_length_ratio else None),
         original_max_positions=original,
-        low_freq_factor=rope.positive("low_freq_factor", 1.0),
-        high_freq_factor=rope.positive("high_freq_factor", 4.0),
-        beta_fast=rope.positive("beta_fast", 32.0),
-        beta_slow=rope.positive("beta_slow", 1.0),
+        low_freq_factor=rope.positive_number("low_freq_factor", 1.0),
+        high_freq_factor=rope.positive_number("high_freq_factor", 4.0),
+        beta_fast=rope.positive_number("beta_fast", 32.0),
+        beta_slow=rope.positive_number("beta_slow", 1.0),
         attention_factor=rope.optional_number("attention_factor"),
         mscale=rope.optional_number("mscale"),
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
@@ -130,14 +131,13 @@ def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, laye
         if original < 2:
             raise CheckpointError(f"{fields.path}: original_max_position_embeddings = {original}, longrope needs at least 2")
         num_pairs = config.rotary_size(head_size) // 2
-        return replace(
-            config, short_factors=rope.positives("short_factor", num_pairs), long_factors=rope.positives("long_factor", num_pairs)
-        )
-    _check_rope(config, fields)
+        short, long = (rope.positive_numbers(name, num_pairs) for name in ("short_factor", "long_factor"))
+        return replace(config, short_factors=short, long_factors=long)
+    _check_scaling_parameters(config, fields)
     return config
 
 
-def _rope_parameters_of_layer_type(fields: JsonFields, family: "Family", layer_type: str) -> Mapping[str, Any]:
+def _rope_parameters_for(fields: JsonFields, family: "Family", layer_type: str) -> Mapping[str, Any]:
     scaling = _rope_fields(fields)
     if isinstance(scaling, Mapping) and any(isinstance(value, Mapping) for value in scaling.values()) and family.has_local_rope:
         scaling = scaling.get(layer_type) or {}
@@ -147,16 +147,16 @@ def _rope_parameters_of_layer_type(fields: JsonFields, family: "Family", layer_t
             "give one for full_attention and one for sliding_attention"
         )
     elif family.has_local_rope and layer_type != "full_attention":
-        return {}  # older files scale the rope of full-attention layers only
+        return {}  # in older files rope_scaling applies to full-attention layers only
     if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):
         raise CheckpointError(f"{fields.path}: rope parameters {shortened(scaling)} are not supported, expected one set for all layers")
     return scaling
 
 
 def _rope_fields(fields: JsonFields) -> Any:
-    """Return `rope_parameters`, or `rope_scaling` of older files. transformers prefers the latter if both are given."""
+    """Return `rope_parameters`, or `rope_scaling` of older files. If a file has both, they must be equal."""
     newer, older = fields.values.get("rope_parameters") or {}, fields.values.get("rope_scaling") or {}
-    if newer and older and _with_defaults(newer, fields) != _with_defaults(older, fields):
+    if newer and older and _with_default_theta(newer, fields) != _with_default_theta(older, fields):
         raise CheckpointError(
             f"{fields.path}: rope_parameters = {shortened(newer)} and rope_scaling = {shortened(older)} differ: "
             "keep rope_parameters with the right values, rope_theta included, and remove rope_scaling"
@@ -164,14 +164,14 @@ def _rope_fields(fields: JsonFields) -> Any:
     return newer or older
 
 
-def _with_defaults(scaling: Any, fields: JsonFields) -> Any:
+def _with_default_theta(scaling: Any, fields: JsonFields) -> Any:
     if not isinstance(scaling, Mapping):
         return scaling
     defaults = {"rope_type": scaling.get("type", "default"), "rope_theta": fields.values.get("rope_theta", 10000.0)}
     return {name: value for name, value in {**defaults, **scaling}.items() if name != "type"}
 
 
-def _rope_type(fields: JsonFields, family: "Family", scaling: Mapping[str, Any]) -> RopeType:
+def _read_rope_type(fields: JsonFields, family: "Family", scaling: Mapping[str, Any]) -> RopeType:
     name = scaling.get("rope_type", scaling.get("type", "default"))
     name = family.rope_type_aliases.get(name, name) if isinstance(name, str) else name
     supported = [rope_type.value for rope_type in RopeType]
@@ -182,11 +182,11 @@ def _rope_type(fields: JsonFields, family: "Family", scaling: Mapping[str, Any])
 
 def _default_theta(fields: JsonFields, family: "Family", layer_type: str) -> float:
     if family.has_local_rope and layer_type != "full_attention":
-        return fields.positive("rope_local_base_freq", 10000.0)
-    return fields.positive("rope_theta", 10000.0)
+        return fields.positive_number("rope_local_base_freq", 10000.0)
+    return fields.positive_number("rope_theta", 10000.0)
 
 
-def _rotated_fraction(fields: JsonFields, family: "Family", rope: JsonFields, head_size: int) -> float:
+def _read_rotated_fraction(fields: JsonFields, family: "Family", rope: JsonFields, head_size: int) -> float:
     fraction = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if fraction != 1.0 and not family.has_partial_rope:
         raise CheckpointError(f"{fields.path}: partial_rotary_factor = {fraction} is not supported for {family.name}, only 1.0 is")
@@ -198,14 +198,14 @@ def _rotated_fraction(fields: JsonFields, family: "Family", rope: JsonFields, he
     return fraction
 
 
-def _fraction_of_pairs(rope: JsonFields) -> float:
+def _read_fraction_of_pairs(rope: JsonFields) -> float:
     fraction = rope.number("partial_rotary_factor", 1.0)
     if not 0.0 < fraction <= 1.0:
         raise CheckpointError(f"{rope.path}: partial_rotary_factor = {fraction}, expected a number above 0 and up to 1")
     return fraction
 
 
-def _check_rope(config: RopeConfig, fields: JsonFields) -> None:
+def _check_scaling_parameters(config: RopeConfig, fields: JsonFields) -> None:
     if config.high_freq_factor <= config.low_freq_factor:
         raise CheckpointError(
             f"{fields.path}: high_freq_factor = {config.high_freq_factor} must be above low_freq_factor = {config.low_freq_factor}"

@@ -1,4 +1,4 @@
-"""Offsets of recurrent states: one float32 array with the states of all layers of a sequence, and one with the record of each row."""
+"""Memory layout of recurrent states. A sequence has a float32 array with the states of all layers, and one with a record per token."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,28 +8,28 @@ from paceline.models.layers import Recurrent
 
 @dataclass(frozen=True, slots=True)
 class LayerStateLayout:
-    """Offsets of one layer, in floats.
+    """Where one layer's state and record are in the arrays of a sequence. Offsets and sizes count floats.
 
-    A state has the last inputs of the convolution [kernel_size - 1, C], oldest first, then the matrices as
-    [heads, columns / block, rows, block], with columns padded to whole blocks. A record, from which a row's update can be replayed, has the
-    input [C], the keys [key_width], the updates [value_width] and the decays [heads].
+    The state has the last inputs of the convolution [kernel_size - 1, C], oldest first, then the matrices as
+    [heads, columns / block, rows, block], with columns padded to whole blocks. The record of a token has what is needed to apply its update
+    again: the convolution's input [C], keys [key_width], updates [value_width] and decays [heads].
 
     Attributes:
-        conv_at, matrices_at: offsets in a state.
-        record_at: offset in a record.
-        block: adjacent columns in the layout; 0 = there are no matrices.
+        conv_offset, matrices_offset: offsets in the array of states.
+        record_offset: offset in a record.
+        block: number of columns that are stored next to each other; 0 = the mixer has no matrices.
     """
 
     mixer: Recurrent
-    conv_at: int
-    matrices_at: int
-    record_at: int
+    conv_offset: int
+    matrices_offset: int
+    record_offset: int
     block: int
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of column blocks of a head's state matrix."""
-        state = self.mixer.state
+        """Return how many column blocks a head's state matrix has."""
+        state = self.mixer.state_shape
         return 0 if state is None else -(-state.columns // self.block)
 
     @property
@@ -38,37 +38,37 @@ class LayerStateLayout:
 
     @property
     def matrices_size(self) -> int:
-        state = self.mixer.state
+        state = self.mixer.state_shape
         return 0 if state is None else state.heads * state.rows * self.num_blocks * self.block
 
     @property
     def record_size(self) -> int:
-        state = self.mixer.state
+        state = self.mixer.state_shape
         return self.mixer.channels + (0 if state is None else state.key_width + state.value_width + state.heads)
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Offsets of all recurrent layers in a state and in a record, by layer index."""
+    """Layout of all recurrent layers, by layer index, and the total sizes of a sequence's states and of a token's record, in floats."""
 
     layers: Mapping[int, LayerStateLayout]
     state_size: int
     record_size: int
 
     @classmethod
-    def of(cls, recurrent_layers: Mapping[int, Recurrent]) -> "StateLayout":
+    def for_layers(cls, recurrent_layers: Mapping[int, Recurrent]) -> "StateLayout":
         layers, state_size, record_size = {}, 0, 0
         for layer, mixer in recurrent_layers.items():
-            state = mixer.state
+            state = mixer.state_shape
             block = 0 if state is None else 32 if state.columns % 32 == 0 else 16
-            conv_at = state_size
-            place = LayerStateLayout(mixer, conv_at, 0, record_size, block)
-            matrices_at = conv_at + _whole_lanes(place.conv_size)
-            layers[layer] = LayerStateLayout(mixer, conv_at, matrices_at, record_size, block)
-            state_size = matrices_at + place.matrices_size
-            record_size += _whole_lanes(place.record_size)
+            conv_offset = state_size
+            sizes = LayerStateLayout(mixer, conv_offset, 0, record_size, block)
+            matrices_offset = conv_offset + _round_up_to_vector(sizes.conv_size)
+            layers[layer] = LayerStateLayout(mixer, conv_offset, matrices_offset, record_size, block)
+            state_size = matrices_offset + sizes.matrices_size
+            record_size += _round_up_to_vector(sizes.record_size)
         return cls(layers, state_size, record_size)
 
 
-def _whole_lanes(count: int) -> int:
+def _round_up_to_vector(count: int) -> int:
     return -(-count // 16) * 16

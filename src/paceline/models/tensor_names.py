@@ -1,4 +1,4 @@
-"""The tensors of a network: internal names such as `layers.3.q_proj.weight`, shapes, and names in Hugging Face checkpoints."""
+"""The tensors of a network: their internal names such as `layers.3.q_proj.weight`, shapes, and names in Hugging Face checkpoints."""
 
 from collections.abc import Mapping
 from math import prod
@@ -19,7 +19,7 @@ from paceline.models.layers import (
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Return the number of values of all tensors of the network."""
+    """Return the number of parameters of the network."""
     return sum(map(prod, tensor_shapes(config).values()))
 
 
@@ -50,8 +50,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         shapes |= _mixer_shapes(layer.mixer, hidden)
     if mlp is not None:
         shapes |= _expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden)
-    if layer.input is not None:
-        shapes |= {"input_gate.weight": (layer.input.size, hidden), "input_proj.weight": (hidden, layer.input.size)}
+    if layer.per_layer_input is not None:
+        shapes |= {"input_gate.weight": (layer.per_layer_input.size, hidden), "input_proj.weight": (hidden, layer.per_layer_input.size)}
         shapes["input_norm.weight"] = (hidden,)
     if layer.has_output_scale:
         shapes["output_scale.weight"] = (1,)
@@ -86,13 +86,13 @@ def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[in
 
 
 def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a recurrent mixer. `decay.weight` is the negative factor of softplus, -exp(A_log)."""
+    """Return the shapes of a recurrent mixer's tensors. `decay.weight` is -exp(A_log)."""
     channels = mixer.channels
     shapes: dict[str, tuple[int, ...]] = {"conv.weight": (channels, mixer.kernel_size)}
     if isinstance(mixer, ShortConvConfig):
         shapes |= {"conv.bias": (channels,)} if mixer.bias else {}
         return shapes | _projection_shapes(dict.fromkeys(("conv_proj", "b_proj", "c_proj", "o_proj"), (hidden, hidden, mixer.bias)))
-    state = mixer.state
+    state = mixer.state_shape
     shapes |= {"decay.weight": (state.heads,), "decay.bias": (state.heads,)}
     if isinstance(mixer, GatedDeltaConfig):
         shapes["gated_norm.weight"] = (mixer.value_size,)
@@ -106,7 +106,7 @@ def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...
 
 
 def _projection_shapes(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of weights and biases from rows, columns and whether there is a bias."""
+    """Return the shapes of weights and biases, given (rows, columns, has_bias) by name of the projection."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, has_bias) in projections.items():
         shapes[f"{name}.weight"] = (rows, columns)
@@ -116,8 +116,8 @@ def _projection_shapes(projections: Mapping[str, tuple[int, int, bool]]) -> dict
 
 
 def _mlp_shapes(mlp: DenseMLP, hidden: int, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    taken = dict.fromkeys(("gate_proj", "up_proj") if mlp.has_gate else ("up_proj",), (mlp.intermediate_size, hidden, mlp.bias))
-    matrices = {**taken, "down_proj": (hidden, mlp.intermediate_size, mlp.bias)}
+    inputs = dict.fromkeys(("gate_proj", "up_proj") if mlp.has_gate else ("up_proj",), (mlp.intermediate_size, hidden, mlp.bias))
+    matrices = {**inputs, "down_proj": (hidden, mlp.intermediate_size, mlp.bias)}
     return _projection_shapes({prefix + name: size for name, size in matrices.items()})
 
 
@@ -161,7 +161,7 @@ _CHECKPOINT_MODULES = {
     "attention_gate": "self_attn.q_proj",
     "correction": "e_score_correction_bias",
 }
-_OUTPUT_SCALE = "layer_scalar"  # checkpoint name of the scalar, which has no suffix `.weight`
+_OUTPUT_SCALE = "layer_scalar"  # checkpoint name of `output_scale.weight`, without a suffix
 _OUTPUT_NORMS = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 _NORMS = {
     NormOrder.PRE: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
@@ -171,40 +171,40 @@ _NORMS = {
 
 
 def checkpoint_names(config: ModelConfig) -> dict[str, str]:
-    """Return the checkpoint names of the network's tensors: `layers.3.q_proj.weight` is `model.layers.3.self_attn.q_proj.weight`."""
-    names, own_parts = {}, FAMILIES[config.family].module_names
-    parts_of = {layer: _layer_checkpoint_names(layer, config) for layer in dict.fromkeys(config.layers)}
+    """Return checkpoint names by internal names, such as `model.layers.3.self_attn.q_proj.weight` for `layers.3.q_proj.weight`."""
+    names, family_names = {}, FAMILIES[config.family].module_names
+    names_by_layer = {layer: _layer_checkpoint_names(layer, config) for layer in dict.fromkeys(config.layers)}
     for name in tensor_shapes(config):
         if not name.startswith("layers."):
             part, kind = name.split(".")
-            names[name] = f"{own_parts.get(part, _CHECKPOINT_MODULES[part])}.{kind}"
+            names[name] = f"{family_names.get(part, _CHECKPOINT_MODULES[part])}.{kind}"
             continue
         _, index, *path = name.split(".")
-        parts = parts_of[config.layers[int(index)]]
+        parts = names_by_layer[config.layers[int(index)]]
         if (whole := ".".join(path)) in parts:
             names[name] = f"model.layers.{index}.{parts[whole]}"
             continue
         first, *others = path
-        inside = first in ("experts", "shared_expert")  # inside these modules, checkpoint names equal internal names
-        others = others if inside else [parts.get(part, part) for part in others]
+        is_expert = first in ("experts", "shared_expert")  # names of tensors in experts are the same in checkpoints
+        others = others if is_expert else [parts.get(part, part) for part in others]
         last = [_OUTPUT_SCALE] if first == "output_scale" else [parts[first], *others]
         names[name] = ".".join(["model", "layers", index, *last])
     return names
 
 
 def _layer_checkpoint_names(layer: LayerConfig, config: ModelConfig) -> dict[str, str]:
-    """Return the checkpoint names of the modules of a layer, and of single tensors."""
+    """Return the checkpoint names of a layer's modules, and of tensors whose checkpoint name does not follow from their module."""
     family = FAMILIES[config.family]
     recurrent = _recurrent_checkpoint_names(layer.mixer, family.recurrent_module) if isinstance(layer.mixer, Recurrent) else {}
     return {**_CHECKPOINT_MODULES, **_NORMS[layer.norm_order], **family.module_names, **recurrent}
 
 
 def _recurrent_checkpoint_names(mixer: Recurrent, prefix: str) -> dict[str, str]:
-    """Return the checkpoint names of a recurrent mixer. Rows of a fused matrix have the name of the whole matrix."""
+    """Return the checkpoint names of a recurrent mixer. Projections that are fused in one matrix all have that matrix's name."""
     if isinstance(mixer, GatedDeltaConfig):
         projections = {"conv_proj": "in_proj_qkv", "z_proj": "in_proj_z", "b_proj": "in_proj_b", "a_proj": "in_proj_a"}
     else:
         projections = dict.fromkeys(("conv_proj", "z_proj", "b_proj", "c_proj", "dt_proj"), "in_proj")
-    own = {"decay.weight": "A_log", "decay.bias": "dt_bias", "skip.weight": "D", "gated_norm": "norm", "o_proj": "out_proj"}
-    own["conv"] = "conv" if isinstance(mixer, ShortConvConfig) else "conv1d"
-    return {ours: f"{prefix}.{theirs}" for ours, theirs in {**projections, **own}.items()}
+    names = {"decay.weight": "A_log", "decay.bias": "dt_bias", "skip.weight": "D", "gated_norm": "norm", "o_proj": "out_proj"}
+    names["conv"] = "conv" if isinstance(mixer, ShortConvConfig) else "conv1d"
+    return {name: f"{prefix}.{stored}" for name, stored in {**projections, **names}.items()}

@@ -25,18 +25,18 @@ from paceline.models.storage.stacked_experts import split_experts
 from paceline.models.storage.stored_model import StoredModel, open_stored
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 
-_STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
+_SUPPORTED_DTYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
     "F32": (WeightType.F32, np.dtype("<f4")),
     "F16": (WeightType.F16, np.dtype("<f2")),
     "BF16": (WeightType.BF16, np.dtype("<u2")),
 }
 _BF16_SHIFT = np.uint32(16)
-_KV_TENSORS = ("k_proj", "v_proj", "k_norm", "v_norm")
+_KV_MODULES = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor, a read-only view of the mapped file. bf16, which numpy lacks, is the uint16 of its bits."""
+    """A float tensor, mostly a read-only view of the mapped file. numpy has no bf16, so its bits are held as uint16."""
 
     array: NDArray[Any]
     weight_type: WeightType
@@ -49,7 +49,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GroupedTensor:
-    """One matrix as groups of quantised codes; `weight_type` is the type that results are computed in."""
+    """A quantised matrix. `weight_type` is the float type that products with it are computed in."""
 
     matrix: GroupedMatrix
     weight_type: WeightType = WeightType.F32
@@ -68,11 +68,11 @@ AnyTensor = Tensor | GroupedTensor
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor before it is read or computed.
+    """Shape, type and size of a tensor, known before its values are read or computed.
 
     Attributes:
-        bits: of a code; None = no groups.
-        nbytes: in memory.
+        bits: number of bits of a quantised code; None = the tensor is not quantised.
+        nbytes: number of bytes in memory.
     """
 
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class Weights(Mapping[str, AnyTensor]):
         has_encoders: the files include image or audio encoders, which are not read.
         container: the format of quantised matrices in the files; None = there are none.
         notices: messages for users.
-        packed: quantised matrices by internal names, which `packed_weights.py` converts.
+        packed: quantised matrices that are not converted yet, by internal names. `PackedWeights` converts them on first use.
     """
 
     bundled_head: str | None = None
@@ -110,10 +110,10 @@ class Weights(Mapping[str, AnyTensor]):
         """
         stored = open_stored(directory, config)
         weights = cls.from_stored_tensors(directory, stored.tensors, stored.files, config)
-        weights.describe(stored)
+        weights.copy_description(stored)
         return weights
 
-    def describe(self, stored: StoredModel) -> None:
+    def copy_description(self, stored: StoredModel) -> None:
         """Copy notices and container name from an opened checkpoint directory."""
         self.bundled_head, self.has_encoders = stored.bundled_head, stored.has_encoders
         if stored.container is not None:
@@ -131,23 +131,23 @@ class Weights(Mapping[str, AnyTensor]):
         """Check the tensors of a checkpoint against its config.
 
         Args:
-            stored: by plain names, as `open_stored` returns them.
-            elsewhere: internal names of tensors that the caller provides.
+            stored: tensors by checkpoint names without the prefix of a multimodal model (`open_stored`).
+            provided_elsewhere: internal names of tensors that need not be in `stored`, because the caller has them.
 
         Raises:
             CheckpointError: As in `open`.
         """
         shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in provided_elsewhere}
-        wanted = {name: in_file for name, in_file in checkpoint_names(config).items() if name in shapes}
+        expected = {name: in_file for name, in_file in checkpoint_names(config).items() if name in shapes}
         if FAMILIES[config.family].has_fused_projections:
             stored = _split_fused_projections(stored, config)
         stored = split_experts(stored, config)
-        if config.tied_embeddings and wanted["embedding.weight"] not in stored and "lm_head.weight" in stored:
-            wanted["embedding.weight"] = "lm_head.weight"  # a tied matrix may be stored under either name
-        missing = [name for name in wanted.values() if name not in stored]
+        if config.tied_embeddings and expected["embedding.weight"] not in stored and "lm_head.weight" in stored:
+            expected["embedding.weight"] = "lm_head.weight"  # checkpoints with tied embeddings store the matrix under either name
+        missing = [name for name in expected.values() if name not in stored]
         if missing:
             raise CheckpointError(f"{directory} lacks {name_list(missing)} that its config.json requires: it may be another model's config")
-        known = set(wanted.values())
+        known = set(expected.values())
         others = {name: one for name, one in stored.items() if name not in known and not _is_ignorable(name, config)}
         unknown = [name for name, one in others.items() if not _is_zero_bias(name, one, files)]
         if unknown:
@@ -155,7 +155,7 @@ class Weights(Mapping[str, AnyTensor]):
                 f"{directory} holds {name_list(unknown)} that a {config.family} model with this config.json does not have; "
                 "running without them would give other tokens"
             )
-        found = {name: (in_file, stored[in_file]) for name, in_file in wanted.items()}
+        found = {name: (in_file, stored[in_file]) for name, in_file in expected.items()}
         packed = {name: check_shape(in_file, one, shapes[name]) for name, (in_file, one) in found.items() if isinstance(one, PackedMatrix)}
         tensors = {
             name: open_tensor(in_file, one, shapes[name], files) for name, (in_file, one) in found.items() if isinstance(one, StoredTensor)
@@ -180,19 +180,19 @@ class Weights(Mapping[str, AnyTensor]):
         return len(self._tensors)
 
     def names(self) -> list[str]:
-        """Return internal names, in the order of use in the network."""
+        """Return the internal names of all tensors, in the order in which a forward pass uses them."""
         return list(self._tensors)
 
     def has(self, name: str) -> bool:
         """Return whether the network has this tensor."""
         return name in self._tensors
 
-    def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Return the exact values of some rows of a matrix, [len(numbers), columns]. Other rows are not read."""
-        return as_float32(self[name], numbers)
+    def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Return the matrix rows with these indices as exact float32, [len(row_indices), columns]. Other rows are not read."""
+        return as_float32(self[name], row_indices)
 
     def free_tensor(self, name: str) -> None:
-        """Free the memory of a tensor. The next use reads or computes it again."""
+        """Free the memory of a tensor. Its next use reads or computes the tensor again."""
         if (found := self._tensors.get(name)) is not None:
             drop_pages(found.matrix.arrays if isinstance(found, GroupedTensor) else (found.array,))
 
@@ -203,11 +203,11 @@ class Weights(Mapping[str, AnyTensor]):
         return TensorInfo(tensor.shape, tensor.weight_type, bits, tensor.nbytes)
 
     def stored_blocks(self, name: str) -> StoredBlocks | None:
-        """Return a matrix in the quantised blocks of its GGUF file; None if it has none."""
+        """Return a matrix as the quantised blocks of a GGUF file; None if it is not stored in such blocks."""
         return None
 
     def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
-        """Return arrays that determine the values of a tensor, for a digest."""
+        """Return the stored arrays that determine the values of a tensor, to compute a digest from."""
         tensor = self[name]
         return tensor.matrix.arrays if isinstance(tensor, GroupedTensor) else (tensor.array,)
 
@@ -219,7 +219,7 @@ class Weights(Mapping[str, AnyTensor]):
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor computed on first use: its shape and type, the stored arrays that determine it, and the function that computes it."""
+    """A tensor computed on first use: shape and type, the stored arrays that determine its values, and the function to call."""
 
     info: TensorInfo
     arrays: tuple[NDArray[Any], ...]
@@ -230,8 +230,8 @@ class LazyWeights(Weights):
     """`Weights` whose tensors are computed on first use, and kept until `free_tensor`.
 
     Args:
-        names: names of all tensors, in the order of use.
-        make: returns a tensor by its name.
+        names: names of all tensors, in the order in which a forward pass uses them.
+        make: returns the tensor of a name.
     """
 
     def __init__(self, names: Iterable[str], make: Callable[[str], AnyTensor]) -> None:
@@ -263,7 +263,7 @@ class LazyWeights(Weights):
 
 
 def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDArray[np.float32]:
-    """Return the exact values of all rows, or of `rows`, as float32; a view if stored as such."""
+    """Return all rows, or the rows with the indices `rows`, as exact float32; a view if the tensor is stored in float32."""
     if isinstance(tensor, GroupedTensor):
         return tensor.matrix.values(slice(None) if rows is None else rows)
     stored = tensor.array if rows is None else tensor.array.take(rows, 0)
@@ -274,13 +274,13 @@ def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDAr
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Round float32 values to bf16 bits, to nearest even."""
+    """Round float32 values to the nearest bf16, ties to even, and return its bits."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + (np.uint32(0x7FFF) + ((bits >> _BF16_SHIFT) & np.uint32(1)))) >> _BF16_SHIFT).astype(np.uint16)
 
 
 def take_rows(tensor: AnyTensor, rows: NDArray[np.int64] | slice) -> AnyTensor:
-    """Return the matrix of some rows: a view for a slice, otherwise a copy."""
+    """Return a matrix with only the selected rows: a view for a slice, otherwise a copy."""
     if isinstance(tensor, GroupedTensor):
         return replace(tensor, matrix=tensor.matrix.take_rows(rows))
     array = tensor.array[rows]
@@ -288,7 +288,7 @@ def take_rows(tensor: AnyTensor, rows: NDArray[np.int64] | slice) -> AnyTensor:
 
 
 def _split_fused_projections(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
-    """Return q, k, v, gate and up as row ranges of fused matrices: views of the same bytes."""
+    """Return the tensors with fused qkv and gate_up matrices replaced by their parts, which are views of the same bytes."""
     tensors = dict(stored)
     for index, layer in enumerate(config.layers):
         query_size, kv_size = layer.attention.query_size, layer.attention.kv_size
@@ -298,13 +298,13 @@ def _split_fused_projections(stored: Mapping[str, StoredWeight], config: ModelCo
         for stack, sizes in stacks.items():
             name = f"model.layers.{index}.{stack}.weight"
             if name in tensors:
-                parts = _row_ranges(name, tensors.pop(name), list(sizes.values()))
+                parts = _split_rows(name, tensors.pop(name), list(sizes.values()))
                 tensors |= {name.replace(stack, part): tensor for part, tensor in zip(sizes, parts, strict=True)}
     return tensors
 
 
-def _row_ranges(name: str, tensor: StoredWeight, sizes: Sequence[int]) -> list[StoredWeight]:
-    """Split a matrix into row ranges of these sizes."""
+def _split_rows(name: str, tensor: StoredWeight, sizes: Sequence[int]) -> list[StoredWeight]:
+    """Split a matrix into consecutive row ranges with these numbers of rows."""
     if len(tensor.shape) != 2 or tensor.shape[0] != sum(sizes):
         where = tensor.where if isinstance(tensor, PackedMatrix) else f"{tensor.path}: tensor {name!r}"
         raise CheckpointError(
@@ -313,7 +313,7 @@ def _row_ranges(name: str, tensor: StoredWeight, sizes: Sequence[int]) -> list[S
         )
     ends = list(accumulate(sizes))
     if isinstance(tensor, PackedMatrix):
-        return [tensor.rows(slice(end - rows, end)) for rows, end in zip(sizes, ends, strict=True)]
+        return [tensor.select_rows(slice(end - rows, end)) for rows, end in zip(sizes, ends, strict=True)]
     row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
     begin = tensor.begin
     return [
@@ -323,25 +323,25 @@ def _row_ranges(name: str, tensor: StoredWeight, sizes: Sequence[int]) -> list[S
 
 
 def _is_stored_minus_one(name: str) -> bool:
-    """Return whether a norm weight is stored minus 1. Norms after recurrent mixers are stored unchanged."""
+    """Return whether a tensor is a norm weight that is stored minus 1. Norms after recurrent mixers are stored unchanged."""
     return name.endswith("norm.weight") and not name.endswith("gated_norm.weight")
 
 
 def _add_norm_offset_of_one(tensor: AnyTensor) -> Tensor:
-    """Return a norm weight plus 1, in float32, because the sum may need more bits than the file's type has."""
+    """Return a norm weight plus 1. The result is float32, because the sum may need more bits than the file's type has."""
     return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)
 
 
 def half_split_order(num_rows: int, head_size: int, rotary_size: int) -> NDArray[np.int64]:
-    """Return the stored row of each row of q or k, for files whose rotary pairs are interleaved (GPT-J style)."""
+    """Return the indices that reorder q or k rows from interleaved rotary pairs (GPT-J style) to pairs (j, j + R/2)."""
     heads = np.arange(num_rows).reshape(-1, head_size)
-    turned, passed = heads[:, :rotary_size], heads[:, rotary_size:]
-    halves = turned.reshape(len(heads), -1, 2).swapaxes(1, 2).reshape(len(heads), rotary_size)
-    return np.concatenate((halves, passed), axis=1).reshape(num_rows)
+    rotated, unrotated = heads[:, :rotary_size], heads[:, rotary_size:]
+    halves = rotated.reshape(len(heads), -1, 2).swapaxes(1, 2).reshape(len(heads), rotary_size)
+    return np.concatenate((halves, unrotated), axis=1).reshape(num_rows)
 
 
 def _reorder_rope_rows(tensors: dict[str, Tensor], packed: dict[str, PackedMatrix], config: ModelConfig) -> None:
-    """Copy q and k into the network's row order, with rotary pairs (j, j + R/2)."""
+    """Reorder the rows of q and k in place, so that rotary pairs are (j, j + R/2)."""
     for index, attention in config.attention_layers.items():
         head_size = attention.head_size
         for name in (f"layers.{index}.{part}.{kind}" for part in ("q_proj", "k_proj") for kind in ("weight", "bias")):
@@ -350,16 +350,16 @@ def _reorder_rope_rows(tensors: dict[str, Tensor], packed: dict[str, PackedMatri
                 continue
             order = half_split_order(found.shape[0], head_size, attention.rope.rotary_size(head_size))
             if isinstance(found, PackedMatrix):
-                packed[name] = found.rows(order)
+                packed[name] = found.select_rows(order)
             else:
                 tensors[name] = replace(found, array=found.array[order])
 
 
 def check_shape(name: str, stored: PackedMatrix, shape: tuple[int, ...]) -> PackedMatrix:
-    """Return the matrix if it has this shape.
+    """Return `stored`, after checking its shape.
 
     Raises:
-        CheckpointError: It has another.
+        CheckpointError: The matrix has another shape.
     """
     if stored.shape != shape:
         raise CheckpointError(
@@ -370,30 +370,30 @@ def check_shape(name: str, stored: PackedMatrix, shape: tuple[int, ...]) -> Pack
 
 
 def open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: Mapping[Path, NDArray[np.uint8]]) -> Tensor:
-    """Return a view of a stored tensor.
+    """Return a view of a stored tensor in its mapped file.
 
     Raises:
-        CheckpointError: It has another shape, or an unsupported type.
+        CheckpointError: The tensor has another shape, or an unsupported type.
     """
     if stored.shape != shape:
         raise CheckpointError(
             f"{stored.path}: tensor {name!r} has shape {list(stored.shape)}, but config.json requires {list(shape)}; "
             "one of the two files belongs to another model"
         )
-    if stored.dtype not in _STORED_TYPES:
+    if stored.dtype not in _SUPPORTED_DTYPES:
         raise CheckpointError(
-            f"{stored.path}: tensor {name!r} is of type {stored.dtype}, supported are {', '.join(_STORED_TYPES)}: "
+            f"{stored.path}: tensor {name!r} is of type {stored.dtype}, supported are {', '.join(_SUPPORTED_DTYPES)}: "
             "use an unquantised checkpoint"
         )
-    weight_type, item_type = _STORED_TYPES[stored.dtype]
+    weight_type, item_type = _SUPPORTED_DTYPES[stored.dtype]
     return Tensor(view_tensor(stored, files[stored.path], item_type), weight_type, shape)
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor is not needed: rotary frequencies, a second copy of the tied matrix, and unused k and v projections."""
+    """Return whether a tensor is not needed: rotary frequencies, lm_head of tied embeddings, k and v of layers that share a cache."""
     if name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight"):
         return True
-    unused = re.fullmatch(rf"model\.layers\.(\d{{1,9}})\.self_attn\.({'|'.join(_KV_TENSORS)})\.(weight|bias)", name)
+    unused = re.fullmatch(rf"model\.layers\.(\d{{1,9}})\.self_attn\.({'|'.join(_KV_MODULES)})\.(weight|bias)", name)
     return unused is not None and shares_kv(config, int(unused[1]))
 
 
@@ -403,7 +403,7 @@ def shares_kv(config: ModelConfig, layer: int) -> bool:
 
 
 def _is_zero_bias(name: str, stored: StoredWeight, files: Mapping[Path, NDArray[np.uint8]]) -> bool:
-    """Return whether a tensor is a bias of zeros, which AutoGPTQ adds to every matrix."""
+    """Return whether a tensor is a bias of zeros. AutoGPTQ adds one to every matrix, also where the network has no bias."""
     return isinstance(stored, StoredTensor) and name.endswith(".bias") and not files[stored.path][stored.begin : stored.end].any()
 
 

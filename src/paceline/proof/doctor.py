@@ -82,12 +82,12 @@ class AdapterDiagnosis:
     @classmethod
     def of(cls, adapter: Adapter) -> "AdapterDiagnosis":
         """Return the facts of an adapter."""
-        arrays = [array for one in adapter.products.values() for array in (one.down, one.up)]
-        arrays += [*adapter.biases.values(), *adapter.saved.values()]
+        arrays = [array for one in adapter.low_rank_updates.values() for array in (one.down, one.up)]
+        arrays += [*adapter.biases.values(), *adapter.replacements.values()]
         mixture = adapter.mixture
         arrays += [] if mixture is None else [array for layer in mixture.classifier for array in layer]
-        largest = max((len(one.down) for one in adapter.products.values()), default=0)
-        counts = len(adapter.products), len(adapter.biases), len(adapter.saved)
+        largest = max((len(one.down) for one in adapter.low_rank_updates.values()), default=0)
+        counts = len(adapter.low_rank_updates), len(adapter.biases), len(adapter.replacements)
         num_mixed = 0 if mixture is None else mixture.num_adapters
         return cls(adapter.name, *counts, largest, sum(array.nbytes for array in arrays), num_mixed)
 

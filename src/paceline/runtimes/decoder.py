@@ -307,9 +307,9 @@ def decoder_layer(
         stream = x
         mixed = convolved(before(x, "mlp_norm"), "mlp_convolution", lambda n: mlp_part(blocks, mlp, n, layer, stream))
         x = blocks.add(x, after(mixed, "mlp_output_norm"))
-    if config.input is not None and layer_input is not None:
+    if config.per_layer_input is not None and layer_input is not None:
         (gate,) = blocks.linear(x, prefix + "input_gate")
-        (added,) = blocks.linear(blocks.gated(gate, layer_input, config.input.activation), prefix + "input_proj")
+        (added,) = blocks.linear(blocks.gated(gate, layer_input, config.per_layer_input.activation), prefix + "input_proj")
         x = blocks.add(x, blocks.rms_norm(added, prefix + "input_norm"))
     return blocks.scale_by(x, prefix + "output_scale") if config.has_output_scale else x
 

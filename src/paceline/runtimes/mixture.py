@@ -27,11 +27,11 @@ class Classifier(ABC):
     """Computes the scalings of rows; each runtime provides the matrix products.
 
     Attributes:
-        pass_scaling: the constant scaling during the scaling pass; 0 = that pass runs without adapters.
+        scaling_pass_value: the constant scaling during the scaling pass; 0 = that pass runs without adapters.
     """
 
     def __init__(self, mixture: XLoraMixture) -> None:
-        self._mixture, self.pass_scaling = mixture, mixture.pass_scaling
+        self._mixture, self.scaling_pass_value = mixture, mixture.scaling_pass_value
 
     @abstractmethod
     def logits(self, hidden_states: Any) -> FloatArray:
@@ -39,14 +39,14 @@ class Classifier(ABC):
 
     def constant(self, num_rows: int) -> FloatArray:
         """Return the constant scalings [rows, L * K] that adapters have in the scaling pass (L layers, K adapters)."""
-        return np.full((num_rows, self._mixture.num_layers * self._mixture.num_adapters), self.pass_scaling, np.float32)
+        return np.full((num_rows, self._mixture.num_scaled_matrices * self._mixture.num_adapters), self.scaling_pass_value, np.float32)
 
     @np.errstate(over="ignore", invalid="ignore")  # rows with NaN or infinity are reported after the pass
     def scalings(self, hidden_states: Any) -> FloatArray:
         """Return the scalings [rows, L * K] of the adapters in the pass that computes logits, from the scaling pass's hidden states."""
         mixture, found = self._mixture, self.logits(hidden_states)
         num_rows, width = found.shape
-        found = found.reshape(-1, mixture.num_layers, mixture.num_adapters)
+        found = found.reshape(-1, mixture.num_scaled_matrices, mixture.num_adapters)
         if mixture.temperature is not None:
             found = _softmax(found / np.float32(mixture.temperature))
         if mixture.top_k is not None:
@@ -72,7 +72,7 @@ def row_scalings(
     ranges, taken, rows, start = list[RowRange](), list[NDArray[np.int32]](), dict[int, list[NDArray[np.int32]]](), 0
     for item in batch.ranges:
         if item.adapter in classifiers:
-            adapter = item.adapter if classifiers[item.adapter].pass_scaling != 0.0 else 0
+            adapter = item.adapter if classifiers[item.adapter].scaling_pass_value != 0.0 else 0
             ranges.append(item._replace(start=start, adapter=adapter))
             taken.append(np.arange(item.start, item.start + item.num_rows, dtype=np.int32))
             rows.setdefault(item.adapter, []).append(np.arange(start, start + item.num_rows, dtype=np.int32))
@@ -80,7 +80,8 @@ def row_scalings(
     if not ranges:
         return {}
     numbers, own_rows = np.concatenate(taken), {adapter: np.concatenate(parts) for adapter, parts in rows.items()}
-    constants = {adapter: classifiers[adapter].constant(len(own)) for adapter, own in own_rows.items() if classifiers[adapter].pass_scaling}
+    used = {adapter: own for adapter, own in own_rows.items() if classifiers[adapter].scaling_pass_value}
+    constants = {adapter: classifiers[adapter].constant(len(own)) for adapter, own in used.items()}
     part = ForwardBatch(batch.positions[numbers], tuple(ranges))
     hidden = run_pass({name: values[numbers] for name, values in inputs.items()}, part, constants)
     return {adapter: classifiers[adapter].scalings(hidden[own.astype(np.int64)]) for adapter, own in own_rows.items()}

@@ -84,7 +84,7 @@ def test_unsupported_adapter_setting_is_refused_by_name(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
 def test_adapter_init_settings_without_effect_on_weights_are_accepted(start: object, tmp_path: Path) -> None:
-    assert len(read(write_adapter(tmp_path, of_queries(), init_lora_weights=start)).products) == LAYERS
+    assert len(read(write_adapter(tmp_path, of_queries(), init_lora_weights=start)).low_rank_updates) == LAYERS
 
 
 def test_adapter_settings_without_effect_are_ignored(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_adapter_settings_without_effect_are_ignored(tmp_path: Path) -> None:
         "megatron_core": "megatron.core",
         "inference_mode": True,
     }
-    assert len(read(write_adapter(tmp_path, of_queries(), new_and_empty=None, **settings)).products) == LAYERS
+    assert len(read(write_adapter(tmp_path, of_queries(), new_and_empty=None, **settings)).low_rank_updates) == LAYERS
 
 
 FILES: dict[str, tuple[Tensors, str]] = {
@@ -135,14 +135,14 @@ def test_unused_adapter_tensor_is_refused_by_name(name: str, tmp_path: Path) -> 
 
 
 def test_adapter_rank_larger_than_both_matrix_sides_is_refused(tmp_path: Path) -> None:
-    assert len(read(write_adapter(tmp_path, of_queries(64), r=64)).products) == LAYERS
+    assert len(read(write_adapter(tmp_path, of_queries(64), r=64)).low_rank_updates) == LAYERS
     with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj of rank 65, a matrix of \[64, 64\] takes at most 64"):
         read(write_adapter(tmp_path, of_queries(65), r=65))
 
 
 def test_adapter_larger_than_memory_is_refused_before_reading(tmp_path: Path) -> None:
     adapter, size = write_adapter(tmp_path, of_queries()), 2 * 4 * LAYERS * 2 * 4 * 64
-    assert read(adapter, memory_bytes=size).products
+    assert read(adapter, memory_bytes=size).low_rank_updates
     with pytest.raises(CapacityError, match=r"takes 8\.19e-06 GB while it is read, .* GB are free: use an adapter of a lower rank"):
         read(adapter, memory_bytes=size - 1)
 
@@ -203,8 +203,8 @@ def test_adapter_module_prefixes_are_ignored(before: str, tmp_path: Path) -> Non
     wrapped = {name.replace("model.", before, 1): one for name, one in of_queries().items()}
     wrapped["model.visual.blocks.0.attn.qkv.lora_A.weight"] = np.zeros((4, 8), np.float32)
     found = read(write_adapter(tmp_path / "wrapped", wrapped, target_modules=r"^(?!.*visual).*\.q_proj$"))
-    assert found.key == plain.key
-    assert set(found.products) == {"layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"}
+    assert found.digest == plain.digest
+    assert set(found.low_rank_updates) == {"layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"}
 
 
 def test_pytorch_adapter_file_equals_the_safetensors_file(tmp_path: Path) -> None:
@@ -212,14 +212,14 @@ def test_pytorch_adapter_file_equals_the_safetensors_file(tmp_path: Path) -> Non
     found = read(write_adapter(tmp_path, of_queries()))
     torch.save({f"base_model.model.{name}": torch.from_numpy(one) for name, one in of_queries().items()}, tmp_path / "adapter_model.bin")
     (tmp_path / "adapter_model.safetensors").unlink()
-    assert read(tmp_path).key == found.key
+    assert read(tmp_path).digest == found.digest
 
 
 def test_adapter_cache_key_depends_on_every_value(tmp_path: Path) -> None:
     tensors = of_queries()
-    keys = [read(write_adapter(tmp_path, tensors, lora_alpha=alpha)).key for alpha in (6, 6, 7)]
+    keys = [read(write_adapter(tmp_path, tensors, lora_alpha=alpha)).digest for alpha in (6, 6, 7)]
     last = next(reversed(tensors))
-    keys.append(read(write_adapter(tmp_path, {**tensors, last: np.nextafter(tensors[last], np.float32(1))})).key)
+    keys.append(read(write_adapter(tmp_path, {**tensors, last: np.nextafter(tensors[last], np.float32(1))})).digest)
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3
 
@@ -238,7 +238,7 @@ def test_merged_adapter_matrices_are_quantised_after_merging(tmp_path: Path) -> 
     base = random_weights(CONFIG)
     adapter = read(write_adapter(tmp_path, of_queries()))
     ours = quantized_weights(MergedWeights(base, CONFIG, adapter, weight_type=WeightType.F32), QuantOptions(bits=8, group=64), None)
-    low = adapter.products["layers.0.self_attn.q_proj"]
+    low = adapter.low_rank_updates["layers.0.self_attn.q_proj"]
     whole = as_float32(base["layers.0.q_proj.weight"]) + low.up @ low.down
     found, expected = ours["layers.0.q_proj.weight"], quantize_matrix(whole, bits=8, group_size=64)
     assert isinstance(found, GroupedTensor)
@@ -261,7 +261,7 @@ def test_quantised_weight_cache_is_separate_for_each_merged_adapter(tmp_path: Pa
     for adapter in adapters:
         merged = MergedWeights(base, CONFIG, adapter, weight_type=WeightType.F32)
         found = quantized_weights(merged, options, tmp_path / "cache", files=[tmp_path / "6" / "adapter_config.json"])
-        low = adapter.products["layers.0.self_attn.q_proj"]
+        low = adapter.low_rank_updates["layers.0.self_attn.q_proj"]
         expected = quantize_matrix(as_float32(base["layers.0.q_proj.weight"]) + low.up @ low.down, bits=8, group_size=64)
         assert np.array_equal(found["layers.0.q_proj.weight"].matrix.codes, expected.codes)  # type: ignore[union-attr]
     assert len(os.listdir(tmp_path / "cache" / "quantised")) == 2

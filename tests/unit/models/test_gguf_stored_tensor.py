@@ -11,7 +11,7 @@ from harness.gguf_checkpoints import dequantize, random_blocks
 from paceline.models.config import WeightType
 from paceline.models.gguf.blocks import GROUPED_TYPES
 from paceline.models.gguf.header import BLOCK_TYPES, GgufTensor
-from paceline.models.gguf.stored_tensor import TensorSource, decoding_key, read_tensor, tensor_info
+from paceline.models.gguf.stored_tensor import TensorSource, order_digest_input, read_tensor, tensor_info
 from paceline.models.weights import GroupedTensor, Tensor, as_float32
 
 gguf = pytest.importorskip("gguf")
@@ -39,7 +39,7 @@ def test_gguf_columns_are_reordered_as_whole_groups_or_as_floats(block_type: str
     assert isinstance(made, GroupedTensor) is (size % 32 == 0)
     facts = tensor_info(source, regroup=False)
     assert (facts.weight_type, facts.nbytes) == (WeightType.F32, made.nbytes)
-    assert decoding_key(source).tobytes() != decoding_key(TensorSource(source.tensor, source.shape)).tobytes()
+    assert order_digest_input(source).tobytes() != order_digest_input(TensorSource(source.tensor, source.shape)).tobytes()
 
 
 @pytest.mark.parametrize("block_type", ["F32", "BF16", "Q4_K"])

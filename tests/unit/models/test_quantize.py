@@ -10,7 +10,14 @@ from paceline.config import EngineConfig, QuantOptions, SpeculationConfig, draft
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, unpack_nibbles
-from paceline.models.quantize import Scheme, largest_group_size, quantization_scheme, quantization_schemes, quantize_matrix, quantize_tensor
+from paceline.models.quantize import (
+    QuantizationScheme,
+    largest_group_size,
+    quantization_scheme,
+    quantization_schemes,
+    quantize_matrix,
+    quantize_tensor,
+)
 from paceline.models.weights import GroupedTensor, Tensor, Weights
 
 KINDS = [(8, True), (8, False), (4, True), (4, False)]
@@ -116,7 +123,7 @@ def test_quantising_a_weight_that_is_not_finite_names_its_tensor(bits: int, symm
     values = normal(300, 1024)
     values[299, 5] = bad
     with pytest.raises(CheckpointError, match=r"layers\.3\.q_proj\.weight holds weights that are NaN, infinite or beyond"):
-        quantize_tensor("layers.3.q_proj.weight", f32(values), Scheme(bits, 128, symmetric))
+        quantize_tensor("layers.3.q_proj.weight", f32(values), QuantizationScheme(bits, 128, symmetric))
 
 
 @pytest.mark.parametrize(("bits", "group"), [(5, 32), (4, 48), (4, 128), (8, 0)])
@@ -139,7 +146,9 @@ def test_quantisation_is_independent_of_chunks_and_threads(bits: int, symmetric:
         widened = (stored.astype(np.uint32) << 16).view(np.float32)
     whole = quantize_matrix(widened, bits=bits, group_size=128, symmetric=symmetric)
     for num_threads in (1, 3):
-        made = quantize_tensor("m", Tensor(stored, weight_type, stored.shape), Scheme(bits, 128, symmetric), num_threads=num_threads)
+        made = quantize_tensor(
+            "m", Tensor(stored, weight_type, stored.shape), QuantizationScheme(bits, 128, symmetric), num_threads=num_threads
+        )
         assert made.weight_type is weight_type
         assert made.matrix.codes.dtype == whole.codes.dtype
         assert np.array_equal(made.matrix.codes, whole.codes)
@@ -172,10 +181,10 @@ def tiny_weights(*, is_tied: bool = True) -> Weights:
 def test_quantisation_applies_to_matrices_by_their_settings() -> None:
     found = quantization_schemes(tiny_weights(is_tied=False), QuantOptions(bits=4, embedding_bits=None))
     assert found == {
-        "layers.0.q_proj.weight": Scheme(4, 64, symmetric=True),
-        "layers.0.down_proj.weight": Scheme(4, 32, symmetric=True),
-        "layers.1.q_proj.weight": Scheme(4, 64, symmetric=True),
-        "lm_head.weight": Scheme(8, 64, symmetric=True),
+        "layers.0.q_proj.weight": QuantizationScheme(4, 64, symmetric=True),
+        "layers.0.down_proj.weight": QuantizationScheme(4, 32, symmetric=True),
+        "layers.1.q_proj.weight": QuantizationScheme(4, 64, symmetric=True),
+        "lm_head.weight": QuantizationScheme(8, 64, symmetric=True),
     }
 
 
@@ -213,13 +222,13 @@ def test_quantised_matrix_is_requantised_only_to_fewer_bits() -> None:
     values = normal(16, 64)
     int8, int4 = (GroupedTensor(quantize_matrix(values, bits=bits, group_size=32)) for bits in (8, 4))
 
-    def scheme(tensor: GroupedTensor, bits: int) -> Scheme | None:
+    def scheme(tensor: GroupedTensor, bits: int) -> QuantizationScheme | None:
         facts = Weights({"a": tensor}).info("a")
-        return quantization_scheme("layers.0.q_proj.weight", facts, QuantOptions(bits=bits), is_head_too=False)
+        return quantization_scheme("layers.0.q_proj.weight", facts, QuantOptions(bits=bits), is_also_lm_head=False)
 
     assert scheme(int8, 8) is scheme(int4, 8) is scheme(int4, 4) is None
     smaller = scheme(int8, 4)
-    assert smaller == Scheme(4, 64, symmetric=True)
+    assert smaller == QuantizationScheme(4, 64, symmetric=True)
     again = quantize_tensor("m", int8, smaller)
     expected = quantize_matrix(int8.matrix.values(), bits=4, group_size=64)
     assert np.array_equal(again.matrix.values(), expected.values())
@@ -228,7 +237,7 @@ def test_quantised_matrix_is_requantised_only_to_fewer_bits() -> None:
 def test_quantisation_needs_bounded_extra_memory() -> None:
     tensor = f32(normal(4096, 1024))
     tracemalloc.start()
-    made = quantize_tensor("m", tensor, Scheme(4, 128, symmetric=True))
+    made = quantize_tensor("m", tensor, QuantizationScheme(4, 128, symmetric=True))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < made.nbytes + 4_000_000 < tensor.nbytes / 2

@@ -39,15 +39,17 @@ def test_xlora_ranks_are_those_of_its_adapters(tmp_path: Path) -> None:
     adapter = read(write_xlora(tmp_path, CONFIG, seed=1, layerwise_scalings=True))
     mixture = adapter.mixture
     assert mixture is not None
-    assert (mixture.num_adapters, mixture.num_layers) == (3, 8)
-    assert mixture.columns["layers.0.self_attn.q_proj"].tolist() == [0, 0, 1, 1, 1]
-    assert mixture.columns["layers.0.self_attn.v_proj"].tolist() == [4, 4, 4]
-    assert mixture.columns["layers.0.mlp.up_proj"].tolist() == [8, 8, 8, 8]
-    assert mixture.columns["layers.1.mlp.down_proj"].tolist() == [21, 21, 23, 23, 23, 23]
-    assert {name: len(low.down) for name, low in adapter.products.items()} == {name: len(own) for name, own in mixture.columns.items()}
+    assert (mixture.num_adapters, mixture.num_scaled_matrices) == (3, 8)
+    assert mixture.scaling_indices["layers.0.self_attn.q_proj"].tolist() == [0, 0, 1, 1, 1]
+    assert mixture.scaling_indices["layers.0.self_attn.v_proj"].tolist() == [4, 4, 4]
+    assert mixture.scaling_indices["layers.0.mlp.up_proj"].tolist() == [8, 8, 8, 8]
+    assert mixture.scaling_indices["layers.1.mlp.down_proj"].tolist() == [21, 21, 23, 23, 23, 23]
+    assert {name: len(low.down) for name, low in adapter.low_rank_updates.items()} == {
+        name: len(own) for name, own in mixture.scaling_indices.items()
+    }
     network = to_network_adapter(adapter, CONFIG)
     assert network.mixture is not None
-    assert network.mixture.columns.keys() == network.products.keys()
+    assert network.mixture.scaling_indices.keys() == network.low_rank_updates.keys()
     shared = read(write_xlora(tmp_path / "shared", CONFIG, seed=1)).mixture
     assert shared is not None
     assert shared.columns["layers.1.mlp.down_proj"].tolist() == [0, 0, 2, 2, 2, 2]
@@ -55,30 +57,30 @@ def test_xlora_ranks_are_those_of_its_adapters(tmp_path: Path) -> None:
 
 def test_xlora_cache_key_depends_on_every_value_that_changes_a_token(tmp_path: Path) -> None:
     first = write_xlora(tmp_path / "first", CONFIG, seed=1)
-    keys = {read(first).key}
+    keys = {read(first).digest}
     change_settings(first, xlora_dropout_p=0.3, use_trainable_adapters=True, peft_version="0.21.2")
-    assert read(first).key in keys
+    assert read(first).digest in keys
     changes = ({"softmax_temperature": 2.0}, {"top_k_lora": 2}, {"global_scaling_weight": 1.5}, {"enable_softmax": False})
     for number, change in enumerate(changes):
-        keys.add(read(write_xlora(tmp_path / f"{number}", CONFIG, seed=1, **change)).key)
+        keys.add(read(write_xlora(tmp_path / f"{number}", CONFIG, seed=1, **change)).digest)
     bias = f"{CLASSIFIER}.0.bias"
     change_tensors(first, {bias: load_file(first / "adapter_model.safetensors")[bias] + np.float32(0.1)})
-    keys.add(read(first).key)
+    keys.add(read(first).digest)
     shutil.copytree(tmp_path / "0", tmp_path / "last")
     shutil.rmtree(tmp_path / "last" / "2")
     shutil.copytree(write_xlora(tmp_path / "other", CONFIG, seed=2) / "2", tmp_path / "last" / "2")
-    keys.add(read(tmp_path / "last").key)
+    keys.add(read(tmp_path / "last").digest)
     assert len(keys) == len(changes) + 3
 
 
 def test_xlora_adapter_folders_are_numbered_or_configured(tmp_path: Path) -> None:
     directory = write_xlora(tmp_path / "mix", CONFIG, seed=1)
-    key = read(directory).key
+    key = read(directory).digest
     (directory / "1").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"number 1 \('1'\) is missing: put its directory there as .*mix/1"):
         read(directory)
     change_settings(directory, adapters={"0": "", "1": str(tmp_path / "elsewhere"), "2": "owner/name"})
-    assert read(directory).key == key
+    assert read(directory).digest == key
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {

@@ -54,8 +54,8 @@ def expected(base: list[FloatArray], x: FloatArray, adapters: Mapping[int, Netwo
     found = [part.astype(np.float64) for part in base]
     for row, number in enumerate(numbers):
         for part, name in zip(found, OUTPUTS, strict=True):
-            if number and name in adapters[number].products:
-                low = adapters[number].products[name]
+            if number and name in adapters[number].low_rank_updates:
+                low = adapters[number].low_rank_updates[name]
                 part[row] += low.up.astype(np.float64) @ (low.down.astype(np.float64) @ x[row])
             if number and name in adapters[number].biases:
                 part[row] += adapters[number].biases[name]
@@ -68,7 +68,7 @@ def floats(random: np.random.Generator) -> dict[str, AnyTensor]:
 
 def some_adapters(random: np.random.Generator) -> dict[int, NetworkAdapter]:
     exact = adapter_of(random, {"q_proj": 16, "v_proj": 1})
-    for low in exact.products.values():  # bfloat16 holds them
+    for low in exact.low_rank_updates.values():  # bfloat16 holds them
         low.down.view(np.uint32)[...] &= 0xFFFF0000
         low.up.view(np.uint32)[...] &= 0xFFFF0000
     return {

@@ -47,7 +47,7 @@ def test_gguf_panels_equal_converted_groups_in_any_row_and_column_order(name: st
     for order in (None, random.permutation(OUTPUTS), random.integers(0, OUTPUTS, 40)):
         for runs in run_orders(random):
             blocks = StoredBlocks(plain.raw, plain.block_type, plain.where, order, runs)
-            assert same(pack_gguf_blocks(blocks, num_threads), pack_weights(blocks.groups(), 1)), (order is None, runs)
+            assert same(pack_gguf_blocks(blocks, num_threads), pack_weights(blocks.to_grouped_matrix(), 1)), (order is None, runs)
 
 
 @BY_TYPE
@@ -55,7 +55,7 @@ def test_gguf_panels_are_right_for_sizes_that_fill_no_panel(name: str, seed: int
     random = np.random.default_rng(seed)
     for outputs, columns in ((1, 256), (15, 512), (17, 256), (300, 256)):
         blocks = blocks_of(random, name, outputs, columns)
-        assert same(pack_gguf_blocks(blocks, 2), pack_weights(blocks.groups(), 1)), (outputs, columns)
+        assert same(pack_gguf_blocks(blocks, 2), pack_weights(blocks.to_grouped_matrix(), 1)), (outputs, columns)
 
 
 @BY_TYPE
@@ -63,13 +63,13 @@ def test_gguf_panels_are_packed_from_strided_rows(name: str, seed: int) -> None:
     """Every other row of a tensor, as experts and stacks of projections are views of one."""
     plain = blocks_of(np.random.default_rng(seed), name)
     blocks = StoredBlocks(plain.raw[::2], plain.block_type, plain.where)
-    assert same(pack_gguf_blocks(blocks, 1), pack_weights(blocks.groups(), 1))
+    assert same(pack_gguf_blocks(blocks, 1), pack_weights(blocks.to_grouped_matrix(), 1))
 
 
 @pytest.mark.parametrize("name", [name for name in GROUPED_TYPES if block_type(name).num_items == 32])
 def test_gguf_panels_are_packed_from_an_odd_number_of_groups(name: str, seed: int) -> None:
     blocks = blocks_of(np.random.default_rng(seed), name, 20, 96)
-    assert same(pack_gguf_blocks(blocks, 1), pack_weights(blocks.groups(), 1))
+    assert same(pack_gguf_blocks(blocks, 1), pack_weights(blocks.to_grouped_matrix(), 1))
 
 
 @pytest.mark.parametrize("level", BUILT[1:])
@@ -107,5 +107,5 @@ def test_mxfp4_panel_scales_are_float16_if_all_fit(exponent: int, kind: MatrixKi
     blocks.raw[40, 17] = exponent
     found = pack_gguf_blocks(blocks, 1)
     assert found.kind == kind
-    assert same(found, pack_weights(blocks.groups(), 1))
-    assert np.array_equal(found.rows(np.array([40, 3], np.int32)), blocks.groups().values(np.array([40, 3], np.int32)))
+    assert same(found, pack_weights(blocks.to_grouped_matrix(), 1))
+    assert np.array_equal(found.rows(np.array([40, 3], np.int32)), blocks.to_grouped_matrix().values(np.array([40, 3], np.int32)))

@@ -57,7 +57,7 @@ def adapter_of(random: np.random.Generator, ranks: Mapping[str, int], experts: S
 
 def some_adapters(random: np.random.Generator) -> dict[int, NetworkAdapter]:
     exact = adapter_of(random, {"gate_proj": 9}, range(5))
-    for low in exact.products.values():  # bfloat16 holds them
+    for low in exact.low_rank_updates.values():  # bfloat16 holds them
         low.down.view(np.uint32)[...] &= 0xFFFF0000
         low.up.view(np.uint32)[...] &= 0xFFFF0000
     return {
@@ -90,7 +90,7 @@ def run(network: Network, given: Given, numbers: Sequence[int]) -> FloatArray:
 def merged(tensors: Mapping[str, AnyTensor], adapter: NetworkAdapter) -> dict[str, AnyTensor]:
     """The weights with what an adapter adds in them."""
     found = dict(tensors)
-    for name, low in adapter.products.items():
+    for name, low in adapter.low_rank_updates.items():
         found[f"{name}.weight"] = plain_tensor(as_float32(tensors[f"{name}.weight"]) + low.up @ low.down)
     for name, bias in adapter.biases.items():
         found[f"{name}.bias"] = plain_tensor(as_float32(tensors[f"{name}.bias"]) + bias)
@@ -155,7 +155,7 @@ def test_adapter_factors_are_read_once_per_chosen_expert(num_rows: int, seed: in
         parts = ["down_proj"] if operation.of_pairs else ["gate_proj", "up_proj"]
         panels = 0
         for expert, number in pairs:
-            lows = [adapters[number].products.get(f"experts.{expert}.{part}") for part in parts]
+            lows = [adapters[number].low_rank_updates.get(f"experts.{expert}.{part}") for part in parts]
             panels += -(-sum(len(low.down) for low in lows if low is not None) // 8)
         blocks = sum(-(-count // 8) for count in counts)  # of packed rows
         taken = int(network.execution._tickets[PHASES * index]) - 1  # the last one finds no work

@@ -10,7 +10,7 @@ from harness.native_network import BUILT, Network, plain_tensor
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP, ExpertRouting, RouterScoring
-from paceline.models.mxfp4 import TWICE_THE_VALUES
+from paceline.models.mxfp4 import DOUBLED_E2M1_VALUES
 from paceline.models.quantize import quantize_matrix
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, as_float32, to_bf16
 from paceline.runtimes.base import FloatArray
@@ -31,7 +31,7 @@ def stored(kind: str, values: FloatArray, random: np.random.Generator) -> AnyTen
     if kind == "mxfp4":
         codes = random.integers(0, 256, (len(values), values.shape[1] // 2), np.uint8)
         scales = np.full((len(values), values.shape[1] // 32), 1 / 64, np.float32)
-        return GroupedTensor(GroupedMatrix(codes, scales, None, 4, table=TWICE_THE_VALUES))
+        return GroupedTensor(GroupedMatrix(codes, scales, None, 4, table=DOUBLED_E2M1_VALUES))
     return plain_tensor(values)
 
 

@@ -14,7 +14,7 @@ from paceline.drafters.head_files import HeadFiles, check_pairing
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError, shortened
 from paceline.models.checkpoint import is_gguf
-from paceline.models.config import ModelConfig, WeightType, check_frequencies
+from paceline.models.config import ModelConfig, WeightType, check_rope
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.config import with_metadata_keys
 from paceline.models.json_fields import JsonFields
@@ -148,7 +148,7 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
             f"the {files.kind.value} drafter {files.path} holds {width}, the target's hidden states have {target.hidden_size} values: "
             "it was made for another model"
         )
-    block_size = fields.size("block_size", 16, least=2, most=256)
+    block_size = fields.integer("block_size", 16, least=2, most=256)
     layers = _decoder_config(files, fields, fc[0], block_size)
     _check_sizes(files, fields, layers)
     boundaries = _read_layer_boundaries(files, fields, fc[1] // target.hidden_size, target)
@@ -161,9 +161,11 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
         boundaries=boundaries,
         block_size=block_size,
         mask_token_id=_mask_token_id(fields, target),
-        embedding_scale=fields.positive("input_embedding_scale", layers.hidden_size**0.5 if _is_gemma4(files) else 1.0),
-        logit_scale=fields.positive("output_multiplier", 1.0),
-        logit_soft_cap=None if fields.values.get("final_logit_softcapping") in (None, 0) else fields.positive("final_logit_softcapping"),
+        embedding_scale=fields.positive_number("input_embedding_scale", layers.hidden_size**0.5 if _is_gemma4(files) else 1.0),
+        logit_scale=fields.positive_number("output_multiplier", 1.0),
+        logit_soft_cap=None
+        if fields.values.get("final_logit_softcapping") in (None, 0)
+        else fields.positive_number("final_logit_softcapping"),
         drafts_at_anchor=_read_drafts_at_anchor(files, fields),
         markov=_markov_kind(files, fields),
         has_confidence="confidence_head.proj.weight" in files.tensors,
@@ -209,7 +211,7 @@ def _check_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> N
     }
     for name, size in stored.items():
         given = fields.values.get(name)
-        if given is not None and fields.size(name, least=0) != size:
+        if given is not None and fields.integer(name, least=0) != size:
             raise CheckpointError(f"{fields.path}: {name} = {given}, and the tensors of {files.path} have {size}: download both again")
 
 
@@ -224,7 +226,7 @@ def _num_candidates(files: HeadFiles, fields: JsonFields) -> int:
         if files.kind is HeadKind.DFLASH2:
             raise CheckpointError(f"{files.path} is a dflash2 drafter without {SELECTOR}*: the file is damaged, download it again")
         return 0
-    return fields.size("selector_top_k", 16, most=_MAX_CANDIDATES)
+    return fields.integer("selector_top_k", 16, most=_MAX_CANDIDATES)
 
 
 def _markov_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None:
@@ -286,7 +288,7 @@ def merged_config_fields(files: HeadFiles) -> JsonFields:
     if is_muse:
         values["layer_types"] = [_SLIDING] * max(1, files.count("layers.{}."))
         # transformers counts the distance to the first visible position, not the positions
-        values["sliding_window"] = fields.size("sliding_window") + 1
+        values["sliding_window"] = fields.integer("sliding_window") + 1
     scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping) or scaling.get("rope_type", scaling.get("type", "default")) == "default":
         values.setdefault("max_position_embeddings", 2**20)  # other rotations depend on the length
@@ -322,17 +324,17 @@ def _decoder_config(files: HeadFiles, fields: JsonFields, hidden_size: int, bloc
         hidden_size=hidden_size,
         layers=tuple(replace(layer, mixer=replace(attention, window=window, is_causal=causal)) for window, causal in kinds),
         norm_eps=fields.epsilon("norm_eps" if fields.values.get("rms_norm_eps") is None else "rms_norm_eps", 1e-6),
-        max_positions=fields.size("max_position_embeddings"),
+        max_positions=fields.integer("max_position_embeddings"),
         weight_type=WeightType.F32,
     )
-    check_frequencies(config, fields.path)
+    check_rope(config, fields.path)
     return config
 
 
 def _attention(files: HeadFiles, fields: JsonFields, hidden_size: int) -> AttentionConfig:
-    num_heads = fields.size("num_attention_heads")
-    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
-    num_kv_heads = fields.size("num_key_value_heads", num_heads, null=num_heads)
+    num_heads = fields.integer("num_attention_heads")
+    head_size = fields.integer("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads, null=num_heads)
     _check_heads(files, fields, num_heads, num_kv_heads, head_size)
     family, tensors = replace(FAMILIES["llama"], has_partial_rope=True), files.tensors
     shares_keys = "layers.0.self_attn.v_proj.weight" not in tensors and is_gguf(files.path)
@@ -346,7 +348,7 @@ def _attention(files: HeadFiles, fields: JsonFields, hidden_size: int) -> Attent
         has_sinks=any(f"layers.0.{name}" in tensors for name in SINK_TENSOR_NAMES),
         has_value_norm=shares_keys,
         has_keys_as_values=shares_keys,
-        value_scale=fields.positive("attention_value_scale", 1.0),
+        value_scale=fields.positive_number("attention_value_scale", 1.0),
     )
 
 
@@ -355,7 +357,7 @@ def _with_fraction(fields: JsonFields, head_size: int) -> JsonFields:
     scaling = fields.values.get("rope_parameters") or fields.values.get("rope_scaling")
     if not isinstance(scaling, Mapping) or scaling.get("rope_dim") is None:
         return fields
-    rotated = JsonFields(scaling, fields.path).size("rope_dim", most=head_size)
+    rotated = JsonFields(scaling, fields.path).integer("rope_dim", most=head_size)
     return JsonFields({**fields.values, "partial_rotary_factor": rotated / head_size}, fields.path)
 
 
@@ -365,7 +367,7 @@ def _gemma4_attention(files: HeadFiles, fields: JsonFields) -> AttentionConfig:
     if key is None or norm is None or len(norm.shape) != 1 or not key.shape or 0 in norm.shape or key.shape[0] < norm.shape[0]:
         raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
     head_size = norm.shape[0]  # configs give it as global_head_dim, or by layer
-    num_heads, num_kv_heads = fields.size("num_attention_heads"), key.shape[0] // head_size
+    num_heads, num_kv_heads = fields.integer("num_attention_heads"), key.shape[0] // head_size
     _check_heads(files, fields, num_heads, num_kv_heads, head_size)
     return AttentionConfig(
         num_heads=num_heads,
@@ -407,9 +409,9 @@ def _convolution(files: HeadFiles, fields: JsonFields, hidden_size: int) -> Bloc
         if fields.values.get("conv_kernel_size"):
             raise CheckpointError(f"{fields.path}: conv_kernel_size is set, and {files.path} holds no attention_conv: download both again")
         return None
-    group = fields.size("conv_group_size", 16)
+    group = fields.integer("conv_group_size", 16)
     size = base.shape[1] if len(base.shape) == 3 else 0
-    if not 0 < size <= 16 or fields.size("conv_kernel_size", size) != size or hidden_size % group:
+    if not 0 < size <= 16 or fields.integer("conv_kernel_size", size) != size or hidden_size % group:
         raise CheckpointError(
             f"{fields.path}: convolutions of {fields.values.get('conv_kernel_size')} rows over groups of {group} values, and base_kernel "
             f"is of shape {list(base.shape)}: expected [2, up to 16 rows, {hidden_size}] and a divisor of {hidden_size}"
@@ -422,11 +424,11 @@ def _attention_kinds(fields: JsonFields, num_layers: int, block_size: int, *, sp
     values = fields.values
     named = values.get("layer_types")
     if fields.flag("use_swa", default=False):
-        windows: list[int | None] = [fields.size("swa_window_size")] * num_layers
+        windows: list[int | None] = [fields.integer("swa_window_size")] * num_layers
     elif named is None:
         windows = [None] * num_layers
     elif isinstance(named, list) and len(named) >= num_layers and all(kind in (_FULL, _SLIDING) for kind in named[:num_layers]):
-        window = fields.size("sliding_window") if _SLIDING in named[:num_layers] else None
+        window = fields.integer("sliding_window") if _SLIDING in named[:num_layers] else None
         windows = [window if kind == _SLIDING else None for kind in named[:num_layers]]
     else:
         raise CheckpointError(

@@ -19,11 +19,11 @@ from paceline.drafters.block.config import GGUF_ARCHITECTURE, GGUF_KEYS, SELECTO
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import block_kind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
-from paceline.models.gguf.config import ROPE_TENSORS, rope_values
+from paceline.models.gguf.config import ROPE_TENSORS, read_rope_fields
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile, open_gguf, split_parts
 from paceline.models.gguf.header import GgufTensor
-from paceline.models.gguf.stored_tensor import UNQUANTIZED_TYPES, TensorSource, check_shape
+from paceline.models.gguf.stored_tensor import UNQUANTIZED_TYPES, TensorSource, check_stored_shape
 from paceline.models.storage.tensor_file import ITEM_TYPES, FileTensor
 
 _PARTS = {
@@ -104,7 +104,7 @@ def _name(name: str) -> str:
 
 def _quantised(tensor: GgufTensor, shape: tuple[int, ...]) -> TensorSource:
     source = TensorSource(tensor, shape)
-    check_shape(source, shape, tensor.shape)
+    check_stored_shape(source, shape, tensor.shape)
     return source
 
 
@@ -137,15 +137,15 @@ def _config(file: GgufFile, tensors: Mapping[str, FileTensor]) -> dict[str, Any]
     values: dict[str, Any] = {name: fields.count(key) for name, key in _SIZES.items()}
     num_layers, num_heads = values["num_hidden_layers"], values["num_attention_heads"]
     if num_layers > len(file.tensors):
-        fields.refuse("block_count", num_layers, f"at most as many as the file has tensors, {len(file.tensors)}")
+        fields.raise_invalid("block_count", num_layers, f"at most as many as the file has tensors, {len(file.tensors)}")
     values["head_dim"] = fields.count("attention.key_length", max(1, values["hidden_size"] // num_heads))
     value_size = fields.architecture_value("attention.value_length")
     if value_size not in (None, values["head_dim"]):
-        fields.refuse("attention.value_length", value_size, f"the size of keys, {values['head_dim']}")
+        fields.raise_invalid("attention.value_length", value_size, f"the size of keys, {values['head_dim']}")
     _check_sections(fields)
     values["rms_norm_eps"] = fields.number("attention.layer_norm_rms_epsilon", 1e-6)
-    values |= rope_values(file, head_size=values["head_dim"], max_positions=values["max_position_embeddings"])
-    windows = fields.read_windows(num_layers)
+    values |= read_rope_fields(file, head_size=values["head_dim"], max_positions=values["max_position_embeddings"])
+    windows = fields.read_sliding_window(num_layers)
     if windows["sliding_window"] is not None and "layer_types" not in windows:
         windows["layer_types"] = ["sliding_attention"] * num_layers
     values |= windows
@@ -157,7 +157,7 @@ def _config(file: GgufFile, tensors: Mapping[str, FileTensor]) -> dict[str, Any]
     mask, layers = fields.metadata_value("tokenizer.ggml.mask_token_id"), fields.architecture_value(GGUF_KEYS["target_layer_ids"])
     values["mask_token_id"] = fields.architecture_value("mask_token_id") if mask is None else mask
     if not isinstance(layers, list) or not layers or any(isinstance(one, bool) or not isinstance(one, int) for one in layers):
-        fields.refuse("target_layers", layers, "a list of layers of the target")
+        fields.raise_invalid("target_layers", layers, "a list of layers of the target")
     values["target_layer_ids"] = [layer - 1 for layer in layers]
     hidden_size, confidence = values["hidden_size"], tensors.get(_CONFIDENCE)
     values["confidence_head_with_markov"] = confidence is not None and len(confidence.shape) == 2 and confidence.shape[1] > hidden_size
@@ -168,4 +168,4 @@ def _check_sections(fields: GgufFields) -> None:
     """Drafters of targets with multimodal rotation have sections of which only the first counts; it is plain rotation then."""
     sections = fields.architecture_value("rope.dimension_sections")
     if sections is not None and (not isinstance(sections, list) or any(section != 0 for section in sections[1:])):
-        fields.refuse("rope.dimension_sections", sections, "a single section that is not 0")
+        fields.raise_invalid("rope.dimension_sections", sections, "a single section that is not 0")

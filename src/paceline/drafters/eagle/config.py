@@ -18,7 +18,7 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.options import HeadOptions
 from paceline.drafters.recurrent_heads.head import RecurrentHeadConfig
 from paceline.errors import CheckpointError, IncompatibleDrafterError
-from paceline.models.config import ModelConfig, WeightType, check_frequencies
+from paceline.models.config import ModelConfig, WeightType, check_rope
 from paceline.models.families.table import FAMILIES
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import ACTIVATIONS
@@ -247,18 +247,18 @@ def _eagle1_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig) ->
 def _eagle3_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig, target: ModelConfig, options: HeadOptions) -> EagleConfig:
     nested = files.config.get("eagle_config")
     switches = JsonFields(nested if isinstance(nested, Mapping) else {}, fields.path)
-    if switches.flag("use_mtp_layernorm", default=False) or switches.size("parallel_draft_step", 1) > 1:
+    if switches.flag("use_mtp_layernorm", default=False) or switches.integer("parallel_draft_step", 1) > 1:
         raise IncompatibleDrafterError(f"{fields.path}: heads with use_mtp_layernorm or parallel_draft_step > 1 are not supported")
     fc, lm_head = files.shape("fc.weight"), files.shape("lm_head.weight")
     has_fc = switches.flag("use_aux_hidden_state", default=True) or fc is not None
-    feature_size = fields.size("target_hidden_size", target.hidden_size, null=target.hidden_size)
+    feature_size = fields.integer("target_hidden_size", target.hidden_size, null=target.hidden_size)
     if fc is not None and fc[1] % feature_size:
         raise IncompatibleDrafterError(
             f"{files.path}: fc.weight takes {fc[1]} values, which are no whole number of the target's features of {feature_size}: "
             "the head was made for another model"
         )
-    count = fc[1] // feature_size if fc is not None else fields.size("num_aux_hidden_states", 3)
-    vocab_size = fields.size("draft_vocab_size", layers.vocab_size, null=layers.vocab_size) if lm_head is None else lm_head[0]
+    count = fc[1] // feature_size if fc is not None else fields.integer("num_aux_hidden_states", 3)
+    vocab_size = fields.integer("draft_vocab_size", layers.vocab_size, null=layers.vocab_size) if lm_head is None else lm_head[0]
     norm_before_residual, final_norm = options.norm_before_residual, options.final_norm
     if norm_before_residual is None:
         norm_before_residual = fields.flag("norm_before_residual", default=False)
@@ -347,12 +347,12 @@ def _read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
         IncompatibleDrafterError: they are of an unsupported family.
     """
     _check_family(files, fields)
-    hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     query, key, gate = (files.shape(f"layers.0.{name}.weight") for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
-    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
+    head_size = fields.integer("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
     if fields.values.get("head_dim") is None and query is not None and query[0] and query[0] % num_heads == 0:
         head_size = query[0] // num_heads
-    num_kv_heads = fields.size("num_key_value_heads", num_heads, null=num_heads)
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads, null=num_heads)
     if key is not None and key[0] % head_size == 0 and num_heads % max(1, key[0] // head_size) == 0:
         num_kv_heads = max(1, key[0] // head_size)
     activation = str(fields.values.get("hidden_act", "silu"))
@@ -370,20 +370,20 @@ def _read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
         scale=float(head_size**-0.5),
         qk_norm=QKNorm.HEAD if has_qk_norm else QKNorm.NONE,
     )
-    inner = gate[0] if gate is not None else fields.size("intermediate_size")
+    inner = gate[0] if gate is not None else fields.integer("intermediate_size")
     mlp = DenseMLP(intermediate_size=inner, activation=ACTIVATIONS[activation])
     windows = _read_windows(fields, max(1, files.count("layers.{}.")))
     by_window = {window: LayerConfig(mixer=replace(attention, window=window), mlp=mlp) for window in windows}
     config = ModelConfig(
         family="llama",
-        vocab_size=fields.size("vocab_size"),
+        vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         layers=tuple(by_window[window] for window in windows),
         norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
-        max_positions=fields.size("max_position_embeddings"),
+        max_positions=fields.integer("max_position_embeddings"),
         weight_type=WeightType.F32,
     )
-    check_frequencies(config, fields.path)
+    check_rope(config, fields.path)
     return config
 
 
@@ -414,7 +414,7 @@ def _read_windows(fields: JsonFields, num_layers: int) -> list[int | None]:
         raise CheckpointError(
             f"{fields.path}: layer_types = {str(kinds)[:80]}, expected {_SLIDING} or {_FULL} for each of {num_layers} layers"
         )
-    window = fields.size("sliding_window") if any(is_sliding) else None
+    window = fields.integer("sliding_window") if any(is_sliding) else None
     return [window if is_local else None for is_local in is_sliding]
 
 

@@ -18,7 +18,7 @@ from paceline.drafters.head_files import HeadFiles, check_pairing, name_list
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError, shortened
 from paceline.models.checkpoint import is_gguf
-from paceline.models.config import ModelConfig, WeightType, check_frequencies
+from paceline.models.config import ModelConfig, WeightType, check_rope
 from paceline.models.families.gemma4 import ASSISTANT_ARCHITECTURES, METADATA_KEYS, assistant_config, build_layers, sliding_layers
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.config import ROPE_TENSORS, with_metadata_keys
@@ -81,20 +81,20 @@ def read_assistant_config(files: HeadFiles, target: ModelConfig) -> AssistantCon
     family = FAMILIES[_FAMILIES.get(str(values.get("model_type")), "gemma4_text")]
     fields = JsonFields({**family.defaults, "hidden_size_per_layer_input": 0, **text}, path)
     whole = JsonFields(values, path)
-    vocab_size, feature_size = fields.size("vocab_size"), whole.size("backbone_hidden_size", _FEATURE_SIZE)
+    vocab_size, feature_size = fields.integer("vocab_size"), whole.integer("backbone_hidden_size", _FEATURE_SIZE)
     check_pairing(files, target, hidden_size=feature_size, vocab_rows=vocab_size)
     layers = _read_layers(files, LayerBuilder(fields, family), target)
     config = ModelConfig(
         family=family.name,
         vocab_size=vocab_size,
-        hidden_size=fields.size("hidden_size"),
+        hidden_size=fields.integer("hidden_size"),
         layers=layers,
         norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
         max_positions=target.max_positions,
         weight_type=WeightType.F32,
         tied_embeddings=True,
     )
-    check_frequencies(config, path)
+    check_rope(config, path)
     return AssistantConfig(config, feature_size, _read_clusters(whole, vocab_size))
 
 
@@ -146,7 +146,7 @@ def _with_kv_of_target_layer(files: HeadFiles, read: LayerBuilder, layer: LayerC
 def _read_clusters(fields: JsonFields, vocab_size: int) -> Clusters | None:
     if not fields.flag("use_ordered_embeddings", default=False):
         return None
-    count, num_best = fields.size("num_centroids", 2048), fields.size("centroid_intermediate_top_k", 32)
+    count, num_best = fields.integer("num_centroids", 2048), fields.integer("centroid_intermediate_top_k", 32)
     if vocab_size % count or num_best > count:
         raise CheckpointError(
             f"{fields.path}: num_centroids = {count} with centroid_intermediate_top_k = {num_best} of {vocab_size} tokens: expected a "
@@ -218,8 +218,8 @@ def open_gguf_weights(files: HeadFiles, config: AssistantConfig, *, num_threads:
         tensors["centroids.weight"] = names[_CENTROIDS], (config.clusters.count, layers.hidden_size)
     if _LM_HEAD_TENSOR in file.tensors:  # an lm_head of its own replaces token_embd
         tensors["embedding.weight"] = _LM_HEAD_TENSOR, (layers.vocab_size, layers.hidden_size)
-    others = ExtraTensors(tensors, {*names.values(), _EMBEDDING}, "assistant")
-    return GgufWeights(file, layers, others=others, num_threads=num_threads), names.get(_ORDERING, "")
+    extra = ExtraTensors(tensors, {*names.values(), _EMBEDDING}, "assistant")
+    return GgufWeights(file, layers, extra=extra, num_threads=num_threads), names.get(_ORDERING, "")
 
 
 def _feature_size(file: GgufFile) -> int:

@@ -1,4 +1,4 @@
-"""The weights of a model with one adapter merged: W + up @ down in float32, before rounding or quantisation."""
+"""The weights of a model with an adapter merged: W + up @ down in float32, then rounded to the weights' type."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,8 +20,8 @@ Floats = NDArray[np.float32]
 
 
 def merged_config(config: ModelConfig, adapter: Adapter) -> ModelConfig:
-    """Return the network with an adapter merged. If it changes the embedding or the head, the two are no longer tied."""
-    changed = {*adapter.products, *adapter.biases, *adapter.saved} & {EMBEDDING, LM_HEAD}
+    """Return the config with an adapter merged. If it changes the embedding or lm_head, embeddings are no longer tied."""
+    changed = {*adapter.low_rank_updates, *adapter.biases, *adapter.replacements} & {EMBEDDING, LM_HEAD}
     return replace(config, tied_embeddings=False) if changed else config
 
 
@@ -31,10 +31,10 @@ class MergedWeights(LazyWeights):
     Args:
         base: the weights of the model.
         config: config of the model, before merging.
-        adapter: made for this model.
-        weight_type: to which changed matrices are rounded, to nearest even.
-        quantised_type: the same for matrices that are quantised in `base`; None = `weight_type`.
-        is_quantised_next: the caller quantises each matrix as soon as it is computed.
+        adapter: adapter for this model.
+        weight_type: type that changed matrices are rounded to, to nearest even.
+        type_if_quantised: the same for matrices that are quantised in `base`; None = `weight_type`.
+        is_quantised_next: the caller quantises each matrix as soon as it is computed, so changed matrices take no memory.
     """
 
     def __init__(
@@ -48,31 +48,33 @@ class MergedWeights(LazyWeights):
         is_quantised_next: bool = False,
     ) -> None:
         self._base, self._adapter, self._type = base, adapter, weight_type
-        self._quantised_type, self._quantised_next = type_if_quantised or weight_type, is_quantised_next
-        is_parted = merged_config(config, adapter).tied_embeddings != config.tied_embeddings
-        self._sources = {"lm_head.weight": "embedding.weight"} if is_parted else {}
-        matrices = [(name, matrix) for name, of_name in network_matrices(config).items() for matrix in of_name]
+        self._type_if_quantised, self._is_quantised_next = type_if_quantised or weight_type, is_quantised_next
+        is_untied = merged_config(config, adapter).tied_embeddings != config.tied_embeddings
+        self._sources = {"lm_head.weight": "embedding.weight"} if is_untied else {}
+        pairs = [(name, matrix) for name, matrices in network_matrices(config).items() for matrix in matrices]
         self._changed = {
-            f"{matrix.name}.weight": (name, matrix) for name, matrix in matrices if name in {**adapter.products, **adapter.saved}
+            f"{matrix.name}.weight": (name, matrix)
+            for name, matrix in pairs
+            if name in {**adapter.low_rank_updates, **adapter.replacements}
         }
-        self._biases = {f"{matrix.name}.bias": (name, matrix) for name, matrix in matrices if name in adapter.biases}
+        self._biases = {f"{matrix.name}.bias": (name, matrix) for name, matrix in pairs if name in adapter.biases}
         names = dict.fromkeys((*base.names(), *self._sources, *self._biases))
-        super().__init__(names, self._tensor)
+        super().__init__(names, self._make_tensor)
         self.bundled_head, self.has_encoders, self.container = base.bundled_head, base.has_encoders, base.container
-        self.packed = {name: one for name, one in base.packed.items() if name not in self._changed}
+        self.packed = {name: matrix for name, matrix in base.packed.items() if name not in self._changed}
         self.notices = (*base.notices, *self._notices())
 
-    def rows(self, name: str, numbers: NDArray[np.int32]) -> Floats:
-        return super().rows(name, numbers) if self.is_changed(name) else self._base.rows(self._sources.get(name, name), numbers)
+    def rows(self, name: str, row_indices: NDArray[np.int32]) -> Floats:
+        return super().rows(name, row_indices) if self.is_changed(name) else self._base.rows(self._sources.get(name, name), row_indices)
 
     def info(self, name: str) -> TensorInfo:
         if name in self._biases:
-            size = len(self._merged_bias(name))
+            size = len(self._adapter_bias(name))
             return TensorInfo((size,), WeightType.F32, None, 4 * size)
         info = self._base.info(self._sources.get(name, name))
         if name not in self._changed:
             return info
-        weight_type = self._type if info.bits is None else self._quantised_type
+        weight_type = self._type if info.bits is None else self._type_if_quantised
         nbytes = int(np.prod(info.shape)) * np.dtype(_ITEM_TYPES[weight_type]).itemsize
         return replace(info, weight_type=weight_type, bits=None, nbytes=nbytes)
 
@@ -81,8 +83,8 @@ class MergedWeights(LazyWeights):
 
     @property
     def changed_bytes(self) -> int:
-        """Return the bytes in memory of all matrices that the adapter changes."""
-        return 0 if self._quantised_next else sum(self.info(name).nbytes for name in self._changed)
+        """Return how many bytes the changed matrices take in memory."""
+        return 0 if self._is_quantised_next else sum(self.info(name).nbytes for name in self._changed)
 
     def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
         source = self._sources.get(name, name)
@@ -92,30 +94,30 @@ class MergedWeights(LazyWeights):
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)
         source = self._sources.get(name, name)
-        if self._base.has(source):  # the model has no such tensor if only the adapter has this bias
+        if self._base.has(source):  # a bias may exist only in the adapter
             self._base.free_tensor(source)
 
     def is_changed(self, name: str) -> bool:
-        """Return whether the adapter changes a tensor."""
+        """Return whether the adapter changes this tensor."""
         return name in self._changed or name in self._biases
 
     def _notices(self) -> Iterable[str]:
-        """Yield notices: the merged model is another target than the base model, and dequantised matrices take memory."""
+        """Yield messages for users: that tokens may differ from those of a separate adapter, and how much memory merging takes."""
         yield f"the adapter {self._adapter.name!r} is merged into the weights: another target than the model with a separate adapter"
         quantised = [name for name in self._changed if self._base.info(self._sources.get(name, name)).bits is not None]
-        if quantised and not self._quantised_next:
+        if quantised and not self._is_quantised_next:
             size = sum(self.info(name).nbytes for name in quantised)
             stored = sum(self._base.info(self._sources.get(name, name)).nbytes for name in quantised)
             yield (
-                f"{len(quantised)} quantised matrices become {self._quantised_type.value} with the adapter merged: {size / 1e9:.2g} GB in "
-                f"memory for {stored / 1e9:.2g} GB; quantization='int8' or 'int4' makes them smaller; loaded with `adapters` "
+                f"{len(quantised)} quantised matrices become {self._type_if_quantised.value} with the adapter merged: {size / 1e9:.2g} GB "
+                f"in memory for {stored / 1e9:.2g} GB; quantization='int8' or 'int4' makes them smaller; loaded with `adapters` "
                 "they stay as they are"
             )
 
-    def _tensor(self, name: str) -> AnyTensor:
+    def _make_tensor(self, name: str) -> AnyTensor:
         if name in self._biases:
-            own = self._merged_bias(name)
-            values = own + as_float32(self._base[name]) if self._base.has(name) else own
+            bias = self._adapter_bias(name)
+            values = bias + as_float32(self._base[name]) if self._base.has(name) else bias
             return Tensor(values, WeightType.F32, values.shape)
         source = self._sources.get(name, name)
         if name not in self._changed:
@@ -127,33 +129,33 @@ class MergedWeights(LazyWeights):
 
     def _merged_matrix(self, name: str, source: str) -> Tensor:
         changed, matrix = self._changed[name]
-        product, saved = self._adapter.products.get(changed), self._adapter.saved.get(changed)
-        tensor = self._base[source] if saved is None else Tensor(saved, WeightType.F32, saved.shape)
-        if product is not None and changed == EMBEDDING:
-            product = LowRank(product.up.T, product.down.T)
-        elif product is not None and matrix.rows is not None:
-            product = LowRank(product.down, product.up[matrix.rows])
+        update, replacement = self._adapter.low_rank_updates.get(changed), self._adapter.replacements.get(changed)
+        tensor = self._base[source] if replacement is None else Tensor(replacement, WeightType.F32, replacement.shape)
+        if update is not None and changed == EMBEDDING:
+            update = LowRank(update.up.T, update.down.T)
+        elif update is not None and matrix.rows is not None:
+            update = LowRank(update.down, update.up[matrix.rows])
         weight_type = self.info(name).weight_type
-        found = np.empty(tensor.shape, _ITEM_TYPES[weight_type])
+        merged = np.empty(tensor.shape, _ITEM_TYPES[weight_type])
         step = max(1, _CHUNK_VALUES // tensor.shape[1])
         for start in range(0, tensor.shape[0], step):
             rows = np.arange(start, min(start + step, tensor.shape[0]), dtype=np.int32)
             values = as_float32(tensor, rows)
-            found[rows] = self._round_to_type(values if product is None else values + product.up[rows] @ product.down, name, weight_type)
-        return Tensor(found, weight_type, tensor.shape)
+            merged[rows] = self._round_to_type(values if update is None else values + update.up[rows] @ update.down, name, weight_type)
+        return Tensor(merged, weight_type, tensor.shape)
 
-    def _merged_bias(self, name: str) -> Floats:
+    def _adapter_bias(self, name: str) -> Floats:
         changed, matrix = self._biases[name]
-        own = self._adapter.biases[changed]
-        return own if matrix.rows is None else own[matrix.rows]
+        bias = self._adapter.biases[changed]
+        return bias if matrix.rows is None else bias[matrix.rows]
 
     def _round_to_type(self, values: Floats, name: str, weight_type: WeightType) -> NDArray[Any]:
         if weight_type is WeightType.BF16:
             return to_bf16(values)
         with np.errstate(over="ignore"):
-            own = values.astype(_ITEM_TYPES[weight_type])
-        if not np.isfinite(own).all():
+            rounded = values.astype(_ITEM_TYPES[weight_type])
+        if not np.isfinite(rounded).all():
             raise CheckpointError(
                 f"{name} with the adapter {self._adapter.name!r} merged has values that {weight_type.value} does not reach: use dtype='f32'"
             )
-        return own
+        return rounded

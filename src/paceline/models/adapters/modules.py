@@ -1,4 +1,4 @@
-"""The matrices of a target that an adapter can change, by their checkpoint names, and where they are in the network."""
+"""The matrices of a target that an adapter can change, and which matrices of the network they are."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,10 +19,11 @@ _CONVOLUTION_MODULE = "conv"
 
 @dataclass(frozen=True, slots=True)
 class TargetModule:
-    """A linear layer of the target that an adapter can change: its weight [N, K] by its checkpoint name.
+    """A linear layer of the target that an adapter can change.
 
     Attributes:
-        parts: by projection name in `Adapter`, its rows of a fused weight such as q, k and v; None = all rows.
+        shape: (N, K) of its weight.
+        parts: rows of the weight by name in `Adapter`. A fused weight has several parts, such as q, k and v; None = all rows.
     """
 
     shape: tuple[int, int]
@@ -31,10 +32,11 @@ class TargetModule:
 
 @dataclass(frozen=True, slots=True)
 class ExpertParameter:
-    """A parameter with the matrices [N, K] of all experts of a layer.
+    """A parameter that stacks a matrix of all experts of a layer.
 
     Attributes:
-        experts: for each expert the names of its products, with their rows in its matrix.
+        shape: (N, K) of the matrix of one expert.
+        experts: for each expert the rows of its matrix, by name in `Adapter`.
     """
 
     shape: tuple[int, int]
@@ -43,11 +45,11 @@ class ExpertParameter:
 
 @dataclass(frozen=True, slots=True)
 class NetworkMatrix:
-    """A matrix of the network that a product of `Adapter` is added to.
+    """A matrix of the network that a matrix of `Adapter` changes.
 
     Attributes:
-        name: the tensor in `Weights`, without `.weight`.
-        rows: the rows of the product that belong to it, in the network's order; None = all, in order.
+        name: internal name in `Weights`, without `.weight`.
+        rows: rows of the adapter's matrix that belong to it, in the network's order; None = all rows in order.
     """
 
     name: str
@@ -55,60 +57,60 @@ class NetworkMatrix:
 
 
 def network_matrices(config: ModelConfig) -> dict[str, tuple[NetworkMatrix, ...]]:
-    """Return for each product of `Adapter` the network's matrices: several if the checkpoint fuses several of them in one matrix."""
+    """Return for each matrix of `Adapter` the matrices of the network that it changes: several if checkpoints fuse them in one."""
     shapes, found = tensor_shapes(config), dict[str, tuple[NetworkMatrix, ...]]()
-    joined = {
+    fused = {
         f"model.layers.{index}.{source}": {f"layers.{index}.{part}": rows for part, rows in parts.items()}
         for index, layer in enumerate(config.layers)
         for source, parts in fused_in_layer(layer, FAMILIES[config.family]).items()
     }
     for module, stems in _matrices_by_module(config).items():
-        if module in joined:
-            matrices = tuple(NetworkMatrix(stem, rows) for stem, rows in joined[module].items())
+        if module in fused:
+            matrices = tuple(NetworkMatrix(stem, rows) for stem, rows in fused[module].items())
         else:
-            matrices = tuple(NetworkMatrix(stem, _checkpoint_rows(stem, shapes[f"{stem}.weight"][0], config)) for stem in stems)
-        found[_adapter_product_name(module, stems)] = matrices
+            matrices = tuple(NetworkMatrix(stem, _rotary_row_order(stem, shapes[f"{stem}.weight"][0], config)) for stem in stems)
+        found[_name_in_adapter(module, stems)] = matrices
     return {**found, LM_HEAD: (NetworkMatrix("lm_head"),)}
 
 
 def target_modules(config: ModelConfig) -> dict[str, TargetModule]:
-    """Return the matrices that an adapter may name, by their checkpoint names without `.weight`."""
+    """Return the linear layers and embeddings that an adapter can change, by checkpoint name without `.weight`."""
     shapes = tensor_shapes(config)
-    shapes.setdefault("lm_head.weight", shapes["embedding.weight"])  # an adapter can replace a tied lm_head
+    shapes.setdefault("lm_head.weight", shapes["embedding.weight"])  # an adapter can change lm_head even if embeddings are tied
     by_module = {**_matrices_by_module(config), LM_HEAD: ["lm_head"]}
     sizes = {module: sum(shapes[f"{stem}.weight"][0] for stem in stems) for module, stems in by_module.items()}
     found = {
-        module: TargetModule((sizes[module], shapes[f"{stems[0]}.weight"][1]), {_adapter_product_name(module, stems): None})
+        module: TargetModule((sizes[module], shapes[f"{stems[0]}.weight"][1]), {_name_in_adapter(module, stems): None})
         for module, stems in by_module.items()
     }
-    products = {stem: (module, stems) for module, stems in by_module.items() for stem in stems}
+    containing_module = {stem: (module, stems) for module, stems in by_module.items() for stem in stems}
     for index, layer in enumerate(config.layers):
         for source, parts in _fused_modules(layer, config).items():
-            named = {_adapter_product_name(*products[f"layers.{index}.{part}"]): rows for part, rows in parts.items()}
-            columns = found[products[f"layers.{index}.{next(iter(parts))}"][0]].shape[1]
+            named = {_name_in_adapter(*containing_module[f"layers.{index}.{part}"]): rows for part, rows in parts.items()}
+            columns = found[containing_module[f"layers.{index}.{next(iter(parts))}"][0]].shape[1]
             found[f"model.layers.{index}.{source}"] = TargetModule((num_rows(parts), columns), named)
     return found
 
 
 def expert_parameters(config: ModelConfig) -> dict[str, ExpertParameter]:
-    """Return the parameters that hold all experts of a layer, by their names in checkpoints of transformers 5."""
+    """Return the parameters that stack all experts of a layer, by their names in checkpoints of transformers 5."""
     family, found = FAMILIES[config.family], dict[str, ExpertParameter]()
     for index, layer in enumerate(config.layers):
         if not isinstance(layer.mlp, ExpertMLP):
             continue
         inner, outer = layer.mlp.expert.intermediate_size, layer.mlp.latent_size or config.hidden_size
-        front = ("gate_proj", "up_proj") if layer.mlp.expert.has_gate else ("up_proj",)
-        rows = consecutive_rows(dict.fromkeys(front, inner))
+        inputs = ("gate_proj", "up_proj") if layer.mlp.expert.has_gate else ("up_proj",)
+        rows = consecutive_rows(dict.fromkeys(inputs, inner))
         if family.has_mxfp4_experts:
-            rows = {part: slice(number, 2 * inner, 2) for number, part in enumerate(front)}
+            rows = {part: slice(number, 2 * inner, 2) for number, part in enumerate(inputs)}
         stacks: dict[str, tuple[tuple[int, int], Parts]] = {
-            "gate_up_proj" if len(front) == 2 else "up_proj": ((len(front) * inner, outer), rows),
+            "gate_up_proj" if len(inputs) == 2 else "up_proj": ((len(inputs) * inner, outer), rows),
             "down_proj": ((outer, inner), {"down_proj": slice(0, outer)}),
         }
         prefix = f"model.layers.{index}.{family.module_names.get('experts', 'mlp.experts')}"
         for stack, (shape, parts) in stacks.items():
             experts = tuple(
-                {f"{prefix.removeprefix('model.')}.{expert}.{part}": own for part, own in parts.items()}
+                {f"{prefix.removeprefix('model.')}.{expert}.{part}": part_rows for part, part_rows in parts.items()}
                 for expert in range(layer.mlp.routing.num_experts)
             )
             found[f"{prefix}.{stack}"] = ExpertParameter(shape, experts)
@@ -116,21 +118,21 @@ def expert_parameters(config: ModelConfig) -> dict[str, ExpertParameter]:
 
 
 def _matrices_by_module(config: ModelConfig) -> dict[str, list[str]]:
-    """Return for each matrix of the checkpoint the internal names of the matrices that it holds."""
+    """Return for each matrix of a checkpoint the internal names of the network's matrices in it, without `.weight`."""
     shapes, found = tensor_shapes(config), dict[str, list[str]]()
-    for ours, theirs in checkpoint_names(config).items():
-        stem, _, kind = ours.rpartition(".")
-        if kind == "weight" and len(shapes[ours]) == 2 and stem != "layer_embedding" and stem.rpartition(".")[2] != _CONVOLUTION_MODULE:
-            found.setdefault(theirs.removesuffix(".weight"), []).append(stem)
+    for name, stored_name in checkpoint_names(config).items():
+        stem, _, kind = name.rpartition(".")
+        if kind == "weight" and len(shapes[name]) == 2 and stem != "layer_embedding" and stem.rpartition(".")[2] != _CONVOLUTION_MODULE:
+            found.setdefault(stored_name.removesuffix(".weight"), []).append(stem)
     return found
 
 
-def _adapter_product_name(module: str, stems: list[str]) -> str:
+def _name_in_adapter(module: str, stems: list[str]) -> str:
     return EMBEDDING if stems == ["embedding"] else module.removeprefix("model.")
 
 
 def _fused_modules(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
-    """Return the fused matrices that some checkpoints of the family have: for each, the matrices in it with their rows."""
+    """Return the fused matrices that some checkpoints of the family have, with the rows of each part."""
     family, found = FAMILIES[config.family], dict[str, Parts]()
     if isinstance(layer.mixer, GatedDeltaConfig):
         found |= {f"{family.recurrent_module}.{source}": parts for source, parts in fused_by_key_head(layer.mixer).items()}
@@ -143,10 +145,10 @@ def _fused_modules(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
     return found
 
 
-def _checkpoint_rows(stem: str, rows: int, config: ModelConfig) -> NDArray[np.int64] | None:
-    """Return for each row of a network's matrix its row in the checkpoint, if loading reorders rotary rows; None = the same order."""
+def _rotary_row_order(stem: str, num_rows: int, config: ModelConfig) -> NDArray[np.int64] | None:
+    """Return for each row of a matrix its row in the checkpoint, if loading reorders q and k (`half_split_order`); None = same order."""
     part = stem.rpartition(".")[2]
     if not FAMILIES[config.family].has_interleaved_rope or part not in ("q_proj", "k_proj"):
         return None
     attention = config.layers[int(stem.split(".")[1])].attention
-    return half_split_order(rows, attention.head_size, attention.rope.rotary_size(attention.head_size))
+    return half_split_order(num_rows, attention.head_size, attention.rope.rotary_size(attention.head_size))

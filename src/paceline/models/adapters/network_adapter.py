@@ -1,4 +1,4 @@
-"""An adapter by the network's own names, with rows in the network's order."""
+"""An adapter with the internal names and the row order of the network, as runtimes apply it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,53 +14,55 @@ from paceline.models.config import ModelConfig
 from paceline.models.tensor_names import tensor_shapes
 
 EMBEDDING, LM_HEAD = "embedding", "lm_head"
-_MAX_LISTED_NAMES = 8  # listed in an error
+_MAX_LISTED_NAMES = 8  # number of names that an error lists
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkAdapter:
-    """The changes of an adapter by internal tensor names without `.weight`. The output matrix is `lm_head`, also where embeddings are tied.
+    """An adapter whose matrices have internal names without `.weight`. The output matrix is `lm_head`, even if embeddings are tied.
 
     Attributes:
-        products, biases, saved, mixture: as in `Adapter`.
+        low_rank_updates, biases, replacements, mixture: as in `Adapter`.
     """
 
-    products: Mapping[str, LowRank]
+    low_rank_updates: Mapping[str, LowRank]
     biases: Mapping[str, NDArray[np.float32]]
-    saved: Mapping[str, NDArray[np.float32]]
+    replacements: Mapping[str, NDArray[np.float32]]
     mixture: XLoraMixture | None = None
 
     @property
     def has_embedding_change(self) -> bool:
-        return EMBEDDING in self.products or EMBEDDING in self.saved
+        return EMBEDDING in self.low_rank_updates or EMBEDDING in self.replacements
 
-    def embedding_rows(self, rows: NDArray[np.float32], token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Return embedding rows [T, E] with the adapter applied, before scaling. Ranks are added one by one, so bits do not depend on T.
+    def adapt_embeddings(self, embeddings: NDArray[np.float32], token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Return the embeddings [T, E] of tokens with the adapter applied, before `embedding_scale`.
+
+        Ranks are added one by one, so that a token's bits do not depend on T.
 
         Args:
-            rows: the rows of the target's embedding.
+            embeddings: embeddings of the tokens in the target.
         """
-        if EMBEDDING in self.saved:
-            return self.saved[EMBEDDING][token_ids]
-        low = self.products.get(EMBEDDING)
-        if low is None:
-            return rows
-        added = np.zeros_like(rows)
-        for down, up in zip(low.down, low.up.T, strict=True):
+        if EMBEDDING in self.replacements:
+            return self.replacements[EMBEDDING][token_ids]
+        update = self.low_rank_updates.get(EMBEDDING)
+        if update is None:
+            return embeddings
+        added = np.zeros_like(embeddings)
+        for down, up in zip(update.down, update.up.T, strict=True):
             added += down[token_ids, None] * up
-        return rows + added
+        return embeddings + added
 
 
 def to_network_adapter(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
-    """Return an adapter as the network of `config` needs it.
+    """Return an adapter with the names and the row order of a network.
 
     Raises:
-        ConfigError: It changes a tensor that only merging can change, or has other shapes than the target. Every name is listed.
+        ConfigError: The adapter changes a tensor that only merging can change, or its shapes differ from the target's.
     """
     matrices = network_matrices(config)
-    saved = {modules.EMBEDDING: EMBEDDING, modules.LM_HEAD: LM_HEAD}
-    named = {*adapter.products, *adapter.biases}
-    unknown = sorted({*(named - matrices.keys()), *(adapter.saved.keys() - saved.keys()), *(adapter.saved.keys() & named)})
+    replaceable = {modules.EMBEDDING: EMBEDDING, modules.LM_HEAD: LM_HEAD}
+    changed, replaced = {*adapter.low_rank_updates, *adapter.biases}, adapter.replacements.keys()
+    unknown = sorted({*(changed - matrices.keys()), *(replaced - replaceable.keys()), *(replaced & changed)})
     if unknown:
         shown = ", ".join(unknown[:_MAX_LISTED_NAMES]) + (
             f" and {len(unknown) - _MAX_LISTED_NAMES} more" if len(unknown) > _MAX_LISTED_NAMES else ""
@@ -68,10 +70,10 @@ def to_network_adapter(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
         raise ConfigError(
             f"the adapter {adapter.name!r} changes {shown}, which only merging can change: load the model with it merged (merge_adapter)"
         )
-    found = NetworkAdapter(
+    network_adapter = NetworkAdapter(
         {
-            matrix.name: low if matrix.rows is None else LowRank(low.down, low.up[matrix.rows])
-            for name, low in adapter.products.items()
+            matrix.name: update if matrix.rows is None else LowRank(update.down, update.up[matrix.rows])
+            for name, update in adapter.low_rank_updates.items()
             for matrix in matrices[name]
         },
         {
@@ -79,28 +81,29 @@ def to_network_adapter(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
             for name, bias in adapter.biases.items()
             for matrix in matrices[name]
         },
-        {saved[name]: values for name, values in adapter.saved.items()},
-        _network_mixture(adapter.mixture, matrices),
+        {replaceable[name]: values for name, values in adapter.replacements.items()},
+        _rename_mixture(adapter.mixture, matrices),
     )
-    _check_shapes(adapter.name, found, config)
-    return found
+    _check_shapes(adapter.name, network_adapter, config)
+    return network_adapter
 
 
-def _network_mixture(mixture: XLoraMixture | None, matrices: Mapping[str, Sequence[NetworkMatrix]]) -> XLoraMixture | None:
+def _rename_mixture(mixture: XLoraMixture | None, matrices: Mapping[str, Sequence[NetworkMatrix]]) -> XLoraMixture | None:
     if mixture is None:
         return None
-    return replace(mixture, columns={matrix.name: columns for name, columns in mixture.columns.items() for matrix in matrices[name]})
+    indices = {matrix.name: indices for name, indices in mixture.scaling_indices.items() for matrix in matrices[name]}
+    return replace(mixture, scaling_indices=indices)
 
 
-def _check_shapes(adapter: str, found: NetworkAdapter, config: ModelConfig) -> None:
+def _check_shapes(adapter_name: str, adapter: NetworkAdapter, config: ModelConfig) -> None:
     shapes = {name.removesuffix(".weight"): shape for name, shape in tensor_shapes(config).items() if name.endswith(".weight")}
     shapes[LM_HEAD] = shapes[EMBEDDING]
     wrong = []
-    for name, low in found.products.items():
+    for name, update in adapter.low_rank_updates.items():
         outputs, columns = shapes[name][::-1] if name == EMBEDDING else shapes[name]
-        if low.up.shape != (outputs, len(low.down)) or low.down.shape != (len(low.down), columns):
-            wrong.append(f"{name} as {list(low.up.shape)} x {list(low.down.shape)}, the target has {[outputs, columns]}")
-    wrong += [f"the bias of {name}" for name, bias in found.biases.items() if bias.shape != shapes[name][:1]]
-    wrong += [f"{name} of shape {list(values.shape)}" for name, values in found.saved.items() if values.shape != shapes[name]]
+        if update.up.shape != (outputs, len(update.down)) or update.down.shape != (len(update.down), columns):
+            wrong.append(f"{name} as {list(update.up.shape)} x {list(update.down.shape)}, the target has {[outputs, columns]}")
+    wrong += [f"the bias of {name}" for name, bias in adapter.biases.items() if bias.shape != shapes[name][:1]]
+    wrong += [f"{name} of shape {list(values.shape)}" for name, values in adapter.replacements.items() if values.shape != shapes[name]]
     if wrong:
-        raise ConfigError(f"the adapter {adapter!r} is another model's: {'; '.join(wrong[:_MAX_LISTED_NAMES])}")
+        raise ConfigError(f"the adapter {adapter_name!r} is another model's: {'; '.join(wrong[:_MAX_LISTED_NAMES])}")

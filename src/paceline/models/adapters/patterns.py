@@ -1,12 +1,14 @@
-"""Which modules the settings of an adapter select. Their regular expressions are untrusted.
+"""Select the modules that the settings of an adapter name.
 
-A short expression can take exponential time. Expressions are matched in a separate process with limits on time and memory.
+Settings may hold regular expressions. They are untrusted, and a short one can take exponential time, so a separate process with limits on
+time and memory matches them.
 """
 
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 
 from paceline.errors import CheckpointError, shortened
@@ -27,12 +29,12 @@ class ModuleSelector:
     """The modules that an adapter changes, selected as PEFT does.
 
     Attributes:
-        path: the settings file, for errors.
-        names: suffixes of module names, or one regular expression for full names, or "all-linear".
-        excluded: the same for modules that are not changed.
-        saved: suffixes of modules that are replaced as a whole (modules_to_save).
-        layers: layers_to_transform; empty = all layers.
-        layers_pattern: names of the list of layers; empty = any.
+        path: path of the settings file, for errors.
+        names: target_modules: suffixes of module names, or a regular expression for full names, or "all-linear".
+        excluded: exclude_modules: suffixes or a regular expression for modules that are not changed.
+        saved: modules_to_save: suffixes of modules whose whole matrix is replaced.
+        layers: layers_to_transform: indices of the changed layers; empty = all layers.
+        layers_pattern: names of the module that lists the layers, such as "layers"; empty = any name.
     """
 
     path: Path
@@ -43,18 +45,18 @@ class ModuleSelector:
     layers_pattern: tuple[str, ...]
 
     def select(self, modules: Sequence[str]) -> list[str]:
-        """Return those of `modules` that are adapted.
+        """Return which of the modules get low-rank matrices.
 
         Raises:
-            CheckpointError: An expression is malformed or takes too long.
+            CheckpointError: A regular expression is malformed or takes too long.
         """
-        found = self._select_by_settings(modules)
+        found = self._select_targets(modules)
         if self.excluded:
             excluded = set(self._matching_modules(self.excluded, modules))
             found = [name for name in found if name not in excluded]
-        return [name for name in found if not any(f".{one}." in f".{name}." for one in self.saved)]
+        return [name for name in found if not any(f".{suffix}." in f".{name}." for suffix in self.saved)]
 
-    def _select_by_settings(self, modules: Sequence[str]) -> list[str]:
+    def _select_targets(self, modules: Sequence[str]) -> list[str]:
         if isinstance(self.names, str):
             if self.names.lower() == ALL_LINEAR:
                 return [name for name in modules if name.rpartition(".")[2] != _HEAD]
@@ -66,53 +68,47 @@ class ModuleSelector:
 
     def _matching_modules(self, patterns: str | tuple[str, ...], modules: Sequence[str]) -> list[str]:
         if isinstance(patterns, str):
-            fits = _match_matrix([patterns], modules, self.path)[0]
-            return [name for name, does_fit in zip(modules, fits, strict=True) if does_fit]
+            return list(compress(modules, _match_in_process([patterns], modules, self.path)[0]))
         return [name for name in modules if name in patterns or _ends_with(name, patterns)]
 
     def _layer_index(self, name: str) -> int | None:
         """Return the layer index in a module's name; None if there is none."""
-        expressions = [re.compile(rf"(?:.*?\.)?{re.escape(one)}\.(\d{{1,9}})\.") for one in self.layers_pattern] or [_LAYER_INDEX]
+        expressions = [re.compile(rf"(?:.*?\.)?{re.escape(list_name)}\.(\d{{1,9}})\.") for list_name in self.layers_pattern] or [
+            _LAYER_INDEX
+        ]
         found = next((match for expression in expressions if (match := expression.match(name))), None)
         return None if found is None else int(found[1])
 
 
 def first_matching_patterns(patterns: Sequence[str], modules: Sequence[str], path: Path) -> dict[str, str]:
-    """Return for each module the first of `patterns` that matches the end of its name. Modules without a match are left out.
+    """Return for each module the first of `patterns` that matches the end of its name. Modules without a match are absent.
 
     Args:
-        path: the file with the patterns, for errors.
+        path: path of the file with the patterns, for errors.
 
     Raises:
         CheckpointError: A pattern is malformed or takes too long.
     """
-    others = [pattern for pattern in patterns if _PLAIN_NAME.fullmatch(pattern) is None]
-    rows = _match_matrix([rf"(.*\.)?({pattern})" for pattern in others], modules, path) if others and modules else []
-    fits = {
-        pattern: {name for name, does_fit in zip(modules, row, strict=True) if does_fit} for pattern, row in zip(others, rows, strict=True)
-    }
-    known = {pattern: number for number, pattern in reversed(list(enumerate(patterns))) if pattern not in fits}
+    expressions = [pattern for pattern in patterns if _PLAIN_NAME.fullmatch(pattern) is None]
+    rows = _match_in_process([rf"(.*\.)?({pattern})" for pattern in expressions], modules, path) if expressions and modules else []
+    matched = {pattern: set(compress(modules, row)) for pattern, row in zip(expressions, rows, strict=bool(modules))}
+    plain_names = {pattern for pattern in patterns if pattern not in matched}
     found: dict[str, str] = {}
     for name in modules:
-        candidates = [pattern for pattern in fits if name in fits[pattern]]
-        candidates += [ending for ending in (f"^{name}", *_dotted_suffixes(name)) if ending in known]
+        parts = name.split(".")
+        candidates = [pattern for pattern in matched if name in matched[pattern]]
+        candidates += plain_names.intersection([f"^{name}", *(".".join(parts[start:]) for start in range(len(parts)))])
         if candidates:
             found[name] = min(candidates, key=patterns.index)
     return found
 
 
 def _ends_with(name: str, endings: tuple[str, ...]) -> bool:
-    return name.endswith(tuple(f".{one}" for one in endings))
+    return name.endswith(tuple(f".{ending}" for ending in endings))
 
 
-def _dotted_suffixes(name: str) -> list[str]:
-    """Return the suffixes of a dotted name: `a.b.c`, `b.c` and `c` for `a.b.c`."""
-    parts = name.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts))]
-
-
-def _match_matrix(patterns: Sequence[str], names: Sequence[str], path: Path) -> list[list[bool]]:
-    """Return a row for each pattern: whether it matches each name. A separate process limits time and memory.
+def _match_in_process(patterns: Sequence[str], names: Sequence[str], path: Path) -> list[list[bool]]:
+    """Return the result of `match_all`, run in a separate process with limits on time and memory.
 
     Raises:
         CheckpointError: The patterns are too long, malformed or take too long.
@@ -133,6 +129,6 @@ def _match_matrix(patterns: Sequence[str], names: Sequence[str], path: Path) -> 
 
 
 def match_all(patterns_and_names: tuple[Sequence[str], Sequence[str]]) -> list[list[bool]]:
-    """Return whether each pattern matches each name. Runs in a separate process."""
+    """Return a list for each pattern: whether it matches each name."""
     patterns, names = patterns_and_names
     return [[expression.fullmatch(name) is not None for name in names] for expression in map(re.compile, patterns)]

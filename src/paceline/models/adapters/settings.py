@@ -1,4 +1,4 @@
-"""Read adapter_config.json of a LoRA adapter, and refuse settings that are not supported.
+"""Read the adapter_config.json of a LoRA adapter, and refuse unsupported settings.
 
 Source: PEFT 0.21, `LoraConfig`.
 """
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.adapters.patterns import ModuleSelector
-from paceline.models.json_fields import LARGEST, JsonFields
+from paceline.models.json_fields import MAX_FLOAT32, JsonFields
 from paceline.small_files import read_json
 
-CONFIG = "adapter_config.json"
+CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 2**20
 _UNSUPPORTED_KEYS = (
     "use_dora", "layer_replication", "alora_invocation_tokens", "alora_invocation_string", "trainable_token_indices", "use_qalora",
@@ -38,19 +38,19 @@ class AdapterSettings:
     """The settings of a LoRA adapter.
 
     Attributes:
-        path: the adapter_config.json.
-        base: base_model_name_or_path, for errors.
-        rank, alpha: of modules that no pattern matches.
-        rank_pattern, alpha_pattern: by pattern, in the order of the file.
-        is_rank_stabilized: the scale is alpha / sqrt(rank) instead of alpha / rank.
-        targets: the modules that it adapts.
-        target_parameters: suffixes of parameters that it adapts in addition.
-        has_low_rank_biases: every lora_B has a bias.
-        has_tied_head: with tied embeddings, an adapted embedding also changes the head.
+        path: path of the adapter_config.json.
+        base_model: base_model_name_or_path, for errors.
+        rank, alpha: rank and alpha of modules that no pattern in `rank_pattern` or `alpha_pattern` matches.
+        rank_pattern, alpha_pattern: rank and alpha by pattern of module names, in the order of the file.
+        is_rank_stabilized: use_rslora: the scale is alpha / sqrt(rank) instead of alpha / rank.
+        targets: selects the modules that the adapter changes.
+        target_parameters: suffixes of parameters that the adapter changes in addition to modules.
+        has_low_rank_biases: lora_bias: each lora_B has a bias.
+        has_tied_head: ensure_weight_tying: if embeddings are tied, changes of the embedding also apply to lm_head.
     """
 
     path: Path
-    base: str | None
+    base_model: str | None
     rank: int
     alpha: float
     rank_pattern: Mapping[str, int]
@@ -62,7 +62,7 @@ class AdapterSettings:
     has_tied_head: bool
 
     def scale(self, rank: int, alpha: float) -> float:
-        """Return the factor that multiplies a low-rank product: alpha / rank, or alpha / sqrt(rank)."""
+        """Return the factor of a low-rank product: alpha / rank, or alpha / sqrt(rank)."""
         return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
 
 
@@ -72,27 +72,28 @@ def read_settings(directory: Path) -> AdapterSettings:
     Raises:
         CheckpointError: The file is missing, a value is out of range, or a setting is not supported.
     """
-    path = directory / CONFIG
+    path = directory / CONFIG_FILE
     values = read_json(path)
     if values is None:
         raise CheckpointError(
-            f"{directory} holds no {CONFIG}: give the directory of a LoRA adapter as PEFT's save_pretrained() writes it, "
+            f"{directory} holds no {CONFIG_FILE}: give the directory of a LoRA adapter as PEFT's save_pretrained() writes it, "
             "with adapter_model.safetensors"
         )
     fields = JsonFields(values, path)
     _refuse_unsupported_settings(fields)
+    base_model = values.get("base_model_name_or_path")
     return AdapterSettings(
         path=path,
-        base=_read_optional_text(values.get("base_model_name_or_path")),
-        rank=fields.size("r", 8, most=MAX_RANK),
+        base_model=base_model if isinstance(base_model, str) and base_model else None,
+        rank=fields.integer("r", 8, most=MAX_RANK),
         alpha=fields.number("lora_alpha", 8.0),
         rank_pattern={name: _check_rank(fields, name, value) for name, value in _read_pattern_table(fields, "rank_pattern").items()},
         alpha_pattern={name: _check_alpha(fields, name, value) for name, value in _read_pattern_table(fields, "alpha_pattern").items()},
         is_rank_stabilized=fields.flag("use_rslora", default=False),
         targets=ModuleSelector(
             path=path,
-            names=_read_pattern_or_names(fields, "target_modules"),
-            excluded=_read_pattern_or_names(fields, "exclude_modules"),
+            names=_read_regex_or_names(fields, "target_modules"),
+            excluded=_read_regex_or_names(fields, "exclude_modules"),
             saved=tuple(_read_names(fields, "modules_to_save")),
             layers=_read_layer_indices(fields),
             layers_pattern=tuple(_read_names(fields, "layers_pattern")),
@@ -104,15 +105,15 @@ def read_settings(directory: Path) -> AdapterSettings:
 
 
 def _refuse_unsupported_settings(fields: JsonFields) -> None:
-    kind = fields.values.get("peft_type", "LORA")
-    if kind == "XLORA":
+    peft_type = fields.values.get("peft_type", "LORA")
+    if peft_type == "XLORA":
         raise CheckpointError(
             f"{fields.path}: peft_type = 'XLORA': what X-LoRA adds depends on the text, so it can neither be merged nor be part of another "
             "X-LoRA adapter; load it next to the model (adapters, --adapter)"
         )
-    if kind != "LORA":
+    if peft_type != "LORA":
         raise CheckpointError(
-            f"{fields.path}: peft_type = {shortened(kind)} is not supported, only 'LORA' and 'XLORA' are: use a plain LoRA adapter"
+            f"{fields.path}: peft_type = {shortened(peft_type)} is not supported, only 'LORA' and 'XLORA' are: use a plain LoRA adapter"
         )
     for name in _UNSUPPORTED_KEYS:
         if fields.values.get(name):
@@ -126,24 +127,20 @@ def _refuse_unsupported_settings(fields: JsonFields) -> None:
             f"{fields.path}: {', '.join(map(shortened, unknown[:20]))} are set, which no known LoRA adapter has: they may change what it "
             "computes; remove what does not, or merge the adapter into its model with PEFT"
         )
-    start = fields.values.get("init_lora_weights", True)
-    if not any(type(start) is type(one) and start == one for one in (*_SUPPORTED_INITS, None)):
+    init = fields.values.get("init_lora_weights", True)
+    if not any(type(init) is type(supported) and init == supported for supported in (*_SUPPORTED_INITS, None)):
         raise CheckpointError(
-            f"{fields.path}: init_lora_weights = {shortened(start)} changed the model's own weights when training began: save the adapter "
+            f"{fields.path}: init_lora_weights = {shortened(init)} changed the model's own weights when training began: save the adapter "
             "again with PEFT's path_initial_model_for_weight_conversion, which makes a plain one of it"
         )
     bias = fields.values.get("bias", "none")
     if bias not in ("none", "all", "lora_only", None):
         raise CheckpointError(f"{fields.path}: bias = {shortened(bias)}, expected none, all or lora_only")
-    fields.flag("fan_in_fan_out", default=False)  # read so that an invalid value is refused; PEFT ignores it for all supported models
-
-
-def _read_optional_text(value: object) -> str | None:
-    return value if isinstance(value, str) and value else None
+    fields.flag("fan_in_fan_out", default=False)  # only checked, because PEFT ignores it for all supported models
 
 
 def _read_names(fields: JsonFields, name: str) -> list[str]:
-    """Return a list of names from a list, one name or null."""
+    """Return the names in a field that holds a list, one name or null."""
     value = fields.values.get(name)
     found = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
@@ -151,8 +148,8 @@ def _read_names(fields: JsonFields, name: str) -> list[str]:
     return found
 
 
-def _read_pattern_or_names(fields: JsonFields, name: str) -> str | tuple[str, ...]:
-    """Return a pattern, or a tuple of names."""
+def _read_regex_or_names(fields: JsonFields, name: str) -> str | tuple[str, ...]:
+    """Return the regular expression or the names in a field."""
     value = fields.values.get(name)
     return value if isinstance(value, str) and value else tuple(_read_names(fields, name) if value else ())
 
@@ -179,9 +176,9 @@ def _check_rank(fields: JsonFields, name: str, value: object) -> int:
 
 
 def _check_alpha(fields: JsonFields, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_FLOAT32 <= value <= MAX_FLOAT32:
         raise CheckpointError(
-            f"{fields.path}: alpha_pattern gives {shortened(name)} the alpha {shortened(value)}, expected a number from -{LARGEST:.3g} to "
-            f"{LARGEST:.3g} (float32)"
+            f"{fields.path}: alpha_pattern gives {shortened(name)} the alpha {shortened(value)}, expected a number from "
+            f"-{MAX_FLOAT32:.3g} to {MAX_FLOAT32:.3g} (float32)"
         )
     return float(value)

@@ -1,4 +1,4 @@
-"""Read X-LoRA adapters in PEFT's format: a directory with settings, a classifier and the LoRA adapters that it weights.
+"""Read X-LoRA adapters in the format of PEFT: a directory with settings, a classifier, and the LoRA adapters that it weights.
 
 Source: PEFT 0.21, `XLoraConfig`, `XLoraModel`, `XLoraClassifier` and `XLoraLinearLayer`.
 """
@@ -6,7 +6,7 @@ Source: PEFT 0.21, `XLoraConfig`, `XLoraModel`, `XLoraClassifier` and `XLoraLine
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, name_list, shortened
 from paceline.models.adapters.adapter import Adapter, LowRank, XLoraMixture
-from paceline.models.adapters.adapter_file import FILES, adapter_files, as_float32
+from paceline.models.adapters.adapter_file import ADAPTER_FILES, adapter_files, as_float32
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD
-from paceline.models.adapters.read import check_name, read_adapter
-from paceline.models.adapters.settings import CONFIG, read_settings
+from paceline.models.adapters.read import NUM_COPIES, check_name, read_adapter
+from paceline.models.adapters.settings import CONFIG_FILE, read_settings
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
 from paceline.models.json_fields import JsonFields
@@ -27,17 +27,14 @@ from paceline.models.weights import Weights
 from paceline.small_files import is_file, read_json
 
 _CLASSIFIER_TENSOR = re.compile(r"(?:base_model\.)?(?:model\.)?internal_xlora_classifier\.layers\.(\d{1,4})\.(weight|bias)")
-_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Matrices of a layer in module order, which is the order of layerwise scalings."""
+_MODULE_ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The order in which PEFT counts the matrices of a layer that have scalings of their own."""
 _LAYER_MATRIX = re.compile(r"layers\.(\d+)\.[a-z_]+\.([a-z_]+)")
 _EXPERTS = ".experts."
-_NUM_FLOAT32_COPIES = 2  # float32 copies of an adapter in memory: as read, and as the runtime stores it
 Floats = NDArray[np.float32]
-
-
-MAX_DEPTH, MAX_SIZE, MAX_ADAPTERS = 64, 2**20, 256
-MIN_TEMPERATURE = 2.0**-126
-"""Smaller temperatures are no normal float32 numbers, in which scalings are computed."""
+_MAX_DEPTH, _MAX_WIDTH, _MAX_ADAPTERS = 64, 2**20, 256
+_MIN_TEMPERATURE = 2.0**-126
+"""The smallest normal float32 number, because scalings are computed in float32."""
 _READ_KEYS = (
     "peft_type", "hidden_size", "adapters", "enable_softmax", "enable_softmax_topk", "layerwise_scalings", "xlora_depth", "xlora_size",
     "xlora_dropout_p", "softmax_temperature", "top_k_lora", "scaling_pass_value", "global_scaling_weight", "use_bias",
@@ -48,90 +45,52 @@ _IGNORED_KEYS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class XLoraSettings:
-    """The settings of an X-LoRA adapter.
-
-    Attributes:
-        path: the adapter_config.json.
-        hidden_size: width of the hidden states that the classifier reads.
-        adapters: path of each adapter, in the order of the classifier's outputs.
-        depth, size: number of linear layers of the classifier, and the width between them.
-        has_dropout: layer numbers of the classifier count a dropout between linear layers.
-        has_layerwise_scalings: every adapted matrix has scalings of its own.
-        temperature: temperature of the softmax over scalings; None = no softmax.
-        top_k: number of scalings that are kept; None = all.
-        has_softmax_of_top_k: the kept scalings are normalised by a second softmax.
-        pass_scaling: every scaling of the scaling pass, after top-k and its softmax.
-        global_weight: factor of all products.
-    """
-
-    path: Path
-    hidden_size: int
-    adapters: tuple[str, ...]
-    depth: int
-    size: int
-    has_dropout: bool
-    has_layerwise_scalings: bool
-    temperature: float | None
-    top_k: int | None
-    has_softmax_of_top_k: bool
-    pass_scaling: float
-    global_weight: float
-
-
 def is_xlora(directory: Path) -> bool:
-    """Return whether a directory holds an X-LoRA adapter; False if it holds no adapter.
+    """Return whether a directory holds an X-LoRA adapter.
 
     Raises:
-        CheckpointError: Its adapter_config.json cannot be read.
+        CheckpointError: The adapter_config.json in it cannot be read.
     """
-    values = read_json(directory / CONFIG)
+    values = read_json(directory / CONFIG_FILE)
     return values is not None and values.get("peft_type") == "XLORA"
 
 
-def read_xlora_settings(directory: Path) -> XLoraSettings:
-    """Read the settings of the X-LoRA adapter in a directory.
-
-    Raises:
-        CheckpointError: A value is out of range, or a setting is not supported.
-    """
-    path = directory / CONFIG
-    values = read_json(path) or {}
-    fields = JsonFields(values, path)
-    unknown = [name for name, value in values.items() if value and name not in (*_READ_KEYS, *_IGNORED_KEYS)]
+def _read_settings(directory: Path) -> JsonFields:
+    """Return the fields of an X-LoRA adapter's adapter_config.json. Unsupported settings are refused."""
+    fields = JsonFields(read_json(directory / CONFIG_FILE) or {}, directory / CONFIG_FILE)
+    unknown = [name for name, value in fields.values.items() if value and name not in (*_READ_KEYS, *_IGNORED_KEYS)]
     if unknown:
         raise CheckpointError(
-            f"{path}: {', '.join(map(shortened, unknown[:20]))} are set, which no known X-LoRA adapter has: they may change what it "
+            f"{fields.path}: {', '.join(map(shortened, unknown[:20]))} are set, which no known X-LoRA adapter has: they may change what it "
             "computes; remove what does not"
         )
     if not fields.flag("use_bias", default=True):
-        raise CheckpointError(f"{path}: use_bias is false, and PEFT's classifier has biases: save the adapter again with PEFT 0.21")
-    adapters = _read_adapter_paths(fields)
-    top_k = None if values.get("top_k_lora") is None else fields.size("top_k_lora", most=len(adapters))
-    has_softmax_of_top_k = fields.flag("enable_softmax_topk", default=False)
-    return XLoraSettings(
-        path=path,
-        hidden_size=fields.size("hidden_size", 4096),
-        adapters=adapters,
-        depth=fields.size("xlora_depth", 1, most=MAX_DEPTH),
-        size=fields.size("xlora_size", 2048, most=MAX_SIZE),
-        has_dropout=fields.number("xlora_dropout_p", 0.2) > 0.0,
-        has_layerwise_scalings=fields.flag("layerwise_scalings", default=False),
+        raise CheckpointError(f"{fields.path}: use_bias is false, and PEFT's classifier has biases: save the adapter again with PEFT 0.21")
+    return fields
+
+
+def _read_mixture_settings(fields: JsonFields, num_adapters: int) -> XLoraMixture:
+    """Return a mixture with its settings, but without the classifier and the scalings of matrices."""
+    top_k = None if fields.values.get("top_k_lora") is None else fields.integer("top_k_lora", most=num_adapters)
+    has_softmax = fields.flag("enable_softmax_topk", default=False)
+    return XLoraMixture(
+        num_adapters=num_adapters,
+        num_scaled_matrices=1,
+        classifier=(),
         temperature=_read_temperature(fields) if fields.flag("enable_softmax", default=True) else None,
         top_k=top_k,
-        has_softmax_of_top_k=has_softmax_of_top_k,
-        pass_scaling=_scaling_of_scaling_pass(fields, len(adapters), top_k, has_softmax_of_top_k=has_softmax_of_top_k),
-        global_weight=fields.number("global_scaling_weight", 1.0),
+        has_softmax_of_top_k=has_softmax,
+        scaling_pass_value=_read_scaling_pass_value(fields, num_adapters, top_k, has_softmax_of_top_k=has_softmax),
+        scaling_indices={},
     )
 
 
 def _read_adapter_paths(fields: JsonFields) -> tuple[str, ...]:
-    """Return the paths of the adapters. PEFT loads adapters by number but looks them up by these names, so both must be equal."""
+    """Return the directory of each adapter. Their names must be "0", "1", …, because PEFT looks some up by name and some by number."""
     found = fields.values.get("adapters")
-    if not isinstance(found, Mapping) or not found or len(found) > MAX_ADAPTERS or not all(isinstance(one, str) for one in found.values()):
+    if not isinstance(found, Mapping) or not found or len(found) > _MAX_ADAPTERS or not all(isinstance(one, str) for one in found.values()):
         raise CheckpointError(
-            f"{fields.path}: adapters = {shortened(found)}, expected an object of 1 to {MAX_ADAPTERS} names with a directory each"
+            f"{fields.path}: adapters = {shortened(found)}, expected an object of 1 to {_MAX_ADAPTERS} names with a directory each"
         )
     if list(found) != [str(number) for number in range(len(found))]:
         raise CheckpointError(
@@ -143,13 +102,13 @@ def _read_adapter_paths(fields: JsonFields) -> tuple[str, ...]:
 
 def _read_temperature(fields: JsonFields) -> float:
     temperature = fields.number("softmax_temperature", 1.0)
-    if temperature < MIN_TEMPERATURE:
-        raise CheckpointError(f"{fields.path}: softmax_temperature = {temperature:g}, expected a number of at least {MIN_TEMPERATURE:.3g}")
+    if temperature < _MIN_TEMPERATURE:
+        raise CheckpointError(f"{fields.path}: softmax_temperature = {temperature:g}, expected a number of at least {_MIN_TEMPERATURE:.3g}")
     return temperature
 
 
-def _scaling_of_scaling_pass(fields: JsonFields, num_adapters: int, top_k: int | None, *, has_softmax_of_top_k: bool) -> float:
-    """Return the scaling of the scaling pass, after top-k and its softmax."""
+def _read_scaling_pass_value(fields: JsonFields, num_adapters: int, top_k: int | None, *, has_softmax_of_top_k: bool) -> float:
+    """Return the value of every scaling in the scaling pass, to which PEFT applies top-k and its softmax as well."""
     if "scaling_pass_value" in fields.values and fields.values["scaling_pass_value"] is None:
         raise CheckpointError(
             f"{fields.path}: scaling_pass_value is null, with which PEFT computes nothing: write the number, such as {1 / num_adapters:g} "
@@ -179,153 +138,149 @@ def read_xlora(
 ) -> Adapter:
     """Read the X-LoRA adapter in a directory. Arguments and errors as in `read_adapter`.
 
-    Its LoRA adapters are at the paths of the settings, or in numbered folders of the directory.
+    Its LoRA adapters are in the directories that the settings name, or in numbered folders of `directory`.
     """
     check_name(name)
-    settings = read_xlora_settings(directory)
-    if settings.hidden_size != config.hidden_size:
+    fields = _read_settings(directory)
+    if (hidden_size := fields.integer("hidden_size", 4096)) != config.hidden_size:
         raise CheckpointError(
-            f"{settings.path}: hidden_size = {settings.hidden_size}, the model's is {config.hidden_size}: use the adapter with the model "
+            f"{fields.path}: hidden_size = {hidden_size}, the model's is {config.hidden_size}: use the adapter with the model "
             "it was made for"
         )
+    paths = _read_adapter_paths(fields)
+    mixture, has_layerwise_scalings = _read_mixture_settings(fields, len(paths)), fields.flag("layerwise_scalings", default=False)
     adapters = []
-    for number, given in enumerate(settings.adapters):
-        own = _adapter_directory(directory, number, given)
-        adapters.append(read_adapter(own, name=f"{name} {number}", config=config, weights=weights, memory_bytes=memory_bytes))
-        _check_scalable(own, adapters[-1])
+    for number, path in enumerate(paths):
+        adapter_directory = _find_adapter_directory(directory, number, path)
+        adapter = read_adapter(adapter_directory, name=f"{name} {number}", config=config, weights=weights, memory_bytes=memory_bytes)
+        _check_scalable(adapter_directory, adapter)
+        adapters.append(adapter)
         if memory_bytes is not None:
-            memory_bytes = max(0, memory_bytes - _NUM_FLOAT32_COPIES * _num_bytes(adapters[-1]))
-    products = {module: None for adapter in adapters for module in adapter.products}
-    order = _matrix_numbers(settings, config, list(products)) if settings.has_layerwise_scalings else dict.fromkeys(products, 0)
-    num_layers = len(order) if settings.has_layerwise_scalings else 1
-    classifier = _read_classifier(directory, settings, num_layers * len(adapters))
-    columns = {module: _scaling_columns(adapters, module, order[module]) for module in products}
-    mixture = XLoraMixture(
-        num_adapters=len(adapters),
-        num_layers=num_layers,
-        classifier=classifier,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        has_softmax_of_top_k=settings.has_softmax_of_top_k,
-        pass_scaling=settings.pass_scaling,
-        columns=columns,
+            memory_bytes = max(0, memory_bytes - NUM_COPIES * _adapter_bytes(adapter))
+    matrices = dict.fromkeys(matrix for adapter in adapters for matrix in adapter.low_rank_updates)
+    order = _scaling_order(fields.path, config, list(matrices)) if has_layerwise_scalings else dict.fromkeys(matrices, 0)
+    num_scaled_matrices = len(order) if has_layerwise_scalings else 1
+    mixture = replace(
+        mixture,
+        num_scaled_matrices=num_scaled_matrices,
+        classifier=_read_classifier(directory, fields, len(adapters), num_scaled_matrices * len(adapters)),
+        scaling_indices={matrix: _scaling_indices(adapters, matrix, order[matrix]) for matrix in matrices},
     )
-    joined = {module: _concatenate_products(adapters, module, settings) for module in products}
-    return Adapter(name, _value_digest(settings, adapters, mixture), joined, {}, {}, mixture)
+    weight = fields.number("global_scaling_weight", 1.0)
+    updates = {matrix: _concatenate_updates(adapters, matrix, weight, fields.path) for matrix in matrices}
+    return Adapter(name, _digest_values(weight, adapters, mixture), updates, {}, {}, mixture)
 
 
-def _adapter_directory(directory: Path, number: int, given: str) -> Path:
-    """Return the directory of an adapter: the path in the settings, or the numbered folder."""
-    folders = [directory / given] if given else []
-    for folder in (*folders, directory / str(number)):
-        if is_file(folder / CONFIG):
+def _find_adapter_directory(directory: Path, number: int, path: str) -> Path:
+    """Return the directory of an adapter: the one in the settings if it holds an adapter, else the numbered folder."""
+    for folder in (*([directory / path] if path else []), directory / str(number)):
+        if is_file(folder / CONFIG_FILE):
             return folder
     raise CheckpointError(
-        f"{directory} is an X-LoRA adapter of several LoRA adapters, and number {number} ({shortened(given)}) is missing: put its "
+        f"{directory} is an X-LoRA adapter of several LoRA adapters, and number {number} ({shortened(path)}) is missing: put its "
         f"directory there as {directory / str(number)}"
     )
 
 
 def _check_scalable(directory: Path, adapter: Adapter) -> None:
-    """Refuse an X-LoRA adapter with parts that cannot be scaled, or that only merging can apply."""
-    whole = [f"the bias of {name}" for name in adapter.biases] + [f"the whole of {name}" for name in adapter.saved]
-    if whole:
+    """Refuse an adapter with biases or whole matrices, which have no scalings, or with matrices where X-LoRA is not implemented."""
+    unscaled = [f"the bias of {name}" for name in adapter.biases] + [f"the whole of {name}" for name in adapter.replacements]
+    if unscaled:
         raise CheckpointError(
-            f"{directory} changes {name_list(whole, 'part')}, which X-LoRA does not scale: use an adapter of products alone"
+            f"{directory} changes {name_list(unscaled, 'part')}, which X-LoRA does not scale: use an adapter of products alone"
         )
-    others = [name for name in adapter.products if name in (EMBEDDING, LM_HEAD) or _EXPERTS in name]
-    if others or read_settings(directory).target_parameters:
+    unsupported = [name for name in adapter.low_rank_updates if name in (EMBEDDING, LM_HEAD) or _EXPERTS in name]
+    if unsupported or read_settings(directory).target_parameters:
         raise CheckpointError(
-            f"{directory} changes {name_list(others, 'product') if others else 'parameters (target_parameters)'}, where X-LoRA is not "
-            "computed: attention and dense MLPs are; use an adapter of these"
+            f"{directory} changes {name_list(unsupported, 'product') if unsupported else 'parameters (target_parameters)'}, where X-LoRA "
+            "is not computed: attention and dense MLPs are; use an adapter of these"
         )
 
 
-def _matrix_numbers(settings: XLoraSettings, config: ModelConfig, products: Sequence[str]) -> dict[str, int]:
-    """Return for each product the index of its scalings: the adapted matrices are counted in module order."""
-    places = {}
-    for name in products:
+def _scaling_order(path: Path, config: ModelConfig, matrices: Sequence[str]) -> dict[str, int]:
+    """Return for each adapted matrix its index in the classifier's output: PEFT counts matrices by layer and then in `_MODULE_ORDER`."""
+    positions = {}
+    for name in matrices:
         found = _LAYER_MATRIX.fullmatch(name)
-        if found is None or found[2] not in _MODULES or FAMILIES[config.family].has_fused_projections:
+        if found is None or found[2] not in _MODULE_ORDER or FAMILIES[config.family].has_fused_projections:
             raise CheckpointError(
-                f"{settings.path}: layerwise_scalings with {name} in a {config.family} model: which scalings are whose is known for "
-                f"{', '.join(_MODULES)} as matrices of their own; train with layerwise_scalings=False, or adapt these alone"
+                f"{path}: layerwise_scalings with {name} in a {config.family} model: which scalings are whose is known for "
+                f"{', '.join(_MODULE_ORDER)} as matrices of their own; train with layerwise_scalings=False, or adapt these alone"
             )
-        places[name] = int(found[1]), _MODULES.index(found[2])
-    return {name: place for place, name in enumerate(sorted(places, key=lambda name: places[name]))}
+        positions[name] = int(found[1]), _MODULE_ORDER.index(found[2])
+    return {name: index for index, name in enumerate(sorted(positions, key=lambda name: positions[name]))}
 
 
-def _scaling_columns(adapters: Sequence[Adapter], module: str, layer: int) -> NDArray[np.int32]:
-    ranks = [len(adapter.products[module].down) if module in adapter.products else 0 for adapter in adapters]
-    return np.repeat(np.arange(len(adapters), dtype=np.int32) + np.int32(layer * len(adapters)), ranks)
+def _scaling_indices(adapters: Sequence[Adapter], matrix: str, index: int) -> NDArray[np.int32]:
+    ranks = [len(adapter.low_rank_updates[matrix].down) if matrix in adapter.low_rank_updates else 0 for adapter in adapters]
+    return np.repeat(np.arange(len(adapters), dtype=np.int32) + np.int32(index * len(adapters)), ranks)
 
 
-def _concatenate_products(adapters: Sequence[Adapter], module: str, settings: XLoraSettings) -> LowRank:
-    """Return the products of all adapters with one matrix, concatenated along the rank."""
-    own = [adapter.products[module] for adapter in adapters if module in adapter.products]
+def _concatenate_updates(adapters: Sequence[Adapter], matrix: str, weight: float, path: Path) -> LowRank:
+    """Return the low-rank updates that all adapters have for a matrix, concatenated along the rank and multiplied by `weight`."""
+    updates = [adapter.low_rank_updates[matrix] for adapter in adapters if matrix in adapter.low_rank_updates]
     with np.errstate(over="ignore", invalid="ignore"):
-        up = np.concatenate([low.up for low in own], axis=1) * np.float32(settings.global_weight)
+        up = np.concatenate([update.up for update in updates], axis=1) * np.float32(weight)
     if not np.isfinite(up).all():
         raise CheckpointError(
-            f"{settings.path}: global_scaling_weight = {settings.global_weight:g} makes values of {module} that are beyond float32: "
-            "use another adapter"
+            f"{path}: global_scaling_weight = {weight:g} makes values of {matrix} that are beyond float32: use another adapter"
         )
-    return LowRank(np.concatenate([low.down for low in own]), up)
+    return LowRank(np.concatenate([update.down for update in updates]), up)
 
 
-def _read_classifier(directory: Path, settings: XLoraSettings, num_scalings: int) -> tuple[tuple[Floats, Floats], ...]:
+def _read_classifier(directory: Path, fields: JsonFields, num_adapters: int, num_scalings: int) -> tuple[tuple[Floats, Floats], ...]:
     path = next(iter(adapter_files(directory)), None)
     if path is None:
-        raise CheckpointError(f"{directory} holds neither {' nor '.join(FILES)}, where X-LoRA's classifier is: download it again")
-    tensors = read_tensors(path, "adapter")
-    named: dict[tuple[int, str], tuple[str, FileTensor]] = {}
-    for name, tensor in tensors.items():
+        raise CheckpointError(f"{directory} holds neither {' nor '.join(ADAPTER_FILES)}, where X-LoRA's classifier is: download it again")
+    tensors: dict[tuple[int, str], tuple[str, FileTensor]] = {}
+    for name, tensor in read_tensors(path, "adapter").items():
         found = _CLASSIFIER_TENSOR.fullmatch(name)
         if found is None:
             raise CheckpointError(
                 f"{path} holds {name_list([name])} that is none of X-LoRA's classifier: it may compute something else with it"
             )
-        if (key := (int(found[1]), found[2])) in named:
-            raise CheckpointError(f"{path} holds {name} and {named[key][0]}, which are the same: export the adapter again")
-        named[key] = name, tensor
-    step = 3 if settings.has_dropout else 2  # ReLU and dropout modules count in the layer numbers too
-    sizes = [settings.hidden_size, *[settings.size] * (settings.depth - 1), num_scalings]
+        if (key := (int(found[1]), found[2])) in tensors:
+            raise CheckpointError(f"{path} holds {name} and {tensors[key][0]}, which are the same: export the adapter again")
+        tensors[key] = name, tensor
+    step = 3 if fields.number("xlora_dropout_p", 0.2) > 0.0 else 2  # ReLU and dropout modules have layer numbers too
+    depth, width = fields.integer("xlora_depth", 1, most=_MAX_DEPTH), fields.integer("xlora_size", 2048, most=_MAX_WIDTH)
+    widths = [fields.integer("hidden_size", 4096), *[width] * (depth - 1), num_scalings]
     expected = {
         (step * layer, kind): shape
-        for layer, (columns, rows) in enumerate(pairwise(sizes))
+        for layer, (columns, rows) in enumerate(pairwise(widths))
         for kind, shape in (("weight", (rows, columns)), ("bias", (rows,)))
     }
-    missing = {key: shape for key, shape in expected.items() if key not in named}
+    missing = {key: shape for key, shape in expected.items() if key not in tensors}
     wrong = [f"layers.{number}.{kind} {list(shape)} is missing" for (number, kind), shape in missing.items()]
-    wrong += [f"{name} is one too many" for key, (name, _) in named.items() if key not in expected]
+    wrong += [f"{name} is one too many" for key, (name, _) in tensors.items() if key not in expected]
     wrong += [
-        f"{named[key][0]} is {list(named[key][1].shape)} instead of {list(shape)}"
+        f"{tensors[key][0]} is {list(tensors[key][1].shape)} instead of {list(shape)}"
         for key, shape in expected.items()
-        if key in named and named[key][1].shape != shape
+        if key in tensors and tensors[key][1].shape != shape
     ]
     if wrong:
         wrong = wrong[:8]
-        if any(number < len(settings.adapters) for number, _ in missing):
+        if any(number < num_adapters for number, _ in missing):
             wrong.append("PEFT 0.21.2 leaves such layers out, whose number is also an adapter's: write the classifier's whole state there")
         raise CheckpointError(
-            f"{path} does not hold the classifier that {settings.path} describes: {'; '.join(wrong)}; or one of the two files is another "
+            f"{path} does not hold the classifier that {fields.path} describes: {'; '.join(wrong)}; or one of the two files is another "
             "adapter's"
         )
-    arrays = {key: as_float32(path, *named[key]) for key in expected}
+    arrays = {key: as_float32(path, *tensors[key]) for key in expected}
     numbers = sorted({number for number, _ in expected})
     return tuple((arrays[number, "weight"], arrays[number, "bias"]) for number in numbers)
 
 
-def _num_bytes(adapter: Adapter) -> int:
-    return sum(low.down.nbytes + low.up.nbytes for low in adapter.products.values())
+def _adapter_bytes(adapter: Adapter) -> int:
+    return sum(update.down.nbytes + update.up.nbytes for update in adapter.low_rank_updates.values())
 
 
-def _value_digest(settings: XLoraSettings, adapters: Sequence[Adapter], mixture: XLoraMixture) -> bytes:
+def _digest_values(weight: float, adapters: Sequence[Adapter], mixture: XLoraMixture) -> bytes:
     """Return a digest of every value that can change a token."""
-    computed = (mixture.num_layers, mixture.temperature, mixture.top_k, mixture.has_softmax_of_top_k, mixture.pass_scaling)
-    digest = hashlib.sha256(repr(("x-lora", *computed, settings.global_weight)).encode())
+    scaling = (mixture.num_scaled_matrices, mixture.temperature, mixture.top_k, mixture.has_softmax_of_top_k, mixture.scaling_pass_value)
+    digest = hashlib.sha256(repr(("x-lora", *scaling, weight)).encode())
     for adapter in adapters:
-        digest.update(adapter.key)
+        digest.update(adapter.digest)
     for values in (array for layer in mixture.classifier for array in layer):
         digest.update(repr(values.shape).encode())
         digest.update(np.ascontiguousarray(values).data)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.grouped import RUN, GroupedMatrix, pack_nibbles, runs_of_pairs
+from paceline.models.grouped import RUN, GroupedMatrix, pack_nibbles, pack_pairs_in_runs
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 _KERNEL_GROUP_SIZES = (128, 64, 32, 16)
@@ -20,34 +20,34 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class AffineRows:
-    """Rows [n, K] of values `scale * (code - zero)` or `scale * code + minimum`.
+    """Some rows of an `AffineMatrix`, whose values are `scale * (code - zero_point)` or `scale * code + minimum`.
 
     Attributes:
-        stream: [n, K * bits / 8] codes, lowest bits first.
+        packed_codes: [n, K * bits / 8] bytes, lowest bits first.
         scales: [n, groups].
-        zeros: [n, groups] integers, or one for all.
-        minimums: [n, groups], if there are no zero points.
+        zero_points: [n, groups], or one number for all groups.
+        minimums: [n, groups]; None = values have zero points instead.
     """
 
-    stream: Bytes
+    packed_codes: Bytes
     scales: Floats
-    zeros: NDArray[np.int32] | int = 0
+    zero_points: NDArray[np.int32] | int = 0
     minimums: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Affine:
-    """A matrix of integer codes in a checkpoint, described before its values are read.
+class AffineMatrix:
+    """A matrix of integer codes in a checkpoint. Its values are read only when `read_rows` is called.
 
     Attributes:
         where, shape, arrays: as in `PackedMatrix`.
-        bits: bits of a stored code.
-        group_size: columns that share a scale.
-        zero: zero point of all groups; None = each group has its own zero point, or a minimum.
-        has_minimums: groups have minimums.
+        bits: number of bits of a stored code.
+        group_size: number of columns that share a scale.
+        zero_point: zero point of all groups; None = each group has its own zero point, or a minimum.
+        has_minimums: groups have minimums instead of zero points.
         has_short_scales: scales have at most 15 significant bits, as float16 and bfloat16 do.
-        column_groups: [K] group of each column, if they are not in order (GPTQ's g_idx).
-        read: returns the stored rows with the given indices.
+        column_groups: [K] group index of each column (GPTQ's g_idx); None = groups are consecutive columns.
+        read_rows: function that returns the rows with the given indices.
     """
 
     where: str
@@ -55,31 +55,31 @@ class Affine:
     arrays: tuple[NDArray[Any], ...]
     bits: int
     group_size: int
-    zero: int | None = None
+    zero_point: int | None = None
     has_minimums: bool = False
     has_short_scales: bool = True
     column_groups: NDArray[np.int64] | None = None
-    read: Callable[[Rows], AffineRows]
+    read_rows: Callable[[Rows], AffineRows]
 
-    def matrix(self) -> PackedMatrix:
-        """Return the matrix as groups of codes; as floats if groups are not contiguous or no multiple of 16 columns."""
+    def to_packed_matrix(self) -> PackedMatrix:
+        """Return a matrix that is read as quantised groups, or as floats if the kernels do not support its groups."""
         columns, kernel_group_size = self.shape[1], self._kernel_group_size()
-        arrays = (*self.arrays, np.array([[self.bits, self.group_size, -1 if self.zero is None else self.zero]]))
+        arrays = (*self.arrays, np.array([[self.bits, self.group_size, -1 if self.zero_point is None else self.zero_point]]))
         width = 4 if self.bits <= 4 and columns % RUN == 0 else 8
-        subtracts_zeros = self.zero is None and not self.has_minimums and not self.has_short_scales
+        subtracts_zeros = self.zero_point is None and not self.has_minimums and not self.has_short_scales
         if kernel_group_size is None or (subtracts_zeros and self.bits > 4):
             return PackedMatrix(self.where, self.shape, None, 0, arrays, self._dequantize)
-        has_minimums = self.zero is None and not subtracts_zeros
+        has_minimums = self.zero_point is None and not subtracts_zeros
         width = 8 if subtracts_zeros else width
         row_bytes = columns * width // 8 + columns // kernel_group_size * (8 if has_minimums else 4)
 
-        def read(rows: Rows) -> GroupedMatrix:
-            return self._to_grouped_matrix(self.read(rows), kernel_group_size, width, subtracts_zeros=subtracts_zeros)
+        def read_rows(rows: Rows) -> GroupedMatrix:
+            return self._to_grouped_matrix(self.read_rows(rows), kernel_group_size, width, subtracts_zeros=subtracts_zeros)
 
-        return PackedMatrix(self.where, self.shape, width, row_bytes, arrays, read)
+        return PackedMatrix(self.where, self.shape, width, row_bytes, arrays, read_rows)
 
     def _kernel_group_size(self) -> int | None:
-        """Return the group size for the kernels: at most 128, because activations are quantised per group; None = use floats."""
+        """Return the largest group size of the kernels that divides the stored one; None = no kernel fits, so floats are used."""
         if self.column_groups is not None:
             return None
         shared = math.gcd(self.group_size, self.shape[1])
@@ -90,29 +90,29 @@ class Affine:
         scales = _repeat_for_kernel_groups(rows.scales, count, kernel_group_size, self.group_size)
         minimums = None if rows.minimums is None else _repeat_for_kernel_groups(rows.minimums, count, kernel_group_size, self.group_size)
         if subtracts_zeros:
-            assert not isinstance(rows.zeros, int)
-            zeros = np.repeat(rows.zeros, self.group_size, 1)[:, : self.shape[1]]
+            assert not isinstance(rows.zero_points, int)
+            zeros = np.repeat(rows.zero_points, self.group_size, 1)[:, : self.shape[1]]
             return GroupedMatrix((self._unpack_codes(rows) - zeros).astype(np.int8), scales, None, 8)
-        if self.zero is None and minimums is None:
-            assert not isinstance(rows.zeros, int)
-            minimums = -(scales * _repeat_for_kernel_groups(rows.zeros.astype(np.float32), count, kernel_group_size, self.group_size))
-        if width == 4 and self.bits == 4:  # both formats have 4-bit codes; only their order differs
-            return GroupedMatrix(runs_of_pairs(rows.stream), scales, minimums, width, self.zero or 0)
+        if self.zero_point is None and minimums is None:
+            assert not isinstance(rows.zero_points, int)
+            minimums = -(scales * _repeat_for_kernel_groups(rows.zero_points.astype(np.float32), count, kernel_group_size, self.group_size))
+        if width == 4 and self.bits == 4:  # 4-bit codes stay packed: only their order changes
+            return GroupedMatrix(pack_pairs_in_runs(rows.packed_codes), scales, minimums, width, self.zero_point or 0)
         codes = self._unpack_codes(rows)
         codes = pack_nibbles(codes) if width == 4 else codes
-        return GroupedMatrix(codes, scales, minimums, width, self.zero or 0)
+        return GroupedMatrix(codes, scales, minimums, width, self.zero_point or 0)
 
     def _unpack_codes(self, rows: AffineRows) -> Bytes:
-        return unpack_codes(rows.stream, self.bits, self.shape[1])
+        return unpack_codes(rows.packed_codes, self.bits, self.shape[1])
 
     def _dequantize(self, rows: Rows) -> Floats:
-        found, columns = self.read(rows), self.shape[1]
+        stored, columns = self.read_rows(rows), self.shape[1]
         groups = np.arange(columns) // self.group_size if self.column_groups is None else self.column_groups
-        codes = self._unpack_codes(found).astype(np.int32)
-        if found.minimums is not None:
-            return found.scales[:, groups] * codes.astype(np.float32) + found.minimums[:, groups]
-        zeros = found.zeros if isinstance(found.zeros, int) else found.zeros[:, groups]
-        return found.scales[:, groups] * (codes - zeros).astype(np.float32)
+        codes = self._unpack_codes(stored).astype(np.int32)
+        if stored.minimums is not None:
+            return stored.scales[:, groups] * codes.astype(np.float32) + stored.minimums[:, groups]
+        zeros = stored.zero_points if isinstance(stored.zero_points, int) else stored.zero_points[:, groups]
+        return stored.scales[:, groups] * (codes - zeros).astype(np.float32)
 
 
 def has_short_mantissas(scales: NDArray[Any]) -> bool:
@@ -120,49 +120,49 @@ def has_short_mantissas(scales: NDArray[Any]) -> bool:
     return scales.dtype != np.float32 or not (np.ascontiguousarray(scales).view(np.uint32) & _LOW_MANTISSA_BITS).any()
 
 
-def unpack_codes(stream: Bytes, bits: int, count: int) -> Bytes:
-    """Unpack codes of `bits` bits from bytes [n, bytes] to [n, count], lowest bits first. Codes may cross bytes."""
+def unpack_codes(packed_codes: Bytes, bits: int, count: int) -> Bytes:
+    """Unpack `count` codes of `bits` bits from each row of bytes, lowest bits first. A code may lie in two neighbouring bytes."""
     if bits == 8:
-        return np.ascontiguousarray(stream[:, :count])
-    codes_per_cycle = 8 // math.gcd(8, bits)  # number of codes that fill the fewest whole bytes
+        return np.ascontiguousarray(packed_codes[:, :count])
+    codes_per_cycle = 8 // math.gcd(8, bits)  # the smallest number of codes that fills whole bytes
     cycle_bytes = codes_per_cycle * bits // 8
     cycles = -(-count // codes_per_cycle)
-    taken = stream[:, : cycles * cycle_bytes]
-    if taken.shape[1] < cycles * cycle_bytes:
-        taken = np.pad(taken, ((0, 0), (0, cycles * cycle_bytes - taken.shape[1])))
-    groups = taken.reshape(len(stream), cycles, cycle_bytes)
-    codes = np.empty((len(stream), cycles, codes_per_cycle), np.uint8)
+    whole_cycles = packed_codes[:, : cycles * cycle_bytes]
+    if whole_cycles.shape[1] < cycles * cycle_bytes:
+        whole_cycles = np.pad(whole_cycles, ((0, 0), (0, cycles * cycle_bytes - whole_cycles.shape[1])))
+    cycle = whole_cycles.reshape(len(packed_codes), cycles, cycle_bytes)
+    codes = np.empty((len(packed_codes), cycles, codes_per_cycle), np.uint8)
     for number in range(codes_per_cycle):
-        begin, shift = divmod(number * bits, 8)
-        value = groups[:, :, begin] >> np.uint8(shift)
+        first, shift = divmod(number * bits, 8)
+        value = cycle[:, :, first] >> np.uint8(shift)
         if shift + bits > 8:
-            value = value | groups[:, :, begin + 1] << np.uint8(8 - shift)
+            value = value | cycle[:, :, first + 1] << np.uint8(8 - shift)
         codes[:, :, number] = value & np.uint8(2**bits - 1)
-    return codes.reshape(len(stream), -1)[:, :count]
+    return codes.reshape(len(packed_codes), -1)[:, :count]
 
 
 def words_as_bytes(words: NDArray[np.uint32]) -> Bytes:
-    """Return 32-bit words [n, words] as the bytes of each row."""
+    """Return rows of 32-bit words as rows of bytes."""
     return np.ascontiguousarray(words).view(np.uint8)
 
 
-def column_group_numbers(groups: NDArray[np.int32], columns: int, group_size: int, count: int, where: str) -> NDArray[np.int64] | None:
-    """Return the group of each column (g_idx); None if the groups are contiguous and in order, or all 0.
+def read_column_groups(groups: NDArray[np.int32], columns: int, group_size: int, num_groups: int, where: str) -> NDArray[np.int64] | None:
+    """Return the group index of each column (g_idx); None if groups are consecutive columns. g_idx of only zeros means that too.
 
     Raises:
-        CheckpointError: There is not one entry for each column, or one is not below `count`.
+        CheckpointError: There is not one entry for each column, or an entry is not below `num_groups`.
     """
-    if groups.shape != (columns,) or not columns or not (groups.min() >= 0 and groups.max() < count):
+    if groups.shape != (columns,) or not columns or not (groups.min() >= 0 and groups.max() < num_groups):
         raise CheckpointError(
-            f"{where} has {groups.size} numbers from {groups.min(initial=0)} to {groups.max(initial=0)}, one below {count} is expected for "
-            f"each of {columns} columns; the file is damaged, download it again"
+            f"{where} has {groups.size} numbers from {groups.min(initial=0)} to {groups.max(initial=0)}, a number below {num_groups} "
+            f"is expected for each of {columns} columns; the file is damaged, download it again"
         )
     in_order = np.arange(columns) // group_size
     return None if not groups.any() or np.array_equal(groups, in_order) else groups.astype(np.int64)
 
 
-def _repeat_for_kernel_groups(values: Floats, count: int, kernel_group_size: int, group_size: int) -> Floats:
-    """Repeat the numbers of each stored group for the smaller groups that the kernels split it into, `count` in a row."""
-    if values.shape[1] == count:
+def _repeat_for_kernel_groups(values: Floats, num_kernel_groups: int, kernel_group_size: int, group_size: int) -> Floats:
+    """Return scales or minimums [n, num_kernel_groups]: those of a stored group are repeated for each kernel group in it."""
+    if values.shape[1] == num_kernel_groups:
         return values
-    return values[:, np.arange(count) * kernel_group_size // group_size]
+    return values[:, np.arange(num_kernel_groups) * kernel_group_size // group_size]

@@ -1,36 +1,36 @@
-"""AutoRound: its own settings with tensors in the format of GPTQ or AWQ."""
+"""AutoRound. Its tensors have the format of GPTQ or AWQ; only its settings in config.json differ."""
 
 from collections.abc import Callable, Mapping
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.containers import awq, gptq
 from paceline.models.containers.module import Container
-from paceline.models.containers.settings import one_of
+from paceline.models.containers.settings import read_choice
 from paceline.models.json_fields import JsonFields
 
-_NAME = "AutoRound"
+_TOOL = "AutoRound"
 _PACKINGS: Mapping[str, Callable[[JsonFields], Container]] = {
-    "auto_round": lambda fields: gptq.container(fields, _NAME, is_gptq_v2=True),
-    "auto_round:gptqmodel": lambda fields: gptq.container(fields, _NAME, is_gptq_v2=True),
-    "auto_round:auto_gptq": lambda fields: gptq.container(fields, _NAME, is_gptq_v2=False),
-    "auto_round:gptq": lambda fields: gptq.container(fields, _NAME, is_gptq_v2=False),
-    "auto_round:auto_awq": lambda fields: awq.container(fields, _NAME),
-    "auto_round:awq": lambda fields: awq.container(fields, _NAME),
+    "auto_round": lambda fields: gptq.gptq_layout_container(fields, _TOOL, is_gptq_v2=True),
+    "auto_round:gptqmodel": lambda fields: gptq.gptq_layout_container(fields, _TOOL, is_gptq_v2=True),
+    "auto_round:auto_gptq": lambda fields: gptq.gptq_layout_container(fields, _TOOL, is_gptq_v2=False),
+    "auto_round:gptq": lambda fields: gptq.gptq_layout_container(fields, _TOOL, is_gptq_v2=False),
+    "auto_round:auto_awq": lambda fields: awq.awq_layout_container(fields, _TOOL),
+    "auto_round:awq": lambda fields: awq.awq_layout_container(fields, _TOOL),
 }
 
 
-def auto_round(fields: JsonFields) -> Container:
+def auto_round_container(fields: JsonFields) -> Container:
     """Return the container of an AutoRound `quantization_config`.
 
     Raises:
         CheckpointError: The bits, the group size or the packing is not supported.
 
-    Source: auto_round/inference/backend.py of AutoRound 0.16, for the packings that store zero points minus 1.
+    Source: auto_round/inference/backend.py of AutoRound 0.16, which shows the packings that store zero points minus 1.
     """
     packing = fields.values.get("packing_format") or fields.values.get("backend") or "auto_round:auto_gptq"
-    one_of(fields, "data_type", ("int",), default="int")
-    make = _PACKINGS.get(packing) if isinstance(packing, str) else None
-    if make is None:
+    read_choice(fields, "data_type", ("int",), default="int")
+    make_container = _PACKINGS.get(packing) if isinstance(packing, str) else None
+    if make_container is None:
         known = ", ".join(_PACKINGS)
         raise CheckpointError(f"{fields.path}: AutoRound's packing_format = {shortened(packing)} is not supported, only {known}")
-    return make(fields)
+    return make_container(fields)

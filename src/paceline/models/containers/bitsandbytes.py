@@ -1,4 +1,4 @@
-"""bitsandbytes: nf4 and fp4 codes in blocks of the flattened matrix, and int8 with a scale for each row."""
+"""bitsandbytes: nf4 and fp4 with a scale for each block of the flattened matrix, and int8 with a scale for each row."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.containers.affine import Affine, AffineRows
+from paceline.models.containers.affine import AffineMatrix, AffineRows
 from paceline.models.containers.module import Container, PackedModule
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
@@ -20,11 +20,11 @@ _MAX_STATE_BYTES = 1 << 16
 _OUTLIER_NOTICE = "outlier columns are multiplied like all others, not in float16 as llm_int8_threshold specifies"
 
 
-def bitsandbytes(fields: JsonFields) -> Container:
+def bitsandbytes_container(fields: JsonFields) -> Container:
     """Return the container of a bitsandbytes `quantization_config`.
 
     Raises:
-        CheckpointError: It is neither 4-bit nor 8-bit.
+        CheckpointError: The settings name neither 4-bit nor 8-bit weights.
     """
     if fields.flag("load_in_4bit", default=False):
         kind = fields.values.get("bnb_4bit_quant_type", "fp4")
@@ -35,10 +35,10 @@ def bitsandbytes(fields: JsonFields) -> Container:
 
 
 def _read_int8(module: PackedModule) -> PackedMatrix:
-    """Read codes * (row maximum / 127). The quotient is rounded first, at most 2^-23 relative from bitsandbytes' value."""
-    where, codes, largest = module.where("weight"), module.take("weight", "I8"), module.take("SCB", "F32", ndim=1)
-    if module.has("weight_format"):
-        layout = module.take("weight_format", "U8", ndim=None)
+    """Read code * (row maximum / 127). The scale is rounded first, so values are up to a factor of 1 + 2^-23 from bitsandbytes'."""
+    where, codes, largest = module.describe_tensor("weight"), module.read_tensor("weight", "I8"), module.read_tensor("SCB", "F32", ndim=1)
+    if module.has_tensor("weight_format"):
+        layout = module.read_tensor("weight_format", "U8", ndim=None)
         if layout.any():
             raise CheckpointError(
                 f"{where} is stored in tiles for a GPU (weight_format {shortened(layout.tolist())}): save the model again"
@@ -47,49 +47,51 @@ def _read_int8(module: PackedModule) -> PackedMatrix:
     if largest.shape != (outputs,):
         raise CheckpointError(f"{where} has {outputs} rows, but SCB {largest.size} numbers; download the model again")
 
-    def rows(rows: Rows) -> AffineRows:
+    def read_rows(rows: Rows) -> AffineRows:
         scales: Floats = np.divide(largest[rows], 127, dtype=np.float32)[:, None]
         return AffineRows(codes[rows].view(np.uint8) ^ np.uint8(128), scales, 128)
 
-    return Affine(
-        where=where, shape=(outputs, columns), arrays=(codes, largest[:, None]), bits=8, group_size=columns, zero=128, read=rows
-    ).matrix()
+    return AffineMatrix(
+        where=where, shape=(outputs, columns), arrays=(codes, largest[:, None]), bits=8, group_size=columns, zero_point=128,
+        read_rows=read_rows,
+    ).to_packed_matrix()  # fmt: skip
 
 
 def _read_4bit(module: PackedModule) -> PackedMatrix:
-    where = module.where("weight")
-    kind = next((kind for kind in _CODE_TYPES if module.has(_QUANT_STATE_SUFFIX + kind)), None)
+    where = module.describe_tensor("weight")
+    kind = next((kind for kind in _CODE_TYPES if module.has_tensor(_QUANT_STATE_SUFFIX + kind)), None)
     if kind is None:
         raise CheckpointError(f"{where} is packed, but lacks its quant_state of nf4 or fp4; download the model again")
-    state = _read_quant_state(module.take(_QUANT_STATE_SUFFIX + kind, "U8", ndim=1), where)
-    shape, block = state.values.get("shape"), state.size("blocksize", most=1 << 20)
+    state = _read_quant_state(module.read_tensor(_QUANT_STATE_SUFFIX + kind, "U8", ndim=1), where)
+    shape, block = state.values.get("shape"), state.integer("blocksize", most=1 << 20)
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in shape):
         raise CheckpointError(
             f"{where}: shape = {shortened(shape)} of its quant_state, expected rows and columns; download the model again"
         )
     outputs, columns = shape
-    packed, table = module.take("weight", "U8", "I8", "F16", "BF16", "F32", ndim=None), module.take("weight.quant_map", "F32", ndim=1)
-    packed, size, count = np.ascontiguousarray(packed).reshape(-1).view(np.uint8), outputs * columns, -(-outputs * columns // block)
-    sizes, scales = _read_block_scales(module, state, count, where)
+    table = module.read_tensor("weight.quant_map", "F32", ndim=1)
+    packed = module.read_tensor("weight", "U8", "I8", "F16", "BF16", "F32", ndim=None)
+    packed, size, num_blocks = np.ascontiguousarray(packed).reshape(-1).view(np.uint8), outputs * columns, -(-outputs * columns // block)
+    scale_arrays, block_scales = _read_block_scales(module, state, num_blocks, where)
     if packed.size != -(-size // 2) or table.shape != (16,):
         raise CheckpointError(
             f"{where} has {packed.size} bytes and a table of {table.size}, but {outputs} x {columns} values of 4 bits take "
             f"{-(-size // 2)} and 16; download the model again"
         )
 
-    def read(rows: Rows) -> Floats:
+    def read_rows(rows: Rows) -> Floats:
         numbers = np.arange(outputs)[rows][:, None] * columns + np.arange(columns)
-        bytes_of = packed[numbers // 2]
-        codes = np.where(numbers % 2 == 0, bytes_of >> np.uint8(4), bytes_of & np.uint8(15))
-        own, places = np.unique(numbers // block, return_inverse=True)
-        found: Floats = table[codes] * scales(own)[places.reshape(codes.shape)]
+        code_pairs = packed[numbers // 2]
+        codes = np.where(numbers % 2 == 0, code_pairs >> np.uint8(4), code_pairs & np.uint8(15))
+        blocks, block_indices = np.unique(numbers // block, return_inverse=True)
+        found: Floats = table[codes] * block_scales(blocks)[block_indices.reshape(codes.shape)]
         return found
 
-    return PackedMatrix(where, (outputs, columns), None, 0, (packed[:, None], *sizes), read)
+    return PackedMatrix(where, (outputs, columns), None, 0, (packed[:, None], *scale_arrays), read_rows)
 
 
 def _read_quant_state(content: NDArray[np.uint8], where: str) -> JsonFields:
-    """Return the JSON stored as the bytes of a tensor."""
+    """Return the JSON object that a tensor holds as bytes."""
     try:
         values = json.loads(content[:_MAX_STATE_BYTES].tobytes())
     except (ValueError, RecursionError):
@@ -99,24 +101,24 @@ def _read_quant_state(content: NDArray[np.uint8], where: str) -> JsonFields:
     return JsonFields(values, Path(where))
 
 
-def _read_block_scales(module: PackedModule, state: JsonFields, count: int, where: str) -> tuple[tuple[NDArray[Any], ...], Any]:
-    """Return the arrays of block scales, and a function from block numbers to scales, which may be quantised themselves."""
-    nested = module.has("weight.nested_absmax")
-    stored = module.take("weight.absmax", "U8" if nested else "F32", ndim=1)
-    if stored.shape != (count,):
-        raise CheckpointError(f"{where} has {stored.size} scales for {count} blocks; download the model again")
+def _read_block_scales(module: PackedModule, state: JsonFields, num_blocks: int, where: str) -> tuple[tuple[NDArray[Any], ...], Any]:
+    """Return the stored arrays of scales, and a function from block indices to scales. Scales may be quantised themselves."""
+    nested = module.has_tensor("weight.nested_absmax")
+    stored = module.read_tensor("weight.absmax", "U8" if nested else "F32", ndim=1)
+    if stored.shape != (num_blocks,):
+        raise CheckpointError(f"{where} has {stored.size} scales for {num_blocks} blocks; download the model again")
     if not nested:
         return (stored[:, None],), lambda blocks: stored[blocks]
-    largest, table = module.take("weight.nested_absmax", "F32", ndim=1), module.take("weight.nested_quant_map", "F32", ndim=1)
-    block, offset = state.size("nested_blocksize", most=1 << 20), np.float32(state.number("nested_offset", math.nan))
-    if largest.size != -(-count // block) or table.shape != (256,):
+    largest, table = module.read_tensor("weight.nested_absmax", "F32", ndim=1), module.read_tensor("weight.nested_quant_map", "F32", ndim=1)
+    block, offset = state.integer("nested_blocksize", most=1 << 20), np.float32(state.number("nested_offset", math.nan))
+    if largest.size != -(-num_blocks // block) or table.shape != (256,):
         raise CheckpointError(
-            f"{where} has {largest.size} scales of scales and a table of {table.size}, expected {-(-count // block)} and 256; "
+            f"{where} has {largest.size} scales of scales and a table of {table.size}, expected {-(-num_blocks // block)} and 256; "
             "download the model again"
         )
 
-    def scales_of_blocks(blocks: NDArray[np.int64]) -> Floats:
+    def dequantize_scales(blocks: NDArray[np.int64]) -> Floats:
         found: Floats = table[stored[blocks]] * largest[blocks // block] + offset
         return found
 
-    return (stored[:, None], largest[:, None]), scales_of_blocks
+    return (stored[:, None], largest[:, None]), dequantize_scales

@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.containers.affine import Affine, AffineRows, column_group_numbers, has_short_mantissas, words_as_bytes
+from paceline.models.containers.affine import AffineMatrix, AffineRows, has_short_mantissas, read_column_groups, words_as_bytes
 from paceline.models.containers.fp8 import read_block_shape
 from paceline.models.containers.module import Container, PackedModule
-from paceline.models.containers.settings import nested, one_of, refuse_settings
-from paceline.models.containers.small_floats import E4M3, e2m1_groups, scaled_e4m3, scales_to_float32
+from paceline.models.containers.settings import nested_fields, read_choice, refuse_settings
+from paceline.models.containers.small_floats import E4M3, read_e2m1, read_e4m3, scales_to_float32
 from paceline.models.json_fields import JsonFields
 from paceline.models.mxfp4 import half_scales
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
@@ -29,68 +29,68 @@ _ACTIVATION_NOTICE = "activations are rounded as for any quantised matrix here, 
 _CACHE_NOTICE = "its kv_cache_scheme is left out: keys and values are kept as they are"
 
 
-def compressed_tensors(fields: JsonFields) -> Container:
-    """Return the container. The format of each matrix is recognised by its tensors.
+def compressed_tensors_container(fields: JsonFields) -> Container:
+    """Return the container of a compressed-tensors `quantization_config`. Matrices may differ in format, which their tensors show.
 
     Raises:
         CheckpointError: A format is not supported, or weights are sparse or transformed.
     """
-    one_of(fields, "format", _FORMATS, default="pack-quantized")
-    one_of(nested(fields, "sparsity_config"), "format", ("dense",), default="dense")
+    read_choice(fields, "format", _FORMATS, default="pack-quantized")
+    read_choice(nested_fields(fields, "sparsity_config"), "format", ("dense",), default="dense")
     refuse_settings(fields, "transform_config")
-    groups = nested(fields, "config_groups")
+    groups = nested_fields(fields, "config_groups")
     notices, block = [], None
-    rounds_rows = False
+    has_quantised_activations = False
     for name in groups.values:
-        group = nested(groups, name)
-        one_of(group, "format", _FORMATS, default="pack-quantized")
-        weights = nested(group, "weights")
+        group = nested_fields(groups, name)
+        read_choice(group, "format", _FORMATS, default="pack-quantized")
+        weights = nested_fields(group, "weights")
         block = read_block_shape(weights, "block_structure") or block
-        rounds_rows = rounds_rows or bool(group.values.get("input_activations"))
+        has_quantised_activations = has_quantised_activations or bool(group.values.get("input_activations"))
         refuse_settings(group, "output_activations")
-    if rounds_rows:
+    if has_quantised_activations:
         notices.append(_ACTIVATION_NOTICE)
     if fields.values.get("kv_cache_scheme"):
         notices.append(_CACHE_NOTICE)
     name = f"compressed-tensors, {fields.values.get('format', 'pack-quantized')}"
-    return Container(name, (".weight_packed", ".weight_scale"), partial(_read, block=block), _IGNORED_SUFFIXES, tuple(notices))
+    return Container(name, (".weight_packed", ".weight_scale"), partial(_read_matrix, block=block), _IGNORED_SUFFIXES, tuple(notices))
 
 
-def _read(module: PackedModule, *, block: tuple[int, int] | None) -> PackedMatrix:
-    if module.has("weight_packed"):
-        return _read_packed_integers(module) if module.type_of("weight_packed") in ("I32", "U32") else _read_fp4(module)
-    if module.type_of("weight") != "F8_E4M3":
+def _read_matrix(module: PackedModule, *, block: tuple[int, int] | None) -> PackedMatrix:
+    if module.has_tensor("weight_packed"):
+        return _read_packed_integers(module) if module.tensor_type("weight_packed") in ("I32", "U32") else _read_fp4(module)
+    if module.tensor_type("weight") != "F8_E4M3":
         return _read_int8(module)
-    kind = module.type_of("weight_scale")
-    has_bytes = kind in ("F8_E8M0", "U8")
-    found = module.take("weight_scale", str(kind), ndim=None) if has_bytes else module.floats("weight_scale", ndim=None)
-    module.drop_tensors("weight_zero_point")  # always 0 for floats
-    return scaled_e4m3(module, scales_to_float32(found, kind), block)
+    scale_type = module.tensor_type("weight_scale")
+    has_bytes = scale_type in ("F8_E8M0", "U8")
+    scales = module.read_tensor("weight_scale", str(scale_type), ndim=None) if has_bytes else module.read_floats("weight_scale", ndim=None)
+    module.drop_tensors("weight_zero_point")  # zeros, because FP8 weights have no zero point
+    return read_e4m3(module, scales_to_float32(scales, scale_type), block)
 
 
 def _read_int8(module: PackedModule) -> PackedMatrix:
-    """Read int8 codes, stored one per byte."""
-    where, codes = module.where("weight"), module.take("weight", "I8")
-    scales = module.floats("weight_scale", ndim=None)
-    zeros = module.take("weight_zero_point", "I8", ndim=None) if module.has("weight_zero_point") else None
+    """Read an int8 matrix with one code in a byte."""
+    where, codes = module.describe_tensor("weight"), module.read_tensor("weight", "I8")
+    scales = module.read_floats("weight_scale", ndim=None)
+    zeros = module.read_tensor("weight_zero_point", "I8", ndim=None) if module.has_tensor("weight_zero_point") else None
     scales, group_size = _expand_to_groups(scales, codes.shape, where, "weight_scale")
     zeros = None if zeros is None else _expand_to_groups(zeros, codes.shape, where, "weight_zero_point")[0]
 
-    def rows(rows: Rows) -> AffineRows:
-        own = 128 if zeros is None else zeros[rows].astype(np.int32) + 128
-        return AffineRows(codes[rows].view(np.uint8) ^ np.uint8(128), scales[rows].astype(np.float32), own)
+    def read_rows(rows: Rows) -> AffineRows:
+        zero_points = 128 if zeros is None else zeros[rows].astype(np.int32) + 128
+        return AffineRows(codes[rows].view(np.uint8) ^ np.uint8(128), scales[rows].astype(np.float32), zero_points)
 
     arrays = (codes, scales) if zeros is None else (codes, scales, zeros)
-    return Affine(
-        where=where, shape=_unpacked_shape(codes), arrays=arrays, bits=8, group_size=group_size, zero=128 if zeros is None else None,
-        has_short_scales=has_short_mantissas(scales), read=rows,
-    ).matrix()  # fmt: skip
+    return AffineMatrix(
+        where=where, shape=_unpacked_shape(codes), arrays=arrays, bits=8, group_size=group_size, zero_point=128 if zeros is None else None,
+        has_short_scales=has_short_mantissas(scales), read_rows=read_rows,
+    ).to_packed_matrix()  # fmt: skip
 
 
 def _read_packed_integers(module: PackedModule) -> PackedMatrix:
-    """Read integers packed along the columns with an offset of 2^(bits - 1), and zero points packed along the rows."""
-    where, words = module.where("weight_packed"), module.take("weight_packed", "I32", "U32")
-    shape = module.take("weight_shape", "I64", "I32", ndim=1)
+    """Read codes + 2^(bits - 1) packed into words along the columns, and zero points packed along the rows."""
+    where, words = module.describe_tensor("weight_packed"), module.read_tensor("weight_packed", "I32", "U32")
+    shape = module.read_tensor("weight_shape", "I64", "I32", ndim=1)
     outputs, columns = (int(size) for size in shape) if len(shape) == 2 else (0, 0)
     bits = next((bits for bits in _BITS if -(-columns * bits // 32) == words.shape[1]), None)
     if bits is None or outputs != len(words) or columns == 0:
@@ -98,36 +98,36 @@ def _read_packed_integers(module: PackedModule) -> PackedMatrix:
             f"{where} has shape {list(words.shape)}, which holds no matrix of weight_shape {shape.tolist()} in 2, 4 or 8 bits; "
             "download the model again, or use a GGUF file of it"
         )
-    scales, group_size = _expand_to_groups(module.floats("weight_scale", ndim=None), (outputs, columns), where, "weight_scale")
-    zeros = module.take("weight_zero_point", "I32", "U32") if module.has("weight_zero_point") else None
+    scales, group_size = _expand_to_groups(module.read_floats("weight_scale", ndim=None), (outputs, columns), where, "weight_scale")
+    zeros = module.read_tensor("weight_zero_point", "I32", "U32") if module.has_tensor("weight_zero_point") else None
     if zeros is not None and zeros.shape != (-(-outputs * bits // 32), scales.shape[1]):
         raise CheckpointError(
             f"{where}: weight_zero_point has shape {list(zeros.shape)}, expected {[-(-outputs * bits // 32), scales.shape[1]]} for "
             f"{outputs} rows of {bits} bits; download the model again"
         )
-    order = _read_column_groups(module, columns, scales.shape[1], group_size)
+    column_groups = _read_g_idx(module, columns, scales.shape[1], group_size)
 
-    def rows(rows: Rows) -> AffineRows:
-        own: NDArray[np.int32] | int = 1 << bits - 1
+    def read_rows(rows: Rows) -> AffineRows:
+        zero_points: NDArray[np.int32] | int = 1 << bits - 1
         if zeros is not None:
             numbers = np.arange(outputs)[rows]
             shifts = (numbers % (32 // bits) * bits).astype(np.uint32)[:, None]
-            own = (zeros[numbers * bits // 32] >> shifts & np.uint32(2**bits - 1)).astype(np.int32)
-        return AffineRows(words_as_bytes(words[rows]), scales[rows].astype(np.float32), own)
+            zero_points = (zeros[numbers * bits // 32] >> shifts & np.uint32(2**bits - 1)).astype(np.int32)
+        return AffineRows(words_as_bytes(words[rows]), scales[rows].astype(np.float32), zero_points)
 
-    arrays = tuple(array for array in (words, scales, zeros, None if order is None else order[None]) if array is not None)
-    return Affine(
-        where=where, shape=(outputs, columns), arrays=arrays, bits=bits, group_size=group_size,
-        zero=1 << bits - 1 if zeros is None else None, has_short_scales=has_short_mantissas(scales), column_groups=order, read=rows,
-    ).matrix()  # fmt: skip
+    arrays = tuple(array for array in (words, scales, zeros, None if column_groups is None else column_groups[None]) if array is not None)
+    return AffineMatrix(
+        where=where, shape=(outputs, columns), arrays=arrays, bits=bits, group_size=group_size, column_groups=column_groups,
+        zero_point=1 << bits - 1 if zeros is None else None, has_short_scales=has_short_mantissas(scales), read_rows=read_rows,
+    ).to_packed_matrix()  # fmt: skip
 
 
-def _read_column_groups(module: PackedModule, columns: int, count: int, group_size: int) -> NDArray[np.int64] | None:
-    """Return the group number of each column (g_idx); None if groups are consecutive columns."""
-    if not module.has("weight_g_idx"):
+def _read_g_idx(module: PackedModule, columns: int, num_groups: int, group_size: int) -> NDArray[np.int64] | None:
+    """Return the group index of each column; None if groups are consecutive columns."""
+    if not module.has_tensor("weight_g_idx"):
         return None
-    where, groups = module.where("weight_g_idx"), module.take("weight_g_idx", "I32", ndim=1).view(np.int32)
-    return column_group_numbers(groups, columns, group_size, count, where)
+    where, groups = module.describe_tensor("weight_g_idx"), module.read_tensor("weight_g_idx", "I32", ndim=1).view(np.int32)
+    return read_column_groups(groups, columns, group_size, num_groups, where)
 
 
 def _expand_to_groups(numbers: NDArray[Any], shape: tuple[int, ...], where: str, part: str) -> tuple[NDArray[Any], int]:
@@ -135,32 +135,32 @@ def _expand_to_groups(numbers: NDArray[Any], shape: tuple[int, ...], where: str,
     outputs, columns = shape
     if numbers.size == 1:
         return np.broadcast_to(numbers.reshape(1, 1), (outputs, 1)), columns
-    found = numbers.reshape(outputs, 1) if numbers.shape == (outputs,) else numbers
-    if found.ndim != 2 or len(found) != outputs or not found.shape[1] or columns % found.shape[1]:
+    by_group = numbers.reshape(outputs, 1) if numbers.shape == (outputs,) else numbers
+    if by_group.ndim != 2 or len(by_group) != outputs or not by_group.shape[1] or columns % by_group.shape[1]:
         raise CheckpointError(
             f"{where} of {outputs} x {columns} values has {part} of shape {list(numbers.shape)}, expected one, one a row or one a group; "
             "download the model again"
         )
-    return found, columns // found.shape[1]
+    return by_group, columns // by_group.shape[1]
 
 
 def _read_fp4(module: PackedModule) -> PackedMatrix:
-    """Read NVFP4, whose scales are divided by one number for the whole matrix, or MXFP4."""
-    where, pairs = module.where("weight_packed"), module.take("weight_packed", "U8")
-    if not module.has("weight_global_scale"):
-        return e2m1_groups(where, pairs, module.take("weight_scale", "U8", "F8_E8M0"), half_scales)
-    scales = module.take("weight_scale", "F8_E4M3")
-    divisor = module.floats("weight_global_scale", ndim=None).astype(np.float32).reshape(-1)
-    if divisor.size != 1 or not divisor[0] > 1:  # a divisor of 1 or less would mean weights of 2688 or more
+    """Read an NVFP4 matrix, whose group scales are divided by one number for the matrix, or an MXFP4 matrix."""
+    where, pairs = module.describe_tensor("weight_packed"), module.read_tensor("weight_packed", "U8")
+    if not module.has_tensor("weight_global_scale"):
+        return read_e2m1(where, pairs, module.read_tensor("weight_scale", "U8", "F8_E8M0"), half_scales)
+    scales = module.read_tensor("weight_scale", "F8_E4M3")
+    divisor = module.read_floats("weight_global_scale", ndim=None).astype(np.float32).reshape(-1)
+    if divisor.size != 1 or not divisor[0] > 1:  # the largest weight is 6 * 448 / divisor, so a divisor of 1 or less is implausible
         raise CheckpointError(
             f"{where}: weight_global_scale = {shortened(divisor.tolist())}, expected one number above 1; download the model again"
         )
 
-    def half_scales_of(own: NDArray[np.uint8]) -> Floats:
-        found: Floats = E4M3[own] / divisor[0] * np.float32(0.5)
+    def to_half_scales(stored: NDArray[np.uint8]) -> Floats:
+        found: Floats = E4M3[stored] / divisor[0] * np.float32(0.5)
         return found
 
-    return e2m1_groups(where, pairs, scales, half_scales_of, float(divisor[0]))
+    return read_e2m1(where, pairs, scales, to_half_scales, float(divisor[0]))
 
 
 def _unpacked_shape(codes: NDArray[Any]) -> tuple[int, int]:

@@ -1,11 +1,11 @@
-"""FP8: E4M3 weights with scales for blocks (DeepSeek, Qwen), rows (FBGEMM) or the tensor (Mistral, ModelOpt)."""
+"""FP8: E4M3 weights with one scale for each block (DeepSeek, Qwen), each row (FBGEMM) or the whole matrix (Mistral)."""
 
 from functools import partial
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.module import Container, PackedModule
-from paceline.models.containers.settings import one_of
-from paceline.models.containers.small_floats import scaled_e4m3, scales_to_float32
+from paceline.models.containers.settings import read_choice
+from paceline.models.containers.small_floats import read_e4m3, scales_to_float32
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import PackedMatrix
 
@@ -14,32 +14,30 @@ _SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _IGNORED_SUFFIXES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
 
 
-def fp8(fields: JsonFields) -> Container:
-    """Return the container of DeepSeek's layout; without blocks there is one scale for the tensor.
+def fp8_container(fields: JsonFields) -> Container:
+    """Return the container of an `fp8` quantization_config: scales for blocks as in DeepSeek-V3, or one for the matrix.
 
     Raises:
         CheckpointError: The block size or the format is not supported.
     """
-    one_of(fields, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
+    read_choice(fields, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     blocks = read_block_shape(fields, "weight_block_size")
     name = "FP8" if blocks is None else f"FP8, blocks of {blocks[0]} x {blocks[1]}"
-    return Container(
-        name, (".weight_scale_inv",), partial(_read, part="weight_scale_inv", block=blocks), _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,)
-    )
+    read = partial(_read_matrix, scale_name="weight_scale_inv", block=blocks)
+    return Container(name, (".weight_scale_inv",), read, _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,))
 
 
-def fbgemm_fp8(_fields: JsonFields) -> Container:
-    """Return the container of FBGEMM's layout, with one scale for each row."""
-    return Container(
-        "FP8 of FBGEMM", (".weight_scale",), partial(_read, part="weight_scale", block=None), _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,)
-    )
+def fbgemm_fp8_container(_fields: JsonFields) -> Container:
+    """Return the container of an `fbgemm_fp8` quantization_config: one scale for each row."""
+    read = partial(_read_matrix, scale_name="weight_scale", block=None)
+    return Container("FP8 of FBGEMM", (".weight_scale",), read, _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,))
 
 
 def read_block_shape(fields: JsonFields, name: str) -> tuple[int, int] | None:
-    """Return the rows and columns of a block with one scale; None if the setting is absent.
+    """Return how many rows and columns share a scale; None if the setting is absent.
 
     Raises:
-        CheckpointError: It is neither two counts nor text of the form 128x128.
+        CheckpointError: The value is neither two counts nor text of the form 128x128.
     """
     value = fields.values.get(name)
     if value is None:
@@ -50,7 +48,7 @@ def read_block_shape(fields: JsonFields, name: str) -> tuple[int, int] | None:
     raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}, expected rows and columns of a block, such as [128, 128]")
 
 
-def _read(module: PackedModule, *, part: str, block: tuple[int, int] | None) -> PackedMatrix:
-    kind = module.type_of(part)
-    found = module.take(part, *_SCALE_TYPES, ndim=None) if kind in ("F8_E8M0", "U8") else module.floats(part, ndim=None)
-    return scaled_e4m3(module, scales_to_float32(found, kind), block)
+def _read_matrix(module: PackedModule, *, scale_name: str, block: tuple[int, int] | None) -> PackedMatrix:
+    scale_type = module.tensor_type(scale_name)
+    read, types = (module.read_tensor, _SCALE_TYPES) if scale_type in ("F8_E8M0", "U8") else (module.read_floats, ())
+    return read_e4m3(module, scales_to_float32(read(scale_name, *types, ndim=None), scale_type), block)

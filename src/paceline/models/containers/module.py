@@ -1,4 +1,4 @@
-"""The tensors of one packed matrix, and the description of a container."""
+"""Access to the tensors of one packed matrix, and `Container`, which describes a quantised format."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,36 +21,36 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class PackedModule:
-    """The tensors whose names begin with a module's name. Reading a tensor removes it from `source_arrays`.
+    """The tensors that store one packed matrix. Reading a tensor removes it from `stored`, so that unread tensors can be detected.
 
     Attributes:
-        name: such as `model.layers.0.self_attn.q_proj`.
-        stored: all tensors of the checkpoint.
-        files: their mapped files.
+        name: name of the module, such as `model.layers.0.self_attn.q_proj`.
+        stored: tensors of the whole checkpoint that are not read yet, by name.
+        files: mapped files, by path.
     """
 
     name: str
     stored: dict[str, StoredWeight]
     files: Mapping[Path, NDArray[np.uint8]]
 
-    def has(self, part: str) -> bool:
+    def has_tensor(self, part: str) -> bool:
         return f"{self.name}.{part}" in self.stored
 
-    def type_of(self, part: str) -> str | None:
-        """Return the type name of a tensor in the file; None = there is no such tensor."""
+    def tensor_type(self, part: str) -> str | None:
+        """Return a tensor's type as the file names it; None = there is no such tensor."""
         found = self.stored.get(f"{self.name}.{part}")
         return found.dtype if isinstance(found, StoredTensor) else None
 
-    def where(self, part: str) -> str:
-        """Return the file and the name of a tensor, for error messages."""
+    def describe_tensor(self, part: str) -> str:
+        """Return the path and the name of a tensor, for error messages."""
         found = self.stored.get(f"{self.name}.{part}")
         return f"{found.path}: tensor {self.name}.{part}" if isinstance(found, StoredTensor) else f"{self.name}.{part}"
 
-    def take(self, part: str, *types: str, ndim: int | None = 2) -> NDArray[Any]:
-        """Return a view of a tensor in the file: 32-bit words as unsigned, bfloat16 and FP8 as their bits.
+    def read_tensor(self, part: str, *types: str, ndim: int | None = 2) -> NDArray[Any]:
+        """Return a view of a tensor in the file. 32-bit integers are uint32, bfloat16 and FP8 unsigned integers of their bits.
 
         Args:
-            types: expected type names.
+            types: allowed types, as safetensors names them.
             ndim: number of dimensions; None = any.
 
         Raises:
@@ -63,32 +63,32 @@ class PackedModule:
         if found.dtype not in types or (ndim is not None and len(found.shape) != ndim):
             shape = "" if ndim is None else f" with {ndim} dimensions"
             raise CheckpointError(
-                f"{self.where(part)} is of type {found.dtype} and shape {list(found.shape)}, expected {' or '.join(types)}{shape}; "
-                "download the model again"
+                f"{self.describe_tensor(part)} is of type {found.dtype} and shape {list(found.shape)}, expected {' or '.join(types)}"
+                f"{shape}; download the model again"
             )
         del self.stored[f"{self.name}.{part}"]
         return view_tensor(found, self.files[found.path], np.dtype(_TYPES[found.dtype]))
 
-    def floats(self, part: str, *types: str, ndim: int | None = 2) -> NDArray[Any]:
-        """Return a float tensor: float32 and float16 as they are, bfloat16 as a float32 copy. Arguments as in `take`."""
-        is_bf16 = self.type_of(part) == "BF16"
-        array = self.take(part, *(types or ("F32", "F16", "BF16")), ndim=ndim)
+    def read_floats(self, part: str, *types: str, ndim: int | None = 2) -> NDArray[Any]:
+        """Return a float tensor, bfloat16 converted to float32. Arguments as in `read_tensor`."""
+        is_bf16 = self.tensor_type(part) == "BF16"
+        array = self.read_tensor(part, *(types or ("F32", "F16", "BF16")), ndim=ndim)
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32) if is_bf16 else array
 
     def drop_tensors(self, *parts: str) -> None:
-        """Drop tensors that do not affect the weights."""
+        """Remove tensors that do not affect the weights from `stored`."""
         for part in parts:
             self.stored.pop(f"{self.name}.{part}", None)
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """How packed matrices are stored in a checkpoint.
+    """A format in which a checkpoint stores quantised matrices.
 
     Attributes:
         name: as `paceline doctor` prints it.
-        packed_suffixes: suffixes of tensors that only packed matrices have.
-        read: returns the matrix of a module.
+        packed_suffixes: suffixes of tensor names that show a packed matrix.
+        read: function that returns the matrix of a module.
         ignored_suffixes: suffixes of tensors that do not affect the weights, such as scales of activations and caches.
         notices: messages for users.
     """

@@ -6,14 +6,14 @@ from typing import Any
 from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
 
-_NEVER_NULL = "bits"  # a null for this setting is refused: codes would be read with a wrong width
+_NEVER_NULL = "bits"  # null is refused, not replaced by the default: a wrong number of bits would misread every code
 
 
-def one_of(fields: JsonFields, name: str, known: tuple[Any, ...], *, default: Any = None) -> Any:
+def read_choice(fields: JsonFields, name: str, known: tuple[Any, ...], *, default: Any = None) -> Any:
     """Return a setting that must be one of `known`.
 
     Raises:
-        CheckpointError: It is another.
+        CheckpointError: The value is not one of `known`.
     """
     value = fields.values.get(name)
     value = default if value is None and (name != _NEVER_NULL or name not in fields.values) else value
@@ -24,21 +24,21 @@ def one_of(fields: JsonFields, name: str, known: tuple[Any, ...], *, default: An
 
 
 def read_group_size(fields: JsonFields, name: str = "group_size", *, default: int = 128) -> int:
-    """Return the columns that share a scale; -1 = a whole row.
+    """Return how many columns share a scale; -1 = a whole row.
 
     Raises:
-        CheckpointError: It is neither -1 nor a count.
+        CheckpointError: The value is neither -1 nor a positive integer.
     """
     if fields.values.get(name) == -1:
         return -1
-    return fields.size(name, default)
+    return fields.integer(name, default)
 
 
 def refuse_settings(fields: JsonFields, *names: str) -> None:
-    """Refuse settings that change the computation.
+    """Refuse unsupported settings, which would change the computation.
 
     Raises:
-        CheckpointError: One of them is neither absent nor empty.
+        CheckpointError: One of `names` is set to a value that is not empty.
     """
     for name in names:
         if fields.values.get(name):
@@ -48,11 +48,11 @@ def refuse_settings(fields: JsonFields, *names: str) -> None:
             )
 
 
-def nested(fields: JsonFields, name: str) -> JsonFields:
-    """Return the fields of a nested object; empty if it is absent.
+def nested_fields(fields: JsonFields, name: str) -> JsonFields:
+    """Return the fields of a JSON object inside another; without fields if it is absent.
 
     Raises:
-        CheckpointError: It is no object.
+        CheckpointError: The value is no object.
     """
     value = fields.values.get(name)
     if value is None:

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.models.containers.affine import unpack_codes
 from paceline.models.containers.module import PackedModule
-from paceline.models.grouped import RUN, GroupedMatrix, runs_of_pairs
-from paceline.models.mxfp4 import TWICE_THE_VALUES, half_scales
+from paceline.models.grouped import RUN, GroupedMatrix, pack_pairs_in_runs
+from paceline.models.mxfp4 import DOUBLED_E2M1_VALUES, half_scales
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 
@@ -27,31 +27,31 @@ E4M3 = _e4m3_values()
 """Values of E4M3 by their bits (OCP 8-bit floating point, revision 1.0)."""
 
 
-def scaled_e4m3(module: PackedModule, scales: Floats, block: tuple[int, int] | None) -> PackedMatrix:
-    """Return `module.weight` in E4M3 times its scales: one for all, one for each row, or one for each `block`.
+def read_e4m3(module: PackedModule, scales: Floats, block: tuple[int, int] | None) -> PackedMatrix:
+    """Return the FP8 matrix `module.weight` times its scales: one for the matrix, for each row, or for each block.
 
     Args:
         scales: of any shape with the right number of elements.
-        block: rows and columns; None = no blocks.
+        block: number of rows and columns that share a scale; None = no blocks.
 
     Raises:
         CheckpointError: The weight is missing or of another type, or the number of scales is wrong.
     """
-    where, codes = module.where("weight"), module.take("weight", "F8_E4M3")
+    where, codes = module.describe_tensor("weight"), module.read_tensor("weight", "F8_E4M3")
     outputs, columns = codes.shape
-    rows_of, columns_of = _scale_indices(scales, codes.shape, block, where)
-    grid = np.ascontiguousarray(scales).reshape(-1, columns_of.max(initial=0) + 1)
+    scale_rows, scale_columns = _scale_indices(scales, codes.shape, block, where)
+    grid = np.ascontiguousarray(scales).reshape(-1, scale_columns.max(initial=0) + 1)
 
-    def read(rows: Rows) -> Floats:
-        own = grid[rows_of[rows]]
-        found: Floats = E4M3[codes[rows]] * (own if own.shape[1] == 1 else own[:, columns_of])
+    def read_rows(rows: Rows) -> Floats:
+        row_scales = grid[scale_rows[rows]]
+        found: Floats = E4M3[codes[rows]] * (row_scales if row_scales.shape[1] == 1 else row_scales[:, scale_columns])
         return found
 
-    return PackedMatrix(where, (outputs, columns), None, 0, (codes, grid), read)
+    return PackedMatrix(where, (outputs, columns), None, 0, (codes, grid), read_rows)
 
 
 def scales_to_float32(array: NDArray[Any], type_name: str | None) -> Floats:
-    """Return scales as float32. E8M0 and bytes are powers of two."""
+    """Return scales as float32. E8M0, also stored as U8, is the exponent of a power of two."""
     found: Floats = half_scales(array) * np.float32(2) if type_name in ("F8_E8M0", "U8") else np.asarray(array, np.float32)
     return found
 
@@ -59,7 +59,7 @@ def scales_to_float32(array: NDArray[Any], type_name: str | None) -> Floats:
 def _scale_indices(
     scales: Floats, shape: tuple[int, ...], block: tuple[int, int] | None, where: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the index in the 2D array of scales of each row, and of each column, of a matrix."""
+    """Return for each row and each column of a matrix the index of its scale in the 2D array of scales."""
     outputs, columns = shape
     if scales.size == 1:
         return np.zeros(outputs, np.int64), np.zeros(columns, np.int64)
@@ -74,23 +74,23 @@ def _scale_indices(
     return np.arange(outputs) // block[0], np.arange(columns) // block[1]
 
 
-def e2m1_groups(
+def read_e2m1(
     where: str, pairs: NDArray[np.uint8], scales: NDArray[Any], half_scales: Callable[[NDArray[Any]], Floats], factor: float = 1.0
 ) -> PackedMatrix:
-    """Return E2M1 codes in groups of 16 or 32 columns, from two codes in a byte with the first in the low half.
+    """Return an FP4 (E2M1) matrix in groups of 16 or 32 columns.
 
     Args:
-        pairs: [N, K / 2].
+        pairs: [N, K / 2], two codes in a byte, the first in the low half.
         scales: [N, groups], as stored.
-        half_scales: converts stored scales to half their value, as float32.
-        factor: multiplies or divides the scales.
+        half_scales: returns half of stored scales as float32, because the table of code values is doubled to be integers.
+        factor: number by which `half_scales` multiplies or divides, for the digest of the values.
 
     Raises:
         CheckpointError: The number of scales is wrong.
     """
     outputs, columns = pairs.shape[0], 2 * pairs.shape[1]
-    count = scales.shape[1] if scales.ndim == 2 else 0
-    group_size = columns // count if count and columns % count == 0 else 0
+    num_groups = scales.shape[1] if scales.ndim == 2 else 0
+    group_size = columns // num_groups if num_groups and columns % num_groups == 0 else 0
     if group_size not in (16, 32) or len(scales) != outputs:
         raise CheckpointError(
             f"{where} of shape {list(pairs.shape)} has scales of shape {list(scales.shape)}, expected one for 16 or 32 of "
@@ -99,13 +99,13 @@ def e2m1_groups(
 
     arrays = (pairs, scales, np.array([[factor]]))
 
-    def groups(rows: Rows) -> GroupedMatrix:
-        return GroupedMatrix(runs_of_pairs(pairs[rows]), half_scales(scales[rows]), None, 4, table=TWICE_THE_VALUES)
+    def read_groups(rows: Rows) -> GroupedMatrix:
+        return GroupedMatrix(pack_pairs_in_runs(pairs[rows]), half_scales(scales[rows]), None, 4, table=DOUBLED_E2M1_VALUES)
 
-    def values(rows: Rows) -> Floats:
+    def read_values(rows: Rows) -> Floats:
         codes = unpack_codes(pairs[rows], 4, columns)
-        return TWICE_THE_VALUES[codes].astype(np.float32) * np.repeat(half_scales(scales[rows]), group_size, 1)
+        return DOUBLED_E2M1_VALUES[codes].astype(np.float32) * np.repeat(half_scales(scales[rows]), group_size, 1)
 
     if columns % RUN:
-        return PackedMatrix(where, (outputs, columns), None, 0, arrays, values)
-    return PackedMatrix(where, (outputs, columns), 4, columns // 2 + 4 * count, arrays, groups)
+        return PackedMatrix(where, (outputs, columns), None, 0, arrays, read_values)
+    return PackedMatrix(where, (outputs, columns), 4, columns // 2 + 4 * num_groups, arrays, read_groups)

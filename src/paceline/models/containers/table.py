@@ -1,4 +1,4 @@
-"""The table of containers of quantised weights, by `quant_method`."""
+"""The supported methods of quantised weights in safetensors files, by `quant_method`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.containers.auto_round import auto_round
-from paceline.models.containers.awq import awq
-from paceline.models.containers.bitsandbytes import bitsandbytes
-from paceline.models.containers.compressed_tensors import compressed_tensors
-from paceline.models.containers.fp8 import fbgemm_fp8, fp8
-from paceline.models.containers.gptq import gptq
-from paceline.models.containers.mlx import mlx
-from paceline.models.containers.modelopt import modelopt
+from paceline.models.containers.auto_round import auto_round_container
+from paceline.models.containers.awq import awq_container
+from paceline.models.containers.bitsandbytes import bitsandbytes_container
+from paceline.models.containers.compressed_tensors import compressed_tensors_container
+from paceline.models.containers.fp8 import fbgemm_fp8_container, fp8_container
+from paceline.models.containers.gptq import gptq_container
+from paceline.models.containers.mlx import mlx_container
+from paceline.models.containers.modelopt import modelopt_container
 from paceline.models.containers.module import Container, PackedModule, StoredWeight
 from paceline.models.families.family import Family
 from paceline.models.json_fields import JsonFields
@@ -26,36 +26,36 @@ from paceline.small_files import read_json
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class QuantizationMethod:
     """A quantisation method.
 
     Attributes:
-        title: for the table in docs/models.md.
-        in_memory: how its matrices are stored in memory, for the same table.
-        container: returns the container for the settings.
+        title: name in the table of docs/models.md.
+        in_memory: how its matrices are held in memory, in the same table.
+        make_container: function from the method's settings in config.json to the container.
     """
 
     title: str
     in_memory: str
-    container: Callable[[JsonFields], Container]
+    make_container: Callable[[JsonFields], Container]
 
 
 _GROUPS = "groups of integer codes"
 _FLOATS = "floats of the model's type"
-METHODS: Mapping[str, Method] = {
-    "gptq": Method("GPTQ, both formats, 2, 4 or 8 bits", f"{_GROUPS}; with `desc_act` out of order {_FLOATS}", gptq),
-    "awq": Method("AWQ (GEMM), 4 bits", _GROUPS, awq),
-    "auto-round": Method("AutoRound, packed as GPTQ or AWQ", _GROUPS, auto_round),
-    "compressed-tensors": Method(
+METHODS: Mapping[str, QuantizationMethod] = {
+    "gptq": QuantizationMethod("GPTQ, both formats, 2, 4 or 8 bits", f"{_GROUPS}; with `desc_act` out of order {_FLOATS}", gptq_container),
+    "awq": QuantizationMethod("AWQ (GEMM), 4 bits", _GROUPS, awq_container),
+    "auto-round": QuantizationMethod("AutoRound, packed as GPTQ or AWQ", _GROUPS, auto_round_container),
+    "compressed-tensors": QuantizationMethod(
         "compressed-tensors: integers of 2, 4 or 8 bits, NVFP4, MXFP4; 8-bit floats",
         f"{_GROUPS}; 8-bit floats: {_FLOATS}",
-        compressed_tensors,
+        compressed_tensors_container,
     ),
-    "fp8": Method("FP8 by block or tensor", _FLOATS, fp8),
-    "fbgemm_fp8": Method("FP8 by row (FBGEMM)", _FLOATS, fbgemm_fp8),
-    "modelopt": Method("ModelOpt: NVFP4; FP8", f"{_GROUPS}; FP8: {_FLOATS}", modelopt),
-    "bitsandbytes": Method("bitsandbytes: int8; nf4, fp4", f"{_GROUPS}; nf4, fp4: {_FLOATS}", bitsandbytes),
-    "mlx": Method("MLX, affine, 2 to 8 bits", _GROUPS, mlx),
+    "fp8": QuantizationMethod("FP8 by block or tensor", _FLOATS, fp8_container),
+    "fbgemm_fp8": QuantizationMethod("FP8 by row (FBGEMM)", _FLOATS, fbgemm_fp8_container),
+    "modelopt": QuantizationMethod("ModelOpt: NVFP4; FP8", f"{_GROUPS}; FP8: {_FLOATS}", modelopt_container),
+    "bitsandbytes": QuantizationMethod("bitsandbytes: int8; nf4, fp4", f"{_GROUPS}; nf4, fp4: {_FLOATS}", bitsandbytes_container),
+    "mlx": QuantizationMethod("MLX, affine, 2 to 8 bits", _GROUPS, mlx_container),
 }
 """By `quant_method`. MLX files have no such field."""
 
@@ -66,12 +66,12 @@ _PACKED_TYPES = ("I32", "U32", "U8", "I8", "F8_E4M3", "F8_E5M2")
 
 
 def find_container(values: Mapping[str, Any], path: Path, family: Family, *, reads_side_files: bool = True) -> Container | None:
-    """Return the container of a checkpoint; None = its matrices are not packed, or as only its family packs them.
+    """Return the container of a checkpoint; None = its matrices are not packed, or are gpt-oss experts in MXFP4.
 
     Args:
-        values: the contents of config.json, with those of a nested text model.
-        path: the config.json.
-        reads_side_files: also read the settings files of older tools.
+        values: the fields of config.json, of its text model if it is multimodal.
+        path: path of the config.json.
+        reads_side_files: if config.json has no settings, also look for the settings files of older tools.
 
     Raises:
         CheckpointError: The method or a setting is not supported.
@@ -86,11 +86,11 @@ def find_container(values: Mapping[str, Any], path: Path, family: Family, *, rea
             f"{path}: the weights are quantised ({shortened(name)}); supported are {', '.join(METHODS)}, f32, f16 and bf16: "
             "use the model it was made from, or a GGUF file of it"
         )
-    return method.container(settings)
+    return method.make_container(settings)
 
 
 def _quantization_settings(values: Mapping[str, Any], path: Path) -> tuple[str, JsonFields] | None:
-    """Return the name of the quantisation method and its settings, from config.json or a settings file."""
+    """Return the name of the quantisation method and its settings in config.json; None if there are none."""
     for key in ("quantization_config", "compression_config", "quantization"):
         found = values.get(key)
         if found is None or found == {}:
@@ -107,26 +107,27 @@ def _quantization_settings(values: Mapping[str, Any], path: Path) -> tuple[str, 
 
 
 def _side_file_settings(path: Path) -> tuple[str, JsonFields] | None:
-    """Return the quantisation settings from the settings file of an older tool, such as quantize_config.json."""
+    """Return the method and its settings from the settings file of an older tool; None if there is no such file."""
     for file, name in _SETTINGS_FILES.items():
-        beside = path.with_name(file)
-        own = read_json(beside)
-        if own:
-            return name, JsonFields(own, beside)
+        values = read_json(path.with_name(file))
+        if values:
+            return name, JsonFields(values, path.with_name(file))
     return None
 
 
-def unpack(stored: Mapping[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], container: Container) -> dict[str, StoredWeight]:
-    """Replace the tensors of packed matrices by `PackedMatrix`. Only zero points are read.
+def group_packed_tensors(
+    stored: Mapping[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], container: Container
+) -> dict[str, StoredWeight]:
+    """Return the tensors with those of each packed matrix replaced by one `PackedMatrix`. Codes are not read yet.
 
     Raises:
         CheckpointError: A tensor of a matrix is missing, or their shapes do not match.
     """
     found: dict[str, StoredWeight] = {name: one for name, one in stored.items() if not name.endswith(container.ignored_suffixes)}
     for name in stored:
-        mark = next((mark for mark in container.packed_suffixes if name.endswith(mark)), None)
-        if mark is not None and name in found:
-            module = PackedModule(name.removesuffix(mark), found, files)
+        suffix = next((suffix for suffix in container.packed_suffixes if name.endswith(suffix)), None)
+        if suffix is not None and name in found:
+            module = PackedModule(name.removesuffix(suffix), found, files)
             packed = container.read(module)
             if f"{module.name}.weight" in found:
                 raise CheckpointError(

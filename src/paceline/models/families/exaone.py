@@ -2,21 +2,19 @@
 
 from dataclasses import replace
 
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import LayerConfig, NormOrder, QKNorm
 
-Layers = tuple[LayerConfig, ...]
 
-
-def _exaone4_layers(build: LayerBuilder) -> Layers:
-    attention, mlp = build.attention(qk_norm=QKNorm.HEAD), build.mlp()
-    if build.fields.values.get("sliding_window") is None:
-        return build.layers(attention, mlp, norm_order=NormOrder.POST)
-    is_sliding = build.sliding_layers()
-    layers = build.layers(attention, mlp, norm_order=NormOrder.POST, is_sliding=is_sliding)
-    unturned = LayerConfig(mixer=replace(attention, has_rope_embedding=False), mlp=mlp, norm_order=NormOrder.POST)
-    return tuple(layer if is_local else unturned for layer, is_local in zip(layers, is_sliding, strict=True))
+def _exaone4_layers(builder: LayerBuilder) -> Layers:
+    attention, mlp = builder.attention(qk_norm=QKNorm.HEAD), builder.mlp()
+    if builder.fields.values.get("sliding_window") is None:
+        return builder.layers(attention, mlp, norm_order=NormOrder.POST)
+    is_sliding = builder.sliding_layers()
+    layers = builder.layers(attention, mlp, norm_order=NormOrder.POST, is_sliding=is_sliding)
+    without_rope = LayerConfig(mixer=replace(attention, has_rope_embedding=False), mlp=mlp, norm_order=NormOrder.POST)
+    return tuple(layer if is_local else without_rope for layer, is_local in zip(layers, is_sliding, strict=True))
 
 
 FAMILIES = (
@@ -34,6 +32,6 @@ FAMILIES = (
             "bos_token_id": 0,
             "eos_token_id": 2,
         },
-        gguf=GgufFormat(architectures=("exaone4",), read_config=lambda fields, config: fields.read_windows(config["num_hidden_layers"])),
+        gguf=GgufFormat(architectures=("exaone4",), read_extra_fields=sliding_window_gguf_fields),
     ),
 )

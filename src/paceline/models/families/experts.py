@@ -1,4 +1,4 @@
-"""Mixtures of experts that several families share."""
+"""MLPs with experts, and their routing, as several families have them."""
 
 from dataclasses import replace
 
@@ -7,24 +7,24 @@ from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import DenseMLP, ExpertMLP, ExpertRouting, RouterScoring
 
 
-def expert_layers(build: LayerBuilder, experts: ExpertMLP) -> list[DenseMLP | ExpertMLP]:
-    """Return the MLPs: experts in every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
-    fields, step = build.fields, build.fields.size("decoder_sparse_step", 1)
+def mlps_with_experts(builder: LayerBuilder, experts: ExpertMLP) -> list[DenseMLP | ExpertMLP]:
+    """Return the MLP of each layer: experts in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not list."""
+    fields, step = builder.fields, builder.fields.integer("decoder_sparse_step", 1)
     dense = fields.values.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise CheckpointError(f"{fields.path}: mlp_only_layers = {shortened(dense)}, expected a list of layers")
-    has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(build.num_layers)]
-    return [experts if chooses else build.mlp() for chooses in has_experts]
+    has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(builder.num_layers)]
+    return [experts if is_sparse else builder.mlp() for is_sparse in has_experts]
 
 
-def grouped_routing(build: LayerBuilder) -> ExpertRouting:
-    """Return DeepSeek-V3's routing: experts in groups, selected with a correction bias.
+def grouped_topk_routing(builder: LayerBuilder) -> ExpertRouting:
+    """Return the routing of DeepSeek-V3: only experts of the best groups are candidates, selected with a correction bias.
 
     Raises:
-        CheckpointError: The groups do not divide the experts, or hold too few.
+        CheckpointError: The number of experts is no multiple of that of groups, or there are too few candidates.
     """
-    fields, routing = build.fields, build.routing()
-    groups, chosen_groups = fields.size("n_group", 1), fields.size("topk_group", 1)
+    fields, routing = builder.fields, builder.routing()
+    groups, chosen_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
     if (
         routing.num_experts % groups
         or chosen_groups > groups

@@ -1,4 +1,4 @@
-"""What a family of models is: how its config.json is read, and what its tensors are called in safetensors and in GGUF files."""
+"""`Family` describes how to read the config.json of related models, and how safetensors and GGUF files name their tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,10 +9,17 @@ from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import LayerConfig
 
+Layers = tuple[LayerConfig, ...]
 
-def no_family_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return no further config.json fields: those that all GGUF files have are enough for the family."""
+
+def no_extra_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return no fields. Families use it whose config.json needs no more than the metadata that all GGUF files have."""
     return {}
+
+
+def sliding_window_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `sliding_window` and `layer_types`. Families use it whose layers may have a sliding window."""
+    return fields.read_sliding_window(config["num_hidden_layers"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,23 +27,23 @@ class GgufFormat:
     """How llama.cpp's converters write the models of a family.
 
     Attributes:
-        architectures: the values of `general.architecture`.
-        matches: whether a file of such an architecture holds this family. Only for a family that shares the architecture of another.
-        read_config: return the config.json fields that are not in every GGUF file, given those that are.
-        metadata_keys: for errors, the metadata keys of config.json fields (beyond `gguf/config.py`'s).
-        module_names: names of modules where they differ from `gguf/weights.py`'s.
-        has_interleaved_rope: the rows of q and k are in the order of interleaved (GPT-J style) rotary embeddings.
-        has_rope: the files hold rotary settings that are read as in most architectures.
-        has_untied_output: a file without `output.weight` is damaged; in other architectures it has tied embeddings.
-        has_tiled_value_heads: the value heads of gated delta nets are stored in the order (value head of its key head, key head).
-        allows_zero_sizes: layers without attention or without an MLP have size 0 in per-layer metadata.
-        allows_mixed_sizes: layers differ in size, which `read_config` reads.
-        norm_eps_key: an alternative to `attention.layer_norm_rms_epsilon`.
+        architectures: values of `general.architecture` of the family's files.
+        matches: function that returns whether a file belongs to this family, if several families share the architecture.
+        read_extra_fields: function that returns the family's own config.json fields, given those that every GGUF file has.
+        metadata_keys: GGUF keys of config.json fields, for errors, where `gguf/config.py` does not list them.
+        module_names: GGUF names of modules that differ from those in `gguf/weights.py`.
+        has_interleaved_rope: rows of q and k are stored for interleaved (GPT-J style) rotary embeddings.
+        has_rope: rotary settings are read from the usual metadata. False = `read_extra_fields` reads them, or there are none.
+        has_untied_output: a file without `output.weight` is damaged. False = such a file has tied embeddings.
+        has_tiled_value_heads: gated delta nets store the first value head of every key head, then the second of every key head, ….
+        allows_zero_sizes: in per-layer metadata, layers without attention or without an MLP have size 0.
+        allows_mixed_sizes: layers may differ in size. `read_extra_fields` then reads the sizes.
+        norm_eps_key: metadata key of the norms' epsilon, if it is not `attention.layer_norm_rms_epsilon`.
     """
 
     architectures: tuple[str, ...]
     matches: Callable[[GgufFields], bool] | None = None
-    read_config: Callable[[GgufFields, Mapping[str, Any]], dict[str, Any]] = no_family_fields
+    read_extra_fields: Callable[[GgufFields, Mapping[str, Any]], dict[str, Any]] = no_extra_fields
     metadata_keys: Mapping[str, str] = field(default_factory=dict)
     module_names: Mapping[str, str] = field(default_factory=dict)
     has_interleaved_rope: bool = False
@@ -55,29 +62,29 @@ class Family:
     Attributes:
         name, architecture: `model_type` and class in a Hugging Face config.json.
         models: published models of the family, for docs.
-        layers: builds the layers from config.json.
+        layers: function that builds the layers from config.json.
         defaults: fields that config.json may leave out, with the values of the configuration class in transformers.
-        gguf: how its GGUF files are read; None = as those of `gguf_family`, or there are none.
-        gguf_family: the family as which GGUF files of these models are read, because the network is the same.
-        bundled_drafters: drafters that its publisher trained with it, for docs.
-        published_heads: methods of heads that others trained for it, for docs.
+        gguf: format of its GGUF files; None = see `gguf_family`, or GGUF files are not supported.
+        gguf_family: another family with the same network, which reads the GGUF files of this one.
+        bundled_drafters: drafters in the publisher's checkpoints, for docs.
+        published_heads: methods of drafting heads that others published for it, for docs.
         activation_field: the config.json field of the activation.
-        has_layer_sizes: `per_layer_config` may give single layers other sizes.
+        has_layer_sizes: `per_layer_config` may give single layers other attention sizes.
         has_local_rope: layers with a sliding window have rotary settings of their own.
-        needs_local_rope: `rope_parameters` must be given for each type of layer.
+        needs_local_rope: `rope_parameters` must have an entry for sliding_attention and one for full_attention.
         has_temperature_tuning: `llama_4_scaling_beta` scales queries by their position.
         has_partial_rope: `partial_rotary_factor` may be below 1.
         has_interleaved_rope: checkpoints have interleaved (GPT-J style) rotary embeddings; rows of q and k are reordered at load.
         rope_type_aliases: other spellings of rope types.
-        module_names: what checkpoints call modules of a layer, or single tensors, where it differs from `tensor_names.py`.
-        mlp_module: what checkpoints call the module of the experts, if not `mlp`.
-        mlp_tensors: names of tensors in `mlp_module`, with what they are called in `mlp` by most families.
+        module_names: checkpoint names of modules or tensors that differ from those in `tensor_names.py`.
+        mlp_module: name of the module with the experts in checkpoints, if it is not `mlp`.
+        mlp_tensors: maps names of tensors in `mlp_module` to the names that most families use in `mlp`.
         has_fused_projections: checkpoints hold q, k and v in one matrix, gate and up in another.
-        recurrent_module: what checkpoints call the mixer of a recurrent layer; empty = there is none.
-        count_layers: returns how many layers config.json describes; None = `num_hidden_layers`.
-        field_aliases: other names of config.json fields. If both are given, the alias counts.
-        has_mxfp4_experts: checkpoints hold all experts of a layer in two tensors, transposed or in MXFP4.
-        has_norm_offset: see `ModelConfig`.
+        recurrent_module: name of a recurrent layer's mixer in checkpoints; empty = the family has no recurrent layers.
+        count_layers: function that returns how many layers config.json describes; None = `num_hidden_layers`.
+        field_aliases: maps other names of config.json fields to the usual ones. If a file has both, the alias is read.
+        has_mxfp4_experts: checkpoints stack all experts of a layer in two tensors, in MXFP4 or as transposed bfloat16.
+        has_norm_offset: as in `ModelConfig`.
         has_scaled_embedding: embedding rows are multiplied by the square root of the hidden size.
         has_logit_soft_cap: `final_logit_softcapping` is applied to logits.
         has_multipliers: embedding rows are multiplied by `embedding_multiplier`, logits divided by `logits_scaling`.
@@ -86,7 +93,7 @@ class Family:
     name: str
     architecture: str
     models: str
-    layers: Callable[[LayerBuilder], tuple[LayerConfig, ...]]
+    layers: Callable[[LayerBuilder], Layers]
     defaults: Mapping[str, Any]
     gguf: GgufFormat | None = None
     gguf_family: str | None = None

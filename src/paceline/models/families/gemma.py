@@ -4,47 +4,45 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import CheckpointError
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import LayerConfig, NormOrder, QKNorm
+from paceline.models.layers import NormOrder, QKNorm
 
-Layers = tuple[LayerConfig, ...]
-
-_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+_NUM_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """The 27B models scale scores by hidden_size / num_heads; llama.cpp recognises them by their number of layers."""
 
 
-def _gemma2_layers(build: LayerBuilder) -> Layers:
-    return _gemma_layers(build, pattern=2, soft_cap=build.soft_cap("attn_logit_softcapping"))
+def _gemma2_layers(builder: LayerBuilder) -> Layers:
+    return _gemma_layers(builder, pattern=2, soft_cap=builder.soft_cap("attn_logit_softcapping"))
 
 
-def _gemma3_layers(build: LayerBuilder) -> Layers:
-    return _gemma_layers(build, qk_norm=QKNorm.HEAD)
+def _gemma3_layers(builder: LayerBuilder) -> Layers:
+    return _gemma_layers(builder, qk_norm=QKNorm.HEAD)
 
 
 def _gemma_layers(
-    build: LayerBuilder, *, pattern: int | None = None, qk_norm: QKNorm = QKNorm.NONE, soft_cap: float | None = None
+    builder: LayerBuilder, *, pattern: int | None = None, qk_norm: QKNorm = QKNorm.NONE, soft_cap: float | None = None
 ) -> Layers:
-    if build.flag("use_bidirectional_attention"):
-        raise CheckpointError(f"{build.fields.path}: use_bidirectional_attention is set: the model embeds text, it does not generate")
-    bias, scale = build.flag("attention_bias"), build.fields.positive("query_pre_attn_scalar") ** -0.5
-    attention = build.attention(bias=bias, output_bias=bias, qk_norm=qk_norm, scale=scale, soft_cap=soft_cap)
-    return build.layers(attention, build.mlp(), norm_order=NormOrder.SANDWICH, is_sliding=build.sliding_layers(pattern))
+    if builder.flag("use_bidirectional_attention"):
+        raise CheckpointError(f"{builder.fields.path}: use_bidirectional_attention is set: the model embeds text, it does not generate")
+    bias, scale = builder.flag("attention_bias"), builder.fields.positive_number("query_pre_attn_scalar") ** -0.5
+    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=qk_norm, scale=scale, soft_cap=soft_cap)
+    return builder.layers(attention, builder.mlp(), norm_order=NormOrder.SANDWICH, is_sliding=builder.sliding_layers(pattern))
 
 
 def _gemma_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json fields that GGUF files lack because llama.cpp's code has them: the attention scale and the sliding layers."""
-    is_27b = config["num_hidden_layers"] == _LAYERS_OF_27B[fields.architecture]
+    """Return Gemma's own config.json fields. The attention scale is not in the metadata, because llama.cpp computes it in code."""
+    is_27b = config["num_hidden_layers"] == _NUM_LAYERS_OF_27B[fields.architecture]
     scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
-    given = {
+    values = {
         **fields.read_layer_types(config["num_hidden_layers"]),
         "sliding_window": fields.architecture_value("attention.sliding_window"),
         "rope_local_base_freq": fields.architecture_value("rope.freq_base_swa"),
     }
     if fields.architecture == "gemma2":
-        given |= {key: fields.architecture_value(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
-    return {"query_pre_attn_scalar": scalar, **{name: value for name, value in given.items() if value is not None}}
+        values |= {key: fields.architecture_value(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+    return {"query_pre_attn_scalar": scalar, **{name: value for name, value in values.items() if value is not None}}
 
 
 _DEFAULTS = {
@@ -74,7 +72,7 @@ FAMILIES = (
         has_norm_offset=True,
         has_scaled_embedding=True,
         has_logit_soft_cap=True,
-        gguf=GgufFormat(architectures=("gemma2",), read_config=_gemma_gguf_fields),
+        gguf=GgufFormat(architectures=("gemma2",), read_extra_fields=_gemma_gguf_fields),
     ),
     Family(
         name="gemma3_text",
@@ -93,6 +91,6 @@ FAMILIES = (
         has_scaled_embedding=True,
         has_logit_soft_cap=True,
         has_local_rope=True,
-        gguf=GgufFormat(architectures=("gemma3",), read_config=_gemma_gguf_fields),
+        gguf=GgufFormat(architectures=("gemma3",), read_extra_fields=_gemma_gguf_fields),
     ),
 )

@@ -1,4 +1,4 @@
-"""Gemma 4: two types of attention of different sizes, layers that share the keys and values of others, and per-layer inputs."""
+"""Gemma 4: sliding and full attention differ in size, some layers read the KV cache of another, and layers have per-layer inputs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,82 +24,82 @@ _DEFAULT_ROPE_PARAMETERS = {
     _GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 _PER_LAYER_SIZE_KEYS = ("num_key_value_heads", "head_dim")
-_DEFAULT_GLOBAL_INTERVAL = 6  # every 6th layer has full attention if the file does not state it
-_MIN_UNROTATED_DIVISOR = 1e20  # llama.cpp disables the rotation of a pair by a divisor of at least this size
+_DEFAULT_GLOBAL_INTERVAL = 6  # every 6th layer has full attention if a GGUF file has no pattern
+_MIN_UNROTATED_DIVISOR = 1e20  # divisors of at least this size mark pairs that do not rotate
 
 
-def _gemma4_layers(build: LayerBuilder) -> tuple[LayerConfig, ...]:
+def _gemma4_layers(builder: LayerBuilder) -> tuple[LayerConfig, ...]:
     """Return the layers of a text model.
 
     Source: Gemma 4's model in transformers 5.23.
     """
-    is_sliding = sliding_layers(build)
-    return build_layers(build, is_sliding, _kv_layers(build, is_sliding))
+    is_sliding = sliding_layers(builder)
+    return build_layers(builder, is_sliding, _kv_layers(builder, is_sliding))
 
 
-def sliding_layers(build: LayerBuilder) -> list[bool]:
+def sliding_layers(builder: LayerBuilder) -> list[bool]:
     """Return for each layer whether it has a sliding window. The last layer never has one.
 
     Raises:
         CheckpointError: `layer_types` does not have one type for each layer.
     """
-    return [*build.sliding_layers(6)[:-1], False]
+    return [*builder.sliding_layers(6)[:-1], False]
 
 
-def build_layers(build: LayerBuilder, is_sliding: Sequence[bool], kv_layers: Sequence[int | None]) -> tuple[LayerConfig, ...]:
-    """Return the layers.
+def build_layers(builder: LayerBuilder, is_sliding: Sequence[bool], kv_layers: Sequence[int | None]) -> tuple[LayerConfig, ...]:
+    """Return the layers of a Gemma 4 model or assistant.
 
     Args:
         is_sliding: for each layer whether it has a sliding window.
-        kv_layers: for each layer the one whose keys and values it reads; None = its own.
+        kv_layers: for each layer the index of the layer whose KV cache it reads; None = its own.
 
     Raises:
         CheckpointError: A value is out of range or not supported.
     """
-    _refuse_bidirectional(build)
-    fields, mlp = build.fields, build.mlp()
-    wide = replace(mlp, intermediate_size=2 * mlp.intermediate_size) if build.flag("use_double_wide_mlp") else mlp
-    mlps = _with_experts(build, (mlp, wide)) if build.flag("enable_moe_block") else (mlp, wide)
-    size = _read_count_or_zero(fields, "hidden_size_per_layer_input")
-    taken_in = PerLayerInput(size=size, activation=mlp.activation) if size else None
+    _refuse_bidirectional(builder)
+    fields, mlp = builder.fields, builder.mlp()
+    double_wide = replace(mlp, intermediate_size=2 * mlp.intermediate_size) if builder.flag("use_double_wide_mlp") else mlp
+    mlps = _with_experts(builder, (mlp, double_wide)) if builder.flag("enable_moe_block") else (mlp, double_wide)
+    size = _read_non_negative(fields, "hidden_size_per_layer_input")
+    per_layer_input = PerLayerInput(size=size, activation=mlp.activation) if size else None
     attention_layers = {
-        is_local: _attention(build, is_local=is_local, sizes=_attention_sizes(build, is_sliding, is_local=is_local))
+        is_local: _attention_config(builder, is_local=is_local, sizes=_attention_sizes(builder, is_sliding, is_local=is_local))
         for is_local in set(is_sliding)
     }
-    made = [
+    layers = [
         LayerConfig(
             mixer=replace(attention_layers[is_local], kv_layer=kv_layer),
             mlp=mlps[kv_layer is not None],
             norm_order=NormOrder.SANDWICH,
-            input=taken_in,
+            per_layer_input=per_layer_input,
             has_output_scale=True,
         )
         for is_local, kv_layer in zip(is_sliding, kv_layers, strict=True)
     ]
     shared: dict[LayerConfig, LayerConfig] = {}
-    return tuple(shared.setdefault(layer, layer) for layer in made)
+    return tuple(shared.setdefault(layer, layer) for layer in layers)
 
 
-def _with_experts(build: LayerBuilder, dense: Sequence[DenseMLP]) -> list[ExpertMLP]:
-    """Return mixture-of-experts MLPs that also contain the given dense MLPs as shared experts."""
-    routing = replace(build.routing(chosen=("top_k_experts",)), is_normalized=True, has_scales=True)
-    expert, scale = build.mlp(size="moe_intermediate_size"), float(build.fields.size("hidden_size") ** -0.5)
+def _with_experts(builder: LayerBuilder, dense: Sequence[DenseMLP]) -> list[ExpertMLP]:
+    """Return mixture-of-experts MLPs, each with one of the dense MLPs as its shared expert."""
+    routing = replace(builder.routing(count_fields=("top_k_experts",)), is_normalized=True, has_scales=True)
+    expert, scale = builder.mlp(width_field="moe_intermediate_size"), float(builder.fields.integer("hidden_size") ** -0.5)
     return [ExpertMLP(routing=routing, expert=expert, shared=shared, has_own_norms=True, router_scale=scale) for shared in dense]
 
 
-def _refuse_bidirectional(build: LayerBuilder) -> None:
-    fields = build.fields
-    sees = fields.values.get("use_bidirectional_attention")
-    if sees not in (None, False, "vision"):
-        raise CheckpointError(f"{fields.path}: use_bidirectional_attention = {shortened(sees)}: it embeds text, it does not generate")
+def _refuse_bidirectional(builder: LayerBuilder) -> None:
+    fields, name = builder.fields, "use_bidirectional_attention"
+    if (value := fields.values.get(name)) not in (None, False, "vision"):
+        raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}: it embeds text, it does not generate")
 
 
-def _kv_layers(build: LayerBuilder, is_sliding: Sequence[bool]) -> list[int | None]:
-    """Return for each layer the layer whose keys and values it reads; the last ones read those of an earlier layer of their type."""
-    fields, count = build.fields, _read_count_or_zero(build.fields, "num_kv_shared_layers")
-    first = build.num_layers - count
+def _kv_layers(builder: LayerBuilder, is_sliding: Sequence[bool]) -> list[int | None]:
+    """Return for each layer whose KV cache it reads; None = its own. The last layers read that of an earlier layer of their type."""
+    fields, count = builder.fields, _read_non_negative(builder.fields, "num_kv_shared_layers")
+    first = builder.num_layers - count
     if first < 1:
-        raise CheckpointError(f"{fields.path}: num_kv_shared_layers = {count}, expected fewer than num_hidden_layers = {build.num_layers}")
+        limit = f"num_hidden_layers = {builder.num_layers}"
+        raise CheckpointError(f"{fields.path}: num_kv_shared_layers = {count}, expected fewer than {limit}")
     owners = {is_local: index for index, is_local in enumerate(is_sliding[:first])}
     for is_local in is_sliding[first:]:
         if is_local not in owners:
@@ -110,70 +110,71 @@ def _kv_layers(build: LayerBuilder, is_sliding: Sequence[bool]) -> list[int | No
     return [None] * first + [owners[is_local] for is_local in is_sliding[first:]]
 
 
-def _read_count_or_zero(fields: JsonFields, name: str) -> int:
-    """Return a count of 0 or more; null = 0."""
-    return 0 if fields.values.get(name) in (None, 0) else fields.size(name)
+def _read_non_negative(fields: JsonFields, name: str) -> int:
+    """Return an integer of 0 or more; null = 0."""
+    return 0 if fields.values.get(name) in (None, 0) else fields.integer(name)
 
 
-def _attention(build: LayerBuilder, *, is_local: bool, sizes: tuple[int, int]) -> AttentionConfig:
-    fields, (num_kv_heads, head_size) = build.fields, sizes
-    window = fields.size("sliding_window") if is_local else None
-    bias = build.flag("attention_bias")
+def _attention_config(builder: LayerBuilder, *, is_local: bool, sizes: tuple[int, int]) -> AttentionConfig:
+    fields, (num_kv_heads, head_size) = builder.fields, sizes
+    window = fields.integer("sliding_window") if is_local else None
+    bias = builder.flag("attention_bias")
     return replace(
-        build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD, scale=1.0),
+        builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD, scale=1.0),
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        rope=read_rope(_with_default_ropes(fields), build.family, head_size=head_size, layer_type=_LOCAL if is_local else _GLOBAL),
-        window=None if window is None or window >= build.max_positions else window,
+        rope=read_rope(_with_rope_parameters(fields), builder.family, head_size=head_size, layer_type=_LOCAL if is_local else _GLOBAL),
+        window=None if window is None or window >= builder.max_positions else window,
         has_value_norm=True,
-        has_keys_as_values=not is_local and build.flag("attention_k_eq_v"),
+        has_keys_as_values=not is_local and builder.flag("attention_k_eq_v"),
     )
 
 
-def _with_default_ropes(fields: JsonFields) -> JsonFields:
+def _with_rope_parameters(fields: JsonFields) -> JsonFields:
     ropes = fields.values.get("rope_parameters") or _DEFAULT_ROPE_PARAMETERS
     if not isinstance(ropes, Mapping) or any(not isinstance(ropes.get(kind), Mapping) for kind in _DEFAULT_ROPE_PARAMETERS):
         raise CheckpointError(f"{fields.path}: rope_parameters = {shortened(ropes)}, expected those of {_LOCAL} and of {_GLOBAL}")
     return JsonFields({**fields.values, "rope_parameters": ropes}, fields.path)
 
 
-def _attention_sizes(build: LayerBuilder, is_sliding: Sequence[bool], *, is_local: bool) -> tuple[int, int]:
-    """Return the number of key heads and the head size of all layers with this attention type."""
-    fields, listed = build.fields, build.fields.values.get("per_layer_config")
-    if listed is None:
-        own = {} if is_local else _global_attention_fields(build)
-        return _checked_attention_sizes(build, JsonFields({**fields.values, **own}, fields.path))
-    if not isinstance(listed, Mapping):
-        raise CheckpointError(f"{fields.path}: per_layer_config = {shortened(listed)}, expected what differs by layer")
-    if unknown := listed.keys() - {str(index) for index in range(build.num_layers)}:
-        raise CheckpointError(f"{fields.path}: per_layer_config names layer {shortened(min(unknown))}, there are {build.num_layers} layers")
+def _attention_sizes(builder: LayerBuilder, is_sliding: Sequence[bool], *, is_local: bool) -> tuple[int, int]:
+    """Return the number of KV heads and the head size, which must be the same for all sliding, or all full-attention, layers."""
+    fields, per_layer = builder.fields, builder.fields.values.get("per_layer_config")
+    if per_layer is None:
+        own = {} if is_local else _global_attention_fields(builder)
+        return _checked_attention_sizes(builder, JsonFields({**fields.values, **own}, fields.path))
+    if not isinstance(per_layer, Mapping):
+        raise CheckpointError(f"{fields.path}: per_layer_config = {shortened(per_layer)}, expected what differs by layer")
+    if unknown := per_layer.keys() - {str(index) for index in range(builder.num_layers)}:
+        num_layers = builder.num_layers
+        raise CheckpointError(f"{fields.path}: per_layer_config names layer {shortened(min(unknown))}, there are {num_layers} layers")
     found = set()
     for index in [index for index, other in enumerate(is_sliding) if other == is_local]:
-        own = listed.get(str(index)) or {}
+        own = per_layer.get(str(index)) or {}
         if not isinstance(own, Mapping) or not own.keys() <= set(_PER_LAYER_SIZE_KEYS):
             raise CheckpointError(
                 f"{fields.path}: per_layer_config of layer {index} = {shortened(own)}, only {' and '.join(_PER_LAYER_SIZE_KEYS)} may differ"
             )
-        found.add(_checked_attention_sizes(build, JsonFields({**fields.values, **own}, fields.path)))
+        found.add(_checked_attention_sizes(builder, JsonFields({**fields.values, **own}, fields.path)))
     if len(found) > 1:
         kind = _LOCAL if is_local else _GLOBAL
         raise CheckpointError(f"{fields.path}: per_layer_config gives {kind} layers different sizes, {sorted(found)}: they must be alike")
     return found.pop()
 
 
-def _global_attention_fields(build: LayerBuilder) -> dict[str, Any]:
-    fields = build.fields
-    sizes: dict[str, Any] = {"head_dim": fields.size("global_head_dim", 512)}
-    if build.flag("attention_k_eq_v") and fields.values.get("num_global_key_value_heads") is not None:
-        sizes["num_key_value_heads"] = fields.size("num_global_key_value_heads")
+def _global_attention_fields(builder: LayerBuilder) -> dict[str, Any]:
+    fields = builder.fields
+    sizes: dict[str, Any] = {"head_dim": fields.integer("global_head_dim", 512)}
+    if builder.flag("attention_k_eq_v") and fields.values.get("num_global_key_value_heads") is not None:
+        sizes["num_key_value_heads"] = fields.integer("num_global_key_value_heads")
     return sizes
 
 
-def _checked_attention_sizes(build: LayerBuilder, fields: JsonFields) -> tuple[int, int]:
-    num_kv_heads, head_size = fields.size("num_key_value_heads"), fields.size("head_dim")
-    if build.num_heads % num_kv_heads or head_size % 2:
+def _checked_attention_sizes(builder: LayerBuilder, fields: JsonFields) -> tuple[int, int]:
+    num_kv_heads, head_size = fields.integer("num_key_value_heads"), fields.integer("head_dim")
+    if builder.num_heads % num_kv_heads or head_size % 2:
         raise CheckpointError(
-            f"{fields.path}: {build.num_heads} query heads over {num_kv_heads} key heads of {head_size} values: expected a multiple, "
+            f"{fields.path}: {builder.num_heads} query heads over {num_kv_heads} key heads of {head_size} values: expected a multiple, "
             "and an even head size"
         )
     return num_kv_heads, head_size
@@ -183,23 +184,23 @@ def _gemma4_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[s
     num_layers = config["num_hidden_layers"]
     num_shared = fields.architecture_value("attention.shared_kv_layers") or 0
     if not isinstance(num_shared, int) or isinstance(num_shared, bool) or not 0 <= num_shared < num_layers:
-        fields.refuse("attention.shared_kv_layers", num_shared, f"fewer than {num_layers} layers")
-    return _GgufLayers(fields, num_layers, num_shared).config()
+        fields.raise_invalid("attention.shared_kv_layers", num_shared, f"fewer than {num_layers} layers")
+    return _GgufLayers(fields, num_layers, num_shared).config_fields()
 
 
 def assistant_config(file: GgufFile) -> dict[str, Any]:
-    """Return the config.json fields of the layers of an assistant, all of which share the keys and values of the target.
+    """Return the config.json fields of an assistant's layers, all of which read the target's KV cache.
 
     Raises:
-        CheckpointError: A value is missing or out of range, or stands for something that is not supported.
+        CheckpointError: A value is missing, out of range or not supported.
     """
     fields = GgufFields(file)
     count = fields.count("block_count")
     if count > len(file.tensors):
-        fields.refuse("block_count", count, f"at most as many as the file has tensors, {len(file.tensors)}")
+        fields.raise_invalid("block_count", count, f"at most as many as the file has tensors, {len(file.tensors)}")
     for key in ("attention.shared_kv_layers", "nextn_predict_layers"):
         if (found := fields.architecture_value(key)) not in (None, 0, count):
-            fields.refuse(key, found, f"all {count} layers")
+            fields.raise_invalid(key, found, f"all {count} layers")
     layers = _GgufLayers(fields, count, count)
     table, hidden_size = file.tensors.get("token_embd.weight"), fields.count("embedding_length")
     if table is None or len(table.shape) != 2 or table.shape[1] != hidden_size:
@@ -210,35 +211,35 @@ def assistant_config(file: GgufFile) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "num_hidden_layers": count,
         "num_attention_heads": fields.count("attention.head_count"),
-        "num_key_value_heads": layers.sizes("attention.head_count_kv")[0],
+        "num_key_value_heads": layers.layer_values("attention.head_count_kv")[0],
         "max_position_embeddings": fields.count("context_length"),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", 1e-6),
-        **layers.config(),
+        **layers.config_fields(),
     }
 
 
 class _GgufLayers:
-    """The layers of a GGUF file. The last `num_shared` have no keys and values of their own."""
+    """Reads the metadata of the layers of a GGUF file. The last `num_shared` layers read the KV cache of another layer."""
 
     def __init__(self, fields: GgufFields, num_layers: int, num_shared: int) -> None:
         self._fields, self._num_layers, self._num_shared = fields, num_layers, num_shared
         self._num_owners = num_layers - num_shared
 
-    def config(self) -> dict[str, Any]:
-        """Return the config.json fields that only Gemma 4 has."""
+    def config_fields(self) -> dict[str, Any]:
+        """Return Gemma 4's own config.json fields."""
         fields, is_sliding = self._fields, self._sliding_layers()
         global_size = fields.count("attention.key_length")
         local_size = fields.count("attention.key_length_swa", global_size)
         for key, expected in (("value_length", global_size), ("value_length_swa", local_size)):
             if (size := fields.architecture_value(f"attention.{key}")) not in (None, expected):
-                fields.refuse(f"attention.{key}", size, f"the size of keys, {expected}")
+                fields.raise_invalid(f"attention.{key}", size, f"the size of keys, {expected}")
         table = fields.file.tensors.get("per_layer_token_embd.weight")
         full_layers = [layer for layer in range(self._num_owners) if not is_sliding[layer]]
         soft_cap = fields.architecture_value("final_logit_softcapping")
         values = {
             "layer_types": [_LOCAL if is_local else _GLOBAL for is_local in is_sliding],
             "num_kv_shared_layers": self._num_shared,
-            "attention_k_eq_v": any(not fields.has(f"blk.{layer}.attn_v.weight") for layer in full_layers),
+            "attention_k_eq_v": any(not fields.has_tensor(f"blk.{layer}.attn_v.weight") for layer in full_layers),
             "hidden_size_per_layer_input": fields.architecture_value("embedding_length_per_layer_input") or 0,
             "vocab_size_per_layer_input": None if table is None else table.shape[0],
             "enable_moe_block": bool(fields.architecture_value("expert_count")),
@@ -251,12 +252,12 @@ class _GgufLayers:
         }
         return {**values, "sliding_window": fields.count("attention.sliding_window")} if any(is_sliding) else values
 
-    def sizes(self, key: str) -> Sequence[int]:
-        """Return the size of each layer; the metadata may give one number for all layers."""
+    def layer_values(self, key: str) -> Sequence[int]:
+        """Return the value of each layer for a metadata key. The metadata may hold one number for all layers."""
         value = self._fields.architecture_value(key)
         sizes = value if isinstance(value, list) else [value] * self._num_layers
         if len(sizes) != self._num_layers or not all(isinstance(one, int) and not isinstance(one, bool) for one in sizes):
-            self._fields.refuse(key, value, f"a whole number, or one for each of {self._num_layers} layers")
+            self._fields.raise_invalid(key, value, f"a whole number, or one for each of {self._num_layers} layers")
         return sizes
 
     def _sliding_layers(self) -> list[bool]:
@@ -267,24 +268,25 @@ class _GgufLayers:
             return [bool(one) for one in pattern]
         if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
             return [layer % pattern < pattern - 1 for layer in range(self._num_layers)]
-        self._fields.refuse(key, pattern, f"for each of {self._num_layers} layers whether it has a sliding window")
+        self._fields.raise_invalid(key, pattern, f"for each of {self._num_layers} layers whether it has a sliding window")
 
     def _kv_head_fields(self, is_sliding: Sequence[bool], global_size: int, local_size: int) -> dict[str, dict[str, int]]:
-        """Return the fields for number and size of key heads per layer. A layer without keys of its own has those of its type."""
-        counts, sizes = self.sizes("attention.head_count_kv"), dict[str, dict[str, int]]()
-        of_type = dict(zip(is_sliding[: self._num_owners], counts, strict=False))
+        """Return `per_layer_config`. A layer without a KV cache of its own gets the number of KV heads of its attention type."""
+        counts, sizes = self.layer_values("attention.head_count_kv"), dict[str, dict[str, int]]()
+        count_by_type = dict(zip(is_sliding[: self._num_owners], counts, strict=False))
         for layer, is_local in enumerate(is_sliding):
-            count = counts[layer] if layer < self._num_owners else of_type.get(is_local, counts[layer])
+            count = counts[layer] if layer < self._num_owners else count_by_type.get(is_local, counts[layer])
             sizes[str(layer)] = {"head_dim": local_size if is_local else global_size, "num_key_value_heads": count}
         return sizes
 
     def _mlp_width_fields(self) -> dict[str, Any]:
-        """Return the fields for MLP widths. Layers without keys of their own may be twice as wide."""
-        widths = self.sizes("feed_forward_length")
+        """Return the fields for MLP widths. Layers without a KV cache of their own may be twice as wide."""
+        widths = self.layer_values("feed_forward_length")
         is_double = self._num_shared > 0 and widths[-1] == 2 * widths[0]
         expected = [widths[0]] * self._num_owners + [widths[0] * (1 + is_double)] * self._num_shared
         if list(widths) != expected:
-            self._fields.refuse("feed_forward_length", list(widths), "the same for every layer, or twice as much for those that share keys")
+            allowed = "the same for every layer, or twice as much for those that share keys"
+            self._fields.raise_invalid("feed_forward_length", list(widths), allowed)
         return {"intermediate_size": widths[0], "use_double_wide_mlp": is_double}
 
     def _expert_fields(self) -> dict[str, Any]:
@@ -297,9 +299,9 @@ class _GgufLayers:
         fields = self._fields
         for key, size in (("dimension_count", global_size), ("dimension_count_swa", local_size)):
             if (rotated := fields.architecture_value(f"rope.{key}")) not in (None, size):
-                fields.refuse(f"rope.{key}", rotated, f"the whole head, {size}")
+                fields.raise_invalid(f"rope.{key}", rotated, f"the whole head, {size}")
         if (kind := fields.architecture_value("rope.scaling.type") or "none") != "none":
-            fields.refuse("rope.scaling.type", kind, "none")
+            fields.raise_invalid("rope.scaling.type", kind, "none")
         proportional = {"rope_type": "proportional", "rope_theta": fields.number("rope.freq_base", 1e6)}
         return {
             _LOCAL: {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 1e4)},
@@ -307,9 +309,9 @@ class _GgufLayers:
         }
 
     def _rotated_fraction_and_divisor(self, head_size: int) -> dict[str, float]:
-        """Return which fraction of the pairs of a global head rotates, and the divisor of their frequencies.
+        """Return the fraction of rotary pairs that rotate in full-attention heads, and the divisor of their frequencies.
 
-        The other pairs have huge divisors.
+        `rope_freqs.weight` has a divisor for each pair. llama.cpp disables the rotation of a pair by a huge one.
         """
         tensor, num_pairs = self._fields.file.tensors.get("rope_freqs.weight"), head_size // 2
         if tensor is None:
@@ -322,7 +324,7 @@ class _GgufLayers:
                 f"one number above 0 for the first of {num_pairs} pairs and a huge one for the others; download the file again"
             )
         fraction = 2 * count / head_size
-        if int(fraction * head_size // 2) < count:  # transformers rounds down
+        if int(fraction * head_size // 2) < count:  # transformers rounds the number of pairs down, so the fraction must not be too small
             fraction = math.nextafter(fraction, 1.0)
         return {"partial_rotary_factor": fraction, "factor": float(divisors[0])}
 
@@ -334,7 +336,7 @@ METADATA_KEYS = {
     "backbone_hidden_size": "embedding_length_out",
     "centroid_intermediate_top_k": "centroid_top_k",
 }
-"""Metadata keys of config.json fields, in files of models and of assistants."""
+"""Metadata keys of config.json fields, for models and for assistants."""
 _DEFAULTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -375,7 +377,7 @@ _GEMMA4 = Family(
     },
     gguf=GgufFormat(
         architectures=("gemma4",),
-        read_config=_gemma4_gguf_fields,
+        read_extra_fields=_gemma4_gguf_fields,
         metadata_keys=METADATA_KEYS,
         module_names={"shared_expert": ""},
         has_rope=False,

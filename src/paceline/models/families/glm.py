@@ -4,35 +4,33 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.models.families.experts import grouped_routing
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.experts import grouped_topk_routing
+from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP, LayerConfig, NormOrder, QKNorm
-
-Layers = tuple[LayerConfig, ...]
+from paceline.models.layers import ExpertMLP, NormOrder, QKNorm
 
 
-def _glm4_layers(build: LayerBuilder) -> Layers:
-    attention = build.attention(bias=build.fields.flag("attention_bias", default=True))
-    return build.layers(attention, build.mlp(), norm_order=NormOrder.SANDWICH)
+def _glm4_layers(builder: LayerBuilder) -> Layers:
+    attention = builder.attention(bias=builder.fields.flag("attention_bias", default=True))
+    return builder.layers(attention, builder.mlp(), norm_order=NormOrder.SANDWICH)
 
 
 def _glm4_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     if (sections := fields.architecture_value("rope.dimension_sections")) is not None:
-        fields.refuse("rope.dimension_sections", sections, "none: images are not read")
+        fields.raise_invalid("rope.dimension_sections", sections, "none: images are not read")
     return {}
 
 
-def _glm4_moe_layers(build: LayerBuilder) -> Layers:
-    fields, routing = build.fields, grouped_routing(build)
-    expert, num_shared = build.mlp(size="moe_intermediate_size"), fields.number("n_shared_experts", 1)
+def _glm4_moe_layers(builder: LayerBuilder) -> Layers:
+    fields, routing = builder.fields, grouped_topk_routing(builder)
+    expert, num_shared = builder.mlp(width_field="moe_intermediate_size"), fields.number("n_shared_experts", 1)
     shared = replace(expert, intermediate_size=int(expert.intermediate_size * num_shared)) if num_shared else None
-    num_dense = fields.size("first_k_dense_replace", 1, least=0, most=build.num_layers)
+    num_dense = fields.integer("first_k_dense_replace", 1, least=0, most=builder.num_layers)
     experts = ExpertMLP(routing=routing, expert=expert, shared=shared)
-    mlps = [build.mlp() if layer < num_dense else experts for layer in range(build.num_layers)]
-    attention = build.attention(bias=build.flag("attention_bias"), qk_norm=QKNorm.HEAD if build.flag("use_qk_norm") else QKNorm.NONE)
-    return build.layers(attention, mlps)
+    mlps = [builder.mlp() if layer < num_dense else experts for layer in range(builder.num_layers)]
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD if builder.flag("use_qk_norm") else QKNorm.NONE)
+    return builder.layers(attention, mlps)
 
 
 def _glm4_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +42,7 @@ def _glm4_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict
         "n_group": fields.count("expert_group_count", 1),
         "topk_group": fields.count("expert_group_used_count", 1),
         "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
-        "use_qk_norm": fields.has("blk.0.attn_q_norm.weight"),
+        "use_qk_norm": fields.has_tensor("blk.0.attn_q_norm.weight"),
     }
 
 
@@ -70,7 +68,7 @@ FAMILIES = (
             "mlp_output_norm": "post_mlp_layernorm",
         },
         has_fused_projections=True,
-        gguf=GgufFormat(architectures=("glm4",), read_config=_glm4_gguf_fields, has_interleaved_rope=True),
+        gguf=GgufFormat(architectures=("glm4",), read_extra_fields=_glm4_gguf_fields, has_interleaved_rope=True),
     ),
     Family(
         name="glm4_moe",
@@ -89,6 +87,8 @@ FAMILIES = (
         },
         has_partial_rope=True,
         module_names={"shared_expert": "mlp.shared_experts"},
-        gguf=GgufFormat(architectures=("glm4moe",), read_config=_glm4_moe_gguf_fields, module_names={"mlp_norm": "post_attention_norm"}),
+        gguf=GgufFormat(
+            architectures=("glm4moe",), read_extra_fields=_glm4_moe_gguf_fields, module_names={"mlp_norm": "post_attention_norm"}
+        ),
     ),
 )

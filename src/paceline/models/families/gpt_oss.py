@@ -5,30 +5,27 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP, LayerConfig
-
-Layers = tuple[LayerConfig, ...]
+from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP
 
 
-def _gpt_oss_layers(build: LayerBuilder) -> Layers:
-    fields = build.fields
+def _gpt_oss_layers(builder: LayerBuilder) -> Layers:
+    fields = builder.fields
     if not any(fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
         raise CheckpointError(f"{fields.path} has no 'rope_scaling', which a gpt_oss needs")
     bias = fields.flag("attention_bias", default=True)
-    activation = ClampedSwiGLU(fields.positive("swiglu_alpha"), fields.positive("swiglu_limit"))
-    expert = DenseMLP(intermediate_size=fields.size("intermediate_size"), activation=activation, bias=True)
-    experts = ExpertMLP(
-        routing=replace(build.routing(chosen=("num_experts_per_tok", "experts_per_token")), is_normalized=True, bias=True), expert=expert
-    )
-    attention = build.attention(bias=bias, output_bias=bias, has_sinks=True)
-    return build.layers(attention, experts, is_sliding=build.sliding_layers(2))
+    activation = ClampedSwiGLU(fields.positive_number("swiglu_alpha"), fields.positive_number("swiglu_limit"))
+    expert = DenseMLP(intermediate_size=fields.integer("intermediate_size"), activation=activation, bias=True)
+    routing = builder.routing(count_fields=("num_experts_per_tok", "experts_per_token"))
+    experts = ExpertMLP(routing=replace(routing, is_normalized=True, bias=True), expert=expert)
+    attention = builder.attention(bias=bias, output_bias=bias, has_sinks=True)
+    return builder.layers(attention, experts, is_sliding=builder.sliding_layers(2))
 
 
 def _gpt_oss_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    gating = (GatingFunction.SOFTMAX, GatingFunction.SOFTMAX_OF_CHOSEN)
+    gating = (GatingFunction.SOFTMAX, GatingFunction.SOFTMAX_OF_SELECTED)
     experts, scaling = fields.read_experts(width=config["intermediate_size"], gating=gating), config.get("rope_scaling")
     return {
         **experts,
@@ -61,7 +58,7 @@ FAMILIES = (
         has_mxfp4_experts=True,
         gguf=GgufFormat(
             architectures=("gpt-oss",),
-            read_config=_gpt_oss_gguf_fields,
+            read_extra_fields=_gpt_oss_gguf_fields,
             module_names={"mlp_norm": "post_attention_norm"},
             has_untied_output=True,
         ),

@@ -5,11 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.families.hybrids import (
     MAX_HEADS,
     MLP,
-    Layers,
     Mixer,
     gguf_layer_count,
     layers_with_attention,
@@ -22,16 +21,16 @@ from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
 from paceline.models.layers import ExpertMLP, Mamba2Config
 
 
-def _granite_layers(build: LayerBuilder) -> Layers:
-    bias, scale = build.flag("attention_bias"), build.fields.positive("attention_multiplier", 1.0)
-    layers = build.layers(build.attention(bias=bias, output_bias=bias, scale=scale), build.mlp(bias=build.flag("mlp_bias")))
-    return (replace(layers[0], residual_scale=build.fields.positive("residual_multiplier", 1.0)),) * build.num_layers
+def _granite_layers(builder: LayerBuilder) -> Layers:
+    bias, scale = builder.flag("attention_bias"), builder.fields.positive_number("attention_multiplier", 1.0)
+    layers = builder.layers(builder.attention(bias=bias, output_bias=bias, scale=scale), builder.mlp(bias=builder.flag("mlp_bias")))
+    return (replace(layers[0], residual_scale=builder.fields.positive_number("residual_multiplier", 1.0)),) * builder.num_layers
 
 
 def _granite_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     has_rope = fields.architecture_value("rope.scaling.finetuned")
     if has_rope is not None and not has_rope:  # llama.cpp writes False for models without rotary embeddings
-        fields.refuse("rope.scaling.finetuned", has_rope, "true")
+        fields.raise_invalid("rope.scaling.finetuned", has_rope, "true")
     return _multiplier_fields(fields, config)
 
 
@@ -44,45 +43,45 @@ def _multiplier_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[st
     }
 
 
-def _granite_hybrid_layers(build: LayerBuilder) -> Layers:
-    fields, bias = build.fields, build.flag("attention_bias")
+def _granite_hybrid_layers(builder: LayerBuilder) -> Layers:
+    fields, bias = builder.fields, builder.flag("attention_bias")
     embedding = fields.values.get("position_embedding_type")
     if embedding not in (None, "nope", "rope"):
         raise CheckpointError(f"{fields.path}: position_embedding_type = {shortened(embedding)} is not supported, only rope and nope are")
-    attention = build.attention(bias=bias, output_bias=bias, scale=fields.positive("attention_multiplier", 1.0))
+    attention = builder.attention(bias=bias, output_bias=bias, scale=fields.positive_number("attention_multiplier", 1.0))
     attention = replace(attention, has_rope_embedding=embedding == "rope")
-    mamba, mlp = _granite_mamba_mixer(build), build.mlp(size="shared_intermediate_size")
-    mlps: list[MLP] = [mlp] * build.num_layers
+    mamba, mlp = _granite_mamba_mixer(builder), builder.mlp(width_field="shared_intermediate_size")
+    mlps: list[MLP] = [mlp] * builder.num_layers
     if fields.values.get("num_local_experts") != 0:
-        mlps = [ExpertMLP(routing=replace(build.routing(), is_normalized=True), expert=build.mlp(), shared=mlp)] * build.num_layers
+        mlps = [ExpertMLP(routing=replace(builder.routing(), is_normalized=True), expert=builder.mlp(), shared=mlp)] * builder.num_layers
     mixers: dict[str, Mixer] = {"mamba": mamba, "attention": attention, "linear_attention": mamba, "full_attention": attention}
-    kinds = ["mamba"] * build.num_layers
-    return mixed_layers(build, mixers, mlps, kinds=kinds, residual_scale=fields.positive("residual_multiplier", 1.0))
+    kinds = ["mamba"] * builder.num_layers
+    return mixed_layers(builder, mixers, mlps, default_types=kinds, residual_scale=fields.positive_number("residual_multiplier", 1.0))
 
 
-def _granite_mamba_mixer(build: LayerBuilder) -> Mamba2Config:
-    fields = build.fields
-    width, heads = fields.size("mamba_expand") * fields.size("hidden_size"), fields.size("mamba_n_heads", most=MAX_HEADS)
+def _granite_mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
+    fields = builder.fields
+    width, heads = fields.integer("mamba_expand") * fields.integer("hidden_size"), fields.integer("mamba_n_heads", most=MAX_HEADS)
     given = fields.values.get("mamba_d_head")
-    size = max(width // heads, 1) if given in (None, "auto") else fields.size("mamba_d_head", most=MAX_HEAD_SIZE)
+    size = max(width // heads, 1) if given in (None, "auto") else fields.integer("mamba_d_head", most=MAX_HEAD_SIZE)
     if heads * size != width:
         raise CheckpointError(
             f"{fields.path}: mamba_n_heads = {heads} of mamba_d_head = {shortened(given)} values, but mamba_expand * hidden_size = {width}"
         )
     names = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state": "mamba_d_state", "kernel": "mamba_d_conv"}
     conv_bias = fields.flag("mamba_conv_bias", default=True)
-    return mamba_mixer(build, names, head_size=size, conv_bias=conv_bias, bias=build.flag("mamba_proj_bias"))
+    return mamba_mixer(builder, names, head_size=size, conv_bias=conv_bias, bias=builder.flag("mamba_proj_bias"))
 
 
-def _hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _granite_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     count = gguf_layer_count(fields, config["num_hidden_layers"])
     num_layers = count["num_hidden_layers"]
     has_experts = bool(fields.architecture_value("expert_count"))
     inner, hidden = fields.count("ssm.inner_size"), fields.count("embedding_length")
     if inner % hidden:
-        fields.refuse("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden}")
+        fields.raise_invalid("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden}")
     has_rope = fields.architecture_value("rope.scaling.finetuned")
-    shared = fields.num_rows_of("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
+    shared = fields.num_tensor_rows("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
     values: dict[str, Any] = {
         **count,
         **_multiplier_fields(fields, config),
@@ -106,7 +105,7 @@ FAMILIES = (
         layers=_granite_layers,
         defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
         has_multipliers=True,
-        gguf=GgufFormat(architectures=("granite",), read_config=_granite_gguf_fields, has_interleaved_rope=True),
+        gguf=GgufFormat(architectures=("granite",), read_extra_fields=_granite_gguf_fields, has_interleaved_rope=True),
     ),
     Family(
         name="granitemoehybrid",
@@ -145,7 +144,7 @@ FAMILIES = (
         field_aliases={"layers_block_type": "layer_types"},
         gguf=GgufFormat(
             architectures=("granitehybrid",),
-            read_config=_hybrid_gguf_fields,
+            read_extra_fields=_granite_hybrid_gguf_fields,
             metadata_keys={
                 "mamba_n_heads": "ssm.time_step_rank",
                 "mamba_n_groups": "ssm.group_count",

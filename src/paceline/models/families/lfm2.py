@@ -5,37 +5,37 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.families.family import Family, GgufFormat
-from paceline.models.families.hybrids import MAX_KERNEL_SIZE, MLP, Layers, gguf_layer_count, layers_with_attention, mixed_layers
+from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.families.hybrids import MAX_KERNEL_SIZE, MLP, gguf_layer_count, layers_with_attention, mixed_layers
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import DenseMLP, ExpertMLP, QKNorm, RouterScoring, ShortConvConfig
 
 
-def _lfm2_dense_layers(build: LayerBuilder) -> Layers:
-    return _lfm2_layers(build, [_adjusted_mlp(build)] * build.num_layers)
+def _lfm2_dense_layers(builder: LayerBuilder) -> Layers:
+    return _lfm2_layers(builder, [_mlp_with_adjusted_width(builder)] * builder.num_layers)
 
 
-def _adjusted_mlp(build: LayerBuilder) -> DenseMLP:
-    """Return an MLP of two thirds of the given width, times a factor, rounded up to a multiple.
+def _mlp_with_adjusted_width(builder: LayerBuilder) -> DenseMLP:
+    """Return an MLP as wide as the model's: 2/3 of `intermediate_size` times `block_ffn_dim_multiplier`, rounded up.
 
     Source: LFM2's model in transformers 5.23.
     """
-    fields, mlp = build.fields, build.mlp()
+    fields, mlp = builder.fields, builder.mlp()
     if not fields.flag("block_auto_adjust_ff_dim", default=True):
         return mlp
-    multiple, width = fields.size("block_multiple_of", 256), float(int(2 * mlp.intermediate_size / 3))
+    multiple, width = fields.integer("block_multiple_of", 256), float(int(2 * mlp.intermediate_size / 3))
     if fields.values.get("block_ffn_dim_multiplier", 1.0) is None:
         multiple = 1
     else:
-        width *= fields.positive("block_ffn_dim_multiplier", 1.0)
+        width *= fields.positive_number("block_ffn_dim_multiplier", 1.0)
     if not 1 <= width < 2**31:
         raise CheckpointError(f"{fields.path}: block_ffn_dim_multiplier makes an MLP {width:g} wide, expected 1 to {2**31 - 1}")
     return replace(mlp, intermediate_size=-(-int(width) // multiple) * multiple)
 
 
-def _lfm2_moe_layers(build: LayerBuilder) -> Layers:
-    fields, routing = build.fields, build.routing()
+def _lfm2_moe_layers(builder: LayerBuilder) -> Layers:
+    fields, routing = builder.fields, builder.routing()
     routing = replace(
         routing,
         scoring=RouterScoring.SIGMOID,
@@ -43,29 +43,28 @@ def _lfm2_moe_layers(build: LayerBuilder) -> Layers:
         factor=fields.number("routed_scaling_factor", 1.0),
         has_correction_bias=fields.flag("use_expert_bias", default=True),
     )
-    experts = ExpertMLP(routing=routing, expert=build.mlp(size="moe_intermediate_size"))
-    num_dense = fields.size("num_dense_layers", min(2, build.num_layers), least=0, most=build.num_layers)
-    return _lfm2_layers(build, [build.mlp() if layer < num_dense else experts for layer in range(build.num_layers)])
+    experts = ExpertMLP(routing=routing, expert=builder.mlp(width_field="moe_intermediate_size"))
+    num_dense = fields.integer("num_dense_layers", min(2, builder.num_layers), least=0, most=builder.num_layers)
+    return _lfm2_layers(builder, [builder.mlp() if layer < num_dense else experts for layer in range(builder.num_layers)])
 
 
-def _lfm2_layers(build: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
-    fields = build.fields
-    convolution = ShortConvConfig(
-        channels=fields.size("hidden_size"), kernel_size=fields.size("conv_L_cache", 3, most=MAX_KERNEL_SIZE), bias=build.flag("conv_bias")
-    )
+def _lfm2_layers(builder: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
+    fields = builder.fields
+    kernel_size = fields.integer("conv_L_cache", 3, most=MAX_KERNEL_SIZE)
+    convolution = ShortConvConfig(channels=fields.integer("hidden_size"), kernel_size=kernel_size, bias=builder.flag("conv_bias"))
     full = fields.values.get("full_attn_idxs")
-    full = list(range(build.num_layers)) if full is None else full
-    if not isinstance(full, list) or any(type(layer) is not int or not 0 <= layer < build.num_layers for layer in full):
-        raise CheckpointError(f"{fields.path}: full_attn_idxs = {shortened(full)}, expected numbers of layers below {build.num_layers}")
-    kinds = ["full_attention" if layer in full else "conv" for layer in range(build.num_layers)]
-    return mixed_layers(build, {"conv": convolution, "full_attention": build.attention(qk_norm=QKNorm.HEAD)}, mlps, kinds=kinds)
+    full = list(range(builder.num_layers)) if full is None else full
+    if not isinstance(full, list) or any(type(layer) is not int or not 0 <= layer < builder.num_layers for layer in full):
+        raise CheckpointError(f"{fields.path}: full_attn_idxs = {shortened(full)}, expected numbers of layers below {builder.num_layers}")
+    kinds = ["full_attention" if layer in full else "conv" for layer in range(builder.num_layers)]
+    return mixed_layers(builder, {"conv": convolution, "full_attention": builder.attention(qk_norm=QKNorm.HEAD)}, mlps, default_types=kinds)
 
 
 def _lfm2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     count = gguf_layer_count(fields, config["num_hidden_layers"])
     num_layers = count["num_hidden_layers"]
     if window := fields.architecture_value("attention.sliding_window"):
-        fields.refuse("attention.sliding_window", window, "none")
+        fields.raise_invalid("attention.sliding_window", window, "none")
     values: dict[str, Any] = {
         **count,
         "layer_types": ["full_attention" if has else "conv" for has in layers_with_attention(fields, num_layers)],
@@ -76,7 +75,7 @@ def _lfm2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str
     }
     if fields.architecture == "lfm2moe":
         values |= {
-            **fields.read_experts(normalizes=True, gating=(GatingFunction.SIGMOID,)),
+            **fields.read_experts(is_normalized=True, gating=(GatingFunction.SIGMOID,)),
             "num_dense_layers": fields.architecture_value("leading_dense_block_count") or 0,
             "use_expert_bias": fields.has_in_any_block("exp_probs_b.bias", num_layers),
             "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
@@ -86,7 +85,7 @@ def _lfm2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str
 
 _GGUF = GgufFormat(
     architectures=("lfm2",),
-    read_config=_lfm2_gguf_fields,
+    read_extra_fields=_lfm2_gguf_fields,
     metadata_keys={"conv_L_cache": "shortconv.l_cache", "num_dense_layers": "leading_dense_block_count"},
     module_names={"final_norm": "token_embd_norm"},
     allows_zero_sizes=True,

@@ -1,46 +1,44 @@
-"""Llama, and families that differ from it by a few switches: Mistral, Mixtral, Phi-3, SmolLM3, Seed-OSS, Arcee."""
+"""Llama, and families with nearly the same layers: Mistral, Mixtral, Phi-3, SmolLM3, Seed-OSS, Arcee."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP, LayerConfig
-
-Layers = tuple[LayerConfig, ...]
+from paceline.models.layers import ExpertMLP
 
 
-def _llama_layers(build: LayerBuilder) -> Layers:
-    bias = build.flag("attention_bias")
-    return build.layers(build.attention(bias=bias, output_bias=bias), build.mlp(bias=build.flag("mlp_bias")))
+def _llama_layers(builder: LayerBuilder) -> Layers:
+    bias = builder.flag("attention_bias")
+    return builder.layers(builder.attention(bias=bias, output_bias=bias), builder.mlp(bias=builder.flag("mlp_bias")))
 
 
-def _mistral_layers(build: LayerBuilder) -> Layers:
-    return build.layers(build.attention(), build.mlp(), is_sliding=[True] * build.num_layers)
+def _mistral_layers(builder: LayerBuilder) -> Layers:
+    return builder.layers(builder.attention(), builder.mlp(), is_sliding=[True] * builder.num_layers)
 
 
-def _ministral3_layers(build: LayerBuilder) -> Layers:
-    if not any(build.fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
-        raise CheckpointError(f"{build.fields.path} has no 'rope_parameters', which a ministral3 needs")
-    return _mistral_layers(build)
+def _ministral3_layers(builder: LayerBuilder) -> Layers:
+    if not any(builder.fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
+        raise CheckpointError(f"{builder.fields.path} has no 'rope_parameters', which a ministral3 needs")
+    return _mistral_layers(builder)
 
 
 def _ministral3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings, including the query temperature, whose length is that of the rotary scaling."""
+    """Return `rope_parameters` with the temperature of queries (`llama_4_scaling_beta`)."""
     original, length = config.get("original_max_position_embeddings"), fields.architecture_value("attention.temperature_length")
     beta = fields.architecture_value("attention.temperature_scale") or 0.0
     if beta and length not in (None, original):
-        fields.refuse("attention.temperature_length", length, f"the original context length, {original}")
+        fields.raise_invalid("attention.temperature_length", length, f"the original context length, {original}")
     rope = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {}), "llama_4_scaling_beta": beta}
     return {"rope_parameters": rope, "rope_scaling": None}
 
 
-def _mixtral_layers(build: LayerBuilder) -> Layers:
-    experts = ExpertMLP(routing=replace(build.routing(), is_normalized=True), expert=build.mlp())
-    return build.layers(build.attention(), experts, is_sliding=[True] * build.num_layers)
+def _mixtral_layers(builder: LayerBuilder) -> Layers:
+    experts = ExpertMLP(routing=replace(builder.routing(), is_normalized=True), expert=builder.mlp())
+    return builder.layers(builder.attention(), experts, is_sliding=[True] * builder.num_layers)
 
 
 def _mixtral_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,26 +47,29 @@ def _mixtral_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[
 
 
 def _phi3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": fields.architecture_value("attention.sliding_window") or None}  # 0 = none
+    return {"sliding_window": fields.architecture_value("attention.sliding_window") or None}  # 0 means no window
 
 
-def _smollm3_layers(build: LayerBuilder) -> Layers:
-    bias, has_rope_embedding = build.flag("attention_bias"), build.layers_with_rope()
-    is_listed = build.fields.values.get("layer_types") is not None
-    is_sliding = build.sliding_layers() if is_listed else [build.flag("use_sliding_window") and not turned for turned in has_rope_embedding]
-    layers = build.layers(build.attention(bias=bias, output_bias=bias), build.mlp(bias=build.flag("mlp_bias")), is_sliding=is_sliding)
-    unturned = {layer: replace(layer, mixer=replace(layer.attention, has_rope_embedding=False)) for layer in dict.fromkeys(layers)}
-    return tuple(layer if turned else unturned[layer] for layer, turned in zip(layers, has_rope_embedding, strict=True))
+def _smollm3_layers(builder: LayerBuilder) -> Layers:
+    bias, rope_flags = builder.flag("attention_bias"), builder.layers_with_rope()
+    if builder.fields.values.get("layer_types") is not None:
+        is_sliding = builder.sliding_layers()
+    else:
+        is_sliding = [builder.flag("use_sliding_window") and not has_rope for has_rope in rope_flags]
+    attention, mlp = builder.attention(bias=bias, output_bias=bias), builder.mlp(bias=builder.flag("mlp_bias"))
+    layers = builder.layers(attention, mlp, is_sliding=is_sliding)
+    without_rope = {layer: replace(layer, mixer=replace(layer.attention, has_rope_embedding=False)) for layer in dict.fromkeys(layers)}
+    return tuple(layer if has_rope else without_rope[layer] for layer, has_rope in zip(layers, rope_flags, strict=True))
 
 
-def _seed_oss_layers(build: LayerBuilder) -> Layers:
-    attention = build.attention(bias=build.fields.flag("attention_bias", default=True), output_bias=build.flag("attention_out_bias"))
-    return build.layers(attention, build.mlp(bias=build.flag("mlp_bias")))
+def _seed_oss_layers(builder: LayerBuilder) -> Layers:
+    attention = builder.attention(bias=builder.fields.flag("attention_bias", default=True), output_bias=builder.flag("attention_out_bias"))
+    return builder.layers(attention, builder.mlp(bias=builder.flag("mlp_bias")))
 
 
-def _arcee_layers(build: LayerBuilder) -> Layers:
-    bias = build.flag("attention_bias")
-    return build.layers(build.attention(bias=bias, output_bias=bias), build.mlp(has_gate=False))
+def _arcee_layers(builder: LayerBuilder) -> Layers:
+    bias = builder.flag("attention_bias")
+    return builder.layers(builder.attention(bias=bias, output_bias=bias), builder.mlp(has_gate=False))
 
 
 FAMILIES = (
@@ -109,7 +110,7 @@ FAMILIES = (
             "eos_token_id": 2,
         },
         has_temperature_tuning=True,
-        gguf=GgufFormat(architectures=("mistral3",), read_config=_ministral3_gguf_fields, has_interleaved_rope=True),
+        gguf=GgufFormat(architectures=("mistral3",), read_extra_fields=_ministral3_gguf_fields, has_interleaved_rope=True),
     ),
     Family(
         name="mixtral",
@@ -132,7 +133,7 @@ FAMILIES = (
         gguf=GgufFormat(
             architectures=("llama",),
             matches=lambda fields: bool(fields.architecture_value("expert_count")),
-            read_config=_mixtral_gguf_fields,
+            read_extra_fields=_mixtral_gguf_fields,
             has_interleaved_rope=True,
         ),
     ),
@@ -150,8 +151,8 @@ FAMILIES = (
         },
         has_partial_rope=True,
         has_fused_projections=True,
-        rope_type_aliases={"su": "longrope", "yarn": "longrope"},  # in early checkpoints
-        gguf=GgufFormat(architectures=("phi3",), read_config=_phi3_gguf_fields),
+        rope_type_aliases={"su": "longrope", "yarn": "longrope"},  # names in early checkpoints
+        gguf=GgufFormat(architectures=("phi3",), read_extra_fields=_phi3_gguf_fields),
     ),
     Family(
         name="smollm3",

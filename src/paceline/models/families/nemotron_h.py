@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.families.experts import grouped_routing
+from paceline.models.families.experts import grouped_topk_routing
 from paceline.models.families.family import Family, GgufFormat
 from paceline.models.families.hybrids import gguf_layer_count, layers_with_attention, mamba_gguf_fields, mamba_mixer
 from paceline.models.gguf.fields import GatingFunction, GgufFields
@@ -17,26 +17,26 @@ _LETTER_TYPES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E"
 _OLD_TYPE_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
-def _nemotron_h_layers(build: LayerBuilder) -> tuple[LayerConfig, ...]:
+def _nemotron_h_layers(builder: LayerBuilder) -> tuple[LayerConfig, ...]:
     """Return the layers that config.json lists.
 
-    Source: Nemotron-H's model in transformers 5.23. Deviation: no lower limit of dt in prefill, which its own decoding does not have.
+    Source: Nemotron-H's model in transformers 5.23. Deviation: its lower limit of dt in prefill is left out.
     """
-    fields, kinds = build.fields, _layer_types(build.fields)
+    fields, kinds = builder.fields, _read_layer_types(builder.fields)
     if "full_attention" not in kinds:
         raise CheckpointError(f"{fields.path}: no layer has attention: at least one of the layers needs it")
     known: dict[str, LayerConfig] = {}
     for kind in dict.fromkeys(kinds):
         if kind in ("mlp", "moe"):
-            known[kind] = LayerConfig(mixer=None, mlp=_expert_mlp(build) if kind == "moe" else build.mlp(has_gate=False))
+            known[kind] = LayerConfig(mixer=None, mlp=_expert_mlp(builder) if kind == "moe" else builder.mlp(has_gate=False))
         else:
-            attention = replace(build.attention(), has_rope_embedding=False)
-            known[kind] = LayerConfig(mixer=_mamba_mixer(build) if kind == "linear_attention" else attention, mlp=None)
+            attention = replace(builder.attention(), has_rope_embedding=False)
+            known[kind] = LayerConfig(mixer=_mamba_mixer(builder) if kind == "linear_attention" else attention, mlp=None)
     return tuple(known[kind] for kind in kinds)
 
 
-def _layer_types(fields: JsonFields) -> list[str]:
-    """Return the types of layers, from a list or a pattern of letters."""
+def _read_layer_types(fields: JsonFields) -> list[str]:
+    """Return the type of each layer, from a list of types or a pattern with a letter for each layer."""
     listed = fields.values.get("layers_block_type", fields.values.get("layer_types"))
     pattern = fields.values.get("hybrid_override_pattern")
     if listed is None and isinstance(pattern, str):
@@ -52,36 +52,36 @@ def _layer_types(fields: JsonFields) -> list[str]:
     return kinds
 
 
-def _mamba_mixer(build: LayerBuilder) -> Mamba2Config:
-    fields = build.fields
+def _mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
+    fields = builder.fields
     if fields.values.get("mamba_hidden_act") not in (None, "silu", "swish"):
         raise CheckpointError(
             f"{fields.path}: mamba_hidden_act = {shortened(fields.values['mamba_hidden_act'])} is not supported, only 'silu' is"
         )
     names = {"heads": "mamba_num_heads", "groups": "n_groups", "state": "ssm_state_size", "kernel": "conv_kernel"}
-    size = fields.size("mamba_head_dim", most=MAX_HEAD_SIZE)
-    return mamba_mixer(build, names, head_size=size, conv_bias=fields.flag("use_conv_bias", default=True), bias=build.flag("use_bias"))
+    size = fields.integer("mamba_head_dim", most=MAX_HEAD_SIZE)
+    return mamba_mixer(builder, names, head_size=size, conv_bias=fields.flag("use_conv_bias", default=True), bias=builder.flag("use_bias"))
 
 
-def _expert_mlp(build: LayerBuilder) -> ExpertMLP:
-    latent = build.fields.values.get("moe_latent_size")
+def _expert_mlp(builder: LayerBuilder) -> ExpertMLP:
+    latent = builder.fields.values.get("moe_latent_size")
     return ExpertMLP(
-        routing=grouped_routing(build),
-        expert=build.mlp(size="moe_intermediate_size", has_gate=False),
-        shared=build.mlp(size="moe_shared_expert_intermediate_size", has_gate=False),
-        latent_size=0 if latent is None else build.fields.size("moe_latent_size"),
+        routing=grouped_topk_routing(builder),
+        expert=builder.mlp(width_field="moe_intermediate_size", has_gate=False),
+        shared=builder.mlp(width_field="moe_shared_expert_intermediate_size", has_gate=False),
+        latent_size=0 if latent is None else builder.fields.integer("moe_latent_size"),
     )
 
 
 def _nemotron_h_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json fields. A layer with key heads has attention, one with neither these nor an MLP width has a Mamba-2 mixer."""
+    """Return Nemotron-H's own config.json fields. Layers without KV heads and without an MLP width have a Mamba-2 mixer."""
     count = gguf_layer_count(fields, config["num_hidden_layers"])
     num_layers, widths = count["num_hidden_layers"], fields.architecture_value("feed_forward_length")
     if not isinstance(widths, list) or len(widths) < num_layers:
-        fields.refuse("feed_forward_length", widths, f"a number for each of {num_layers} layers, 0 for those without an MLP")
+        fields.raise_invalid("feed_forward_length", widths, f"a number for each of {num_layers} layers, 0 for those without an MLP")
     kinds = []
     for layer, has_attention in enumerate(layers_with_attention(fields, num_layers)):
-        mlp = "moe" if fields.has(f"blk.{layer}.ffn_gate_inp.weight") else "mlp"
+        mlp = "moe" if fields.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") else "mlp"
         kinds.append("full_attention" if has_attention else mlp if widths[layer] else "linear_attention")
     values: dict[str, Any] = {
         **count,
@@ -92,7 +92,7 @@ def _nemotron_h_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> di
     if fields.architecture_value("expert_count"):
         num_groups = fields.count("expert_group_count", 1)
         values |= {
-            **fields.read_experts(normalizes=True, gating=(GatingFunction.SIGMOID,)),
+            **fields.read_experts(is_normalized=True, gating=(GatingFunction.SIGMOID,)),
             "moe_shared_expert_intermediate_size": fields.count("expert_shared_feed_forward_length"),
             "moe_latent_size": fields.architecture_value("moe_latent_size") or None,
             "n_group": num_groups,
@@ -141,7 +141,7 @@ FAMILIES = (
         },
         activation_field="mlp_hidden_act",
         recurrent_module="mixer",
-        count_layers=lambda fields: len(_layer_types(fields)),
+        count_layers=lambda fields: len(_read_layer_types(fields)),
         field_aliases={
             "layer_norm_epsilon": "rms_norm_eps",
             "mamba_n_groups": "n_groups",
@@ -151,7 +151,7 @@ FAMILIES = (
         },
         gguf=GgufFormat(
             architectures=("nemotron_h", "nemotron_h_moe"),
-            read_config=_nemotron_h_gguf_fields,
+            read_extra_fields=_nemotron_h_gguf_fields,
             metadata_keys={
                 "mamba_num_heads": "ssm.time_step_rank",
                 "mamba_head_dim": "ssm.inner_size",

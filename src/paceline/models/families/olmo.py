@@ -4,36 +4,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP, LayerConfig, NormOrder, QKNorm
-
-Layers = tuple[LayerConfig, ...]
+from paceline.models.layers import ExpertMLP, NormOrder, QKNorm
 
 
-def _olmo2(build: LayerBuilder, is_sliding: Sequence[bool] = ()) -> Layers:
-    bias = build.flag("attention_bias")
-    attention = build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
-    return build.layers(attention, build.mlp(), norm_order=NormOrder.POST, is_sliding=is_sliding)
+def _olmo2_layers(builder: LayerBuilder, is_sliding: Sequence[bool] = ()) -> Layers:
+    bias = builder.flag("attention_bias")
+    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
+    return builder.layers(attention, builder.mlp(), norm_order=NormOrder.POST, is_sliding=is_sliding)
 
 
-def _olmo3_layers(build: LayerBuilder) -> Layers:
-    return _olmo2(build, build.sliding_layers(4))
+def _olmo3_layers(builder: LayerBuilder) -> Layers:
+    return _olmo2_layers(builder, builder.sliding_layers(4))
 
 
 def _olmo3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**fields.read_windows(config["num_hidden_layers"]), "rope_local_base_freq": config["rope_theta"]}
+    return {**sliding_window_gguf_fields(fields, config), "rope_local_base_freq": config["rope_theta"]}
 
 
-def _olmoe_layers(build: LayerBuilder) -> Layers:
-    if build.fields.values.get("clip_qkv") is not None:
+def _olmoe_layers(builder: LayerBuilder) -> Layers:
+    if builder.fields.values.get("clip_qkv") is not None:
         raise CheckpointError(
-            f"{build.fields.path}: clip_qkv = {shortened(build.fields.values['clip_qkv'])} is not supported, only null is"
+            f"{builder.fields.path}: clip_qkv = {shortened(builder.fields.values['clip_qkv'])} is not supported, only null is"
         )
-    bias = build.flag("attention_bias")
-    attention = build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
-    return build.layers(attention, ExpertMLP(routing=build.routing(), expert=build.mlp()))
+    bias = builder.flag("attention_bias")
+    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
+    return builder.layers(attention, ExpertMLP(routing=builder.routing(), expert=builder.mlp()))
 
 
 def _olmoe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,11 +44,11 @@ FAMILIES = (
         name="olmo2",
         architecture="Olmo2ForCausalLM",
         models="OLMo 2",
-        layers=_olmo2,
+        layers=_olmo2_layers,
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
         gguf=GgufFormat(
             architectures=("olmo2",),
-            read_config=lambda fields, config: fields.read_windows(config["num_hidden_layers"]),
+            read_extra_fields=sliding_window_gguf_fields,
             has_untied_output=True,
         ),
     ),
@@ -72,7 +70,7 @@ FAMILIES = (
         gguf=GgufFormat(
             architectures=("olmo2",),
             matches=lambda fields: bool(fields.architecture_value("attention.sliding_window")),
-            read_config=_olmo3_gguf_fields,
+            read_extra_fields=_olmo3_gguf_fields,
             has_untied_output=True,
         ),
     ),
@@ -88,6 +86,6 @@ FAMILIES = (
             "num_experts_per_tok": 8,
             "eos_token_id": 50279,
         },
-        gguf=GgufFormat(architectures=("olmoe",), read_config=_olmoe_gguf_fields, has_untied_output=True),
+        gguf=GgufFormat(architectures=("olmoe",), read_extra_fields=_olmoe_gguf_fields, has_untied_output=True),
     ),
 )

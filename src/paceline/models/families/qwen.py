@@ -1,71 +1,73 @@
-"""Qwen2 and Qwen3, dense and with experts, and MiMo. The hybrids since Qwen3-Next are in `qwen_hybrid.py`."""
+"""Qwen2 and Qwen3, dense and with experts, and MiMo. `qwen_hybrid.py` has Qwen3-Next and later models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.models.families.experts import expert_layers
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.experts import mlps_with_experts
+from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP, LayerConfig, QKNorm
-
-Layers = tuple[LayerConfig, ...]
+from paceline.models.layers import ExpertMLP, QKNorm
 
 
-def _qwen2_layers(build: LayerBuilder) -> Layers:
-    return build.layers(build.attention(bias=True), build.mlp(), is_sliding=_sliding_layers(build))
+def _qwen2_layers(builder: LayerBuilder) -> Layers:
+    return builder.layers(builder.attention(bias=True), builder.mlp(), is_sliding=_sliding_layers(builder))
 
 
-def _qwen3_layers(build: LayerBuilder) -> Layers:
-    bias = build.flag("attention_bias")
-    attention = build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD)
-    return build.layers(attention, build.mlp(), is_sliding=_sliding_layers(build))
+def _qwen3_layers(builder: LayerBuilder) -> Layers:
+    bias = builder.flag("attention_bias")
+    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD)
+    return builder.layers(attention, builder.mlp(), is_sliding=_sliding_layers(builder))
 
 
-def _sliding_layers(build: LayerBuilder) -> Sequence[bool]:
-    """Return for each layer whether it has a sliding window: as `layer_types` lists them, or from `max_window_layers` on."""
-    if not build.flag("use_sliding_window"):
+def _sliding_layers(builder: LayerBuilder) -> Sequence[bool]:
+    """Return for each layer whether it has a sliding window. Without `layer_types`, layers from `max_window_layers` on have one."""
+    if not builder.flag("use_sliding_window"):
         return ()
-    types = build.fields.values.get("layer_types")
-    if isinstance(types, list):  # pruned models may keep the whole list of the original model
-        kinds = [*types[: build.num_layers], *["full_attention"] * (build.num_layers - len(types))]
+    types = builder.fields.values.get("layer_types")
+    if isinstance(types, list):  # in pruned models the list may be longer than the number of layers
+        kinds = [*types[: builder.num_layers], *["full_attention"] * (builder.num_layers - len(types))]
         return [kind == "sliding_attention" for kind in kinds]
-    first = build.fields.number("max_window_layers", 28)
-    return [layer >= first for layer in range(build.num_layers)]
+    first = builder.fields.number("max_window_layers", 28)
+    return [layer >= first for layer in range(builder.num_layers)]
 
 
-def _qwen2_moe_layers(build: LayerBuilder) -> Layers:
+def _qwen2_moe_layers(builder: LayerBuilder) -> Layers:
     experts = ExpertMLP(
-        routing=build.routing(),
-        expert=build.mlp(size="moe_intermediate_size"),
-        shared=build.mlp(size="shared_expert_intermediate_size"),
+        routing=builder.routing(),
+        expert=builder.mlp(width_field="moe_intermediate_size"),
+        shared=builder.mlp(width_field="shared_expert_intermediate_size"),
         has_shared_gate=True,
     )
-    is_listed = build.fields.values.get("layer_types") is not None
-    last = build.fields.number("max_window_layers", 28)
-    is_sliding = [layer % 2 == 0 and layer < last for layer in range(build.num_layers)] if not is_listed else build.sliding_layers()
-    attention = build.attention(bias=build.fields.flag("qkv_bias", default=True))
-    return build.layers(attention, expert_layers(build, experts), is_sliding=is_sliding if build.flag("use_sliding_window") else ())
+    has_layer_types = builder.fields.values.get("layer_types") is not None
+    last = builder.fields.number("max_window_layers", 28)
+    is_sliding = (
+        [layer % 2 == 0 and layer < last for layer in range(builder.num_layers)] if not has_layer_types else builder.sliding_layers()
+    )
+    attention = builder.attention(bias=builder.fields.flag("qkv_bias", default=True))
+    return builder.layers(
+        attention, mlps_with_experts(builder, experts), is_sliding=is_sliding if builder.flag("use_sliding_window") else ()
+    )
 
 
-def _qwen3_moe_layers(build: LayerBuilder) -> Layers:
-    bias, is_sliding = build.flag("attention_bias"), build.flag("use_sliding_window")
-    attention = build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD)
-    experts = ExpertMLP(routing=build.routing(), expert=build.mlp(size="moe_intermediate_size"))
-    return build.layers(attention, expert_layers(build, experts), is_sliding=[is_sliding] * build.num_layers)
+def _qwen3_moe_layers(builder: LayerBuilder) -> Layers:
+    bias, is_sliding = builder.flag("attention_bias"), builder.flag("use_sliding_window")
+    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD)
+    experts = ExpertMLP(routing=builder.routing(), expert=builder.mlp(width_field="moe_intermediate_size"))
+    return builder.layers(attention, mlps_with_experts(builder, experts), is_sliding=[is_sliding] * builder.num_layers)
 
 
 def _qwen2_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    shared = fields.count("expert_shared_feed_forward_length", fields.num_rows_of("blk.0.ffn_gate_shexp.weight"))
+    shared = fields.count("expert_shared_feed_forward_length", fields.num_tensor_rows("blk.0.ffn_gate_shexp.weight"))
     return {**fields.read_experts(width=config["intermediate_size"]), "shared_expert_intermediate_size": shared}
 
 
 def _qwen3_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return fields.read_experts(width=config["intermediate_size"], normalizes=True)
+    return fields.read_experts(width=config["intermediate_size"], is_normalized=True)
 
 
-_DENSE = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
-_EXPERTS = {"max_position_embeddings": 32768, "sliding_window": 4096}
+_DENSE_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
+_EXPERT_DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096}
 FAMILIES = (
     Family(
         name="qwen2",
@@ -73,7 +75,7 @@ FAMILIES = (
         models="Qwen2, Qwen2.5",
         published_heads=("eagle",),
         layers=_qwen2_layers,
-        defaults=_DENSE,
+        defaults=_DENSE_DEFAULTS,
         gguf=GgufFormat(architectures=("qwen2",)),
     ),
     Family(
@@ -82,16 +84,16 @@ FAMILIES = (
         models="Qwen3",
         published_heads=("eagle3", "dflash", "dspark"),
         layers=_qwen3_layers,
-        defaults={**_DENSE, "head_dim": 128},
+        defaults={**_DENSE_DEFAULTS, "head_dim": 128},
         gguf=GgufFormat(architectures=("qwen3",)),
     ),
     Family(
-        name="mimo",  # MiMo is a Qwen2 with a module for multi-token prediction
+        name="mimo",  # a Qwen2 with a module for multi-token prediction
         architecture="MiMoForCausalLM",
         models="MiMo 7B",
         bundled_drafters=("mtp",),
         layers=_qwen2_layers,
-        defaults=_DENSE,
+        defaults=_DENSE_DEFAULTS,
     ),
     Family(
         name="qwen2_moe",
@@ -99,21 +101,21 @@ FAMILIES = (
         models="Qwen1.5-MoE, Qwen2-MoE",
         layers=_qwen2_moe_layers,
         defaults={
-            **_EXPERTS,
+            **_EXPERT_DEFAULTS,
             "num_key_value_heads": 16,
             "num_experts": 60,
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
         },
-        gguf=GgufFormat(architectures=("qwen2moe",), read_config=_qwen2_moe_gguf_fields, has_untied_output=True),
+        gguf=GgufFormat(architectures=("qwen2moe",), read_extra_fields=_qwen2_moe_gguf_fields, has_untied_output=True),
     ),
     Family(
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         models="Qwen3-MoE",
         layers=_qwen3_moe_layers,
-        defaults={**_EXPERTS, "num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-        gguf=GgufFormat(architectures=("qwen3moe",), read_config=_qwen3_moe_gguf_fields),
+        defaults={**_EXPERT_DEFAULTS, "num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        gguf=GgufFormat(architectures=("qwen3moe",), read_extra_fields=_qwen3_moe_gguf_fields),
     ),
 )

@@ -5,47 +5,49 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError
-from paceline.models.families.experts import expert_layers
-from paceline.models.families.family import Family, GgufFormat
-from paceline.models.families.hybrids import MAX_HEADS, MAX_KERNEL_SIZE, MLP, Layers, gguf_layer_count, mixed_layers
+from paceline.models.families.experts import mlps_with_experts
+from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.families.hybrids import MAX_HEADS, MAX_KERNEL_SIZE, MLP, gguf_layer_count, mixed_layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
 from paceline.models.layers import ExpertMLP, GatedDeltaConfig, QKNorm
 
-_DEFAULT_ATTENTION_INTERVAL = 4  # every 4th layer has attention if config.json has no `full_attention_interval`
+_DEFAULT_ATTENTION_INTERVAL = 4  # every 4th layer has attention if metadata has no interval
 
 
-def _qwen3_5_layers(build: LayerBuilder) -> Layers:
-    return _qwen_hybrid_layers(build, [build.mlp()] * build.num_layers)
+def _qwen3_5_layers(builder: LayerBuilder) -> Layers:
+    return _qwen_hybrid_layers(builder, [builder.mlp()] * builder.num_layers)
 
 
-def _qwen3_5_moe_layers(build: LayerBuilder) -> Layers:
-    experts = _shared_experts(build)
-    return _qwen_hybrid_layers(build, [replace(experts, routing=replace(experts.routing, is_normalized=True))] * build.num_layers)
+def _qwen3_5_moe_layers(builder: LayerBuilder) -> Layers:
+    experts = _shared_experts(builder)
+    return _qwen_hybrid_layers(builder, [replace(experts, routing=replace(experts.routing, is_normalized=True))] * builder.num_layers)
 
 
-def _qwen3_next_layers(build: LayerBuilder) -> Layers:
-    return _qwen_hybrid_layers(build, expert_layers(build, _shared_experts(build)))
+def _qwen3_next_layers(builder: LayerBuilder) -> Layers:
+    return _qwen_hybrid_layers(builder, mlps_with_experts(builder, _shared_experts(builder)))
 
 
-def _shared_experts(build: LayerBuilder) -> ExpertMLP:
-    shared = build.mlp(size="shared_expert_intermediate_size")
-    return ExpertMLP(routing=build.routing(), expert=build.mlp(size="moe_intermediate_size"), shared=shared, has_shared_gate=True)
+def _shared_experts(builder: LayerBuilder) -> ExpertMLP:
+    shared = builder.mlp(width_field="shared_expert_intermediate_size")
+    return ExpertMLP(
+        routing=builder.routing(), expert=builder.mlp(width_field="moe_intermediate_size"), shared=shared, has_shared_gate=True
+    )
 
 
-def _qwen_hybrid_layers(build: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
-    fields, bias = build.fields, build.flag("attention_bias")
+def _qwen_hybrid_layers(builder: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
+    fields, bias = builder.fields, builder.flag("attention_bias")
     if not fields.flag("attn_output_gate", default=True):
-        raise CheckpointError(f"{fields.path}: attn_output_gate = false is not supported: attention of a {build.family.name} has a gate")
-    attention = replace(build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD), is_gated=True)
-    interval = fields.size("full_attention_interval", 4)
-    kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(build.num_layers)]
-    return mixed_layers(build, {"linear_attention": _delta_net_mixer(build), "full_attention": attention}, mlps, kinds=kinds)
+        raise CheckpointError(f"{fields.path}: attn_output_gate = false is not supported: attention of a {builder.family.name} has a gate")
+    attention = replace(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD), is_gated=True)
+    interval = fields.integer("full_attention_interval", 4)
+    kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(builder.num_layers)]
+    return mixed_layers(builder, {"linear_attention": _delta_net_mixer(builder), "full_attention": attention}, mlps, default_types=kinds)
 
 
-def _delta_net_mixer(build: LayerBuilder) -> GatedDeltaConfig:
-    fields = build.fields
-    key_heads, value_heads = (fields.size(f"linear_num_{part}_heads", most=MAX_HEADS) for part in ("key", "value"))
+def _delta_net_mixer(builder: LayerBuilder) -> GatedDeltaConfig:
+    fields = builder.fields
+    key_heads, value_heads = (fields.integer(f"linear_num_{part}_heads", most=MAX_HEADS) for part in ("key", "value"))
     if value_heads % key_heads:
         raise CheckpointError(
             f"{fields.path}: linear_num_value_heads = {value_heads} must be a multiple of linear_num_key_heads = {key_heads}"
@@ -53,41 +55,41 @@ def _delta_net_mixer(build: LayerBuilder) -> GatedDeltaConfig:
     return GatedDeltaConfig(
         num_key_heads=key_heads,
         num_value_heads=value_heads,
-        key_size=fields.size("linear_key_head_dim", most=MAX_HEAD_SIZE),
-        value_size=fields.size("linear_value_head_dim", most=MAX_HEAD_SIZE),
-        kernel_size=fields.size("linear_conv_kernel_dim", most=MAX_KERNEL_SIZE),
+        key_size=fields.integer("linear_key_head_dim", most=MAX_HEAD_SIZE),
+        value_size=fields.integer("linear_value_head_dim", most=MAX_HEAD_SIZE),
+        kernel_size=fields.integer("linear_conv_kernel_dim", most=MAX_KERNEL_SIZE),
     )
 
 
-def _qwen_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     count = gguf_layer_count(fields, config["num_hidden_layers"])
-    num_values, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
-    if inner % num_values:
-        fields.refuse("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_values}")
+    num_value_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
+    if inner % num_value_heads:
+        fields.raise_invalid("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_value_heads}")
     values: dict[str, Any] = {
         **count,
-        "layer_types": _layer_types(fields, count["num_hidden_layers"]),
+        "layer_types": _read_layer_types(fields, count["num_hidden_layers"]),
         "linear_num_key_heads": fields.count("ssm.group_count"),
-        "linear_num_value_heads": num_values,
+        "linear_num_value_heads": num_value_heads,
         "linear_key_head_dim": fields.count("ssm.state_size"),
-        "linear_value_head_dim": inner // num_values,
+        "linear_value_head_dim": inner // num_value_heads,
         "linear_conv_kernel_dim": fields.count("ssm.conv_kernel"),
     }
     if fields.architecture_value("expert_count"):
-        shared = fields.count("expert_shared_feed_forward_length", fields.num_rows_of("blk.0.ffn_gate_shexp.weight"))
+        shared = fields.count("expert_shared_feed_forward_length", fields.num_tensor_rows("blk.0.ffn_gate_shexp.weight"))
         values |= {**fields.read_experts(), "shared_expert_intermediate_size": shared, "norm_topk_prob": True}
     return values
 
 
-def _layer_types(fields: GgufFields, num_layers: int) -> list[str]:
+def _read_layer_types(fields: GgufFields, num_layers: int) -> list[str]:
     key = "attention.recurrent_layers"
-    marks = fields.architecture_value(key)
-    if marks is None:
+    is_recurrent = fields.architecture_value(key)
+    if is_recurrent is None:
         interval = fields.count("full_attention_interval", _DEFAULT_ATTENTION_INTERVAL)
-        marks = [(layer + 1) % interval > 0 for layer in range(num_layers)]
-    if not isinstance(marks, list) or len(marks) < num_layers or any(mark not in (0, 1) for mark in marks):
-        fields.refuse(key, marks, f"whether each of {num_layers} layers is recurrent")
-    return ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in marks[:num_layers]]
+        is_recurrent = [(layer + 1) % interval > 0 for layer in range(num_layers)]
+    if not isinstance(is_recurrent, list) or len(is_recurrent) < num_layers or any(flag not in (0, 1) for flag in is_recurrent):
+        fields.raise_invalid(key, is_recurrent, f"whether each of {num_layers} layers is recurrent")
+    return ["linear_attention" if flag else "full_attention" for flag in is_recurrent[:num_layers]]
 
 
 _DEFAULTS = {
@@ -101,10 +103,10 @@ _DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-_EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_key_value_heads": 2}
+_EXPERT_DEFAULTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_key_value_heads": 2}
 _GGUF = GgufFormat(
     architectures=("qwen35",),
-    read_config=_qwen_gguf_fields,
+    read_extra_fields=_qwen_hybrid_gguf_fields,
     metadata_keys={
         "linear_num_key_heads": "ssm.group_count",
         "linear_num_value_heads": "ssm.time_step_rank",
@@ -135,7 +137,7 @@ FAMILIES = (
         architecture="Qwen3NextForCausalLM",
         models="Qwen3-Next, Qwen3-Coder-Next",
         layers=_qwen3_next_layers,
-        defaults={**_DEFAULTS, **_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        defaults={**_DEFAULTS, **_EXPERT_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
         gguf=replace(_GGUF, architectures=("qwen3next",), has_tiled_value_heads=False),
     ),
     _QWEN3_5,
@@ -145,7 +147,7 @@ FAMILIES = (
         architecture="Qwen3_5MoeForCausalLM",
         models="Qwen3.5-MoE, Qwen3.6-MoE (text)",
         layers=_qwen3_5_moe_layers,
-        defaults={**_DEFAULTS, **_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
+        defaults={**_DEFAULTS, **_EXPERT_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
         gguf=replace(_GGUF, architectures=("qwen35moe",)),
     ),
 )

@@ -1,4 +1,4 @@
-"""The supported families by `model_type`. Each is one entry in the file of its group."""
+"""The table of supported families. Each file of this package lists one or several in `FAMILIES`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,8 +8,8 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.families import exaone, gemma, gemma4, glm, gpt_oss, granite, lfm2, llama, nemotron_h, olmo, qwen, qwen_hybrid
 from paceline.models.families.family import Family
 
-_GROUPS = (llama, qwen, gemma, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2, nemotron_h)
-FAMILIES: Mapping[str, Family] = {family.name: family for group in _GROUPS for family in group.FAMILIES}
+_MODULES = (llama, qwen, gemma, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2, nemotron_h)
+FAMILIES: Mapping[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 
 
 def find_family(values: Mapping[str, Any], path: Path) -> Family:

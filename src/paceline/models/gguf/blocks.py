@@ -1,7 +1,7 @@
-"""GGUF's quantised blocks as groups of integer codes: the same values, bit for bit, without dequantising.
+"""Convert GGUF's quantised blocks to `GroupedMatrix`. Values stay the same, bit for bit.
 
-Every block type computes `scale * (integer) [+ or - minimum]` in float32, which is what `GroupedMatrix` holds. Only the order of the codes
-differs. The layouts are those of ggml (ggml-common.h, ggml-quants.c).
+In every block type a value is `scale * code` or `scale * code + minimum`, computed in float32, as in `GroupedMatrix`. Only the order of
+codes in memory differs. Source of the layouts: ggml-common.h and ggml-quants.c of ggml.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,64 +14,71 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.gguf import codebook_blocks as codebook
+from paceline.models.gguf.codebook_blocks import read_float16_as_float32
 from paceline.models.gguf.header import BlockType
 from paceline.models.grouped import SUPER_BLOCK, GroupedMatrix, SuperBlocks, pack_nibbles, super_blocks_size
-from paceline.models.mxfp4 import TWICE_THE_VALUES, half_scales
+from paceline.models.mxfp4 import DOUBLED_E2M1_VALUES, half_scales
 
-_CHUNK_ITEMS = 1 << 17  # elements converted at a time: temporaries stay small compared with the matrix
+_CHUNK_ITEMS = 1 << 17  # number of elements that are converted at a time, to keep temporary arrays small
 
 Bytes = NDArray[np.uint8]
 Codes = NDArray[np.uint8] | NDArray[np.int8]
 Floats = NDArray[np.float32]
 BlockParts = tuple[Codes, Floats, Floats | None]
-"""For n blocks: codes as `GroupedMatrix` stores them, scales [n, groups of a block], and minimums of the same shape."""
+"""Of n blocks: codes as `GroupedMatrix` stores them, scales [n, groups in a block], and minimums of the same shape or None."""
 ScaleFactors = tuple[NDArray[Any], ...]
-"""For n super-blocks: the arrays of `SuperBlocks`, [n, 1] float16 and [n, groups] factors alternately."""
+"""Of n super-blocks: the arrays of `SuperBlocks`, which are [n, 1] float16 and [n, groups in a block] factors in turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """A matrix in the file's blocks, which a runtime may lay out itself. `groups` returns its values.
+    """A matrix in the quantised blocks of a GGUF file. A runtime can repack the blocks itself or call `to_grouped_matrix`.
 
     Attributes:
-        raw: [stored rows, bytes of a row].
+        raw: bytes of the file, [number of stored rows, bytes of a row].
         block_type: type of the quantised blocks.
-        where: the file and the tensor, for errors.
-        order: [N] stored row of each row; None = the same.
-        runs: [K / 32] stored run of 32 columns for each run; None = the same.
+        where: path and tensor name, for errors.
+        row_order: [N] index of the stored row for each row; None = the stored order.
+        run_order: [K / 32] for each run of 32 columns the index of the stored run; None = the stored order.
     """
 
     raw: Bytes
     block_type: BlockType
     where: str
-    order: NDArray[np.int64] | None = None
-    runs: NDArray[np.int64] | None = None
+    row_order: NDArray[np.int64] | None = None
+    run_order: NDArray[np.int64] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """Return (N, K)."""
-        num_rows = len(self.raw if self.order is None else self.order)
+        num_rows = len(self.raw if self.row_order is None else self.row_order)
         return num_rows, self.raw.shape[1] // self.block_type.num_bytes * self.block_type.num_items
 
-    def rows(self, numbers: NDArray[np.int32] | slice) -> "StoredBlocks":
-        """Return the matrix of the given rows; nothing is read yet."""
-        if self.order is None and isinstance(numbers, slice):
-            return replace(self, raw=self.raw[numbers])
-        return replace(self, order=(np.arange(len(self.raw)) if self.order is None else self.order)[numbers])
+    def select_rows(self, rows: NDArray[np.int32] | slice) -> "StoredBlocks":
+        """Return a matrix with only the given rows, without reading them."""
+        if self.row_order is None and isinstance(rows, slice):
+            return replace(self, raw=self.raw[rows])
+        return replace(self, row_order=(np.arange(len(self.raw)) if self.row_order is None else self.row_order)[rows])
 
-    def groups(self, *, num_threads: int = 1) -> GroupedMatrix:
-        """Return the matrix in groups.
+    def to_grouped_matrix(self, *, num_threads: int = 1) -> GroupedMatrix:
+        """Return the matrix converted to groups.
 
         Raises:
-            CheckpointError: As in `convert_blocks_to_groups`.
+            CheckpointError: A scale is not finite.
         """
-        matrix = convert_blocks_to_groups(self.raw, self.block_type, self.where, self.order, num_threads=num_threads)
-        return matrix if self.runs is None else matrix.reorder_runs(self.runs)
+        matrix = convert_blocks_to_groups(self.raw, self.block_type, self.where, self.row_order, num_threads=num_threads)
+        return matrix if self.run_order is None else matrix.reorder_runs(self.run_order)
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockLayout:
-    """How blocks of one GGUF type become `GroupedMatrix` groups. `read` and, for super-blocks, `factors` take [n, bytes of a block]."""
+    """How to convert blocks of one GGUF type.
+
+    Attributes:
+        read: function from n blocks [n, bytes of a block] to codes, scales and minimums.
+        bits, group_size, zero_point, table: as in the resulting `GroupedMatrix`.
+        code_bits, factors: number of bits of a stored code, and function from n blocks to the arrays of `SuperBlocks`; K-quants only.
+    """
 
     read: Callable[[Bytes], BlockParts]
     bits: int
@@ -85,10 +92,11 @@ class _BlockLayout:
 def convert_blocks_to_groups(
     raw: Bytes, block_type: BlockType, where: str, order: NDArray[np.int64] | None = None, *, num_threads: int = 1
 ) -> GroupedMatrix:
-    """Return the matrix stored as `raw` [N, bytes of a row]; with `order`, the stored rows that it lists.
+    """Return the matrix that the blocks `raw` [number of stored rows, bytes of a row] hold.
 
     Args:
-        where: the file and the tensor, for errors.
+        where: path and tensor name, for errors.
+        order: indices of the stored rows to convert; None = all.
 
     Raises:
         CheckpointError: The type is not in `GROUPED_TYPES`, or a scale is not finite.
@@ -99,47 +107,47 @@ def convert_blocks_to_groups(
     arrays = (*matrix.arrays, *(() if matrix.super_blocks is None else matrix.super_blocks.arrays))
     step = max(1, _CHUNK_ITEMS // columns)
 
-    def fill(start: int) -> None:
+    def convert_rows(start: int) -> None:
         rows = slice(start, start + step)
-        taken = raw[rows] if order is None else raw[order[rows]]
-        blocks = taken.reshape(-1, block_type.num_bytes)
-        with np.errstate(invalid="ignore", over="ignore"):  # scales that are not finite are refused later
+        row_bytes = raw[rows] if order is None else raw[order[rows]]
+        blocks = row_bytes.reshape(-1, block_type.num_bytes)
+        with np.errstate(invalid="ignore", over="ignore"):  # scales are checked to be finite below
             parts: tuple[NDArray[Any] | None, ...] = layout.read(blocks)
         if not all(np.isfinite(part).all() for part in parts[1:] if part is not None):
-            raise not_finite_error(where, start, start + len(taken) - 1)
+            raise not_finite_error(where, start, start + len(row_bytes) - 1)
         parts = (*parts, *(() if layout.factors is None else layout.factors(blocks)))
         for stored, part in zip(arrays, (part for part in parts if part is not None), strict=True):
-            stored[rows] = part.reshape(len(taken), -1)
+            stored[rows] = part.reshape(len(row_bytes), -1)
 
     if num_threads == 1 or num_rows <= step:
         for start in range(0, num_rows, step):
-            fill(start)
+            convert_rows(start)
     else:
         with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(fill, range(0, num_rows, step)))
+            list(pool.map(convert_rows, range(0, num_rows, step)))
     return matrix
 
 
 def not_finite_error(where: str, first: int, last: int) -> CheckpointError:
-    """Return the error for scales that are not finite in rows `first` to `last`."""
+    """Return the error for a scale in rows `first` to `last` that is not finite."""
     return CheckpointError(f"{where} has a scale that is not finite in rows {first} to {last}; the file is damaged, download it again")
 
 
 def _empty_matrix(layout: _BlockLayout, block_type: BlockType, num_rows: int, columns: int) -> GroupedMatrix:
-    def empty(part: NDArray[Any]) -> NDArray[Any]:
+    def empty_array(part: NDArray[Any]) -> NDArray[Any]:
         return np.empty((num_rows, columns // block_type.num_items * part.size), part.dtype)
 
     zeros = np.zeros((1, block_type.num_bytes), np.uint8)
-    codes, scales, *minimums = (empty(part) for part in layout.read(zeros) if part is not None)
-    blocks = None if layout.factors is None else SuperBlocks(layout.code_bits, *map(empty, layout.factors(zeros)))
+    codes, scales, *minimums = (empty_array(part) for part in layout.read(zeros) if part is not None)
+    blocks = None if layout.factors is None else SuperBlocks(layout.code_bits, *map(empty_array, layout.factors(zeros)))
     return GroupedMatrix(codes, scales, minimums[0] if minimums else None, layout.bits, layout.zero_point, layout.table, blocks)
 
 
 def grouped_matrix_size(shape: tuple[int, ...], block_type: BlockType, where: str, block: int | None = SUPER_BLOCK) -> tuple[int, int]:
-    """Return the bits of a code, and the bytes of the matrix in groups.
+    """Return the number of bits of a code, and the number of bytes in memory, after conversion to groups.
 
     Args:
-        block: as `columns_per_float16_scale` returns it; None = scales are stored one by one.
+        block: number of columns that share a float16 scale (`columns_per_float16_scale`); None = each group has a float32 scale.
     """
     layout = _block_layout(block_type, where)
     has_minimums = layout.read(np.zeros((1, block_type.num_bytes), np.uint8))[2] is not None
@@ -158,22 +166,17 @@ def _block_layout(block_type: BlockType, where: str) -> _BlockLayout:
     return layout
 
 
-def _read_float16_as_float32(blocks: Bytes, start: int) -> Floats:
-    """Return the float16 at byte `start` of every block, as float32 [n, 1]."""
-    return _read_float16(blocks, start).astype(np.float32)
-
-
 def _read_float16(blocks: Bytes, start: int) -> NDArray[np.float16]:
     return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2")
 
 
 def _shift_right(values: Bytes, shifts: tuple[int, ...]) -> Bytes:
-    """Return [n, p, 1, w] shifted right by each of `shifts`: [n, p, len(shifts), w]."""
+    """Return values [n, p, 1, w] shifted right by each of `shifts`, as [n, p, len(shifts), w]."""
     return values >> np.array(shifts, np.uint8)[:, None]
 
 
 def _unpack_nibbles(values: Bytes) -> Bytes:
-    """Return [n, 16] bytes as [n, 32] codes: low halves, then high halves."""
+    """Return [n, 32] codes from [n, 16] bytes: first the low four bits of all bytes, then the high ones."""
     return np.concatenate([values & np.uint8(15), values >> np.uint8(4)], axis=1)
 
 
@@ -182,36 +185,36 @@ def _to_signed(codes: Bytes, zero_point: int) -> NDArray[np.int8]:
 
 
 def _q4_0(blocks: Bytes) -> BlockParts:
-    return blocks[:, 2:], _read_float16_as_float32(blocks, 0), None  # already packed as in `GroupedMatrix`
+    return blocks[:, 2:], read_float16_as_float32(blocks, 0), None  # `GroupedMatrix` packs these codes in the same way
 
 
 def _q4_1(blocks: Bytes) -> BlockParts:
-    return blocks[:, 4:], _read_float16_as_float32(blocks, 0), _read_float16_as_float32(blocks, 2)
+    return blocks[:, 4:], read_float16_as_float32(blocks, 0), read_float16_as_float32(blocks, 2)
 
 
 def _unpack_5_bit_codes(high: Bytes, low: Bytes) -> Bytes:
-    """Return 32 codes from [n, 4] bytes with their fifth bits and [n, 16] with their low four."""
+    """Return [n, 32] codes from their low four bits [n, 16] and their fifth bits [n, 4]."""
     return _unpack_nibbles(low) | np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4)
 
 
 def _q5_0(blocks: Bytes) -> BlockParts:
-    return _to_signed(_unpack_5_bit_codes(blocks[:, 2:6], blocks[:, 6:]), 16), _read_float16_as_float32(blocks, 0), None
+    return _to_signed(_unpack_5_bit_codes(blocks[:, 2:6], blocks[:, 6:]), 16), read_float16_as_float32(blocks, 0), None
 
 
 def _q5_1(blocks: Bytes) -> BlockParts:
     return (
         _unpack_5_bit_codes(blocks[:, 4:8], blocks[:, 8:]).view(np.int8),
-        _read_float16_as_float32(blocks, 0),
-        _read_float16_as_float32(blocks, 2),
+        read_float16_as_float32(blocks, 0),
+        read_float16_as_float32(blocks, 2),
     )
 
 
 def _q8_0(blocks: Bytes) -> BlockParts:
-    return blocks[:, 2:].view(np.int8), _read_float16_as_float32(blocks, 0), None
+    return blocks[:, 2:].view(np.int8), read_float16_as_float32(blocks, 0), None
 
 
 def _unpack_2_bit_codes(values: Bytes) -> Bytes:
-    """Return [n, 64] bytes as [n, 256] codes: of each 32 bytes the lowest two bits of all, then the next two, and so on."""
+    """Return [n, 256] codes from [n, 64] bytes. Of 32 bytes, the lowest bit pairs hold 32 codes, the next bit pairs the next 32, …."""
     return (_shift_right(values.reshape(-1, 2, 1, 32), (0, 2, 4, 6)) & np.uint8(3)).reshape(-1, 256)
 
 
@@ -239,11 +242,11 @@ def _q3_k_factors(blocks: Bytes) -> ScaleFactors:
 
 
 def _q4_k_q5_k_factors(blocks: Bytes) -> ScaleFactors:
-    """Return the eight 6-bit factors of scales and of minimums of Q4_K and Q5_K, from 12 bytes after the two float16."""
+    """Return scales and minimums of Q4_K and Q5_K blocks, each as a float16 and eight 6-bit factors in bytes 4 to 15."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    top = np.uint8(6)
-    factors = np.concatenate([first & np.uint8(63), third & np.uint8(15) | first >> top << np.uint8(4)], axis=1)
-    offsets = np.concatenate([second & np.uint8(63), third >> np.uint8(4) | second >> top << np.uint8(4)], axis=1)
+    high_bits = np.uint8(6)
+    factors = np.concatenate([first & np.uint8(63), third & np.uint8(15) | first >> high_bits << np.uint8(4)], axis=1)
+    offsets = np.concatenate([second & np.uint8(63), third >> np.uint8(4) | second >> high_bits << np.uint8(4)], axis=1)
     return _read_float16(blocks, 0), factors, _read_float16(blocks, 2), offsets
 
 
@@ -252,15 +255,15 @@ def _multiply_factors(factors: ScaleFactors) -> tuple[Floats, Floats]:
 
 
 def _multiply_scale_factors(factors: ScaleFactors) -> Floats:
-    halves, whole = (part.astype(np.float32) for part in factors)
-    products: Floats = halves * whole
+    block_scales, group_factors = (part.astype(np.float32) for part in factors)
+    products: Floats = block_scales * group_factors
     return products
 
 
 def _q4_k(blocks: Bytes) -> BlockParts:
-    # In the file 32 bytes hold one run of 32 codes in their low nibbles, the next in their high ones. `GroupedMatrix` needs 16 bytes a run.
-    front, back = np.moveaxis(blocks[:, 16:].reshape(-1, 4, 2, 16), 2, 0)
-    packed = np.stack([front & np.uint8(15) | back << np.uint8(4), front >> np.uint8(4) | back & np.uint8(240)], axis=2)
+    # Q4_K packs two runs of 32 codes in 32 bytes, one in the low and one in the high nibbles. `GroupedMatrix` has 16 bytes for each run.
+    first_16, last_16 = np.moveaxis(blocks[:, 16:].reshape(-1, 4, 2, 16), 2, 0)
+    packed = np.stack([first_16 & np.uint8(15) | last_16 << np.uint8(4), first_16 >> np.uint8(4) | last_16 & np.uint8(240)], axis=2)
     return packed.reshape(-1, 128), *_multiply_factors(_q4_k_q5_k_factors(blocks))
 
 
@@ -284,7 +287,7 @@ _IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38,
 
 
 def _iq4_nl(blocks: Bytes) -> BlockParts:
-    return blocks[:, 2:], _read_float16_as_float32(blocks, 0), None
+    return blocks[:, 2:], read_float16_as_float32(blocks, 0), None
 
 
 def _iq4_xs(blocks: Bytes) -> BlockParts:
@@ -314,8 +317,8 @@ _LAYOUTS: Mapping[str, _BlockLayout] = {
     "Q6_K": _BlockLayout(_q6_k, 8, 16, code_bits=6, factors=_q6_k_factors),
     "IQ4_NL": _BlockLayout(_iq4_nl, 4, 32, table=_IQ4_VALUES),
     "IQ4_XS": _BlockLayout(_iq4_xs, 4, 32, table=_IQ4_VALUES, code_bits=4, factors=_iq4_xs_factors),
-    "MXFP4": _BlockLayout(_mxfp4, 4, 32, table=TWICE_THE_VALUES),
-    "NVFP4": _BlockLayout(codebook.nvfp4, 4, 16, table=codebook.NVFP4_VALUES),
+    "MXFP4": _BlockLayout(_mxfp4, 4, 32, table=DOUBLED_E2M1_VALUES),
+    "NVFP4": _BlockLayout(codebook.nvfp4, 4, 16, table=DOUBLED_E2M1_VALUES),
     "IQ2_XXS": _BlockLayout(codebook.iq2_xxs, 4, 32, table=codebook.IQ2_VALUES),
     "IQ2_XS": _BlockLayout(codebook.iq2_xs, 4, 16, table=codebook.IQ2_VALUES),
     "IQ2_S": _BlockLayout(codebook.iq2_s, 4, 16, table=codebook.IQ2_VALUES),
@@ -328,6 +331,6 @@ _LAYOUTS: Mapping[str, _BlockLayout] = {
     "Q1_0": _BlockLayout(codebook.q1_0, 4, 32, table=codebook.Q1_VALUES),
 }
 GROUPED_TYPES = tuple(_LAYOUTS)
-"""Names of the supported block types."""
+"""Names of the quantised block types that are supported."""
 CONVERTED_TYPES = frozenset(name for name, layout in _LAYOUTS.items() if layout.read.__module__ == codebook.__name__)
-"""Those whose blocks no kernel reads: they become groups before they are packed."""
+"""Names of the types whose blocks no native kernel reads: the native runtime first converts them to groups."""

@@ -1,8 +1,8 @@
-"""GGUF's block types of 1 to 3 bits a weight as groups of 4-bit codes with a table of values: the same values, bit for bit.
+"""Convert GGUF blocks of 1 to 3 bits a weight, and FP4 blocks, to 4-bit codes of a table of values. Values stay the same, bit for bit.
 
-In the types named IQ1, IQ2 and IQ3 a block stores indices into a codebook, whose entries are 4 or 8 magnitudes, next to signs and scales.
-Whatever the entry, a weight has at most 16 different values, so it becomes a 4-bit code. The codebooks are in the `gguf` package, which
-only these types need. Layouts: ggml-common.h and ggml-quants.c of ggml.
+A block of an IQ1, IQ2 or IQ3 type stores signs, scales and indices of a codebook, whose entries are the magnitudes of 4 or 8 weights. In
+each type a weight has at most 16 different values before scaling, so a 4-bit code for each weight is enough. The `gguf` package has the
+codebooks; only these types need it. Source of the layouts: ggml-common.h and ggml-quants.c of ggml.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from paceline.models.grouped import pack_nibbles
 
 Bytes = NDArray[np.uint8]
 Parts = tuple[Bytes, NDArray[np.float32], None]
-"""As in blocks.py: packed codes, scales [n, groups of a block], and no minimums."""
+"""Of n blocks: packed codes, scales [n, groups in a block], and None for minimums, as in `BlockParts`."""
 
-_SIGN = np.uint8(8)  # this bit of a code says that the value is negative
+_SIGN_BIT = np.uint8(8)  # the bit that negative values have in their code
 
 
 def _signed_table(magnitudes: Sequence[int]) -> NDArray[np.int8]:
-    """Return the values of 16 codes: the magnitude of the low three bits, negative if the fourth is set."""
+    """Return the values of the 16 codes: the low three bits are the index of the magnitude, and the fourth is the sign."""
     half = np.zeros(8, np.int8)
     half[: len(magnitudes)] = magnitudes
     return np.concatenate([half, -half])
@@ -34,23 +34,21 @@ IQ2_VALUES = _signed_table((8, 25, 43))
 IQ3_XXS_VALUES = _signed_table((4, 12, 20, 28, 36, 44, 52, 62))
 IQ3_S_VALUES = _signed_table((1, 3, 5, 7, 9, 11, 13, 15))
 IQ1_VALUES = np.array([-7, 1, 9, *[0] * 5, -9, -1, 7, *[0] * 5], np.int8)
-"""Eight times -1, 0 and 1, plus 1 (the codes below 8) or minus 1."""
-NVFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Twice the values of a 4-bit float."""
+"""Eight times the values -1, 0 and 1 with the offset 1/8 (codes below 8) or -1/8."""
 Q1_VALUES = np.array([-1, 1, *[0] * 14], np.int8)
 
 
 @cache
 def _codebook(name: str, magnitudes: tuple[int, ...]) -> Bytes:
-    """Return the codes of every entry of a type's codebook, [entries, 4 or 8]."""
-    quants = _quants(name)
-    quants.init_grid()
-    entries = np.asarray(quants.grid).reshape(quants.grid_shape)
+    """Return the codebook of a type with indices into `magnitudes` as entries, [number of entries, 4 or 8]."""
+    quant_class = _gguf_quant_class(name)
+    quant_class.init_grid()
+    entries = np.asarray(quant_class.grid).reshape(quant_class.grid_shape)
     codes = np.searchsorted(np.array(magnitudes), entries)
     return codes.astype(np.uint8)
 
 
-def _quants(name: str) -> Any:
+def _gguf_quant_class(name: str) -> Any:
     try:
         from gguf import quants
     except ImportError as error:
@@ -60,121 +58,125 @@ def _quants(name: str) -> Any:
 
 @cache
 def _sign_bytes() -> Bytes:
-    """Return the eight signs, as bits, of each 7-bit index: the eighth makes their number even."""
+    """Return for each 7-bit index a byte with the signs of eight weights. The number of negative signs is always even."""
     index = np.arange(128, dtype=np.uint8)
     is_odd = np.unpackbits(index[:, None], axis=1).sum(axis=1, dtype=np.uint8) & np.uint8(1)
     signs: Bytes = index | is_odd << np.uint8(7)
     return signs
 
 
-def _packed(codes: Bytes, sign_bytes: Bytes) -> Bytes:
-    """Return [n, …] codes of magnitudes with the signs of [n, 32] bytes, packed: [n, 128]."""
+def _pack_with_signs(codes: Bytes, sign_bytes: Bytes) -> Bytes:
+    """Return packed codes [n, 128] from codes of magnitudes, 256 for each block, and their signs as bits [n, 32]."""
     signs = np.unpackbits(sign_bytes.reshape(len(codes), -1), axis=1, bitorder="little")
-    return pack_nibbles(codes.reshape(len(codes), -1) | signs * _SIGN)
+    return pack_nibbles(codes.reshape(len(codes), -1) | signs * _SIGN_BIT)
 
 
-def _half(blocks: Bytes, start: int = 0) -> NDArray[np.float32]:
+def read_float16_as_float32(blocks: Bytes, start: int = 0) -> NDArray[np.float32]:
     """Return the float16 at byte `start` of every block, as float32 [n, 1]."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
 
 
-def _nibbles(values: Bytes) -> NDArray[np.float32]:
-    """Return the low, then the high half of each byte of [n, w]: [n, 2 w]."""
+def _read_nibbles(values: Bytes) -> NDArray[np.float32]:
+    """Return the low and the high four bits of each byte as two neighbours, [n, 2 * w] from [n, w]."""
     return np.stack([values & np.uint8(15), values >> np.uint8(4)], axis=2).reshape(len(values), -1).astype(np.float32)
 
 
-def _shifted(values: NDArray[Any], *shifts: int) -> NDArray[Any]:
-    """Return [n, w] values shifted right by each of `shifts`, [n, w * len(shifts)]."""
+def _shift_right(values: NDArray[Any], *shifts: int) -> NDArray[Any]:
+    """Return values [n, w] shifted right by each of `shifts`, as [n, w * len(shifts)]."""
     shifted: NDArray[Any] = values[:, :, None] >> np.array(shifts, values.dtype)
     return shifted.reshape(len(values), -1)
 
 
-def _view(blocks: Bytes, start: int, end: int, item_type: str) -> NDArray[Any]:
+def _view_bytes_as(blocks: Bytes, start: int, end: int, item_type: str) -> NDArray[Any]:
     return np.ascontiguousarray(blocks[:, start:end]).view(item_type)
 
 
-def _quarter_scales(half: NDArray[np.float32], factors: NDArray[Any], share: float) -> NDArray[np.float32]:
-    """Return half * (0.5 + factor) * share: few bits of each, so that no operation rounds."""
-    scales: NDArray[np.float32] = half * (np.float32(0.5) + factors.astype(np.float32)) * np.float32(share)
+def _odd_scales(blocks: Bytes, factors: NDArray[Any], unit: float) -> NDArray[np.float32]:
+    """Return block scale * (0.5 + factor) * unit. It is exact, because all operands have few significant bits."""
+    scales: NDArray[np.float32] = read_float16_as_float32(blocks) * (np.float32(0.5) + factors.astype(np.float32)) * np.float32(unit)
     return scales
 
 
 def iq2_xxs(blocks: Bytes) -> Parts:
-    """Read blocks of 66 bytes: for each 32 weights four indices of a byte, four of signs of 7 bits, and a scale of 4."""
-    words = _view(blocks, 2, 66, "<u4")
-    entries = _view(words[:, ::2].copy().view(np.uint8), 0, 32, "u1")
-    signs = _sign_bytes()[_shifted(words[:, 1::2], 0, 7, 14, 21) & np.uint32(127)]
-    return _packed(_codebook("IQ2_XXS", (8, 25, 43))[entries], signs), _quarter_scales(_half(blocks), words[:, 1::2] >> 28, 0.25), None
+    """Read blocks of 66 bytes. 32 weights have four 8-bit codebook indices, four 7-bit indices of signs, and a 4-bit scale."""
+    words = _view_bytes_as(blocks, 2, 66, "<u4")
+    entries = _view_bytes_as(words[:, ::2].copy().view(np.uint8), 0, 32, "u1")
+    signs = _sign_bytes()[_shift_right(words[:, 1::2], 0, 7, 14, 21) & np.uint32(127)]
+    return (
+        _pack_with_signs(_codebook("IQ2_XXS", (8, 25, 43))[entries], signs),
+        _odd_scales(blocks, words[:, 1::2] >> 28, 0.25),
+        None,
+    )
 
 
 def iq2_xs(blocks: Bytes) -> Parts:
-    """Read blocks of 74 bytes: for each 8 weights an index of 9 bits and one of signs of 7; for each 16 a scale of 4."""
-    words = _view(blocks, 2, 66, "<u2")
+    """Read blocks of 74 bytes. 8 weights have a 9-bit codebook index and a 7-bit index of signs; 16 weights share a 4-bit scale."""
+    words = _view_bytes_as(blocks, 2, 66, "<u2")
     codes = _codebook("IQ2_XS", (8, 25, 43))[words & np.uint16(511)]
-    return _packed(codes, _sign_bytes()[words >> 9]), _quarter_scales(_half(blocks), _nibbles(blocks[:, 66:]), 0.25), None
+    return _pack_with_signs(codes, _sign_bytes()[words >> 9]), _odd_scales(blocks, _read_nibbles(blocks[:, 66:]), 0.25), None
 
 
 def iq2_s(blocks: Bytes) -> Parts:
-    """Read blocks of 82 bytes: for each 8 weights an index of 10 bits and a byte of signs; for each 16 a scale of 4 bits."""
-    high = (_shifted(blocks[:, 66:74], 0, 2, 4, 6) & np.uint8(3)).astype(np.uint16) << 8
+    """Read blocks of 82 bytes. 8 weights have a 10-bit codebook index and 8 sign bits; 16 weights share a 4-bit scale."""
+    high = (_shift_right(blocks[:, 66:74], 0, 2, 4, 6) & np.uint8(3)).astype(np.uint16) << 8
     codes = _codebook("IQ2_S", (8, 25, 43))[blocks[:, 2:34] | high]
-    return _packed(codes, blocks[:, 34:66]), _quarter_scales(_half(blocks), _nibbles(blocks[:, 74:]), 0.25), None
+    return _pack_with_signs(codes, blocks[:, 34:66]), _odd_scales(blocks, _read_nibbles(blocks[:, 74:]), 0.25), None
 
 
 def iq3_xxs(blocks: Bytes) -> Parts:
-    """Read blocks of 98 bytes: for each 4 weights an index of a byte; for each 32 four indices of signs of 7 bits, and a scale of 4."""
-    words = _view(blocks, 66, 98, "<u4")
-    signs = _sign_bytes()[_shifted(words, 0, 7, 14, 21) & np.uint32(127)]
+    """Read blocks of 98 bytes. 4 weights have an 8-bit codebook index; 32 weights have four 7-bit indices of signs and a 4-bit scale."""
+    words = _view_bytes_as(blocks, 66, 98, "<u4")
+    signs = _sign_bytes()[_shift_right(words, 0, 7, 14, 21) & np.uint32(127)]
     codes = _codebook("IQ3_XXS", (4, 12, 20, 28, 36, 44, 52, 62))[blocks[:, 2:66]]
-    return _packed(codes, signs), _quarter_scales(_half(blocks), words >> 28, 0.5), None
+    return _pack_with_signs(codes, signs), _odd_scales(blocks, words >> 28, 0.5), None
 
 
 def iq3_s(blocks: Bytes) -> Parts:
-    """Read blocks of 110 bytes: for each 4 weights an index of 9 bits; for each 8 a byte of signs; for each 32 a scale of 4 bits."""
-    high = (_shifted(blocks[:, 66:74], *range(8)) & np.uint8(1)).astype(np.uint16) << 8
+    """Read blocks of 110 bytes. 4 weights have a 9-bit codebook index and 4 sign bits; 32 weights share a 4-bit scale."""
+    high = (_shift_right(blocks[:, 66:74], *range(8)) & np.uint8(1)).astype(np.uint16) << 8
     codes = _codebook("IQ3_S", (1, 3, 5, 7, 9, 11, 13, 15))[blocks[:, 2:66] | high]
-    return _packed(codes, blocks[:, 74:106]), _half(blocks) * (1 + 2 * _nibbles(blocks[:, 106:])), None
+    return _pack_with_signs(codes, blocks[:, 74:106]), read_float16_as_float32(blocks) * (1 + 2 * _read_nibbles(blocks[:, 106:])), None
 
 
 def iq1_s(blocks: Bytes) -> Parts:
-    """Read blocks of 50 bytes: for each 8 weights an index of 11 bits; for each 32 a scale of 3 bits and the sign of the offset."""
-    high = _view(blocks, 34, 50, "<u2")
-    entries = blocks[:, 2:34] | (_shifted(high, 0, 3, 6, 9) & np.uint16(7)) << 8
-    codes = _codebook("IQ1_S", (-1, 0, 1))[entries].reshape(len(blocks), 8, 32) | (high >> 15).astype(np.uint8)[:, :, None] * _SIGN
-    scales = _half(blocks) * (2 * (high >> 12 & 7) + 1).astype(np.float32) * np.float32(0.125)
+    """Read blocks of 50 bytes. 8 weights have an 11-bit codebook index; 32 weights share a 3-bit scale and the sign of the offset."""
+    high = _view_bytes_as(blocks, 34, 50, "<u2")
+    entries = blocks[:, 2:34] | (_shift_right(high, 0, 3, 6, 9) & np.uint16(7)) << 8
+    codes = _codebook("IQ1_S", (-1, 0, 1))[entries].reshape(len(blocks), 8, 32) | (high >> 15).astype(np.uint8)[:, :, None] * _SIGN_BIT
+    scales = read_float16_as_float32(blocks) * (2 * (high >> 12 & 7) + 1).astype(np.float32) * np.float32(0.125)
     return pack_nibbles(codes.reshape(len(blocks), -1)), scales, None
 
 
 def iq1_m(blocks: Bytes) -> Parts:
-    """Read blocks of 56 bytes: for each 8 weights an index of 11 bits and the sign of the offset; for each 16 a scale of 3 bits.
+    """Read blocks of 56 bytes. 8 weights have an 11-bit codebook index and the sign of the offset; 16 weights share a 3-bit scale.
 
-    The float16 of a block is stored in the top four bits of the four words of scales.
+    The float16 scale of the block is in the top four bits of the four 16-bit words with the 3-bit scales.
     """
-    high, words = _shifted(blocks[:, 32:48], 0, 4), _view(blocks, 48, 56, "<u2")
+    high, words = _shift_right(blocks[:, 32:48], 0, 4), _view_bytes_as(blocks, 48, 56, "<u2")
     half = ((words >> 12) << np.array([0, 4, 8, 12], np.uint16)).sum(axis=1, dtype=np.uint16, keepdims=True)
     entries = blocks[:, :32] | (high & np.uint8(7)).astype(np.uint16) << 8
-    codes = _codebook("IQ1_S", (-1, 0, 1))[entries] | (high & _SIGN)[:, :, None]
-    factors = (2 * (_shifted(words, 0, 3, 6, 9) & np.uint16(7)) + 1).astype(np.float32)
+    codes = _codebook("IQ1_S", (-1, 0, 1))[entries] | (high & _SIGN_BIT)[:, :, None]
+    factors = (2 * (_shift_right(words, 0, 3, 6, 9) & np.uint16(7)) + 1).astype(np.float32)
     return pack_nibbles(codes.reshape(len(blocks), -1)), half.view("<f2").astype(np.float32) * factors * np.float32(0.125), None
 
 
 def tq1_0(blocks: Bytes) -> Parts:
-    """Read blocks of 54 bytes: five weights of -1, 0 and 1 in a byte, as a fraction of 256 in base 3; in the last four bytes four."""
+    """Read blocks of 54 bytes. A byte holds five weights of -1, 0 or 1 as base-3 digits of byte / 256, the last four bytes four each."""
     parts = []
     for start, end, width, count in ((0, 32, 32, 5), (32, 48, 16, 5), (48, 52, 4, 4)):
         digits = blocks[:, start:end].reshape(len(blocks), -1, 1, width) * np.array([3**power for power in range(count)], np.uint8)[:, None]
         parts.append((digits.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(blocks), -1))
-    return pack_nibbles(np.concatenate(parts, axis=1)), np.repeat(_half(blocks, 52), 8, 1), None
+    return pack_nibbles(np.concatenate(parts, axis=1)), np.repeat(read_float16_as_float32(blocks, 52), 8, 1), None
 
 
 def tq2_0(blocks: Bytes) -> Parts:
-    """Read blocks of 66 bytes: four weights of -1, 0 and 1 in a byte, 32 bytes apart."""
+    """Read blocks of 66 bytes. A byte holds four weights of -1, 0 or 1, which are 32 columns apart."""
     codes = (blocks[:, :64].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & np.uint8(3)
-    return pack_nibbles(codes.reshape(len(blocks), -1)), np.repeat(_half(blocks, 64), 8, 1), None
+    return pack_nibbles(codes.reshape(len(blocks), -1)), np.repeat(read_float16_as_float32(blocks, 64), 8, 1), None
 
 
 def nvfp4(blocks: Bytes) -> Parts:
-    """Read blocks of 36 bytes: four 8-bit floats without a sign (4 bits of exponent, 3 of mantissa), and 16 weights of 4 bits for each."""
+    """Read blocks of 36 bytes: four scales in unsigned 8-bit floats (4 exponent bits, 3 mantissa bits), each with 16 FP4 weights."""
     exponents, mantissas = (blocks[:, :4] >> np.uint8(3) & np.uint8(15)).astype(np.int32), (blocks[:, :4] & np.uint8(7)).astype(np.float32)
     normal = np.ldexp(1 + mantissas / 8, exponents - 7)
     scales = np.where(exponents == 0, np.ldexp(mantissas, -9), normal).astype(np.float32) * np.float32(0.5)
@@ -184,5 +186,5 @@ def nvfp4(blocks: Bytes) -> Parts:
 
 
 def q1_0(blocks: Bytes) -> Parts:
-    """Read blocks of 18 bytes: 128 signs; a set bit is positive."""
-    return pack_nibbles(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")), np.repeat(_half(blocks), 4, 1), None
+    """Read blocks of 18 bytes: a scale and 128 bits, where 1 is the weight 1 and 0 the weight -1."""
+    return pack_nibbles(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")), np.repeat(read_float16_as_float32(blocks), 4, 1), None

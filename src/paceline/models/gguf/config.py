@@ -1,4 +1,4 @@
-"""The config.json that the metadata of a GGUF file stands for, from which `models/config.py` reads the network."""
+"""Derive config.json fields from the metadata of a GGUF file. `models/config.py` then reads the model's config from them."""
 
 import math
 import re
@@ -19,10 +19,10 @@ from paceline.models.rope import inverse_frequencies
 from paceline.models.rope_config import RopeConfig, RopeType
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""Divisors of rotary frequencies, which are part of the configuration."""
+"""Tensors with divisors of rotary frequencies. They are read with the config, not as weights."""
 
 _DRAFTER_ARCHITECTURES = ("eagle3", "dflash")
-_STORED_AS = {"F16": WeightType.F16, "BF16": WeightType.BF16}
+_FLOAT_TYPES = {"F16": WeightType.F16, "BF16": WeightType.BF16}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _METADATA_KEYS = {
     "num_attention_heads": "attention.head_count",
@@ -43,44 +43,44 @@ _METADATA_KEYS = {
     "rope_scaling": "rope.scaling.type",
     "rope_theta": "rope.freq_base",
 }
-"""Metadata keys of config.json fields in all architectures, for errors."""
+"""Metadata keys of config.json fields, without the architecture prefix. Errors name the key in place of the field."""
 
 
 _SAMPLING_KEYS = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
-"""Metadata keys after `general.sampling.`, by our names. Source: llama.cpp, gguf-py/gguf/constants.py."""
+"""Metadata keys without their prefix `general.sampling.`, by config.json fields. Source: llama.cpp, gguf-py/gguf/constants.py."""
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """Return the network of a GGUF file. Quantised matrices are computed in float32, which holds all their values exactly.
+    """Return the config of a GGUF file's model. With quantised matrices, computations are in float32, which holds all their values.
 
     Raises:
         CheckpointError: A value is missing or out of range, or the network is not supported.
     """
     fields = GgufFields(file)
-    family = _family_of(fields)
+    family = _find_family(fields)
     generation = {"suppress_tokens": file.metadata.get("tokenizer.ggml.suppress_tokens")}
     generation |= {name: file.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING_KEYS.items()}
-    values = _ConfigReader(file, family).values()
+    values = _ConfigReader(file, family).config_fields()
     try:
         return config_from_values(values, file.path, generation=generation, weight_type=_weight_type(file))
     except CheckpointError as error:
         raise with_metadata_keys(error, fields.architecture, gguf_format(family).metadata_keys) from None
 
 
-def rope_values(file: GgufFile, *, head_size: int, max_positions: int) -> dict[str, Any]:
-    """Return the config.json fields of the rotary embeddings of a drafting head's file.
+def read_rope_fields(file: GgufFile, *, head_size: int, max_positions: int) -> dict[str, Any]:
+    """Return the config.json fields for rotary embeddings of a drafting head in a GGUF file.
 
     Raises:
         CheckpointError: A value is out of range or not supported.
     """
-    return _ConfigReader(file, FAMILIES["llama"])._rope(head_size, max_positions)
+    return _ConfigReader(file, FAMILIES["llama"]).rope_fields(head_size, max_positions)
 
 
 def gguf_format(family: Family) -> GgufFormat:
-    """Return how GGUF files of a family are read.
+    """Return the GGUF format of a family.
 
     Raises:
-        CheckpointError: There are none.
+        CheckpointError: GGUF files of the family are not supported.
     """
     found = FAMILIES[family.gguf_family].gguf if family.gguf_family is not None else family.gguf
     if found is None:
@@ -89,39 +89,39 @@ def gguf_format(family: Family) -> GgufFormat:
 
 
 def with_metadata_keys(error: CheckpointError, architecture: str, keys: Mapping[str, str]) -> CheckpointError:
-    """Return the error with metadata keys in place of the config.json fields that it names.
+    """Return an error about config.json fields with the names of the fields replaced by metadata keys.
 
     Args:
-        keys: of fields that not every architecture has.
+        keys: metadata keys of config.json fields that only this family has.
     """
     known = {**_METADATA_KEYS, **keys}
     pattern = rf"\b({'|'.join(known)})\b"
     return CheckpointError(re.sub(pattern, lambda found: f"{architecture}.{known[found[0]]}", str(error)))
 
 
-def _family_of(fields: GgufFields) -> Family:
-    """Return the family of a GGUF file. If several have its architecture, one whose `matches` accepts the metadata is chosen first."""
+def _find_family(fields: GgufFields) -> Family:
+    """Return the family of a GGUF file. If families share its architecture, one whose `matches` returns true takes precedence."""
     if fields.architecture in ASSISTANT_ARCHITECTURES:
         raise CheckpointError(f"{fields.file.path} holds an assistant, a drafter for a Gemma 4 model: pass it as the drafter of that model")
     if fields.architecture in _DRAFTER_ARCHITECTURES:
         raise CheckpointError(f"{fields.file.path} holds a drafter ({fields.architecture}): pass it as the drafter of the model it is for")
     formats = [(family, family.gguf) for family in FAMILIES.values() if family.gguf is not None]
-    formats.sort(key=lambda one: one[1].matches is None)
-    for family, own in formats:
-        if fields.architecture in own.architectures and (own.matches is None or own.matches(fields)):
+    formats.sort(key=lambda item: item[1].matches is None)
+    for family, gguf in formats:
+        if fields.architecture in gguf.architectures and (gguf.matches is None or gguf.matches(fields)):
             return family
-    known = dict.fromkeys(architecture for _, own in formats for architecture in own.architectures)
+    known = dict.fromkeys(architecture for _, gguf in formats for architecture in gguf.architectures)
     raise CheckpointError(
         f"{fields.file.path} holds architecture {shortened(fields.architecture)}, which is not supported; supported are {', '.join(known)}"
     )
 
 
 def _weight_type(file: GgufFile) -> WeightType:
-    """Return the float type that most bytes of the file are stored in."""
+    """Return the float type that most bytes of the file have; F32 if most are quantised."""
     num_bytes: Counter[str] = Counter()
     for tensor in file.tensors.values():
         num_bytes[tensor.block_type.name] += tensor.data.nbytes
-    return _STORED_AS.get(num_bytes.most_common(1)[0][0] if num_bytes else "", WeightType.F32)
+    return _FLOAT_TYPES.get(num_bytes.most_common(1)[0][0] if num_bytes else "", WeightType.F32)
 
 
 class _ConfigReader(GgufFields):
@@ -131,47 +131,47 @@ class _ConfigReader(GgufFields):
         super().__init__(file)
         self._family, self._format = family, gguf_format(family)
 
-    def values(self) -> dict[str, Any]:
-        """Return all config.json fields: those of every architecture and those of the family."""
+    def config_fields(self) -> dict[str, Any]:
+        """Return all config.json fields: those that every family has, and the family's own."""
         sizes = {"allows_zero": self._format.allows_zero_sizes, "allows_mixed": self._format.allows_mixed_sizes}
-        hidden_size, num_heads = self.count("embedding_length"), self.size_of_all_layers("attention.head_count", **sizes)
+        hidden_size, num_heads = self.count("embedding_length"), self.uniform_layer_size("attention.head_count", **sizes)
         head_size = self._head_size(hidden_size, num_heads)
         max_positions, num_blocks = self.count("context_length"), self._num_blocks()
         values: dict[str, Any] = {
             "model_type": self._family.name,
             "vocab_size": self._vocab_size(hidden_size),
             "hidden_size": hidden_size,
-            "intermediate_size": self.size_of_all_layers(
+            "intermediate_size": self.uniform_layer_size(
                 "feed_forward_length", self.architecture_value("expert_feed_forward_length"), **sizes
             ),
             "num_hidden_layers": num_blocks,
             "num_attention_heads": num_heads,
-            "num_key_value_heads": self.size_of_all_layers("attention.head_count_kv", num_heads, **sizes),
+            "num_key_value_heads": self.uniform_layer_size("attention.head_count_kv", num_heads, **sizes),
             "head_dim": head_size,
             "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon", self.architecture_value(self._format.norm_eps_key)),
             "max_position_embeddings": max_positions,
-            "tie_word_embeddings": not self.has("output.weight") and not self._format.has_untied_output,
+            "tie_word_embeddings": not self.has_tensor("output.weight") and not self._format.has_untied_output,
             "attention_bias": self.has_in_any_block("attn_q.bias", num_blocks),
             "attention_out_bias": self.has_in_any_block("attn_output.bias", num_blocks),
             "mlp_bias": self.has_in_any_block("ffn_up.bias", num_blocks),
             "bos_token_id": self.metadata_value("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._end_token_ids(),
         }
-        values |= self._rope(head_size, max_positions) if self._format.has_rope else {}
-        return values | self._format.read_config(self, values)
+        values |= self.rope_fields(head_size, max_positions) if self._format.has_rope else {}
+        return values | self._format.read_extra_fields(self, values)
 
     def _head_size(self, hidden_size: int, num_heads: int) -> int:
         size = self.count("attention.key_length", max(hidden_size // num_heads, 1))
         value_size = self.count("attention.value_length", size)
         if size != value_size:
-            self.refuse("attention.value_length", value_size, f"the size of keys, {size}")
+            self.raise_invalid("attention.value_length", value_size, f"the size of keys, {size}")
         return size
 
     def _num_blocks(self) -> int:
-        """Return `block_count`, checked against the number of tensors before any list of that length is built."""
+        """Return `block_count`, checked against the number of tensors, so that a damaged file cannot make lists of any length."""
         num_layers = self.count("block_count")
         if num_layers > len(self.file.tensors):
-            self.refuse("block_count", num_layers, f"at most as many as the file has tensors, {len(self.file.tensors)}")
+            self.raise_invalid("block_count", num_layers, f"at most as many as the file has tensors, {len(self.file.tensors)}")
         return num_layers
 
     def _vocab_size(self, hidden_size: int) -> int:
@@ -184,45 +184,45 @@ class _ConfigReader(GgufFields):
         return table.shape[0]
 
     def _end_token_ids(self) -> list[Any]:
-        """Return the end tokens. The config reader checks them; ids outside the vocabulary are never sampled."""
+        """Return the end-of-sequence tokens without checking them, because `config_from_values` does."""
         ids = [self.metadata_value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return [token_id for index, token_id in enumerate(ids) if token_id is not None and token_id not in ids[:index]]
 
-    def _rope(self, head_size: int, max_positions: int) -> dict[str, Any]:
+    def rope_fields(self, head_size: int, max_positions: int) -> dict[str, Any]:
         theta = self.number("rope.freq_base", 10000.0)
-        rotated = self.count("rope.dimension_count", head_size)
-        if rotated > head_size:
-            self.refuse("rope.dimension_count", rotated, f"at most the head size, {head_size}")
-        values = {"rope_theta": theta, "partial_rotary_factor": rotated / head_size}
+        rotary_size = self.count("rope.dimension_count", head_size)
+        if rotary_size > head_size:
+            self.raise_invalid("rope.dimension_count", rotary_size, f"at most the head size, {head_size}")
+        values = {"rope_theta": theta, "partial_rotary_factor": rotary_size / head_size}
         original = self.count("rope.scaling.original_context_length", max_positions)
-        scaling = self._scaling(theta, rotated, original, max_positions)
+        scaling = self._rope_scaling_fields(theta, rotary_size, original, max_positions)
         if scaling is None:
             return values
         original = scaling.get("original_max_position_embeddings", original)
         return {**values, "rope_scaling": scaling, "original_max_position_embeddings": original}
 
-    def _scaling(self, theta: float, rotated: int, original: int, max_positions: int) -> dict[str, Any] | None:
+    def _rope_scaling_fields(self, theta: float, rotary_size: int, original: int, max_positions: int) -> dict[str, Any] | None:
         kind = self.architecture_value("rope.scaling.type") or "none"
         factor = self.number("rope.scaling.factor", 1.0)
-        if self.has("rope_factors_short.weight") or self.has("rope_factors_long.weight"):
-            return self._longrope(rotated, original, max_positions)
-        if self.has("rope_freqs.weight"):
+        if self.has_tensor("rope_factors_short.weight") or self.has_tensor("rope_factors_long.weight"):
+            return self._longrope_fields(rotary_size, original, max_positions)
+        if self.has_tensor("rope_freqs.weight"):
             if kind != "none":
                 raise CheckpointError(
                     f"{self.file.path}: rope_freqs.weight together with rope.scaling.type = {shortened(kind)} is not supported"
                 )
-            return self._frequency_factors(theta, rotated, max_positions)
+            return self._fields_of_stored_divisors(theta, rotary_size, max_positions)
         if kind == "none" or (kind == "linear" and factor == 1.0):
             return None
         if kind == "linear":
             return {"rope_type": "linear", "factor": factor}
         if kind == "yarn":
-            return self._yarn(factor, original)
+            return self._yarn_fields(factor, original)
         raise CheckpointError(
             f"{self.file.path}: rope.scaling.type = {shortened(kind)} is not supported, only none, linear, yarn and longrope are"
         )
 
-    def _yarn(self, factor: float, original: int) -> dict[str, Any]:
+    def _yarn_fields(self, factor: float, original: int) -> dict[str, Any]:
         betas = {name: self.architecture_value(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         scaling |= {name: beta for name, beta in betas.items() if beta is not None}
@@ -233,8 +233,8 @@ class _ConfigReader(GgufFields):
             scaling["attention_factor"] = extra * (0.1 * math.log(factor) + 1.0)
         return scaling
 
-    def _longrope(self, rotated: int, original: int, max_positions: int) -> dict[str, Any]:
-        short, long = (self._divisors(f"rope_factors_{name}.weight", rotated) for name in ("short", "long"))
+    def _longrope_fields(self, rotary_size: int, original: int, max_positions: int) -> dict[str, Any]:
+        short, long = (self._read_divisors(f"rope_factors_{name}.weight", rotary_size) for name in ("short", "long"))
         scaling = {
             "rope_type": "longrope",
             "short_factor": short,
@@ -244,18 +244,18 @@ class _ConfigReader(GgufFields):
         ratio = max_positions / original
         implied = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 and original > 1 else 1.0
         stated = self.number("rope.scaling.attn_factor", implied)
-        if not math.isclose(stated, implied, rel_tol=1e-6):  # the file stores the implied factor rounded to float32
+        if not math.isclose(stated, implied, rel_tol=1e-6):  # equal but for rounding to float32 in the file
             scaling["attention_factor"] = stated
         return scaling
 
-    def _frequency_factors(self, theta: float, rotated: int, max_positions: int) -> dict[str, Any]:
-        """Return Llama 3's scaling parameters if they reproduce the stored divisors in float32; otherwise the divisors themselves."""
-        divisors = self._divisors("rope_freqs.weight", rotated)
+    def _fields_of_stored_divisors(self, theta: float, rotary_size: int, max_positions: int) -> dict[str, Any]:
+        """Return rope fields for stored divisors of frequencies: as llama3 if its formula gives the same ones, else as longrope."""
+        divisors = self._read_divisors("rope_freqs.weight", rotary_size)
         factor = max(divisors)
         if factor > 1:
             rope = RopeConfig(float(theta), RopeType.LLAMA3, factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
-            plain = inverse_frequencies(RopeConfig(float(theta)), rotated)[0]
-            if np.allclose(inverse_frequencies(rope, rotated)[0], plain / np.array(divisors, np.float32), rtol=1e-5, atol=0):
+            plain = inverse_frequencies(RopeConfig(float(theta)), rotary_size)[0]
+            if np.allclose(inverse_frequencies(rope, rotary_size)[0], plain / np.array(divisors, np.float32), rtol=1e-5, atol=0):
                 return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
         return {
             "rope_type": "longrope",
@@ -265,11 +265,11 @@ class _ConfigReader(GgufFields):
             "original_max_position_embeddings": max_positions,
         }
 
-    def _divisors(self, name: str, rotated: int) -> list[float]:
+    def _read_divisors(self, name: str, rotary_size: int) -> list[float]:
         tensor = self.file.tensors.get(name)
-        if tensor is None or tensor.block_type.name != "F32" or tensor.shape != (rotated // 2,):
+        if tensor is None or tensor.block_type.name != "F32" or tensor.shape != (rotary_size // 2,):
             found = "is missing" if tensor is None else f"is of type {tensor.block_type.name} and shape {list(tensor.shape)}"
-            raise CheckpointError(f"{self.file.path}: {name} {found}, expected F32 of shape [{rotated // 2}]; download the file again")
+            raise CheckpointError(f"{self.file.path}: {name} {found}, expected F32 of shape [{rotary_size // 2}]; download the file again")
         divisors = [float(str(value)) for value in tensor.data.view("<f4")]
         if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
             raise CheckpointError(f"{self.file.path}: {name} holds a number that is not above 0; download the file again")

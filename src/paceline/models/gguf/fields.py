@@ -1,4 +1,4 @@
-"""Typed access to the metadata of a GGUF file, as the config.json fields that it stands for."""
+"""Typed access to the metadata of a GGUF file, and config.json fields derived from it."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -10,22 +10,22 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.gguf.file import GgufFile
 
 MTP_TENSOR = "nextn.eh_proj.weight"
-"""A tensor that only blocks with a module for multi-token prediction have."""
+"""Name, after the block's prefix, of a tensor that only modules for multi-token prediction (MTP) have."""
 
 
 class GatingFunction(IntEnum):
-    """llama.cpp's numbers for how router logits become expert weights."""
+    """llama.cpp's numbers for the function from router logits to expert weights (`llama_expert_gating_func_type`)."""
 
     SOFTMAX = 1
     SIGMOID = 2
-    SOFTMAX_OF_CHOSEN = 3
+    SOFTMAX_OF_SELECTED = 3
 
 
 class GgufFields:
-    """The metadata of one file.
+    """Typed access to the metadata of one file.
 
     Attributes:
-        architecture: The value of `general.architecture`.
+        architecture: value of `general.architecture`, the prefix of most keys.
     """
 
     def __init__(self, file: GgufFile) -> None:
@@ -33,10 +33,10 @@ class GgufFields:
         self.architecture = self.metadata_value("general.architecture")
 
     def metadata_value(self, key: str) -> Any:
-        """Return the metadata value of a complete key; None if the key is absent."""
+        """Return the metadata value of a full key; None if the key is absent."""
         value = self.file.metadata.get(key)
-        # Metadata is float32. The shortest decimal that rounds to it is what the converter was given: 1e-05, not 9.99999975e-06.
-        with np.errstate(over="ignore"):  # a number outside float32 becomes infinite, which is refused later
+        # Metadata floats are float32. The shortest decimal that rounds to one, such as 1e-05, is the number in the original config.json.
+        with np.errstate(over="ignore"):  # callers refuse infinity, which a number outside float32 becomes
             return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def architecture_value(self, key: str) -> Any:
@@ -44,38 +44,38 @@ class GgufFields:
         return self.metadata_value(f"{self.architecture}.{key}")
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Return a number above 0; 0 counts as absent.
+        """Return a number above 0 for `{architecture}.{key}`. If there is a default, 0 counts as absent.
 
         Raises:
-            CheckpointError: The key is absent and there is no default, or its value is not such a number.
+            CheckpointError: The key is absent without a default, or its value is not a number above 0.
         """
         value = self.architecture_value(key)
         value = default if value is None or (value == 0 and default is not None) else value
         if value is None:
             raise CheckpointError(f"{self.file.path} has no metadata {self.architecture}.{key}: get a newer conversion of the model")
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 2**31:
-            self.refuse(key, value, "a number above 0 and below 2**31")
+            self.raise_invalid(key, value, "a number above 0 and below 2**31")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a metadata integer above 0; default and errors as for `number`."""
+        """Return an integer above 0. Arguments and errors as in `number`."""
         value = self.number(key, default)
         if not isinstance(value, int):
-            self.refuse(key, value, "a whole number")
+            self.raise_invalid(key, value, "a whole number")
         return value
 
-    def refuse(self, key: str, value: object, expected: str) -> NoReturn:
+    def raise_invalid(self, key: str, value: object, expected: str) -> NoReturn:
         """Raise a CheckpointError with the key, its value and what is allowed."""
         raise CheckpointError(
             f"{self.file.path}: {self.architecture}.{key} = {shortened(value)}, expected {expected}; download the file again"
         )
 
-    def size_of_all_layers(self, key: str, default: int | None = None, *, allows_zero: bool = False, allows_mixed: bool = False) -> int:
-        """Return the size that all layers share, where metadata may give one for each layer.
+    def uniform_layer_size(self, key: str, default: int | None = None, *, allows_zero: bool = False, allows_mixed: bool = False) -> int:
+        """Return a size that all layers share. Metadata may hold one number, or a list with one for each layer.
 
         Args:
-            allows_zero: Skip layers of size 0, which do not have the part.
-            allows_mixed: Return the size of the first layer if they differ.
+            allows_zero: ignore zeros in the list, which mean that a layer has no attention or no MLP.
+            allows_mixed: sizes may differ; return the first one.
         """
         value = self.architecture_value(key)
         if not isinstance(value, list):
@@ -84,74 +84,74 @@ class GgufFields:
         first = sizes[0] if sizes else None
         differs = not allows_mixed and any(other != first for other in sizes)
         if not isinstance(first, int) or isinstance(first, bool) or first < 1 or differs:
-            self.refuse(key, value, "the same whole number above 0 for every layer")
+            self.raise_invalid(key, value, "the same whole number above 0 for every layer")
         return first
 
-    def has(self, name: str) -> bool:
-        """Return whether the file has a tensor of this name."""
+    def has_tensor(self, name: str) -> bool:
+        """Return whether the file has a tensor with this name."""
         return name in self.file.tensors
 
     def has_in_any_block(self, name: str, num_blocks: int) -> bool:
-        """Return whether any block has a tensor of this name, such as `attn_q.bias`."""
-        return any(self.has(f"blk.{block}.{name}") for block in range(num_blocks))
+        """Return whether any of the blocks has a tensor with this name after the prefix, such as `attn_q.bias`."""
+        return any(self.has_tensor(f"blk.{block}.{name}") for block in range(num_blocks))
 
-    def num_rows_of(self, name: str) -> int:
+    def num_tensor_rows(self, name: str) -> int:
         """Return the number of rows of a tensor; 0 if the file does not have it."""
         tensor = self.file.tensors.get(name)
         return tensor.shape[0] if tensor is not None and tensor.shape else 0
 
-    def num_layers_without_mtp(self, num_blocks: int, least: int = 0) -> int:
-        """Return the number of layers, without the modules for multi-token prediction that `block_count` includes.
+    def num_layers_without_mtp(self, num_blocks: int, min_mtp_modules: int = 0) -> int:
+        """Return the number of layers: `num_blocks` minus the modules for multi-token prediction (MTP) after the last layer.
 
         Args:
-            least: Modules that the tensors show, whatever the metadata says.
+            min_mtp_modules: number of MTP modules that the file has tensors of, if metadata states fewer.
         """
         key = "nextn_predict_layers"
-        num_modules = max(self.count(key) if self.architecture_value(key) else 0, least)
+        num_modules = max(self.count(key) if self.architecture_value(key) else 0, min_mtp_modules)
         if num_modules >= num_blocks:
-            self.refuse(key, num_modules, f"fewer than block_count, {num_blocks}")
+            self.raise_invalid(key, num_modules, f"fewer than block_count, {num_blocks}")
         return num_blocks - num_modules
 
     def read_layer_types(self, num_layers: int) -> dict[str, Any]:
-        """Return `layer_types`, from the metadata's list or its interval between full-attention layers; empty if it has neither."""
+        """Return the config.json field `layer_types`, from the metadata's list or interval; no field if there is neither."""
         pattern = self.architecture_value("attention.sliding_window_pattern")
-        if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 0:  # an interval of 0: all layers have a window
+        if type(pattern) is int and pattern >= 0:  # every `pattern`-th layer has full attention, or none if it is 0
             pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(num_layers)]
         if pattern is None:
             return {}
         if not isinstance(pattern, list):
-            self.refuse("attention.sliding_window_pattern", pattern, "for each layer whether it has a sliding window")
+            self.raise_invalid("attention.sliding_window_pattern", pattern, "for each layer whether it has a sliding window")
         return {"layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]}
 
-    def read_windows(self, num_layers: int) -> dict[str, Any]:
-        """Return `sliding_window` and `layer_types` of an architecture that may have no window."""
-        window, types = self.architecture_value("attention.sliding_window") or None, self.read_layer_types(num_layers)  # 0 = none
+    def read_sliding_window(self, num_layers: int) -> dict[str, Any]:
+        """Return the config.json fields `sliding_window` (null if there is no window) and `layer_types`."""
+        window, types = self.architecture_value("attention.sliding_window") or None, self.read_layer_types(num_layers)  # 0 means no window
         if window is not None:
             return {"sliding_window": window, **types}
         if "sliding_attention" in types.get("layer_types", ()):
-            self.refuse("attention.sliding_window", window, "the window of the layers that attention.sliding_window_pattern names")
+            self.raise_invalid("attention.sliding_window", window, "the window of the layers that attention.sliding_window_pattern names")
         return {"sliding_window": None}
 
     def read_experts(
         self,
         *,
         width: int | None = None,
-        normalizes: bool = False,
+        is_normalized: bool = False,
         gating: Sequence[GatingFunction] = (GatingFunction.SOFTMAX,),
     ) -> dict[str, Any]:
-        """Return the config.json fields of experts.
+        """Return the config.json fields for experts.
 
         Args:
-            width: `moe_intermediate_size` if the file has no `expert_feed_forward_length`.
-            normalizes: `norm_topk_prob` if the file does not say: llama.cpp's code has it for each architecture.
-            gating: The functions that the architecture may name; the first is the one it has.
+            width: `moe_intermediate_size` if metadata has no `expert_feed_forward_length`.
+            is_normalized: `norm_topk_prob` if metadata has no `expert_weights_norm`.
+            gating: functions that metadata may state for this architecture. The first one is in the error if it states another.
         """
         if (found := self.architecture_value("expert_gating_func")) not in (None, 0, *gating):
-            self.refuse("expert_gating_func", found, str(int(gating[0])))
-        is_normalized = self.architecture_value("expert_weights_norm")
+            self.raise_invalid("expert_gating_func", found, str(int(gating[0])))
+        stated = self.architecture_value("expert_weights_norm")
         return {
             "num_experts": self.count("expert_count"),
             "num_experts_per_tok": self.count("expert_used_count"),
             "moe_intermediate_size": self.count("expert_feed_forward_length", width),
-            "norm_topk_prob": normalizes if is_normalized is None else is_normalized,
+            "norm_topk_prob": is_normalized if stated is None else stated,
         }

@@ -1,4 +1,4 @@
-"""The GGUF container, memory-mapped: a header, then the tensors' bytes, in one file or several."""
+"""Open GGUF files: a header, then the tensors' bytes, in one file or several parts. Files are memory-mapped."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.gguf.header import GgufTensor, Header, Metadata
+from paceline.models.gguf.header import GgufTensor, HeaderReader, Metadata
 from paceline.models.storage.safetensors_file import map_file
 from paceline.small_files import is_file, unreadable_error
 
@@ -19,12 +19,12 @@ _FILE_TYPES = (
     *("Q5_K_S", "Q5_K_M", "Q6_K", "IQ2_XXS", "IQ2_XS", "Q2_K_S", "IQ3_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ3_M", "IQ2_S"),
     *("IQ2_M", "IQ4_XS", "IQ1_M", "BF16"),
 )
-"""Names by `general.file_type`; None = it is used no more. Source: llama.cpp's include/llama.h, `llama_ftype`."""
+"""Names of the numbers in `general.file_type`; None = the number is no longer used. Source: llama.cpp's include/llama.h, `llama_ftype`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A GGUF file, or all parts of a split one: `metadata` of the first part, tensors of all parts by their names in the file."""
+    """A GGUF file, or all parts of a split file. `metadata` is that of the first part; `tensors` has those of all parts, by name."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -32,7 +32,7 @@ class GgufFile:
 
     @property
     def file_type(self) -> str | None:
-        """The name of its quantisation, such as "Q4_K_M"; None = the file has none."""
+        """Return llama.cpp's name of the quantisation, such as "Q4_K_M"; None = the file does not state it."""
         number = self.metadata.get("general.file_type")
         return _FILE_TYPES[number] if isinstance(number, int) and 0 <= number < len(_FILE_TYPES) else None
 
@@ -47,11 +47,13 @@ def open_gguf(path: Path) -> GgufFile:
     first = _open_part(parts[0])
     tensors = dict(first.tensors)
     for part in parts[1:]:
-        more = _open_part(part).tensors
-        twice = sorted(set(more) & set(tensors))
-        if twice:
-            raise CheckpointError(f"{part} holds tensor {twice[0]!r} a second time; the parts are of different models, download them again")
-        tensors.update(more)
+        part_tensors = _open_part(part).tensors
+        duplicates = sorted(set(part_tensors) & set(tensors))
+        if duplicates:
+            raise CheckpointError(
+                f"{part} holds tensor {duplicates[0]!r} a second time; the parts are of different models, download them again"
+            )
+        tensors.update(part_tensors)
     declared = first.metadata.get("split.tensors.count", len(tensors))
     if len(parts) > 1 and declared != len(tensors):
         raise CheckpointError(
@@ -66,7 +68,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def split_parts(path: Path) -> tuple[Path, ...]:
-    """Return all parts of a split file, in order, or the file itself.
+    """Return the paths of all parts of a split file, in order; of any other file its own path.
 
     Raises:
         CheckpointError: A part is missing.
@@ -93,7 +95,7 @@ def _open_part(path: Path) -> GgufFile:
         raise unreadable_error(path, error) from error
     if len(file_bytes) < 24:
         raise CheckpointError(f"{path} has {len(file_bytes)} bytes, a GGUF file has at least 24: truncated, download it again")
-    header = Header(path, file_bytes)
+    header = HeaderReader(path, file_bytes)
     num_tensors, num_keys = header.read_counts()
     metadata = Metadata(header, header.metadata_positions(num_keys))
     alignment = metadata.get("general.alignment", 32)

@@ -1,6 +1,6 @@
 """Parse the header of a GGUF file: metadata and a table of tensors.
 
-The header is untrusted. Every count and length is checked against the file's size before use. Values are decoded on first use.
+Files are untrusted: every count and length is checked against the file's size before use. Metadata values are decoded on first use.
 """
 
 import math
@@ -21,19 +21,19 @@ VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16
 """Largest number of metadata keys, and of tensors."""
 MAX_ITEMS = 1 << 21
-"""Limit for strings and nested arrays in all metadata, and for the numbers of one array that is read."""
+"""Limit of the strings and nested arrays in all metadata together, and of the numbers in one array."""
 MAX_NESTING = 4
 MAX_TEXT_BYTES = 64 << 20
-"""Of one string, or of all strings of one array."""
+"""Limit of the bytes of one string, or of all strings in one array."""
 MAX_NAME_BYTES = 1024
-"""Of a metadata key or a tensor name. Real ones have a few dozen."""
+"""Limit of the bytes of a metadata key or a tensor's name. Real ones have a few dozen bytes."""
 MAX_DIMENSIONS = 4
-_MIN_ENTRY_BYTES = 13  # minimum size of a metadata entry: an empty key, a type and a value
+_MIN_ENTRY_BYTES = 13  # bytes of the smallest metadata entry: an empty key, a type and a 1-byte value
 
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LENGTH = struct.Struct("<Q")
-_FIXED_BYTES = {kind: struct.calcsize(layout) for kind, layout in _NUMBERS.items()} | {_BOOL: 1}
+_FIXED_BYTES = {value_type: struct.calcsize(layout) for value_type, layout in _NUMBERS.items()} | {_BOOL: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor: its shape with columns last, unlike in the file, and its bytes in the mapped file."""
+    """One tensor of a GGUF file. `data` is a view of its bytes. `shape` has columns last, which the file stores first."""
 
     path: Path
     name: str
@@ -76,28 +76,28 @@ class GgufTensor:
 
 
 class Metadata(Mapping[str, Any]):
-    """Metadata by key: int, float, bool, str, or a list of them. Decoded on first use, because vocabularies are long."""
+    """Metadata values by key: int, float, bool, str or lists. A value is decoded when it is read, because vocabularies are long."""
 
-    def __init__(self, header: "Header", positions: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, header: "HeaderReader", positions: Mapping[str, tuple[int, int]]) -> None:
         self._header = header
-        self._places = positions
+        self._positions = positions
 
     def __getitem__(self, key: str) -> Any:
-        kind, start = self._places[key]
-        return self._header.value_at(start, kind, key)
+        value_type, start = self._positions[key]
+        return self._header.value_at(start, value_type, key)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._places
+        return key in self._positions
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._positions)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._positions)
 
 
-class Header:
-    """A cursor over the header; `position` never passes the end of the file."""
+class HeaderReader:
+    """Reads a header sequentially. The read position never passes the end of the file."""
 
     def __init__(self, path: Path, file_bytes: NDArray[np.uint8]) -> None:
         self._path = path
@@ -129,20 +129,20 @@ class Header:
         return counts
 
     def metadata_positions(self, count: int) -> dict[str, tuple[int, int]]:
-        """Read each key, with the type and position of its value."""
+        """Read `count` metadata entries and return the type and byte position of each value, by key."""
         positions: dict[str, tuple[int, int]] = {}
         for _ in range(count):
             key = self._read_text("a metadata key", MAX_NAME_BYTES)
             if key in positions:
                 self.raise_damaged(f"metadata key {key!r} appears twice")
-            kind = self._read_number("<I", key)
-            positions[key] = kind, self._position
-            self._skip_value(kind, key)
+            value_type = self._read_number("<I", key)
+            positions[key] = value_type, self._position
+            self._skip_value(value_type, key)
         return positions
 
     def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
-        """Read the tensor table, with each tensor's bytes."""
-        table = [self._tensor_entry() for _ in range(count)]
+        """Read `count` entries of the tensor table and return the tensors by name."""
+        table = [self._read_tensor_entry() for _ in range(count)]
         data_start = -(-self._position // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         spans: list[tuple[int, int, str]] = []
@@ -164,15 +164,15 @@ class Header:
                 self.raise_damaged(f"tensors {first!r} and {second!r} overlap at byte {begin} (the first ends at {end})")
         return tensors
 
-    def value_at(self, start: int, kind: int, key: str) -> Any:
-        """Return the value at a checked position, without moving the cursor."""
-        begun, self._position = self._position, start
+    def value_at(self, start: int, value_type: int, key: str) -> Any:
+        """Return the metadata value of type `value_type` at byte `start`, and keep the read position."""
+        previous, self._position = self._position, start
         try:
-            return self._read_value(kind, key)
+            return self._read_value(value_type, key)
         finally:
-            self._position = begun
+            self._position = previous
 
-    def _tensor_entry(self) -> tuple[str, tuple[int, ...], BlockType, int]:
+    def _read_tensor_entry(self) -> tuple[str, tuple[int, ...], BlockType, int]:
         name = self._read_text("a tensor's name", MAX_NAME_BYTES)
         num_dimensions = self._read_number("<I", name)
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
@@ -191,7 +191,7 @@ class Header:
         return name, shape, block_type, offset
 
     def _skip_bytes(self, num_bytes: int, field_name: str) -> int:
-        """Advance the cursor by `num_bytes` and return its position before."""
+        """Advance the read position by `num_bytes` and return the previous position."""
         start = self._position
         if num_bytes > len(self._bytes) - start:
             self.raise_damaged(f"{field_name!r} at byte {start} needs {num_bytes} bytes of a file of {len(self._bytes)}")
@@ -209,7 +209,7 @@ class Header:
         return self._decode_text(start, self._position, field_name)
 
     def _string_spans(self, count: int, field_name: str) -> Iterator[tuple[int, int]]:
-        """Return begin and end of each of `count` strings. An inlined loop, because vocabularies have hundreds of thousands."""
+        """Yield start and end of each of `count` strings. For speed it calls no other method: vocabularies are long."""
         view, position = self._view, self._position
         last = min(len(self._bytes), position + MAX_TEXT_BYTES) - _LENGTH.size
         for _ in range(count):
@@ -236,10 +236,10 @@ class Header:
             self.raise_damaged(f"{field_name!r} nests arrays more than {MAX_NESTING} deep")
         return self._read_number("<I", field_name), self._read_number("<Q", field_name)
 
-    def _skip_value(self, kind: int, field_name: str, depth: int = 0) -> None:
-        if kind == _STRING:
+    def _skip_value(self, value_type: int, field_name: str, depth: int = 0) -> None:
+        if value_type == _STRING:
             self._skip_bytes(self._read_number("<Q", field_name), field_name)
-        elif kind == _ARRAY:
+        elif value_type == _ARRAY:
             element, count = self._read_array_header(field_name, depth)
             if element in _FIXED_BYTES:
                 self._skip_bytes(count * _FIXED_BYTES[element], field_name)
@@ -254,12 +254,12 @@ class Header:
             for _ in range(count):
                 self._skip_value(element, field_name, depth + 1)
         else:
-            self._skip_bytes(self._fixed_bytes(kind, field_name), field_name)
+            self._skip_bytes(self._value_bytes(value_type, field_name), field_name)
 
-    def _read_value(self, kind: int, field_name: str, depth: int = 0) -> Any:
-        if kind == _STRING:
+    def _read_value(self, value_type: int, field_name: str, depth: int = 0) -> Any:
+        if value_type == _STRING:
             return self._read_text(field_name)
-        if kind == _ARRAY:
+        if value_type == _ARRAY:
             element, count = self._read_array_header(field_name, depth)
             if element in _NUMBERS:
                 if count > MAX_ITEMS:
@@ -269,12 +269,12 @@ class Header:
             if element == _STRING:
                 return [self._decode_text(start, end, field_name) for start, end in self._string_spans(count, field_name)]
             return [self._read_value(element, field_name, depth + 1) for _ in range(count)]
-        if kind == _BOOL:
+        if value_type == _BOOL:
             return self._read_number("<B", field_name) != 0
-        self._fixed_bytes(kind, field_name)
-        return self._read_number(_NUMBERS[kind], field_name)
+        self._value_bytes(value_type, field_name)
+        return self._read_number(_NUMBERS[value_type], field_name)
 
-    def _fixed_bytes(self, kind: int, field_name: str) -> int:
-        if kind not in _FIXED_BYTES:
-            self.raise_damaged(f"{field_name!r} has a value of type {kind}, expected 0 to 12")
-        return _FIXED_BYTES[kind]
+    def _value_bytes(self, value_type: int, field_name: str) -> int:
+        if value_type not in _FIXED_BYTES:
+            self.raise_damaged(f"{field_name!r} has a value of type {value_type}, expected 0 to 12")
+        return _FIXED_BYTES[value_type]

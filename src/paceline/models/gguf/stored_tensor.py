@@ -1,4 +1,4 @@
-"""Find the tensors of the network of a GGUF file, and read them."""
+"""Read tensors of the network from their rows in a GGUF file."""
 
 import math
 from collections.abc import Callable
@@ -12,25 +12,27 @@ from paceline.models.config import WeightType
 from paceline.models.gguf.blocks import StoredBlocks, convert_blocks_to_groups, grouped_matrix_size
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.grouped import RUN, columns_per_float16_scale
-from paceline.models.quantize import Scheme, largest_group_size, quantize_tensor
+from paceline.models.quantize import QuantizationScheme, largest_group_size, quantize_tensor
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo
 
 UNQUANTIZED_TYPES = {"F32": (WeightType.F32, "<f4"), "F16": (WeightType.F16, "<f2"), "BF16": (WeightType.BF16, "<u2")}
-"""Types that are used as stored, with their numpy types."""
+"""Float types, which are used as stored, with their numpy types."""
 _REGROUPED_GROUP_SIZE = 128
 
 IndexMap = Callable[[], NDArray[np.int64]]
-"""Returns the index of the stored row, or column, for each one of the network's tensor."""
+"""A function that returns for each row (or column) of the network's tensor the index of the stored one."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """The rows of a stored tensor that make one tensor of the network.
+    """Where a tensor of the network is stored.
 
     Attributes:
-        expert: index in a stack of experts; `first_row` counts within it.
-        rows: stored row of each row; None = consecutive from `first_row` on.
-        columns: stored column of each column; None = the same.
+        tensor: stored tensor with its rows.
+        shape: shape of the network's tensor.
+        expert: index of its expert if `tensor` stacks those of all experts. Rows are then counted within the expert.
+        rows: row order; None = consecutive rows from `first_row` on.
+        columns: column order; None = the stored order.
     """
 
     tensor: GgufTensor
@@ -41,14 +43,14 @@ class TensorSource:
     columns: IndexMap | None = None
 
 
-def check_shape(source: TensorSource, *shapes: tuple[int, ...]) -> None:
-    """Compare the stored tensor with one or several shapes of the same meaning.
+def check_stored_shape(source: TensorSource, *shapes: tuple[int, ...]) -> None:
+    """Check that the stored tensor has one of `shapes` and a supported type.
 
     Raises:
         CheckpointError: It has another shape, or a type that is not supported.
     """
     tensor = source.tensor
-    if tensor.shape not in shapes and (1, *tensor.shape) not in shapes:  # a matrix of one row may be stored as a vector
+    if tensor.shape not in shapes and (1, *tensor.shape) not in shapes:  # converters store a matrix of one row as a vector
         raise CheckpointError(
             f"{tensor} has shape {list(tensor.shape)}, but the metadata requires {list(shapes[0])}; the file is damaged, download it again"
         )
@@ -56,7 +58,7 @@ def check_shape(source: TensorSource, *shapes: tuple[int, ...]) -> None:
         return
     if len(source.shape) != 2:
         raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}; for one row {', '.join(UNQUANTIZED_TYPES)} are supported")
-    tensor_info(source, regroup=False)  # raises for an unsupported type
+    tensor_info(source, regroup=False)  # raises an error if the type is not supported
 
 
 def tensor_info(source: TensorSource, *, regroup: bool) -> TensorInfo:
@@ -76,7 +78,7 @@ def tensor_info(source: TensorSource, *, regroup: bool) -> TensorInfo:
 
 
 def stored_rows(source: TensorSource) -> NDArray[np.uint8]:
-    """Return the stored rows of a tensor, [rows, bytes]; each element of a vector is a row."""
+    """Return the stored bytes of a tensor in the file's row order, [rows, bytes]. A vector has a row for each element."""
     data, shape = source.tensor.data, source.tensor.shape
     if source.expert is not None:
         data, shape = data.reshape(shape[0], -1)[source.expert], shape[1:]
@@ -85,7 +87,7 @@ def stored_rows(source: TensorSource) -> NDArray[np.uint8]:
 
 
 def stored_blocks(source: TensorSource) -> StoredBlocks | None:
-    """Return a matrix as stored quantised blocks; None if it is not stored in blocks, or if its column order splits runs of 32."""
+    """Return a matrix as stored quantised blocks; None if it is stored as floats, or its column order splits runs of 32."""
     if source.tensor.block_type.name in UNQUANTIZED_TYPES:
         return None
     runs = None if source.columns is None else _column_run_order(source.columns())
@@ -95,20 +97,20 @@ def stored_blocks(source: TensorSource) -> StoredBlocks | None:
     return StoredBlocks(stored_rows(source), source.tensor.block_type, str(source.tensor), order, runs)
 
 
-def decoding_key(source: TensorSource) -> NDArray[np.uint8]:
-    """Return a digest input [1, bytes] of settings that change the values decoded from the same stored bytes."""
+def order_digest_input(source: TensorSource) -> NDArray[np.uint8]:
+    """Return bytes [1, n] of the type and the row and column orders, which with the stored bytes determine a tensor's values."""
     orders = [order().tobytes() for order in (source.rows, source.columns) if order is not None]
-    how = repr((source.tensor.block_type.name, source.rows is not None, source.columns is not None)).encode()
-    return np.frombuffer(b"".join((how, *orders)), np.uint8)[None]
+    settings = repr((source.tensor.block_type.name, source.rows is not None, source.columns is not None)).encode()
+    return np.frombuffer(b"".join((settings, *orders)), np.uint8)[None]
 
 
 def read_tensor(name: str, source: TensorSource, *, regroup: bool, num_threads: int) -> AnyTensor:
-    """Read the tensor: a view of the file unless rows or columns are reordered; quantised blocks become groups.
+    """Read a tensor. Floats are a view of the file unless rows or columns are reordered; quantised blocks become groups.
 
     Args:
         name: internal name of the tensor.
         regroup: as in `GgufWeights`.
-        num_threads: for the conversion.
+        num_threads: number of threads that convert blocks.
     """
     tensor, stored = source.tensor, stored_rows(source)
     order = None if source.rows is None else source.rows()
@@ -120,23 +122,23 @@ def read_tensor(name: str, source: TensorSource, *, regroup: bool, num_threads: 
         return Tensor(array if array.flags.aligned else array.copy(), weight_type, source.shape)
     blocks = stored_blocks(source)
     if blocks is None:
-        assert columns is not None  # with reordered columns only; otherwise `stored_blocks` returns blocks
+        assert columns is not None  # `stored_blocks` returns None only for reordered columns
         matrix = convert_blocks_to_groups(stored, tensor.block_type, str(tensor), order, num_threads=num_threads)
         return Tensor(matrix.values().take(columns, 1), WeightType.F32, source.shape)
-    grouped = GroupedTensor(blocks.groups(num_threads=num_threads))
+    grouped = GroupedTensor(blocks.to_grouped_matrix(num_threads=num_threads))
     scheme = _requantization_scheme(source) if regroup else None
     return grouped if scheme is None else quantize_tensor(name, grouped, scheme, num_threads=num_threads)
 
 
-def _requantization_scheme(source: TensorSource) -> Scheme | None:
-    """Return how a matrix is requantised: types of up to 4 bits to 4, others to 8; None if no group size divides its width."""
+def _requantization_scheme(source: TensorSource) -> QuantizationScheme | None:
+    """Return how to requantise a matrix: block types of at most 4 bits to 4 bits, others to 8. None = no group size fits its width."""
     has_four_bits = source.tensor.block_type.name.startswith(("Q4", "IQ4", "Q2", "Q3"))
     group_size = largest_group_size(source.shape[1], _REGROUPED_GROUP_SIZE)
-    return None if group_size is None else Scheme(4 if has_four_bits else 8, group_size, symmetric=True)
+    return None if group_size is None else QuantizationScheme(4 if has_four_bits else 8, group_size, symmetric=True)
 
 
 def _column_run_order(columns: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """Return a column order as an order of runs of 32 columns; None if it splits a run, because codes are packed by run."""
+    """Return a column order as an order of runs of 32 columns, in which codes are packed; None if the order splits a run."""
     if len(columns) % RUN:
         return None
     runs = columns.reshape(-1, RUN)

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under internal names, with rows in the order the network computes them."""
+"""The weights of a GGUF file, by the network's internal tensor names."""
 
 import re
 from collections.abc import Callable, Container, Mapping
@@ -21,8 +21,8 @@ from paceline.models.gguf.stored_tensor import (
     UNQUANTIZED_TYPES,
     IndexMap,
     TensorSource,
-    check_shape,
-    decoding_key,
+    check_stored_shape,
+    order_digest_input,
     read_tensor,
     stored_blocks,
     stored_rows,
@@ -65,7 +65,7 @@ _GGUF_MODULE_NAMES = {
     "input_norm": "post_norm",
     "output_scale": "layer_output_scale",
 }
-"""Our modules and their names in most architectures."""
+"""GGUF names of modules, by internal name. `GgufFormat.module_names` has a family's exceptions."""
 _GGUF_TENSOR_NAMES = {
     "router.correction": "exp_probs_b.bias",
     "router.scales": "ffn_down_exps.scale",
@@ -78,53 +78,53 @@ _GGUF_MTP_MODULE_NAMES = {
     "feature_norm.weight": "hnorm",
     "final_norm.weight": "shared_head_norm",
 }
-"""Modules of a block for multi-token prediction, next to those of its layer."""
-_MTP_COPIED_MODULES = ("embed_tokens", "shared_head_head")
+"""GGUF names of the tensors that a module for multi-token prediction (MTP) has in addition to its layer, by internal name."""
+_MTP_COPIES = ("embed_tokens", "shared_head_head")
 _FUSED_PROJECTIONS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraTensors:
-    """What the GGUF file of a drafting head holds next to the layers of its network.
+    """Tensors in the GGUF file of a drafting head that a model of its `ModelConfig` does not have.
 
     Attributes:
-        tensors: for each internal name the tensor in the file, and its shape. Replaces the usual name of a tensor of the network.
-        names_read_elsewhere: names in the file that are read elsewhere.
-        head_kind: the kind of head, for errors.
+        tensors: name in the file and shape, by internal name. They take precedence over the usual names.
+        other_names: names of tensors in the file that the caller reads.
+        head_kind: kind of head, for errors.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    names_read_elsewhere: Container[str]
+    other_names: Container[str]
     head_kind: str
 
 
 class GgufWeights(LazyWeights):
-    """The tensors of a GGUF file. A quantised matrix becomes groups on first use.
+    """The weights of a GGUF file. A quantised matrix is converted to groups on first use.
 
     Args:
-        others: tensors that the network has in addition to `config`.
-        num_threads: for the conversion.
-        regroup: requantise to groups of 128 columns with one scale each, which runs faster and changes values.
+        extra: tensors that the network has in addition to those of `config`.
+        regroup: requantise matrices to groups of 128 columns with one scale each, which runs faster and changes values.
+        num_threads: number of threads that convert matrices.
     """
 
     def __init__(
-        self, file: GgufFile, config: ModelConfig, *, others: ExtraTensors | None = None, regroup: bool = False, num_threads: int = 1
+        self, file: GgufFile, config: ModelConfig, *, extra: ExtraTensors | None = None, regroup: bool = False, num_threads: int = 1
     ) -> None:
         """Find every tensor of the network.
 
         Raises:
             CheckpointError: A tensor is missing, unknown, or of another shape or an unsupported type.
         """
-        self._sources = sources = _find_network_sources(file, config, others)
+        self._sources = sources = _find_network_sources(file, config, extra)
         self._regroup = regroup
         super().__init__(sources, lambda name: read_tensor(name, sources[name], regroup=regroup, num_threads=num_threads))
         self.bundled_head = "mtp" if num_mtp_modules(file, config) else None
 
-    def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
+    def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
         source = self._sources[name]
         if source.tensor.block_type.name in UNQUANTIZED_TYPES:
-            return super().rows(name, numbers)
-        return convert_blocks_to_groups(stored_rows(source)[numbers], source.tensor.block_type, str(source.tensor)).values()
+            return super().rows(name, row_indices)
+        return convert_blocks_to_groups(stored_rows(source)[row_indices], source.tensor.block_type, str(source.tensor)).values()
 
     def info(self, name: str) -> TensorInfo:
         return tensor_info(self._sources[name], regroup=self._regroup)
@@ -140,113 +140,113 @@ class GgufWeights(LazyWeights):
         if self._regroup:
             return super().source_arrays(name)
         source = self._sources[name]
-        return stored_rows(source), decoding_key(source)
+        return stored_rows(source), order_digest_input(source)
 
 
 def num_mtp_modules(file: GgufFile, config: ModelConfig) -> int:
-    """Return the number of modules for multi-token prediction after the last layer."""
+    """Return the number of MTP modules after the last layer."""
     return sum(_is_mtp_tensor(name, file, config) and name.endswith(f".{MTP_TENSOR}") for name in file.tensors)
 
 
 def open_mtp_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_threads: int = 1) -> dict[str, Callable[[], AnyTensor]]:
-    """Return functions that read each tensor of the first module, by internal names; its layer is `layers.0`.
+    """Return for each tensor of the first MTP module, by internal name, a function that reads it. Its layer is named `layers.0`.
 
-    Its copies of the embedding and the output matrix are left out: they are rounded once more than the model's.
+    A module may hold copies of the embedding and lm_head. They are not read: they were rounded once more than the model's.
 
     Args:
-        layer: the layer of the module.
-        num_threads: for the conversion.
+        layer: settings of the module's layer.
+        num_threads: number of threads that convert matrices.
 
     Raises:
         CheckpointError: A tensor is missing, unknown, or of another shape or an unsupported type.
     """
     number, size = config.num_layers, config.hidden_size
-    longer, own = replace(config, layers=(*config.layers, layer)), f"layers.{config.num_layers}."
-    sources, missing = _find_sources(file, longer, {name: shape for name, shape in tensor_shapes(longer).items() if name.startswith(own)})
+    with_module, prefix = replace(config, layers=(*config.layers, layer)), f"layers.{config.num_layers}."
+    layer_shapes = {name: shape for name, shape in tensor_shapes(with_module).items() if name.startswith(prefix)}
+    sources, missing = _find_sources(file, with_module, layer_shapes)
     parts = {name: f"blk.{number}.nextn.{part}.weight" for name, part in _GGUF_MTP_MODULE_NAMES.items()}
-    if config.has_norm_offset and parts["final_norm.weight"] not in file.tensors:  # GGUF files of Qwen models may lack this norm
+    if config.has_norm_offset and parts["final_norm.weight"] not in file.tensors:  # Qwen files without it use the model's norm
         parts["final_norm.weight"] = "output_norm.weight"
     shapes = {name: (size, 2 * size) if name == "fc.weight" else (size,) for name in parts}
-    more, lacking = _find_named_sources(file, {name: (in_file, shapes[name]) for name, in_file in parts.items()})
-    sources, missing = sources | more, missing + lacking
+    named_sources, missing_names = _find_named_sources(file, {name: (in_file, shapes[name]) for name, in_file in parts.items()})
+    sources, missing = sources | named_sources, missing + missing_names
     if missing:
         raise CheckpointError(f"{file.path}: the module in block {number} lacks {name_list(missing)}; download the file again")
-    names_read_elsewhere = {source.tensor.name for source in sources.values()} | {
-        f"blk.{number}.nextn.{copy}.weight" for copy in _MTP_COPIED_MODULES
-    }
-    unknown = [name for name in file.tensors if name.startswith(f"blk.{number}.") and name not in names_read_elsewhere]
+    known = {source.tensor.name for source in sources.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _MTP_COPIES}
+    unknown = [name for name in file.tensors if name.startswith(f"blk.{number}.") and name not in known]
     if unknown:
         raise CheckpointError(f"{file.path} holds {name_list(unknown)} that no known mtp head has: it may compute something else with them")
 
-    def reader_of(name: str, source: TensorSource) -> Callable[[], AnyTensor]:
+    def make_reader(name: str, source: TensorSource) -> Callable[[], AnyTensor]:
         return lambda: read_tensor(name, source, regroup=False, num_threads=num_threads)
 
-    return {name.replace(own, "layers.0.", 1): reader_of(name, source) for name, source in sources.items()}
+    return {name.replace(prefix, "layers.0.", 1): make_reader(name, source) for name, source in sources.items()}
 
 
-def _find_network_sources(file: GgufFile, config: ModelConfig, others: ExtraTensors | None) -> dict[str, TensorSource]:
-    named = {} if others is None else others.tensors
-    sources, missing = _find_sources(file, config, {name: shape for name, shape in tensor_shapes(config).items() if name not in named})
-    more, lacking = _find_named_sources(file, named)
-    sources, missing = sources | more, missing + lacking
+def _find_network_sources(file: GgufFile, config: ModelConfig, extra: ExtraTensors | None) -> dict[str, TensorSource]:
+    extra_tensors = {} if extra is None else extra.tensors
+    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in extra_tensors}
+    sources, missing = _find_sources(file, config, shapes)
+    named_sources, missing_names = _find_named_sources(file, extra_tensors)
+    sources, missing = sources | named_sources, missing + missing_names
     if missing:
         raise CheckpointError(f"{file.path} lacks {name_list(missing)} that its metadata requires; download the file again")
-    names_read_elsewhere = {source.tensor.name for source in sources.values()} | set(ROPE_TENSORS)
+    known = {source.tensor.name for source in sources.values()} | set(ROPE_TENSORS)
     unknown = [
         name
         for name in file.tensors
-        if name not in names_read_elsewhere and not _is_unused_kv_tensor(name, config) and not _is_mtp_tensor(name, file, config)
+        if name not in known and not _is_unused_kv_tensor(name, config) and not _is_mtp_tensor(name, file, config)
     ]
-    if others is not None:
-        unknown = [name for name in unknown if name not in others.names_read_elsewhere]
+    if extra is not None:
+        unknown = [name for name in unknown if name not in extra.other_names]
     if unknown:
-        head_kind = f"a {config.family} model does not have; running without them would give other tokens"
-        head_kind = (
-            head_kind if others is None else f"no {others.head_kind} has: it may compute something else with them; use another drafter"
-        )
-        raise CheckpointError(f"{file.path} holds {name_list(unknown)} that {head_kind}")
+        reason = f"a {config.family} model does not have; running without them would give other tokens"
+        reason = reason if extra is None else f"no {extra.head_kind} has: it may compute something else with them; use another drafter"
+        raise CheckpointError(f"{file.path} holds {name_list(unknown)} that {reason}")
     return sources
 
 
 def _find_named_sources(file: GgufFile, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return the sources of tensors with given names in the file, and missing names, as `_find_sources` does."""
+    """Return where tensors with the given names in the file are stored, and the names that the file does not have."""
     sources = {name: TensorSource(file.tensors[in_file], shape) for name, (in_file, shape) in tensors.items() if in_file in file.tensors}
     for source in sources.values():
-        check_shape(source, source.shape)
+        check_stored_shape(source, source.shape)
     return sources, [in_file for in_file, _ in tensors.values() if in_file not in file.tensors]
 
 
 def _find_sources(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return where each tensor is stored, and the names in the file of missing tensors."""
-    stacked = (
+    """Return where each tensor of `shapes` is stored, and the GGUF names of those that the file does not have."""
+    fused = (
         _fused_projection_sources(file, config, shapes)
         if FAMILIES[config.family].has_fused_projections
         else _fused_expert_sources(file, config)
     )
-    own = gguf_format(FAMILIES[config.family])
-    modules = {**_GGUF_MODULE_NAMES, **own.module_names}
+    gguf = gguf_format(FAMILIES[config.family])
+    modules = {**_GGUF_MODULE_NAMES, **gguf.module_names}
     sources: dict[str, TensorSource] = {}
     missing: list[str] = []
     mixers = mixer_tensors(file, config)
     for name, shape in shapes.items():
         in_file, expert = (mixers[name].name, None) if name in mixers else _gguf_name(name, modules, file)
-        if name in stacked:
-            sources[name] = stacked[name]
+        if name in fused:
+            sources[name] = fused[name]
         elif name in mixers and in_file in file.tensors:
             sources[name] = mixers[name].source(file.tensors[in_file], shape)
         elif in_file in file.tensors:
             layer = config.layers[int(name.split(".")[1])] if name.startswith("layers.") else None
-            rows = _half_split_rows(layer.mixer, name.split(".")[-2], shape[0]) if own.has_interleaved_rope and layer is not None else None
+            rows = None
+            if gguf.has_interleaved_rope and layer is not None:
+                rows = _half_split_row_order(layer.mixer, name.split(".")[-2], shape[0])
             sources[name] = TensorSource(file.tensors[in_file], shape, expert, rows=rows)
             count = () if expert is None or layer is None or not isinstance(layer.mlp, ExpertMLP) else (layer.mlp.routing.num_experts,)
-            check_shape(sources[name], (*count, *shape))
+            check_stored_shape(sources[name], (*count, *shape))
         else:
             missing.append(in_file)
     return sources, list(dict.fromkeys(missing))
 
 
 def _gguf_name(name: str, modules: Mapping[str, str], file: GgufFile) -> tuple[str, int | None]:
-    """Return the name in the GGUF file of a tensor of the network, and the expert's index if it is a stack."""
+    """Return the GGUF name of a tensor of the network, and its expert's index if that name is a stack of all experts."""
     if not name.startswith("layers."):
         part, kind = name.rsplit(".", 1)
         return f"{modules[part]}.{kind}", None
@@ -258,49 +258,49 @@ def _gguf_name(name: str, modules: Mapping[str, str], file: GgufFile) -> tuple[s
         return f"blk.{layer}.{modules[part]}.{kind}", None
     if path == ["shared_expert"]:
         return f"blk.{layer}.{modules[part]}{modules.get('shared_expert', '_shexp')}.{kind}", None
-    alone = f"blk.{layer}.{modules[part]}.{path[1]}.{kind}"  # old GGUF files store experts one by one
-    return (alone, None) if alone in file.tensors else (f"blk.{layer}.{modules[part]}_exps.{kind}", int(path[1]))
+    separate = f"blk.{layer}.{modules[part]}.{path[1]}.{kind}"  # old files store each expert on its own
+    return (separate, None) if separate in file.tensors else (f"blk.{layer}.{modules[part]}_exps.{kind}", int(path[1]))
 
 
 def _is_unused_kv_tensor(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor computes keys or values of a layer that reads those of another."""
+    """Return whether a tensor projects keys or values in a layer that reads the KV cache of another layer."""
     found = re.fullmatch(r"blk\.(\d{1,9})\.(attn_k|attn_v|attn_k_norm)\.weight", name)
     return found is not None and shares_kv(config, int(found[1]))
 
 
 def _is_mtp_tensor(name: str, file: GgufFile, config: ModelConfig) -> bool:
-    """Return whether a tensor belongs to a module for multi-token prediction: a block after the last layer with an `eh_proj`."""
+    """Return whether a tensor belongs to an MTP module: a block after the last layer that has an `eh_proj`."""
     found = re.match(r"blk\.(\d{1,9})\.", name)
     return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{MTP_TENSOR}" in file.tensors
 
 
-def _half_split_rows(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> IndexMap | None:
-    """Return the stored row of each row of q or k, if the file has interleaved rotary rows."""
+def _half_split_row_order(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> IndexMap | None:
+    """Return the row order of a q or k projection in a file with interleaved rotary embeddings; None for other modules."""
     if part not in ("q_proj", "k_proj") or not isinstance(mixer, AttentionConfig):
         return None
     return partial(half_split_order, num_rows, mixer.head_size, mixer.rope.rotary_size(mixer.head_size))
 
 
 def _fused_projection_sources(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
-    """Return projections that are row ranges of one stored matrix."""
+    """Return where q, k, v, gate and up are stored if the file fuses them in one matrix."""
     sources: dict[str, TensorSource] = {}
     for layer in range(config.num_layers):
         for stack, parts in _FUSED_PROJECTIONS.items():
             tensor = file.tensors.get(f"blk.{layer}.{stack}.weight")
             if tensor is None or f"blk.{layer}.{_GGUF_MODULE_NAMES[parts[0]]}.weight" in file.tensors:
-                continue  # the tensor is missing, or stored separately
+                continue  # the file does not fuse these matrices
             names = [f"layers.{layer}.{part}.weight" for part in parts]
             num_rows, columns = sum(shapes[name][0] for name in names), shapes[names[0]][1]
             first_row = 0
             for name in names:
                 sources[name] = TensorSource(tensor, shapes[name], first_row=first_row)
                 first_row += shapes[name][0]
-            check_shape(sources[names[0]], (num_rows, columns))
+            check_stored_shape(sources[names[0]], (num_rows, columns))
     return sources
 
 
 def _fused_expert_sources(file: GgufFile, config: ModelConfig) -> dict[str, TensorSource]:
-    """Return experts whose gate and up are stored in one matrix, in a stack for the layer."""
+    """Return where gate and up of experts are stored if the file fuses them in one stack for each layer."""
     sources: dict[str, TensorSource] = {}
     for layer, own in enumerate(config.layers):
         tensor = file.tensors.get(f"blk.{layer}.ffn_gate_up_exps.weight")
@@ -311,5 +311,5 @@ def _fused_expert_sources(file: GgufFile, config: ModelConfig) -> dict[str, Tens
             for number, part in enumerate(("gate_proj", "up_proj")):
                 shape = (inner, config.hidden_size)
                 sources[f"layers.{layer}.experts.{expert}.{part}.weight"] = TensorSource(tensor, shape, expert, first_row=number * inner)
-        check_shape(sources[f"layers.{layer}.experts.0.gate_proj.weight"], (count, 2 * inner, config.hidden_size))
+        check_stored_shape(sources[f"layers.{layer}.experts.0.gate_proj.weight"], (count, 2 * inner, config.hidden_size))
     return sources

@@ -1,4 +1,4 @@
-"""Matrices of a checkpoint that hold the rows of several matrices of the network, such as q, k and v."""
+"""Fused matrices of checkpoints: which rows belong to which of the network's matrices, such as q, k and v."""
 
 from collections.abc import Mapping
 
@@ -13,15 +13,15 @@ Parts = Mapping[str, Rows]
 
 
 def fused_in_layer(layer: LayerConfig, family: Family) -> dict[str, Parts]:
-    """Return the fused matrices of a hybrid's layer by names such as `self_attn.q_proj`, with the rows of each matrix of the network."""
+    """Return the fused matrices of a layer with recurrent mixer or gated attention, by checkpoint name, each with the rows of its parts."""
     return {**_fused_in_mixer(layer.mixer, family), **_fused_in_mlp(layer.mlp, family)}
 
 
 def fused_by_key_head(mixer: GatedDeltaConfig) -> dict[str, Parts]:
-    """Return fused matrices with rows ordered by key head: its query, key, values and gates; its b and a."""
-    count, group = mixer.num_key_heads, mixer.num_value_heads // mixer.num_key_heads
-    values = group * mixer.value_size
-    heads = np.arange(2 * mixer.state.key_width + 2 * mixer.state.value_width).reshape(count, -1)
+    """Return Qwen3-Next's fused matrices, with rows ordered by key head: one of queries, keys, values and z, one of b and a."""
+    count = mixer.num_key_heads
+    values = mixer.num_value_heads // count * mixer.value_size
+    heads = np.arange(2 * mixer.state_shape.key_width + 2 * mixer.state_shape.value_width).reshape(count, -1)
     q, k, v, z = np.split(heads, np.cumsum([mixer.key_size, mixer.key_size, values]), axis=1)
     b, a = np.split(np.arange(2 * mixer.num_value_heads).reshape(count, -1), 2, axis=1)
     return {
@@ -31,12 +31,12 @@ def fused_by_key_head(mixer: GatedDeltaConfig) -> dict[str, Parts]:
 
 
 def num_rows(parts: Parts) -> int:
-    """Return the number of rows of the whole fused matrix."""
+    """Return the number of rows of a fused matrix."""
     return sum(rows.stop - rows.start if isinstance(rows, slice) else len(rows) for rows in parts.values())
 
 
 def consecutive_rows(sizes: Mapping[str, int]) -> dict[str, Rows]:
-    """Return consecutive row ranges of these sizes."""
+    """Return consecutive row ranges, given the number of rows of each part."""
     ends = np.cumsum(list(sizes.values())).tolist()
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
@@ -50,14 +50,14 @@ def _fused_in_mixer(mixer: AttentionConfig | Recurrent | None, family: Family) -
         heads = np.arange(2 * mixer.query_size).reshape(mixer.num_heads, 2, mixer.head_size)
         return {"self_attn.q_proj": {"q_proj": heads[:, 0].reshape(-1), "attention_gate": heads[:, 1].reshape(-1)}}
     if isinstance(mixer, Mamba2Config):
-        sizes = {"z_proj": mixer.state.value_width, "conv_proj": mixer.channels, "dt_proj": mixer.state.heads}
+        sizes = {"z_proj": mixer.state_shape.value_width, "conv_proj": mixer.channels, "dt_proj": mixer.state_shape.heads}
     else:
         sizes = dict.fromkeys(("b_proj", "c_proj", "conv_proj"), mixer.channels)
     return {f"{family.recurrent_module}.in_proj": consecutive_rows(sizes)}
 
 
 def _fused_in_mlp(mlp: DenseMLP | ExpertMLP | None, family: Family) -> dict[str, Parts]:
-    """Return the fused gate and up of the dense or shared MLP, if the family has one matrix for both."""
+    """Return the fused matrix of the gate and up projections of a dense MLP or shared expert, if the family has it."""
     names, dense = family.module_names, mlp.shared if isinstance(mlp, ExpertMLP) else mlp
     if dense is None or "gate_proj" not in names or names["gate_proj"] != names["up_proj"]:
         return {}

@@ -1,6 +1,7 @@
-"""Checkpoints of hybrids: fused matrices, and vectors that are stored in another form than they are computed with."""
+"""Weights of models with recurrent layers. Some of their tensors are computed from stored ones: parts of fused matrices, and decays."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from paceline.models.weights import LazyTensor, LazyWeights, Tensor, TensorInfo,
 
 
 class HybridWeights(LazyWeights):
-    """The weights of a checkpoint directory. Tensors in another form than stored are computed on first use.
+    """The weights of a checkpoint directory of a model with recurrent layers. Tensors that differ from stored ones are made on first use.
 
     Raises:
         CheckpointError: As in `Weights.open`.
@@ -31,40 +32,40 @@ class HybridWeights(LazyWeights):
 
     def __init__(self, directory: Path, config: ModelConfig, *, num_threads: int = 1) -> None:
         opened = open_stored(directory, config)
-        parts = _ComputedTensors(directory, opened.tensors, opened.files, config)
+        computed = _ComputedTensors(directory, opened.tensors, opened.files, config)
         for index, layer in enumerate(config.layers):
-            parts.add_layer(index, layer)
-        self._parts = parts.tensors
+            computed.add_layer(index, layer)
+        self._computed = computed.tensors
         plain = Weights.from_stored_tensors(
-            directory, opened.tensors, opened.files, config, provided_elsewhere=(*self._parts, *parts.packed)
+            directory, opened.tensors, opened.files, config, provided_elsewhere=(*self._computed, *computed.packed)
         )
-        plain.describe(opened)
-        plain.packed = {**plain.packed, **parts.packed}
+        plain.copy_description(opened)
+        plain.packed = {**plain.packed, **computed.packed}
         self._plain = plain = PackedWeights(plain, config, num_threads=num_threads)
-        super().__init__(tensor_shapes(config), lambda name: self._parts[name].make() if name in self._parts else plain[name])
+        super().__init__(tensor_shapes(config), lambda name: self._computed[name].make() if name in self._computed else plain[name])
         self.bundled_head, self.has_encoders, self.packed = opened.bundled_head, opened.has_encoders, plain.packed
         self.container, self.notices = plain.container, plain.notices
 
     def info(self, name: str) -> TensorInfo:
-        return self._parts[name].info if name in self._parts else self._plain.info(name)
+        return self._computed[name].info if name in self._computed else self._plain.info(name)
 
     def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
-        return self._parts[name].arrays if name in self._parts else self._plain.source_arrays(name)
+        return self._computed[name].arrays if name in self._computed else self._plain.source_arrays(name)
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)
-        if name in self._parts:
-            drop_pages(self._parts[name].arrays)
+        if name in self._computed:
+            drop_pages(self._computed[name].arrays)
         else:
             self._plain.free_tensor(name)
 
 
 class _ComputedTensors:
-    """Tensors that are computed from stored ones. Used tensors are removed from `stored`.
+    """Tensors that are computed from stored ones, which are removed from `stored`.
 
     Attributes:
-        tensors: by internal names.
-        packed: quantised ones, by internal names.
+        tensors: float tensors, by internal names.
+        packed: quantised matrices, by internal names.
     """
 
     def __init__(
@@ -76,45 +77,46 @@ class _ComputedTensors:
         self.packed: dict[str, PackedMatrix] = {}
 
     def add_layer(self, index: int, layer: LayerConfig) -> None:
-        """Add the tensors of layer `index`."""
+        """Add the computed tensors of the layer with this index."""
         for source, rows in fused_in_layer(layer, self._family).items():
             self._add_fused_rows(index, source, rows)
         mixer = layer.mixer
         if not isinstance(mixer, Recurrent):
             return
         prefix = f"{self._family.recurrent_module}."
-        ours, theirs = f"layers.{index}.", f"model.layers.{index}.{prefix}"
-        self._add_convolution(ours, theirs + ("conv" if isinstance(mixer, ShortConvConfig) else "conv1d"), mixer)
-        if mixer.state is not None:
-            self._add_decay(ours, theirs + "A_log", mixer.state.heads)
-        if isinstance(mixer, GatedDeltaConfig) and theirs + "in_proj_qkvz.weight" in self._stored:
+        name_prefix, stored_prefix = f"layers.{index}.", f"model.layers.{index}.{prefix}"
+        self._add_convolution(name_prefix, stored_prefix + ("conv" if isinstance(mixer, ShortConvConfig) else "conv1d"), mixer)
+        if mixer.state_shape is not None:
+            self._add_decay(name_prefix, stored_prefix + "A_log", mixer.state_shape.heads)
+        if isinstance(mixer, GatedDeltaConfig) and stored_prefix + "in_proj_qkvz.weight" in self._stored:
             for source, rows in fused_by_key_head(mixer).items():
                 self._add_fused_rows(index, prefix + source, rows)
 
     def _add_fused_rows(self, index: int, source: str, parts: Parts) -> None:
-        """Add the tensors that are row ranges of a fused matrix of layer `index`, and of its bias."""
-        ours, source, count = f"layers.{index}.", f"model.layers.{index}.{source}", num_rows(parts)
-        has_bias = f"{ours}{next(iter(parts))}.bias" in self._shapes
+        """Add the weights and biases that are parts of a fused matrix and its bias."""
+        name_prefix, source, count = f"layers.{index}.", f"model.layers.{index}.{source}", num_rows(parts)
+        has_bias = f"{name_prefix}{next(iter(parts))}.bias" in self._shapes
         shapes: dict[str, tuple[int, ...]] = {"weight": (count, self._hidden), **({"bias": (count,)} if has_bias else {})}
         for kind, shape in shapes.items():
             stored = self._stored.get(f"{source}.{kind}")
             if isinstance(stored, PackedMatrix):
                 del self._stored[f"{source}.{kind}"]
                 check_shape(f"{source}.{kind}", stored, shape)
-                self.packed |= {f"{ours}{name}.{kind}": stored.rows(rows) for name, rows in parts.items()}
+                self.packed |= {f"{name_prefix}{name}.{kind}": stored.select_rows(rows) for name, rows in parts.items()}
                 continue
             whole = self._take_tensor(f"{source}.{kind}", shape)
             for name, rows in parts.items():
-                self.tensors[f"{ours}{name}.{kind}"] = _rows_of(whole, rows)
+                self.tensors[f"{name_prefix}{name}.{kind}"] = _lazy_rows(whole, rows)
 
-    def _add_convolution(self, ours: str, source: str, mixer: Recurrent) -> None:
-        whole = self._take_tensor(source + ".weight", (mixer.channels, 1, mixer.kernel_size))
+    def _add_convolution(self, name_prefix: str, stored_name: str, mixer: Recurrent) -> None:
+        whole = self._take_tensor(stored_name + ".weight", (mixer.channels, 1, mixer.kernel_size))
         array = whole.array[:, 0]
-        self.tensors[ours + "conv.weight"] = _lazy_tensor(whole.array, array.shape, whole.weight_type, lambda: array)
+        self.tensors[name_prefix + "conv.weight"] = _lazy_tensor(whole.array, array.shape, whole.weight_type, lambda: array)
 
-    def _add_decay(self, ours: str, source: str, heads: int) -> None:
-        whole = self._take_tensor(source, (heads,))
-        self.tensors[ours + "decay.weight"] = _lazy_tensor(whole.array, (heads,), WeightType.F32, lambda: _decays_from_logarithms(whole))
+    def _add_decay(self, name_prefix: str, stored_name: str, heads: int) -> None:
+        whole = self._take_tensor(stored_name, (heads,))
+        make = partial(_decays_from_logarithms, whole)
+        self.tensors[name_prefix + "decay.weight"] = _lazy_tensor(whole.array, (heads,), WeightType.F32, make)
 
     def _take_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         stored = self._stored.pop(name, None)
@@ -124,15 +126,15 @@ class _ComputedTensors:
 
 
 def _decays_from_logarithms(logarithms: Tensor) -> NDArray[np.float32]:
-    """Return state decays from stored logarithms. Overflow to -infinity means that the state is cleared at once."""
+    """Return decay = -exp(A_log). A decay of -infinity, from overflow, clears the state at every token."""
     with np.errstate(over="ignore"):
         return -np.exp(as_float32(logarithms))
 
 
-def _rows_of(whole: Tensor, rows: Rows) -> LazyTensor:
+def _lazy_rows(tensor: Tensor, rows: Rows) -> LazyTensor:
     count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-    array = whole.array[rows] if isinstance(rows, slice) else whole.array
-    return _lazy_tensor(array, (count, *whole.shape[1:]), whole.weight_type, lambda: whole.array[rows])
+    array = tensor.array[rows] if isinstance(rows, slice) else tensor.array
+    return _lazy_tensor(array, (count, *tensor.shape[1:]), tensor.weight_type, lambda: tensor.array[rows])
 
 
 def _lazy_tensor(stored: NDArray[Any], shape: tuple[int, ...], weight_type: WeightType, make: Callable[[], NDArray[Any]]) -> LazyTensor:

@@ -1,4 +1,4 @@
-"""Memory-mapped files: reading past the end of a file that was truncated after mapping kills the process."""
+"""Memory-mapped files, and a check that none was truncated after mapping: reading past its end would kill the process."""
 
 import mmap
 from collections.abc import Iterable
@@ -14,10 +14,10 @@ _FAULT_AROUND = 1 << 16  # Linux maps this many bytes around a faulting address 
 
 
 class MappedFiles:
-    """The mapped files of some arrays.
+    """The mapped files that some arrays view.
 
-    Reading a mapped page beyond the end of its file raises SIGBUS. So file sizes are compared before each pass, in under a microsecond a
-    file. Truncation during a pass and disk failures are not detected.
+    Reading a mapped page beyond the end of its file raises SIGBUS. Callers run `check` before each forward pass, which takes under a
+    microsecond for each file. Truncation during a pass and disk failures are not detected.
     """
 
     __slots__ = ("_files",)
@@ -33,7 +33,7 @@ class MappedFiles:
         """Check that no file is shorter than when it was mapped.
 
         Raises:
-            CheckpointError: One is.
+            CheckpointError: A file has become shorter.
         """
         for mapping, num_bytes, path in self._files:
             if mapping.size() < num_bytes:
@@ -43,17 +43,17 @@ class MappedFiles:
                 )
 
 
-def map_regular(file: Any, path: Path) -> NDArray[np.uint8]:
-    """Map an open file read-only, with its path for `MappedFiles`."""
+def map_open_file(file: Any, path: Path) -> NDArray[np.uint8]:
+    """Map an open file read-only. `path` is kept for the errors of `MappedFiles`."""
     mapped = np.memmap(file, dtype=np.uint8, mode="r")
     mapped.filename = str(path)
     return np.asarray(mapped)
 
 
 def drop_pages(arrays: Iterable[NDArray[Any]]) -> None:
-    """Release the pages of mapped files that these arrays view. Later reads load them again.
+    """Release the memory of mapped pages that these arrays view. Later reads load the pages again.
 
-    They stay in the page cache until the system needs the memory. Arrays with memory of their own are unchanged.
+    The system keeps released pages in its page cache until it needs the memory. Arrays that view no file are ignored.
     """
     for array in arrays:
         found = _mapping_of(array)
@@ -66,7 +66,7 @@ def drop_pages(arrays: Iterable[NDArray[Any]]) -> None:
 
 
 def _mapping_of(array: NDArray[Any]) -> tuple[mmap.mmap, Path] | None:
-    """Return the mapped file that an array views, directly or not; None if it has its own memory."""
+    """Return the mapped file that an array views, directly or through other arrays; None if the array has its own memory."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         base: Any = owner.base

@@ -1,4 +1,4 @@
-"""gpt-oss checkpoints: the experts of a layer are stacked in two tensors, in MXFP4 as published or transposed in bfloat16."""
+"""Weights of gpt-oss checkpoints, which stack the experts of a layer in two tensors: in MXFP4, or transposed in bfloat16."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.containers.module import StoredWeight
 from paceline.models.grouped import RUN
 from paceline.models.layers import ExpertMLP
-from paceline.models.mxfp4 import from_pairs
+from paceline.models.mxfp4 import matrix_from_blocks
 from paceline.models.storage.safetensors_file import StoredTensor, view_tensor
 from paceline.models.storage.stored_model import open_stored
 from paceline.models.tensor_names import tensor_shapes
@@ -22,11 +22,11 @@ _STACKED_MATRICES = {
     "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
     "down_proj": {"down_proj": slice(None)},
 }
-"""The matrices in each stack, with their rows: gate and up are interleaved."""
+"""Which rows of an expert in a stack belong to which matrix. Rows of gate and up alternate."""
 
 
 class Mxfp4ExpertWeights(LazyWeights):
-    """The weights of a checkpoint directory. Experts in MXFP4 become groups on first use.
+    """The weights of a gpt-oss checkpoint directory. MXFP4 matrices are converted to groups on first use.
 
     Raises:
         CheckpointError: As in `Weights.open`, or a stack has another shape than config.json gives.
@@ -50,7 +50,7 @@ class Mxfp4ExpertWeights(LazyWeights):
 
 
 class _ExpertStacks:
-    """The stacked expert tensors of one layer. Tensors that were read are removed from `stored`."""
+    """The stacked expert tensors of one layer. Reading a tensor removes it from `stored`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class _ExpertStacks:
         self._shapes = {"gate_up_proj": (2 * inner, hidden_size), "down_proj": (hidden_size, inner)}
 
     def experts(self) -> dict[str, LazyTensor]:
-        """Return the expert tensors by internal names."""
+        """Return the tensors of single experts, by internal names."""
         found: dict[str, LazyTensor] = {}
         for stack, parts in _STACKED_MATRICES.items():
             count, (rows, columns) = self._mlp.routing.num_experts, self._shapes[stack]
@@ -78,13 +78,14 @@ class _ExpertStacks:
                 blocks = self._take_bytes(f"{stack}_blocks", (count, rows, columns // RUN, RUN // 2))
                 exponents = self._take_bytes(f"{stack}_scales", (count, rows, columns // RUN))
             for expert in range(count):
-                for part, own in parts.items():
+                for part, part_rows in parts.items():
                     name = f"layers.{self._layer}.experts.{expert}.{part}"
-                    found[f"{name}.bias"] = _lazy_view(bias.array[expert, own], bias.weight_type)
+                    found[f"{name}.bias"] = _lazy_view(bias.array[expert, part_rows], bias.weight_type)
                     if plain is not None:
-                        found[f"{name}.weight"] = _lazy_view(plain.array[expert, :, own].T, plain.weight_type)
+                        found[f"{name}.weight"] = _lazy_view(plain.array[expert, :, part_rows].T, plain.weight_type)
                     elif blocks is not None and exponents is not None:
-                        found[f"{name}.weight"] = _lazy_groups(blocks[expert, own], exponents[expert, own], self._prefix + stack)
+                        where = self._prefix + stack
+                        found[f"{name}.weight"] = _lazy_groups(blocks[expert, part_rows], exponents[expert, part_rows], where)
         return found
 
     def _take_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -114,4 +115,4 @@ def _lazy_view(array: NDArray[Any], weight_type: WeightType) -> LazyTensor:
 def _lazy_groups(blocks: NDArray[np.uint8], exponents: NDArray[np.uint8], where: str) -> LazyTensor:
     rows, groups = exponents.shape
     info = TensorInfo((rows, groups * RUN), WeightType.F32, 4, blocks.nbytes + 4 * exponents.size)
-    return LazyTensor(info, (blocks, exponents), lambda: GroupedTensor(from_pairs(blocks, exponents, where)))
+    return LazyTensor(info, (blocks, exponents), lambda: GroupedTensor(matrix_from_blocks(blocks, exponents, where)))

@@ -1,4 +1,4 @@
-"""Read quantised matrices that a checkpoint stores in several tensors (codes, scales, zero points), a few rows at a time."""
+"""Quantised matrices that a checkpoint stores in several tensors: codes, scales, zero points. They are read a few rows at a time."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.models.grouped import GroupedMatrix
 
-_CHUNK_ITEMS = 1 << 20  # elements read at a time: small temporaries, and whole cache lines for columns of a transposed matrix
+_CHUNK_ITEMS = 1 << 20  # number of elements read at a time: few enough for small temporary arrays, enough for whole cache lines
 
 Rows = slice | NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -19,16 +19,17 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A matrix [N, K] as a container stores it.
+    """A quantised matrix [N, K] in a checkpoint.
 
     Attributes:
-        where: the file and the tensor, for errors.
+        where: path and tensor name, for errors.
         shape: (N, K).
-        bits: of a code in groups, 4 or 8; None = it becomes floats, because groups cannot hold its values.
-        row_bytes: bytes of a row in groups; 0 for floats.
-        arrays: everything that decides its values, for a digest: stored arrays, and numbers for settings.
-        read: returns some stored rows as groups, or as values [rows, K] in float32.
-        taken: indices of its rows among the stored rows; None = all.
+        bits: number of bits of a code after conversion to `GroupedMatrix`, 4 or 8; None = it is converted to floats instead, because
+            `GroupedMatrix` cannot hold its values.
+        row_bytes: bytes of a row of the `GroupedMatrix`; 0 if it is converted to floats.
+        arrays: stored arrays and settings that determine the values, to compute a digest from.
+        read: function that returns stored rows as `GroupedMatrix`, or as float32 values [rows, K].
+        row_indices: [N] index of the stored row for each row; None = all stored rows in order.
     """
 
     where: str
@@ -39,18 +40,18 @@ class PackedMatrix:
     read: Callable[[Rows], GroupedMatrix | Floats]
     row_indices: NDArray[np.int64] | None = None
 
-    def rows(self, rows: Rows) -> "PackedMatrix":
-        """Return the matrix of some rows, without reading them."""
+    def select_rows(self, rows: Rows) -> "PackedMatrix":
+        """Return a matrix with only the selected rows, without reading them."""
         row_indices = np.arange(self.shape[0])[rows] if self.row_indices is None else self.row_indices[rows]
         return replace(self, shape=(len(row_indices), self.shape[1]), row_indices=row_indices)
 
     @property
     def source_arrays(self) -> tuple[NDArray[Any], ...]:
-        """Return all arrays that determine the values, including the row indices."""
+        """Return all arrays that determine the values, the row indices included."""
         return self.arrays if self.row_indices is None else (*self.arrays, self.row_indices[None])
 
-    def groups(self, num_threads: int = 1) -> GroupedMatrix:
-        """Return the whole matrix in groups with the file's values.
+    def to_grouped_matrix(self, num_threads: int = 1) -> GroupedMatrix:
+        """Return the whole matrix as `GroupedMatrix`.
 
         Raises:
             CheckpointError: A scale is not finite.
@@ -59,16 +60,16 @@ class PackedMatrix:
         assert isinstance(first, GroupedMatrix)
         arrays = tuple(np.empty((self.shape[0], part.shape[1]), part.dtype) for part in first.arrays)
 
-        def fill(rows: slice) -> None:
+        def convert_rows(rows: slice) -> None:
             chunk = self._read_chunk(rows)
             assert isinstance(chunk, GroupedMatrix)
             for stored, part in zip(arrays, chunk.arrays, strict=True):
                 stored[rows] = part
 
-        self._for_each_chunk(fill, num_threads)
+        self._for_each_chunk(convert_rows, num_threads)
         return replace(first, codes=arrays[0], scales=arrays[1], minimums=arrays[2] if len(arrays) > 2 else None)
 
-    def values(self, round_values: Callable[[Floats], NDArray[Any]], num_threads: int = 1) -> NDArray[Any]:
+    def to_array(self, round_values: Callable[[Floats], NDArray[Any]], num_threads: int = 1) -> NDArray[Any]:
         """Return the whole matrix, with `round_values` applied to its float32 values.
 
         Raises:
@@ -76,31 +77,31 @@ class PackedMatrix:
         """
         found = np.empty(self.shape, round_values(np.zeros((1, 1), np.float32)).dtype)
 
-        def fill(rows: slice) -> None:
-            found[rows] = own = round_values(self.exact_values(rows))
-            if own.dtype == np.float16 and not np.isfinite(own).all():
+        def convert_rows(rows: slice) -> None:
+            found[rows] = rounded = round_values(self.exact_values(rows))
+            if rounded.dtype == np.float16 and not np.isfinite(rounded).all():
                 raise CheckpointError(f"{self.where} has values that float16 does not reach: set dtype in config.json to float32")
 
-        self._for_each_chunk(fill, num_threads)
+        self._for_each_chunk(convert_rows, num_threads)
         return found
 
     def exact_values(self, rows: Rows) -> Floats:
-        """Return the exact values of some rows."""
+        """Return the values of the selected rows, without rounding."""
         chunk = self._read_chunk(rows)
         return chunk.values() if isinstance(chunk, GroupedMatrix) else chunk
 
-    def _for_each_chunk(self, fill: Callable[[slice], None], num_threads: int) -> None:
+    def _for_each_chunk(self, convert_rows: Callable[[slice], None], num_threads: int) -> None:
         step = max(1, _CHUNK_ITEMS // self.shape[1] // 16 * 16)
         parts = [slice(begin, min(begin + step, self.shape[0])) for begin in range(0, self.shape[0], step)]
         if num_threads == 1 or len(parts) == 1:
             for part in parts:
-                fill(part)
+                convert_rows(part)
         else:
             with ThreadPoolExecutor(num_threads) as pool:
-                list(pool.map(fill, parts))
+                list(pool.map(convert_rows, parts))
 
     def _read_chunk(self, rows: Rows) -> GroupedMatrix | Floats:
-        with np.errstate(invalid="ignore", over="ignore"):  # scales that are not finite are refused after the conversion
+        with np.errstate(invalid="ignore", over="ignore"):  # values are checked to be finite below
             chunk = self.read(rows if self.row_indices is None else self.row_indices[rows])
         numbers = chunk.arrays[1:] if isinstance(chunk, GroupedMatrix) else (chunk,)
         if not all(np.isfinite(part).all() for part in numbers):

@@ -1,4 +1,4 @@
-"""Weights with quantised matrices in a container. A matrix becomes groups or floats on first use."""
+"""Weights with packed (quantised) matrices, which are converted to groups or floats on first use."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,12 +16,12 @@ _ITEM_BYTES = {WeightType.F32: 4, WeightType.F16: 2, WeightType.BF16: 2}
 
 
 class PackedWeights(LazyWeights):
-    """A checkpoint's weights with its packed matrices.
+    """The weights of a checkpoint with packed matrices.
 
     Args:
-        plain: the other weights, with `packed`.
-        config: of the network. Matrices that become floats are rounded to its type, to nearest even.
-        num_threads: for the conversion.
+        plain: the tensors that are not packed. Its `packed` has the packed matrices.
+        config: config of the model. Matrices that are converted to floats are rounded to its `weight_type`, to nearest even.
+        num_threads: number of threads that convert matrices.
     """
 
     def __init__(self, plain: Weights, config: ModelConfig, *, num_threads: int = 1) -> None:
@@ -29,11 +29,11 @@ class PackedWeights(LazyWeights):
         self.packed = plain.packed
         self.bundled_head, self.has_encoders, self.container = plain.bundled_head, plain.has_encoders, plain.container
         self.notices = (*plain.notices, *dequantized_notice(plain.packed.values(), config.weight_type))
-        super().__init__((name for name in tensor_shapes(config) if name in plain or name in self.packed), self._tensor)
+        super().__init__((name for name in tensor_shapes(config) if name in plain or name in self.packed), self._make_tensor)
 
-    def _tensor(self, name: str) -> AnyTensor:
+    def _make_tensor(self, name: str) -> AnyTensor:
         found = self.packed.get(name)
-        return self._plain[name] if found is None else packed_to_tensor(found, self._type, self._num_threads)
+        return self._plain[name] if found is None else unpack_matrix(found, self._type, self._num_threads)
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)
@@ -48,15 +48,15 @@ class PackedWeights(LazyWeights):
         return self._plain.source_arrays(name) if found is None else found.source_arrays
 
 
-def packed_to_tensor(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> AnyTensor:
-    """Return a packed matrix in groups, or in floats of `weight_type` if groups cannot hold it.
+def unpack_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> AnyTensor:
+    """Return a packed matrix converted to groups, or to floats of `weight_type` if groups cannot hold its values.
 
     Raises:
         CheckpointError: A scale or a value is not finite.
     """
     if packed.bits is not None:
-        return GroupedTensor(packed.groups(num_threads))
-    return Tensor(packed.values(lambda values: _rounded(values, weight_type), num_threads), weight_type, packed.shape)
+        return GroupedTensor(packed.to_grouped_matrix(num_threads))
+    return Tensor(packed.to_array(lambda values: _round_values(values, weight_type), num_threads), weight_type, packed.shape)
 
 
 def packed_tensor_info(packed: PackedMatrix, weight_type: WeightType) -> TensorInfo:
@@ -67,24 +67,24 @@ def packed_tensor_info(packed: PackedMatrix, weight_type: WeightType) -> TensorI
 
 
 def dequantized_bytes(packed: Iterable[PackedMatrix], weight_type: WeightType) -> int:
-    """Return the bytes in memory of matrices that become floats."""
-    return sum(packed_tensor_info(one, weight_type).nbytes for one in packed if one.bits is None)
+    """Return the bytes in memory of those matrices that are converted to floats."""
+    return sum(packed_tensor_info(matrix, weight_type).nbytes for matrix in packed if matrix.bits is None)
 
 
 def dequantized_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) -> tuple[str, ...]:
-    """Return a notice on the memory of matrices that become floats."""
-    floats = [one for one in packed if one.bits is None]
+    """Return a notice about the memory of matrices that are converted to floats; no notice if there are none."""
+    floats = [matrix for matrix in packed if matrix.bits is None]
     if not floats:
         return ()
-    size, stored = dequantized_bytes(floats, weight_type), sum(array.nbytes for one in floats for array in one.source_arrays)
+    size, stored = dequantized_bytes(floats, weight_type), sum(array.nbytes for matrix in floats for array in matrix.source_arrays)
     return (
         f"{len(floats)} matrices become {weight_type.value}, rounded to nearest even, since no groups hold their values: "
         f"{size / 1e9:.2g} GB in memory for {stored / 1e9:.2g} GB of the files; quantization='int8' or 'int4' makes them smaller",
     )
 
 
-def _rounded(values: Floats, weight_type: WeightType) -> NDArray[Any]:
+def _round_values(values: Floats, weight_type: WeightType) -> NDArray[Any]:
     if weight_type is WeightType.BF16:
         return to_bf16(values)
-    with np.errstate(over="ignore"):  # a value too large for float16 becomes infinite and is refused
+    with np.errstate(over="ignore"):  # the caller refuses infinity, which values too large for float16 become
         return values.astype(np.float16 if weight_type is WeightType.F16 else np.float32)

@@ -1,10 +1,9 @@
-"""Disk cache of quantised matrices, so that a model is quantised once: one safetensors file for each model and settings.
+"""Disk cache of quantised matrices, so that a model is quantised only once. Each model and settings have one safetensors file.
 
-The total size of the files is limited; the least recently used are removed first.
+The total size of the files is limited; the least recently used ones are removed first.
 
-A file is written under a temporary name, synced and renamed, so a file under its final name is complete. The model and the settings
-determine its header. Its data have a checksum (page_sums.py), compared whenever the file is opened: a damaged file is detected and
-written again.
+A file is written under a temporary name, synced and renamed, so a file under its final name is complete. Model and settings determine the
+expected header, and the data have a checksum (page_sums.py). Both are checked when a file is opened. A damaged file is replaced.
 """
 
 import hashlib
@@ -25,29 +24,30 @@ from numpy.typing import NDArray
 from paceline.config import QuantOptions, weights_cache_bytes
 from paceline.errors import CheckpointError
 from paceline.models.grouped import GroupedMatrix
-from paceline.models.quantize import Scheme, quantization_schemes, quantize_tensor
+from paceline.models.quantize import QuantizationScheme, quantization_schemes, quantize_tensor
 from paceline.models.storage.page_sums import PageSums, checksum, numpy_page_sums
 from paceline.models.storage.safetensors_file import map_file
 from paceline.models.weights import AnyTensor, GroupedTensor, LazyWeights, TensorInfo, Weights
 from paceline.small_files import unreadable_error
 
 FOLDER = "quantised"
-"""Folder of the cache directory with the files."""
+"""Name of the folder in the cache directory that has the files."""
 
-FORMAT = 2  # version of the file format and of the arithmetic in quantize.py; part of the cache key
+FORMAT = 2  # version of the file format and of the rounding in quantize.py, in the cache key
 _ALIGNMENT = 64
-_PARTIAL = ".partial-"
-_ABANDONED_S = 24 * 3600.0
+_TEMPORARY_PREFIX = ".partial-"
+_MAX_TEMPORARY_AGE_S = 24 * 3600.0
 _DIGEST_BYTES = 32
-_NUM_SAMPLES = 16  # sampled ranges of each tensor that the cache key depends on
+_NUM_SAMPLES = 16  # number of rows of each tensor that the cache key depends on
 _SAMPLE_BYTES = 512
-_Checksum = Callable[[NDArray[np.uint8]], bytes]
+_ChecksumFunction = Callable[[NDArray[np.uint8]], bytes]
+_Schemes = Mapping[str, QuantizationScheme]
 _SAFETENSORS_TYPE = {"i1": "I8", "u1": "U8", "f4": "F32"}
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredArray:
-    """One array of a matrix in the file: file offsets [begin, end)."""
+    """Where one array of a matrix is in the file: at the bytes from `begin` to before `end`."""
 
     name: str
     item_type: "np.dtype[Any]"
@@ -58,7 +58,7 @@ class _StoredArray:
 
 @dataclass(frozen=True, slots=True)
 class _FileLayout:
-    """The expected layout of a file: its header, the arrays of each matrix, and the offset of the checksum at the end."""
+    """The expected contents of a file: its header, where the arrays of each matrix are, and the offset of the checksum at the end."""
 
     header: bytes
     parts: Mapping[str, tuple[_StoredArray, ...]]
@@ -79,14 +79,14 @@ def quantized_weights(
     notices: list[str] | None = None,
     page_sums: PageSums = numpy_page_sums,
 ) -> Weights:
-    """Return the weights with matrices quantised as `options` specify, mapped from the cache if it has them.
+    """Return weights whose matrices are quantised. They are read from the cache, which is filled first if it does not have them.
 
     Args:
-        cache_directory: None = no cache on disk: a matrix is quantised on first use and kept in memory.
-        files: the files of `weights`. The key then depends on their sizes and modification times, and on samples of every tensor. Without
-            them it depends on every byte.
-        notices: receives a line if the cache cannot be written.
-        page_sums: computes the sums of pages for the checksum.
+        cache_directory: None = no cache: each matrix is quantised on first use and kept in memory.
+        files: the files that `weights` were read from. The cache key then depends on their sizes, modification times and samples of every
+            tensor. Without files the key depends on every byte of the tensors, which takes longer.
+        notices: a message is appended if the cache cannot be written.
+        page_sums: function that computes the sums of pages for the checksum.
 
     Raises:
         CheckpointError: A weight is NaN, infinite or beyond 1e37, or one of `files` can no longer be read.
@@ -96,18 +96,18 @@ def quantized_weights(
         return weights
     limit = weights_cache_bytes()
     if cache_directory is not None and limit:
-        checksum_of = partial(checksum, page_sums=page_sums, num_threads=num_threads)
-        key = _cache_key(weights, options, schemes, files, checksum_of)
+        compute_checksum = partial(checksum, page_sums=page_sums, num_threads=num_threads)
+        key = _cache_key(weights, options, schemes, files, compute_checksum)
         layout = _file_layout(weights, schemes, key)
         path = cache_directory / FOLDER / f"{key}.safetensors"
         try:
-            found = _read_file(path, layout, weights, schemes, checksum_of)
+            found = _read_file(path, layout, weights, schemes, compute_checksum)
             if found is None:
                 _evict_until_fits(path.parent, layout.size, limit)
-                _write_file(path, layout, weights, schemes, checksum_of, num_threads)
-                found = _read_file(path, layout, weights, schemes, checksum_of)
+                _write_file(path, layout, weights, schemes, compute_checksum, num_threads)
+                found = _read_file(path, layout, weights, schemes, compute_checksum)
             if found is not None:
-                _mark_used(path)
+                _update_access_time(path)
                 return QuantizedWeights(weights, found.__getitem__, schemes)
             problem = "what was written does not read back"
         except OSError as error:
@@ -121,16 +121,17 @@ class QuantizedWeights(LazyWeights):
     """Weights that are quantised on first use.
 
     Args:
-        weights: before quantisation.
-        quantize: returns the quantised tensor of a name that has a scheme.
+        weights: weights before quantisation.
+        quantize: function that returns the quantised tensor of a name in `schemes`.
+        schemes: how each tensor is quantised. Other tensors are those of `weights`.
     """
 
-    def __init__(self, weights: Weights, quantize: Callable[[str], AnyTensor], schemes: Mapping[str, Scheme]) -> None:
+    def __init__(self, weights: Weights, quantize: Callable[[str], AnyTensor], schemes: _Schemes) -> None:
         super().__init__(weights.names(), lambda name: quantize(name) if name in schemes else weights[name])
         self._weights, self._schemes = weights, schemes
 
-    def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
-        return super().rows(name, numbers) if name in self._schemes else self._weights.rows(name, numbers)
+    def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
+        return super().rows(name, row_indices) if name in self._schemes else self._weights.rows(name, row_indices)
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)
@@ -141,15 +142,15 @@ class QuantizedWeights(LazyWeights):
         return info if scheme is None else replace(info, bits=scheme.bits, nbytes=scheme.nbytes(info.shape))
 
 
-def _quantize_and_free(weights: Weights, name: str, scheme: Scheme, num_threads: int) -> GroupedTensor:
-    """Quantise one tensor and free the original."""
-    made = quantize_tensor(name, weights[name], scheme, num_threads=num_threads)
+def _quantize_and_free(weights: Weights, name: str, scheme: QuantizationScheme, num_threads: int) -> GroupedTensor:
+    """Return a tensor quantised, and free the memory of the original."""
+    quantized = quantize_tensor(name, weights[name], scheme, num_threads=num_threads)
     weights.free_tensor(name)
-    return made
+    return quantized
 
 
 def _cache_key(
-    weights: Weights, options: QuantOptions, schemes: Mapping[str, Scheme], files: Sequence[Path], checksum_of: _Checksum
+    weights: Weights, options: QuantOptions, schemes: _Schemes, files: Sequence[Path], compute_checksum: _ChecksumFunction
 ) -> str:
     digest = hashlib.sha256(repr((FORMAT, astuple(options), sorted(schemes))).encode())
     for path in files:
@@ -162,18 +163,18 @@ def _cache_key(
         info = weights.info(name)
         digest.update(repr((name, info.shape, info.weight_type)).encode())
         for array in weights.source_arrays(name):
-            digest.update(_sample_bytes(array) if files else checksum_of(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+            digest.update(_sample_bytes(array) if files else compute_checksum(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
         weights.free_tensor(name)
     return digest.hexdigest()[:40]
 
 
 def _sample_bytes(array: NDArray[Any]) -> bytes:
-    """Return bytes of rows spread over the matrix, for the cache key."""
+    """Return the first bytes of 16 evenly spaced rows, for the cache key."""
     rows = np.unique(np.linspace(0, len(array) - 1, _NUM_SAMPLES).astype(np.int64))
     return b"".join(np.ascontiguousarray(array[row]).tobytes()[:_SAMPLE_BYTES] for row in rows)
 
 
-def _file_layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _FileLayout:
+def _file_layout(weights: Weights, schemes: _Schemes, key: str) -> _FileLayout:
     entries: dict[str, Any] = {"__metadata__": {"format": f"paceline quantised {FORMAT}", "key": key}}
     relative: dict[str, list[_StoredArray]] = {}
     offset = 0
@@ -188,7 +189,7 @@ def _file_layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _
             kind = _SAFETENSORS_TYPE[item_type.str[1:]]
             entries[f"{name}.{part_name}"] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-            if offset > end:  # safetensors allows no gaps between tensors
+            if offset > end:  # safetensors allows no gaps, so padding is a tensor
                 entries[f"padding.{end}"] = {"dtype": "U8", "shape": [offset - end], "data_offsets": [end, offset]}
     entries["checksum"] = {"dtype": "U8", "shape": [_DIGEST_BYTES], "data_offsets": [offset, offset + _DIGEST_BYTES]}
     text = json.dumps(entries).encode()
@@ -203,12 +204,12 @@ def _file_layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _
 
 
 def _write_file(
-    path: Path, layout: _FileLayout, weights: Weights, schemes: Mapping[str, Scheme], checksum_of: _Checksum, num_threads: int
+    path: Path, layout: _FileLayout, weights: Weights, schemes: _Schemes, compute_checksum: _ChecksumFunction, num_threads: int
 ) -> None:
-    """Quantise into a temporary file and rename it. An interrupted write leaves no file under the final name."""
+    """Quantise all matrices into a temporary file and then rename it, so that a file under its final name is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path.parent)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_PARTIAL)
+    _remove_old_temporary_files(path.parent)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_TEMPORARY_PREFIX)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(layout.header)
@@ -218,7 +219,7 @@ def _write_file(
                     _append_array(file, array, part.begin)
             file.write(bytes(layout.digest_begin - file.tell()))
             file.flush()
-            file.write(checksum_of(map_file(Path(temporary))[len(layout.header) :]))
+            file.write(compute_checksum(map_file(Path(temporary))[len(layout.header) :]))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -235,16 +236,16 @@ def _append_array(file: BinaryIO, array: NDArray[Any], begin: int) -> None:
 
 
 def _read_file(
-    path: Path, layout: _FileLayout, weights: Weights, schemes: Mapping[str, Scheme], checksum_of: _Checksum
+    path: Path, layout: _FileLayout, weights: Weights, schemes: _Schemes, compute_checksum: _ChecksumFunction
 ) -> dict[str, GroupedTensor] | None:
-    """Return the matrices of a cache file; None if it is missing, damaged or has another layout."""
+    """Return the matrices of a cache file, by name; None if the file is missing, damaged or has another layout."""
     try:
         content = map_file(path)
     except (FileNotFoundError, CheckpointError):
         return None
     if len(content) != layout.size or content[: len(layout.header)].tobytes() != layout.header:
         return None
-    if content[layout.digest_begin :].tobytes() != checksum_of(content[len(layout.header) : layout.digest_begin]):
+    if content[layout.digest_begin :].tobytes() != compute_checksum(content[len(layout.header) : layout.digest_begin]):
         return None
     found: dict[str, GroupedTensor] = {}
     for name, scheme in schemes.items():
@@ -256,12 +257,12 @@ def _read_file(
 
 
 def cached_bytes(directory: Path) -> int:
-    """Return the total size of the files in a cache directory."""
+    """Return the total size of the cached files in bytes."""
     return sum(size for _, size, _ in _cached_files(directory / FOLDER))
 
 
 def _cached_files(folder: Path) -> list[tuple[float, int, Path]]:
-    """Return last use, size and path of each file, least recently used first."""
+    """Return time of last use, size and path of each cached file, least recently used first."""
     found = []
     for path in folder.glob("*.safetensors"):
         with suppress(OSError):  # another process may have removed the file
@@ -271,38 +272,38 @@ def _cached_files(folder: Path) -> list[tuple[float, int, Path]]:
 
 
 def _evict_until_fits(folder: Path, size: int, limit: int) -> None:
-    """Remove least recently used files until `size` bytes fit. Processes that have them mapped are not affected.
+    """Remove least recently used files until a file of `size` bytes fits. Processes that have mapped a removed file are not affected.
 
     Raises:
-        OSError: `size` exceeds the limit.
+        OSError: `size` exceeds the limit of all files.
     """
     if size > limit:
         raise OSError(f"{size / 1e9:.3g} GB are more than the {limit / 1e9:.3g} GB that PACELINE_CACHE_GB allows")
     files = _cached_files(folder)
-    total = size + sum(own for _, own, _ in files)
-    for _, own, path in files:
+    total = size + sum(file_size for _, file_size, _ in files)
+    for _, file_size, path in files:
         if total <= limit:
             return
         with suppress(OSError):
             path.unlink()
-        total -= own
+        total -= file_size
 
 
-def _mark_used(path: Path) -> None:
+def _update_access_time(path: Path) -> None:
     with suppress(OSError):  # another process may have removed the file, or another user owns it
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
-def _remove_abandoned(directory: Path) -> None:
-    """Remove temporary files of killed processes, once they are too old to be still written."""
-    for left in directory.glob(f"{_PARTIAL}*"):
+def _remove_old_temporary_files(directory: Path) -> None:
+    """Remove temporary files that killed processes left: those older than a day."""
+    for temporary in directory.glob(f"{_TEMPORARY_PREFIX}*"):
         with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _ABANDONED_S:
-                left.unlink()
+            if time.time() - temporary.stat().st_mtime > _MAX_TEMPORARY_AGE_S:
+                temporary.unlink()
 
 
 def _sync_directory(directory: Path) -> None:
-    """Sync a directory, so that a rename survives a power failure. Not every system can open directories."""
+    """Sync a directory, so that a rename survives a power failure. Systems that cannot open directories skip this."""
     with suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:

@@ -1,6 +1,6 @@
-"""The safetensors container: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
+"""Read safetensors files: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
 
-The header is untrusted. Every number in it is checked against the file's size before use.
+Files are untrusted: every number in the header is checked against the file's size before use.
 """
 
 import math
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, no_model_error
-from paceline.models.storage.mapped_files import map_regular
+from paceline.models.storage.mapped_files import map_open_file
 from paceline.small_files import INDEX_BYTES, is_file, json_object, open_regular_file, read_json, unreadable_error
 
 MAX_DIMENSIONS = 8
@@ -29,7 +29,7 @@ _ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a tensor: file offsets [begin, end), type name and shape."""
+    """A tensor in a safetensors file, not read yet. Its bytes are from offset `begin` to before `end`."""
 
     path: Path
     dtype: str
@@ -39,16 +39,16 @@ class StoredTensor:
 
 
 def checkpoint_files(directory: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of a checkpoint: `model.safetensors`, or the shards in its index.
+    """Return the safetensors files of a checkpoint: `model.safetensors`, or the shards that its index names.
 
     Raises:
-        CheckpointError: There are none, or the index names a missing file.
+        CheckpointError: There are no such files, or the index names a missing one.
     """
     single, index = (directory / name for name in SAFETENSORS)
     if is_file(single):
         return (single,)
     if is_file(index):
-        return _shards(index)
+        return _shard_paths(index)
     raise no_model_error(directory)
 
 
@@ -71,9 +71,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header = json_object(file.read(header_bytes), f"{path}: the header")
     except OSError as error:
         raise unreadable_error(path, error) from error
-    tensors = {
-        name: _stored_tensor(path, name, entry, 8 + header_bytes, file_size) for name, entry in header.items() if name != "__metadata__"
-    }
+    header.pop("__metadata__", None)
+    tensors = {name: _parse_header_entry(path, name, entry, 8 + header_bytes, file_size) for name, entry in header.items()}
     _check_overlaps(path, tensors)
     return tensors
 
@@ -82,14 +81,14 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     """Map the bytes of a file.
 
     Raises:
-        FileNotFoundError: It does not exist.
+        FileNotFoundError: The file does not exist.
         CheckpointError: It is no regular file, or cannot be mapped.
     """
     with open_regular_file(path) as file:
         try:
             if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
                 return np.empty(0, np.uint8)
-            return map_regular(file, path)
+            return map_open_file(file, path)
         except (OSError, ValueError) as error:
             raise unreadable_error(path, error) from error
 
@@ -107,12 +106,12 @@ def view_tensor(tensor: StoredTensor, file_bytes: NDArray[np.uint8], item_type: 
 
 
 def has_tensor(directory: Path, ending: str) -> bool:
-    """Return whether a checkpoint has a tensor whose name ends with `name`."""
+    """Return whether a checkpoint has a tensor whose name ends with `ending`."""
     return any(name.endswith(ending) for path in checkpoint_files(directory) for name in read_header(path))
 
 
 def most_common_dtype(directory: Path, preferred: tuple[str, ...] = ()) -> str:
-    """Return the type with the most bytes in a checkpoint, among `preferred` types if there are any."""
+    """Return the type that most bytes of a checkpoint have, among `preferred` types if it has tensors of these."""
     num_bytes: Counter[str] = Counter()
     for path in checkpoint_files(directory):
         for tensor in read_header(path).values():
@@ -122,12 +121,12 @@ def most_common_dtype(directory: Path, preferred: tuple[str, ...] = ()) -> str:
     return next((name for name, _ in num_bytes.most_common() if name in preferred), num_bytes.most_common(1)[0][0])
 
 
-def _shards(index: Path) -> tuple[Path, ...]:
+def _shard_paths(index: Path) -> tuple[Path, ...]:
     weight_map = (read_json(index, INDEX_BYTES) or {}).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} is no index of safetensors shards: its weight_map is {shortened(weight_map)}; download it again")
     for name in weight_map.values():
-        # A shard is a file next to its index: anything else could point outside the checkpoint.
+        # A path instead of a file name could point outside the checkpoint.
         if not isinstance(name, str) or _SHARD_NAME.fullmatch(name) is None:
             raise CheckpointError(f"{index} names the shard {shortened(name)}, expected the name of a *.safetensors file next to it")
     names = sorted(set(weight_map.values()))
@@ -137,11 +136,11 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def _stored_tensor(path: Path, name: str, entry: object, data_start: int, file_size: int) -> StoredTensor:
+def _parse_header_entry(path: Path, name: str, entry: object, data_start: int, file_size: int) -> StoredTensor:
     if not isinstance(entry, Mapping):
         raise CheckpointError(f"{path}: header entry {name!r} is {shortened(entry)}, expected an object; download the file again")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
+    if not isinstance(dtype, str) or not _is_list_of_counts(shape) or not _is_list_of_counts(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{path}: header entry {name!r} = {shortened(entry)} lacks a dtype, shape or data_offsets; download it again")
     if len(shape) > MAX_DIMENSIONS:
         raise CheckpointError(f"{path}: tensor {name!r} has {len(shape)} dimensions, expected at most {MAX_DIMENSIONS}; download it again")
@@ -157,7 +156,7 @@ def _stored_tensor(path: Path, name: str, entry: object, data_start: int, file_s
     return StoredTensor(path, dtype, tuple(shape), begin, end)
 
 
-def _is_counts(values: object) -> TypeGuard[list[int]]:
+def _is_list_of_counts(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 

@@ -1,4 +1,4 @@
-"""Split experts that a checkpoint stacks in one tensor into one tensor each: the same bytes of the file."""
+"""Give every expert tensors of its own where a checkpoint stacks all experts of a layer in one tensor. No bytes are copied."""
 
 import re
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ _STACK_NAMES = {"experts.gate_up_proj": "experts.gate_up_proj", "experts.down_pr
 
 
 def split_experts(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
-    """Return the tensors with experts by single names, `model.layers.N.mlp.experts.E.gate_proj.weight`.
+    """Return the tensors with one for each expert, such as `model.layers.0.mlp.experts.7.gate_proj.weight`, in place of stacks.
 
     Raises:
-        CheckpointError: A stack has another shape than config.json gives.
+        CheckpointError: A stack has another shape than config.json requires.
     """
     family = FAMILIES[config.family]
     tensors = {common_expert_name(name, family): tensor for name, tensor in stored.items()}
@@ -28,8 +28,8 @@ def split_experts(stored: Mapping[str, StoredWeight], config: ModelConfig) -> di
         if not isinstance(layer.mlp, ExpertMLP):
             continue
         prefix = f"model.layers.{index}.{family.module_names.get('experts', 'mlp.experts')}."
-        front = ("gate_up_proj", ("gate_proj", "up_proj")) if layer.mlp.expert.has_gate else ("up_proj", ("up_proj",))
-        for stack, parts in (front, ("down_proj", ("down_proj",))):
+        gate_up = ("gate_up_proj", ("gate_proj", "up_proj")) if layer.mlp.expert.has_gate else ("up_proj", ("up_proj",))
+        for stack, parts in (gate_up, ("down_proj", ("down_proj",))):
             tensor = tensors.get(prefix + stack)
             if isinstance(tensor, StoredTensor):
                 del tensors[prefix + stack]
@@ -38,13 +38,13 @@ def split_experts(stored: Mapping[str, StoredWeight], config: ModelConfig) -> di
 
 
 def common_expert_name(name: str, family: Family) -> str:
-    """Return a tensor's name as most families spell it, if the family names its module of experts differently."""
+    """Return a tensor's name with `Family.mlp_module` and the names in it replaced by those that most families use."""
     match = _EXPERT_TENSOR.fullmatch(name)
     if match is None or match[2] != family.mlp_module:
         return name
     prefix, _, expert, part, other = match.groups()
-    own = {**_STACK_NAMES, **family.mlp_tensors}.get(other) if expert is None else f"{expert}{_EXPERT_PARTS[part]}.weight"
-    return name if own is None else f"{prefix}.mlp.{own}"
+    common = {**_STACK_NAMES, **family.mlp_tensors}.get(other) if expert is None else f"{expert}{_EXPERT_PARTS[part]}.weight"
+    return name if common is None else f"{prefix}.mlp.{common}"
 
 
 def _split_stack(name: str, tensor: StoredTensor, mlp: ExpertMLP, hidden_size: int, parts: tuple[str, ...]) -> dict[str, StoredTensor]:
@@ -59,6 +59,6 @@ def _split_stack(name: str, tensor: StoredTensor, mlp: ExpertMLP, hidden_size: i
     prefix, found = name.rpartition(".")[0], {}
     for number in range(count * len(parts)):
         begin = tensor.begin + number * num_bytes
-        own_name = f"{prefix}.{number // len(parts)}.{parts[number % len(parts)]}.weight"
-        found[own_name] = StoredTensor(tensor.path, tensor.dtype, (rows, columns), begin, begin + num_bytes)
+        expert_name = f"{prefix}.{number // len(parts)}.{parts[number % len(parts)]}.weight"
+        found[expert_name] = StoredTensor(tensor.path, tensor.dtype, (rows, columns), begin, begin + num_bytes)
     return found

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint directory: those of the language model, without encoders and drafting heads."""
+"""Find the tensors of the language model in a checkpoint directory, without those of encoders and drafting heads."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
 from paceline.models.containers.module import Container, StoredWeight
-from paceline.models.containers.table import find_container, unpack
+from paceline.models.containers.table import find_container, group_packed_tensors
 from paceline.models.families.table import FAMILIES
 from paceline.models.multimodal import text_model_fields
 from paceline.models.storage.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header
@@ -22,23 +22,23 @@ TEXT_MODEL_PREFIXES = (
     "language_model.model.",
     "model.text_model.",
     "backbone.",
-)  # prefixes of multimodal models, new and old, of Idefics, and of Nemotron-H
+)  # prefixes of newer and older multimodal models, of Idefics, and of Nemotron-H
 ENCODER_PREFIXES = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "audio_tower.", "embed_vision.",
     "embed_audio.", "vision_embedder.",
 )  # fmt: skip
-_DRAFTING_PARTS = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")  # prefixes of drafting heads that some checkpoints include
+_DRAFTING_PARTS = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")  # prefixes of drafting heads' tensors
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The contents of a checkpoint directory.
+    """The tensors of a checkpoint directory, not read yet.
 
     Attributes:
-        tensors: tensors of the language model, by plain names.
-        files: mapped.
+        tensors: tensors of the language model, by name without the prefix of a multimodal model.
+        files: mapped files, by path.
         bundled_head, has_encoders: as in `Weights`.
-        container: container of packed matrices; None = there are none.
+        container: format of packed matrices; None = there are none.
     """
 
     tensors: dict[str, StoredWeight]
@@ -57,45 +57,45 @@ def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
     stored: dict[str, StoredTensor] = {}
     for path in checkpoint_files(directory):
         stored.update(read_header(path))
-    if config.num_layers > len(stored):  # refuse an impossible number of layers before building a table of that size
+    if config.num_layers > len(stored):  # checked first, because memory is allocated for each layer
         raise CheckpointError(
             f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json; "
             "is it another model's?"
         )
-    texts = _language_model_tensors(stored)
-    own, heads = _without_drafting_heads(texts, config)
+    language_model = _language_model_tensors(stored)
+    model, heads = _without_drafting_heads(language_model, config)
     bundled_head = None if not heads else "medusa" if heads[0].startswith("medusa_head.") else "mtp"
-    files = {path: map_file(path) for path in {tensor.path for tensor in own.values()}}
+    files = {path: map_file(path) for path in {tensor.path for tensor in model.values()}}
     path = directory / "config.json"
     container = find_container(text_model_fields(read_json(path) or {}), path, FAMILIES[config.family])
-    tensors: dict[str, StoredWeight] = dict(own) if container is None else unpack(own, files, container)
-    return StoredModel(tensors, files, bundled_head, len(texts) < len(stored), container)
+    tensors: dict[str, StoredWeight] = dict(model) if container is None else group_packed_tensors(model, files, container)
+    return StoredModel(tensors, files, bundled_head, len(language_model) < len(stored), container)
 
 
 def _language_model_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of the language model, without the prefix of a multimodal model and without encoders."""
-    nesting = next((nesting for nesting in TEXT_MODEL_PREFIXES if any(name.startswith(nesting) for name in stored)), None)
+    prefix = next((prefix for prefix in TEXT_MODEL_PREFIXES if any(name.startswith(prefix) for name in stored)), None)
     plain = {name: tensor for name, tensor in stored.items() if not name.removeprefix("model.").startswith(ENCODER_PREFIXES)}
-    return plain if nesting is None else {plain_name(name, nesting): tensor for name, tensor in plain.items()}
+    return plain if prefix is None else {plain_name(name, prefix): tensor for name, tensor in plain.items()}
 
 
 def _without_drafting_heads(stored: Mapping[str, StoredTensor], config: ModelConfig) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors of the model, and the names of those of a drafting head.
+    """Return the tensors that belong to no drafting head, and the names of those that do.
 
-    A layer after the last one belongs to a head only if it has an `eh_proj`. Otherwise config.json has too few layers.
+    A layer after the last one is a drafting head only if it has an `eh_proj`. Otherwise config.json states too few layers.
     """
-    layer_name = re.compile(r"model\.layers\.(\d{1,9})\.")  # matches layer indices of up to 9 digits; no model has more layers
+    layer_name = re.compile(r"model\.layers\.(\d{1,9})\.")
     layers = {name: int(match[1]) for name in stored if (match := layer_name.match(name)) and int(match[1]) >= config.num_layers}
     heads = [
         name for name in stored
         if name.startswith(_DRAFTING_PARTS) or (name in layers and f"model.layers.{layers[name]}.eh_proj.weight" in stored)
     ]  # fmt: skip
-    left_out = set(heads)
-    return {name: tensor for name, tensor in stored.items() if name not in left_out}, heads
+    head_names = set(heads)
+    return {name: tensor for name, tensor in stored.items() if name not in head_names}, heads
 
 
-def plain_name(name: str, nesting: str) -> str:
-    """Return a tensor's name without the prefix of a multimodal model."""
-    if name.startswith(nesting):
-        return "model." + name.removeprefix(nesting)
-    return name.removeprefix("language_model.")  # lm_head
+def plain_name(name: str, prefix: str) -> str:
+    """Return a tensor's name with the `prefix` of a multimodal model replaced by `model.`."""
+    if name.startswith(prefix):
+        return "model." + name.removeprefix(prefix)
+    return name.removeprefix("language_model.")  # the prefix of lm_head

@@ -1,4 +1,4 @@
-"""The tensors of one safetensors or PyTorch file, opened one by one. No code in a file is run."""
+"""Read the tensors of a safetensors or PyTorch file. Code in a PyTorch file is not run."""
 
 import warnings
 from collections.abc import Callable
@@ -21,7 +21,7 @@ ITEM_TYPES = {
     "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8", "BOOL": "|b1", "U8": "|u1", "I8": "|i1",
     "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8",
 }  # fmt: skip
-"""numpy types by safetensors' type names; bf16 as its bits in uint16."""
+"""numpy types by the type names of safetensors. bf16, which numpy lacks, is held as uint16."""
 
 _TORCH_TYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "bool": "BOOL", "uint8": "U8", "int8": "I8",
@@ -31,7 +31,7 @@ _TORCH_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """One tensor of a file: its shape, its type as named in safetensors, and a function to open it (bf16 as its bits in uint16)."""
+    """One tensor of a file: its shape, its type as safetensors names it, and a function that returns its values (bf16 as uint16)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,31 +39,31 @@ class FileTensor:
 
 
 def read_tensors(path: Path, what: str) -> dict[str, FileTensor]:
-    """Read the tensors of one file, by name.
+    """Return the tensors of one file, by name, without reading their values.
 
     Args:
-        what: "head" or "adapter", for errors.
+        what: what the file holds, "head" or "adapter", for errors.
 
     Raises:
         CheckpointError: The file is damaged, or holds anything but tensors.
         BackendUnavailableError: It is a PyTorch file, and torch is not installed.
     """
     if path.suffix != ".safetensors":
-        return _torch_file(path, what)
+        return _read_flat_torch_file(path, what)
     stored, file_bytes = read_header(path), map_file(path)
     end = max((tensor.end for tensor in stored.values()), default=len(file_bytes))
     if end < len(file_bytes):
         raise CheckpointError(
             f"{path} holds {len(file_bytes) - end} bytes after its last tensor, which no safetensors file does; download the {what} again"
         )
-    return {name: FileTensor(tensor.shape, tensor.dtype, partial(_view, tensor, file_bytes)) for name, tensor in stored.items()}
+    return {name: FileTensor(tensor.shape, tensor.dtype, partial(_open_tensor, tensor, file_bytes)) for name, tensor in stored.items()}
 
 
-def _view(stored: StoredTensor, file_bytes: NDArray[np.uint8]) -> NDArray[Any]:
+def _open_tensor(stored: StoredTensor, file_bytes: NDArray[np.uint8]) -> NDArray[Any]:
     return view_tensor(stored, file_bytes, np.dtype(ITEM_TYPES[stored.dtype]))
 
 
-def _torch_file(path: Path, what: str) -> dict[str, FileTensor]:
+def _read_flat_torch_file(path: Path, what: str) -> dict[str, FileTensor]:
     """Return the tensors of a PyTorch file, which must be a flat dictionary of tensors."""
     content = read_torch_file(path, what)
     import torch
@@ -72,14 +72,14 @@ def _torch_file(path: Path, what: str) -> dict[str, FileTensor]:
         raise CheckpointError(
             f"{path} holds more than tensors by name: it is no {what}'s file, or a training checkpoint; export its weights"
         )
-    return {str(name): FileTensor(tuple(tensor.shape), _torch_type(tensor), partial(_array, tensor)) for name, tensor in content.items()}
+    return {str(name): FileTensor(tuple(one.shape), _safetensors_type(one), partial(_to_numpy, one)) for name, one in content.items()}
 
 
 def read_torch_file(path: Path, what: str) -> Any:
-    """Return the contents of a PyTorch file. Only tensors and plain values are read.
+    """Return the contents of a PyTorch file, which may hold only tensors and plain values.
 
     Args:
-        what: it is a file of, for errors.
+        what: what the file holds, for errors.
 
     Raises:
         CheckpointError: The file is damaged, or holds objects of other types.
@@ -93,23 +93,23 @@ def read_torch_file(path: Path, what: str) -> Any:
         ) from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about files that are refused anyway
+            warnings.simplefilter("ignore")  # files that torch warns about are refused below or by the caller
             try:
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # torch cannot memory-map files written before version 1.6
+            except RuntimeError:  # torch cannot map files from before version 1.6
                 return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling untrusted bytes can raise anything
+    except Exception as error:  # unpickling untrusted bytes can raise any exception
         raise CheckpointError(
             f"{path} cannot be read as a file of tensors ({summarize_error(error)}); use the {what} as safetensors, or download it again"
         ) from error
 
 
-def _torch_type(tensor: "torch.Tensor") -> str:
+def _safetensors_type(tensor: "torch.Tensor") -> str:
     name = str(tensor.dtype).removeprefix("torch.")
     return _TORCH_TYPES.get(name, name)
 
 
-def _array(tensor: "torch.Tensor") -> NDArray[Any]:
+def _to_numpy(tensor: "torch.Tensor") -> NDArray[Any]:
     import torch
 
     dense = tensor.detach().contiguous()

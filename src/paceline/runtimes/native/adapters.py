@@ -37,7 +37,7 @@ class NativeAdapter:
         self._records: list[Any] = []
         self._sites: dict[tuple[str, ...], AdapterSite] = {}
         self._tables: dict[AdapterSiteNames, Array[AdapterSite]] = {}
-        self._replacements = {name: self._down_projection_tiles(values) for name, values in network_adapter.saved.items()}
+        self._replacements = {name: self._down_projection_tiles(values) for name, values in network_adapter.replacements.items()}
         self.num_floats = 1  # maximum number of down-projection outputs of one operation
 
     def site_records(self, sites: AdapterSiteNames) -> "Array[AdapterSite]":
@@ -52,7 +52,7 @@ class NativeAdapter:
         return self._sites[names]
 
     def _make_site(self, names: tuple[str, ...]) -> AdapterSite:
-        lows, biases = self.network_adapter.products, self.network_adapter.biases
+        lows, biases = self.network_adapter.low_rank_updates, self.network_adapter.biases
         replacements = self._replacements if names == ("lm_head",) else {}
         if not any(name in one for name in names for one in (lows, biases, replacements)):
             return AdapterSite(None, None, None)
@@ -72,7 +72,7 @@ class NativeAdapter:
         self._records.append((products, down))
         mixture, columns = self.network_adapter.mixture, None
         if mixture is not None and own:
-            columns = self._copy_to_memory(np.concatenate([mixture.columns[name] for name in names if name in lows]))
+            columns = self._copy_to_memory(np.concatenate([mixture.scaling_indices[name] for name in names if name in lows]))
         return AdapterSite(None if down is None else pointer(down), cast(products, POINTER(AdapterProduct)), columns)
 
     def _down_projection_tiles(self, values: NDArray[np.float32]) -> Matrix:

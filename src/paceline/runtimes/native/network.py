@@ -165,7 +165,7 @@ class NativeNetwork(Network):
         if self.config.recurrent_layers:
             if self.capabilities.tree_layout is TreeLayout.PATHS:
                 raise ConfigError("recurrent layers do not support trees as paths")
-            layout = StateLayout.of(self.config.recurrent_layers)
+            layout = StateLayout.for_layers(self.config.recurrent_layers)
             recurrent = RecurrentStateCache(
                 layout.state_size, layout.record_size, BLOCK_SIZE, zeros, checkpoints, chunk_size=CHECKPOINT_INTERVAL
             )
@@ -256,7 +256,7 @@ class NativeNetwork(Network):
         for number, rows in batch.rows_by_adapter().items():
             adapter, ids = self._adapters[number].network_adapter, token_ids[rows]
             if adapter.has_embedding_change:
-                own = adapter.embedding_rows(self._embedding_rows(ids), ids)
+                own = adapter.adapt_embeddings(self._embedding_rows(ids), ids)
                 embedded[rows] = scaled_rows(own, self.config, self._round_to)
         return embedded
 

@@ -139,7 +139,7 @@ def _pack_converted(blocks: StoredBlocks, packed: PackedWeights, num_threads: in
     def fill_range(begin: int, end: int) -> None:
         rows = slice(begin * PANEL_OUTPUTS, min(end * PANEL_OUTPUTS, packed.outputs))
         try:
-            matrix = blocks.rows(rows).groups()
+            matrix = blocks.select_rows(rows).to_grouped_matrix()
         except CheckpointError:
             raise not_finite_error(blocks.where, rows.start, rows.stop - 1) from None
         _fill_groups(replace(packed, data=packed.data[begin:end], outputs=len(matrix.codes)), matrix, 1)
@@ -160,8 +160,8 @@ def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None
     if blocks.block_type.name in CONVERTED_TYPES:
         return _pack_converted(blocks, packed, num_threads)
     raw = blocks.raw if blocks.raw.strides[1] == 1 else np.ascontiguousarray(blocks.raw)
-    order = None if blocks.order is None else np.ascontiguousarray(blocks.order, np.int64)
-    places = None if blocks.runs is None else np.argsort(blocks.runs).astype(np.int32)
+    order = None if blocks.row_order is None else np.ascontiguousarray(blocks.row_order, np.int64)
+    places = None if blocks.run_order is None else np.argsort(blocks.run_order).astype(np.int32)
     address = [None if array is None else array.ctypes.data for array in (raw, order, places)]
     sizes = outputs, columns, packed.zero_point, packed.super_block_columns, _sign_bit_mask(zero_row), raw.strides[0]
     record, library, to = BlocksRecord(_GGUF_NUMBERS[blocks.block_type.name], packed.kind, *sizes, *address), kernels(), packed.data
@@ -256,7 +256,7 @@ def _contiguous(array: Any) -> Any:
 def _groups_of_zero_row(blocks: StoredBlocks) -> GroupedMatrix:
     """Return the groups of a row of zeros, from which the shapes and types of all rows are read."""
     zeros = np.zeros((1, blocks.raw.shape[1]), np.uint8)
-    return StoredBlocks(zeros, blocks.block_type, blocks.where, runs=blocks.runs).groups()
+    return StoredBlocks(zeros, blocks.block_type, blocks.where, run_order=blocks.run_order).to_grouped_matrix()
 
 
 def _has_float16_scales(blocks: StoredBlocks, zero_row: GroupedMatrix) -> bool:
@@ -266,6 +266,6 @@ def _has_float16_scales(blocks: StoredBlocks, zero_row: GroupedMatrix) -> bool:
     if blocks.shape[1] // RUN % 2 or zero_row.group_size != RUN:
         return False
     if blocks.block_type.name == "MXFP4":
-        exponents = (blocks.raw if blocks.order is None else blocks.raw[blocks.order])[:, :: blocks.block_type.num_bytes]
+        exponents = (blocks.raw if blocks.row_order is None else blocks.raw[blocks.row_order])[:, :: blocks.block_type.num_bytes]
         return bool(_FLOAT16_EXPONENTS[0] <= exponents.min() and exponents.max() <= _FLOAT16_EXPONENTS[1])
     return blocks.block_type.num_items == RUN

@@ -83,7 +83,7 @@ class NativeBlocks:
         """
         self._config, self._cache_config = config, cache_config or config
         self._weights = weights
-        self._states = StateLayout.of(self._cache_config.recurrent_layers)
+        self._states = StateLayout.for_layers(self._cache_config.recurrent_layers)
         self.values: list[Value] = []
         self.inputs: dict[str, Value] = {}  # written before the pass
         self.operations: list[Operation] = []
@@ -180,7 +180,7 @@ class NativeBlocks:
         bias = self._weights.vector(name + ".bias") if self._weights.has(name + ".bias") else None
         operation = ConvolutionOperation(
             x=x.index, channels=mixer.channels, kernel_size=mixer.kernel_size, is_activated=not isinstance(mixer, ShortConvConfig),
-            conv_at=place.conv_at, record_at=place.record_at, weight=self._weights.transposed(name + ".weight"), bias=bias,
+            conv_at=place.conv_offset, record_at=place.record_offset, weight=self._weights.transposed(name + ".weight"), bias=bias,
         )  # fmt: skip
         return self._append(operation, x)
 
@@ -275,13 +275,13 @@ class NativeBlocks:
         return self._append(operation, x)
 
     def _record_state_operation(self, x: Value, a: Value, b: Value | None, mixer: GatedDeltaConfig | Mamba2Config, layer: int) -> Value:
-        state, place, prefix = mixer.state, self._states.layers[layer], f"layers.{layer}."
+        state, place, prefix = mixer.state_shape, self._states.layers[layer], f"layers.{layer}."
         work = self.value(4 * state.key_width + state.value_width + 2 * state.heads + 2 * CHECKPOINT_INTERVAL * state.key_heads)
         min_step, max_step = mixer.dt_limits if isinstance(mixer, Mamba2Config) else (0.0, float("inf"))
         operation = StateOperation(
             x=x.index, a=a.index, b=-1 if b is None else b.index, work=work.index, channels=mixer.channels, heads=state.heads,
             key_heads=state.key_heads, rows_of_state=state.rows, columns=state.columns, block=place.block,
-            is_delta=isinstance(mixer, GatedDeltaConfig), matrices_at=place.matrices_at, keys_at=place.record_at + mixer.channels,
+            is_delta=isinstance(mixer, GatedDeltaConfig), matrices_at=place.matrices_offset, keys_at=place.record_offset + mixer.channels,
             work_floats=work.width, min_step=min_step, max_step=max_step,
             decay=self._weights.vector(prefix + "decay.weight", exact=True), bias=self._weights.vector(prefix + "decay.bias", exact=True),
             skip=self._weights.vector(prefix + "skip.weight", exact=True) if isinstance(mixer, Mamba2Config) else None,

@@ -28,12 +28,12 @@ class TorchAdapter:
         def tensor(values: NDArray[np.float32]) -> torch.Tensor:
             return torch.from_numpy(np.array(values, np.float32)).to(device)
 
-        self.products = {name: (tensor(low.down), tensor(low.up)) for name, low in network_adapter.products.items()}
+        self.products = {name: (tensor(low.down), tensor(low.up)) for name, low in network_adapter.low_rank_updates.items()}
         self.biases = {name: tensor(values) for name, values in network_adapter.biases.items()}
-        self.saved = {name: tensor(values) for name, values in network_adapter.saved.items()}
+        self.saved = {name: tensor(values) for name, values in network_adapter.replacements.items()}
         mixture = network_adapter.mixture
         self.classifier = None if mixture is None else TorchClassifier(mixture, device)
-        columns = {} if mixture is None else mixture.columns
+        columns = {} if mixture is None else mixture.scaling_indices
         self.columns = {name: torch.from_numpy(own.astype("int64")).to(device) for name, own in columns.items()}
 
     def product(self, name: str, x: torch.Tensor, y: torch.Tensor, scalings: torch.Tensor | None = None) -> torch.Tensor:

@@ -71,7 +71,7 @@ class TorchNetwork(Network):
         """
         self.config, self.compose, self.weights = config, compose, weights
         self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type, KVCacheDtype(weight_type.value))
-        self._layout = StateLayout.of(config.recurrent_layers)
+        self._layout = StateLayout.for_layers(config.recurrent_layers)
         opened = _open_device(device)
         tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.has_norm_offset)
         self._shared = self._cache_shared = _Shared(tensors)

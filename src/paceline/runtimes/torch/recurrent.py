@@ -53,7 +53,7 @@ class RecurrentPass:
     def delta_rule(
         self, x: torch.Tensor, b: torch.Tensor, a: torch.Tensor, mixer: GatedDeltaConfig, layer: int, weights: TorchWeights
     ) -> torch.Tensor:
-        state, num_rows = mixer.state, len(x)
+        state, num_rows = mixer.state_shape, len(x)
         q, k, v = torch.split(x.float(), [state.key_width, state.key_width, state.value_width], dim=-1)
         q, k = (_l2_normalized(part.reshape(num_rows, state.key_heads, -1)) for part in (q, k))
         softened = F.softplus(a.float() + weights.vector(f"layers.{layer}.decay.bias"))
@@ -64,7 +64,7 @@ class RecurrentPass:
         return part.out.flatten(-2).to(x.dtype)
 
     def mamba2(self, x: torch.Tensor, dt: torch.Tensor, mixer: Mamba2Config, layer: int, weights: TorchWeights) -> torch.Tensor:
-        state, num_rows = mixer.state, len(x)
+        state, num_rows = mixer.state_shape, len(x)
         values, k, q = torch.split(x.float(), [state.value_width, state.key_width, state.key_width], dim=-1)
         values = values.reshape(num_rows, state.heads, -1)
         k, q = (part.reshape(num_rows, state.key_heads, -1) for part in (k, q))
@@ -162,10 +162,10 @@ class _Convolution:
         return seen[1:]
 
     def _view(self, state: torch.Tensor) -> torch.Tensor:
-        return state[self._place.conv_at : self._place.conv_at + self._place.conv_size]
+        return state[self._place.conv_offset : self._place.conv_offset + self._place.conv_size]
 
     def _input(self, record: torch.Tensor) -> torch.Tensor:
-        return record[self._place.record_at : self._place.record_at + self._place.mixer.channels]
+        return record[self._place.record_offset : self._place.record_offset + self._place.mixer.channels]
 
 
 class _StateMatrices:
@@ -187,8 +187,8 @@ class _StateMatrices:
         decays: torch.Tensor,
         rates: torch.Tensor | None = None,
     ) -> None:
-        assert place.mixer.state is not None
-        self._place, self._sizes = place, place.mixer.state
+        assert place.mixer.state_shape is not None
+        self._place, self._sizes = place, place.mixer.state_shape
         self._keys, self._queries, self._values, self._decays, self._rates = keys, queries, values, decays, rates
         self.out = torch.empty_like(values)
 
@@ -226,12 +226,12 @@ class _StateMatrices:
     def _view(self, state: torch.Tensor) -> torch.Tensor:
         """Return a view [heads, blocks, rows, block]."""
         place = self._place
-        matrices = state[place.matrices_at : place.matrices_at + place.matrices_size]
+        matrices = state[place.matrices_offset : place.matrices_offset + place.matrices_size]
         return matrices.view(self._sizes.heads, place.num_blocks, self._sizes.rows, place.block)
 
     def _fields(self, record: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return views of a record's key [key_heads, rows], update [heads, columns] and decay [heads]."""
-        sizes, begin = self._sizes, self._place.record_at + self._place.mixer.channels
+        sizes, begin = self._sizes, self._place.record_offset + self._place.mixer.channels
         own = record[begin : begin + sizes.key_width + sizes.value_width + sizes.heads]
         key, update, decay = torch.split(own, [sizes.key_width, sizes.value_width, sizes.heads])
         return key.view(sizes.key_heads, sizes.rows), update.view(sizes.heads, sizes.columns), decay
