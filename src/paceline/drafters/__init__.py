@@ -139,9 +139,9 @@ class PreparedDrafters:
             return list(self.drafter_objects)
         opened = [drafter.open(target) for drafter in self.drafters]
         if len(self.drafters) > 1 and self.drafters[-1].is_optional and opened[-1].name == NgramDrafter.name:
-            del opened[-1]  # an n-gram drafter that replaces an unusable head; the list already has one
+            del opened[-1]  # the n-gram drafter that replaced an unusable head: the list already has one
         names = [drafter.name for drafter in opened]
-        for index, drafter in enumerate(opened):  # make names unique: requests select drafters by name, and acceptance is counted by name
+        for index, drafter in enumerate(opened):  # make names unique: requests select drafters by name
             if (number := names[:index].count(drafter.name)) > 0:
                 drafter.name = f"{drafter.name}_{number + 1}"
         return opened
@@ -177,7 +177,7 @@ def prepare_drafters(
     if len(names) > 1:
         drafters = _without_duplicates(names, drafters)
     elif names[0] == "auto" and drafters[0].name != NgramDrafter.name:
-        drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # lookup costs almost no time and drafts repeated text well
+        drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # n-gram lookup costs almost no time and drafts repeated text well
     check_draft_adapter(speculation.draft_adapter, [drafter.name for drafter in drafters])
     layers = {layer for drafter in drafters if drafter.head is not None for layer in _read_layer_boundaries(drafter.head, target, options)}
     return PreparedDrafters(drafters, tuple(sorted(layers)))
@@ -302,7 +302,7 @@ def _open_mtp_module_of_target(target: Path) -> HeadFiles | None:
     try:
         head = open_head_files(target, inside_target=True)
     except (CheckpointError, IncompatibleDrafterError, BackendUnavailableError):
-        return None  # loading the target then raises the error
+        return None  # the error is raised when the target is loaded
     return head if head is not None and head.kind is HeadKind.MTP else None
 
 
@@ -335,7 +335,9 @@ def open_head_files(path: Path, kind: HeadKind | None = None, *, inside_target: 
         files = open_gguf_module(path)
     if files is None:
         return None
-    is_model_with_mtp = files.kind is HeadKind.MTP and not files.is_speculators and not inside_target  # usable as a draft model
+    is_model_with_mtp = (
+        files.kind is HeadKind.MTP and not files.is_speculators and not inside_target
+    )  # a model that can only be a draft model
     if kind is None and (files.kind is HeadKind.LANGUAGE_MODEL or is_model_with_mtp):
         return None
     if kind not in (None, files.kind):

@@ -43,8 +43,8 @@ from paceline.speculation.tree_growth import Candidate, growing_tree
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMatch, compare_vocabularies
 
-CATCH_UP_ROWS = 256  # committed tokens of one request that one prefill pass of the draft model runs
-_PREFILL_PROFILE_ROWS = 32  # tokens of the pass that measures the prefill speed
+CATCH_UP_ROWS = 256  # number of a request's committed tokens that one prefill pass of the draft model runs
+_PREFILL_PROFILE_ROWS = 32  # number of tokens of the pass that measures the prefill speed
 
 ResultT = TypeVar("ResultT")
 TokenPath: TypeAlias = Sequence[int]
@@ -129,7 +129,7 @@ class DraftModelDrafter(Drafter):
         max_model_len: longest text that the draft model can run, in its own tokens; None = the maximum of its config.
         tree_width: draft tokens at each position; 1 = a chain, else the chain's token and its most probable siblings.
         banner_note: what the banner adds about adapter, vocabulary and context; it starts with its own separator.
-        notices: lines for the user at load.
+        notices: messages for the user, shown at load.
         prefill_token_s: seconds to prefill one token of a long text; 0 = not measured yet.
         mask_token_id: mask token of a PARD model, which drafts all tokens in one pass; None = each pass drafts one token.
     """
@@ -201,7 +201,7 @@ class DraftModelDrafter(Drafter):
 
     def prefill_s(self, request: Request) -> float:
         state, length = self._get_or_create_state(request), len(request.token_ids)
-        if length - state.start >= self.max_model_len:  # the next draft will run only the last half of the context
+        if length - state.start >= self.max_model_len:  # the text is too long: the next draft will run only its end
             return self._prefill_time.expected_s(self.max_model_len // 2)
         return self._prefill_time.expected_s(length - state.num_tokens_at_last_draft)
 
@@ -219,16 +219,16 @@ class DraftModelDrafter(Drafter):
         if not 0 <= state.start < len(context) or len(context) - state.start + depth > self.max_model_len:
             self._reset_cache(state, request, max(0, len(context) + depth - self.max_model_len), depth)
         context, num_unchanged = context[state.start :], max(0, num_unchanged - state.start)
-        if not state.token_ids:  # reuse rows of the prefix cache
+        if not state.token_ids:  # a new request may reuse rows of the prefix cache
             state.num_verified = self.cache.match_prefix(state.sequence, context)
             state.token_ids.extend(context[: state.num_verified])
         state.num_tokens_at_last_draft = len(request.token_ids)
         self._truncate_rejected(state, context, num_unchanged)
         self.cache.register_prefix(state.sequence, state.token_ids)
         pending = list(context[len(state.token_ids) :])
-        if max(pending) >= self.runtime.config.vocab_size:  # ids that the draft model lacks
+        if max(pending) >= self.runtime.config.vocab_size:  # the text has token ids that the draft model lacks
             return None
-        next(steps)  # advance to the first yield, which waits for the logits after the last committed token
+        next(steps)  # run the generator until it waits for the logits after the last committed token
         return _Draft(request, state, steps, pending, depth)
 
     def _get_or_create_state(self, request: Request) -> _CachedSequenceState:
@@ -272,7 +272,7 @@ class DraftModelDrafter(Drafter):
                         if draft.pending and self._mask_token_id is not None:
                             self._send_logits(draft, None)
         except BaseException:
-            for request in requests:  # an interrupted pass may have written only some of its cache rows
+            for request in requests:  # an interrupted pass may have left cache rows unwritten: drop them all
                 self.release(request)
             raise
 
@@ -283,7 +283,7 @@ class DraftModelDrafter(Drafter):
                 ran, _ = self._run_pass(part, [draft.pending[:CATCH_UP_ROWS] for draft in part], needs_logits=False)
                 for draft in ran:
                     del draft.pending[:CATCH_UP_ROWS]
-                    draft.state.num_verified = len(draft.state.token_ids)  # they contain no draft tokens
+                    draft.state.num_verified = len(draft.state.token_ids)  # prefilled tokens are committed
 
     def _num_mask_tokens(self, draft: _Draft[ResultT]) -> int:
         return 0 if self._mask_token_id is None else draft.depth - 1
@@ -326,7 +326,7 @@ class DraftModelDrafter(Drafter):
         try:
             path = next(growth)
             while True:
-                is_expanded = path is not None and path_prob >= budget.min_path_prob  # else draft nothing after it
+                is_expanded = path is not None and path_prob >= budget.min_path_prob
                 candidates = self._sample_candidates(request, (yield path), path) if path is not None and is_expanded else []
                 path_prob *= budget.acceptance_rate(candidates[0][1]) if candidates else 1.0
                 path = growth.send(candidates)
@@ -341,7 +341,7 @@ class DraftModelDrafter(Drafter):
         draft_probs: dict[int, TokenProbs] = {}
         path, node = list[int](), 0
         key = request.seed, request.sample_index, len(request.token_ids)
-        # numbers of tokens that depended on drawn tokens would change the output's distribution
+        # the number of tokens of a level must not depend on drawn tokens: that would change the output's distribution
         for count in _tokens_per_level(self._tree_width, budget.max_depth, budget.row_budget, budget.layout):
             row = yield path
             if row is None:
@@ -402,7 +402,7 @@ class DraftModelDrafter(Drafter):
         for draft, ids in zip(drafts, token_ids, strict=True):
             masks = [self._mask_token_id] * self._num_mask_tokens(draft) if needs_logits and self._mask_token_id is not None else []
             try:
-                # `_truncate_rejected` may drop the last row to run it again. The rows before it are committed text.
+                # the last row may be dropped and run again (`_truncate_rejected`); the rows before it are committed text
                 num_known = len(ids) - needs_logits if len(ids) > 1 else 1
                 state, num_rows = draft.state, len(ids) + len(masks)
                 plans.append(self.cache.reserve(state.sequence, range(-1, num_rows - 1), num_known, pinned_len=state.num_verified))
@@ -565,7 +565,7 @@ def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, tok
         merge_adapter=adapter,
     )
     runtime = load_runtime(directory, options).runtime
-    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # 1 for the pass that measures prefill
+    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # 1 block for the prefill measurement
     max_checkpoints = target.engine.max_num_seqs if target.cache.prefix_caching else 0
     cache = runtime.new_cache(
         num_blocks, checkpoints=CheckpointConfig(interval=target.engine.state_interval, max_checkpoints=max_checkpoints)

@@ -23,7 +23,7 @@ from paceline.sampling.truncation import TOP_N, support_of, top_probs
 from paceline.speculation.request import Request
 from paceline.speculation.tree_growth import COUPLED_PROB
 
-_MAX_LOG_PROB_GAP = 12.0  # siblings whose log-probability is this much below the most probable token's are not drafted
+_MAX_LOG_PROB_GAP = 12.0  # siblings whose log-probability is this much below that of the most probable token are not drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class DraftSampler:
     """
 
     def __init__(self, target_ids: NDArray[np.int64] | None, vocab_size: int, num_draftable_ids: int | None = None) -> None:
-        self._vocab_size, self._row = vocab_size, np.full(vocab_size, -np.inf, np.float32)  # ids outside of the draft vocabulary stay -inf
+        self._vocab_size, self._row = vocab_size, np.full(vocab_size, -np.inf, np.float32)  # ids that cannot be drafted stay -inf
         self._num_draftable_ids = vocab_size if num_draftable_ids is None else min(vocab_size, num_draftable_ids)
         self._target_ids = None if target_ids is None else target_ids[target_ids < self._num_draftable_ids]
 
@@ -126,7 +126,7 @@ class DraftSampler:
         """
         try:
             return self.sample_target_row(request, path, self._as_target_row(row), width, needs_draft_probs=needs_draft_probs)
-        except PacelineError:  # no token of the draft vocabulary is allowed, or the logits are invalid
+        except PacelineError:  # the request's constraints allow no token that can be drafted, or the logits are invalid
             return NO_TOKENS
 
     def sample_target_row(
@@ -139,10 +139,10 @@ class DraftSampler:
         """
         edited = request.processor.edit(row, path)
         if needs_draft_probs and width == 1 and not request.params.is_greedy:
-            return _draw_separately(request, path, edited.distribution())
+            return _draw_for_rejection_sampling(request, path, edited.distribution())
         first = edited.draw(request.seed, request.sample_index, len(request.token_ids) + len(path))
         scores, ids = edited.scale(), self._target_ids
-        return _first_and_most_probable(request.params, scores if ids is None else scores[ids], ids, first, width)  # other ids have -inf
+        return _first_and_most_probable(request.params, scores if ids is None else scores[ids], ids, first, width)
 
     def sample_candidates(
         self,
@@ -167,19 +167,21 @@ class DraftSampler:
             target_row[token_ids] = scores
             try:
                 return self.sample_target_row(request, path, target_row, width, needs_draft_probs=needs_draft_probs)
-            except PacelineError:  # none of the candidates is allowed
+            except PacelineError:  # the request's constraints allow none of the candidates
                 return NO_TOKENS
         is_greedy = request.params.is_greedy
         scaled = scores if is_greedy else scores / np.float32(request.params.temperature)
         candidates = Distribution(scaled, token_ids.astype(np.int64), is_greedy)
         if needs_draft_probs and width == 1 and not candidates.greedy:
-            return _draw_separately(request, path, candidates)
+            return _draw_for_rejection_sampling(request, path, candidates)
         first = draw(candidates, request.seed, request.sample_index, len(request.token_ids) + len(path))
         return _first_and_most_probable(request.params, candidates.scores, candidates.token_ids, first, width)
 
     def _as_target_row(self, row: FloatArray) -> FloatArray:
         if self._target_ids is not None:
-            self._row[self._target_ids] = row[: len(self._target_ids)]  # the rows of ids that cannot be drafted come last
+            self._row[self._target_ids] = row[
+                : len(self._target_ids)
+            ]  # draft ids are sorted by target id, so those that are never drafted are the last
             return self._row
         num_columns = min(len(row), self._num_draftable_ids)
         if num_columns == self._vocab_size:
@@ -188,7 +190,7 @@ class DraftSampler:
         return self._row
 
 
-def _draw_separately(request: Request, path: Sequence[int], distribution: Distribution) -> DraftTokens:
+def _draw_for_rejection_sampling(request: Request, path: Sequence[int], distribution: Distribution) -> DraftTokens:
     """Draw one token for rejection sampling, with noise that the target does not use."""
     probs = TokenProbs.from_distribution(distribution)
     return DraftTokens(draw_distinct(probs, 1, request.seed, request.sample_index, len(request.token_ids), len(path)), (1.0,), probs)

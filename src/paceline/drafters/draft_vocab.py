@@ -40,7 +40,7 @@ def read_corpus(path: Path) -> str:
     try:
         content = read_small(path, MAX_CORPUS_BYTES)
     except CheckpointError as error:
-        reason = str(error).partition(";")[0]  # drop the advice after ";", which is about checkpoints
+        reason = str(error).partition(";")[0]  # the advice after ";" is about checkpoints, not about text files
         raise ConfigError(
             f"drafter_options: draft_vocab_corpus cannot be read: {reason}; give a text file of at most {MAX_CORPUS_BYTES} bytes"
         ) from None
@@ -65,5 +65,5 @@ def most_frequent_ids(text: str, tokenizer: Tokenizer, count: int, vocab_size: i
         found = np.array(tokenizer.encode(text[begin : begin + _CHUNK_CHARS], add_special_tokens=False), np.int64)
         counts += np.bincount(found[found < vocab_size], minlength=vocab_size)
     ends = [token for token in tokenizer.end_token_ids if token < vocab_size]
-    counts[ends] = len(text) + 1  # above all possible counts, so that they are always included
+    counts[ends] = len(text) + 1  # end-of-text ids get the highest counts, so that they are always included
     return np.sort(np.argsort(-counts, kind="stable")[:count])

@@ -26,7 +26,7 @@ from paceline.small_files import INDEX_BYTES, is_file, read_json
 
 _PREFIXES = re.compile(r"(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
 _WEIGHT_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
-_INDEX = "[0-9]{1,6}"  # index of a layer or head; the limit keeps numbers of damaged files small
+_INDEX = "[0-9]{1,6}"  # index of a layer or head; more digits only occur in damaged files
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -82,7 +82,7 @@ class HeadFiles:
         for file in files:
             found.update(read_tensors(file, "head"))
         tensors: dict[str, FileTensor] = {}
-        for name in sorted(found, key=len):  # shortest first: a name without prefix has priority
+        for name in sorted(found, key=len):  # names without a prefix are shorter and have priority
             tensors.setdefault(strip_prefixes(name), found[name])
         kind = detect_head_kind(path, config, {name: tensor.shape for name, tensor in tensors.items()}, files)
         return cls(path, config, tensors, kind, files)
@@ -99,7 +99,7 @@ class HeadFiles:
         """Whether the files have the format of the speculators library."""
         return "speculators_model_type" in self.config
 
-    def shape(self, name: str) -> tuple[int, int] | None:
+    def matrix_shape(self, name: str) -> tuple[int, int] | None:
         """Return the numbers of rows and columns of a matrix; None if there is no tensor of this name.
 
         Raises:
@@ -214,7 +214,7 @@ def add_layer_shapes(
         norms: names of the layer's norms.
     """
     attention, mlp = layer.attention, layer.mlp
-    assert isinstance(mlp, DenseMLP)  # the configs of heads have no experts
+    assert isinstance(mlp, DenseMLP)  # the configs of these heads never have experts
     inner = mlp.intermediate_size
     matrices = {
         "self_attn.q_proj": (attention.query_size, input_size), "self_attn.k_proj": (attention.kv_size, input_size),

@@ -47,7 +47,7 @@ _KIND_BY_ARCHITECTURE = {
     "DFlash": HeadKind.DFLASH,
     "MuseGlimmerAssistant": HeadKind.DFLASH,
     "MLPSpeculator": HeadKind.MLP,
-}  # parts of architecture names in config.json; the first that is found decides
+}  # substrings of the architecture in config.json; the first that matches decides the kind
 _ASSISTANT_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _MEDUSA_TENSOR_NAMES = re.compile(r"\d+\.\d+\.linear\.|medusa_heads?\.|blocks\.\d+\.layers\.\d+\.|lm_heads\.\d+\.")
 _PARALLEL_DRAFTING_KEYS = ("ptd_token_id", "pard_token")
@@ -85,7 +85,7 @@ def detect_head_kind(path: Path, config: Mapping[str, Any], shapes: Mapping[str,
         return detect_block_kind(shapes)
     names = {file.name for file in files}
     if not config and ("hidden_norm.weight" in shapes or "encoder.fc.weight" in shapes):
-        return detect_block_kind(shapes)  # no config.json to decide by
+        return detect_block_kind(shapes)  # without config.json, tensor names decide
     if "Eagle3" in architecture or _is_eagle3(shapes):
         is_parallel = config.get("parallel_drafting") is True or any(config.get(name) is not None for name in _PARALLEL_DRAFTING_KEYS)
         return HeadKind.PEAGLE if is_parallel else HeadKind.EAGLE3

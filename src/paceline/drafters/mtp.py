@@ -117,7 +117,7 @@ class MtpModule:
         embedding: [V, E] token embedding.
         soft_cap: the target's soft cap of logits, if the target's lm_head is used.
         is_feature_first: `fc` takes [feature, embedding], not [embedding, feature].
-        notices: lines for the user at load.
+        notices: messages for the user, shown at load.
         draft_vocab: the ids that the module drafts; None = all ids of the target.
         has_lm_head_copy: `lm_head.weight` is a copy of the target's rows for the draft vocabulary.
     """

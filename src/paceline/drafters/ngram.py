@@ -13,7 +13,7 @@ from paceline.speculation.tree import DraftTree
 
 MIN_MATCH = 3
 MAX_MATCH = 6
-MAX_OCCURRENCES = 256  # number of earlier occurrences that are compared to find the longest match, latest first
+MAX_OCCURRENCES = 256  # number of earlier occurrences, latest first, among which the longest match is searched
 
 
 class NgramIndex:
@@ -29,7 +29,7 @@ class NgramIndex:
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
         self._min_match, self._max_match = min_match, max_match
         self._ends: dict[tuple[int, ...], int] = {}  # position after the latest occurrence of each n-gram
-        self._previous: list[int] = [0]  # for the position after an n-gram: the position after its previous occurrence; 0 = none
+        self._previous: list[int] = [0]  # position after an n-gram -> position after its previous occurrence, 0 = none
         self.match_len = 0
         self._last_match: tuple[int, int | None] = 0, None  # length of the text at the last call of `find_match`, and its result
 
@@ -44,7 +44,7 @@ class NgramIndex:
             token_ids: the whole text; it must begin with the text of the call before.
         """
         size, ends, previous, length = len(token_ids), self._ends, self._previous, self._min_match
-        if size == self._last_match[0]:  # `has_candidates` has just called this
+        if size == self._last_match[0]:  # `has_candidates` has just searched the match
             return self._last_match[1]
         for end in range(len(previous), size):  # the n-gram that ends at `size` has no next token yet
             if end < length:
@@ -81,7 +81,7 @@ class NgramIndex:
         if found is None:
             return []
         drafts = list(token_ids[found : found + num_draft_tokens])
-        while len(drafts) < num_draft_tokens:  # at the end of the text, continue with the draft tokens
+        while len(drafts) < num_draft_tokens:  # at the end of the text, the copy continues with the draft tokens
             drafts.append(drafts[found + len(drafts) - size])
         return drafts
 

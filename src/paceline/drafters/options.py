@@ -9,9 +9,9 @@ from paceline.drafters.medusa.trees import DYNAMIC_TREES, STATIC_TREES
 from paceline.errors import ConfigError
 
 MIN_DRAFT_VOCAB_SIZE = 256
-DEFAULT_CORPUS_VOCAB_SIZE = 16384  # draft_vocab_size if only draft_vocab_corpus is given
+DEFAULT_CORPUS_VOCAB_SIZE = 16384  # draft_vocab_size if the user gives only draft_vocab_corpus
 MEDUSA_TREES = (*DYNAMIC_TREES, *STATIC_TREES)
-_KERNEL_OUTPUT_GROUP = 16  # the kernels compute products with so many rows of a matrix together
+_KERNEL_OUTPUT_GROUP = 16  # number of matrix rows that the kernels multiply together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,10 @@ from paceline.speculation.tree import DraftTree
 
 MATCH_LENGTHS = (8, 4, 2)
 """To realign, the last 8, 4 or 2 output tokens are searched in the prediction; the longest match is used."""
-NUM_NEARBY_POSITIONS = 16  # predicted tokens after a mismatch among which a single matching token is enough to realign
-MAX_SUBSTITUTED_TOKENS = 2  # for so many output tokens after a mismatch, each is assumed to replace one predicted token
-NUM_PRIOR_MATCHES = 2  # the confidence in a new prediction is that after so many matching tokens
-_PRIOR_TRIALS = 4.0  # weight of a strategy's prior accuracy of 0.5, as a number of trials
+NUM_NEARBY_POSITIONS = 16  # the last output token is searched in this many predicted tokens after a mismatch
+MAX_SUBSTITUTED_TOKENS = 2  # this many output tokens after a mismatch are assumed to replace one predicted token each
+NUM_PRIOR_MATCHES = 2  # a new prediction has the confidence of one that has matched this many tokens
+_PRIOR_TRIALS = 4.0  # weight of the accuracy 0.5 that is assumed for a new strategy, as a number of trials
 
 
 @dataclass(slots=True)
@@ -51,15 +51,15 @@ class PredictedText:
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
-        self._ends: list[dict[tuple[int, ...], list[int]]] = []  # for each match length, shortest first; made when needed
+        self._ends: list[dict[tuple[int, ...], list[int]]] = []  # n-gram indices of the prediction by match length, shortest first
         self.num_observed = 0
         self._last_tokens: list[int] = []  # the last 8 output tokens
         self._matched_end = 0  # position in the prediction after the last token that the output matched
-        self._num_unmatched = 0  # number of output tokens after that token
+        self._num_unmatched = 0  # number of output tokens after the last matching one
         self.num_matched = 0
         self._position: int | None = 0  # position in the prediction at which the output continues; None = unknown
         self._suffix, self._nearby, self._substitution = _RealignmentStrategy(), _RealignmentStrategy(), _RealignmentStrategy()
-        self._nearby_start, self._nearby_positions = -1, dict[int, int]()  # token -> position after its first occurrence from the start on
+        self._nearby_start, self._nearby_positions = -1, dict[int, int]()  # token -> position after its next occurrence
         self._found: list[tuple[_RealignmentStrategy, int]] = []  # the position that each strategy found after the last mismatch
 
     def observe_tokens(self, token_ids: Sequence[int]) -> None:
@@ -121,7 +121,7 @@ class PredictedText:
             if index == len(self._ends):
                 self._ends.append(_index_ngrams(self._token_ids, length))
             ends = self._ends[index].get(tuple(self._last_tokens[-length:])) if len(self._last_tokens) >= length else None
-            if not ends:  # then longer suffixes do not occur either
+            if not ends:  # if a suffix does not occur, longer suffixes do not occur either
                 break
             first = bisect_left(ends, self._matched_end)
             best = ends[first] if first < len(ends) else ends[-1]

@@ -19,9 +19,9 @@ from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
 
 MAX_MATCH = 16
-MAX_NEXT_TOKENS = 32  # number of different next tokens of a context that are compared; if there are more, each is improbable
+MAX_NEXT_TOKENS = 32  # different next tokens of a match that are compared: with more, each of them is improbable
 MAX_SIBLINGS = 4
-SEPARATOR = -1  # in place of a token id: separates the outputs in a store
+SEPARATOR = -1  # stands between two outputs in a `SuffixStore`, in place of a token id
 
 Match = tuple[int, int]
 """A substring of the text: a state of the automaton, and the length of the substring. A state contains substrings of several lengths."""
@@ -103,7 +103,7 @@ class SuffixAutomaton:
         """
         state, length = match
         following = self._next[state]
-        while not following and state:  # nothing follows a substring that only occurs at the end
+        while not following and state:  # a substring that occurs only at the end of the text has no next token
             state = self._link[state]
             length = self._length[state]
             following = self._next[state]
@@ -176,7 +176,7 @@ class SuffixAutomaton:
         """Count one more occurrence of each substring of up to `max_match` + 1 tokens that ends with the new token."""
         links, lengths, counts, ends, size = self._link, self._length, self._count, self._last_end, self.size
         state, length = self._counted, self._counted_length
-        while state and lengths[links[state]] >= length:  # as `normalize`, inlined for speed
+        while state and lengths[links[state]] >= length:  # the loop of `normalize`, inlined for speed
             state = links[state]
         state = self._next[state][token_id]
         if length <= self.max_match:
@@ -191,7 +191,7 @@ class SuffixAutomaton:
 
 
 MIN_MATCH = 2
-MIN_PATH_PROB = 0.2  # less probable tree nodes are not drafted: measured, they are hardly ever accepted
+MIN_PATH_PROB = 0.2  # tree nodes below this probability are not drafted: in measurements they were hardly ever accepted
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class _StoreMatch:
     """The longest suffix of a request's text that occurs in one automaton of a `SuffixStore`."""
 
     automaton: SuffixAutomaton
-    num_compared: int = 0  # number of the request's tokens that were compared so far
+    num_compared: int = 0  # number of the request's tokens that were compared with the store so far
     match: Match = (0, 0)
 
     def update(self, token_ids: Sequence[int]) -> None:
@@ -209,7 +209,7 @@ class _StoreMatch:
             self.num_compared, self.match = first, (0, 0)
         for token in token_ids[self.num_compared :]:
             self.match = self.automaton.extend_match(self.match, token)
-        self.match = self.automaton.normalize(self.match)  # appending to the store may have split the state
+        self.match = self.automaton.normalize(self.match)  # states are split when outputs are added to the store
         self.num_compared = len(token_ids)
 
 
@@ -303,7 +303,7 @@ class SuffixDrafter(Drafter):
         return text.automaton.repeated_suffix[1] >= self._min_match
 
     def release(self, request: Request) -> None:
-        is_complete = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # not aborted, and no error
+        is_complete = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # neither aborted nor failed
         if self._store is not None and request.namespace is not None and is_complete:
             self._store.add(request.namespace, request.output_token_ids)
 
@@ -334,7 +334,7 @@ class SuffixDrafter(Drafter):
     def _build_tree(self, automaton: SuffixAutomaton, match: Match, root_token_id: int, budget: DraftBudget) -> DraftTree | None:
         num_tokens = budget.max_tokens
         continuation = automaton.unambiguous_tokens(match, self._min_match, num_tokens)
-        if len(continuation) == num_tokens > 0:  # one continuation: a chain, without the work of a tree
+        if len(continuation) == num_tokens > 0:  # if each token has a single known continuation, a chain is enough
             return DraftTree.chain(root_token_id, continuation, self.name, match_confidence(match[1], num_tokens))
 
         def expand(node: Match) -> list[Candidate[Match]]:

@@ -112,7 +112,7 @@ class SharedVocabularyMap:
         to_target = match_ids(draft.pieces, target.pieces)[:draft_vocab_size]
         draft_ids = np.flatnonzero((to_target >= 0) & (to_target < vocab_size))
         target_ids = to_target[draft_ids]
-        is_mutual = self._to_draft[target_ids] == draft_ids  # a vocabulary may have a token twice: keep one-to-one pairs only
+        is_mutual = self._to_draft[target_ids] == draft_ids  # a vocabulary may contain a token twice: only one-to-one pairs are kept
         draft_ids, target_ids = draft_ids[is_mutual], target_ids[is_mutual]
         self._shared_draft_ids, self._shared_target_ids = _consecutive_as_slice(draft_ids), _consecutive_as_slice(target_ids)
         self._to_draft[self._to_draft >= draft_vocab_size] = -1
@@ -260,10 +260,10 @@ class TextDrafter(Drafter):
             start, end = end, end + size
             if start >= 0:
                 tokens.append((token_id, size))
-            elif end > 0:  # it also covers committed text: tokenize its generated part alone
+            elif end > 0:  # this token also covers committed text: tokenize the generated part alone
                 tokens.extend(self._target.tokenize(generated[:end]))
         if len(tokens) > 1 and generated[-1:].isalnum() and tokens[-1][1] > len(texts[-1]):
-            tokens.pop()  # the last word may be incomplete
+            tokens.pop()  # the last token is dropped because its word may be incomplete
         return [token_id for token_id, _ in tokens]
 
 

@@ -106,7 +106,7 @@ def open_block_checkpoint(files: HeadFiles, config: BlockConfig, target: ModelCo
         for name in used
         if name not in small_tensors and name not in _LOOKUP_TABLE_NAMES
     }
-    for name in [name for name in tensors if name.endswith("_base.weight")]:  # convolution kernels [2, taps, E]
+    for name in [name for name in tensors if name.endswith("_base.weight")]:  # kernels of convolutions, [2, taps, E]
         tensors[name] = _as_vector(tensors[name])
     if not is_neox_rope(merged_config_fields(files)):
         _interleaved_rope_to_neox(tensors, config.layers)
@@ -182,7 +182,7 @@ def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[Shapes, Shape
         required["lm_head.weight"] = (layers.vocab_size, hidden)
     if config.has_own_embedding:
         required["embed_tokens.weight"] = (_num_rows(files, "embed_tokens.weight"), hidden)
-    rank = (files.shape("markov_head.markov_w1.weight") or (0, 0))[1]
+    rank = (files.matrix_shape("markov_head.markov_w1.weight") or (0, 0))[1]
     if config.markov is not None:
         embedded = _num_rows(files, "markov_head.markov_w1.weight")
         required |= {"markov_head.markov_w1.weight": (embedded, rank), "markov_head.markov_w2.weight": (layers.vocab_size, rank)}
@@ -204,7 +204,7 @@ def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[Shapes, Shape
 
 
 def _num_rows(files: HeadFiles, name: str) -> int:
-    return (files.shape(name) or (0, 0))[0]
+    return (files.matrix_shape(name) or (0, 0))[0]
 
 
 def _add_layer(files: HeadFiles, prefix: str, layer: LayerConfig, hidden: int, required: Shapes, optional: Shapes) -> None:

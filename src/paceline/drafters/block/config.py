@@ -66,9 +66,9 @@ _MAX_CANDIDATES = 1024
 class MarkovKind(Enum):
     """What the Markov head of DSpark computes its logits bias from."""
 
-    VANILLA = "vanilla"  # the previous token
-    GATED = "gated"  # the previous token and the row's hidden state
-    RNN = "rnn"  # all tokens drafted so far, summarised in a recurrent state
+    VANILLA = "vanilla"  # from the previous token
+    GATED = "gated"  # from the previous token and the row's hidden state
+    RNN = "rnn"  # from all tokens drafted so far, summarised in a recurrent state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
     _check_supported(files)
     files = with_canonical_names(files)
     fields = merged_config_fields(files)
-    fc = files.shape("fc.weight")
+    fc = files.matrix_shape("fc.weight")
     if fc is None or fc[1] % target.hidden_size or not fc[1]:
         width = "no fc.weight" if fc is None else f"fc.weight of {fc[1]} columns"
         raise IncompatibleDrafterError(
@@ -155,7 +155,7 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
         )
     block_size = fields.size("block_size", 16, least=2, most=256)
     layers = _decoder_config(files, fields, fc[0], block_size)
-    _check_sizes(files, fields, layers)
+    _check_config_sizes(files, fields, layers)
     layer_boundaries = _read_layer_boundaries(files, fields, fc[1] // target.hidden_size, target)
     check_target_sizes(files, target, hidden_size=fc[1] // len(layer_boundaries))
     num_own_rows, has_own_lm_head = _own_lm_head(files, layers, target)
@@ -186,7 +186,7 @@ def _own_lm_head(files: HeadFiles, layers: ModelConfig, target: ModelConfig) -> 
             f"{files.path} has no embed_tokens.weight, and the target's rows of {target.hidden_size} values do not fit its hidden size "
             f"{layers.hidden_size}: it was made for another model"
         )
-    own = files.shape("lm_head.weight")
+    own = files.matrix_shape("lm_head.weight")
     return (0, False) if own is None else (own[0], "d2t" in files.tensors or own != (target.vocab_size, target.hidden_size))
 
 
@@ -201,10 +201,10 @@ def _read_mask_token_id(fields: JsonFields, target: ModelConfig) -> int:
     return found[0]
 
 
-def _check_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> None:
+def _check_config_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> None:
     """Check that config and tensors have the same sizes: otherwise one of the two files belongs to another drafter."""
-    markov, hidden = (files.shape(f"markov_head.{name}.weight") for name in ("markov_w1", "markov_w2"))
-    selector, head = files.shape(SELECTOR_PREFIX + "hidden_projection.weight"), files.shape("lm_head.weight")
+    markov, hidden = (files.matrix_shape(f"markov_head.{name}.weight") for name in ("markov_w1", "markov_w2"))
+    selector, head = files.matrix_shape(SELECTOR_PREFIX + "hidden_projection.weight"), files.matrix_shape("lm_head.weight")
     stored = {
         "hidden_size": layers.hidden_size,
         "num_hidden_layers": layers.num_layers,
@@ -220,7 +220,7 @@ def _check_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> N
 
 def _reads_markov_embedding(files: HeadFiles, layers: ModelConfig) -> bool:
     """Return whether the confidence head's input is wider than the hidden state, so that it includes the Markov embedding."""
-    return (files.shape("confidence_head.proj.weight") or (0, 0))[1] > layers.hidden_size
+    return (files.matrix_shape("confidence_head.proj.weight") or (0, 0))[1] > layers.hidden_size
 
 
 def _read_num_candidates(files: HeadFiles, fields: JsonFields) -> int:
@@ -247,7 +247,7 @@ def _check_supported(files: HeadFiles) -> None:
     config = files.config
     nested = config.get("dflash_config")
     keys = [*config, *(nested if isinstance(nested, Mapping) else ())]
-    architecture = _architecture(files)
+    architecture = _first_architecture(files)
     unsupported = next((repr(key) for key in keys if key.startswith(_UNSUPPORTED_KEYS)), None)
     for level in (config, nested if isinstance(nested, Mapping) else {}):
         if level.get("projector_type") not in (None, *(kind.value for kind in BLOCK_KINDS)):
@@ -260,7 +260,7 @@ def _check_supported(files: HeadFiles) -> None:
         )
 
 
-def _architecture(files: HeadFiles) -> str:
+def _first_architecture(files: HeadFiles) -> str:
     named = files.config.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else ""
 
@@ -290,21 +290,21 @@ def merged_config_fields(files: HeadFiles) -> JsonFields:
     fields = JsonFields(values, files.config_path)
     if is_muse:
         values["layer_types"] = [_SLIDING] * max(1, files.count_indices("layers.{}."))
-        # transformers' window excludes the row's own position, which ours includes
+        # the window of transformers does not count the row's own position, ours does
         values["sliding_window"] = fields.size("sliding_window") + 1
     scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping) or scaling.get("rope_type", scaling.get("type", "default")) == "default":
-        values.setdefault("max_position_embeddings", 2**20)  # the context length matters only to scaled rotary embeddings
+        values.setdefault("max_position_embeddings", 2**20)  # only scaled rotary embeddings depend on the context length
     return fields
 
 
 def _has_gemma4_layers(files: HeadFiles) -> bool:
     """Return whether the decoder layers are Gemma 4's: norms before and after attention and MLP, attention scale 1, normed values."""
-    return _GEMMA4_ARCHITECTURE in _architecture(files)
+    return _GEMMA4_ARCHITECTURE in _first_architecture(files)
 
 
 def _decoder_config(files: HeadFiles, fields: JsonFields, hidden_size: int, block_size: int) -> ModelConfig:
-    gate, is_gemma4 = files.shape("layers.0.mlp.gate_proj.weight"), _has_gemma4_layers(files)
+    gate, is_gemma4 = files.matrix_shape("layers.0.mlp.gate_proj.weight"), _has_gemma4_layers(files)
     attention = _gemma4_attention_config(files, fields) if is_gemma4 else _attention_config(files, fields, hidden_size)
     name = "hidden_activation" if is_gemma4 else "hidden_act"
     activation = str(fields.values.get(name, "gelu_pytorch_tanh" if is_gemma4 else "silu"))
@@ -369,7 +369,7 @@ def _gemma4_attention_config(files: HeadFiles, fields: JsonFields) -> AttentionC
     key, norm = (files.tensors.get(f"layers.0.self_attn.{name}.weight") for name in ("k_proj", "q_norm"))
     if key is None or norm is None or len(norm.shape) != 1 or not key.shape or 0 in norm.shape or key.shape[0] < norm.shape[0]:
         raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
-    head_size = norm.shape[0]  # in the config it has several names and may differ by layer
+    head_size = norm.shape[0]  # the config field for it has several names
     num_heads, num_kv_heads = fields.size("num_attention_heads"), key.shape[0] // head_size
     _check_head_counts(files, fields, num_heads, num_kv_heads, head_size)
     return AttentionConfig(
@@ -393,7 +393,7 @@ def _gemma4_rope(fields: JsonFields, head_size: int) -> RopeConfig:
 
 def _check_head_counts(files: HeadFiles, fields: JsonFields, num_heads: int, num_kv_heads: int, head_size: int) -> None:
     """Check the head counts of the config against the first layer's tensors, before memory is allocated for them."""
-    query, key = (files.shape(f"layers.0.self_attn.{name}.weight") for name in ("q_proj", "k_proj"))
+    query, key = (files.matrix_shape(f"layers.0.self_attn.{name}.weight") for name in ("q_proj", "k_proj"))
     if query is None or key is None:
         raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
     if query[0] != num_heads * head_size:

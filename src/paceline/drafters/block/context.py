@@ -28,7 +28,7 @@ class _RequestContext:
     num_cached: int
     num_observed: int
     prefix_hash: int  # hash of the tokens before position num_cached
-    pending_hidden_states: list[FloatArray] = field(default_factory=list)  # of positions num_cached to num_observed - 1
+    pending_hidden_states: list[FloatArray] = field(default_factory=list)  # hidden states of positions num_cached to num_observed - 1
 
 
 class ContextCache:
@@ -113,11 +113,6 @@ class ContextCache:
         """Return whether hidden states of all tokens of the request but the last have been received."""
         context = self._contexts.get(request)
         return context is not None and context.num_observed == len(request.token_ids) - 1 and context.sequence is request.sequence
-
-    def num_pending_rows(self, request: Request) -> int:
-        """Return the number of committed positions that have hidden states but no context keys and values yet."""
-        context = self._contexts.get(request)
-        return 0 if context is None else context.num_observed - context.num_cached
 
     def num_spare_blocks_needed(self, request: Request, num_rows: int) -> int:
         """Return how many spare blocks a draft of `num_rows` rows needs."""

@@ -27,7 +27,7 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
 
-MAX_PENDING_ROWS = 64  # if more context rows are missing, `observe` computes them instead of the next draft
+MAX_PENDING_ROWS = 64  # if more context rows are missing, `observe` computes them, so that the next draft does not take long
 MIN_ALIGNMENT_LEAD, MAX_ALIGNMENT_COMPARISONS = 4, 24
 """If the config lacks `sample_from_anchor`, the first two rows of each block are compared with the next token of the target. The row that
 leads by MIN_ALIGNMENT_LEAD correct predictions, or after MAX_ALIGNMENT_COMPARISONS comparisons, is the first that drafts."""
@@ -55,9 +55,9 @@ class BlockDrafter(Drafter):
         ranking = self._sampler.ranking(tree_width)
         head.set_ranking(replace(ranking, count=config.num_candidates) if config.num_candidates else ranking)
         self._is_alignment_unknown = config.sample_from_anchor is None
-        self._num_correct = [0, 0]  # how often row 0 and row 1 predicted the next token correctly
+        self._num_correct = [0, 0]  # how often the first and the second row of a block predicted the next token correctly
         self._num_compared = 0
-        self._first_row_tokens = RequestState[tuple[int, int, int]]()  # per request: position, top tokens of rows 0 and 1
+        self._first_row_tokens = RequestState[tuple[int, int, int]]()  # position and most probable tokens of the first two rows
         self.traits = DrafterTraits(self._banner_text(), cache_bytes_per_token=self.context.bytes_per_token)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
@@ -124,7 +124,7 @@ class BlockDrafter(Drafter):
     def _run_context_pass(self, requests: Sequence[Request], rows: Sequence[PendingContext]) -> None:
         try:
             self.head.run_context(rows)
-        except BaseException:  # an interrupted pass may have written only some of its cache rows
+        except BaseException:  # an interrupted pass may have left cache rows unwritten: drop them all
             for request in requests:
                 self.context.release(request)
             raise
@@ -291,7 +291,7 @@ def _target_noise_draws_of_blocks(group: Sequence[tuple[DraftBlock, GrowingDraft
 
 def _scale_to_confidence(found: DraftTokens, confidence: float) -> DraftTokens:
     """Set the first token's probability to the confidence head's prediction, and scale the others to sum to at most 1 - confidence."""
-    if not found.token_ids or found.draft_probs is not None or not 0.0 <= confidence <= 1.0:  # it is NaN if the file is damaged
+    if not found.token_ids or found.draft_probs is not None or not 0.0 <= confidence <= 1.0:  # the confidence is NaN if the file is damaged
         return found
     rest = sum(found.probs[1:])
     scale = min(1.0, (1.0 - confidence) / rest) if rest > 0.0 else 0.0

@@ -133,7 +133,7 @@ def _read_config(file: GgufFile, tensors: Mapping[str, FileTensor]) -> dict[str,
     values["is_causal"] = fields.architecture_value(GGUF_KEYS["is_causal"]) or False
     for name in (*_OPTIONAL_FIELDS, *_FACTOR_FIELDS):
         value = fields.architecture_value(GGUF_KEYS[name])
-        if value is not None and not (value == 0 and name in _FACTOR_FIELDS):  # llama.cpp writes 0 if there is no factor
+        if value is not None and not (value == 0 and name in _FACTOR_FIELDS):  # llama.cpp writes the factor 0 if there is none
             values[name] = value
     mask, layers = fields.metadata_value("tokenizer.ggml.mask_token_id"), fields.architecture_value(GGUF_KEYS["target_layer_ids"])
     values["mask_token_id"] = fields.architecture_value("mask_token_id") if mask is None else mask

@@ -171,7 +171,7 @@ class BlockHead:
         size = self.config.target_hidden_size
         inputs = {name: np.ascontiguousarray(states[:, index * size : (index + 1) * size]) for index, name in enumerate(self._input_names)}
         positions = [np.arange(part.rows.cached_len, part.rows.cached_len + part.rows.num_rows, dtype=np.int32) for part in parts]
-        self.runtime.forward(inputs, _batch([part.rows for part in parts], positions), LogitsRows(np.empty(0, np.int32)))
+        self.runtime.forward(inputs, _make_batch([part.rows for part in parts], positions), LogitsRows(np.empty(0, np.int32)))
 
     def run_block(self, parts: Sequence[DraftBlock], draws: Draws | None = None) -> ForwardOutput:
         """Run one pass over the blocks of several requests; return the logits of all `logit_rows`, in the order of the requests."""
@@ -186,7 +186,7 @@ class BlockHead:
         positions = [np.arange(part.rows.cached_len, part.rows.cached_len + part.rows.num_rows, dtype=np.int32) for part in parts]
         logit_rows = np.array([start + row for start, part in zip(starts, parts, strict=False) for row in part.logit_rows], np.int32)
         requested = LogitsRows(logit_rows, self._ranking if self._markov_network is None else None, draws)
-        return self._block_network.forward({EMBEDDING: rows}, _batch([part.rows for part in parts], positions), requested)
+        return self._block_network.forward({EMBEDDING: rows}, _make_batch([part.rows for part in parts], positions), requested)
 
     def run_bias(self, latent: FloatArray, base: FloatArray, draws: Draws | None = None) -> ForwardOutput:
         """Return the logits `base` [n, Vd] plus the bias computed from the Markov head's latent vectors `latent` [n, r]."""
@@ -249,11 +249,11 @@ class BlockHead:
 
 
 def _sigmoid(x: FloatArray) -> FloatArray:
-    with np.errstate(over="ignore"):  # exp may overflow to inf, and 1 / inf is 0
+    with np.errstate(over="ignore"):  # if exp overflows to inf, 1 / inf is 0, which is right
         return np.asarray(1.0 / (1.0 + np.exp(-x)), np.float32)
 
 
-def _batch(rows: Sequence[RowRange], positions: Sequence[IntArray]) -> ForwardBatch:
+def _make_batch(rows: Sequence[RowRange], positions: Sequence[IntArray]) -> ForwardBatch:
     starts = accumulate((one.num_rows for one in rows), initial=0)
     ranges = tuple([one._replace(start=start) for one, start in zip(rows, starts, strict=False)])
     return ForwardBatch(np.concatenate(positions) if len(positions) > 1 else positions[0], ranges)

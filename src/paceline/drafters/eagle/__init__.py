@@ -23,7 +23,7 @@ def open_eagle_drafter(files: HeadFiles, target: LoadedTarget) -> EagleStyleDraf
     checkpoint = open_eagle_checkpoint(files, read_eagle_config(files, sizes, target.head_options), sizes)
     check_embedding_rows(files, checkpoint.num_embedded_ids, min(target.tokenizer.vocab_size, target.vocab_size))
     checkpoint = replace(checkpoint, weights=target.quantize(checkpoint.weights, files.files))
-    loaded_weights = getattr(target.runtime, "weights", None)  # not all runtimes have this attribute
+    loaded_weights = getattr(target.runtime, "weights", None)  # some runtimes do not keep the target's weights
     head = open_eagle_head(
         checkpoint,
         sizes,

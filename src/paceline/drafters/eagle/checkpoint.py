@@ -170,14 +170,14 @@ def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -
     for layer in range(layers.num_layers):
         has_norm = layer > 0 or (config.has_input_norm if config.is_eagle1 else config.has_embedding_norm)
         norms = ("input_layernorm", "post_attention_layernorm") if has_norm else ("post_attention_layernorm",)
-        input_size = 2 * hidden if layer == 0 and not config.is_eagle1 else hidden  # EAGLE-3: [embedding, feature]
+        input_size = 2 * hidden if layer == 0 and not config.is_eagle1 else hidden  # the first layer of EAGLE-3 reads [embedding, feature]
         sizes = layers.layers[layer]
         add_layer_shapes(required, optional, f"layers.{layer}.", sizes, hidden_size=hidden, input_size=input_size, norms=norms)
     if config.has_own_embedding:
-        required["embed_tokens.weight"] = ((files.shape("embed_tokens.weight") or (0, 0))[0], hidden)
+        required["embed_tokens.weight"] = ((files.matrix_shape("embed_tokens.weight") or (0, 0))[0], hidden)
     has_other_vocab = layers.vocab_size != target.vocab_size or hidden != target.hidden_size
     if "token_map" in files.tensors:
-        required["lm_head.weight"] = ((files.shape("lm_head.weight") or (layers.vocab_size, 0))[0], hidden)
+        required["lm_head.weight"] = ((files.matrix_shape("lm_head.weight") or (layers.vocab_size, 0))[0], hidden)
     elif config.has_own_lm_head or (has_other_vocab and not config.is_eagle1):
         required["lm_head.weight"] = (layers.vocab_size, hidden)
     return required, optional
@@ -248,7 +248,7 @@ def _read_gguf_config(file: GgufFile) -> dict[str, Any]:
 def _canonical_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if not stem:
-        return name  # `d2t` has no suffix
+        return name  # the name d2t has no suffix
     if stem.startswith("blk."):
         layer, _, part = stem.removeprefix("blk.").partition(".")
         return f"layers.{layer}.{_GGUF_LAYER_TENSOR_NAMES.get(part, part)}.{kind}"

@@ -27,11 +27,11 @@ from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 from paceline.models.storage.tensor_file import FileTensor
 
 EAGLE_KINDS = (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE)
-DEFAULT_MAX_POSITIONS = 2048  # context length of heads whose config lacks it
+DEFAULT_MAX_POSITIONS = 2048  # assumed context length of a head whose config does not state it
 BOUNDARIES_KEY = "eagle_aux_hidden_state_layer_ids"
 FIRST_NORM, LAST_NORM = "layers.0.input_layernorm.weight", "norm.weight"
 _FC_INPUT_NORMS = ("embedding_layernorm.weight", "hidden_states_layernorm.weight")
-_LAYER_TYPES = ("llama", "qwen3")  # supported model types of the head's decoder layers; llama if the config names none
+_LAYER_TYPES = ("llama", "qwen3")  # model types of decoder layers that are supported in EAGLE-3 heads
 _EAGLE1_LAYER_TYPES = (*_LAYER_TYPES, "qwen2", "mistral")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _TENSOR_NAME_ALIASES = {
@@ -57,7 +57,7 @@ class EagleConfig(RecurrentHeadConfig):
         norm_before_residual: EAGLE-3: the first layer's residual is the normalised feature.
         has_final_norm: the hidden state is normalised before the lm_head.
         has_fc_bias: whether the bias of `fc` is added, if the file has one.
-        mask_token_id: P-EAGLE: input token of the positions whose token is not supported yet.
+        mask_token_id: P-EAGLE: input token of the positions whose token is not known yet.
     """
 
     has_fc: bool = True
@@ -110,7 +110,7 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
             f"{files.path} takes the target's features of {target.hidden_size} values as they are, its own size is "
             f"{layers.hidden_size}: it was made for another model"
         )
-    if files.shape("embed_tokens.weight") is None and layers.hidden_size != target.hidden_size:
+    if files.matrix_shape("embed_tokens.weight") is None and layers.hidden_size != target.hidden_size:
         raise IncompatibleDrafterError(
             f"{files.path} has no embed_tokens.weight, and the target's rows of {target.hidden_size} values do not fit its "
             f"hidden size {layers.hidden_size}: the file is not complete"
@@ -227,7 +227,7 @@ def _eagle1_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig) ->
         has_embedding_norm = has_feature_norm = fields.flag("add_para_norm", default=False)
         has_input_norm = not fields.flag("skip_prenorm", default=True)
         has_final_norm = normed_recurrence = not fields.flag("skip_output_norm", default=True)
-    lm_head = files.shape("lm_head.weight")
+    lm_head = files.matrix_shape("lm_head.weight")
     token_map = files.tensors.get("token_map")
     rows = layers.vocab_size if lm_head is None else lm_head[0]
     return EagleConfig(
@@ -250,7 +250,7 @@ def _eagle3_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig, ta
     switches = JsonFields(nested if isinstance(nested, Mapping) else {}, fields.path)
     if switches.flag("use_mtp_layernorm", default=False) or switches.size("parallel_draft_step", 1) > 1:
         raise IncompatibleDrafterError(f"{fields.path}: heads with use_mtp_layernorm or parallel_draft_step > 1 are not supported")
-    fc, lm_head = files.shape("fc.weight"), files.shape("lm_head.weight")
+    fc, lm_head = files.matrix_shape("fc.weight"), files.matrix_shape("lm_head.weight")
     has_fc = switches.flag("use_aux_hidden_state", default=True) or fc is not None
     target_hidden_size = fields.size("target_hidden_size", target.hidden_size, null=target.hidden_size)
     if fc is not None and fc[1] % target_hidden_size:
@@ -293,7 +293,7 @@ def _read_layer_boundaries(
 
     Args:
         nested: fields of the config's `eagle_config`.
-        fields: fields of the has_whole_vocab config.
+        fields: fields of the whole config.
         count: number of boundaries for which the head's `fc` has columns.
         num_layers: number of layers of the target.
 
@@ -350,7 +350,7 @@ def _read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
     """
     _check_family(files, fields)
     hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    query, key, gate = (files.shape(f"layers.0.{name}.weight") for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
+    query, key, gate = (files.matrix_shape(f"layers.0.{name}.weight") for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
     head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
     if fields.values.get("head_dim") is None and query is not None and query[0] and query[0] % num_heads == 0:
         head_size = query[0] // num_heads

@@ -215,7 +215,7 @@ def open_gguf_weights(files: HeadFiles, config: AssistantConfig, *, num_threads:
     }
     if config.clusters is not None:
         tensors["centroids.weight"] = names[_CENTROIDS], (config.clusters.num_clusters, layers.hidden_size)
-    if _LM_HEAD_TENSOR in file.tensors:  # the assistant has an lm_head that is not its token embedding
+    if _LM_HEAD_TENSOR in file.tensors:  # this assistant's lm_head is not its token embedding
         tensors["embedding.weight"] = _LM_HEAD_TENSOR, (layers.vocab_size, layers.hidden_size)
     others = ExtraTensors(tensors, {*names.values(), _EMBEDDING}, "assistant")
     return GgufWeights(file, layers, others=others, num_threads=num_threads), names.get(_ORDERING, "")
@@ -237,7 +237,7 @@ def _read_target_hidden_size(file: GgufFile) -> int:
 def _find_tensor_names(file: GgufFile, vocab_size: int, hidden_size: int, target_hidden_size: int) -> Mapping[str, str]:
     """Return the names in the file of the tensors that belong to no layer, by our names; missing ones are left out."""
     found = {part: name for part in _GGUF_TENSOR_NAMES for name in file.tensors if _is_name_of_part(name, part)}
-    shapes: dict[str, tuple[int | None, ...]] = {  # in the order in which tensors are assigned: shapes may be equal
+    shapes: dict[str, tuple[int | None, ...]] = {  # if shapes are equal, a tensor is assigned to the first part in this order
         _PRE: (hidden_size, 2 * target_hidden_size),
         _POST: (target_hidden_size, hidden_size),
         _ORDERING: (vocab_size,),
@@ -290,16 +290,16 @@ def load_assistant(files: HeadFiles, target: ModelConfig, *, num_threads: int = 
         IncompatibleDrafterError: the assistant was made for another target.
     """
     if not is_gguf(files.path):
-        return _open_directory(files, read_assistant_config(files, target))
+        return _load_from_directory(files, read_assistant_config(files, target))
     try:
         config = read_assistant_config(files, target)
     except CheckpointError as error:
         raise with_metadata_keys(error, files.config["general.architecture"], METADATA_KEYS) from None
     weights, ordering = open_gguf_weights(files, config, num_threads=num_threads)
-    return Assistant(config, weights, None if config.clusters is None else _token_ordering(files, ordering, config.layers.vocab_size))
+    return Assistant(config, weights, None if config.clusters is None else _read_token_ordering(files, ordering, config.layers.vocab_size))
 
 
-def _open_directory(files: HeadFiles, config: AssistantConfig) -> Assistant:
+def _load_from_directory(files: HeadFiles, config: AssistantConfig) -> Assistant:
     layers, size = config.layers, config.target_hidden_size
     shapes = dict(tensor_shapes(layers))
     names = {name: file_name.removeprefix("model.") for name, file_name in checkpoint_names(layers).items()}
@@ -310,16 +310,16 @@ def _open_directory(files: HeadFiles, config: AssistantConfig) -> Assistant:
         shapes["centroids.weight"] = (config.clusters.num_clusters, layers.hidden_size)
         names["centroids.weight"] = "masked_embedding.centroids.weight"
         needed[_TOKEN_ORDERING] = (layers.vocab_size,)
-    if _LM_HEAD in files.tensors:  # equal to embed_tokens, which the file may lack
+    if _LM_HEAD in files.tensors:  # the lm_head is equal to embed_tokens, which the file may lack
         names["embedding.weight"] = _LM_HEAD
     files.check_shapes({names[name]: shape for name, shape in shapes.items()} | needed)
     known = {*names.values(), *needed, "embed_tokens.weight"}
     files.check_all_used(known, ignored=lambda name: _UNUSED_TENSORS.fullmatch(name) is not None or name.startswith("masked_embedding."))
     weights = Weights({name: files.weight(file_name) for name, file_name in names.items()})
-    return Assistant(config, weights, _token_ordering(files, _TOKEN_ORDERING, layers.vocab_size) if needed else None)
+    return Assistant(config, weights, _read_token_ordering(files, _TOKEN_ORDERING, layers.vocab_size) if needed else None)
 
 
-def _token_ordering(files: HeadFiles, name: str, vocab_size: int) -> NDArray[np.int64]:
+def _read_token_ordering(files: HeadFiles, name: str, vocab_size: int) -> NDArray[np.int64]:
     ordering = files.integer_vector(name)
     if not np.array_equal(np.sort(ordering), np.arange(vocab_size)):
         raise CheckpointError(f"{files.path}: {name} does not hold each of the {vocab_size} token ids once: download the file again")

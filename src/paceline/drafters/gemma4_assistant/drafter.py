@@ -57,7 +57,7 @@ class AssistantDrafter(Drafter):
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:
             last = one.start + one.num_rows - 1
-            if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # the token before the last one
+            if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # the last row that the target has run
                 self._features[one.request] = _LastHiddenState(last, np.array(one.hidden_states[-1], np.float32))
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
@@ -108,7 +108,7 @@ class AssistantDrafter(Drafter):
         if draft.level == 0:
             return TreeLevelInput(request.token_ids[-1:], self._features[request].hidden_state[None], request.sequence)
         pairs = draft.frontier_pairs()
-        first = pairs.logit_rows[0]  # the rows before it are nodes of earlier levels, which are only needed by networks with a cache
+        first = pairs.logit_rows[0]  # an assistant has no cache, so nodes of earlier levels need not run again
         return TreeLevelInput(pairs.token_ids[first:], pairs.features[first:], request.sequence)
 
     def _sample(self, draft: GrowingDraft, node: int, output: ForwardOutput, row: int) -> DraftTokens:

@@ -19,8 +19,8 @@ from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
 
 _NESTED_PREFIX = re.compile(r"medusa_heads?\.")
-_INDEX = "([0-9]{1,6})"  # index of a head or block; the limit keeps numbers of damaged files small
-_MAX_BLOCKS = 1024  # a file whose names imply more blocks and that contains fewer than half of them is refused
+_INDEX = "([0-9]{1,6})"  # index of a head or block; more digits only occur in damaged files
+_MAX_BLOCKS = 1024  # a file that numbers more blocks than this and lacks more than half of them is refused
 _PAPER_TENSORS = re.compile(rf"{_INDEX}\.{_INDEX}\.(linear\.)?(weight|bias)")
 _VLLM_BLOCKS = re.compile(rf"blocks\.{_INDEX}\.layers\.{_INDEX}\.(weight|bias)")
 _VLLM_LM_HEADS = re.compile(rf"lm_heads\.{_INDEX}\.weight")
@@ -35,10 +35,10 @@ class MedusaHeads:
         num_blocks: number of residual blocks of each head.
         weights: `heads.{i}.blocks.{j}.weight` [E, E] and `.bias` [E]; `heads.{i}.lm_head.weight` [rows, E], or one `lm_head.weight`.
         has_shared_lm_head: all heads use the same lm_head.
-        num_rows: number of rows of each lm_head.
+        num_lm_head_rows: number of rows of each lm_head.
         token_map: [rows] target id of each lm_head row; None = the index of a row is its id.
         soft_cap: the target's soft cap of logits, if the target's lm_head is used.
-        notices: lines for the user at load.
+        notices: messages for the user, shown at load.
         has_target_lm_head: the heads use the target's lm_head.
     """
 
@@ -46,7 +46,7 @@ class MedusaHeads:
     num_blocks: int
     weights: Weights
     has_shared_lm_head: bool
-    num_rows: int
+    num_lm_head_rows: int
     token_map: NDArray[np.int64] | None = None
     soft_cap: float | None = None
     notices: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class MedusaHeads:
 class _TensorNames:
     """Names of tensors in the files."""
 
-    blocks: Mapping[tuple[int, int, str], str]  # (head, block, "weight" or "bias") -> name
+    blocks: Mapping[tuple[int, int, str], str]  # (head, block, "weight" or "bias") -> name of the tensor
     lm_heads: Mapping[int, str]  # head -> name of its lm_head
     shared_lm_head: str | None  # name of the lm_head of all heads; None if the files have none
     num_heads: int
@@ -78,13 +78,13 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
     hidden = _block_width(files, names)
     check_target_sizes(files, target, hidden_size=hidden)
     has_lm_heads = bool(names.lm_heads) or names.shared_lm_head is not None
-    num_rows = _check_tensor_shapes(files, names, target.hidden_size)
+    num_lm_head_rows = _check_tensor_shapes(files, names, target.hidden_size)
     if not has_lm_heads:
-        num_rows = target_lm_head.shape[0]
+        num_lm_head_rows = target_lm_head.shape[0]
     token_map = files.integer_vector("token_map") if "token_map" in files.tensors else None
-    _check_token_map(files, token_map, num_rows, target.vocab_size)
+    _check_token_map(files, token_map, num_lm_head_rows, target.vocab_size)
     if token_map is None:
-        check_target_sizes(files, target, hidden_size=hidden, vocab_rows=num_rows)
+        check_target_sizes(files, target, hidden_size=hidden, vocab_rows=num_lm_head_rows)
     weights: dict[str, AnyTensor] = {}
     for (head, block, kind), name in sorted(names.blocks.items()):
         weights[f"heads.{head}.blocks.{block}.{kind}"] = files.weight(name)
@@ -100,7 +100,7 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
         names.num_blocks,
         Weights(weights),
         not names.lm_heads,
-        num_rows,
+        num_lm_head_rows,
         token_map,
         None if has_lm_heads else target.logit_soft_cap,
         _num_heads_notice(files, names.num_heads),
@@ -129,7 +129,7 @@ def _find_tensor_names(files: HeadFiles) -> _TensorNames:
         raise CheckpointError(f"{files.path} holds no medusa heads: expected tensors such as 0.0.linear.weight or blocks.0.layers.0.weight")
     num_heads = 1 + max(max(head for head, _, _ in blocks), max(lm_heads, default=0))
     num_blocks = 1 + max(block for _, block, _ in blocks)
-    if num_heads * num_blocks > max(_MAX_BLOCKS, 2 * len(blocks)):  # the check below lists all of them
+    if num_heads * num_blocks > max(_MAX_BLOCKS, 2 * len(blocks)):
         raise CheckpointError(
             f"{files.path} names heads up to {num_heads - 1} and blocks up to {num_blocks - 1} and holds {len(blocks)} tensors of them: "
             "the file is damaged, download it again"
@@ -139,7 +139,7 @@ def _find_tensor_names(files: HeadFiles) -> _TensorNames:
 
 def _block_width(files: HeadFiles, names: _TensorNames) -> int:
     """Return the number of columns of a residual block's matrix, the hidden size of the target."""
-    shapes = [files.shape(name) for (_, _, kind), name in names.blocks.items() if kind == "weight"]
+    shapes = [files.matrix_shape(name) for (_, _, kind), name in names.blocks.items() if kind == "weight"]
     return shapes[0][1] if shapes and shapes[0] is not None else 0
 
 
@@ -157,21 +157,21 @@ def _check_tensor_shapes(files: HeadFiles, names: _TensorNames, hidden: int) -> 
             if has_bias:
                 required[f"{block_name.format(head, block)}.bias"] = (hidden,)
     first = names.shared_lm_head if names.shared_lm_head is not None else names.lm_heads.get(min(names.lm_heads, default=0))
-    shape = None if first is None else files.shape(first)
-    num_rows = 0 if shape is None else shape[0]
+    shape = None if first is None else files.matrix_shape(first)
+    num_lm_head_rows = 0 if shape is None else shape[0]
     if names.shared_lm_head is not None:
-        required[names.shared_lm_head] = (num_rows, hidden)
+        required[names.shared_lm_head] = (num_lm_head_rows, hidden)
     elif names.lm_heads:
-        required |= {head_name.format(head): (num_rows, hidden) for head in range(names.num_heads)}
+        required |= {head_name.format(head): (num_lm_head_rows, hidden) for head in range(names.num_heads)}
     files.check_shapes(required)
-    return num_rows
+    return num_lm_head_rows
 
 
-def _check_token_map(files: HeadFiles, token_map: NDArray[np.int64] | None, num_rows: int, vocab_size: int) -> None:
+def _check_token_map(files: HeadFiles, token_map: NDArray[np.int64] | None, num_lm_head_rows: int, vocab_size: int) -> None:
     if token_map is None:
         return
-    if token_map.shape != (num_rows,):
-        raise CheckpointError(f"{files.path}: token_map has {token_map.size} entries for vocabulary matrices of {num_rows} rows")
+    if token_map.shape != (num_lm_head_rows,):
+        raise CheckpointError(f"{files.path}: token_map has {token_map.size} entries for vocabulary matrices of {num_lm_head_rows} rows")
     if token_map.size and not 0 <= token_map.min() <= token_map.max() < vocab_size:
         raise CheckpointError(
             f"{files.path}: token_map names ids from {token_map.min()} to {token_map.max()}, the target's go from 0 to {vocab_size - 1}: "

@@ -35,10 +35,10 @@ from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
 
 MAX_CANDIDATES_PER_DEPTH = 10
-_PRIOR_FIRST_ACCURACY = 0.5  # assumed accuracy of a head's most probable token before any was verified
-_PRIOR_SECOND_ACCURACY = 0.1  # the same for its second token; half of it for the third, and so on
-_PRIOR_TRIALS = 8.0  # weight of these assumptions, as a number of verified tokens
-_MAX_TRIALS = 512.0  # at this number of trials, trials and hits of a depth are halved, so that old ones count less
+_PRIOR_FIRST_ACCURACY = 0.5  # accuracy assumed for a head's most probable token before any was verified
+_PRIOR_SECOND_ACCURACY = 0.1  # accuracy assumed for a head's second token; it is halved for each further token
+_PRIOR_TRIALS = 8.0  # weight of the assumed accuracies, as a number of verified tokens
+_MAX_TRIALS = 512.0  # when a depth has this many trials, its counts are halved, so that old trials count less
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class MedusaDrafter(Drafter):
         self._pending = RequestState[tuple[int, Sequence[Sequence[int]]]]()
         self._accuracy = {is_greedy: CandidateAccuracy() for is_greedy in (True, False)}
         self._token_map = network.heads.token_map
-        if self._token_map is not None:  # ignore rows of ids that the target lacks
+        if self._token_map is not None:  # rows of ids that the target lacks are ignored
             self._known_rows = np.flatnonzero(self._token_map < vocab_size)
             self._known_ids = self._token_map[self._known_rows]
         self._can_use_ranking = _has_unique_ascending_ids(self._token_map, vocab_size)
@@ -212,7 +212,7 @@ class MedusaDrafter(Drafter):
         for one in rows:
             self._update_accuracy(one.request)
             last = one.start + one.num_rows - 1
-            if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # the token before the last one
+            if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # the last row that the target has run
                 self._features[one.request] = _LastHiddenState(last, np.array(one.hidden_states[-1], np.float32))
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
@@ -258,7 +258,7 @@ class MedusaDrafter(Drafter):
         if self._tree in STATIC_TREES:
             shape = static_tree_nodes(self._tree, draft.depth, budget.row_budget, budget.layout)
             max_candidates = 1 + max((rank for _, _, rank in shape), default=0)
-        elif needs_probs:  # more would exceed the row budget
+        elif needs_probs:  # more candidates would exceed the row budget
             max_candidates = 1 if budget.layout is TreeLayout.CHAIN else min(MAX_CANDIDATES_PER_DEPTH, budget.row_budget - 1)
         ranked = [rows_of_head[row] for rows_of_head in outputs.ranked] if draft.uses_ranking else None
         candidates = DepthCandidates(request, logits_of_depth, max_candidates, needs_probs=needs_probs, ranked=ranked)
@@ -272,7 +272,7 @@ class MedusaDrafter(Drafter):
         """Return the tree of a published shape, (parent, depth, rank) for each node, with this step's candidates as tokens."""
         token_ids: list[int] = []
         parents: list[int] = []
-        node_of = {0: 0}  # nodes are left out if a head has too few candidates
+        node_of = {0: 0}  # a node is left out if its head has too few candidates
         for node, (parent, depth, rank) in enumerate(shape, start=1):
             ids = candidates.candidates_at(depth).token_ids if parent in node_of else ()
             if rank < len(ids):

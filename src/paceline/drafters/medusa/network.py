@@ -97,7 +97,7 @@ class MedusaNetwork:
         hidden = [hidden_states] * num_heads
         for block in range(self.heads.num_blocks):
             names = [f"heads.{head}.blocks.{block}" for head in range(num_heads)]
-            if block == 0:  # all heads have the same input: one matrix product
+            if block == 0:  # the first blocks of all heads have the same input, so one matrix product computes them
                 products = blocks.linear(hidden_states, *names)
             else:
                 products = tuple(blocks.linear(x, name)[0] for x, name in zip(hidden, names, strict=True))

@@ -28,7 +28,7 @@ from paceline.speculation.request import Request
 SPARE_BLOCKS = 64
 """Additional blocks for the feature pairs of draft tokens after the end of a sequence's last block."""
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)  # odd, as HASH_FACTOR: different tokens never give equal terms mod 2**64
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # _STEP and HASH_FACTOR are odd, so that different tokens have different hashes mod 2**64
 HASH_FACTOR = np.uint64(0xD1342543DE82EF95)
 _STEP_INT, _WORD_MASK = int(_STEP), 0xFFFFFFFFFFFFFFFF
 
@@ -42,7 +42,7 @@ class _CachedPairs:
     end_slot: int
     num_observed: int  # number of positions whose features were received
     prefix_hash: int  # hash of the tokens before end_slot
-    pending_features: list[FloatArray] = field(default_factory=list)  # of positions end_slot - 1 to num_observed - 1
+    pending_features: list[FloatArray] = field(default_factory=list)  # features of positions end_slot - 1 to num_observed - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +148,11 @@ class FeaturePairCache:
         if end == begin:
             return
         prefix_hash, powers, slot_hashes = pairs.prefix_hash, self._power_view, self._hash_view
-        for slot, token in zip(range(begin, end), token_ids, strict=False):  # faster than `prefix_hashes` for few tokens
+        for slot, token in zip(range(begin, end), token_ids, strict=False):  # for few tokens this is faster than `prefix_hashes`
             prefix_hash = ((int(token) + 1) * _STEP_INT * powers[slot] + prefix_hash) & _WORD_MASK
             slot_hashes[0, table[slot // size], slot % size] = prefix_hash
         pairs.prefix_hash, pairs.end_slot = prefix_hash, end
-        if end > pairs.num_observed:  # the root was included
+        if end > pairs.num_observed:  # the last committed token was included
             pairs.pending_features = []
         else:
             features = pairs.pending_features[0] if len(pairs.pending_features) == 1 else np.concatenate(pairs.pending_features)
@@ -182,7 +182,7 @@ class FeaturePairCache:
             return _CachedPairs(request.sequence, start + 1, start + 1, start, int(hashes[start]))
         is_cached = self._slot_hashes[0, table[: start // size]].reshape(-1) == hashes[:start]
         is_cached[0] = False
-        first = start - int(np.argmin(is_cached[::-1]))  # first slot of the last run of cached slots
+        first = start - int(np.argmin(is_cached[::-1]))  # slots from `first` to `start` are all cached
         return _CachedPairs(request.sequence, first, start, start, int(hashes[start - 1]), [self._features[block : block + 1].copy()])
 
     def _store_block_features(self, request: Request, start: int, features: FloatArray) -> None:
@@ -197,7 +197,7 @@ class FeaturePairCache:
         for position in range(last, start + len(features), size):
             block = request.sequence.block_table[position // size]
             self._features[block] = features[position - start]
-            self._feature_hashes[block] = pairs.prefix_hash if position < begin else later_hashes[position - begin]  # hash before `begin`
+            self._feature_hashes[block] = pairs.prefix_hash if position < begin else later_hashes[position - begin]
 
     def _prefix_hashes(self, token_ids: Sequence[int], first: int, before: int) -> NDArray[np.uint64]:
         return prefix_hashes(token_ids, self._powers[first:], before)

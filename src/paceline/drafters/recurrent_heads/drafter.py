@@ -26,7 +26,7 @@ from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, Dr
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
-MAX_PENDING_PAIRS = 32  # if more committed tokens are pending, `observe` runs them instead of the next draft
+MAX_PENDING_PAIRS = 32  # if more committed tokens wait to be run, `observe` runs them, so that the next draft does not take long
 
 
 class EagleStyleDrafter(Drafter):
@@ -132,7 +132,9 @@ class EagleStyleDrafter(Drafter):
             drafts, self._run_target_feature_pairs([pairs for pairs, _ in group], needs_logits=True, draws=frontier_draws(drafts))
         )
         while active := [draft for draft in drafts if draft.frontier]:
-            self._add_levels(active, self.head.run_draft_feature_pairs([draft.frontier_pairs() for draft in active], frontier_draws(active)))
+            self._add_levels(
+                active, self.head.run_draft_feature_pairs([draft.frontier_pairs() for draft in active], frontier_draws(active))
+            )
         return {id(draft.request): draft.to_tree(self.name) for draft in drafts}
 
     def _add_levels(self, drafts: Sequence[GrowingDraft], outputs: FeaturePairOutputs) -> None:
@@ -159,7 +161,7 @@ class EagleStyleDrafter(Drafter):
         try:
             outputs = self.head.run_target_feature_pairs(pairs, needs_logits=needs_logits, num_masked=num_masked, draws=draws)
         except BaseException:
-            for one in pairs:  # an interrupted pass may have written only some of its cache rows
+            for one in pairs:  # an interrupted pass may have left cache rows unwritten: drop them all
                 self.pairs.release(one.request)
             raise
         masked = num_masked or [0] * len(pairs)
@@ -199,6 +201,6 @@ class ParallelDrafter(EagleStyleDrafter):
                 if not draft.frontier:
                     break
                 drafted = [self._sample(draft, node, ranked, outputs.logits, row) for node in draft.frontier]
-                draft.add_level(drafted, np.empty((len(drafted), 0), np.float32))  # no features: the rows are masked
+                draft.add_level(drafted, np.empty((len(drafted), 0), np.float32))  # masked rows need no features
             first += draft.depth
         return {id(draft.request): draft.to_tree(self.name) for draft in drafts}

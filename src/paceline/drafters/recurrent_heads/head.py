@@ -120,7 +120,7 @@ class RecurrentHead:
         num_embedded_ids: number of rows of the embedding; token ids from this number on have no embedding.
         draft_vocab_size: if the draft vocabulary is the lowest ids, their number; otherwise None.
         masked_pair: input of the unknown positions of a P-EAGLE head, which drafts all positions in one pass; None for other heads.
-        notices: lines for the user at load.
+        notices: messages for the user, shown at load.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from paceline.speculation.tree_growth import Candidate, grow_tree
 class _TreeRows:
     """Input rows of a pass that runs all nodes of a tree that get children. A node attends to its ancestors and itself."""
 
-    features: FloatArray  # [max_rows, Hd] for each row the feature that the head predicted at the node's parent
+    features: FloatArray  # [max_rows, Hd] feature that the head predicted at the parent of each row's node
     mask: BoolArray  # [max_rows, max_rows], True if the node of the row attends to the node of the column
     row_by_node: dict[int, int] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
@@ -126,11 +126,11 @@ class GrowingDraft:
 
     def frontier_pairs(self) -> DraftFeaturePairs:
         """Return the inputs of the next pass: the last token of a chain, or all nodes of a tree that have or get children."""
-        base = len(self.request.token_ids)  # first slot after the committed tokens
+        base = len(self.request.token_ids)  # first cache slot after the committed tokens
         if self._features is not None:
             rows = RowRange(0, 1, base + self.level - 1, self.block_table, None, self.first_slot)
             return DraftFeaturePairs((self.token_ids[-1],), self._features, (base - 2 + self.level,), rows, range(1))
-        tree = self._rows  # nodes of earlier levels run again: a pass can mask its own rows, but no cached ones
+        tree = self._rows  # nodes of earlier levels run again, because a pass can mask its own rows but not cached rows
         if tree is None:
             raise RuntimeError("a draft has no rows before its first level")
         count = len(tree.token_ids)
