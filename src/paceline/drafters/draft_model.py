@@ -101,7 +101,7 @@ class _Draft(Generic[ResultT]):
         steps: the generator that drafts.
         pending: tokens to run in the next pass; empty once the draft is finished.
         depth: maximum number of draft tokens on a path.
-        uses_ranking: the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used.
+        uses_top_tokens: the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used.
         truncates: the request has top-k, top-p or min-p.
         num_received_rows: number of rows of logits that the generator has received so far.
         result: the finished draft.
@@ -112,7 +112,7 @@ class _Draft(Generic[ResultT]):
     steps: DraftSteps[ResultT]
     pending: list[int]
     depth: int
-    uses_ranking: bool = False
+    uses_top_tokens: bool = False
     truncates: bool = False
     num_received_rows: int = 0
     result: ResultT | None = None
@@ -128,7 +128,7 @@ class DraftModelDrafter(Drafter):
         translation: map between the vocabularies of target and draft model; None = their ids are equal.
         max_model_len: longest text that the draft model can run, in its own tokens; None = the maximum of its config.
         tree_width: draft tokens at each position; 1 = a chain, else the chain's token and its most probable siblings.
-        banner_note: what the banner adds about adapter, vocabulary and context; it starts with its own separator.
+        note: end of the drafter's description: adapter, vocabulary and context length; it begins with a separator.
         notices: messages for the user, shown at load.
         prefill_token_s: seconds to prefill one token of a long text; 0 = not measured yet.
         mask_token_id: mask token of a PARD model, which drafts all tokens in one pass; None = each pass drafts one token.
@@ -146,7 +146,7 @@ class DraftModelDrafter(Drafter):
         translation: SharedVocabularyMap | None = None,
         max_model_len: int | None = None,
         tree_width: int = 1,
-        banner_note: str = "",
+        note: str = "",
         notices: Sequence[str] = (),
         prefill_token_s: float = 0.0,
         mask_token_id: int | None = None,
@@ -159,7 +159,7 @@ class DraftModelDrafter(Drafter):
         self._max_depth = self.max_model_len // 2
         self._tree_width = tree_width
         self.traits = DrafterTraits(
-            _banner_text(runtime, tree_width, banner_note, in_one_pass=mask_token_id is not None),
+            _description(runtime, tree_width, note, in_one_pass=mask_token_id is not None),
             notices,
             cache_bytes_per_token=cache.bytes_per_token,
         )
@@ -176,7 +176,7 @@ class DraftModelDrafter(Drafter):
             draft = self._start_draft(request, context, len(context), depth, self._draft_steps(request, replace(budget, max_depth=depth)))
             if draft is not None:
                 is_drawn = budget.needs_draft_probs and not request.params.is_greedy
-                draft.uses_ranking = self._translation is None and request.processor.keeps_logits and not is_drawn
+                draft.uses_top_tokens = self._translation is None and request.processor.keeps_logits and not is_drawn
                 draft.truncates = request.params.truncates
             drafts.append(draft)
         self._run_until_finished(requests, drafts)
@@ -241,7 +241,7 @@ class DraftModelDrafter(Drafter):
         return state
 
     def _reset_cache(self, state: _CachedSequenceState, request: Request, num_excess_tokens: int, depth: int) -> None:
-        """Drop the request's cached tokens. If its text is too long, cache only its end next time, in half of the context length."""
+        """Drop the request's cached tokens. If its text is too long, later passes run only its end, about half of the context length."""
         self.cache.release(state.sequence)
         state.sequence = self.cache.new_sequence(request.sequence.salt)
         state.token_ids.clear()
@@ -364,8 +364,8 @@ class DraftModelDrafter(Drafter):
         ranked = row.ranked
         if ranked is not None and math.isfinite(ranked.log_sum):
             if not request.params.truncates:
-                return self._sampler.sample_ranked(ranked, width, is_greedy=request.params.is_greedy)
-            drafted = self._sampler.sample_truncated(request, path, ranked, width)
+                return self._sampler.sample_from_top_tokens(ranked, width, is_greedy=request.params.is_greedy)
+            drafted = self._sampler.sample_truncated_from_top_tokens(request, path, ranked, width)
             if drafted is not None:
                 return drafted
         try:
@@ -393,7 +393,7 @@ class DraftModelDrafter(Drafter):
     def _run_pass(
         self, drafts: Sequence[_Draft[ResultT]], token_ids: Sequence[list[int]], *, needs_logits: bool
     ) -> tuple[list[_Draft[ResultT]], list[list[DraftLogits]]]:
-        """Run one pass of the draft model. Drafts for which the cache has no free block end.
+        """Run one pass of the draft model. A draft ends if the cache has no free block for it.
 
         Returns:
             the drafts that ran, and for each the logits of its next token; for PARD models also those of the tokens after it.
@@ -420,9 +420,9 @@ class DraftModelDrafter(Drafter):
         )
         start = perf_counter()
         inputs, batch, logits_rows = assemble(plans, rows, logit_indices)
-        is_ranked = needs_logits and any(draft.uses_ranking for draft in ran)
+        is_ranked = needs_logits and any(draft.uses_top_tokens for draft in ran)
         if is_ranked:
-            logits_rows = self._add_ranking(logits_rows, ran, [len(indices) for indices in logit_indices])
+            logits_rows = self._request_top_tokens(logits_rows, ran, [len(indices) for indices in logit_indices])
         output = self.runtime.forward(inputs, batch, logits_rows)
         num_rows = sum(map(len, rows))
         if num_rows > FREE_PREFILL_TOKENS * len(rows):
@@ -437,26 +437,26 @@ class DraftModelDrafter(Drafter):
         found = [DraftLogits(logits, next(ranked)) for logits in output.logits]
         ends = list(accumulate(map(len, logit_indices)))
         return ran, [
-            [row if draft.uses_ranking else DraftLogits(row.logits) for row in found[end - len(indices) : end]]
+            [row if draft.uses_top_tokens else DraftLogits(row.logits) for row in found[end - len(indices) : end]]
             for draft, indices, end in zip(ran, logit_indices, ends, strict=True)
         ]
 
-    def _add_ranking(self, logits_rows: LogitsRows, drafts: Sequence[_Draft[ResultT]], num_rows: Sequence[int]) -> LogitsRows:
+    def _request_top_tokens(self, logits_rows: LogitsRows, drafts: Sequence[_Draft[ResultT]], num_rows: Sequence[int]) -> LogitsRows:
         drawn = [
-            (draft.request, draft.num_received_rows + index) if draft.uses_ranking and not draft.request.params.is_greedy else None
+            (draft.request, draft.num_received_rows + index) if draft.uses_top_tokens and not draft.request.params.is_greedy else None
             for draft, count in zip(drafts, num_rows, strict=True)
             for index in range(count)
         ]
-        truncates = any(draft.truncates and draft.uses_ranking for draft in drafts)
+        truncates = any(draft.truncates and draft.uses_top_tokens for draft in drafts)
         return logits_rows._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=target_noise_draws(drawn))
 
 
-def _banner_text(runtime: Network, tree_width: int, banner_note: str, *, in_one_pass: bool) -> str:
+def _description(runtime: Network, tree_width: int, note: str, *, in_one_pass: bool) -> str:
     num_layers = runtime.config.num_layers
     layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
     shape = "" if tree_width == 1 else f", {tree_width} tokens a position"
     shape += ", PARD: all tokens in one pass" if in_one_pass else ""
-    return f"draft_model ({layers}, hidden size {runtime.config.hidden_size}{shape}{banner_note})"
+    return f"draft_model ({layers}, hidden size {runtime.config.hidden_size}{shape}{note})"
 
 
 @lru_cache(maxsize=256)
@@ -508,7 +508,7 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         max_model_len=max_model_len,
         tree_width=target.speculation.tree_width,
         notices=[line for line in [too_large_reason(directory, config, target.runtime.config)] if line],
-        banner_note=_compatibility_note(
+        note=_compatibility_note(
             comparison, max_model_len, math.ceil(target.max_model_len * token_ratio), target.speculation.draft_adapter
         ),
         prefill_token_s=passes[_PREFILL_PROFILE_ROWS] / _PREFILL_PROFILE_ROWS,
@@ -581,9 +581,9 @@ def _token_ratio(target: Tokenizer, draft: Tokenizer) -> float:
 
 
 def _compatibility_note(comparison: VocabularyComparison, max_model_len: int, required_context: int, adapter: str | None) -> str:
-    """Return what the banner says about a draft adapter, a different vocabulary, and a context shorter than the target's."""
-    banner_note = "" if adapter is None else f"; with the adapter {Path(adapter).name or adapter}"
-    banner_note += "" if comparison.coverage == 1.0 else f"; {comparison.match.value} vocabularies: {comparison.describe_conversion()}"
+    """Return what the drafter's description says about an adapter, a different vocabulary, and a context shorter than the target's."""
+    note = "" if adapter is None else f"; with the adapter {Path(adapter).name or adapter}"
+    note += "" if comparison.coverage == 1.0 else f"; {comparison.match.value} vocabularies: {comparison.describe_conversion()}"
     if max_model_len < required_context:
-        banner_note += f"; drafts from the last tokens of texts longer than its context of {max_model_len}"
-    return banner_note
+        note += f"; drafts from the last tokens of texts longer than its context of {max_model_len}"
+    return note

@@ -17,9 +17,9 @@ from paceline.speculation.tree import DraftTree
 
 MATCH_LENGTHS = (8, 4, 2)
 """To realign, the last 8, 4 or 2 output tokens are searched in the prediction; the longest match is used."""
-NUM_NEARBY_POSITIONS = 16  # the last output token is searched in this many predicted tokens after a mismatch
-MAX_SUBSTITUTED_TOKENS = 2  # this many output tokens after a mismatch are assumed to replace one predicted token each
-NUM_PRIOR_MATCHES = 2  # a new prediction has the confidence of one that has matched this many tokens
+NUM_NEARBY_POSITIONS = 16  # number of predicted tokens after a mismatch in which the last output token is searched
+MAX_SUBSTITUTED_TOKENS = 2  # maximum number of output tokens that are assumed to replace one predicted token each
+NUM_PRIOR_MATCHES = 2  # matching tokens that a new prediction is assumed to have had, for its confidence
 _PRIOR_TRIALS = 4.0  # weight of the accuracy 0.5 that is assumed for a new strategy, as a number of trials
 
 

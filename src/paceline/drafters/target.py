@@ -75,7 +75,7 @@ class LoadedTarget:
 
     @property
     def lm_head_runtime(self) -> Network | None:
-        """The target's runtime if heads without an lm_head use its lm_head; None if heads are quantised, with a copy of the lm_head."""
+        """The target's runtime if heads without an lm_head use its lm_head; None if heads are quantised: they then use a quantised copy."""
         return self.runtime if self.head_quant is None else None
 
     def quantize(self, weights: Weights, files: Sequence[Path], *, as_draft_model: bool = False) -> Weights:

@@ -487,7 +487,7 @@ def default_sample_from_anchor(files: HeadFiles) -> bool:
 
 
 def describe_drafted_position(*, sample_from_anchor: bool, is_known: bool) -> str:
-    """Describe which position a row drafts, for the banner. Until it is known, the first drafts test the assumption."""
+    """Describe for the user which position a row drafts. Until it is known, the first drafts test the assumption."""
     place = "the token after its own position" if sample_from_anchor else "the token at its own position"
     return f"a row drafts {place}" if is_known else f"a row is expected to draft {place}, which the first drafts will show"
 

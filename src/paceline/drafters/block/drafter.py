@@ -58,7 +58,7 @@ class BlockDrafter(Drafter):
         self._num_correct = [0, 0]  # how often the first and the second row of a block predicted the next token correctly
         self._num_compared = 0
         self._first_row_tokens = RequestState[tuple[int, int, int]]()  # position and most probable tokens of the first two rows
-        self.traits = DrafterTraits(self._banner_text(), cache_bytes_per_token=self.context.bytes_per_token)
+        self.traits = DrafterTraits(self._description(), cache_bytes_per_token=self.context.bytes_per_token)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         with_many_pending = []
@@ -101,7 +101,7 @@ class BlockDrafter(Drafter):
         self.context.release(request)
         self._first_row_tokens.pop(request)
 
-    def _banner_text(self) -> str:
+    def _description(self) -> str:
         config, layers = self.head.config, self.head.config.layers
         parts = f"{layers.num_layers} layers, hidden size {layers.hidden_size}, blocks of {config.block_size}"
         place = describe_drafted_position(sample_from_anchor=self.sample_from_anchor, is_known=not self._is_alignment_unknown)
@@ -162,12 +162,12 @@ class BlockDrafter(Drafter):
     def _unbiased_tree(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> DraftTree | None:
         """Return the tree or chain of a DFlash block, whose rows do not depend on one another's tokens."""
         request, width = draft.request, draft.width
-        if draft.uses_ranking:
+        if draft.uses_top_tokens:
             is_greedy = request.params.is_greedy
-            tokens = [self._sampler.sample_ranked(row, width, is_greedy=is_greedy) for row in ranked[: draft.depth]]
+            tokens = [self._sampler.sample_from_top_tokens(row, width, is_greedy=is_greedy) for row in ranked[: draft.depth]]
 
         def tokens_after(path: Sequence[int]) -> DraftTokens:
-            if draft.uses_ranking:
+            if draft.uses_top_tokens:
                 return tokens[len(path)]
             return self._sampler.sample(request, path, logits[len(path)], width, needs_draft_probs=draft.budget.needs_draft_probs)
 
@@ -222,9 +222,9 @@ class BlockDrafter(Drafter):
             states |= {node: state for node, (_, state) in zip(nodes, latents, strict=True)}
             base = np.repeat(logits[level : level + 1], len(nodes), 0)
             output = head.run_bias(np.stack([latent for latent, _ in latents]), base, frontier_draws([draft]))
-            if draft.uses_ranking:
+            if draft.uses_top_tokens:
                 is_greedy = draft.request.params.is_greedy
-                found = [self._sampler.sample_ranked(row, draft.width, is_greedy=is_greedy) for row in output.ranked]
+                found = [self._sampler.sample_from_top_tokens(row, draft.width, is_greedy=is_greedy) for row in output.ranked]
             else:
                 found = [self._sample_children(draft, node, row) for node, row in zip(nodes, output.logits, strict=True)]
             if head.config.has_confidence:
@@ -253,7 +253,7 @@ class BlockDrafter(Drafter):
         if abs(lead) >= MIN_ALIGNMENT_LEAD or self._num_compared >= MAX_ALIGNMENT_COMPARISONS:
             self._is_alignment_unknown = False
             self.sample_from_anchor = lead > 0 if lead else self.sample_from_anchor
-            self.traits = replace(self.traits, description=self._banner_text())
+            self.traits = replace(self.traits, description=self._description())
 
 
 def best_first_tree(

@@ -165,28 +165,26 @@ class BlockHead:
         """Set how many top tokens later passes return for each row of logits (`ForwardOutput.ranked`)."""
         self._ranking = ranking
 
-    def run_context(self, parts: Sequence[PendingContext]) -> None:
+    def run_context(self, contexts: Sequence[PendingContext]) -> None:
         """Compute and cache the context keys and values of committed positions of several requests."""
-        states = np.concatenate([part.hidden_states for part in parts]) if len(parts) > 1 else parts[0].hidden_states
+        states = np.concatenate([context.hidden_states for context in contexts]) if len(contexts) > 1 else contexts[0].hidden_states
         size = self.config.target_hidden_size
         inputs = {name: np.ascontiguousarray(states[:, index * size : (index + 1) * size]) for index, name in enumerate(self._input_names)}
-        positions = [np.arange(part.rows.cached_len, part.rows.cached_len + part.rows.num_rows, dtype=np.int32) for part in parts]
-        self.runtime.forward(inputs, _make_batch([part.rows for part in parts], positions), LogitsRows(np.empty(0, np.int32)))
+        self.runtime.forward(inputs, _make_batch([context.rows for context in contexts]), LogitsRows(np.empty(0, np.int32)))
 
-    def run_block(self, parts: Sequence[DraftBlock], draws: Draws | None = None) -> ForwardOutput:
+    def run_block(self, blocks: Sequence[DraftBlock], draws: Draws | None = None) -> ForwardOutput:
         """Run one pass over the blocks of several requests; return the logits of all `logit_rows`, in the order of the requests."""
-        starts = [0, *accumulate(part.rows.num_rows for part in parts)]
+        starts = [0, *accumulate(block.rows.num_rows for block in blocks)]
         token_ids = np.full(starts[-1], self.config.mask_token_id, np.int32)
-        token_ids[starts[:-1]] = [part.anchor for part in parts]
+        token_ids[starts[:-1]] = [block.anchor for block in blocks]
         rows = embedding_rows(self._embedding, token_ids, self._unscaled_config, WeightType.F32)
         if self._mask_embedding is not None:
             rows[np.setdiff1d(np.arange(starts[-1]), starts[:-1])] = self._mask_embedding
         if self.config.embedding_scale != 1.0:
             rows = rows * np.float32(self.config.embedding_scale)
-        positions = [np.arange(part.rows.cached_len, part.rows.cached_len + part.rows.num_rows, dtype=np.int32) for part in parts]
-        logit_rows = np.array([start + row for start, part in zip(starts, parts, strict=False) for row in part.logit_rows], np.int32)
+        logit_rows = np.array([start + row for start, block in zip(starts, blocks, strict=False) for row in block.logit_rows], np.int32)
         requested = LogitsRows(logit_rows, self._ranking if self._markov_network is None else None, draws)
-        return self._block_network.forward({EMBEDDING: rows}, _make_batch([part.rows for part in parts], positions), requested)
+        return self._block_network.forward({EMBEDDING: rows}, _make_batch([block.rows for block in blocks]), requested)
 
     def run_bias(self, latent: FloatArray, base: FloatArray, draws: Draws | None = None) -> ForwardOutput:
         """Return the logits `base` [n, Vd] plus the bias computed from the Markov head's latent vectors `latent` [n, r]."""
@@ -253,7 +251,9 @@ def _sigmoid(x: FloatArray) -> FloatArray:
         return np.asarray(1.0 / (1.0 + np.exp(-x)), np.float32)
 
 
-def _make_batch(rows: Sequence[RowRange], positions: Sequence[IntArray]) -> ForwardBatch:
+def _make_batch(rows: Sequence[RowRange]) -> ForwardBatch:
+    """Return the description of a pass over these row ranges, whose positions are those after the cached rows."""
+    positions = [np.arange(one.cached_len, one.cached_len + one.num_rows, dtype=np.int32) for one in rows]
     starts = accumulate((one.num_rows for one in rows), initial=0)
     ranges = tuple([one._replace(start=start) for one, start in zip(rows, starts, strict=False)])
     return ForwardBatch(np.concatenate(positions) if len(positions) > 1 else positions[0], ranges)

@@ -1,4 +1,4 @@
-"""EAGLE heads. EAGLE-1 and EAGLE-2 heads are the same network; EAGLE-3 and P-EAGLE heads are another one."""
+"""EAGLE heads. EAGLE-1 and EAGLE-2 heads have one network, EAGLE-3 and P-EAGLE heads another."""
 
 from dataclasses import replace
 

@@ -237,7 +237,7 @@ def _read_target_hidden_size(file: GgufFile) -> int:
 def _find_tensor_names(file: GgufFile, vocab_size: int, hidden_size: int, target_hidden_size: int) -> Mapping[str, str]:
     """Return the names in the file of the tensors that belong to no layer, by our names; missing ones are left out."""
     found = {part: name for part in _GGUF_TENSOR_NAMES for name in file.tensors if _is_name_of_part(name, part)}
-    shapes: dict[str, tuple[int | None, ...]] = {  # if shapes are equal, a tensor is assigned to the first part in this order
+    shapes: dict[str, tuple[int | None, ...]] = {  # a tensor whose shape fits several parts is assigned to the first of them
         _PRE: (hidden_size, 2 * target_hidden_size),
         _POST: (target_hidden_size, hidden_size),
         _ORDERING: (vocab_size,),

@@ -51,7 +51,7 @@ class AssistantDrafter(Drafter):
         self._network, self._vocab_size, self._tree_width = network, vocab_size, tree_width
         self._features = RequestState[_LastHiddenState]()
         self._sampler = DraftSampler(None, vocab_size, config.layers.vocab_size)
-        self.traits = DrafterTraits(self._banner_text())
+        self.traits = DrafterTraits(self._description())
         self._ranking = None if config.clusters is not None else self._sampler.ranking(tree_width)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
@@ -71,7 +71,7 @@ class AssistantDrafter(Drafter):
             trees |= {id(draft.request): draft.to_tree(self.name) for draft in part}
         return [trees.get(id(request)) for request in requests]
 
-    def _banner_text(self) -> str:
+    def _description(self) -> str:
         config = self._network.assistant.config
         parts = [f"{config.layers.num_layers} layers", f"hidden size {config.layers.hidden_size}", "reads the target's keys and values"]
         if config.clusters is not None:
@@ -94,9 +94,9 @@ class AssistantDrafter(Drafter):
             ranked = output.ranked if self._ranking is not None else []
             for draft in active:
                 last = first + len(draft.frontier)
-                if draft.uses_ranking and ranked:
+                if draft.uses_top_tokens and ranked:
                     is_greedy = draft.request.params.is_greedy
-                    drafted = [self._sampler.sample_ranked(row, draft.width, is_greedy=is_greedy) for row in ranked[first:last]]
+                    drafted = [self._sampler.sample_from_top_tokens(row, draft.width, is_greedy=is_greedy) for row in ranked[first:last]]
                 else:
                     drafted = [self._sample(draft, node, output, row) for row, node in enumerate(draft.frontier, first)]
                 draft.add_level(drafted, features[first:last])

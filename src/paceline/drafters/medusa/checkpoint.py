@@ -75,7 +75,7 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
         IncompatibleDrafterError: the heads were made for another target.
     """
     names = _find_tensor_names(files)
-    hidden = _block_width(files, names)
+    hidden = _residual_block_width(files, names)
     check_target_sizes(files, target, hidden_size=hidden)
     has_lm_heads = bool(names.lm_heads) or names.shared_lm_head is not None
     num_lm_head_rows = _check_tensor_shapes(files, names, target.hidden_size)
@@ -137,7 +137,7 @@ def _find_tensor_names(files: HeadFiles) -> _TensorNames:
     return _TensorNames(blocks, lm_heads, shared, num_heads, num_blocks)
 
 
-def _block_width(files: HeadFiles, names: _TensorNames) -> int:
+def _residual_block_width(files: HeadFiles, names: _TensorNames) -> int:
     """Return the number of columns of a residual block's matrix, the hidden size of the target."""
     shapes = [files.matrix_shape(name) for (_, _, kind), name in names.blocks.items() if kind == "weight"]
     return shapes[0][1] if shapes and shapes[0] is not None else 0

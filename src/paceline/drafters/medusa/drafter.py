@@ -56,7 +56,7 @@ class _RequestDraft:
     Attributes:
         feature: the target's hidden state that the heads read.
         depth: number of heads to use.
-        uses_ranking: the top tokens that the pass returns are enough to sample from; otherwise whole rows of logits are used.
+        uses_top_tokens: the top tokens that the pass returns are enough to sample from; otherwise whole rows of logits are used.
         needs_draw: the pass must also draw a token from each row, with the target's noise.
     """
 
@@ -64,7 +64,7 @@ class _RequestDraft:
     budget: DraftBudget
     feature: _LastHiddenState
     depth: int
-    uses_ranking: bool
+    uses_top_tokens: bool
     needs_draw: bool
 
 
@@ -134,11 +134,11 @@ class DepthCandidates:
         """Return the candidates of the head of a depth, 0 for the children of the root; `NO_TOKENS` if no token is allowed."""
         while len(self.by_depth) <= depth:
             at = len(self.by_depth)
-            self.by_depth.append(self._from_row(at) if self._ranked is None else self._from_ranking(self._ranked[at]))
+            self.by_depth.append(self._from_logits(at) if self._ranked is None else self._from_top_tokens(self._ranked[at]))
         return self.by_depth[depth]
 
-    def _from_ranking(self, row: RankedRow) -> DraftTokens:
-        """Return the candidates from a row's top tokens. Same result as `_from_row` if only the temperature changes the logits."""
+    def _from_top_tokens(self, row: RankedRow) -> DraftTokens:
+        """Return the candidates from a row's top tokens. Same result as `_from_logits` if only the temperature changes the logits."""
         log_sum, drawn, scores, ids = row
         if not math.isfinite(log_sum):
             return NO_TOKENS
@@ -157,7 +157,7 @@ class DepthCandidates:
         own = probs[ids.index(first)] if first in ids else probs[-1]
         return DraftTokens([first, *[token for token, _ in others]], [own, *[prob for _, prob in others]])
 
-    def _from_row(self, depth: int) -> DraftTokens:
+    def _from_logits(self, depth: int) -> DraftTokens:
         request = self._request
         chain = [one.token_ids[0] for one in self.by_depth if one.token_ids]
         try:
@@ -193,7 +193,7 @@ class MedusaDrafter(Drafter):
         if tree not in DYNAMIC_TREES and tree not in STATIC_TREES:
             raise ConfigError(f"medusa tree {tree!r} is unknown: use one of {', '.join((*DYNAMIC_TREES, *STATIC_TREES))}")
         self._network, self._vocab_size, self._tree = network, vocab_size, tree
-        self.traits = DrafterTraits(self._banner_text(), network.heads.notices)
+        self.traits = DrafterTraits(self._description(), network.heads.notices)
         self._features = RequestState[_LastHiddenState]()
         # for each request the number of its tokens at the last draft, and the candidates of each depth
         self._pending = RequestState[tuple[int, Sequence[Sequence[int]]]]()
@@ -228,7 +228,7 @@ class MedusaDrafter(Drafter):
             trees |= {id(draft.request): self._draft(draft, outputs, row) for row, draft in enumerate(active)}
         return [trees.get(id(request)) for request in requests]
 
-    def _banner_text(self) -> str:
+    def _description(self) -> str:
         heads = self._network.heads
         tree = f"trees by {self._tree}" if self._tree in DYNAMIC_TREES else f"tree {self._tree}"
         return f"medusa ({heads.num_heads} head{'s' if heads.num_heads > 1 else ''}, {tree})"
@@ -239,8 +239,8 @@ class MedusaDrafter(Drafter):
         if feature is None or feature.position != len(request.token_ids) - 2 or depth < 1:
             return None
         is_greedy = request.params.is_greedy
-        uses_ranking = self._can_use_ranking and request.processor.only_scales and (is_greedy or not budget.needs_draft_probs)
-        return _RequestDraft(request, budget, feature, depth, uses_ranking, uses_ranking and not is_greedy)
+        uses_top_tokens = self._can_use_ranking and request.processor.only_scales and (is_greedy or not budget.needs_draft_probs)
+        return _RequestDraft(request, budget, feature, depth, uses_top_tokens, uses_top_tokens and not is_greedy)
 
     def _draft(self, draft: _RequestDraft, outputs: MedusaOutputs, row: int) -> DraftTree | None:
         """Return a request's draft tree, made from row `row` of each head's logits."""
@@ -260,7 +260,7 @@ class MedusaDrafter(Drafter):
             max_candidates = 1 + max((rank for _, _, rank in shape), default=0)
         elif needs_probs:  # more candidates would exceed the row budget
             max_candidates = 1 if budget.layout is TreeLayout.CHAIN else min(MAX_CANDIDATES_PER_DEPTH, budget.row_budget - 1)
-        ranked = [rows_of_head[row] for rows_of_head in outputs.ranked] if draft.uses_ranking else None
+        ranked = [rows_of_head[row] for rows_of_head in outputs.ranked] if draft.uses_top_tokens else None
         candidates = DepthCandidates(request, logits_of_depth, max_candidates, needs_probs=needs_probs, ranked=ranked)
         tree = self._grow_tree(draft, candidates) if shape is None else self._fill_static_tree(draft, candidates, shape)
         self._pending[request] = len(request.token_ids), [one.token_ids for one in candidates.by_depth]

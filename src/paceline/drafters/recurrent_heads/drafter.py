@@ -47,7 +47,7 @@ class EagleStyleDrafter(Drafter):
         self._sampler = DraftSampler(head.target_ids, vocab_size, head.num_embedded_ids)
         self._tree_width = tree_width
         head.set_ranking(self._sampler.ranking(tree_width))
-        self.traits = DrafterTraits(self._banner_text(), notices=head.notices, cache_bytes_per_token=self.pairs.bytes_per_token)
+        self.traits = DrafterTraits(self._description(), notices=head.notices, cache_bytes_per_token=self.pairs.bytes_per_token)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         with_many_pending = []
@@ -82,7 +82,7 @@ class EagleStyleDrafter(Drafter):
     def release(self, request: Request) -> None:
         self.pairs.release(request)
 
-    def _banner_text(self) -> str:
+    def _description(self) -> str:
         config = self.head.config
         layers = config.layers
         parts = [f"{layers.num_layers} layer{'s' if layers.num_layers > 1 else ''}", f"hidden size {layers.hidden_size}"]
@@ -150,8 +150,8 @@ class EagleStyleDrafter(Drafter):
     def _sample(self, draft: GrowingDraft, node: int, ranked: Sequence[RankedRow], logits: FloatArray, row: int) -> DraftTokens:
         """Sample the draft tokens after a node from row `row` of a pass."""
         request = draft.request
-        if draft.uses_ranking:
-            return self._sampler.sample_ranked(ranked[row], draft.width, is_greedy=request.params.is_greedy)
+        if draft.uses_top_tokens:
+            return self._sampler.sample_from_top_tokens(ranked[row], draft.width, is_greedy=request.params.is_greedy)
         return self._sampler.sample(request, draft.path(node), logits[row], draft.width, needs_draft_probs=draft.budget.needs_draft_probs)
 
     def _run_target_feature_pairs(
@@ -180,8 +180,8 @@ class ParallelDrafter(EagleStyleDrafter):
     Source: P-EAGLE (arXiv:2602.01469) and its code in speculators and vLLM. Deviations: those of this module, and drafts may be trees.
     """
 
-    def _banner_text(self) -> str:
-        return super()._banner_text().removesuffix(")") + ", all positions in one pass)"
+    def _description(self) -> str:
+        return super()._description().removesuffix(")") + ", all positions in one pass)"
 
     def _num_draft_slots(self, depth: int, width: int) -> int:
         return depth - 1

@@ -59,7 +59,7 @@ class GrowingDraft:
         width: number of nodes of a level that get children, and number of children of each; 1 = a chain.
         block_table: cache blocks of the request, including those for draft tokens.
         first_slot: first slot of the cache that draft tokens attend to.
-        uses_ranking: the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used.
+        uses_top_tokens: the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used.
         needs_draw: a pass must also draw a token from each row, with the target's noise.
         token_ids, parents: token and parent of each node; -1 for the root.
         probs, path_probs: for each node the probability of its token given its parent, and that its whole path is accepted.
@@ -74,7 +74,7 @@ class GrowingDraft:
     width: int
     block_table: IntArray
     first_slot: int
-    uses_ranking: bool = field(init=False)
+    uses_top_tokens: bool = field(init=False)
     needs_draw: bool = field(init=False)
     token_ids: list[int] = field(default_factory=lambda: [-1])
     parents: list[int] = field(default_factory=lambda: [-1])
@@ -88,8 +88,8 @@ class GrowingDraft:
 
     def __post_init__(self) -> None:
         is_greedy = self.request.params.is_greedy
-        self.uses_ranking = self.request.processor.only_scales and (not self.budget.needs_draft_probs or is_greedy)
-        self.needs_draw = self.uses_ranking and not is_greedy
+        self.uses_top_tokens = self.request.processor.only_scales and (not self.budget.needs_draft_probs or is_greedy)
+        self.needs_draw = self.uses_top_tokens and not is_greedy
 
     def path(self, node: int) -> list[int]:
         """Return the tokens of the path from the root to `node`, without the root's."""
