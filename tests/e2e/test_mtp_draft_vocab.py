@@ -112,7 +112,7 @@ def test_drafts_are_the_best_of_the_first_ids(tmp_path: Path, stored: str, tied:
     if backend == "native":
         assert np.array_equal(found, logits[:, :FIRST])
     assert np.allclose(found, logits[:, :FIRST], rtol=1e-4, atol=1e-4)
-    ranked = run(part, ranks=True).ranked()
+    ranked = run(part, ranks=True).top_tokens()
     scaled = logits[:, :FIRST].astype(np.float64) / 0.7
     for row, own in zip(ranked, scaled, strict=True):
         assert list(row.token_ids) == list(np.argsort(-own, kind="stable")[:4])

@@ -281,7 +281,7 @@ def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:
 
 
 def _open_head_in_folder(target: Path, name: str) -> HeadFiles | None:
-    """Open the head that is the subfolder `name` of the target's directory, or the only GGUF file in it; None if there is none.
+    """Open the head in the subfolder `name` of the target's directory, which may be a single GGUF file; None if there is none.
 
     If the target is a GGUF file, the head may have been made for another one in its directory: None if its sizes do not fit.
     """

@@ -55,7 +55,7 @@ class DraftLogits(NamedTuple):
     """The draft model's logits [V] after a path, and their top tokens if these are enough to sample from."""
 
     logits: FloatArray
-    ranked: RankedRow | None = None
+    top_tokens: RankedRow | None = None
 
 
 DraftSteps: TypeAlias = Generator[TokenPath, DraftLogits | None, ResultT]
@@ -102,7 +102,7 @@ class _Draft(Generic[ResultT]):
         pending: tokens to run in the next pass; empty once the draft is finished.
         depth: maximum number of draft tokens on a path.
         uses_top_tokens: the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used.
-        truncates: the request has top-k, top-p or min-p.
+        has_truncation: the request has top-k, top-p or min-p.
         num_received_rows: number of rows of logits that the generator has received so far.
         result: the finished draft.
     """
@@ -113,7 +113,7 @@ class _Draft(Generic[ResultT]):
     pending: list[int]
     depth: int
     uses_top_tokens: bool = False
-    truncates: bool = False
+    has_truncation: bool = False
     num_received_rows: int = 0
     result: ResultT | None = None
 
@@ -177,7 +177,7 @@ class DraftModelDrafter(Drafter):
             if draft is not None:
                 is_drawn = budget.needs_draft_probs and not request.params.is_greedy
                 draft.uses_top_tokens = self._translation is None and request.processor.keeps_logits and not is_drawn
-                draft.truncates = request.params.truncates
+                draft.has_truncation = request.params.truncates
             drafts.append(draft)
         self._run_until_finished(requests, drafts)
         return [None if draft is None else draft.result for draft in drafts]
@@ -361,7 +361,7 @@ class DraftModelDrafter(Drafter):
         """Sample up to `width` draft tokens from the logits after a path; none if `row` is None."""
         if row is None:
             return NO_TOKENS
-        ranked = row.ranked
+        ranked = row.top_tokens
         if ranked is not None and math.isfinite(ranked.log_sum):
             if not request.params.truncates:
                 return self._sampler.sample_from_top_tokens(ranked, width, is_greedy=request.params.is_greedy)
@@ -447,7 +447,7 @@ class DraftModelDrafter(Drafter):
             for draft, count in zip(drafts, num_rows, strict=True)
             for index in range(count)
         ]
-        truncates = any(draft.truncates and draft.uses_top_tokens for draft in drafts)
+        truncates = any(draft.has_truncation and draft.uses_top_tokens for draft in drafts)
         return logits_rows._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=target_noise_draws(drawn))
 
 

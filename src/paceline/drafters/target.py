@@ -1,4 +1,4 @@
-"""What drafters need to know of their target, once it is loaded."""
+"""The loaded target, with the settings from which its drafters are created."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -180,7 +180,7 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
 
 
 def _own_lm_head(files: HeadFiles, layers: ModelConfig, target: ModelConfig) -> tuple[int, bool]:
-    """Return the rows of the file's lm_head, and whether it is used: of the target's shape and without `d2t`, it is the target's copy."""
+    """Return the number of rows of the file's lm_head, and whether to use it. If it is like the target's, it is a copy and not used."""
     if layers.hidden_size != target.hidden_size and "embed_tokens.weight" not in files.tensors:
         raise IncompatibleDrafterError(
             f"{files.path} has no embed_tokens.weight, and the target's rows of {target.hidden_size} values do not fit its hidden size "

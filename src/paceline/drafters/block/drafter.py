@@ -18,7 +18,7 @@ from paceline.drafters.block.context import ContextCache
 from paceline.drafters.block.network import SELECTOR_VECTORS, BlockHead, DraftBlock, PendingContext
 from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, target_noise_draws
 from paceline.drafters.recurrent_heads.cache import SPARE_BLOCKS
-from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_draws
+from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, IntArray, split_into_passes
 from paceline.runtimes.ranking import Draws, RankedRow
@@ -221,7 +221,7 @@ class BlockDrafter(Drafter):
             ]
             states |= {node: state for node, (_, state) in zip(nodes, latents, strict=True)}
             base = np.repeat(logits[level : level + 1], len(nodes), 0)
-            output = head.run_bias(np.stack([latent for latent, _ in latents]), base, frontier_draws([draft]))
+            output = head.run_bias(np.stack([latent for latent, _ in latents]), base, frontier_noise_draws([draft]))
             if draft.uses_top_tokens:
                 is_greedy = draft.request.params.is_greedy
                 found = [self._sampler.sample_from_top_tokens(row, draft.width, is_greedy=is_greedy) for row in output.ranked]

@@ -252,7 +252,7 @@ def _sigmoid(x: FloatArray) -> FloatArray:
 
 
 def _make_batch(rows: Sequence[RowRange]) -> ForwardBatch:
-    """Return the description of a pass over these row ranges, whose positions are those after the cached rows."""
+    """Describe a pass over these row ranges. Positions continue after the cached rows of each range."""
     positions = [np.arange(one.cached_len, one.cached_len + one.num_rows, dtype=np.int32) for one in rows]
     starts = accumulate((one.num_rows for one in rows), initial=0)
     ranges = tuple([one._replace(start=start) for one, start in zip(rows, starts, strict=False)])

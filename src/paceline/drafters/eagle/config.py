@@ -94,7 +94,7 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
     if fields.number("logit_scale", 1.0) != 1.0:
         scale = fields.values["logit_scale"]
         raise IncompatibleDrafterError(f"{fields.path}: logit_scale = {scale}: heads that scale logits cannot be used")
-    layers = _read_layers(files, fields)
+    layers = _read_decoder_config(files, fields)
     if options.rope_theta is not None:
         rope = replace(layers.attention.rope, theta=options.rope_theta)
         layers = layers.map_attention(lambda attention: replace(attention, rope=rope))
@@ -341,7 +341,7 @@ def _mask_token_id(files: HeadFiles, fields: JsonFields, options: HeadOptions) -
     )
 
 
-def _read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
+def _read_decoder_config(files: HeadFiles, fields: JsonFields) -> ModelConfig:
     """Return the sizes of the head's decoder layers. Sizes of tensors have priority over the config.
 
     Raises:

@@ -17,7 +17,7 @@ from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, TreeLevelInput
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
-from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_draws
+from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
 from paceline.drafters.target import LoadedTarget
 from paceline.runtimes.base import FloatArray, ForwardOutput, split_into_passes
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
@@ -89,7 +89,7 @@ class AssistantDrafter(Drafter):
     def _grow_drafts(self, drafts: Sequence[GrowingDraft]) -> None:
         while active := [draft for draft in drafts if draft.frontier]:
             levels = [self._frontier_input(draft) for draft in active]
-            output = self._network.forward(levels, self._ranking, None if self._ranking is None else frontier_draws(active))
+            output = self._network.forward(levels, self._ranking, None if self._ranking is None else frontier_noise_draws(active))
             features, first = np.array(output.results[FEATURE]), 0
             ranked = output.ranked if self._ranking is not None else []
             for draft in active:

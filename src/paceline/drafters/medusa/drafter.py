@@ -113,7 +113,7 @@ class DepthCandidates:
         logits_of_depth: returns the logits [V] of the head of a depth, over the target's ids.
         max_candidates: maximum number of candidates of a depth.
         needs_probs: compute the candidates' probabilities; otherwise they are set to 1.
-        ranked: for each depth the top tokens that the pass returned; None = use whole rows of logits.
+        top_tokens: for each depth the top tokens that the pass returned; None = use whole rows of logits.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class DepthCandidates:
         max_candidates: int,
         *,
         needs_probs: bool,
-        ranked: Sequence[RankedRow] | None = None,
+        top_tokens: Sequence[RankedRow] | None = None,
     ) -> None:
-        self._ranked = ranked
+        self._top_tokens = top_tokens
         self._request, self._logits_of_depth = request, logits_of_depth
         self._max_candidates, self._needs_probs = max_candidates, needs_probs
         self.by_depth: list[DraftTokens] = []
@@ -134,7 +134,7 @@ class DepthCandidates:
         """Return the candidates of the head of a depth, 0 for the children of the root; `NO_TOKENS` if no token is allowed."""
         while len(self.by_depth) <= depth:
             at = len(self.by_depth)
-            self.by_depth.append(self._from_logits(at) if self._ranked is None else self._from_top_tokens(self._ranked[at]))
+            self.by_depth.append(self._from_logits(at) if self._top_tokens is None else self._from_top_tokens(self._top_tokens[at]))
         return self.by_depth[depth]
 
     def _from_top_tokens(self, row: RankedRow) -> DraftTokens:
@@ -260,8 +260,8 @@ class MedusaDrafter(Drafter):
             max_candidates = 1 + max((rank for _, _, rank in shape), default=0)
         elif needs_probs:  # more candidates would exceed the row budget
             max_candidates = 1 if budget.layout is TreeLayout.CHAIN else min(MAX_CANDIDATES_PER_DEPTH, budget.row_budget - 1)
-        ranked = [rows_of_head[row] for rows_of_head in outputs.ranked] if draft.uses_top_tokens else None
-        candidates = DepthCandidates(request, logits_of_depth, max_candidates, needs_probs=needs_probs, ranked=ranked)
+        top_tokens = [rows_of_head[row] for rows_of_head in outputs.top_tokens] if draft.uses_top_tokens else None
+        candidates = DepthCandidates(request, logits_of_depth, max_candidates, needs_probs=needs_probs, top_tokens=top_tokens)
         tree = self._grow_tree(draft, candidates) if shape is None else self._fill_static_tree(draft, candidates, shape)
         self._pending[request] = len(request.token_ids), [one.token_ids for one in candidates.by_depth]
         return tree

@@ -23,11 +23,11 @@ class MedusaOutputs:
 
     Attributes:
         logits_of_head: returns the logits [B, rows] of a head; the next pass overwrites them.
-        ranked: for each head the top tokens [B]; empty if none were requested.
+        top_tokens: for each head the top tokens of its B rows of logits; empty if none were requested.
     """
 
     logits_of_head: Callable[[int], FloatArray]
-    ranked: Sequence[Sequence[RankedRow]]
+    top_tokens: Sequence[Sequence[RankedRow]]
 
 
 class MedusaNetwork:

@@ -18,7 +18,7 @@ import numpy as np
 from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, target_noise_draws
 from paceline.drafters.recurrent_heads.cache import SPARE_BLOCKS, FeaturePairCache, RequestFeaturePairs
 from paceline.drafters.recurrent_heads.head import FeaturePairOutputs, RecurrentHead
-from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_draws
+from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.runtimes.ranking import Draws, RankedRow
@@ -129,17 +129,17 @@ class EagleStyleDrafter(Drafter):
             return {}
         drafts = [draft for _, draft in group]
         self._add_levels(
-            drafts, self._run_target_feature_pairs([pairs for pairs, _ in group], needs_logits=True, draws=frontier_draws(drafts))
+            drafts, self._run_target_feature_pairs([pairs for pairs, _ in group], needs_logits=True, draws=frontier_noise_draws(drafts))
         )
         while active := [draft for draft in drafts if draft.frontier]:
             self._add_levels(
-                active, self.head.run_draft_feature_pairs([draft.frontier_pairs() for draft in active], frontier_draws(active))
+                active, self.head.run_draft_feature_pairs([draft.frontier_pairs() for draft in active], frontier_noise_draws(active))
             )
         return {id(draft.request): draft.to_tree(self.name) for draft in drafts}
 
     def _add_levels(self, drafts: Sequence[GrowingDraft], outputs: FeaturePairOutputs) -> None:
         """Add a level to each draft, sampled from the logits of its frontier nodes."""
-        ranked, first = outputs.ranked(), 0
+        ranked, first = outputs.top_tokens(), 0
         for draft in drafts:
             last = first + len(draft.frontier)
             rows = range(first, last)
@@ -157,7 +157,7 @@ class EagleStyleDrafter(Drafter):
     def _run_target_feature_pairs(
         self, pairs: Sequence[RequestFeaturePairs], *, needs_logits: bool, num_masked: Sequence[int] = (), draws: Draws | None = None
     ) -> FeaturePairOutputs:
-        """Run one pass over committed tokens and record their slots as computed; the returned features are those of each last row."""
+        """Run committed tokens and record their slots as computed; the returned features are those of each request's last token."""
         try:
             outputs = self.head.run_target_feature_pairs(pairs, needs_logits=needs_logits, num_masked=num_masked, draws=draws)
         except BaseException:
@@ -195,7 +195,7 @@ class ParallelDrafter(EagleStyleDrafter):
             [(draft.request, level) if draft.needs_draw else None for draft in drafts for level in range(draft.depth)]
         )
         outputs = self._run_target_feature_pairs([pairs for pairs, _ in group], needs_logits=True, num_masked=num_masked, draws=draws)
-        ranked, first = outputs.ranked(), 0
+        ranked, first = outputs.top_tokens(), 0
         for draft in drafts:
             for row in range(first, first + draft.depth):
                 if not draft.frontier:

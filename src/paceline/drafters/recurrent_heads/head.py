@@ -102,7 +102,7 @@ class FeaturePairOutputs:
         """Logits [R, Vd] of the requested rows."""
         return self.output.logits
 
-    def ranked(self) -> list[RankedRow]:
+    def top_tokens(self) -> list[RankedRow]:
         """Return the top tokens of each row of logits; `RecurrentHead.set_ranking` sets how many."""
         return self.output.ranked
 

@@ -166,7 +166,7 @@ class GrowingDraft:
         self.frontier = best
 
 
-def frontier_draws(drafts: Sequence[GrowingDraft]) -> Draws | None:
+def frontier_noise_draws(drafts: Sequence[GrowingDraft]) -> Draws | None:
     """Return the noise keys and temperatures to draw a token after each frontier node of all drafts; None if none is drawn."""
     return target_noise_draws([(draft.request, draft.level) if draft.needs_draw else None for draft in drafts for _ in draft.frontier])
 
