@@ -337,7 +337,7 @@ def open_head_files(path: Path, kind: HeadKind | None = None, *, inside_target: 
         return None
     is_model_with_mtp = (
         files.kind is HeadKind.MTP and not files.is_speculators and not inside_target
-    )  # a model that can only be a draft model
+    )  # its module works with this model only
     if kind is None and (files.kind is HeadKind.LANGUAGE_MODEL or is_model_with_mtp):
         return None
     if kind not in (None, files.kind):

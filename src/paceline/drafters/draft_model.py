@@ -99,7 +99,7 @@ class _Draft(Generic[ResultT]):
 
     Attributes:
         steps: the generator that drafts.
-        pending: tokens to run in the next pass; empty once the draft is finished.
+        pending_token_ids: tokens to run in the next pass; empty once the draft is finished.
         depth: maximum number of draft tokens on a path.
         uses_top_tokens: the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used.
         has_truncation: the request has top-k, top-p or min-p.
@@ -110,7 +110,7 @@ class _Draft(Generic[ResultT]):
     request: Request
     state: _CachedSequenceState
     steps: DraftSteps[ResultT]
-    pending: list[int]
+    pending_token_ids: list[int]
     depth: int
     uses_top_tokens: bool = False
     has_truncation: bool = False
@@ -262,14 +262,14 @@ class DraftModelDrafter(Drafter):
         active = [draft for draft in drafts if draft is not None]
         try:
             self._catch_up(active)
-            while active := [draft for draft in active if draft.pending]:
-                for part in split_into_passes(active, lambda draft: len(draft.pending) + self._num_mask_tokens(draft)):
-                    ran, found = self._run_pass(part, [draft.pending for draft in part], needs_logits=True)
+            while active := [draft for draft in active if draft.pending_token_ids]:
+                for part in split_into_passes(active, lambda draft: len(draft.pending_token_ids) + self._num_mask_tokens(draft)):
+                    ran, found = self._run_pass(part, [draft.pending_token_ids for draft in part], needs_logits=True)
                     for draft, rows in zip(ran, found, strict=True):
                         for row in rows:
-                            if draft.pending:
+                            if draft.pending_token_ids:
                                 self._send_logits(draft, row)
-                        if draft.pending and self._mask_token_id is not None:
+                        if draft.pending_token_ids and self._mask_token_id is not None:
                             self._send_logits(draft, None)
         except BaseException:
             for request in requests:  # an interrupted pass may have left cache rows unwritten: drop them all
@@ -278,11 +278,11 @@ class DraftModelDrafter(Drafter):
 
     def _catch_up(self, drafts: Sequence[_Draft[ResultT]]) -> None:
         """Prefill long texts in chunks, except the last chunk, whose pass also starts the draft."""
-        while long_drafts := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS]:
+        while long_drafts := [draft for draft in drafts if len(draft.pending_token_ids) > CATCH_UP_ROWS]:
             for part in split_into_passes(long_drafts, lambda _: CATCH_UP_ROWS):
-                ran, _ = self._run_pass(part, [draft.pending[:CATCH_UP_ROWS] for draft in part], needs_logits=False)
+                ran, _ = self._run_pass(part, [draft.pending_token_ids[:CATCH_UP_ROWS] for draft in part], needs_logits=False)
                 for draft in ran:
-                    del draft.pending[:CATCH_UP_ROWS]
+                    del draft.pending_token_ids[:CATCH_UP_ROWS]
                     draft.state.num_verified = len(draft.state.token_ids)  # prefilled tokens are committed
 
     def _num_mask_tokens(self, draft: _Draft[ResultT]) -> int:
@@ -293,9 +293,9 @@ class DraftModelDrafter(Drafter):
         draft.num_received_rows += 1
         try:
             token = draft.steps.send(row)[-1]
-            draft.pending = [token if self._translation is None else self._translation.to_draft_id(token)]
+            draft.pending_token_ids = [token if self._translation is None else self._translation.to_draft_id(token)]
         except StopIteration as end:
-            draft.pending, draft.result = [], end.value
+            draft.pending_token_ids, draft.result = [], end.value
 
     def _draft_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
         if budget.needs_draft_probs and not request.params.is_greedy:
@@ -470,7 +470,7 @@ def _tokens_per_level(width: int, depth: int, row_budget: int, layout: TreeLayou
 
 
 def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
-    """Load a draft model and create its drafter: with equal ids, with mapped ids, or through text if the vocabularies differ too much.
+    """Load a draft model and create its drafter. If too few token ids can be mapped to the target's, drafts are passed on as text.
 
     Raises:
         IncompatibleDrafterError: the tokens of the draft model cannot spell half of the target's tokens.

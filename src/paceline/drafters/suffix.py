@@ -68,9 +68,9 @@ class SuffixAutomaton:
         if state >= 0:
             target = nexts[state][token_id]
             if lengths[target] != lengths[state] + 1:
-                target = self._split(target, state, token_id)
+                target = self._split_state(target, state, token_id)
             links[new_state] = target
-        self._count_ends(token_id)
+        self._count_end_positions(token_id)
 
     def extend_match(self, match: Match, token_id: int) -> Match:
         """Return the longest suffix of a match plus one token that occurs in the text, of at most `max_match` tokens."""
@@ -157,7 +157,7 @@ class SuffixAutomaton:
             state = links[state]
         return state, length
 
-    def _split(self, target: int, state: int, token_id: int) -> int:
+    def _split_state(self, target: int, state: int, token_id: int) -> int:
         """Move the shorter substrings of `target`, which now also occur at the end of the text, to a new state; return it."""
         nexts, links, lengths = self._next, self._link, self._length
         new_state = len(lengths)
@@ -172,7 +172,7 @@ class SuffixAutomaton:
             state = links[state]
         return new_state
 
-    def _count_ends(self, token_id: int) -> None:
+    def _count_end_positions(self, token_id: int) -> None:
         """Count one more occurrence of each substring of up to `max_match` + 1 tokens that ends with the new token."""
         links, lengths, counts, ends, size = self._link, self._length, self._count, self._last_end, self.size
         state, length = self._counted, self._counted_length

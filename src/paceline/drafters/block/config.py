@@ -369,7 +369,7 @@ def _gemma4_attention_config(files: HeadFiles, fields: JsonFields) -> AttentionC
     key, norm = (files.tensors.get(f"layers.0.self_attn.{name}.weight") for name in ("k_proj", "q_norm"))
     if key is None or norm is None or len(norm.shape) != 1 or not key.shape or 0 in norm.shape or key.shape[0] < norm.shape[0]:
         raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
-    head_size = norm.shape[0]  # the config field for it has several names
+    head_size = norm.shape[0]  # configs have several names for the head size
     num_heads, num_kv_heads = fields.size("num_attention_heads"), key.shape[0] // head_size
     _check_head_counts(files, fields, num_heads, num_kv_heads, head_size)
     return AttentionConfig(

@@ -109,7 +109,7 @@ class ContextCache:
         mask = np.ones((num_rows, num_rows), np.bool_)
         return RowRange(0, num_rows, last_position, np.array(table, np.int32), mask, first)
 
-    def is_ready(self, request: Request) -> bool:
+    def has_all_hidden_states(self, request: Request) -> bool:
         """Return whether hidden states of all tokens of the request but the last have been received."""
         context = self._contexts.get(request)
         return context is not None and context.num_observed == len(request.token_ids) - 1 and context.sequence is request.sequence

@@ -72,7 +72,7 @@ class BlockDrafter(Drafter):
         self._compute_pending_contexts(with_many_pending)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        ready_requests = [(one, budget) for one, budget in zip(requests, budgets, strict=True) if self.context.is_ready(one)]
+        ready_requests = [(one, budget) for one, budget in zip(requests, budgets, strict=True) if self.context.has_all_hidden_states(one)]
         self._compute_pending_contexts([request for request, _ in ready_requests])
         trees: dict[int, DraftTree | None] = {}
         for part in split_into_passes(ready_requests, lambda pair: self._num_rows(pair[1])):
@@ -289,10 +289,12 @@ def _target_noise_draws_of_blocks(group: Sequence[tuple[DraftBlock, GrowingDraft
     )
 
 
-def _scale_to_confidence(found: DraftTokens, confidence: float) -> DraftTokens:
+def _scale_to_confidence(tokens: DraftTokens, confidence: float) -> DraftTokens:
     """Set the first token's probability to the confidence head's prediction, and scale the others to sum to at most 1 - confidence."""
-    if not found.token_ids or found.draft_probs is not None or not 0.0 <= confidence <= 1.0:  # the confidence is NaN if the file is damaged
-        return found
-    rest = sum(found.probs[1:])
+    if (
+        not tokens.token_ids or tokens.draft_probs is not None or not 0.0 <= confidence <= 1.0
+    ):  # the confidence is NaN if the file is damaged
+        return tokens
+    rest = sum(tokens.probs[1:])
     scale = min(1.0, (1.0 - confidence) / rest) if rest > 0.0 else 0.0
-    return DraftTokens(found.token_ids, (confidence, *[prob * scale for prob in found.probs[1:]]))
+    return DraftTokens(tokens.token_ids, (confidence, *[prob * scale for prob in tokens.probs[1:]]))

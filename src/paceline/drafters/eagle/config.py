@@ -390,7 +390,7 @@ def _read_decoder_config(files: HeadFiles, fields: JsonFields) -> ModelConfig:
 
 
 def _check_family(files: HeadFiles, fields: JsonFields) -> None:
-    """Check that the layers' `model_type` is supported, in the file formats in which it is not the target's `model_type`."""
+    """Check that the head's `model_type` is supported. Only the formats of speculators and vLLM have it; in others it is the target's."""
     if not files.is_speculators and not has_nested_config(files):
         return
     family = fields.values["model_type"]
