@@ -77,7 +77,7 @@ _GATE_TENSOR = "self_attn.attention_gate"
 _EXPERT_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
-def _module_layout(files: HeadFiles, target: ModelConfig) -> _ModuleLayout:
+def _detect_module_layout(files: HeadFiles, target: ModelConfig) -> _ModuleLayout:
     def tensor_names(prefix: str, layout: str) -> dict[str, str]:
         return {f"{internal}.weight": f"{prefix}{stored}.weight" for internal, stored in _TENSOR_NAMES_BY_LAYOUT[layout].items()}
 
@@ -162,7 +162,7 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, 
         openers = open_mtp_module(file, target, layers.layers[0], num_threads=num_threads)
         weights = LazyWeights([*openers, "lm_head.weight"], lambda name: lm_head if name == "lm_head.weight" else openers[name]())
         return build_module(layers, weights, num_mtp_modules(file, target) - 1)
-    layout = _module_layout(files, target)
+    layout = _detect_module_layout(files, target)
     layers = _single_layer_config(_layer_config(files, target), has_norm_offset=layout.has_norm_offset)
     tensors, own, num_later_modules = _read_tensors(files, layout, layers, target)
     all_tensors = Weights({**tensors, "lm_head.weight": lm_head})
@@ -229,12 +229,12 @@ def _split_experts(files: HeadFiles, prefix: str, mlp: ExpertMLP, hidden_size: i
             )
         for expert in range(count):
             for number, part in enumerate(parts):
-                rows_of_part = partial(_expert_rows, tensor, expert, number * rows, rows)
+                rows_of_part = partial(_read_expert_rows, tensor, expert, number * rows, rows)
                 tensors[f"{prefix}{expert}.{part}.weight"] = FileTensor((rows, columns), tensor.dtype, rows_of_part)
     return replace(files, tensors=tensors)
 
 
-def _expert_rows(stack: FileTensor, expert: int, first: int, count: int) -> NDArray[Any]:
+def _read_expert_rows(stack: FileTensor, expert: int, first: int, count: int) -> NDArray[Any]:
     return np.ascontiguousarray(stack.open()[expert, first : first + count])
 
 

@@ -40,7 +40,7 @@ class ByteTokenizer:
         self._encode = tokenizer.encode
         self._speller = Speller(self.pieces)
         self.bos_ids = tuple(takewhile(self.special_token_ids.__contains__, tokenizer.encode("a")))
-        self._adds_space = self._spelled_bytes(tokenizer.encode("a", add_special_tokens=False)) == b" a"
+        self._adds_space = self._join_bytes(tokenizer.encode("a", add_special_tokens=False)) == b" a"
 
     def tokenize(self, text: bytes, *, at_start: bool = False) -> list[tuple[int, int]]:
         """Return the token ids of `text`, each with the number of bytes that it covers.
@@ -85,14 +85,14 @@ class ByteTokenizer:
         elif self._adds_space and at_start:
             expected = b" " + text
         ids = self._encode(string, add_special_tokens=False)
-        if self._spelled_bytes(ids) != expected:
+        if self._join_bytes(ids) != expected:
             return None
         sizes = [len(self.bytes_of[token_id]) for token_id in ids]
         if sizes:
             sizes[0] -= len(expected) - len(text)
         return list(zip(ids, sizes, strict=True))
 
-    def _spelled_bytes(self, ids: Sequence[int]) -> bytes:
+    def _join_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(self.bytes_of[token_id] for token_id in ids if token_id < len(self.bytes_of))
 
 
@@ -123,7 +123,7 @@ class SharedVocabularyMap:
         """Return the request's text as ids of the draft model. Ids returned before never change; later calls only append."""
         ids, num_read = self._contexts.get(request) or (list(self._draft.bos_ids), _num_start_tokens(self._target, request))
         for token_id in request.token_ids[num_read:]:
-            ids.extend(self._spell_in_draft_ids(token_id))
+            ids.extend(self._to_draft_ids(token_id))
         self._contexts[request] = ids, len(request.token_ids)
         return ids
 
@@ -137,7 +137,7 @@ class SharedVocabularyMap:
         """Return the draft model's id of a token that both vocabularies have, given the target's id."""
         return int(self._to_draft[token_id])
 
-    def _spell_in_draft_ids(self, token_id: int) -> tuple[int, ...]:
+    def _to_draft_ids(self, token_id: int) -> tuple[int, ...]:
         mapped = int(self._to_draft[token_id]) if token_id < len(self._to_draft) else -1
         if mapped >= 0:
             return (mapped,)

@@ -75,7 +75,7 @@ def open_gguf_block(path: Path) -> HeadFiles | None:
     stored = {_canonical_name(name): tensor for name, tensor in file.tensors.items() if name not in ROPE_TENSORS}
     if len(stored) < len([name for name in file.tensors if name not in ROPE_TENSORS]):
         raise CheckpointError(f"{path} holds a tensor under two names: the file is damaged, download it again")
-    tensors = {name: _file_tensor(name, tensor) for name, tensor in stored.items()}
+    tensors = {name: _open_tensor(name, tensor) for name, tensor in stored.items()}
     quantised = {
         name: _open_quantised(tensor, tensors[name].shape) for name, tensor in stored.items() if tensor.block_type.name not in ITEM_TYPES
     }
@@ -94,7 +94,7 @@ def _open_quantised(tensor: GgufTensor, shape: tuple[int, ...]) -> TensorSource:
     return source
 
 
-def _file_tensor(name: str, tensor: GgufTensor) -> FileTensor:
+def _open_tensor(name: str, tensor: GgufTensor) -> FileTensor:
     shape = (1, *tensor.shape) if name == _CONFIDENCE_TENSOR and len(tensor.shape) == 1 else tensor.shape
     if tensor.block_type.name not in ITEM_TYPES:
         return FileTensor(shape, tensor.block_type.name, partial(_refuse_quantised, tensor))

@@ -96,22 +96,22 @@ def read_assistant_config(files: HeadFiles, target: ModelConfig) -> AssistantCon
     return AssistantConfig(config, target_hidden_size, _read_clusters(top_fields, vocab_size))
 
 
-def _read_layers(files: HeadFiles, read: LayerBuilder, target: ModelConfig) -> tuple[LayerConfig, ...]:
-    fields = read.fields
+def _read_layers(files: HeadFiles, builder: LayerBuilder, target: ModelConfig) -> tuple[LayerConfig, ...]:
+    fields = builder.fields
     for name, none in (("hidden_size_per_layer_input", 0), ("use_double_wide_mlp", False)):
         if fields.values.get(name) not in (None, none):
             raise CheckpointError(f"{fields.path}: {name} = {shortened(fields.values[name])} is not supported for assistants")
     shared = fields.values.get("num_kv_shared_layers")
-    if shared not in (None, 0, read.num_layers):
-        raise CheckpointError(f"{fields.path}: num_kv_shared_layers = {shortened(shared)}, expected all {read.num_layers} layers")
-    is_sliding, kv_layers = sliding_layers(read), _last_cached_layers(target)
+    if shared not in (None, 0, builder.num_layers):
+        raise CheckpointError(f"{fields.path}: num_kv_shared_layers = {shortened(shared)}, expected all {builder.num_layers} layers")
+    is_sliding, kv_layers = sliding_layers(builder), _last_cached_layers(target)
     for is_local in is_sliding:
         if is_local not in kv_layers:
             raise IncompatibleDrafterError(
                 f"the assistant {files.path} has {_LAYER_TYPES[is_local]} layers, the target has none that keep keys"
             )
-    layers = build_layers(read, is_sliding, [kv_layers[is_local] for is_local in is_sliding])
-    converted = {layer: _with_kv_of_target_layer(files, read, layer, target) for layer in dict.fromkeys(layers)}
+    layers = build_layers(builder, is_sliding, [kv_layers[is_local] for is_local in is_sliding])
+    converted = {layer: _with_kv_of_target_layer(files, builder, layer, target) for layer in dict.fromkeys(layers)}
     return tuple(converted[layer] for layer in layers)
 
 
@@ -121,17 +121,17 @@ def _last_cached_layers(target: ModelConfig) -> dict[bool, int]:
     return {attentions[index] != attentions[-1]: index for index, layer in enumerate(target.layers) if layer.attention.kv_layer is None}
 
 
-def _with_kv_of_target_layer(files: HeadFiles, read: LayerBuilder, layer: LayerConfig, target: ModelConfig) -> LayerConfig:
+def _with_kv_of_target_layer(files: HeadFiles, builder: LayerBuilder, layer: LayerConfig, target: ModelConfig) -> LayerConfig:
     """Return an assistant's layer with the number of key heads and the window of the target layer whose cache it reads.
 
     A draft row has no key of its own. The target's window of w positions includes the row itself, so w - 1 cached positions are left.
     """
     mixer, kv_layer = layer.attention, layer.attention.kv_layer or 0
     shared: AttentionConfig = target.layers[kv_layer].attention
-    if mixer.head_size != shared.head_size or read.num_heads % shared.num_kv_heads:
+    if mixer.head_size != shared.head_size or builder.num_heads % shared.num_kv_heads:
         raise IncompatibleDrafterError(
-            f"the assistant {files.path} has {read.num_heads} query heads of {mixer.head_size} values where the target's layer {kv_layer} "
-            f"has {shared.num_kv_heads} key heads of {shared.head_size}: it was made for another model"
+            f"the assistant {files.path} has {builder.num_heads} query heads of {mixer.head_size} values where the target's layer "
+            f"{kv_layer} has {shared.num_kv_heads} key heads of {shared.head_size}: it was made for another model"
         )
     if mixer.window is not None and shared.window is not None and mixer.window != shared.window:
         raise IncompatibleDrafterError(

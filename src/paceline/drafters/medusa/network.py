@@ -69,7 +69,7 @@ class MedusaNetwork:
         Args:
             draws: [num_heads, B] noise keys and temperatures to draw one token from each row of logits; None = draw none.
         """
-        network, ranking = self._network(num_heads), self._ranking
+        network, ranking = self._get_or_create_network(num_heads), self._ranking
         batch_size, is_ranked, heads = len(hidden_states), ranking is not None, range(num_heads)
         batch, rows = _rows_without_attention(batch_size)
         if self._lm_head is None:
@@ -85,7 +85,7 @@ class MedusaNetwork:
         logits = output.logits.reshape(num_heads, batch_size, -1)
         return MedusaOutputs(logits.__getitem__, ranked)
 
-    def _network(self, num_heads: int) -> Network:
+    def _get_or_create_network(self, num_heads: int) -> Network:
         network = self._networks.get(num_heads)
         if network is None:
             network = self._networks[num_heads] = self._networks[1].network_with_same_weights(partial(self._compose, num_heads=num_heads))

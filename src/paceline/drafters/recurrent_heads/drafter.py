@@ -69,14 +69,14 @@ class EagleStyleDrafter(Drafter):
                 if depth < 1 or needed > SPARE_BLOCKS:
                     continue
                 if num_used + needed > SPARE_BLOCKS:
-                    trees |= self._draft(group)
+                    trees |= self._draft_group(group)
                     group, num_used = [], 0
                 pairs = self.pairs.pending_pairs(request, include_root=True, num_draft_rows=num_slots, num_used_spare_blocks=num_used)
                 if pairs is None or max(pairs.token_ids.tolist()) >= self.head.num_embedded_ids:
                     continue
                 num_used += needed
                 group.append((pairs, GrowingDraft(request, budget, depth, width, pairs.rows.block_table, pairs.rows.first_slot)))
-            trees |= self._draft(group)
+            trees |= self._draft_group(group)
         return [trees.get(id(request)) for request in requests]
 
     def release(self, request: Request) -> None:
@@ -124,7 +124,7 @@ class EagleStyleDrafter(Drafter):
         for part in split_into_passes(group, lambda pairs: len(pairs.token_ids)):
             self._run_target_feature_pairs(part, needs_logits=False)
 
-    def _draft(self, group: Sequence[tuple[RequestFeaturePairs, GrowingDraft]]) -> dict[int, DraftTree | None]:
+    def _draft_group(self, group: Sequence[tuple[RequestFeaturePairs, GrowingDraft]]) -> dict[int, DraftTree | None]:
         if not group:
             return {}
         drafts = [draft for _, draft in group]
@@ -186,7 +186,7 @@ class ParallelDrafter(EagleStyleDrafter):
     def _num_draft_slots(self, depth: int, width: int) -> int:
         return depth - 1
 
-    def _draft(self, group: Sequence[tuple[RequestFeaturePairs, GrowingDraft]]) -> dict[int, DraftTree | None]:
+    def _draft_group(self, group: Sequence[tuple[RequestFeaturePairs, GrowingDraft]]) -> dict[int, DraftTree | None]:
         if not group:
             return {}
         drafts = [draft for _, draft in group]

@@ -183,7 +183,7 @@ class RecurrentHead:
         token_ids = _concatenate([one.token_ids for one in pairs])
         inputs = self._feature_inputs(_concatenate([one.features for one in pairs]))
         inputs[EMBEDDING] = self._embed(token_ids)
-        batch = ForwardBatch(positions, _with_start_rows([one.rows for one in pairs], starts))
+        batch = ForwardBatch(positions, _set_range_starts([one.rows for one in pairs], starts))
         output = self.runtime.forward(inputs, batch, LogitsRows(logit_rows, self._ranking, draws))
         return FeaturePairOutputs(output, output.results[FEATURE])
 
@@ -196,7 +196,7 @@ class RecurrentHead:
             token_ids, positions = np.array(one.token_ids, np.int32), np.array(one.positions, np.int32)
         else:
             starts = [0, *accumulate([len(one.token_ids) for one in drafts])]
-            ranges = _with_start_rows([one.rows for one in drafts], starts)
+            ranges = _set_range_starts([one.rows for one in drafts], starts)
             rows = [start + row for one, start in zip(drafts, starts, strict=False) for row in one.logit_rows]
             token_ids = np.array([token for one in drafts for token in one.token_ids], np.int32)
             positions = np.array([position for one in drafts for position in one.positions], np.int32)
@@ -221,8 +221,8 @@ class RecurrentHead:
         return embedding_rows(self._embedding, token_ids, self.config.layers, WeightType.F32)
 
 
-def _with_start_rows(rows: Sequence[RowRange], starts: Sequence[int]) -> tuple[RowRange, ...]:
-    return tuple([one._replace(start=start) if start else one for one, start in zip(rows, starts, strict=False)])
+def _set_range_starts(ranges: Sequence[RowRange], starts: Sequence[int]) -> tuple[RowRange, ...]:
+    return tuple([one._replace(start=start) if start else one for one, start in zip(ranges, starts, strict=False)])
 
 
 def _concatenate(arrays: Sequence[NDArray[Scalar]]) -> NDArray[Scalar]:
