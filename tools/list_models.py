@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from textwrap import fill
 
-from paceline.drafters import HEADS
+from paceline.drafters import HEAD_OPENERS
 from paceline.drafters.head_kinds import HeadKind
 from paceline.models.containers.table import METHODS
 from paceline.models.families.table import FAMILIES
@@ -50,7 +50,7 @@ def forms() -> str:
 
 def refused() -> str:
     """What is known by name and refused: heads of methods without a drafter, and block types."""
-    heads = [kind.value for kind in HeadKind if kind not in HEADS and kind is not HeadKind.LANGUAGE_MODEL]
+    heads = [kind.value for kind in HeadKind if kind not in HEAD_OPENERS and kind is not HeadKind.LANGUAGE_MODEL]
     blocks = [kind.name for kind in BLOCK_TYPES.values() if kind.name not in (*_PLAIN, *_NUMBERS, *GROUPED_TYPES)]
     return f"* Heads of the methods {_named(heads)}.\n* GGUF block types {', '.join(blocks)}."
 
@@ -67,7 +67,7 @@ BLOCKS = {"families": families, "wrappers": wrappers, "forms": forms, "refused":
 
 def _usable(drafters: Iterable[str]) -> str:
     """Those that can be used."""
-    known = {kind.value for kind in HEADS}
+    known = {kind.value for kind in HEAD_OPENERS}
     return _named(name for name in drafters if name in known) or NONE
 
 

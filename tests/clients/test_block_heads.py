@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
-from paceline.drafters.block.checkpoint import open_block
+from paceline.drafters.block.checkpoint import open_block_checkpoint
 from paceline.drafters.block.config import read_block_config
-from paceline.drafters.block.network import SELECTED, BlockHead, DraftBlock, PendingContext
+from paceline.drafters.block.network import SELECTOR_VECTORS, BlockHead, DraftBlock, PendingContext
 from paceline.drafters.head_files import HeadFiles
 from paceline.runtimes import load as load_module
 from paceline.runtimes.base import RowRange
@@ -131,10 +131,10 @@ def test_block_drafts_equal_those_of_the_publishers_classes(
         monkeypatch.setattr(load_module, "kernels_path", lambda: None)
     given, case = np.load(drafters / f"{name}.npz"), CASES[name]
     head = open_head(drafters / name, given)
-    assert head.config.drafts_at_anchor is case.config.get("sample_from_anchor", case.kind == "dspark")
+    assert head.config.sample_from_anchor is case.config.get("sample_from_anchor", case.kind == "dspark")
     assert (None if head.target_ids is None else head.target_ids.tolist()) == case.draft_ids
     own = (2, 5, 7) if "default" in name else (2, 4, 6)
-    assert head.config.boundaries == (own if case.library == "dflash" else (0, 4, 6))
+    assert head.config.layer_boundaries == (own if case.library == "dflash" else (0, 4, 6))
     num_known, size = 0, head.config.block_size
     for number, count in enumerate(COUNTS):
         features = given["features"][num_known : num_known + count]
@@ -142,11 +142,11 @@ def test_block_drafts_equal_those_of_the_publishers_classes(
         num_known += count
         anchor, mask = int(given["anchors"][number]), np.ones((size, size), np.bool_)
         output = head.run_block([DraftBlock(anchor, RowRange(0, size, num_known, TABLE, mask), range(size))])
-        shift = 0 if head.config.drafts_at_anchor else 1
+        shift = 0 if head.config.sample_from_anchor else 1
         logits, hidden = np.array(output.logits), np.array(output.hidden_states)
         np.testing.assert_allclose(logits[shift:], given[f"{number}.logits"], atol=TOLERANCE)
         if head.config.num_candidates:
-            selected = np.array(output.results[SELECTED])[shift:]
+            selected = np.array(output.results[SELECTOR_VECTORS])[shift:]
             assert select(head, logits[shift:], selected, anchor) == given[f"{number}.tokens"].tolist()
         elif f"{number}.tokens" in given:
             compare_biased(head, anchor, logits, hidden, {key: given.get(f"{number}.{key}") for key in ("tokens", "rows", "confidences")})
@@ -166,8 +166,8 @@ def compare_biased(
     head: BlockHead, anchor: int, logits: NDArray[np.float32], hidden: NDArray[np.float32], given: Mapping[str, Any]
 ) -> None:
     """The rows with the bias of the tokens before, the greedy tokens and their confidences."""
-    shift = 0 if head.config.drafts_at_anchor else 1
-    previous, state = anchor, head.first_markov_state(anchor, hidden[0], drafts_at_anchor=bool(head.config.drafts_at_anchor))
+    shift = 0 if head.config.sample_from_anchor else 1
+    previous, state = anchor, head.first_markov_state(anchor, hidden[0], sample_from_anchor=bool(head.config.sample_from_anchor))
     for slot, (base, h) in enumerate(zip(logits[shift:], hidden[shift:], strict=True)):
         e = head.markov_embedding(previous)
         latent, state = head.markov_latent(e, h, state)
@@ -183,7 +183,7 @@ def compare_biased(
 def open_head(folder: Path, given: Mapping[str, NDArray[Any]]) -> BlockHead:
     files = HeadFiles.open(folder)
     target = make_config(hidden_size=32, vocab_size=VOCAB_SIZE, num_layers=9)
-    block = open_block(files, read_block_config(files, target), target)
+    block = open_block_checkpoint(files, read_block_config(files, target), target)
     parts = dict(block.weights)
     parts.setdefault("lm_head.weight", plain_tensor(given["lm_head"]))
     embedding = parts.pop("embedding.weight", plain_tensor(given["embedding"]))

@@ -15,13 +15,13 @@ from safetensors.numpy import load_file, save_file
 
 from harness.model_configs import make_config, map_attention
 from harness.native_network import plain_tensor
-from paceline.drafters.eagle.checkpoint import open_eagle
+from paceline.drafters.eagle.checkpoint import open_eagle_checkpoint
 from paceline.drafters.eagle.config import EagleConfig, read_eagle_config
 from paceline.drafters.eagle.network import open_eagle_head
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.mtp import load_mtp, open_mtp_head
-from paceline.drafters.recurrent_heads.cache import TruePairs
-from paceline.drafters.recurrent_heads.head import DraftPairs, RecurrentHead
+from paceline.drafters.recurrent_heads.cache import TargetFeaturePairs
+from paceline.drafters.recurrent_heads.head import DraftFeaturePairs, RecurrentHead
 from paceline.models.config import WeightType
 from paceline.models.layers import QKNorm
 from paceline.models.rope_config import RopeConfig
@@ -196,7 +196,7 @@ def outputs(case: Case, folder: Path, given: Mapping[str, NDArray[Any]], ignore:
     if case.kind == "mtp":
         return _of_mtp(files, token_ids, features, given)
     config = read_eagle_config(files, TARGET)
-    checkpoint = open_eagle(files, config, TARGET)
+    checkpoint = open_eagle_checkpoint(files, config, TARGET)
     checkpoint = checkpoint if ignore is None else replace(checkpoint, config=ignore(config))
     head = open_eagle_head(checkpoint, TARGET, Weights({}), num_threads=2, max_model_len=MAX_POSITIONS)
     if case.draft_ids is None:
@@ -211,7 +211,7 @@ def outputs(case: Case, folder: Path, given: Mapping[str, NDArray[Any]], ignore:
 def _of_eagle3(head: RecurrentHead, token_ids: NDArray[np.int32], features: Floats, steps: int) -> Floats:
     """All true pairs in one pass, and then behind each of them, the last one first, a chain of those that follow in the text."""
     count = len(token_ids)
-    true = head.run_true_pairs([_pairs(token_ids, features)], needs_logits=True, needs_all_logits=True)
+    true = head.run_target_feature_pairs([_pairs(token_ids, features)], needs_logits=True, needs_all_logits=True)
     logits = np.full((steps, *true.logits.shape), np.nan, np.float32)
     logits[0], first = true.logits, true.features.copy()
     for pair in reversed(range(count)):
@@ -219,7 +219,7 @@ def _of_eagle3(head: RecurrentHead, token_ids: NDArray[np.int32], features: Floa
         for step in range(1, min(steps, count - pair)):
             place = pair + step
             rows = RowRange(0, 1, place + 1, TABLE, None, 1)
-            result = head.run_draft_pairs([DraftPairs([int(token_ids[place])], feature[None], [place], rows, [0])])
+            result = head.run_draft_feature_pairs([DraftFeaturePairs([int(token_ids[place])], feature[None], [place], rows, [0])])
             logits[step, pair], feature = result.logits[0], result.features[0].copy()
     return logits
 
@@ -230,7 +230,7 @@ def _of_peagle(head: RecurrentHead, token_ids: NDArray[np.int32], features: Floa
     logits = np.full((3, count, head.config.layers.vocab_size), np.nan, np.float32)
     for end in range(1, count + 1):
         num_masked = 2 if end <= count - 3 else 0
-        logits[: num_masked + 1, end - 1] = head.run_true_pairs(
+        logits[: num_masked + 1, end - 1] = head.run_target_feature_pairs(
             [_pairs(token_ids[:end], features[:end])], needs_logits=True, num_masked=[num_masked]
         ).logits
     return logits
@@ -244,15 +244,17 @@ def _of_mtp(files: HeadFiles, token_ids: NDArray[np.int32], features: Floats, gi
     steps, count = given["logits"].shape[:2]
     logits = []
     for step in range(steps):
-        result = head.run_true_pairs([_pairs(token_ids[step + 1 :][:count], features[:count])], needs_logits=True, needs_all_logits=True)
+        result = head.run_target_feature_pairs(
+            [_pairs(token_ids[step + 1 :][:count], features[:count])], needs_logits=True, needs_all_logits=True
+        )
         logits.append(result.logits.copy())
         features = result.features.copy()
     return np.stack(logits)
 
 
-def _pairs(token_ids: NDArray[np.int32], features: Floats) -> TruePairs:
+def _pairs(token_ids: NDArray[np.int32], features: Floats) -> TargetFeaturePairs:
     """All pairs of a text; slot 0 is never seen."""
-    return TruePairs(token_ids, features, RowRange(0, len(token_ids), 1, TABLE, None, 1))
+    return TargetFeaturePairs(token_ids, features, RowRange(0, len(token_ids), 1, TABLE, None, 1))
 
 
 def _without(case: Case, folder: Path, place: Path) -> Path:

@@ -58,7 +58,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setitem(drafters.DRAFTERS, "echo", module.EchoDrafter)
+    monkeypatch.setitem(drafters.MODEL_FREE_DRAFTERS, "echo", module.EchoDrafter)
     return module
 
 

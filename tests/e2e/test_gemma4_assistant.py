@@ -15,7 +15,7 @@ from harness.gemma4_checkpoints import EXPERTS, FULL, SLIDING
 from paceline import LLM, SamplingParams
 from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.gemma4_assistant.drafter import AssistantDrafter
-from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, NodeRows
+from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, TreeLevelInput
 from paceline.drafters.head_files import HeadFiles
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.proof.doctor import DoctorOptions, diagnose
@@ -102,7 +102,7 @@ def test_gemma4_assistant_drafts_do_not_depend_on_earlier_steps(pair: tuple[Path
         cache.keep_path(sequence, behind - 1)
         token, feature, expected = token_ids[-1], output.hidden_states[-1:].copy(), list[int]()
         for _ in guessed:
-            output = network.forward([NodeRows((token,), feature, sequence)], None, None)
+            output = network.forward([TreeLevelInput((token,), feature, sequence)], None, None)
             ids, scores = network.cluster_candidates(output, 0, VOCAB_SIZE)
             token, feature = int(ids[scores.argmax()]), output.results[FEATURE].copy()
             expected.append(token)

@@ -20,7 +20,7 @@ from harness.gemma4_assistants import (
 )
 from harness.gguf_checkpoints import write_gguf
 from paceline import LLM, SamplingParams
-from paceline.drafters import find_head
+from paceline.drafters import open_head_files
 from paceline.drafters.gemma4_assistant.checkpoint import Assistant, load_assistant
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import read_model_config
@@ -74,7 +74,7 @@ def write_gguf_target(directory: Path, path: Path, types: str = "F32") -> Path:
 
 
 def loaded(path: Path, target: Path) -> Assistant:
-    files = find_head(path)
+    files = open_head_files(path)
     assert files is not None
     return load_assistant(files, read_model_config(target))
 

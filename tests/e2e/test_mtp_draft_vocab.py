@@ -16,10 +16,10 @@ from paceline import LLM, ConfigError, SamplingParams
 from paceline.config import QuantOptions, quant_options
 from paceline.drafters.draft_sampler import DraftSampler
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module, open_mtp_head, restrict_vocab
-from paceline.drafters.recurrent_heads.cache import TruePairs
+from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module, open_mtp_head, restrict_draft_vocab
+from paceline.drafters.recurrent_heads.cache import TargetFeaturePairs
 from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
-from paceline.drafters.recurrent_heads.head import PairOutputs, RecurrentHead
+from paceline.drafters.recurrent_heads.head import FeaturePairOutputs, RecurrentHead
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import WeightType
 from paceline.models.storage.quantized_cache import quantized_weights
@@ -76,18 +76,18 @@ def load(path: Path, stored: str) -> MtpModule:
     return replace(module, weights=quantized_weights(module.weights, options, None))
 
 
-def run(head: RecurrentHead, *, ranks: bool) -> PairOutputs:
+def run(head: RecurrentHead, *, ranks: bool) -> FeaturePairOutputs:
     """A pass over 20 true pairs, with logits of each."""
     random = np.random.default_rng(4)
     head.runtime.allocate_kv(4)
     rows = RowRange(0, 20, 1, np.arange(3, dtype=np.int32), None, 1)
-    pairs = TruePairs(random.integers(1, VOCABULARY, 20).astype(np.int32), random.normal(0, 1, (20, 64)).astype(np.float32), rows)
+    pairs = TargetFeaturePairs(random.integers(1, VOCABULARY, 20).astype(np.int32), random.normal(0, 1, (20, 64)).astype(np.float32), rows)
     draws = None
     if ranks:
         head.set_ranking(DraftSampler(None, VOCABULARY).ranking(3))
         draws = np.zeros(20, DRAW)
         draws["key"], draws["temperature"] = np.arange(20), 0.7
-    return head.run_true_pairs([pairs], needs_logits=True, needs_all_logits=True, draws=draws)
+    return head.run_target_feature_pairs([pairs], needs_logits=True, needs_all_logits=True, draws=draws)
 
 
 def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
@@ -103,7 +103,7 @@ def test_draft_vocab_size_limits_mtp_logits_to_the_first_ids(tmp_path: Path, sto
     """Their logits are those of all ids, cut off; drawn tokens and the sum of probabilities are over these alone."""
     module = load(write_stored(tmp_path, stored, tied=tied), stored)
     whole = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
-    part = open_mtp_head(restrict_vocab(module, range(FIRST)), num_threads=2, max_model_len=128, backend=backend)
+    part = open_mtp_head(restrict_draft_vocab(module, range(FIRST)), num_threads=2, max_model_len=128, backend=backend)
     logits: NDArray[np.float32] = run(whole, ranks=False).logits.copy()
     assert logits.shape == (20, VOCABULARY)
     assert (logits.argmax(axis=1) >= FIRST).any(), "some guesses are others"
@@ -112,7 +112,7 @@ def test_draft_vocab_size_limits_mtp_logits_to_the_first_ids(tmp_path: Path, sto
     if backend == "native":
         assert np.array_equal(found, logits[:, :FIRST])
     assert np.allclose(found, logits[:, :FIRST], rtol=1e-4, atol=1e-4)
-    ranked = run(part, ranks=True).ranked()
+    ranked = run(part, ranks=True).top_tokens()
     scaled = logits[:, :FIRST].astype(np.float64) / 0.7
     for row, own in zip(ranked, scaled, strict=True):
         assert list(row.token_ids) == list(np.argsort(-own, kind="stable")[:4])
@@ -125,7 +125,7 @@ def test_draft_vocab_size_limits_mtp_logits_to_the_first_ids(tmp_path: Path, sto
 def test_draft_vocab_corpus_limits_mtp_logits_to_its_ids(tmp_path: Path, stored: str, backend: str) -> None:
     module, ids = load(write_stored(tmp_path, stored, tied=False), stored), np.arange(5, VOCABULARY, 5)
     whole = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
-    part = open_mtp_head(restrict_vocab(module, ids), num_threads=2, max_model_len=128, backend=backend)
+    part = open_mtp_head(restrict_draft_vocab(module, ids), num_threads=2, max_model_len=128, backend=backend)
     logits: NDArray[np.float32] = run(whole, ranks=False).logits[:, ids].copy()
     found = run(part, ranks=False).logits.copy()
     assert found.shape == (20, len(ids))
@@ -139,7 +139,7 @@ def test_draft_vocab_corpus_limits_mtp_logits_to_its_ids(tmp_path: Path, stored:
 @pytest.mark.parametrize("stored", ["bfloat16", "int8", "Q8_0"])
 def test_draft_vocab_rows_are_a_view_of_the_whole_matrix(tmp_path: Path, stored: str) -> None:
     module = load(write_stored(tmp_path, stored, tied=False), stored)
-    whole, part = module.weights["lm_head.weight"], restrict_vocab(module, range(FIRST)).weights["lm_head.weight"]
+    whole, part = module.weights["lm_head.weight"], restrict_draft_vocab(module, range(FIRST)).weights["lm_head.weight"]
     assert part.shape == (FIRST, 64)
     if isinstance(whole, Tensor) and isinstance(part, Tensor):
         assert np.shares_memory(whole.array, part.array)
@@ -153,13 +153,13 @@ def test_draft_vocab_rows_are_a_view_of_the_whole_matrix(tmp_path: Path, stored:
 @pytest.mark.parametrize(("stored", "bits"), [("float32", 8), ("bfloat16", 8), ("bfloat16", 4), ("Q8_0", 4), ("int8", 4)])
 def test_draft_vocab_with_fewer_bits_than_stored_is_a_quantised_copy(tmp_path: Path, stored: str, bits: int) -> None:
     module, quantization = load(write_stored(tmp_path, stored, tied=False), stored), QuantOptions(bits=bits)
-    copy = restrict_vocab(module, range(FIRST), quantization, num_threads=2)
+    copy = restrict_draft_vocab(module, range(FIRST), quantization, num_threads=2)
     facts = copy.weights.info("lm_head.weight")
     assert (copy.has_lm_head_copy, facts.bits, facts.shape) == (True, bits, (FIRST, 64))
     assert list(copy.weights) == list(module.weights)
     for name in module.weights:
         assert name == "lm_head.weight" or copy.weights[name] is module.weights[name]
-    exact = run(open_mtp_head(restrict_vocab(module, range(FIRST)), num_threads=2, max_model_len=128), ranks=False).logits.copy()
+    exact = run(open_mtp_head(restrict_draft_vocab(module, range(FIRST)), num_threads=2, max_model_len=128), ranks=False).logits.copy()
     head = open_mtp_head(copy, num_threads=2, max_model_len=128)
     assert isinstance(head.runtime, NativeNetwork)
     assert isinstance(head.runtime._shared.weights.table("lm_head"), PackedWeights), "rows are rounded to bytes"
@@ -170,7 +170,7 @@ def test_draft_vocab_with_fewer_bits_than_stored_is_a_quantised_copy(tmp_path: P
 @pytest.mark.parametrize(("stored", "bits"), [("Q8_0", 8), ("int8", 8), ("Q4_0", 4), ("Q4_0", 8)])
 def test_draft_vocab_stored_with_no_more_bits_is_not_copied(tmp_path: Path, stored: str, bits: int) -> None:
     module = load(write_stored(tmp_path, stored, tied=False), stored)
-    found, view = restrict_vocab(module, range(FIRST), QuantOptions(bits=bits)), restrict_vocab(module, range(FIRST))
+    found, view = restrict_draft_vocab(module, range(FIRST), QuantOptions(bits=bits)), restrict_draft_vocab(module, range(FIRST))
     assert not found.has_lm_head_copy
     for ours, theirs in zip(*(one.weights["lm_head.weight"].matrix.arrays for one in (found, view)), strict=True):
         assert np.shares_memory(ours, theirs)
@@ -207,7 +207,7 @@ def test_draft_vocab_reads_a_quantised_matrix_in_place(tmp_path: Path, stored: s
     path = write_stored(tmp_path, stored, tied=tied)
     module, target = load(path, stored), load_runtime(path, RuntimeOptions(num_threads=2, max_model_len=128)).runtime
     assert isinstance(target, NativeNetwork)
-    first = restrict_vocab(module, range(FIRST))
+    first = restrict_draft_vocab(module, range(FIRST))
     apart = run(open_mtp_head(first, num_threads=2, max_model_len=128), ranks=False).logits.copy()
     head = open_mtp_head(first, num_threads=2, max_model_len=128, lm_head_of=target)
     assert isinstance(head.runtime, NativeNetwork)

@@ -164,9 +164,9 @@ def test_equal_prompts_in_one_batch_share_cached_blocks(
 def drafter_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every pass of a drafter that catches up with a text; `watch` also counts those of a draft model."""
     rows: list[int] = []
-    real_true, real_medusa = RecurrentHead.run_true_pairs, MedusaNetwork.forward
+    real_true, real_medusa = RecurrentHead.run_target_feature_pairs, MedusaNetwork.forward
 
-    def run_true_pairs(self: RecurrentHead, pairs: Sequence[Any], **options: Any) -> Any:
+    def run_target_feature_pairs(self: RecurrentHead, pairs: Sequence[Any], **options: Any) -> Any:
         rows.append(sum(len(one.token_ids) for one in pairs))
         return real_true(self, pairs, **options)
 
@@ -174,7 +174,7 @@ def drafter_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(len(features))
         return real_medusa(self, features, *args)
 
-    monkeypatch.setattr(RecurrentHead, "run_true_pairs", run_true_pairs)
+    monkeypatch.setattr(RecurrentHead, "run_target_feature_pairs", run_target_feature_pairs)
     monkeypatch.setattr(MedusaNetwork, "forward", forward)
     return rows
 

@@ -63,10 +63,10 @@ class AssistantKind(Kind):
     def prepare_file(self) -> None: ...
 
     def use(self, index: int) -> None:
-        from paceline.drafters import find_head
+        from paceline.drafters import open_head_files
         from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 
-        files = find_head(self.path if self.path.suffix == ".gguf" else self.directory)
+        files = open_head_files(self.path if self.path.suffix == ".gguf" else self.directory)
         if files is None or "gemma4" not in files.kind.value:  # other metadata makes it another thing
             return
         assistant = load_assistant(files, self.target)
@@ -79,7 +79,7 @@ class AssistantKind(Kind):
 
     def run(self, assistant: Any) -> None:
         """It guesses behind a text, whatever that is worth."""
-        from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, NodeRows
+        from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, TreeLevelInput
         from paceline.runtimes.base import Numerics, assemble
         from paceline.runtimes.load import RuntimeOptions, load_runtime
 
@@ -88,7 +88,7 @@ class AssistantKind(Kind):
         sequence = cache.new_sequence()
         output = runtime.forward(*assemble([cache.reserve(sequence, range(-1, 4))], [token_ids], [[4]]))
         cache.keep_path(sequence, 4)
-        nodes = [NodeRows((10,), output.hidden_states[-1:].copy(), sequence)]
+        nodes = [TreeLevelInput((10,), output.hidden_states[-1:].copy(), sequence)]
         found = AssistantNetwork(assistant, runtime, max_model_len=64).forward(nodes, None, None)
         assert found.results[FEATURE].shape == (1, 2 * HIDDEN)
 

@@ -18,7 +18,7 @@ from harness.gguf_checkpoints import write_gguf
 class HeadKind(Kind):
     """A drafting head beside a target whose facts are known."""
 
-    def prepare(self) -> None:
+    def prepare_drafters(self) -> None:
         target = self.folder / "target"
         target.mkdir(exist_ok=True)
         write_model(target)
@@ -36,12 +36,14 @@ class HeadKind(Kind):
 
     def use(self, index: int) -> None:
         from paceline.config import EngineConfig, SpeculationConfig
-        from paceline.drafters import HeadOptions, prepare
+        from paceline.drafters import HeadOptions, prepare_drafters
         from paceline.proof.checkpoint_facts import read_checkpoint_facts
         from paceline.proof.pairing import check_head
 
         self.facts = self.facts or read_checkpoint_facts(self.folder / "target")
-        (drafter,) = prepare(self.folder / "target", EngineConfig(offline=True), SpeculationConfig(drafter=str(self.head))).drafters
+        (drafter,) = prepare_drafters(
+            self.folder / "target", EngineConfig(offline=True), SpeculationConfig(drafter=str(self.head))
+        ).drafters
         if drafter.head is not None:
             head, _ = check_head(drafter.head, self.facts, HeadOptions())
             assert head.memory(None).weights_bytes >= 0
@@ -186,23 +188,23 @@ class BlockGgufFile(HeadKind):
 
     def run(self) -> None:
         """It drafts, whatever that is worth."""
-        from paceline.drafters import find_head
-        from paceline.drafters.block.checkpoint import open_block
+        from paceline.drafters import open_head_files
+        from paceline.drafters.block.checkpoint import open_block_checkpoint
         from paceline.drafters.block.config import read_block_config
         from paceline.drafters.block.network import BlockHead, DraftBlock, PendingContext
         from paceline.models.config import WeightType
         from paceline.models.weights import Tensor
         from paceline.runtimes.base import RowRange
 
-        files = find_head(self.path)
+        files = open_head_files(self.path)
         if files is None:
             return
         config = read_block_config(files, self.facts.config)
-        block, table = open_block(files, config, self.facts.config), np.ones((VOCAB, HIDDEN), np.float32)
+        block, table = open_block_checkpoint(files, config, self.facts.config), np.ones((VOCAB, HIDDEN), np.float32)
         matrix = Tensor(table, WeightType.F32, table.shape)
         head = BlockHead(block, {"lm_head.weight": matrix, **block.weights}, matrix, num_threads=1, max_model_len=64)
         head.runtime.allocate_kv(4)
-        blocks, features = np.arange(4, dtype=np.int32), np.ones((3, HIDDEN * len(config.boundaries)), np.float32)
+        blocks, features = np.arange(4, dtype=np.int32), np.ones((3, HIDDEN * len(config.layer_boundaries)), np.float32)
         head.run_context([PendingContext(features, RowRange(0, 3, 0, blocks))])
         rows = DraftBlock(5, RowRange(0, 2, 3, blocks, np.ones((2, 2), np.bool_)), range(2))
         assert head.run_block([rows]).logits.shape[0] == 2
@@ -257,7 +259,7 @@ class GgufModuleFile(Kind):
 
     name, share = "module.gguf", 60
 
-    def prepare(self) -> None:
+    def prepare_drafters(self) -> None:
         import gguf
         from safetensors.numpy import save_file
 
@@ -286,10 +288,10 @@ class GgufModuleFile(Kind):
         return damaged_gguf(self.valid, self.tensors, self.keys, rng)
 
     def use(self, index: int) -> None:
-        from paceline.drafters import find_head
+        from paceline.drafters import open_head_files
         from paceline.drafters.mtp import load_mtp, open_mtp_head
 
-        files = find_head(self.path, inside_target=True)
+        files = open_head_files(self.path, inside_target=True)
         if files is not None:
             module = load_mtp(files, self.config, self.weights)
             assert len(list(module.weights.values())) == len(module.weights)

@@ -23,10 +23,10 @@ from harness.eagle_checkpoints import (
     write_head,
 )
 from harness.model_configs import make_config
-from paceline.drafters import find_head
-from paceline.drafters.eagle.checkpoint import open_eagle
+from paceline.drafters import open_head_files
+from paceline.drafters.eagle.checkpoint import open_eagle_checkpoint
 from paceline.drafters.eagle.config import ambiguous_options, read_eagle_config
-from paceline.drafters.head_files import plain_name
+from paceline.drafters.head_files import strip_prefixes
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.mtp import load_mtp
@@ -45,7 +45,7 @@ MOST_BYTES, MOST_SECONDS = 50_000_000, 5.0
 
 def load(path: Path) -> None:
     """All that is done with a head before its weights are read."""
-    files = find_head(path, HeadKind.MTP if "mtp" in path.name else None)
+    files = open_head_files(path, HeadKind.MTP if "mtp" in path.name else None)
     if files is None:
         raise CheckpointError("no head at all")
     if files.kind is HeadKind.MEDUSA:
@@ -54,7 +54,7 @@ def load(path: Path) -> None:
         load_mtp(files, TARGET, Weights({"embedding.weight": LM_HEAD, "lm_head.weight": LM_HEAD}))
     else:
         config = read_eagle_config(files, TARGET)
-        open_eagle(files, config, TARGET)
+        open_eagle_checkpoint(files, config, TARGET)
         ambiguous_options(files, config, TARGET)
 
 
@@ -100,7 +100,7 @@ def test_huge_layer_numbers_in_tensor_names_are_refused_fast(name: str, number: 
 
 def test_repeated_tensor_name_prefixes_are_stripped_in_linear_time() -> None:
     began = time.perf_counter()
-    assert plain_name("model." * 1_000_000 + "norm.weight") == "norm.weight"
+    assert strip_prefixes("model." * 1_000_000 + "norm.weight") == "norm.weight"
     assert time.perf_counter() - began < MOST_SECONDS
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters import LoadedTarget, prepare
+from paceline.drafters import LoadedTarget, prepare_drafters
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.speculation.drafter import Drafter
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -37,5 +37,5 @@ def make_drafters(wanted: str | Sequence[str], directory: Path, **options: objec
     """The drafters that a target in `directory` gets for these settings."""
     names = wanted if isinstance(wanted, str) else tuple(wanted)
     speculation = SpeculationConfig(drafter=names, **options)  # type: ignore[arg-type]
-    prepared = prepare(directory, EngineConfig(offline=True), speculation)
-    return prepared.open(load_target(directory, speculation, layers=prepared.layers))
+    prepared = prepare_drafters(directory, EngineConfig(offline=True), speculation)
+    return prepared.open(load_target(directory, speculation, layers=prepared.layer_boundaries))

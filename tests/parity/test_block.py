@@ -15,10 +15,10 @@ from harness.block_gguf import write_gguf_block
 from harness.eagle_checkpoints import Tensors, write_head
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
-from paceline.drafters import find_head
-from paceline.drafters.block.checkpoint import open_block
+from paceline.drafters import open_head_files
+from paceline.drafters.block.checkpoint import open_block_checkpoint
 from paceline.drafters.block.config import read_block_config
-from paceline.drafters.block.network import SELECTED, BlockHead, DraftBlock, PendingContext
+from paceline.drafters.block.network import SELECTOR_VECTORS, BlockHead, DraftBlock, PendingContext
 from paceline.drafters.head_files import HeadFiles
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.native.library import kernels_path
@@ -90,7 +90,7 @@ def open_head(tmp_path: Path, config: Mapping[str, Any], tensors: Tensors, embed
 
 def open_files(files: HeadFiles, embedding: Any, lm_head: Any, backend: str = "auto") -> BlockHead:
     target = make_config(hidden_size=files.tensors["fc.weight"].shape[1] // 3, vocab_size=VOCAB_SIZE, num_layers=9)
-    block = open_block(files, read_block_config(files, target), target)
+    block = open_block_checkpoint(files, read_block_config(files, target), target)
     parts = {"lm_head.weight": plain_tensor(lm_head.astype(np.float32)), **dict(block.weights)}
     head = BlockHead(block, parts, plain_tensor(embedding.astype(np.float32)), num_threads=2, max_model_len=128, backend=backend)
     head.runtime.allocate_kv(8)
@@ -105,10 +105,10 @@ def draft(head: BlockHead, num_known: int, anchor: int, size: int, *, at_anchor:
     logits, states = np.array(output.logits)[shift:], np.array(output.hidden_states)
     hidden = states[shift:]
     if head.config.num_candidates:
-        return select(head, logits, np.array(output.results[SELECTED])[shift:], anchor), [], logits
+        return select(head, logits, np.array(output.results[SELECTOR_VECTORS])[shift:], anchor), [], logits
     if not head.markov_rank:
         return logits.argmax(-1).tolist(), [], logits
-    state = head.first_markov_state(anchor, states[0], drafts_at_anchor=at_anchor)
+    state = head.first_markov_state(anchor, states[0], sample_from_anchor=at_anchor)
     tokens, confidences, rows, previous = [], [], [], anchor
     for base, h in zip(logits, hidden, strict=True):
         e = head.markov_embedding(previous)
@@ -143,7 +143,7 @@ def test_block_drafts_and_confidences_equal_the_definition(name: str, backend: s
     nested = variant.config.get("dflash_config", {})
     plain = PlainBlock({**variant.config, **nested, **variant.plain}, tensors, embedding, lm_head, variant.layers)
     size, num_known = variant.config["block_size"], 0
-    at_anchor = bool(head.config.drafts_at_anchor)
+    at_anchor = bool(head.config.sample_from_anchor)
     for count, rows in [(9, size), (1, size), (5, size), (8, 4), (20, size)]:
         features, anchor = random.normal(size=(count, 3 * TARGET_HIDDEN)).astype(np.float32), int(random.integers(0, MASK))
         plain.commit(features.astype(np.float64))
@@ -171,7 +171,7 @@ def test_dflash2_drafts_equal_the_shared_reference_code(name: str, tmp_path: Pat
         wanted.commit(features.astype(np.float64))
         head.run_context([PendingContext(features, RowRange(0, count, num_known, BLOCKS))])
         num_known += count
-        tokens, _, _ = draft(head, num_known, anchor, rows, at_anchor=bool(head.config.drafts_at_anchor))
+        tokens, _, _ = draft(head, num_known, anchor, rows, at_anchor=bool(head.config.sample_from_anchor))
         assert tokens == wanted.guesses(anchor, rows)[0]
 
 
@@ -229,7 +229,7 @@ def test_gguf_block_layers_without_v_proj_use_keys_as_values(tmp_path: Path) -> 
     embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
     tensors = {name: values for name, values in block_tensors().items() if ".v_proj." not in name}
     write_gguf_block(tmp_path / "drafter.gguf", dflash(), tensors)
-    files = find_head(tmp_path / "drafter.gguf")
+    files = open_head_files(tmp_path / "drafter.gguf")
     assert files is not None
     head = open_files(files, embedding, lm_head)
     plain = PlainBlock({**dflash(), **DFLASH["dflash_config"]}, tensors, embedding, lm_head, BOTH_WAYS)
@@ -254,7 +254,7 @@ def compare_with_gguf(tmp_path: Path, config: Mapping[str, Any], tensors: Tensor
     """Compare five drafts of `drafter.gguf` with those of its tensors `held` as safetensors."""
     random, size = np.random.default_rng(1), config["block_size"]
     embedding, lm_head = (random.normal(size=(VOCAB_SIZE, config["hidden_size"])) for _ in range(2))
-    files = find_head(tmp_path / "drafter.gguf")
+    files = open_head_files(tmp_path / "drafter.gguf")
     assert files is not None
     plain = HeadFiles.open(write_head(tmp_path / "drafter", config, held))
     assert files.kind is plain.kind
@@ -262,7 +262,7 @@ def compare_with_gguf(tmp_path: Path, config: Mapping[str, Any], tensors: Tensor
     assert heads[0].config == heads[1].config
     if heads[0].target_ids is not None:
         np.testing.assert_array_equal(heads[0].target_ids, heads[1].target_ids)
-    num_known, at_anchor = 0, bool(heads[0].config.drafts_at_anchor)
+    num_known, at_anchor = 0, bool(heads[0].config.sample_from_anchor)
     for count, rows in [(9, size), (1, size), (5, size), (8, 4), (20, size)]:
         features, anchor = random.normal(size=(count, 3 * config["hidden_size"])).astype(np.float32), int(random.integers(0, MASK))
         num_known += count
@@ -313,7 +313,7 @@ def test_block_drafts_equal_transformers_muse_glimmer_assistant(window: int, tmp
     embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
     files = HeadFiles.open(tmp_path / "saved")
     target = make_config(hidden_size=TARGET_HIDDEN, vocab_size=VOCAB_SIZE, num_layers=9)
-    block = open_block(files, read_block_config(files, target), target)
+    block = open_block_checkpoint(files, read_block_config(files, target), target)
     parts = {**dict(block.weights), "lm_head.weight": plain_tensor(lm_head.astype(np.float32))}
     head = BlockHead(block, parts, plain_tensor(embedding.astype(np.float32)), num_threads=2, max_model_len=128)
     head.runtime.allocate_kv(8)

@@ -25,12 +25,12 @@ from harness.eagle_checkpoints import (
 )
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
-from paceline.drafters.eagle.checkpoint import open_eagle, open_gguf_eagle
+from paceline.drafters.eagle.checkpoint import open_eagle_checkpoint, open_gguf_eagle
 from paceline.drafters.eagle.config import read_eagle_config
 from paceline.drafters.eagle.network import open_eagle_head
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.recurrent_heads.cache import TruePairs
-from paceline.drafters.recurrent_heads.head import DraftPairs, RecurrentHead
+from paceline.drafters.recurrent_heads.cache import TargetFeaturePairs
+from paceline.drafters.recurrent_heads.head import DraftFeaturePairs, RecurrentHead
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import Weights
@@ -338,7 +338,7 @@ def target_config(hidden_size: int = TARGET_HIDDEN) -> ModelConfig:
 
 
 def opened(files: HeadFiles, weights: Weights) -> RecurrentHead:
-    checkpoint = open_eagle(files, read_eagle_config(files, target_config()), target_config())
+    checkpoint = open_eagle_checkpoint(files, read_eagle_config(files, target_config()), target_config())
     return open_eagle_head(checkpoint, target_config(), weights, num_threads=2, max_model_len=64)
 
 
@@ -362,10 +362,10 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-def true_rows(token_ids: Sequence[int], features: NDArray[np.float32], first: int, last: int) -> TruePairs:
+def true_rows(token_ids: Sequence[int], features: NDArray[np.float32], first: int, last: int) -> TargetFeaturePairs:
     """Pairs [first, last) at slots one further on; slot 0 is never seen."""
     rows = RowRange(0, last - first, first + 1, TABLE, None, 1)
-    return TruePairs(np.array(token_ids[first:last], np.int32), features[first:last], rows)
+    return TargetFeaturePairs(np.array(token_ids[first:last], np.int32), features[first:last], rows)
 
 
 @pytest.mark.spread(0.4)
@@ -374,14 +374,16 @@ def test_eagle_head_outputs_equal_the_reference_formula(name: str, backend: str,
     variant = VARIANTS[name]
     head, reference = open_variant(variant, tmp_path)
     is_final = variant.method == 1 or variant.more.get("final", False)
-    assert head.config.boundaries == (() if is_final else tuple(BOUNDARIES_OF.get(name, BOUNDARIES)))
+    assert head.config.layer_boundaries == (() if is_final else tuple(BOUNDARIES_OF.get(name, BOUNDARIES)))
     random = np.random.default_rng(7)
     token_ids = random.integers(0, VOCAB_SIZE, NUM_PAIRS + 6).tolist()
-    features = random.normal(0, 1, (NUM_PAIRS, head.config.num_features)).astype(np.float32)
+    features = random.normal(0, 1, (NUM_PAIRS, head.config.feature_size)).astype(np.float32)
 
     # the true pairs, in three passes
-    found = [head.run_true_pairs([true_rows(token_ids, features, first, last)], needs_logits=True) for first, last in ((0, 4), (4, 5))]
-    outputs = head.run_true_pairs([true_rows(token_ids, features, 5, NUM_PAIRS)], needs_logits=True)
+    found = [
+        head.run_target_feature_pairs([true_rows(token_ids, features, first, last)], needs_logits=True) for first, last in ((0, 4), (4, 5))
+    ]
+    outputs = head.run_target_feature_pairs([true_rows(token_ids, features, 5, NUM_PAIRS)], needs_logits=True)
     inputs = reference.fused(torch.from_numpy(features)) if variant.method == 3 else torch.from_numpy(features)
     causal = np.tri(NUM_PAIRS, dtype=np.bool_)
     expected, logits = reference.run(token_ids[:NUM_PAIRS], inputs, range(NUM_PAIRS), causal)
@@ -393,7 +395,9 @@ def test_eagle_head_outputs_equal_the_reference_formula(name: str, backend: str,
     drafted, last_feature = token_ids[NUM_PAIRS : NUM_PAIRS + 2], outputs.features[-1].copy()
     for depth in (1, 2):
         rows = RowRange(0, 1, NUM_PAIRS + depth, TABLE, None, 1)
-        step = head.run_draft_pairs([DraftPairs([drafted[depth - 1]], last_feature[None], [NUM_PAIRS - 1 + depth], rows, [0])])
+        step = head.run_draft_feature_pairs(
+            [DraftFeaturePairs([drafted[depth - 1]], last_feature[None], [NUM_PAIRS - 1 + depth], rows, [0])]
+        )
         inputs = torch.cat([inputs, expected[-1:]])
         count = NUM_PAIRS + depth
         expected, logits = reference.run(token_ids[:count], inputs, range(count), np.tri(count, dtype=np.bool_))
@@ -408,8 +412,8 @@ def test_eagle_tree_rows_equal_the_chains_of_their_paths(name: str, backend: str
     head, reference = open_variant(VARIANTS[name], tmp_path)
     random = np.random.default_rng(8)
     token_ids = random.integers(0, VOCAB_SIZE, NUM_PAIRS).tolist()
-    features = random.normal(0, 1, (NUM_PAIRS, head.config.num_features)).astype(np.float32)
-    last = head.run_true_pairs([true_rows(token_ids, features, 0, NUM_PAIRS)], needs_logits=True).features[-1].copy()
+    features = random.normal(0, 1, (NUM_PAIRS, head.config.feature_size)).astype(np.float32)
+    last = head.run_target_feature_pairs([true_rows(token_ids, features, 0, NUM_PAIRS)], needs_logits=True).features[-1].copy()
     parents, tokens, depths = [-1, -1, 0, 1, 2], [11, 12, 13, 14, 15], [1, 1, 2, 2, 3]
     mask = np.eye(5, dtype=np.bool_)
     inputs: list[NDArray[np.float32]] = []
@@ -420,7 +424,7 @@ def test_eagle_tree_rows_equal_the_chains_of_their_paths(name: str, backend: str
             mask[node] |= mask[parents[node]] if parents[node] >= 0 else False
         rows = RowRange(0, count, NUM_PAIRS + 1, TABLE, mask[:count, :count].copy(), 1)
         positions = [NUM_PAIRS - 1 + depth for depth in depths[:count]]
-        found = head.run_draft_pairs([DraftPairs(tokens[:count], np.stack(inputs), positions, rows, range(count))])
+        found = head.run_draft_feature_pairs([DraftFeaturePairs(tokens[:count], np.stack(inputs), positions, rows, range(count))])
         outputs = [row.copy() for row in found.features]
     true_inputs = torch.from_numpy(features) if "eagle1" in name else reference.fused(torch.from_numpy(features))
     for node in range(5):
@@ -462,9 +466,9 @@ def test_p_eagle_masked_rows_equal_the_reference_formula(form: str, is_normed: b
     head, reference = open_variant(variant, tmp_path)
     random = np.random.default_rng(7)
     token_ids = random.integers(0, VOCAB_SIZE, NUM_PAIRS).tolist()
-    features = random.normal(0, 1, (NUM_PAIRS, head.config.num_features)).astype(np.float32)
-    head.run_true_pairs([true_rows(token_ids, features, 0, 6)], needs_logits=False)
-    found = head.run_true_pairs([true_rows(token_ids, features, 6, NUM_PAIRS)], needs_logits=True, num_masked=[4]).logits
+    features = random.normal(0, 1, (NUM_PAIRS, head.config.feature_size)).astype(np.float32)
+    head.run_target_feature_pairs([true_rows(token_ids, features, 0, 6)], needs_logits=False)
+    found = head.run_target_feature_pairs([true_rows(token_ids, features, 6, NUM_PAIRS)], needs_logits=True, num_masked=[4]).logits
     assert len(found) == 5
     count = NUM_PAIRS + 4
     seen = torch.cat([torch.from_numpy(features), reference.weights["mask_hidden"].reshape(1, -1).expand(4, -1)])
@@ -484,7 +488,7 @@ def test_reordered_draft_vocabulary_of_an_eagle_head_keeps_its_logits(tmp_path: 
         assert head.target_ids is not None
         assert head.target_ids.tolist() == DRAFT_IDS
         features = np.random.default_rng(9).normal(0, 1, (3, 32)).astype(np.float32)
-        found = head.run_true_pairs([true_rows([5, 6, 7], features, 0, 3)], needs_logits=True)
+        found = head.run_target_feature_pairs([true_rows([5, 6, 7], features, 0, 3)], needs_logits=True)
         logits.append(found.logits.copy())
         _, expected = reference.run([5, 6, 7], torch.from_numpy(features), range(3), np.tri(3, dtype=np.bool_))
         order = np.argsort(ids) if name == "few" else DRAFT_IDS
@@ -504,8 +508,8 @@ def test_eagle_weights_in_16_bits_are_read_exactly(dtype: torch.dtype, tmp_path:
         files = HeadFiles.open(write_head(directory, VARIANTS["eagle3"].spec, tensors, dtype=stored))
         head = opened(files, weights)
         head.runtime.allocate_kv(4)
-        features = np.random.default_rng(9).normal(0, 1, (3, head.config.num_features)).astype(np.float32)
-        results.append(head.run_true_pairs([true_rows([5, 6, 7], features, 0, 3)], needs_logits=True).features.copy())
+        features = np.random.default_rng(9).normal(0, 1, (3, head.config.feature_size)).astype(np.float32)
+        results.append(head.run_target_feature_pairs([true_rows([5, 6, 7], features, 0, 3)], needs_logits=True).features.copy())
     np.testing.assert_array_equal(*results)
 
 
@@ -528,9 +532,9 @@ def test_gguf_eagle_head_equals_the_safetensors_head(matrix_type: str, tolerance
         head.runtime.allocate_kv(4)
         assert head.target_ids is not None
         assert head.target_ids.tolist() == DRAFT_IDS
-        features = np.random.default_rng(9).normal(0, 1, (5, head.config.num_features)).astype(np.float32)
-        outputs = head.run_true_pairs([true_rows([5, 6, 7, 8, 9], features, 0, 5)], needs_logits=True)
-        results.append((outputs.features.copy(), outputs.logits.copy(), head.config.boundaries))
+        features = np.random.default_rng(9).normal(0, 1, (5, head.config.feature_size)).astype(np.float32)
+        outputs = head.run_target_feature_pairs([true_rows([5, 6, 7, 8, 9], features, 0, 5)], needs_logits=True)
+        results.append((outputs.features.copy(), outputs.logits.copy(), head.config.layer_boundaries))
     (found, found_logits, boundaries), (expected, expected_logits, _) = results
     assert boundaries == (1, 4, 6)
     np.testing.assert_allclose(found, expected, atol=tolerance * np.abs(expected).max())

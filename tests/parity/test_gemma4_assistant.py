@@ -12,7 +12,7 @@ import pytest
 from harness.gemma4_assistants import CLUSTERS, VOCAB_SIZE, mended, write_assistant, write_target
 from harness.gemma4_checkpoints import FULL, SLIDING, WINDOW
 from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
-from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, NodeRows
+from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, TreeLevelInput
 from paceline.drafters.head_files import HeadFiles
 from paceline.models.config import WeightType
 from paceline.runtimes.base import FloatArray, Numerics, assemble
@@ -121,14 +121,14 @@ def test_gemma4_assistant_drafts_equal_those_of_transformers(
     pair, prompt = pairs(kind, head), np.random.default_rng(3).integers(0, VOCAB_SIZE, length).tolist()
     network, sequence, feature = opened(pair, backend, prompt)
     for token, expected, fed in of_transformers(pair, tuple(prompt), 7, sees_causal_window=length > WINDOW):
-        output = network.forward([NodeRows((token,), feature, sequence)], None, None)
+        output = network.forward([TreeLevelInput((token,), feature, sequence)], None, None)
         found, feature = logits_of(network, output, 0), output.results[FEATURE].copy()
         assert np.abs(feature[0] - fed).max() <= BOUND
         seen = np.isfinite(found)
         assert np.abs(found[seen] - expected[seen]).max() <= BOUND
         assert (expected[~seen] < expected[seen].min()).all()
         assert found.argmax() == expected.argmax()
-        wrong = network.forward([NodeRows((token,), feature * 1.5 + 0.3, sequence)], None, None).results[FEATURE]
+        wrong = network.forward([TreeLevelInput((token,), feature * 1.5 + 0.3, sequence)], None, None).results[FEATURE]
         assert np.abs(wrong[0] - fed).max() > 0.1, "what it is fed matters"
 
 
@@ -139,10 +139,10 @@ def test_gemma4_assistant_rows_in_one_pass_are_independent(pairs: Callable[[str,
     network, sequence, feature = opened(pair, backend, prompt)
     features = np.concatenate([feature, feature * 0.5, -feature])
     alone = [
-        network.forward([NodeRows((token,), features[row : row + 1], sequence)], None, None).logits[0].copy()
+        network.forward([TreeLevelInput((token,), features[row : row + 1], sequence)], None, None).logits[0].copy()
         for row, token in enumerate((5, 6, 7))
     ]
-    nodes = [NodeRows((5, 6), features[:2], sequence), NodeRows((7,), features[2:], sequence)]
+    nodes = [TreeLevelInput((5, 6), features[:2], sequence), TreeLevelInput((7,), features[2:], sequence)]
     together = network.forward(nodes, None, None).logits
     assert np.allclose(together, alone, rtol=0, atol=1e-5 if backend == "torch" else 0.0)
 

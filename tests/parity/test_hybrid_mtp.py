@@ -13,8 +13,8 @@ from harness.hybrid_mtp import ATTENTION_LAYER, HOSTS, add_module, module_tensor
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.mtp import load_mtp, open_gguf_module, open_mtp_head
-from paceline.drafters.recurrent_heads.cache import TruePairs
-from paceline.drafters.recurrent_heads.head import DraftPairs, RecurrentHead
+from paceline.drafters.recurrent_heads.cache import TargetFeaturePairs
+from paceline.drafters.recurrent_heads.head import DraftFeaturePairs, RecurrentHead
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import as_float32
 from paceline.runtimes.base import RowRange
@@ -77,14 +77,14 @@ def check(head: RecurrentHead, reference: Reference) -> None:
         assert _differ(output, feature) <= TOLERANCE, step
         tokens.append(int(expected.argmax()))
         fed = torch.cat((fed, feature[None]))
-        drafted = DraftPairs([tokens[-1]], output[None], [43 + step], RowRange(0, 1, 44 + step, TABLE, None, 1), [0])
-        results = head.run_draft_pairs([drafted])
+        drafted = DraftFeaturePairs([tokens[-1]], output[None], [43 + step], RowRange(0, 1, 44 + step, TABLE, None, 1), [0])
+        results = head.run_draft_feature_pairs([drafted])
         logits, output = results.logits[0].copy(), results.features[0].copy()
 
 
 def _run(head: RecurrentHead, tokens: list[int], features: Floats, first: int) -> tuple[Floats, Floats]:
     rows = RowRange(0, len(tokens), first + 1, TABLE, None, 1)
-    results = head.run_true_pairs([TruePairs(np.array(tokens, np.int32), features, rows)], needs_logits=True)
+    results = head.run_target_feature_pairs([TargetFeaturePairs(np.array(tokens, np.int32), features, rows)], needs_logits=True)
     return results.logits[0].copy(), results.features[-1].copy()
 
 

@@ -69,16 +69,16 @@ def test_medusa_heads_of_every_layout_equal_the_formula(target: Path, tmp_path: 
         outputs = network.forward(features, num_heads)
         for head in range(num_heads):
             expected = reference(arrays, head, torch.from_numpy(features), own, dtype).numpy()
-            assert outputs.logits_of(head).shape == (3, rows)
-            assert np.abs(outputs.logits_of(head) - expected).max() <= TOLERANCE * max(1.0, np.abs(expected).max())
+            assert outputs.logits_of_head(head).shape == (3, rows)
+            assert np.abs(outputs.logits_of_head(head) - expected).max() <= TOLERANCE * max(1.0, np.abs(expected).max())
 
 
 def test_medusa_rows_do_not_depend_on_each_other(target: Path, tmp_path: Path) -> None:
     network = opened(HeadFiles.open(write_heads(tmp_path, "rows", random_heads())), target, "native")
     features = np.random.default_rng(2).normal(0, 1, (9, 64)).astype(np.float32)
     outputs = network.forward(features, 3)
-    together = [outputs.logits_of(head).copy() for head in range(3)]
+    together = [outputs.logits_of_head(head).copy() for head in range(3)]
     for row in range(9):
         outputs = network.forward(features[row : row + 1], 3)
         for head in range(3):
-            assert np.array_equal(outputs.logits_of(head)[0], together[head][row])
+            assert np.array_equal(outputs.logits_of_head(head)[0], together[head][row])

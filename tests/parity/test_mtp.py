@@ -16,8 +16,8 @@ from harness.mtp_checkpoints import LAYOUTS, Arrays, add_module, random_matrix, 
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.mtp import load_mtp, open_mtp_head
-from paceline.drafters.recurrent_heads.cache import TruePairs
-from paceline.drafters.recurrent_heads.head import DraftPairs, RecurrentHead
+from paceline.drafters.recurrent_heads.cache import TargetFeaturePairs
+from paceline.drafters.recurrent_heads.head import DraftFeaturePairs, RecurrentHead
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import as_float32
 from paceline.runtimes.base import RowRange
@@ -113,8 +113,8 @@ def test_mtp_outputs_equal_the_formula(tmp_path: Path, family: str, layout: str,
         rows.append(torch.from_numpy(embedding[[token]]))
         fed.append(recurrent[-1:])
         table = np.arange(1, 8, dtype=np.int32)
-        drafted = DraftPairs([token], output[None], [43 + step], RowRange(0, 1, 44 + step, table, None, 1), [0])
-        results = head.run_draft_pairs([drafted])
+        drafted = DraftFeaturePairs([token], output[None], [43 + step], RowRange(0, 1, 44 + step, table, None, 1), [0])
+        results = head.run_draft_feature_pairs([drafted])
         logits, output = results.logits[0].copy(), results.features[0].copy()
 
 
@@ -148,8 +148,8 @@ def test_moe_mtp_outputs_equal_those_of_transformers(
             if step == 0:
                 assert (int(ids[0, 0]), _differ(logits, said[0, 0]) <= TOLERANCE) == (token, True)
             table = np.arange(1, 8, dtype=np.int32)
-            drafted = DraftPairs([token], output[None], [43 + step], RowRange(0, 1, 44 + step, table, None, 1), [0])
-            results = head.run_draft_pairs([drafted])
+            drafted = DraftFeaturePairs([token], output[None], [43 + step], RowRange(0, 1, 44 + step, table, None, 1), [0])
+            results = head.run_draft_feature_pairs([drafted])
             logits, output = results.logits[0].copy(), results.features[0].copy()
             fed, positions = torch.tensor([[token]]), positions[:, -1:] + 1
 
@@ -176,7 +176,7 @@ def _run(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Logits and feature of the last of the pairs from `first` on; pair t stands in slot t + 1."""
     rows = RowRange(0, len(tokens), first + 1, np.arange(1, 8, dtype=np.int32), None, 1)
-    results = head.run_true_pairs([TruePairs(tokens.astype(np.int32), features, rows)], needs_logits=True)
+    results = head.run_target_feature_pairs([TargetFeaturePairs(tokens.astype(np.int32), features, rows)], needs_logits=True)
     return results.logits[0].copy(), results.features[-1].copy()
 
 

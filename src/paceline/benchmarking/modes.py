@@ -9,7 +9,7 @@ from typing import Any
 from paceline.benchmarking.peers import PEERS, Peer, environment_python, make_environment
 from paceline.benchmarking.plan import BenchPlan
 from paceline.config import EngineConfig
-from paceline.drafters import DRAFT_MODEL, DRAFTERS, NAMES, OWN_HEADS, PreparedDrafter, prepare_one
+from paceline.drafters import DRAFT_MODEL, DRAFTER_NAMES, HEADS_INSIDE_TARGET, MODEL_FREE_DRAFTERS, PreparedDrafter, prepare_drafter
 from paceline.errors import BackendUnavailableError, CheckpointError, ConfigError, IncompatibleDrafterError
 from paceline.models.checkpoint import is_gguf
 
@@ -85,12 +85,12 @@ def _asked_for(plan: BenchPlan, target: Path) -> dict[str, tuple[str, ...]]:
     """Drafters by the name of their mode."""
     modes: dict[str, tuple[str, ...]] = {}
     for given in plan.drafters:
-        parts = tuple(given.split("+")) if all(part in NAMES for part in given.split("+")) else (given,)
+        parts = tuple(given.split("+")) if all(part in DRAFTER_NAMES for part in given.split("+")) else (given,)
         parts = tuple(plan.draft_model if part == DRAFT_MODEL and plan.draft_model else part for part in parts)
         if "none" in parts:
             raise ConfigError("drafter is 'none': plain decoding always runs; name drafters only")
         prepared = [_prepared(part, plan, target) for part in parts]
-        name = given if len(parts) > 1 or given in NAMES else f"{prepared[0].name} {Path(given).name}"
+        name = given if len(parts) > 1 or given in DRAFTER_NAMES else f"{prepared[0].name} {Path(given).name}"
         if name in modes:
             raise ConfigError(f"drafter {given!r} is named twice: name each once")
         modes[name] = parts
@@ -98,14 +98,14 @@ def _asked_for(plan: BenchPlan, target: Path) -> dict[str, tuple[str, ...]]:
 
 
 def _prepared(drafter: str, plan: BenchPlan, target: Path) -> PreparedDrafter:
-    prepared = prepare_one(drafter, target, offline=plan.offline)
+    prepared = prepare_drafter(drafter, target, offline=plan.offline)
     assert prepared is not None
     return prepared
 
 
 def _available(plan: BenchPlan, target: Path, *, has_predictions: bool) -> dict[str, tuple[str, ...]]:
-    modes: dict[str, tuple[str, ...]] = {name: (name,) for name in DRAFTERS if name != PREDICTION or has_predictions}
-    found = {name: _if_there(name, plan, target) for name in (DRAFT_MODEL, *OWN_HEADS, "auto")}
+    modes: dict[str, tuple[str, ...]] = {name: (name,) for name in MODEL_FREE_DRAFTERS if name != PREDICTION or has_predictions}
+    found = {name: _if_there(name, plan, target) for name in (DRAFT_MODEL, *HEADS_INSIDE_TARGET, "auto")}
     if plan.draft_model is not None:
         found[DRAFT_MODEL] = _prepared(plan.draft_model, plan, target)
     for name, prepared in found.items():
@@ -117,7 +117,7 @@ def _available(plan: BenchPlan, target: Path, *, has_predictions: bool) -> dict[
 
 def _if_there(name: str, plan: BenchPlan, target: Path) -> PreparedDrafter | None:
     try:
-        return prepare_one(name, target, offline=plan.offline)
+        return prepare_drafter(name, target, offline=plan.offline)
     except (CheckpointError, IncompatibleDrafterError, BackendUnavailableError):
         return None
 

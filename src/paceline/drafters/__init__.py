@@ -1,7 +1,7 @@
-"""The table of drafters: turns the names that a user gives into drafters, or raises an error that says why one cannot work.
+"""The table of drafters: turns the names that a user gives into drafter objects, or raises an error with the reason.
 
-Names are resolved and files opened before the target is loaded (`prepare`): impossible combinations fail early, and the target's runtime
-is built to collect the needed layers. The drafters are made once the target is loaded (`PreparedDrafters.open`).
+`prepare_drafters` opens the files before the target is loaded. So combinations that cannot work fail early, and the target can be loaded so
+that it returns the hidden states that heads read. `PreparedDrafters.open` creates the drafters once the target is loaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,12 +10,15 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters.block import BLOCK_KINDS, open_block_drafter, open_gguf_block, read_block_layer_boundaries
-from paceline.drafters.block import fits_target as fits_block
-from paceline.drafters.draft_model import DraftModelDrafter, open_draft_model, too_large
+from paceline.drafters.block import open_block_drafter
+from paceline.drafters.block.config import BLOCK_KINDS, read_block_config
+from paceline.drafters.block.config import fits_target as fits_block
+from paceline.drafters.block.gguf import open_gguf_block
+from paceline.drafters.draft_model import DraftModelDrafter, open_draft_model, too_large_reason
 from paceline.drafters.draft_vocab import read_corpus
-from paceline.drafters.eagle import open_eagle_drafter, read_eagle_layer_boundaries
+from paceline.drafters.eagle import open_eagle_drafter
 from paceline.drafters.eagle.checkpoint import open_gguf_eagle
+from paceline.drafters.eagle.config import read_eagle_config
 from paceline.drafters.gemma4_assistant.checkpoint import fits_target, open_gguf_assistant
 from paceline.drafters.gemma4_assistant.drafter import open_assistant
 from paceline.drafters.head_files import HeadFiles, is_head_file
@@ -33,32 +36,28 @@ from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.speculation.drafter import Drafter, DrafterNeeds
 
 __all__ = [
-    "EMBEDDED",
-    "NAMES",
+    "DRAFT_FOLDER",
+    "DRAFTER_NAMES",
     "HeadOptions",
     "LoadedTarget",
     "PreparedDrafter",
     "PreparedDrafters",
     "check_draft_adapter",
-    "find_head",
-    "prepare",
-    "prepare_one",
+    "open_head_files",
+    "prepare_drafters",
+    "prepare_drafter",
 ]
 
-EMBEDDED = "draft"
-"""Folder of a model directory with its own draft model."""
+DRAFT_FOLDER = "draft"
+"""Subfolder of a model's directory with a draft model or head for it."""
 
-ASSISTANT = "assistant"
-"""Folder of a model directory with a head for it."""
+ASSISTANT_FOLDER = "assistant"
+"""Subfolder of a model's directory with a drafting head for it."""
 
-DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "ngram": NgramDrafter,
-    "suffix": SuffixDrafter,
-    "prediction": PredictionDrafter,
-}
-"""Drafters that need no files, by name."""
+MODEL_FREE_DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "prediction": PredictionDrafter}
+"""Constructors of the drafters that need no files, by drafter name."""
 
-HEADS: dict[HeadKind, Callable[[HeadFiles, LoadedTarget], Drafter]] = {
+HEAD_OPENERS: dict[HeadKind, Callable[[HeadFiles, LoadedTarget], Drafter]] = {
     HeadKind.MEDUSA: open_medusa,
     HeadKind.EAGLE: open_eagle_drafter,
     HeadKind.EAGLE3: open_eagle_drafter,
@@ -67,24 +66,25 @@ HEADS: dict[HeadKind, Callable[[HeadFiles, LoadedTarget], Drafter]] = {
     HeadKind.GEMMA4_ASSISTANT: open_assistant,
     **dict.fromkeys(BLOCK_KINDS, open_block_drafter),
 }
+"""Functions that create a drafter from the files of a head, by kind of head."""
 
 DRAFT_MODEL = DraftModelDrafter.name
-OWN_HEADS = (HeadKind.MEDUSA.value, HeadKind.MTP.value)
-"""Names of heads in the target's own checkpoint."""
+HEADS_INSIDE_TARGET = (HeadKind.MEDUSA.value, HeadKind.MTP.value)
+"""Drafter names that mean a head stored inside the target's own checkpoint."""
 
-NAMES = ("auto", "none", *DRAFTERS, DRAFT_MODEL, *OWN_HEADS)
+DRAFTER_NAMES = ("auto", "none", *MODEL_FREE_DRAFTERS, DRAFT_MODEL, *HEADS_INSIDE_TARGET)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedDrafter:
-    """One drafter whose target is not loaded yet.
+    """A drafter whose name is resolved and whose files are opened, but whose target is not loaded yet.
 
     Attributes:
-        name: its name.
-        path: path of the drafter's files; None if it needs none.
-        head: the opened files, if they hold a head.
-        is_optional: "auto" chose it: if it cannot be used, n-grams draft instead.
-        notice: why "auto" did not choose another one; empty = there is none.
+        name: name of the drafter.
+        path: path of its files; None if it needs none.
+        head: its opened files if it is a head, None if it is a draft model or needs no files.
+        is_optional: the user did not name this head, "auto" found it. If it cannot be used, the n-gram drafter takes its place.
+        notice: line for the user: why "auto" does not use the draft model that it found. Empty if there is nothing to say.
     """
 
     name: str
@@ -94,76 +94,79 @@ class PreparedDrafter:
     notice: str = ""
 
     def open(self, target: LoadedTarget) -> Drafter:
-        """Make the drafter.
+        """Create the drafter for the loaded target.
 
         Raises:
-            IncompatibleDrafterError: it can never work with this target.
-            CheckpointError: its files do not hold what it needs.
+            IncompatibleDrafterError: the drafter was made for another target.
+            CheckpointError: tensors or config values of the drafter are missing or damaged.
         """
         if self.head is not None:
             try:
-                return HEADS[self.head.kind](self.head, target)
+                return HEAD_OPENERS[self.head.kind](self.head, target)
             except (CheckpointError, IncompatibleDrafterError, CapacityError):
                 if not self.is_optional:
                     raise
                 return NgramDrafter()
-        return DRAFTERS[self.name]() if self.path is None else open_draft_model(self.path, target)
+        return MODEL_FREE_DRAFTERS[self.name]() if self.path is None else open_draft_model(self.path, target)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedDrafters:
-    """All drafters that a user named.
+    """All drafters of an engine, before its target is loaded.
 
     Attributes:
-        drafters: in the order of their names; none for plain decoding.
-        layers: the target's layer boundaries that they read, ascending: its runtime must be built to collect them.
-        made: drafter objects passed in by the user.
+        drafters: the drafters that the user named, in that order; none for plain decoding.
+        layer_boundaries: boundaries of target layers whose hidden states the drafters read, ascending. The target must be loaded with them.
+        drafter_objects: `Drafter` objects that the user passed instead of names.
     """
 
     drafters: tuple[PreparedDrafter, ...]
-    layers: tuple[int, ...]
-    made: Sequence[Drafter] = ()
+    layer_boundaries: tuple[int, ...]
+    drafter_objects: Sequence[Drafter] = ()
 
     @property
     def notices(self) -> list[str]:
-        """Lines for the user about drafters that are not used."""
+        """Lines for the user about draft models that were found and are not used."""
         return [drafter.notice for drafter in self.drafters if drafter.notice]
 
     def open(self, target: LoadedTarget) -> list[Drafter]:
-        """Make the drafters for the loaded target; none for plain decoding.
+        """Create the drafters for the loaded target; an empty list for plain decoding.
 
         Raises:
-            IncompatibleDrafterError, CheckpointError: as `PreparedDrafter.open`.
+            IncompatibleDrafterError, CheckpointError: a drafter cannot be created; see `PreparedDrafter.open`.
         """
-        if self.made:
-            return list(self.made)
+        if self.drafter_objects:
+            return list(self.drafter_objects)
         opened = [drafter.open(target) for drafter in self.drafters]
         if len(self.drafters) > 1 and self.drafters[-1].is_optional and opened[-1].name == NgramDrafter.name:
-            del opened[-1]  # the optional head cannot be used, and the n-gram drafter is in the list already
+            del opened[-1]  # the n-gram drafter that replaced an unusable head: the list already has one
         names = [drafter.name for drafter in opened]
-        for index, drafter in enumerate(opened):  # names must differ: requests select a drafter by name, and acceptance is counted by name
+        for index, drafter in enumerate(opened):  # make names unique: requests select drafters by name
             if (number := names[:index].count(drafter.name)) > 0:
                 drafter.name = f"{drafter.name}_{number + 1}"
         return opened
 
 
-def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, made: Sequence[Drafter] = ()) -> PreparedDrafters:
-    """Resolve the names of `speculation.drafter` for the target in a directory or GGUF file.
+def prepare_drafters(
+    target: Path, engine: EngineConfig, speculation: SpeculationConfig, drafter_objects: Sequence[Drafter] = ()
+) -> PreparedDrafters:
+    """Resolve the drafter names in `speculation.drafter` and open the drafters' files.
 
     Args:
-        made: drafter objects passed in by the user; then no files are opened.
+        target: directory or GGUF file of the target.
+        drafter_objects: `Drafter` objects that the user passed. If there are any, names are ignored and no files are opened.
 
     Raises:
-        IncompatibleDrafterError: one can never work with this target.
+        IncompatibleDrafterError: a drafter was made for another target, is not supported, or is named twice.
         CheckpointError: files are damaged.
-        ConfigError: none of the drafters reads an option or adapter that was given.
+        ConfigError: an option or a draft adapter applies to none of the drafters.
     """
-    if made:
-        return PreparedDrafters((), DrafterNeeds.union(made).layers, made)
+    if drafter_objects:
+        return PreparedDrafters((), DrafterNeeds.union(drafter_objects).layers, drafter_objects)
     names = [speculation.drafter] if isinstance(speculation.drafter, str) else speculation.drafter
     options = HeadOptions.parse(speculation.drafter_options)
-    found = [prepare_one(name, target, token=engine.hf_token, offline=engine.offline) for name in names]
-    drafters = tuple(drafter for drafter in found if drafter is not None)
+    prepared = [prepare_drafter(name, target, token=engine.hf_token, offline=engine.offline) for name in names]
+    drafters = tuple(drafter for drafter in prepared if drafter is not None)
     options.check_all_used_by(drafter.name for drafter in drafters)
     if options.draft_vocab_size is not None:
         options.num_draft_ids(read_model_config(target).vocab_size)
@@ -174,26 +177,29 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
     if len(names) > 1:
         drafters = _without_duplicates(names, drafters)
     elif names[0] == "auto" and drafters[0].name != NgramDrafter.name:
-        drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # n-grams cost next to nothing and copy repeated text
+        drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # n-gram lookup costs almost no time and drafts repeated text well
     check_draft_adapter(speculation.draft_adapter, [drafter.name for drafter in drafters])
     layers = {layer for drafter in drafters if drafter.head is not None for layer in _read_layer_boundaries(drafter.head, target, options)}
     return PreparedDrafters(drafters, tuple(sorted(layers)))
 
 
 def _read_layer_boundaries(head: HeadFiles, target: Path, options: HeadOptions) -> tuple[int, ...]:
-    """Return the layer boundaries of the target whose hidden states a head reads."""
-    return read_block_layer_boundaries(head, target) if head.kind in BLOCK_KINDS else read_eagle_layer_boundaries(head, target, options)
+    """Return the boundaries of target layers whose hidden states a head reads; boundary b is the input of layer b."""
+    if head.kind in BLOCK_KINDS:
+        return read_block_config(head, read_model_config(target)).layer_boundaries
+    is_eagle3 = head.kind in (HeadKind.EAGLE3, HeadKind.PEAGLE)
+    return read_eagle_config(head, read_model_config(target), options).layer_boundaries if is_eagle3 else ()
 
 
 def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
-    """Check that there is exactly one draft model for a draft adapter.
+    """Check that exactly one of the drafters is a draft model, if there is a LoRA adapter for the draft model.
 
     Args:
-        directory: directory of the adapter; None = no adapter.
-        drafters: their names.
+        directory: directory of the adapter; None = there is no adapter, nothing is checked.
+        drafters: names of the drafters in use.
 
     Raises:
-        ConfigError: there is no draft model, or there are several.
+        ConfigError: there is an adapter, and no draft model or several.
     """
     count = sum(name == DRAFT_MODEL for name in drafters)
     if directory is None or count == 1:
@@ -207,39 +213,40 @@ def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
 
 
 def _without_duplicates(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
-    """Return the drafters without the one of "auto" if another name resolves to the same.
+    """Return the drafters, without the drafter that "auto" chose if the user also named it.
 
     Raises:
-        IncompatibleDrafterError: one is named twice.
+        IncompatibleDrafterError: the user named a drafter twice.
     """
-    kept: dict[tuple[str, Path | None], tuple[str, PreparedDrafter]] = {}
+    by_files: dict[tuple[str, Path | None], tuple[str, PreparedDrafter]] = {}
     for name, drafter in zip(names, drafters, strict=True):
-        known = kept.setdefault((drafter.name, drafter.path and drafter.path.resolve()), (name, drafter))
+        known = by_files.setdefault((drafter.name, drafter.path and drafter.path.resolve()), (name, drafter))
         if known[1] is not drafter and (name == known[0] or "auto" not in (name, known[0])):
             how = f"{name!r} twice" if name == known[0] else f"{known[0]!r} and {name!r}, which are the same"
             raise IncompatibleDrafterError(f"drafter list {list(names)} holds {how}: name each drafter once")
-    return tuple(drafter for _, drafter in kept.values())
+    return tuple(drafter for _, drafter in by_files.values())
 
 
-def prepare_one(name: str, target: Path, *, token: str | None = None, offline: bool = False) -> PreparedDrafter | None:
-    """Resolve "auto", a name of the table, a draft model's directory or id, or a head; None for "none".
+def prepare_drafter(name: str, target: Path, *, token: str | None = None, offline: bool = False) -> PreparedDrafter | None:
+    """Resolve the name of one drafter and open its files; None for the name "none".
 
     Args:
-        target: its directory or GGUF file.
-        token, offline: for models from the hub.
+        name: one of `DRAFTER_NAMES`, or the path or hub id of a draft model or head.
+        target: directory or GGUF file of the target.
+        token, offline: access token of the hub; whether only downloaded models are used.
 
     Raises:
-        IncompatibleDrafterError, CheckpointError: as `prepare`.
+        IncompatibleDrafterError, CheckpointError: see `prepare_drafters`.
     """
     if name == "none":
         return None
-    if name in DRAFTERS:
+    if name in MODEL_FREE_DRAFTERS:
         return PreparedDrafter(name)
     if name in ("auto", DRAFT_MODEL):
-        return _find_embedded(name, target)
-    own = HeadKind(name) if name in OWN_HEADS else None
+        return _find_own_drafter(name, target)
+    own = HeadKind(name) if name in HEADS_INSIDE_TARGET else None
     path = target if own is not None else _resolve_path(name, token=token, offline=offline)
-    head = find_head(path, own, inside_target=path.resolve() == target.resolve())
+    head = open_head_files(path, own, inside_target=path.resolve() == target.resolve())
     if head is not None:
         return PreparedDrafter(head.kind.value, path, head)
     if own is not None:
@@ -247,50 +254,55 @@ def prepare_one(name: str, target: Path, *, token: str | None = None, offline: b
     return PreparedDrafter(DRAFT_MODEL, path)
 
 
-def _find_embedded(name: str, target: Path) -> PreparedDrafter:
-    directory = target / EMBEDDED
+def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:
+    """Find the draft model ("draft_model") or any drafter ("auto") in the target's own files; n-grams if "auto" finds none."""
+    directory = target / DRAFT_FOLDER
     if (directory / "config.json").is_file():
-        head = find_head(directory)
+        head = open_head_files(directory)
         if head is None:
-            reason = too_large(directory, read_model_config(directory), read_model_config(target)) if name == "auto" else ""
+            reason = too_large_reason(directory, read_model_config(directory), read_model_config(target)) if name == "auto" else ""
             notice = f"{directory} is not used: {reason} (--drafter {DRAFT_MODEL} uses it)"
             return PreparedDrafter(NgramDrafter.name, notice=notice) if reason else PreparedDrafter(DRAFT_MODEL, directory)
         if name == "auto":
             return PreparedDrafter(head.kind.value, directory, head)
         raise IncompatibleDrafterError(f"{directory} holds a {head.kind.value} drafter and no draft model: use drafter='auto'")
     if name == "auto":
-        head = _find_beside(target, ASSISTANT) or _find_beside(target, EMBEDDED) or _find_own_module(target)
+        head = (
+            _open_head_in_folder(target, ASSISTANT_FOLDER)
+            or _open_head_in_folder(target, DRAFT_FOLDER)
+            or _open_mtp_module_of_target(target)
+        )
         if head is None:
             return PreparedDrafter(NgramDrafter.name)
         return PreparedDrafter(head.kind.value, head.path, head, is_optional=head.kind is HeadKind.MTP)
     raise IncompatibleDrafterError(
-        f"{target} has no embedded draft model (folder {EMBEDDED!r}): give a draft model's directory or id instead"
+        f"{target} has no embedded draft model (folder {DRAFT_FOLDER!r}): give a draft model's directory or id instead"
     )
 
 
-def _find_beside(target: Path, name: str) -> HeadFiles | None:
-    """Open the head in a folder of the target, a directory or the only GGUF file there; None if there is none for this model.
+def _open_head_in_folder(target: Path, name: str) -> HeadFiles | None:
+    """Open the head in the subfolder `name` of the target's directory, which may be a single GGUF file; None if there is none.
 
-    The folder next to a GGUF file may be meant for another GGUF file.
+    If the target is a GGUF file, the head may have been made for another one in its directory: None if its sizes do not fit.
     """
     folder = (target.parent if is_gguf(target) else target) / name
     if (folder / "config.json").is_file():
-        head = find_head(folder)
+        head = open_head_files(folder)
     else:
         files = gguf_models(folder) if folder.is_dir() else []
-        head = find_head(files[0]) if len(files) == 1 else None
+        head = open_head_files(files[0]) if len(files) == 1 else None
     if head is None or not is_gguf(target):
         return head
     sizes = read_model_config(target)
     return head if fits_target(head, sizes) or fits_block(head, sizes) else None
 
 
-def _find_own_module(target: Path) -> HeadFiles | None:
-    """Open the MTP module in the target's own checkpoint; None if there is none that can be read."""
+def _open_mtp_module_of_target(target: Path) -> HeadFiles | None:
+    """Open the MTP module inside the target's own checkpoint; None if the checkpoint has none, or cannot be read."""
     try:
-        head = find_head(target, inside_target=True)
+        head = open_head_files(target, inside_target=True)
     except (CheckpointError, IncompatibleDrafterError, BackendUnavailableError):
-        return None  # an unreadable checkpoint is reported when the target is loaded
+        return None  # the error is raised when the target is loaded
     return head if head is not None and head.kind is HeadKind.MTP else None
 
 
@@ -300,38 +312,40 @@ def _resolve_path(name: str, *, token: str | None, offline: bool) -> Path:
     try:
         return resolve_model(name, token=token, offline=offline, with_heads=True)
     except CheckpointError as error:
-        close = get_close_matches(name, NAMES, 1)
-        meant = f" (did you mean {close[0]}?)" if close else ""
+        close = get_close_matches(name, DRAFTER_NAMES, 1)
+        suggestion = f" (did you mean {close[0]}?)" if close else ""
         raise IncompatibleDrafterError(
-            f"drafter {name!r}{meant} is neither one of {', '.join(NAMES)} nor a draft model: {error}"
+            f"drafter {name!r}{suggestion} is neither one of {', '.join(DRAFTER_NAMES)} nor a draft model: {error}"
         ) from error
 
 
-def find_head(path: Path, kind: HeadKind | None = None, *, inside_target: bool = False) -> HeadFiles | None:
-    """Open the files of a head; None if they hold a language model.
+def open_head_files(path: Path, kind: HeadKind | None = None, *, inside_target: bool = False) -> HeadFiles | None:
+    """Open the files of a drafting head; None if they hold a language model.
 
     Args:
-        kind: the only kind accepted.
-        inside_target: the files are the target's own.
+        kind: kind that the head must have; None = any kind.
+        inside_target: `path` is the target's own checkpoint, which may contain a head.
 
     Raises:
         CheckpointError: a file is damaged.
-        IncompatibleDrafterError: it is of another kind, or of a method without a drafter.
+        IncompatibleDrafterError: the head is of another kind than `kind`, or of a kind that is not supported.
     """
     files = open_gguf_eagle(path) or open_gguf_assistant(path) or open_gguf_block(path) if is_gguf(path) else HeadFiles.open(path)
     if files is None and inside_target:
         files = open_gguf_module(path)
     if files is None:
         return None
-    is_part = files.kind is HeadKind.MTP and not files.is_speculators and not inside_target  # such a module works only with its own model
-    if kind is None and (files.kind is HeadKind.LANGUAGE_MODEL or is_part):
+    is_model_with_mtp = (
+        files.kind is HeadKind.MTP and not files.is_speculators and not inside_target
+    )  # its module works with this model only
+    if kind is None and (files.kind is HeadKind.LANGUAGE_MODEL or is_model_with_mtp):
         return None
     if kind not in (None, files.kind):
         raise IncompatibleDrafterError(
             f"{path} holds no {kind.value} head: drafter={kind.value!r} is one inside the target's own checkpoint; "
             "give the directory of a head, or use another drafter"
         )
-    if files.kind not in HEADS:
-        known = ", ".join(one.value for one in HEADS)
+    if files.kind not in HEAD_OPENERS:
+        known = ", ".join(one.value for one in HEAD_OPENERS)
         raise IncompatibleDrafterError(f"{path} is a {files.kind.value} drafter, which is not supported; those of {known} are")
     return files

@@ -1,11 +1,11 @@
-"""Drafter of a small language model.
+"""Drafts with a small language model, the draft model.
 
-A step costs one draft pass per draft token; the first pass also catches up on the tokens committed since the last draft. A tree adds
-siblings to the chain, from rows that the chain computes anyway. Tokens are sampled as `DraftSampler` describes. For rejection sampling,
-drafts are drawn with separate noise, and the tree holds the distributions that they were drawn from.
+Each draft token costs one pass of the draft model. The first pass of a step also runs the tokens that were committed since the last draft.
+Trees cost no more passes: the siblings of a chain's token come from the same row of logits as the token. `DraftSampler` samples the tokens.
+For rejection sampling, tokens are drawn with noise that the target does not use, and the tree contains their distributions.
 
-A PARD draft model (arXiv:2504.18583) was trained with a mask token: one pass over the new tokens and k - 1 mask tokens gives the rows of
-all k draft tokens. The mask tokens' rows are dropped from its cache.
+A PARD draft model (arXiv:2504.18583) was trained with a mask token: one pass over the new tokens and k - 1 mask tokens gives the logits of
+all k draft tokens. The cache rows of the mask tokens are not kept.
 """
 
 import math
@@ -20,9 +20,9 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from paceline.config import cache_directory
-from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, token_draws
+from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, target_noise_draws
 from paceline.drafters.target import LoadedTarget
-from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
+from paceline.drafters.translate import ByteTokenizer, SharedVocabularyMap, TextDrafter
 from paceline.errors import CapacityError, CheckpointError, IncompatibleDrafterError, RequestError
 from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence, KVCache
 from paceline.kv_cache.recurrent_state import CheckpointConfig
@@ -43,8 +43,8 @@ from paceline.speculation.tree_growth import Candidate, grow_tree_stepwise
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMatch, compare_vocabularies
 
-CATCH_UP_ROWS = 256  # rows of one request in one pass that catches up on committed tokens
-_PREFILL_PROFILE_ROWS = 32  # rows of the pass that measures the prefill speed
+CATCH_UP_ROWS = 256  # number of a request's committed tokens that one prefill pass of the draft model runs
+_PREFILL_PROFILE_ROWS = 32  # number of tokens of the pass that measures the prefill speed
 
 ResultT = TypeVar("ResultT")
 TokenPath: TypeAlias = Sequence[int]
@@ -52,19 +52,19 @@ TokenPath: TypeAlias = Sequence[int]
 
 
 class DraftLogits(NamedTuple):
-    """The draft model's logits [V] after a path; and their top tokens ranked by the pass, if sampling needs no more."""
+    """The draft model's logits [V] after a path, and their top tokens if these are enough to sample from."""
 
     logits: FloatArray
-    ranked: RankedRow | None = None
+    top_tokens: RankedRow | None = None
 
 
 DraftSteps: TypeAlias = Generator[TokenPath, DraftLogits | None, ResultT]
-"""Generator of a draft, token by token. It yields the path after which it needs logits: first (), then the previous path plus one token. It
-is sent that row, or None if the cache has no room, and returns the draft."""
+"""Generator that drafts token by token. It yields the path after which it needs logits: first (), then the previous path plus one token. It
+receives these logits, or None if the cache is full, and returns the finished draft."""
 
 
 def draft_chain(depth: int, pick: Callable[[DraftLogits, TokenPath], int | None]) -> DraftSteps[list[int]]:
-    """Draft a chain: take one token per row of logits, until `pick` returns None."""
+    """Draft a chain of at most `depth` tokens. `pick` chooses each token from its logits, or ends the chain with None."""
     path: list[int] = []
     while len(path) < depth:
         row = yield path
@@ -77,13 +77,13 @@ def draft_chain(depth: int, pick: Callable[[DraftLogits, TokenPath], int | None]
 
 @dataclass(slots=True)
 class _CachedSequenceState:
-    """What the draft model's cache holds of a request.
+    """The part of a request's text that is in the draft model's cache.
 
     Attributes:
-        token_ids: the cached tokens, in the draft model's ids.
-        num_verified: number of first cached tokens that are known to match the request's text.
-        num_tokens_at_last_draft: length of the request at its last draft; before the first draft, of its cached prefix.
-        start: index of the first token in the request's text; above 0 once the text is longer than the draft model's context.
+        token_ids: the cached tokens, as ids of the draft model.
+        num_verified: number of leading cached tokens that are known to be equal to the request's committed text.
+        num_tokens_at_last_draft: length of the request at its last draft; before its first draft, the length of its cached prefix.
+        start: index in the request's text of the first cached token. Above 0 if the text is longer than the draft model's context.
     """
 
     sequence: CachedSequence
@@ -98,39 +98,40 @@ class _Draft(Generic[ResultT]):
     """One request's draft in progress.
 
     Attributes:
-        pending: tokens to run in the next pass; none once the draft is finished.
-        depth: maximum number of draft tokens.
-        uses_ranking: whether the ranking made by the pass suffices; otherwise whole rows of logits are sampled.
-        truncates: whether the request's top-k, top-p or min-p remove tokens.
-        level: number of rows of logits received so far.
+        steps: the generator that drafts.
+        pending_token_ids: tokens to run in the next pass; empty once the draft is finished.
+        depth: maximum number of draft tokens on a path.
+        uses_top_tokens: the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used.
+        has_truncation: the request has top-k, top-p or min-p.
+        num_received_rows: number of rows of logits that the generator has received so far.
         result: the finished draft.
     """
 
     request: Request
     state: _CachedSequenceState
     steps: DraftSteps[ResultT]
-    pending: list[int]
+    pending_token_ids: list[int]
     depth: int
-    uses_ranking: bool = False
-    truncates: bool = False
-    level: int = 0
+    uses_top_tokens: bool = False
+    has_truncation: bool = False
+    num_received_rows: int = 0
     result: ResultT | None = None
 
 
 class DraftModelDrafter(Drafter):
-    """Drafts with a language model that has the target's token ids, or other ids and a translation.
+    """Drafts with a language model that has the target's token ids, or whose ids can be mapped to them.
 
     Args:
         runtime, cache: network and KV cache of the draft model; only this drafter uses them.
-        vocab_size: V of the target; draft ids beyond it are never proposed.
-        num_tokenizer_ids: number of ids of the draft model's tokenizer; ids beyond it are padding of its vocabulary, never proposed.
-        translation: maps ids of a draft model with another vocabulary; None = it has the target's ids.
-        max_model_len: longest text the draft model is prepared for, in its own tokens; None = its maximum.
-        tree_width: draft tokens per position; 1 = a chain, else siblings of the chain's tokens, best first.
-        note: remarks on the pair for the banner.
-        notices: lines for the user at load.
+        vocab_size: V of the target; ids from it on are never drafted.
+        num_tokenizer_ids: number of ids of the draft model's tokenizer; ids from it on are padding and are never drafted.
+        translation: map between the vocabularies of target and draft model; None = their ids are equal.
+        max_model_len: longest text that the draft model can run, in its own tokens; None = the maximum of its config.
+        tree_width: draft tokens at each position; 1 = a chain, else the chain's token and its most probable siblings.
+        note: end of the drafter's description: adapter, vocabulary and context length; it begins with a separator.
+        notices: messages for the user, shown at load.
         prefill_token_s: seconds to prefill one token of a long text; 0 = not measured yet.
-        mask_token_id: mask token of a PARD model, which drafts all tokens in one pass; None = it drafts one token a pass.
+        mask_token_id: mask token of a PARD model, which drafts all tokens in one pass; None = each pass drafts one token.
     """
 
     name = "draft_model"
@@ -142,7 +143,7 @@ class DraftModelDrafter(Drafter):
         *,
         vocab_size: int,
         num_tokenizer_ids: int | None = None,
-        translation: SharedPieces | None = None,
+        translation: SharedVocabularyMap | None = None,
         max_model_len: int | None = None,
         tree_width: int = 1,
         note: str = "",
@@ -158,7 +159,7 @@ class DraftModelDrafter(Drafter):
         self._max_depth = self.max_model_len // 2
         self._tree_width = tree_width
         self.traits = DrafterTraits(
-            _banner_text(runtime, tree_width, note, in_one_pass=mask_token_id is not None),
+            _description(runtime, tree_width, note, in_one_pass=mask_token_id is not None),
             notices,
             cache_bytes_per_token=cache.bytes_per_token,
         )
@@ -170,28 +171,28 @@ class DraftModelDrafter(Drafter):
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         drafts: list[_Draft[DraftTree | None] | None] = []
         for request, budget in zip(requests, budgets, strict=True):
-            context = request.token_ids if self._translation is None else self._translation.context(request)
+            context = request.token_ids if self._translation is None else self._translation.draft_context(request)
             depth = min(budget.max_depth, budget.row_budget - 1, self._max_depth)
             draft = self._start_draft(request, context, len(context), depth, self._draft_steps(request, replace(budget, max_depth=depth)))
             if draft is not None:
                 is_drawn = budget.needs_draft_probs and not request.params.is_greedy
-                draft.uses_ranking = self._translation is None and request.processor.keeps_logits and not is_drawn
-                draft.truncates = request.params.truncates
+                draft.uses_top_tokens = self._translation is None and request.processor.keeps_logits and not is_drawn
+                draft.has_truncation = request.params.truncates
             drafts.append(draft)
         self._run_until_finished(requests, drafts)
         return [None if draft is None else draft.result for draft in drafts]
 
     def generate(
-        self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], counts: Sequence[int]
+        self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], max_new_tokens: Sequence[int]
     ) -> list[list[int]]:
-        """Return the draft model's most probable continuation of each context, in its own ids; empty if the context has no room.
+        """Continue each context greedily with the draft model; return its token ids, none if the text is too long or the cache is full.
 
         Args:
-            contexts: ids of each request's whole text, and how many of them are unchanged since the last call.
-            counts: tokens to generate.
+            contexts: for each request its text as ids of the draft model, and how many leading ids are unchanged since the last call.
+            max_new_tokens: number of tokens to generate for each request.
         """
         drafts: list[_Draft[list[int]] | None] = []
-        for request, (context, num_unchanged), count in zip(requests, contexts, counts, strict=True):
+        for request, (context, num_unchanged), count in zip(requests, contexts, max_new_tokens, strict=True):
             depth = min(count, self._max_depth)
             steps = draft_chain(depth, lambda row, _: int(np.argmax(row.logits[: self._num_tokenizer_ids])))
             drafts.append(self._start_draft(request, context, num_unchanged, depth, steps))
@@ -200,7 +201,7 @@ class DraftModelDrafter(Drafter):
 
     def prefill_s(self, request: Request) -> float:
         state, length = self._get_or_create_state(request), len(request.token_ids)
-        if length - state.start >= self.max_model_len:  # the next draft drops the text before a later token
+        if length - state.start >= self.max_model_len:  # the text is too long: the next draft will run only its end
             return self._prefill_time.expected_s(self.max_model_len // 2)
         return self._prefill_time.expected_s(length - state.num_tokens_at_last_draft)
 
@@ -218,20 +219,20 @@ class DraftModelDrafter(Drafter):
         if not 0 <= state.start < len(context) or len(context) - state.start + depth > self.max_model_len:
             self._reset_cache(state, request, max(0, len(context) + depth - self.max_model_len), depth)
         context, num_unchanged = context[state.start :], max(0, num_unchanged - state.start)
-        if not state.token_ids:  # tokens in the prefix cache need not run again
+        if not state.token_ids:  # a new request may reuse rows of the prefix cache
             state.num_verified = self.cache.match_prefix(state.sequence, context)
             state.token_ids.extend(context[: state.num_verified])
         state.num_tokens_at_last_draft = len(request.token_ids)
         self._truncate_rejected(state, context, num_unchanged)
         self.cache.register_prefix(state.sequence, state.token_ids)
         pending = list(context[len(state.token_ids) :])
-        if max(pending) >= self.runtime.config.vocab_size:  # the target has more ids
+        if max(pending) >= self.runtime.config.vocab_size:  # the text has token ids that the draft model lacks
             return None
-        next(steps)  # run the generator up to its first request for logits, those of the root
+        next(steps)  # run the generator until it waits for the logits after the last committed token
         return _Draft(request, state, steps, pending, depth)
 
     def _get_or_create_state(self, request: Request) -> _CachedSequenceState:
-        """Return the request's state, created if new. With translated ids, no prefix hit is expected."""
+        """Return the record of a request's cached tokens; create it for a new request, with the length of its cached prefix."""
         state = self._states.get(request)
         if state is None:
             state = self._states[request] = _CachedSequenceState(self.cache.new_sequence(request.sequence.salt))
@@ -240,7 +241,7 @@ class DraftModelDrafter(Drafter):
         return state
 
     def _reset_cache(self, state: _CachedSequenceState, request: Request, num_excess_tokens: int, depth: int) -> None:
-        """Drop all rows, and start at a later token if the text is longer than the context: half of it stays free for later tokens."""
+        """Drop the request's cached tokens. If its text is too long, later passes run only its end, about half of the context length."""
         self.cache.release(state.sequence)
         state.sequence = self.cache.new_sequence(request.sequence.salt)
         state.token_ids.clear()
@@ -248,7 +249,7 @@ class DraftModelDrafter(Drafter):
         state.start = num_excess_tokens + (self.max_model_len - depth) // 2 if num_excess_tokens else 0
 
     def _truncate_rejected(self, state: _CachedSequenceState, token_ids: Sequence[int], num_unchanged: int) -> None:
-        """Truncate the cache to the rows whose tokens the target committed; the root always runs again, for its logits."""
+        """Drop the cached draft tokens that the target rejected, and the last committed token: it must run again to give logits."""
         num_matching = min(state.num_verified, num_unchanged)
         limit = min(len(state.token_ids), len(token_ids) - 1)
         while num_matching < limit and state.token_ids[num_matching] == token_ids[num_matching]:
@@ -257,44 +258,44 @@ class DraftModelDrafter(Drafter):
         del state.token_ids[state.num_verified :]
 
     def _run_until_finished(self, requests: Sequence[Request], drafts: Sequence[_Draft[ResultT] | None]) -> None:
-        """Run passes until every draft is finished."""
+        """Run passes of the draft model until every draft is finished."""
         active = [draft for draft in drafts if draft is not None]
         try:
             self._catch_up(active)
-            while active := [draft for draft in active if draft.pending]:
-                for part in split_into_passes(active, lambda draft: len(draft.pending) + self._num_mask_tokens(draft)):
-                    ran, found = self._run_pass(part, [draft.pending for draft in part], needs_logits=True)
+            while active := [draft for draft in active if draft.pending_token_ids]:
+                for part in split_into_passes(active, lambda draft: len(draft.pending_token_ids) + self._num_mask_tokens(draft)):
+                    ran, found = self._run_pass(part, [draft.pending_token_ids for draft in part], needs_logits=True)
                     for draft, rows in zip(ran, found, strict=True):
                         for row in rows:
-                            if draft.pending:
-                                self._send_row(draft, row)
-                        if draft.pending and self._mask_token_id is not None:
-                            self._send_row(draft, None)
+                            if draft.pending_token_ids:
+                                self._send_logits(draft, row)
+                        if draft.pending_token_ids and self._mask_token_id is not None:
+                            self._send_logits(draft, None)
         except BaseException:
-            for request in requests:  # an interrupted pass leaves no valid rows
+            for request in requests:  # an interrupted pass may have left cache rows unwritten: drop them all
                 self.release(request)
             raise
 
     def _catch_up(self, drafts: Sequence[_Draft[ResultT]]) -> None:
-        """Run all but the last chunk of long uncached texts."""
-        while behind := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS]:
-            for part in split_into_passes(behind, lambda _: CATCH_UP_ROWS):
-                ran, _ = self._run_pass(part, [draft.pending[:CATCH_UP_ROWS] for draft in part], needs_logits=False)
+        """Prefill long texts in chunks, except the last chunk, whose pass also starts the draft."""
+        while long_drafts := [draft for draft in drafts if len(draft.pending_token_ids) > CATCH_UP_ROWS]:
+            for part in split_into_passes(long_drafts, lambda _: CATCH_UP_ROWS):
+                ran, _ = self._run_pass(part, [draft.pending_token_ids[:CATCH_UP_ROWS] for draft in part], needs_logits=False)
                 for draft in ran:
-                    del draft.pending[:CATCH_UP_ROWS]
-                    draft.state.num_verified = len(draft.state.token_ids)  # all are prompt tokens
+                    del draft.pending_token_ids[:CATCH_UP_ROWS]
+                    draft.state.num_verified = len(draft.state.token_ids)  # prefilled tokens are committed
 
     def _num_mask_tokens(self, draft: _Draft[ResultT]) -> int:
         return 0 if self._mask_token_id is None else draft.depth - 1
 
-    def _send_row(self, draft: _Draft[ResultT], row: DraftLogits | None) -> None:
-        """Send a draft its next row of logits; None ends the draft."""
-        draft.level += 1
+    def _send_logits(self, draft: _Draft[ResultT], row: DraftLogits | None) -> None:
+        """Send logits to a draft's generator, which chooses the next token to run; None ends the draft."""
+        draft.num_received_rows += 1
         try:
             token = draft.steps.send(row)[-1]
-            draft.pending = [token if self._translation is None else self._translation.draft_id(token)]
+            draft.pending_token_ids = [token if self._translation is None else self._translation.to_draft_id(token)]
         except StopIteration as end:
-            draft.pending, draft.result = [], end.value
+            draft.pending_token_ids, draft.result = [], end.value
 
     def _draft_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
         if budget.needs_draft_probs and not request.params.is_greedy:
@@ -304,7 +305,7 @@ class DraftModelDrafter(Drafter):
         return self._tree_steps(request, budget)
 
     def _chain_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
-        """Draft a chain; it ends if no token is allowed, or if the path's probability falls below `min_path_prob`."""
+        """Draft a chain. It ends early if no token is allowed, or if its probability falls below `min_path_prob`."""
         path: list[int] = []
         probs: list[float] = []
         path_prob = 1.0
@@ -319,14 +320,14 @@ class DraftModelDrafter(Drafter):
         return DraftTree.chain(request.token_ids[-1], path, self.name, probs) if path else None
 
     def _tree_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
-        """Draft the chain of `_chain_steps` plus siblings, chosen by expected tokens per row of the target's pass."""
+        """Draft the chain of `_chain_steps` plus the siblings with the highest acceptance probability per row of the target's pass."""
         root: TokenPath | None = ()
         growth, path_prob = grow_tree_stepwise(request.token_ids[-1], budget, root), 1.0
         try:
             path = next(growth)
             while True:
-                is_expanded = path is not None and path_prob >= budget.min_path_prob  # improbable nodes get neither siblings nor children
-                candidates = self._candidates(request, (yield path), path) if path is not None and is_expanded else []
+                is_expanded = path is not None and path_prob >= budget.min_path_prob
+                candidates = self._sample_candidates(request, (yield path), path) if path is not None and is_expanded else []
                 path_prob *= budget.acceptance_rate(candidates[0][1]) if candidates else 1.0
                 path = growth.send(candidates)
         except StopIteration as end:
@@ -334,19 +335,20 @@ class DraftModelDrafter(Drafter):
             return tree
 
     def _rejection_sampling_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
-        """Draft tokens drawn from the rows, with their distributions; the number of draws at a node does not depend on any draw."""
+        """Draft for rejection sampling: draw tokens from the draft model's distributions, and keep the distributions."""
         token_ids: list[int] = []
         parents: list[int] = []
         draft_probs: dict[int, TokenProbs] = {}
         path, node = list[int](), 0
         key = request.seed, request.sample_index, len(request.token_ids)
+        # the number of tokens of a level must not depend on drawn tokens: that would change the output's distribution
         for count in _tokens_per_level(self._tree_width, budget.max_depth, budget.row_budget, budget.layout):
             row = yield path
             if row is None:
                 break
             try:
-                draft_probs[node] = TokenProbs.from_distribution(request.processor.process(self._as_target_row(row.logits), path))
-            except RequestError:  # no token is allowed
+                draft_probs[node] = TokenProbs.from_distribution(request.processor.process(self._to_target_logits(row.logits), path))
+            except RequestError:  # the request's constraints allow no token
                 break
             tokens = draw_distinct(draft_probs[node], count, *key, len(path))
             parents += [node] * len(tokens)
@@ -356,33 +358,33 @@ class DraftModelDrafter(Drafter):
         return DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, draft_probs) if token_ids else None
 
     def _sample(self, request: Request, row: DraftLogits | None, path: TokenPath, width: int) -> DraftTokens:
-        """Sample up to `width` draft tokens from the logits after a path."""
+        """Sample up to `width` draft tokens from the logits after a path; none if `row` is None."""
         if row is None:
             return NO_TOKENS
-        ranked = row.ranked
+        ranked = row.top_tokens
         if ranked is not None and math.isfinite(ranked.log_sum):
             if not request.params.truncates:
-                return self._sampler.sample_ranked(ranked, width, is_greedy=request.params.is_greedy)
-            drafted = self._sampler.sample_truncated(request, path, ranked, width)
+                return self._sampler.sample_from_top_tokens(ranked, width, is_greedy=request.params.is_greedy)
+            drafted = self._sampler.sample_truncated_from_top_tokens(request, path, ranked, width)
             if drafted is not None:
                 return drafted
         try:
-            return self._sampler.sample_target_row(request, path, self._as_target_row(row.logits), width, needs_draft_probs=False)
-        except RequestError:  # no token is allowed
+            return self._sampler.sample_target_row(request, path, self._to_target_logits(row.logits), width, needs_draft_probs=False)
+        except RequestError:  # the request's constraints allow no token
             return NO_TOKENS
 
-    def _candidates(self, request: Request, row: DraftLogits | None, path: TokenPath) -> list[Candidate[TokenPath | None]]:
-        """Return the sampled tokens as candidates; only the first one can be expanded."""
+    def _sample_candidates(self, request: Request, row: DraftLogits | None, path: TokenPath) -> list[Candidate[TokenPath | None]]:
+        """Sample the tokens after a path as candidates for the tree. Only the first gets children: the tree is a chain with siblings."""
         drafted = self._sample(request, row, path, self._tree_width)
         return [
             (token, prob, self.name, None if rank else (*path, token))
             for rank, (token, prob) in enumerate(zip(drafted.token_ids, drafted.probs, strict=True))
         ]
 
-    def _as_target_row(self, row: FloatArray) -> FloatArray:
-        """Return the row over the target's ids: padding cropped, or added as -inf."""
+    def _to_target_logits(self, row: FloatArray) -> FloatArray:
+        """Convert the draft model's logits to a row [V] of the target's ids; ids that cannot be drafted get -inf."""
         if self._translation is not None:
-            return self._translation.target_row(row)
+            return self._translation.to_target_logits(row)
         row = row[: min(self._vocab_size, self._num_tokenizer_ids)]
         if len(row) == self._vocab_size:
             return row
@@ -391,21 +393,21 @@ class DraftModelDrafter(Drafter):
     def _run_pass(
         self, drafts: Sequence[_Draft[ResultT]], token_ids: Sequence[list[int]], *, needs_logits: bool
     ) -> tuple[list[_Draft[ResultT]], list[list[DraftLogits]]]:
-        """Run one pass of the draft model; a draft that gets no cache block ends.
+        """Run one pass of the draft model. A draft ends if the cache has no free block for it.
 
         Returns:
-            the drafts that ran, and for each the logits of its next token; with a mask token also those of later tokens.
+            the drafts that ran, and for each the logits of its next token; for PARD models also those of the tokens after it.
         """
         ran, plans, rows = list[_Draft[ResultT]](), list[RowPlan](), list[list[int]]()
         for draft, ids in zip(drafts, token_ids, strict=True):
             masks = [self._mask_token_id] * self._num_mask_tokens(draft) if needs_logits and self._mask_token_id is not None else []
             try:
-                # The last row of a text may be cut and run again, for its logits; rows before it match the text.
+                # the last row may be dropped and run again (`_truncate_rejected`); the rows before it are committed text
                 num_known = len(ids) - needs_logits if len(ids) > 1 else 1
                 state, num_rows = draft.state, len(ids) + len(masks)
                 plans.append(self.cache.reserve(state.sequence, range(-1, num_rows - 1), num_known, pinned_len=state.num_verified))
             except CapacityError:
-                self._send_row(draft, None)
+                self._send_logits(draft, None)
                 self.release(draft.request)
                 continue
             ran.append(draft)
@@ -413,41 +415,43 @@ class DraftModelDrafter(Drafter):
         if not ran:
             return ran, []
         firsts = [len(ids) - self._num_mask_tokens(draft) - 1 for draft, ids in zip(ran, rows, strict=True)] if needs_logits else []
-        wanted = [range(first, len(ids)) for first, ids in zip(firsts, rows, strict=True)] if needs_logits else [range(0)] * len(rows)
+        logit_indices = (
+            [range(first, len(ids)) for first, ids in zip(firsts, rows, strict=True)] if needs_logits else [range(0)] * len(rows)
+        )
         start = perf_counter()
-        inputs, batch, logits_rows = assemble(plans, rows, wanted)
-        is_ranked = needs_logits and any(draft.uses_ranking for draft in ran)
+        inputs, batch, logits_rows = assemble(plans, rows, logit_indices)
+        is_ranked = needs_logits and any(draft.uses_top_tokens for draft in ran)
         if is_ranked:
-            logits_rows = self._add_ranking(logits_rows, ran, [len(own) for own in wanted])
+            logits_rows = self._request_top_tokens(logits_rows, ran, [len(indices) for indices in logit_indices])
         output = self.runtime.forward(inputs, batch, logits_rows)
         num_rows = sum(map(len, rows))
         if num_rows > FREE_PREFILL_TOKENS * len(rows):
             self._prefill_time.observe(num_rows, perf_counter() - start)
-        for draft, ids, own in zip(ran, rows, wanted, strict=True):
-            num_kept = own[0] + 1 if own else len(ids)
+        for draft, ids, indices in zip(ran, rows, logit_indices, strict=True):
+            num_kept = indices[0] + 1 if indices else len(ids)
             self.cache.keep_path(draft.state.sequence, num_kept - 1)
             draft.state.token_ids.extend(ids[:num_kept])
         if not needs_logits:
             return ran, []
         ranked = iter(output.ranked if is_ranked else [None] * len(output.logits))
         found = [DraftLogits(logits, next(ranked)) for logits in output.logits]
-        ends = list(accumulate(map(len, wanted)))
+        ends = list(accumulate(map(len, logit_indices)))
         return ran, [
-            [row if draft.uses_ranking else DraftLogits(row.logits) for row in found[end - len(own) : end]]
-            for draft, own, end in zip(ran, wanted, ends, strict=True)
+            [row if draft.uses_top_tokens else DraftLogits(row.logits) for row in found[end - len(indices) : end]]
+            for draft, indices, end in zip(ran, logit_indices, ends, strict=True)
         ]
 
-    def _add_ranking(self, logits_rows: LogitsRows, drafts: Sequence[_Draft[ResultT]], num_rows: Sequence[int]) -> LogitsRows:
+    def _request_top_tokens(self, logits_rows: LogitsRows, drafts: Sequence[_Draft[ResultT]], num_rows: Sequence[int]) -> LogitsRows:
         drawn = [
-            (draft.request, draft.level + index) if draft.uses_ranking and not draft.request.params.is_greedy else None
+            (draft.request, draft.num_received_rows + index) if draft.uses_top_tokens and not draft.request.params.is_greedy else None
             for draft, count in zip(drafts, num_rows, strict=True)
             for index in range(count)
         ]
-        truncates = any(draft.truncates and draft.uses_ranking for draft in drafts)
-        return logits_rows._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=token_draws(drawn))
+        truncates = any(draft.has_truncation and draft.uses_top_tokens for draft in drafts)
+        return logits_rows._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=target_noise_draws(drawn))
 
 
-def _banner_text(runtime: Network, tree_width: int, note: str, *, in_one_pass: bool) -> str:
+def _description(runtime: Network, tree_width: int, note: str, *, in_one_pass: bool) -> str:
     num_layers = runtime.config.num_layers
     layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
     shape = "" if tree_width == 1 else f", {tree_width} tokens a position"
@@ -457,7 +461,7 @@ def _banner_text(runtime: Network, tree_width: int, note: str, *, in_one_pass: b
 
 @lru_cache(maxsize=256)
 def _tokens_per_level(width: int, depth: int, row_budget: int, layout: TreeLayout) -> tuple[int, ...]:
-    """Return the draft tokens per level of a chain with `width` - 1 siblings next to each token, within `row_budget` rows."""
+    """Return for each level how many tokens a chain with `width` - 1 siblings next to each token has there, within `row_budget` rows."""
     parents = [1 + (level - 1) * width if level else 0 for level in range(depth) for _ in range(width)]
     tree = DraftTree.grow(0, [*range(width)] * depth, parents, "").trim(
         vocab_size=width, max_depth=depth, row_budget=row_budget, layout=layout
@@ -466,11 +470,11 @@ def _tokens_per_level(width: int, depth: int, row_budget: int, layout: TreeLayou
 
 
 def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
-    """Load a draft model, and choose how its tokens become the target's.
+    """Load a draft model and create its drafter. If too few token ids can be mapped to the target's, drafts are passed on as text.
 
     Raises:
-        IncompatibleDrafterError: the pieces of its vocabulary cannot spell half of the target's.
-        CheckpointError: its files are damaged or incomplete.
+        IncompatibleDrafterError: the tokens of the draft model cannot spell half of the target's tokens.
+        CheckpointError: files of the draft model are damaged or incomplete.
     """
     config = read_model_config(directory)
     tokenizer = Tokenizer.open(directory)
@@ -488,11 +492,13 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     passes = time_passes(runtime, cache, (_PREFILL_PROFILE_ROWS,), max_model_len=max_model_len, repeats=1, with_logits=False)
     translation, tokenizers = None, None
     if not has_all_ids:
-        own, other = ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer)
+        target_bytes, draft_bytes = ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer)
         if comparison.match is not VocabularyMatch.DISJOINT:
-            translation = SharedPieces(own, other, vocab_size=target.vocab_size, draft_vocab_size=runtime.config.vocab_size)
+            translation = SharedVocabularyMap(
+                target_bytes, draft_bytes, vocab_size=target.vocab_size, draft_vocab_size=runtime.config.vocab_size
+            )
         else:
-            tokenizers = own, other
+            tokenizers = target_bytes, draft_bytes
     drafter = DraftModelDrafter(
         runtime,
         cache,
@@ -501,7 +507,7 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         translation=translation,
         max_model_len=max_model_len,
         tree_width=target.speculation.tree_width,
-        notices=[line for line in [too_large(directory, config, target.runtime.config)] if line],
+        notices=[line for line in [too_large_reason(directory, config, target.runtime.config)] if line],
         note=_compatibility_note(
             comparison, max_model_len, math.ceil(target.max_model_len * token_ratio), target.speculation.draft_adapter
         ),
@@ -511,11 +517,8 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     return drafter if tokenizers is None else TextDrafter(drafter, *tokenizers)
 
 
-def too_large(directory: Path, draft: ModelConfig, target: ModelConfig) -> str:
-    """Return why a draft model cannot pay: it has as many parameters as its target. Empty = it may pay.
-
-    PARD models draft all tokens in one pass, and may pay at any size.
-    """
+def too_large_reason(directory: Path, draft: ModelConfig, target: ModelConfig) -> str:
+    """Return why a draft model cannot speed up its target: it is not smaller, and drafts one token a pass. Empty if it may."""
     size, target_size = num_parameters(draft), num_parameters(target)
     if size < target_size or read_mask_token(directory, draft) is not None:
         return ""
@@ -526,11 +529,11 @@ def too_large(directory: Path, draft: ModelConfig, target: ModelConfig) -> str:
 
 
 def read_mask_token(directory: Path, config: ModelConfig) -> int | None:
-    """Return the mask token of a PARD draft model; None for any other language model.
+    """Return the mask token of a PARD draft model; None for other language models.
 
     Raises:
         CheckpointError: the mask token is not an id of the model.
-        IncompatibleDrafterError: a PARD-2 model, which also reads the target's hidden states.
+        IncompatibleDrafterError: it is a PARD-2 model, which also reads the target's hidden states.
     """
     path = directory / "config.json"
     values = read_json(path) if path.is_file() else {}
@@ -545,10 +548,10 @@ def read_mask_token(directory: Path, config: ModelConfig) -> int | None:
 
 
 def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, token_ratio: float) -> tuple[Network, KVCache]:
-    """Load the draft model, with a cache for as many tokens as the target's.
+    """Load the draft model, and allocate a KV cache for the texts that fit the target's cache.
 
     Args:
-        token_ratio: draft-model tokens per target token.
+        token_ratio: tokens of the draft model per token of the target in the same text.
     """
     adapter = None if target.speculation.draft_adapter is None else Path(target.speculation.draft_adapter)
     options = RuntimeOptions(
@@ -562,7 +565,7 @@ def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, tok
         merge_adapter=adapter,
     )
     runtime = load_runtime(directory, options).runtime
-    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # one more for the pass that measures prefill
+    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # 1 block for the prefill measurement
     max_checkpoints = target.engine.max_num_seqs if target.cache.prefix_caching else 0
     cache = runtime.new_cache(
         num_blocks, checkpoints=CheckpointConfig(interval=target.engine.state_interval, max_checkpoints=max_checkpoints)
@@ -572,13 +575,13 @@ def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, tok
 
 
 def _token_ratio(target: Tokenizer, draft: Tokenizer) -> float:
-    """Estimate the draft model's tokens per target token of a text, with a margin; at least 1."""
+    """Estimate how many tokens of the draft model a text has per token of the target, plus 25 %; at least 1."""
     counts = [len(tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False)) for tokenizer in (draft, target)]
     return max(1.0, 1.25 * counts[0] / max(1, counts[1]))
 
 
 def _compatibility_note(comparison: VocabularyComparison, max_model_len: int, required_context: int, adapter: str | None) -> str:
-    """Return remarks for the banner on an adapter, and a vocabulary or context that differs from the target's."""
+    """Return what the drafter's description says about an adapter, a different vocabulary, and a context shorter than the target's."""
     note = "" if adapter is None else f"; with the adapter {Path(adapter).name or adapter}"
     note += "" if comparison.coverage == 1.0 else f"; {comparison.match.value} vocabularies: {comparison.describe_conversion()}"
     if max_model_len < required_context:

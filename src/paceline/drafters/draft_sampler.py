@@ -1,8 +1,8 @@
-"""Sample draft tokens from a drafter's logits, for one request and one path.
+"""Sample draft tokens from a drafter's logits, for one request and one path of a draft tree.
 
-At temperature 0 the draft tokens are the most probable ones. Otherwise the first draft token is drawn with the target's own noise (Gumbel
-coupling, Daliri et al. 2024, arXiv:2408.07978, section 3), so that drafter and target tend to draw the same token; its siblings are the
-most probable others.
+At temperature 0 the draft tokens are the most probable ones. Otherwise the first draft token is drawn with the random noise that the target
+will use at that position (Gumbel coupling, Daliri et al. 2024, arXiv:2408.07978, section 3), so that drafter and target tend to draw the
+same token. Its siblings in the tree are the most probable other tokens.
 """
 
 import math
@@ -23,15 +23,16 @@ from paceline.sampling.truncation import TOP_N, support_of, top_probs
 from paceline.speculation.request import Request
 from paceline.speculation.tree_growth import MIN_COUPLED_PROB
 
-_MAX_LOG_PROB_GAP = 12.0  # a token whose log-probability is this far below the best is not worth a row of the target's pass
+_MAX_LOG_PROB_GAP = 12.0  # siblings whose log-probability is this much below that of the most probable token are not drafted
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTokens:
-    """Draft tokens after one node, best first, each with the estimated probability that the target draws it.
+    """The draft tokens after one node of a draft tree, most probable first.
 
     Attributes:
-        draft_probs: the distribution the tokens were drawn from, for rejection sampling.
+        probs: for each token the estimated probability that the target draws it.
+        draft_probs: the distribution that the tokens were drawn from; only for rejection sampling.
     """
 
     token_ids: Sequence[int] = ()
@@ -42,11 +43,11 @@ class DraftTokens:
 NO_TOKENS = DraftTokens()
 
 
-def token_draws(rows: Sequence[tuple[Request, int] | None]) -> Draws | None:
-    """Return how each row's token is drawn with the target's noise; None if no row is drawn from.
+def target_noise_draws(rows: Sequence[tuple[Request, int] | None]) -> Draws | None:
+    """Return the noise keys and temperatures with which a pass draws one token from each row of logits; None if it draws none.
 
     Args:
-        rows: for each row the request and the number of draft tokens before the drawn one; None = not drawn.
+        rows: for each row the request and the number of draft tokens before the token to draw; None = draw no token from this row.
     """
     if not any(rows):
         return None
@@ -60,46 +61,45 @@ def token_draws(rows: Sequence[tuple[Request, int] | None]) -> Draws | None:
 
 
 class DraftSampler:
-    """Samples rows over a draft vocabulary as rows over the target's.
+    """Samples draft tokens, as ids of the target, from rows of logits over a draft vocabulary.
 
     Args:
-        target_ids: [Vd] the target's id of each draft id; None = the same.
-        vocab_size: V; ids beyond it are never drafted.
-        num_known: nor are ids from here on; None = V.
+        target_ids: [Vd] target id of each draft id, ascending; None = the ids are equal.
+        vocab_size: V, size of the target's vocabulary.
+        num_draftable_ids: only target ids below this number are drafted; None = V.
     """
 
-    def __init__(self, target_ids: NDArray[np.int64] | None, vocab_size: int, num_known: int | None = None) -> None:
-        self._row = np.full(vocab_size, -np.inf, np.float32)  # target ids that the draft vocabulary lacks stay -inf
-        self._vocab_size, self._num_known = vocab_size, vocab_size if num_known is None else min(vocab_size, num_known)
-        self._target_ids = None if target_ids is None else target_ids[target_ids < self._num_known]
+    def __init__(self, target_ids: NDArray[np.int64] | None, vocab_size: int, num_draftable_ids: int | None = None) -> None:
+        self._vocab_size, self._row = vocab_size, np.full(vocab_size, -np.inf, np.float32)  # ids that cannot be drafted stay -inf
+        self._num_draftable_ids = vocab_size if num_draftable_ids is None else min(vocab_size, num_draftable_ids)
+        self._target_ids = None if target_ids is None else target_ids[target_ids < self._num_draftable_ids]
 
     def ranking(self, width: int) -> Ranking:
-        """Return the ranking to request from the pass, so that `sample_ranked` can sample `width` tokens."""
-        columns = self._num_known if self._target_ids is None else len(self._target_ids)
+        """Return how many top tokens a pass must return for each row, so that `sample_from_top_tokens` can sample `width` tokens."""
+        columns = self._num_draftable_ids if self._target_ids is None else len(self._target_ids)
         return Ranking(columns, 1 if width == 1 else width + 1, self._target_ids)
 
     def truncated_ranking(self, width: int) -> Ranking:
-        """Return the ranking to request from the pass, so that `sample_truncated` can sample."""
+        """Return how many top tokens a pass must return per row, so that `sample_truncated_from_top_tokens` can sample `width` tokens."""
         return replace(self.ranking(width), count=max(TOP_N, width + 1))
 
-    def sample_ranked(self, row: RankedRow, width: int, *, is_greedy: bool) -> DraftTokens:
-        """Sample as `sample` does, for a request whose logits are changed by the temperature only."""
+    def sample_from_top_tokens(self, row: RankedRow, width: int, *, is_greedy: bool) -> DraftTokens:
+        """Sample from the top tokens of a row. Gives the result of `sample` if only the temperature changes the request's logits."""
         log_sum, drawn, scores, ids = row
         if not math.isfinite(log_sum):
             return NO_TOKENS
         first = ids[0] if is_greedy else drawn
         if width == 1:
             best = math.exp(scores[0] - log_sum)
-            return DraftTokens((first,), (best if first == ids[0] else _unlikely_prob(best),))
+            return DraftTokens((first,), (best if first == ids[0] else _estimate_drawn_prob(best),))
         floor = scores[0] - _MAX_LOG_PROB_GAP
-        prob_of = {token: math.exp(score - log_sum) for token, score in zip(ids, scores, strict=True) if score > floor}
-        return _with_siblings(first, prob_of, width, is_greedy=is_greedy)
+        prob_by_token = {token: math.exp(score - log_sum) for token, score in zip(ids, scores, strict=True) if score > floor}
+        return _add_siblings(first, prob_by_token, width, is_greedy=is_greedy)
 
-    def sample_truncated(self, request: Request, path: Sequence[int], row: RankedRow, width: int) -> DraftTokens | None:
-        """Sample as `sample`, for a request with top-k, top-p or min-p; None if the top tokens do not determine what these keep.
+    def sample_truncated_from_top_tokens(self, request: Request, path: Sequence[int], row: RankedRow, width: int) -> DraftTokens | None:
+        """Sample from the top tokens of a row (see `truncated_ranking`), for a request with top-k, top-p or min-p.
 
-        Args:
-            row: ranked by `truncated_ranking` and drawn from with the noise of this position.
+        Gives the result of `sample`; None if more than the top tokens are needed to apply top-k, top-p and min-p.
         """
         log_sum, drawn, scores, ids = row
         probs = [math.exp(score - log_sum) for score in scores]
@@ -111,37 +111,38 @@ class DraftSampler:
             position = len(request.token_ids) + len(path)
             candidates = Distribution(np.array(scores[: support.count], np.float32), np.array(top), greedy=False)
             drawn = draw(candidates, request.seed, request.sample_index, position)
-        prob_of = {token: prob / support.mass if support.is_all else prob for token, prob in zip(top, probs, strict=False)}
+        prob_by_token = {token: prob / support.mass if support.is_all else prob for token, prob in zip(top, probs, strict=False)}
         if width == 1:
-            return DraftTokens((drawn,), (min(1.0, prob_of[drawn]),))
-        return _with_siblings(drawn, prob_of, width, is_greedy=False)
+            return DraftTokens((drawn,), (min(1.0, prob_by_token[drawn]),))
+        return _add_siblings(drawn, prob_by_token, width, is_greedy=False)
 
     def sample(self, request: Request, path: Sequence[int], row: FloatArray, width: int, *, needs_draft_probs: bool) -> DraftTokens:
-        """Sample up to `width` tokens that may follow the request's tokens and `path`; none if no known token is allowed.
+        """Sample up to `width` tokens that may follow the request's tokens and `path`; none if the draft vocabulary has no allowed token.
 
         Args:
-            row: [Vd] logits.
-            needs_draft_probs: draw from the row's distribution with separate noise (a single token only).
+            path: draft tokens before the sampled one.
+            row: [Vd] logits of the drafter.
+            needs_draft_probs: if `width` is 1, draw with noise that the target does not use, and return the distribution.
         """
         try:
-            return self.sample_target_row(request, path, self._as_target_row(row), width, needs_draft_probs=needs_draft_probs)
-        except PacelineError:  # the sampling parameters allow no known token, or the logits are invalid
+            return self.sample_target_row(request, path, self._to_target_logits(row), width, needs_draft_probs=needs_draft_probs)
+        except PacelineError:  # the request's constraints allow no token that can be drafted, or the logits are invalid
             return NO_TOKENS
 
     def sample_target_row(
         self, request: Request, path: Sequence[int], row: FloatArray, width: int, *, needs_draft_probs: bool
     ) -> DraftTokens:
-        """Sample as `sample`, from a row [V] over the target's ids.
+        """Sample as `sample` does, from a row of logits [V] over the target's ids.
 
         Raises:
-            PacelineError: as `LogitsProcessor.edit`.
+            PacelineError: no token is allowed, or the logits are invalid.
         """
         edited = request.processor.edit(row, path)
         if needs_draft_probs and width == 1 and not request.params.is_greedy:
-            return _draw_separately(request, path, edited.distribution())
+            return _draw_for_rejection_sampling(request, path, edited.distribution())
         first = edited.draw(request.seed, request.sample_index, len(request.token_ids) + len(path))
         scores, ids = edited.scaled_logits(), self._target_ids
-        return _most_probable(request.params, scores if ids is None else scores[ids], ids, first, width)  # scores of other ids are -inf
+        return _first_and_most_probable(request.params, scores if ids is None else scores[ids], ids, first, width)
 
     def sample_candidates(
         self,
@@ -153,78 +154,78 @@ class DraftSampler:
         *,
         needs_draft_probs: bool,
     ) -> DraftTokens:
-        """Sample as `sample` does, from the candidates: all other ids are impossible.
+        """Sample as `sample` does, if all tokens but these candidates have probability 0.
 
         Args:
-            token_ids: [k] the target's ids of the candidates, ascending.
-            scores: [k] their logits.
+            token_ids: [k] target ids of the candidates, ascending.
+            scores: [k] logits of the candidates.
         """
         if not len(token_ids) or not np.isfinite(scores).all():
             return NO_TOKENS
         if not request.processor.only_scales:
-            whole = np.full(self._vocab_size, -np.inf, np.float32)
-            whole[token_ids] = scores
+            target_row = np.full(self._vocab_size, -np.inf, np.float32)
+            target_row[token_ids] = scores
             try:
-                return self.sample_target_row(request, path, whole, width, needs_draft_probs=needs_draft_probs)
-            except PacelineError:  # the sampling parameters allow none of these tokens
+                return self.sample_target_row(request, path, target_row, width, needs_draft_probs=needs_draft_probs)
+            except PacelineError:  # the request's constraints allow none of the candidates
                 return NO_TOKENS
         is_greedy = request.params.is_greedy
         scaled = scores if is_greedy else scores / np.float32(request.params.temperature)
         candidates = Distribution(scaled, token_ids.astype(np.int64), is_greedy)
         if needs_draft_probs and width == 1 and not candidates.greedy:
-            return _draw_separately(request, path, candidates)
+            return _draw_for_rejection_sampling(request, path, candidates)
         first = draw(candidates, request.seed, request.sample_index, len(request.token_ids) + len(path))
-        return _most_probable(request.params, candidates.scores, candidates.token_ids, first, width)
+        return _first_and_most_probable(request.params, candidates.scores, candidates.token_ids, first, width)
 
-    def _as_target_row(self, row: FloatArray) -> FloatArray:
+    def _to_target_logits(self, row: FloatArray) -> FloatArray:
         if self._target_ids is not None:
-            self._row[self._target_ids] = row[: len(self._target_ids)]  # draft ids ascend by target id, so ids beyond V come last
+            self._row[self._target_ids] = row[
+                : len(self._target_ids)
+            ]  # draft ids are sorted by target id, so those that are never drafted are the last
             return self._row
-        known = min(len(row), self._num_known)
-        if known == self._vocab_size:
-            return row[:known]
-        self._row[:known] = row[:known]
+        num_columns = min(len(row), self._num_draftable_ids)
+        if num_columns == self._vocab_size:
+            return row[:num_columns]
+        self._row[:num_columns] = row[:num_columns]
         return self._row
 
 
-def _draw_separately(request: Request, path: Sequence[int], distribution: Distribution) -> DraftTokens:
-    """Draw one token with separate noise, for rejection sampling."""
+def _draw_for_rejection_sampling(request: Request, path: Sequence[int], distribution: Distribution) -> DraftTokens:
+    """Draw one token for rejection sampling, with noise that the target does not use."""
     probs = TokenProbs.from_distribution(distribution)
     return DraftTokens(draw_distinct(probs, 1, request.seed, request.sample_index, len(request.token_ids), len(path)), (1.0,), probs)
 
 
-def _most_probable(params: SamplingParams, scores: FloatArray, ids: NDArray[np.int64] | None, first: int, width: int) -> DraftTokens:
-    """Return `first` and the most probable other tokens.
+def _first_and_most_probable(
+    params: SamplingParams, scores: FloatArray, ids: NDArray[np.int64] | None, first: int, width: int
+) -> DraftTokens:
+    """Return the drawn token `first` and, as its siblings, the most probable other tokens, `width` in all.
 
     Args:
-        scores: [M] before truncation.
-        ids: [M] of the scores; None = their positions.
+        scores: [M] scores before top-k, top-p and min-p.
+        ids: [M] token ids of the scores; None = the index of a score is its id.
     """
     best, probs = top_probs(params, scores, width + 1 if width > 1 else 1)
     tokens: list[int] = (best if ids is None else ids[best]).tolist()
     if width == 1:
         index = first if ids is None else int(ids.searchsorted(first))
-        return DraftTokens((first,), (probs[0] if scores[index] == scores[best[0]] else _unlikely_prob(probs[0]),))
+        return DraftTokens((first,), (probs[0] if scores[index] == scores[best[0]] else _estimate_drawn_prob(probs[0]),))
     floor = scores[best[0]] - _MAX_LOG_PROB_GAP
-    prob_of = {token: prob for token, prob, score in zip(tokens, probs, scores[best], strict=True) if score > floor}
-    return _with_siblings(first, prob_of, width, is_greedy=params.is_greedy)
+    prob_by_token = {token: prob for token, prob, score in zip(tokens, probs, scores[best], strict=True) if score > floor}
+    return _add_siblings(first, prob_by_token, width, is_greedy=params.is_greedy)
 
 
-def _unlikely_prob(best: float) -> float:
-    """Estimate the probability of a drawn token that is not the most probable one, from the probability `best` of that one."""
-    return min(best, 1.0 - best) / 2.0
+def _estimate_drawn_prob(best_prob: float) -> float:
+    """Estimate the probability of a drawn token that is not the most probable token, whose probability is `best_prob`."""
+    return min(best_prob, 1.0 - best_prob) / 2.0
 
 
-def _with_siblings(first: int, prob_of: Mapping[int, float], width: int, *, is_greedy: bool) -> DraftTokens:
-    """Return `first` and the most probable others, scaled to the probability that `first` leaves.
-
-    Args:
-        prob_of: probabilities of the most probable tokens, best first.
-    """
-    own = prob_of.get(first, 0.0)
+def _add_siblings(first: int, prob_by_token: Mapping[int, float], width: int, *, is_greedy: bool) -> DraftTokens:
+    """Return `first` and the most probable others, whose probabilities are scaled to sum to at most 1 minus that of `first`."""
+    own = prob_by_token.get(first, 0.0)
     if not is_greedy:
         own = max(own, MIN_COUPLED_PROB)
-    others = [item for item in prob_of.items() if item[0] != first][: width - 1]
+    others = [item for item in prob_by_token.items() if item[0] != first][: width - 1]
     rest = sum([prob for _, prob in others])
     scale = min(1.0, (1.0 - own) / rest) if rest > 0.0 else 0.0
     return DraftTokens((first, *[token for token, _ in others]), (own, *[prob * scale for _, prob in others]))

@@ -1,4 +1,7 @@
-"""The draft vocabulary of an MTP module: the first ids, or the most frequent ids of a corpus, as EAGLE-3 heads have one."""
+"""The reduced vocabulary that an MTP module drafts from: the lowest token ids, or the most frequent ids of a text corpus.
+
+EAGLE-3 heads are trained with such a vocabulary. An MTP module uses these rows of its vocabulary matrix only, which makes drafting faster.
+"""
 
 from pathlib import Path
 
@@ -11,25 +14,25 @@ from paceline.small_files import read_small
 from paceline.tokenizer.tokenizer import Tokenizer
 
 DraftVocab = range | NDArray[np.int64]
-"""The target's ids that are drafted: the first ones, or others in ascending order."""
+"""Target ids that are drafted: a range from 0, or other ids in ascending order."""
 MAX_CORPUS_BYTES = 64 << 20
-_CHUNK_CHARS = 1 << 20  # characters tokenized at once; a word cut at a chunk's end changes the counts by one
+_CHUNK_CHARS = 1 << 20  # characters tokenized at once; cutting a word at a chunk's end hardly changes the counts
 
 
-def draft_vocab(options: HeadOptions, tokenizer: Tokenizer, vocab_size: int) -> DraftVocab | None:
-    """Return the draft vocabulary that the options select; None = all ids.
+def select_draft_vocab(options: HeadOptions, tokenizer: Tokenizer, vocab_size: int) -> DraftVocab | None:
+    """Return the draft vocabulary that the user's options select; None = all ids of the target.
 
     Raises:
-        ConfigError: as `HeadOptions.num_draft_ids` and `read_corpus`.
+        ConfigError: the draft vocabulary is larger than the target's, or the corpus cannot be read.
     """
     count = options.num_draft_ids(vocab_size)
     if count is None or options.draft_vocab_corpus is None:
         return None if count is None else range(count)
-    return frequent_ids(read_corpus(options.draft_vocab_corpus), tokenizer, count, vocab_size)
+    return most_frequent_ids(read_corpus(options.draft_vocab_corpus), tokenizer, count, vocab_size)
 
 
 def read_corpus(path: Path) -> str:
-    """Read the text file of `draft_vocab_corpus`.
+    """Read the text file given as option `draft_vocab_corpus`.
 
     Raises:
         ConfigError: the file is missing, empty, not UTF-8, or larger than MAX_CORPUS_BYTES.
@@ -37,7 +40,7 @@ def read_corpus(path: Path) -> str:
     try:
         content = read_small(path, MAX_CORPUS_BYTES)
     except CheckpointError as error:
-        reason = str(error).partition(";")[0]  # the error's advice after ";" is about checkpoints, not about a text file
+        reason = str(error).partition(";")[0]  # the advice after ";" is about checkpoints, not about text files
         raise ConfigError(
             f"drafter_options: draft_vocab_corpus cannot be read: {reason}; give a text file of at most {MAX_CORPUS_BYTES} bytes"
         ) from None
@@ -52,15 +55,15 @@ def read_corpus(path: Path) -> str:
         ) from None
 
 
-def frequent_ids(text: str, tokenizer: Tokenizer, count: int, vocab_size: int) -> NDArray[np.int64]:
-    """Return [count] the most frequent ids of `text` below `vocab_size` and the end-of-text ids, ascending.
+def most_frequent_ids(text: str, tokenizer: Tokenizer, count: int, vocab_size: int) -> NDArray[np.int64]:
+    """Return the end-of-text ids and the most frequent ids of `text`, `count` in all, ascending and below `vocab_size`.
 
-    On ties the lowest ids are taken: BPE vocabularies are in the order of their merges, so these are the more frequent ones.
+    Of equally frequent ids, lower ones are preferred: BPE vocabularies order ids by merge, so these are more frequent in general.
     """
     counts = np.zeros(vocab_size, np.int64)
     for begin in range(0, len(text), _CHUNK_CHARS):
         found = np.array(tokenizer.encode(text[begin : begin + _CHUNK_CHARS], add_special_tokens=False), np.int64)
         counts += np.bincount(found[found < vocab_size], minlength=vocab_size)
     ends = [token for token in tokenizer.end_token_ids if token < vocab_size]
-    counts[ends] = len(text) + 1  # more than any id can have
+    counts[ends] = len(text) + 1  # end-of-text ids get the highest counts, so that they are always included
     return np.sort(np.argsort(-counts, kind="stable")[:count])

@@ -1,7 +1,7 @@
-"""Files of a draft head: its tensors by plain names, its config, and the method they are for.
+"""The files of a drafting head: tensors, config.json, and the drafting method that the head was trained for.
 
-A head comes as safetensors or as PyTorch files, with or without a config.json. Training code leaves different prefixes in tensor names.
-PyTorch files are read with `weights_only`, so that no code in them runs.
+A head is stored in safetensors or PyTorch files, with or without a config.json. Prefixes that training code leaves in tensor names are
+removed. PyTorch files are read with `weights_only=True`, so that code in them does not run.
 """
 
 import re
@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_kinds import METHOD_FILES, HeadKind, kind_of
-from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.drafters.head_kinds import METHOD_FILE_NAMES, HeadKind, detect_head_kind
+from paceline.errors import CheckpointError, IncompatibleDrafterError, name_list
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.gguf.header import GgufTensor
 from paceline.models.gguf.stored_tensor import TensorSource, read_tensor
+from paceline.models.layers import DenseMLP, LayerConfig, QKNorm
 from paceline.models.storage.safetensors_file import checkpoint_files
 from paceline.models.storage.tensor_file import ITEM_TYPES, FileTensor, read_tensors
 from paceline.models.weights import AnyTensor, Tensor
@@ -24,21 +26,37 @@ from paceline.small_files import INDEX_BYTES, is_file, read_json
 
 _PREFIXES = re.compile(r"(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
 _WEIGHT_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
-_NUMBER = "[0-9]{1,6}"  # digits of a layer or head index; real files have fewer
-_MAX_LISTED_NAMES = 20
+_INDEX = "[0-9]{1,6}"  # index of a layer or head; more digits only occur in damaged files
+
+
+Shapes = dict[str, tuple[int, ...]]
+LAYER_MODULE_NAMES = {
+    **{f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
+    **{f"mlp.{name}": name for name in ("gate_proj", "up_proj", "down_proj")},
+}
+"""Modules of a decoder layer: name in safetensors and PyTorch files -> name in the networks."""
+GGUF_LAYER_MODULE_NAMES = {
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+"""Modules of a decoder layer: name in GGUF files -> name in safetensors and PyTorch files."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """The tensors and config of a head; a tensor is read when it is opened.
+    """The tensors and config of a head. Values of a tensor are only read from the file when they are needed.
 
     Attributes:
-        path: the directory, or the single file.
-        config: config.json; empty if there is none.
-        tensors: by name, without prefixes such as `module.`.
-        kind: the method they are for.
-        files: the files that hold the tensors.
-        quantised: matrices in the quantised blocks of a GGUF file, by the same names.
+        path: directory of the head, or its file.
+        config: contents of config.json; empty if there is none.
+        tensors: tensors by name, without prefixes such as `module.`.
+        kind: kind of the head.
+        files: the files that contain the tensors.
+        quantised: matrices that a GGUF file stores in quantised blocks, by the same names.
     """
 
     path: Path
@@ -50,12 +68,12 @@ class HeadFiles:
 
     @classmethod
     def open(cls, path: Path) -> "HeadFiles":
-        """Open the head in a directory, or in one file of it.
+        """Open the head in a directory or file. A config.json in the file's directory is read too.
 
         Raises:
-            CheckpointError: there is none, or a file is damaged.
-            IncompatibleDrafterError: its method is unknown.
-            BackendUnavailableError: a library to read it is not installed.
+            CheckpointError: there is no head, or a file is damaged.
+            IncompatibleDrafterError: the drafting method of the head is unknown.
+            BackendUnavailableError: a library that reads the files is not installed.
         """
         directory = path if path.is_dir() else path.parent
         config = read_json(directory / "config.json") or {}
@@ -64,28 +82,28 @@ class HeadFiles:
         for file in files:
             found.update(read_tensors(file, "head"))
         tensors: dict[str, FileTensor] = {}
-        for name in sorted(found, key=len):  # of two tensors with one plain name, the one without a prefix is used
-            tensors.setdefault(plain_name(name), found[name])
-        kind = kind_of(path, config, {name: tensor.shape for name, tensor in tensors.items()}, files)
+        for name in sorted(found, key=len):  # names without a prefix are shorter and have priority
+            tensors.setdefault(strip_prefixes(name), found[name])
+        kind = detect_head_kind(path, config, {name: tensor.shape for name, tensor in tensors.items()}, files)
         return cls(path, config, tensors, kind, files)
 
     @property
     def config_path(self) -> Path:
-        """The config.json; of a GGUF file, which has none, the file itself."""
+        """Path of config.json; path of the GGUF file if the config is its metadata."""
         if self.path.suffix == ".gguf":
             return self.path
         return self.path / "config.json" if self.path.is_dir() else self.path.with_name("config.json")
 
     @property
     def is_speculators(self) -> bool:
-        """Whether the files are in the format of the speculators library."""
+        """Whether the files have the format of the speculators library."""
         return "speculators_model_type" in self.config
 
-    def shape(self, name: str) -> tuple[int, int] | None:
-        """Return rows and columns of a matrix, None if there is none of this name.
+    def matrix_shape(self, name: str) -> tuple[int, int] | None:
+        """Return the numbers of rows and columns of a matrix; None if there is no tensor of this name.
 
         Raises:
-            CheckpointError: it is not a matrix.
+            CheckpointError: the tensor is not a matrix.
         """
         tensor = self.tensors.get(name)
         if tensor is None:
@@ -96,25 +114,25 @@ class HeadFiles:
             )
         return tensor.shape[0], tensor.shape[1]
 
-    def count(self, pattern: str) -> int:
-        """Return the number of parts whose names match `pattern`; `{}` is the part's index: 0, 1, … without gaps.
+    def count_indices(self, pattern: str) -> int:
+        """Return how many different indices tensor names have in place of the `{}` of a pattern, such as the 12 of "layers.{}.".
 
         Raises:
-            CheckpointError: an index is missing (found without counting up to the largest).
+            CheckpointError: the indices are not 0, 1, … without gaps.
         """
-        regex = re.compile(re.escape(pattern).replace(r"\{\}", f"({_NUMBER})"))
-        numbers = {int(match[1]) for name in self.tensors if (match := regex.match(name))}
-        if numbers and max(numbers) >= len(numbers):
-            missing = next(number for number in range(len(numbers)) if number not in numbers)
-            held, absent = pattern.format(max(numbers)), pattern.format(missing)
-            raise CheckpointError(f"{self.path} holds {held}* and no {absent}*: the file is damaged, download it again")
-        return len(numbers)
+        regex = re.compile(re.escape(pattern).replace(r"\{\}", f"({_INDEX})"))
+        indices = {int(match[1]) for name in self.tensors if (match := regex.match(name))}
+        if indices and max(indices) >= len(indices):
+            missing = next(index for index in range(len(indices)) if index not in indices)
+            largest_name, missing_name = pattern.format(max(indices)), pattern.format(missing)
+            raise CheckpointError(f"{self.path} holds {largest_name}* and no {missing_name}*: the file is damaged, download it again")
+        return len(indices)
 
     def weight(self, name: str) -> Tensor:
-        """Return a floating-point tensor.
+        """Open a floating-point tensor; float64 is converted to float32.
 
         Raises:
-            CheckpointError: its stored type is not one of weights.
+            CheckpointError: the tensor is stored in another data type.
         """
         tensor = self.tensors[name]
         if tensor.dtype == "F64":
@@ -126,22 +144,22 @@ class HeadFiles:
         return Tensor(tensor.open(), _WEIGHT_TYPES[tensor.dtype], tensor.shape)
 
     def matrix(self, name: str, num_threads: int = 1) -> AnyTensor:
-        """Return a tensor as `weight`; a matrix in quantised blocks stays quantised.
+        """Open a floating-point tensor, or a quantised matrix of a GGUF file, which stays quantised.
 
         Args:
-            num_threads: for the conversion of the blocks.
+            num_threads: threads that convert the quantised blocks.
 
         Raises:
-            CheckpointError: its stored type is not one of weights.
+            CheckpointError: the tensor is stored in another data type.
         """
         source = self.quantised.get(name)
         return self.weight(name) if source is None else read_tensor(name, source, regroup=False, num_threads=num_threads)
 
-    def table(self, name: str) -> NDArray[np.int64]:
-        """Return a table of ids, offsets or flags.
+    def integer_vector(self, name: str) -> NDArray[np.int64]:
+        """Read a one-dimensional tensor of integers or booleans, such as `d2t`.
 
         Raises:
-            CheckpointError: it is not one-dimensional, or not of integers.
+            CheckpointError: the tensor has another number of dimensions or data type.
         """
         tensor = self.tensors[name]
         if tensor.dtype in ("F32", "F16", "BF16", "F64") or tensor.dtype not in ITEM_TYPES:
@@ -150,11 +168,11 @@ class HeadFiles:
             raise CheckpointError(f"{self.path}: tensor {name!r} has shape {list(tensor.shape)}, expected a row; is it another head's?")
         return tensor.open().astype(np.int64)
 
-    def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]] | None = None) -> None:
-        """Check the tensors against the shapes a network needs.
+    def check_shapes(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        """Check that all required tensors are there, and that required and optional tensors have these shapes.
 
         Raises:
-            CheckpointError: tensors are missing or of another shape; all of them are named.
+            CheckpointError: tensors are missing or have other shapes; the error lists all of them.
         """
         expected = {**required, **(optional or {})}
         missing = [f"{name} {list(shape)}" for name, shape in required.items() if name not in self.tensors]
@@ -168,13 +186,14 @@ class HeadFiles:
             raise CheckpointError(f"{self.path} is no complete {self.kind.value} head for this target: {'; '.join(problems)}")
 
     def check_all_used(self, used: Iterable[str], *, ignored: Callable[[str], bool] = lambda _: False) -> None:
-        """Check that every tensor is used or known to take no part in the computation: without it the network would be another one.
+        """Check that the files contain no unknown tensors. An unknown tensor means that the head computes something that we do not.
 
         Args:
-            ignored: returns whether a tensor takes no part; rotary frequencies never do.
+            used: names of the tensors that the network uses.
+            ignored: returns whether a tensor, given by name, is known to be unused; rotary frequencies always are.
 
         Raises:
-            CheckpointError: tensors are neither used nor ignored; all of them are named.
+            CheckpointError: tensors are neither used nor ignored; the error lists all of them.
         """
         known = set(used)
         unknown = [name for name in self.tensors if name not in known and not name.endswith("rotary_emb.inv_freq") and not ignored(name)]
@@ -185,24 +204,58 @@ class HeadFiles:
             )
 
 
+def add_layer_shapes(
+    required: Shapes, optional: Shapes, prefix: str, layer: LayerConfig, *, hidden_size: int, input_size: int, norms: Iterable[str]
+) -> None:
+    """Add the shapes of the tensors of one decoder layer to `required` and `optional`.
+
+    Args:
+        input_size: input size of the query, key and value projections.
+        norms: names of the layer's norms.
+    """
+    attention, mlp = layer.attention, layer.mlp
+    assert isinstance(mlp, DenseMLP)  # the configs of these heads never have experts
+    inner = mlp.intermediate_size
+    matrices = {
+        "self_attn.q_proj": (attention.query_size, input_size), "self_attn.k_proj": (attention.kv_size, input_size),
+        "self_attn.v_proj": (attention.kv_size, input_size), "self_attn.o_proj": (hidden_size, attention.query_size),
+        "mlp.gate_proj": (inner, hidden_size), "mlp.up_proj": (inner, hidden_size), "mlp.down_proj": (hidden_size, inner),
+    }  # fmt: skip
+    if attention.has_keys_as_values:
+        del matrices["self_attn.v_proj"]
+    for name, shape in matrices.items():
+        required[f"{prefix}{name}.weight"] = shape
+        optional[f"{prefix}{name}.bias"] = shape[:1]
+    required |= {f"{prefix}{name}.weight": (hidden_size,) for name in norms}
+    if attention.qk_norm is QKNorm.HEAD:
+        required |= {f"{prefix}self_attn.{name}.weight": (attention.head_size,) for name in ("q_norm", "k_norm")}
+
+
+def read_gguf_values(tensor: GgufTensor, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Read an unquantised tensor of a GGUF file."""
+    values = tensor.data.view(np.dtype(ITEM_TYPES[tensor.block_type.name])).reshape(shape)
+    return values if values.flags.aligned else values.copy()
+
+
 def is_head_file(name: str) -> bool:
-    """Return whether a path is a head's file rather than a directory."""
+    """Return whether a path is a file, not a directory, that can contain a head."""
     path = Path(name)
     return path.suffix in (".pt", ".bin", ".safetensors") and is_file(path)
 
 
-def plain_name(name: str) -> str:
-    """Return a tensor's name without the prefixes that training code leaves."""
+def strip_prefixes(name: str) -> str:
+    """Return a tensor's name without the prefixes that training code leaves, such as `module.`."""
     found = _PREFIXES.match(name)
     return name[found.end() :] if found else name
 
 
-def check_pairing(files: HeadFiles, target: ModelConfig, *, hidden_size: int, vocab_rows: int | None = None) -> None:
-    """Check that a head's sizes are those of the target.
+def check_target_sizes(files: HeadFiles, target: ModelConfig, *, hidden_size: int, vocab_rows: int | None = None) -> None:
+    """Check that a head was made for a target of this hidden size and vocabulary size.
 
     Args:
-        hidden_size: width of the target's features that the head takes.
-        vocab_rows: rows of its vocabulary matrices, one per target id; None = it has none. Padding may differ.
+        hidden_size: hidden size of the target that the head expects.
+        vocab_rows: number of target ids that the head's embedding or lm_head has rows for; None = it has neither. It may differ from the
+            target's number by padding.
 
     Raises:
         IncompatibleDrafterError: a size differs.
@@ -219,18 +272,18 @@ def check_pairing(files: HeadFiles, target: ModelConfig, *, hidden_size: int, vo
         )
 
 
-def target_ids_of(files: HeadFiles, size: int, target: ModelConfig) -> NDArray[np.int64] | None:
-    """Return the target's id of each of `size` draft ids; None = the same.
+def read_target_ids(files: HeadFiles, size: int, target: ModelConfig) -> NDArray[np.int64] | None:
+    """Return the target id of each of `size` draft ids; None if there is no `d2t` or the ids are equal.
 
-    `d2t` holds offsets to add to draft ids. The sums ascend, and `t2d` marks the same ids.
+    `d2t` contains target id minus draft id for each draft id. The target ids must ascend. `t2d`, if there, is True for the same target ids.
 
     Raises:
-        IncompatibleDrafterError: an id is not the target's.
-        CheckpointError: the tables contradict each other.
+        IncompatibleDrafterError: a target id is not in the target's vocabulary.
+        CheckpointError: `d2t` and `t2d` contradict each other.
     """
     if "d2t" not in files.tensors:
         return None
-    offsets = files.table("d2t")
+    offsets = files.integer_vector("d2t")
     if offsets.shape != (size,):
         raise CheckpointError(f"{files.path}: d2t has {list(offsets.shape)} entries for {size} rows of lm_head.weight; download it again")
     ids = np.arange(size) + offsets
@@ -240,19 +293,19 @@ def target_ids_of(files: HeadFiles, size: int, target: ModelConfig) -> NDArray[n
             f"within the target's {target.vocab_size}: the head was made for another model, or its table holds ids in place of offsets"
         )
     if "t2d" in files.tensors:
-        marked = np.flatnonzero(files.table("t2d"))
+        marked = np.flatnonzero(files.integer_vector("t2d"))
         if len(marked) and not np.array_equal(marked, ids):
             raise CheckpointError(f"{files.path}: d2t and t2d name different target ids; the file is damaged, download it again")
     return None if np.array_equal(ids, np.arange(target.vocab_size)) else ids
 
 
 def _tensor_files(directory: Path) -> tuple[Path, ...]:
-    """Return the files of a directory that hold the head; safetensors before PyTorch's.
+    """Return the files in a directory that contain the head's tensors; safetensors files are preferred to PyTorch files.
 
     Raises:
-        CheckpointError: there are none, or an index names missing files.
+        CheckpointError: there are no such files, or an index lists missing files.
     """
-    for name in METHOD_FILES:
+    for name in METHOD_FILE_NAMES:
         if (directory / name).is_file():
             return (directory / name,)
     if (directory / "model.safetensors").is_file() or (directory / "model.safetensors.index.json").is_file():
@@ -260,24 +313,17 @@ def _tensor_files(directory: Path) -> tuple[Path, ...]:
     if (directory / "pytorch_model.bin").is_file():
         return (directory / "pytorch_model.bin",)
     if (directory / "pytorch_model.bin.index.json").is_file():
-        return _shards(directory / "pytorch_model.bin.index.json")
+        return _read_shard_index(directory / "pytorch_model.bin.index.json")
     others = sorted(directory.glob("*.safetensors"))
     if len(others) == 1:
         return (others[0],)
-    looked_for = ", ".join((*METHOD_FILES, "model.safetensors", "pytorch_model.bin"))
+    looked_for = ", ".join((*METHOD_FILE_NAMES, "model.safetensors", "pytorch_model.bin"))
     found = f"{len(others)} *.safetensors files" if others else "no weights"
     raise CheckpointError(f"{directory} holds {found}; expected config.json with {looked_for} or one *.safetensors: name a head or a model")
 
 
-def name_list(items: list[str]) -> str:
-    """Format tensor names for an error: their number, and the first ones if there are many."""
-    rest = len(items) - _MAX_LISTED_NAMES
-    count = f"{len(items)} tensor{'s' if len(items) > 1 else ''}"
-    return f"{count}: {', '.join(items[:_MAX_LISTED_NAMES])}{f' and {rest} more' if rest > 0 else ''}"
-
-
-def _shards(index: Path) -> tuple[Path, ...]:
-    """Return the files that an index of PyTorch shards lists, in the same directory."""
+def _read_shard_index(index: Path) -> tuple[Path, ...]:
+    """Return the paths of the PyTorch files that an index file lists; they are in the directory of the index."""
     weight_map = (read_json(index, INDEX_BYTES) or {}).get("weight_map")
     names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, Mapping) else []
     wrong = [name for name in names if Path(name).name != name or not name.endswith(".bin") or not (index.parent / name).is_file()]

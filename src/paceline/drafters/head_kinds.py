@@ -1,4 +1,4 @@
-"""Detects the method that a head's files are for, from its config, else from its tensors."""
+"""Detects the kind of a drafting head from its config, or else from the names and shapes of its tensors."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from paceline.errors import IncompatibleDrafterError
 
 
 class HeadKind(Enum):
-    """The drafting method that files are for; some methods have no drafter."""
+    """Drafting method that a head was trained for. Heads of some methods are detected but not supported."""
 
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
@@ -29,14 +29,14 @@ class HeadKind(Enum):
     LANGUAGE_MODEL = "draft_model"
 
 
-METHOD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
-"""Files that hold a head and nothing else."""
+METHOD_FILE_NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
+"""Names of files that always contain a Medusa or Hydra head."""
 
-_SPECULATORS = {
+_SPECULATORS_MODEL_TYPES = {
     "independent": HeadKind.LANGUAGE_MODEL,
     **{kind: HeadKind(kind) for kind in ("eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark", "xpress", "mlp")},
 }
-_ARCHITECTURES = {
+_KIND_BY_ARCHITECTURE = {
     "PEagle": HeadKind.PEAGLE,
     "Peagle": HeadKind.PEAGLE,
     "LiLiCorr": HeadKind.LILICORR,
@@ -47,51 +47,53 @@ _ARCHITECTURES = {
     "DFlash": HeadKind.DFLASH,
     "MuseGlimmerAssistant": HeadKind.DFLASH,
     "MLPSpeculator": HeadKind.MLP,
-}  # substrings of architecture names; the first match decides
-_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
-_MEDUSA_NAMES = re.compile(r"\d+\.\d+\.linear\.|medusa_heads?\.|blocks\.\d+\.layers\.\d+\.|lm_heads\.\d+\.")
-_PARALLEL_TOKENS = ("ptd_token_id", "pard_token")
+}  # substrings of the architecture in config.json; the first that matches decides the kind
+_ASSISTANT_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+_MEDUSA_TENSOR_NAMES = re.compile(r"\d+\.\d+\.linear\.|medusa_heads?\.|blocks\.\d+\.layers\.\d+\.|lm_heads\.\d+\.")
+_PARALLEL_DRAFTING_KEYS = ("ptd_token_id", "pard_token")
 
 
-def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], files: Iterable[Path]) -> HeadKind:
-    """Return the first method that the files match.
+def detect_head_kind(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], files: Iterable[Path]) -> HeadKind:
+    """Return the kind of the head, or LANGUAGE_MODEL if nothing indicates a head.
 
     Args:
-        path: path of the head, for errors.
+        path: path of the head, for error messages.
+        config: contents of config.json; empty if there is none.
         shapes: shapes of the tensors, by their names without prefixes.
+        files: paths of the files that contain the tensors.
 
     Raises:
-        IncompatibleDrafterError: a speculators config names an unknown method.
+        IncompatibleDrafterError: a speculators config has an unknown `speculators_model_type`.
     """
     if "speculators_model_type" in config:
-        named = str(config["speculators_model_type"])
-        if named not in _SPECULATORS:
+        model_type = str(config["speculators_model_type"])
+        if model_type not in _SPECULATORS_MODEL_TYPES:
             known = ", ".join(kind.value for kind in (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE, HeadKind.MTP))
-            raise IncompatibleDrafterError(f"{path} holds a speculators head of unknown type {named!r}; types {known} can be used")
-        return _SPECULATORS[named]
-    if config.get("model_type") in _ASSISTANTS:
+            raise IncompatibleDrafterError(f"{path} holds a speculators head of unknown type {model_type!r}; types {known} can be used")
+        return _SPECULATORS_MODEL_TYPES[model_type]
+    if config.get("model_type") in _ASSISTANT_MODEL_TYPES:
         return HeadKind.GEMMA4_ASSISTANT
-    if "domino" in _projectors(config) or any(name.startswith("prefix_gru.") for name in shapes):
+    if "domino" in _projector_types(config) or any(name.startswith("prefix_gru.") for name in shapes):
         return HeadKind.DOMINO
     architecture = " ".join(_architectures(config))
-    for part, kind in _ARCHITECTURES.items():
+    for part, kind in _KIND_BY_ARCHITECTURE.items():
         if part in architecture:
-            return block_kind(shapes) if kind is HeadKind.DFLASH else kind
+            return detect_block_kind(shapes) if kind is HeadKind.DFLASH else kind
     if "mask_hidden" in shapes:
         return HeadKind.PEAGLE
     if "dflash_config" in config:
-        return block_kind(shapes)
+        return detect_block_kind(shapes)
     names = {file.name for file in files}
     if not config and ("hidden_norm.weight" in shapes or "encoder.fc.weight" in shapes):
-        return block_kind(shapes)  # a file of tensors alone
+        return detect_block_kind(shapes)  # without config.json, tensor names decide
     if "Eagle3" in architecture or _is_eagle3(shapes):
-        is_parallel = config.get("parallel_drafting") is True or any(config.get(name) is not None for name in _PARALLEL_TOKENS)
+        is_parallel = config.get("parallel_drafting") is True or any(config.get(name) is not None for name in _PARALLEL_DRAFTING_KEYS)
         return HeadKind.PEAGLE if is_parallel else HeadKind.EAGLE3
     if _is_eagle(shapes):
         return HeadKind.EAGLE
-    if names & set(METHOD_FILES[:2]) or any(_MEDUSA_NAMES.match(name) for name in shapes):
+    if names & set(METHOD_FILE_NAMES[:2]) or any(_MEDUSA_TENSOR_NAMES.match(name) for name in shapes):
         return HeadKind.MEDUSA
-    if METHOD_FILES[2] in names or any(name.startswith("hydra_mlp.") for name in shapes):
+    if METHOD_FILE_NAMES[2] in names or any(name.startswith("hydra_mlp.") for name in shapes):
         return HeadKind.HYDRA
     extra_layer = f"layers.{config.get('num_hidden_layers')}.eh_proj.weight"
     if extra_layer in shapes or any(name.startswith(("mtp.", "mtp_layers.")) for name in shapes):
@@ -99,20 +101,20 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
     return HeadKind.LANGUAGE_MODEL
 
 
-def _projectors(config: Mapping[str, Any]) -> list[object]:
+def _projector_types(config: Mapping[str, Any]) -> list[object]:
     nested = config.get("dflash_config")
     return [config.get("projector_type"), nested.get("projector_type") if isinstance(nested, Mapping) else None]
 
 
-def block_kind(shapes: Mapping[str, tuple[int, ...]]) -> HeadKind:
-    """Return the kind of a block drafter by the names of its tensors."""
+def detect_block_kind(shapes: Mapping[str, tuple[int, ...]]) -> HeadKind:
+    """Return whether a block drafter is DFlash, DFlash2 or DSpark, by the names of its tensors."""
     if any(name.startswith("candidate_selector.") for name in shapes):
         return HeadKind.DFLASH2
     return HeadKind.DSPARK if any("markov_" in name for name in shapes) else HeadKind.DFLASH
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:
-    """Return the architectures in the config, and in the nested model config of vLLM's form."""
+    """Return the first architecture in config.json, and that in the field `model`, which nests another config in vLLM's format."""
     found = []
     for values in (config, config.get("model")):
         architectures = values.get("architectures") if isinstance(values, Mapping) else None
@@ -122,9 +124,9 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 def _is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     fc = shapes.get("fc.weight", ())
-    mixes_boundaries = len(fc) == 2 and fc[1] >= 3 * fc[0]
+    reads_three_layers = len(fc) == 2 and fc[1] >= 3 * fc[0]
     return (
-        mixes_boundaries
+        reads_three_layers
         or "d2t" in shapes
         or "layers.0.hidden_norm.weight" in shapes
         or any(name.startswith("midlayer.") for name in shapes)
@@ -132,7 +134,7 @@ def _is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def _is_eagle(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether `fc` mixes token and feature before an ordinary first layer, as in EAGLE-1."""
+    """Return whether shapes are those of EAGLE-1: `fc` takes [embedding, feature], and the first layer takes one hidden state."""
     fc = shapes.get("fc.weight", shapes.get("fusion_fc.weight", ()))
     query = shapes.get("layers.0.self_attn.q_proj.weight", shapes.get("transformer.self_attn.q_proj.weight", ()))
     return len(fc) == 2 and fc[1] == 2 * fc[0] and query[-1:] == fc[:1]

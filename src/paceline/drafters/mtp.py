@@ -1,10 +1,10 @@
-"""MTP: the multi-token-prediction layer of a model's own checkpoint drafts token after token.
+"""MTP (multi-token prediction): drafts with the MTP module, an additional layer in the checkpoints of some models.
 
-A pair joins token t + 1 with the target's feature of position t, as in EAGLE, and drafting is the same. The network differs: both halves
-are normed, the layer is an ordinary one of the model's family, and a norm precedes the vocabulary matrix. The next feature is the normed
-output. Deviation: only the first module is used, again and again.
+The module's input at position t is a feature pair as in EAGLE: token t + 1 and the feature (hidden state) of position t. Both are
+normalised. Then follow a decoder layer of the target's kind, a norm and the lm_head. The normalised output is the predicted feature of
+position t + 1. Deviation: if a checkpoint has several modules, only the first is used; it drafts all positions.
 
-Sources: DeepSeek-V3 (arXiv:2412.19437, section 2.2) and the checkpoints' reference code. docs/methods/mtp.md has the tensor layouts.
+Sources: DeepSeek-V3 (arXiv:2412.19437, section 2.2) and the checkpoints' reference code. docs/methods/mtp.md lists the tensor names.
 """
 
 import re
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import QuantOptions
-from paceline.drafters.draft_vocab import DraftVocab, draft_vocab
+from paceline.drafters.draft_vocab import DraftVocab, select_draft_vocab
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
@@ -43,28 +43,28 @@ from paceline.runtimes.load import open_head
 
 @dataclass(frozen=True, slots=True)
 class _ModuleLayout:
-    """Tensor names of a module.
+    """How the tensors of an MTP module are named and stored in a file.
 
     Attributes:
-        prefix: of its decoder layer's tensors.
-        names: internal name -> the file's.
-        file_matrices: embedding and vocabulary matrix, internal name -> the file's.
-        modules: the prefix of all modules' names, followed by their number.
-        has_norm_offset: norm weights are stored less 1.
-        has_target_copies: its own matrices are copies of the target's, which are used instead, as in transformers.
-        is_feature_first: the mixing matrix takes [feature, embedding].
+        layer_prefix: prefix of the names of the decoder layer's tensors.
+        names: name in `mtp_network` -> name in the file, for the tensors that are not in the decoder layer.
+        own_matrix_names: the same for the module's own embedding and lm_head.
+        modules_prefix: prefix of the tensor names of all modules; the number of the module follows.
+        has_norm_offset: norm weights are stored minus 1.
+        has_target_copies: the module's embedding and lm_head are copies of the target's. The target's are used, as in transformers.
+        is_feature_first: `fc` takes [feature, embedding], not [embedding, feature].
     """
 
-    prefix: str
+    layer_prefix: str
     names: Mapping[str, str]
-    file_matrices: Mapping[str, str]
-    modules: str
+    own_matrix_names: Mapping[str, str]
+    modules_prefix: str
     has_norm_offset: bool = False
     has_target_copies: bool = False
     is_feature_first: bool = False
 
 
-_LAYER_TENSOR_NAMES = {
+_TENSOR_NAMES_BY_LAYOUT = {
     "mtp.": {"fc": "fc", "embedding_norm": "pre_fc_norm_embedding", "feature_norm": "pre_fc_norm_hidden", "final_norm": "norm"},
     "mtp_layers.0.": {
         "fc": "input_proj", "embedding_norm": "token_layernorm", "feature_norm": "hidden_layernorm", "final_norm": "final_layernorm",
@@ -73,32 +73,33 @@ _LAYER_TENSOR_NAMES = {
 }  # fmt: skip
 _OWN_EMBEDDING = "mtp.embed_tokens.weight"
 _GATE_TENSOR = "self_attn.attention_gate"
-"""Name after the layer's prefix of an output gate's tensor, once it is split from the matrix of the queries."""
+"""Name of the attention's output gate after `_split_gates`, without the layer's prefix."""
 _EXPERT_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
-def _module_layout(files: HeadFiles, target: ModelConfig) -> _ModuleLayout:
-    def named(prefix: str, parts: str) -> dict[str, str]:
-        return {f"{ours}.weight": f"{prefix}{theirs}.weight" for ours, theirs in _LAYER_TENSOR_NAMES[parts].items()}
+def _detect_module_layout(files: HeadFiles, target: ModelConfig) -> _ModuleLayout:
+    def tensor_names(prefix: str, layout: str) -> dict[str, str]:
+        return {f"{internal}.weight": f"{prefix}{stored}.weight" for internal, stored in _TENSOR_NAMES_BY_LAYOUT[layout].items()}
 
     if any(name.startswith("mtp.") for name in files.tensors):
-        has_own = _has_own_embedding(files)
-        if has_own and _OWN_EMBEDDING not in files.tensors:
+        configs = (files.config, files.config.get("text_config"))
+        has_own_embedding = any(isinstance(one, Mapping) and one.get("mtp_use_dedicated_embeddings") is True for one in configs)
+        if has_own_embedding and _OWN_EMBEDDING not in files.tensors:
             raise CheckpointError(
                 f"{files.path} lacks {_OWN_EMBEDDING} although its config.json sets mtp_use_dedicated_embeddings: download it again"
             )
         own = {"embedding.weight": _OWN_EMBEDDING}
         return _ModuleLayout(
-            "mtp.layers.0.", named("mtp.", "mtp."), own, "mtp.layers.", has_norm_offset=True, has_target_copies=not has_own
+            "mtp.layers.0.", tensor_names("mtp.", "mtp."), own, "mtp.layers.", has_norm_offset=True, has_target_copies=not has_own_embedding
         )
     if any(name.startswith("mtp_layers.") for name in files.tensors):
         own = {"embedding.weight": "embed_tokens.weight", "lm_head.weight": "lm_head.weight"} if files.is_speculators else {}
         prefix = "mtp_layers.0."
-        return _ModuleLayout(prefix, named(prefix, prefix), own, "mtp_layers.", is_feature_first=not files.is_speculators)
+        return _ModuleLayout(prefix, tensor_names(prefix, prefix), own, "mtp_layers.", is_feature_first=not files.is_speculators)
     prefix = f"layers.{target.num_layers}."
     if f"{prefix}eh_proj.weight" in files.tensors:
         own = {"embedding.weight": f"{prefix}embed_tokens.weight", "lm_head.weight": f"{prefix}shared_head.head.weight"}
-        names = named(prefix, "layers.")
+        names = tensor_names(prefix, "layers.")
         return _ModuleLayout(prefix, names, own, "layers.", has_norm_offset=target.has_norm_offset, has_target_copies=True)
     raise IncompatibleDrafterError(
         f"{files.path} holds no MTP module: neither mtp.* or mtp_layers.* tensors nor a layer {target.num_layers} with eh_proj.weight; "
@@ -106,25 +107,19 @@ def _module_layout(files: HeadFiles, target: ModelConfig) -> _ModuleLayout:
     )
 
 
-def _has_own_embedding(files: HeadFiles) -> bool:
-    """Return whether config.json gives the module an embedding of its own."""
-    text = files.config.get("text_config")
-    return any(isinstance(values, Mapping) and values.get("mtp_use_dedicated_embeddings") is True for values in (files.config, text))
-
-
 @dataclass(frozen=True, slots=True)
 class MtpModule:
-    """A loaded module.
+    """Config and weights of an MTP module.
 
     Attributes:
-        config: sizes and switches.
-        weights: under the names of `mtp_network`; `lm_head.weight` is the target's if the file has none.
-        embedding: embedding table of the pairs' tokens.
-        soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
-        is_feature_first: the mixing matrix takes [feature, embedding].
-        notices: one-line remarks for the user.
-        draft_vocab: the ids that it drafts; None = all.
-        has_lm_head_copy: `lm_head.weight` is a copy of the rows of these ids.
+        config: configuration of the module.
+        weights: weights by the names in `mtp_network`; `lm_head.weight` is the target's if the module has none.
+        embedding: [V, E] token embedding.
+        soft_cap: the target's soft cap of logits, if the target's lm_head is used.
+        is_feature_first: `fc` takes [feature, embedding], not [embedding, feature].
+        notices: messages for the user, shown at load.
+        draft_vocab: the ids that the module drafts; None = all ids of the target.
+        has_lm_head_copy: `lm_head.weight` is a copy of the target's rows for the draft vocabulary.
     """
 
     config: RecurrentHeadConfig
@@ -138,21 +133,22 @@ class MtpModule:
 
 
 def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, num_threads: int = 1) -> MtpModule:
-    """Load the first module of a target's own checkpoint, or of a file of the speculators library.
+    """Load the first MTP module of the target's own checkpoint, or of a file of the speculators library.
 
     Args:
-        num_threads: for the conversion of a GGUF file's matrices.
+        target_weights: weights of the target; the module uses embedding and lm_head.
+        num_threads: threads that convert the quantised matrices of a GGUF file.
 
     Raises:
-        CheckpointError: tensors are missing, of another shape, or unknown; all of them are named.
-        IncompatibleDrafterError: there is no module.
+        CheckpointError: tensors are missing, unknown, or of the wrong shape; the error lists all of them.
+        IncompatibleDrafterError: the files contain no MTP module.
     """
     lm_head = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
 
-    def module(layers: ModelConfig, weights: Weights, num_later_modules: int, *, is_feature_first: bool = False) -> MtpModule:
+    def build_module(layers: ModelConfig, weights: Weights, num_later_modules: int, *, is_feature_first: bool = False) -> MtpModule:
         return MtpModule(
             RecurrentHeadConfig(
-                kind=HeadKind.MTP, layers=layers, feature_size=target.hidden_size, normed_recurrence=True, has_own_embedding=False
+                kind=HeadKind.MTP, layers=layers, target_hidden_size=target.hidden_size, normed_recurrence=True, has_own_embedding=False
             ),
             weights,
             target_weights["embedding.weight"],
@@ -163,53 +159,55 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, 
 
     if is_gguf(files.path):
         layers, file = _single_layer_config(target, has_norm_offset=target.has_norm_offset), open_gguf(files.path)
-        makers = open_mtp_module(file, target, layers.layers[0], num_threads=num_threads)
-        made = LazyWeights([*makers, "lm_head.weight"], lambda name: lm_head if name == "lm_head.weight" else makers[name]())
-        return module(layers, made, num_mtp_modules(file, target) - 1)
-    layout = _module_layout(files, target)
+        openers = open_mtp_module(file, target, layers.layers[0], num_threads=num_threads)
+        weights = LazyWeights([*openers, "lm_head.weight"], lambda name: lm_head if name == "lm_head.weight" else openers[name]())
+        return build_module(layers, weights, num_mtp_modules(file, target) - 1)
+    layout = _detect_module_layout(files, target)
     layers = _single_layer_config(_layer_config(files, target), has_norm_offset=layout.has_norm_offset)
     tensors, own, num_later_modules = _read_tensors(files, layout, layers, target)
-    loaded = module(layers, Weights({**tensors, "lm_head.weight": lm_head}), num_later_modules, is_feature_first=layout.is_feature_first)
-    return loaded if layout.has_target_copies else _with_file_matrices(loaded, own)
+    all_tensors = Weights({**tensors, "lm_head.weight": lm_head})
+    module = build_module(layers, all_tensors, num_later_modules, is_feature_first=layout.is_feature_first)
+    return module if layout.has_target_copies else _with_own_matrices(module, own)
 
 
 def _read_tensors(
     files: HeadFiles, layout: _ModuleLayout, layers: ModelConfig, target: ModelConfig
 ) -> tuple[dict[str, AnyTensor], dict[str, Tensor], int]:
-    """Return a module's tensors under internal names, its own matrices, and the number of modules after it.
+    """Return the first module's tensors by the names in `mtp_network`, its own embedding and lm_head, and the number of other modules.
 
     Raises:
-        CheckpointError: as `load_mtp`.
+        CheckpointError: tensors are missing, unknown, or of the wrong shape.
     """
     size, mlp, attention = target.hidden_size, layers.layers[0].mlp, layers.attention
     if isinstance(mlp, ExpertMLP):
-        files = _split_experts(files, layout.prefix, mlp, size)
+        files = _split_experts(files, layout.layer_prefix, mlp, size)
     if attention.is_gated:
-        files = _split_gates(files, layout.prefix, attention, size)
+        files = _split_gates(files, layout.layer_prefix, attention, size)
     shapes = {name: shape for name, shape in tensor_shapes(layers).items() if name.startswith("layers.0.")}
     plain = checkpoint_names(layers)
     plain |= {name: name.replace("attention_gate", _GATE_TENSOR) for name in shapes if name.startswith("layers.0.attention_gate.")}
-    names = {name: layout.prefix + plain[name].removeprefix("model.").removeprefix("layers.0.") for name in shapes} | dict(layout.names)
+    names = {name: layout.layer_prefix + plain[name].removeprefix("model.").removeprefix("layers.0.") for name in shapes}
+    names |= layout.names
     shapes |= {"fc.weight": (size, 2 * size), **{name: (size,) for name in layout.names if name != "fc.weight"}}
-    optional = dict.fromkeys(layout.file_matrices.values(), (target.vocab_size, size))
-    files.check({names[name]: shape for name, shape in shapes.items()}, optional)
+    optional = dict.fromkeys(layout.own_matrix_names.values(), (target.vocab_size, size))
+    files.check_shapes({names[name]: shape for name, shape in shapes.items()}, optional)
     tensors: dict[str, AnyTensor] = {name: files.weight(theirs) for name, theirs in names.items()}
     if layout.has_norm_offset:
         tensors |= {name: _add_norm_offset(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
-    later = _check_all_used(files, layout, {*names.values(), *layout.file_matrices.values()}, target.num_layers)
-    own = {name: files.weight(theirs) for name, theirs in layout.file_matrices.items() if theirs in files.tensors}
+    later = _check_all_used(files, layout, {*names.values(), *layout.own_matrix_names.values()}, target.num_layers)
+    own = {name: files.weight(theirs) for name, theirs in layout.own_matrix_names.items() if theirs in files.tensors}
     return tensors, own, later
 
 
 def _split_experts(files: HeadFiles, prefix: str, mlp: ExpertMLP, hidden_size: int) -> HeadFiles:
-    """Return the same files with stacked experts one by one, `<prefix>mlp.experts.E.gate_proj.weight`; no tensor is read.
+    """Replace tensors that stack all experts by tensors `<prefix>mlp.experts.<expert>.gate_proj.weight`, …; no values are read yet.
 
     Args:
-        prefix: of the names of the module's layer.
-        mlp: the experts that the target's config describes.
+        prefix: prefix of the tensor names of the module's decoder layer.
+        mlp: sizes of the experts by the target's config.
 
     Raises:
-        CheckpointError: the number of experts differs, or a stack has another shape.
+        CheckpointError: the number of experts is not the target's, or a stack has the wrong shape.
     """
     prefix = f"{prefix}mlp.experts."
     tensors, count = dict(files.tensors), mlp.routing.num_experts
@@ -231,25 +229,22 @@ def _split_experts(files: HeadFiles, prefix: str, mlp: ExpertMLP, hidden_size: i
             )
         for expert in range(count):
             for number, part in enumerate(parts):
-                rows_of_part = partial(_expert_rows, tensor, expert, number * rows, rows)
+                rows_of_part = partial(_read_expert_rows, tensor, expert, number * rows, rows)
                 tensors[f"{prefix}{expert}.{part}.weight"] = FileTensor((rows, columns), tensor.dtype, rows_of_part)
     return replace(files, tensors=tensors)
 
 
-def _expert_rows(stack: FileTensor, expert: int, first: int, count: int) -> NDArray[Any]:
+def _read_expert_rows(stack: FileTensor, expert: int, first: int, count: int) -> NDArray[Any]:
     return np.ascontiguousarray(stack.open()[expert, first : first + count])
 
 
 def _split_gates(files: HeadFiles, prefix: str, attention: AttentionConfig, hidden_size: int) -> HeadFiles:
-    """Return the same files with queries and output gates in separate matrices; no tensor is read.
+    """Replace a matrix that computes queries and output gates by one matrix for each; no values are read yet.
 
-    The first half of each head's rows are queries, the second half gates.
-
-    Args:
-        prefix: of the names of the module's layer.
+    The first half of each head's rows computes queries, the second half gates. `prefix` is that of the decoder layer's tensor names.
 
     Raises:
-        CheckpointError: the stored matrix, or its bias, has another shape.
+        CheckpointError: the matrix or its bias has the wrong shape.
     """
     tensors = dict(files.tensors)
     shapes: dict[str, tuple[int, ...]] = {"weight": (2 * attention.query_size, hidden_size), "bias": (2 * attention.query_size,)}
@@ -271,16 +266,20 @@ def _split_gates(files: HeadFiles, prefix: str, attention: AttentionConfig, hidd
 
 
 def _query_or_gate_rows(whole: FileTensor, half: int, head_size: int) -> NDArray[Any]:
-    """Return the rows of the queries (half 0) or of the output gates (half 1) of a fused matrix."""
+    """Read the rows of a combined matrix that compute queries (`half` 0) or output gates (`half` 1)."""
     array = whole.open()
     heads = array.reshape(-1, 2, head_size, *array.shape[1:])
     return np.ascontiguousarray(heads[:, half]).reshape(-1, *array.shape[1:])
 
 
-def _with_file_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModule:
-    """Return the module with the matrices of its own file, except those that equal the target's."""
+def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModule:
+    """Return the module with its own embedding and lm_head, except matrices that are equal to the target's."""
     shared = {"embedding.weight": module.embedding, "lm_head.weight": module.weights["lm_head.weight"]}
-    differ = {name: tensor for name, tensor in own.items() if not _equals_target_matrix(tensor, shared[name])}
+
+    def is_copy(own: Tensor, target: AnyTensor) -> bool:
+        return isinstance(target, Tensor) and own.weight_type is target.weight_type and np.array_equal(own.array, target.array)
+
+    differ = {name: tensor for name, tensor in own.items() if not is_copy(tensor, shared[name])}
     if not differ:
         return module
     has_head = "lm_head.weight" in differ
@@ -293,28 +292,30 @@ def _with_file_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModu
     )
 
 
-def restrict_vocab(module: MtpModule, vocab: DraftVocab, quantization: QuantOptions | None = None, *, num_threads: int = 1) -> MtpModule:
-    """Return the module with a draft vocabulary: it multiplies only these rows of the vocabulary matrix.
+def restrict_draft_vocab(
+    module: MtpModule, vocab: DraftVocab, quantization: QuantOptions | None = None, *, num_threads: int = 1
+) -> MtpModule:
+    """Return the module with a draft vocabulary, so that it uses only the lm_head rows of these ids.
 
     Args:
-        vocab: the rows of a range are read where they are stored; others are copied.
-        quantization: of the copied rows; None, or not smaller than stored: as they are stored.
+        vocab: ids to draft. The lm_head rows of a range of ids need no copy; those of other ids are copied.
+        quantization: how the rows are quantised; None, or larger than stored: they stay as stored.
     """
     rows = take_rows(module.weights["lm_head.weight"], slice(vocab.stop) if isinstance(vocab, range) else vocab)
     stored = Weights({**module.weights, "lm_head.weight": rows})
     weights = stored
     if quantization is not None:
-        lm_head_only = replace(quantization, overrides=(("lm_head.weight", quantization.bits), ("*", None)))
-        weights = quantized_weights(stored, lm_head_only, None, num_threads=num_threads)
+        lm_head_quantization = replace(quantization, overrides=(("lm_head.weight", quantization.bits), ("*", None)))
+        weights = quantized_weights(stored, lm_head_quantization, None, num_threads=num_threads)
     is_copy = weights is not stored or not isinstance(vocab, range)
     return replace(module, weights=weights, draft_vocab=vocab, has_lm_head_copy=is_copy)
 
 
 def open_gguf_module(path: Path) -> HeadFiles | None:
-    """Open the module inside a GGUF file; None if it has none.
+    """Open the MTP module in the GGUF file of a model; None if the model has none.
 
     Raises:
-        CheckpointError: the file is damaged, or of an unsupported model.
+        CheckpointError: the file is damaged, or its model is not supported.
     """
     file = open_gguf(path)
     if not num_mtp_modules(file, gguf_config(file)):
@@ -323,7 +324,7 @@ def open_gguf_module(path: Path) -> HeadFiles | None:
 
 
 def _layer_config(files: HeadFiles, target: ModelConfig) -> ModelConfig:
-    """Return the sizes of the module's layer: those of the target's layers, unless its files have their own config."""
+    """Return the config that describes the module's decoder layer: that of a speculators file if there is one, else the target's."""
     values = files.config.get("transformer_layer_config")
     if not files.is_speculators or not isinstance(values, Mapping):
         return target
@@ -331,7 +332,7 @@ def _layer_config(files: HeadFiles, target: ModelConfig) -> ModelConfig:
 
 
 def _single_layer_config(config: ModelConfig, *, has_norm_offset: bool) -> ModelConfig:
-    """Return a network of one layer with full attention; with experts if any layer of the target has some."""
+    """Return the config with one decoder layer: full attention, and experts if any layer of the target has experts."""
     layers = [config.layers[index] for index in config.attention_layers]
     full = next((layer for layer in layers if layer.attention.window is None), layers[0])
     mlp = next((layer.mlp for layer in config.layers if isinstance(layer.mlp, ExpertMLP)), full.mlp)
@@ -340,41 +341,41 @@ def _single_layer_config(config: ModelConfig, *, has_norm_offset: bool) -> Model
 
 
 def _check_all_used(files: HeadFiles, layout: _ModuleLayout, used: set[str], num_layers: int) -> int:
-    """Check that no tensor is unknown; return the number of modules after the first.
+    """Check that the files contain no unknown tensors; return the number of modules after the first.
 
     Raises:
-        CheckpointError: a tensor is unknown.
+        CheckpointError: there are unknown tensors.
     """
-    number = re.compile(re.escape(layout.modules) + "([0-9]{1,6})[.]")
-    number_of = {name: int(found[1]) for name in files.tensors if (found := number.match(name))}
-    first = num_layers if layout.modules == "layers." else 0
-    later = {name for name, number in number_of.items() if number > first}
-    modules = ("mtp.", "mtp_layers.", layout.prefix)
+    pattern = re.compile(re.escape(layout.modules_prefix) + "([0-9]{1,6})[.]")
+    module_number = {name: int(found[1]) for name in files.tensors if (found := pattern.match(name))}
+    first = num_layers if layout.modules_prefix == "layers." else 0
+    later = {name for name, number in module_number.items() if number > first}
+    modules = ("mtp.", "mtp_layers.", layout.layer_prefix)
 
-    def is_other(name: str) -> bool:
-        """Return whether a tensor belongs to a later module, or to the target itself."""
+    def is_unused(name: str) -> bool:
+        """Return whether a tensor belongs to another module, or to the target."""
         return name in later or (name.startswith("verifier_") if files.is_speculators else not name.startswith(modules))
 
-    files.check_all_used(used, ignored=is_other)
-    return len({number_of[name] for name in later})
+    files.check_all_used(used, ignored=is_unused)
+    return len({module_number[name] for name in later})
 
 
 def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, is_feature_first: bool = False) -> Compose:
-    """Compose the network: inputs `embedding` and `feature`; results `feature` [T, E] for the next pairs, `logits` [R, V].
+    """Return the network of an MTP module. Inputs: `embedding`, `feature`. Results: predicted `feature` [T, E], `logits` [R, V].
 
-        u = fc([embedding_norm(e), feature_norm(f)]);  o = layer(u);  logits = lm_head(final_norm(o))
+        output = layer(fc([embedding_norm(embedding), feature_norm(feature)]));  logits = lm_head(final_norm(output))
 
     Args:
-        soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
-        is_feature_first: `fc` takes [feature, embedding].
+        soft_cap: the target's soft cap of logits, if the target's lm_head is used.
+        is_feature_first: `fc` takes [feature, embedding], not [embedding, feature].
     """
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        size = config.feature_size
+        size = config.target_hidden_size
         embedding = blocks.rms_norm(blocks.input(EMBEDDING, size), "embedding_norm")
         feature = blocks.rms_norm(blocks.input(FEATURE, size), "feature_norm")
-        halves = (feature, embedding) if is_feature_first else (embedding, feature)
-        (mixed,) = blocks.linear(blocks.concat(*halves), "fc")
+        pair = (feature, embedding) if is_feature_first else (embedding, feature)
+        (mixed,) = blocks.linear(blocks.concat(*pair), "fc")
         x = decoder_layer(blocks, config.layers.layers[0], mixed, 0)
         out = blocks.rms_norm(x, "final_norm")
         logits = blocks.lm_head(blocks.logits_rows(out), "lm_head")
@@ -394,7 +395,7 @@ def open_mtp_head(
     device: str = "cpu",
     lm_head_of: Network | None = None,
 ) -> RecurrentHead:
-    """Load the network of a module; the arguments are those of `open_head`."""
+    """Load the network of an MTP module. For the arguments after `module` see `open_head`."""
     network = mtp_network(module.config, module.soft_cap, is_feature_first=module.is_feature_first)
     runtime = open_head(
         network,
@@ -415,29 +416,25 @@ def open_mtp_head(
 
 
 def open_mtp(files: HeadFiles, target: LoadedTarget) -> EagleStyleDrafter:
-    """Open the drafter for a module of the target's own checkpoint, or for a file of the speculators library.
+    """Create the drafter for a loaded target from the MTP module in its checkpoint, or in a file of the speculators library.
 
     Raises:
-        CheckpointError, IncompatibleDrafterError: the files hold no complete module.
+        CheckpointError: tensors are missing or damaged.
+        IncompatibleDrafterError: the files contain no MTP module.
         ConfigError: the draft vocabulary is larger than the target's, or its corpus cannot be read.
     """
     sizes, options, num_threads = target.runtime.config, target.head_options, target.engine.num_threads
-    vocab = draft_vocab(options, target.tokenizer, sizes.vocab_size)
+    vocab = select_draft_vocab(options, target.tokenizer, sizes.vocab_size)
     module = load_mtp(files, sizes, open_weights(target.directory, sizes), num_threads=num_threads)
-    module = replace(module, weights=target.quantized(module.weights, files.files))
+    module = replace(module, weights=target.quantize(module.weights, files.files))
     if options.normed_recurrence is not None:
         module = replace(module, config=replace(module.config, normed_recurrence=options.normed_recurrence))
     if vocab is not None:
-        module = restrict_vocab(module, vocab, target.copy_quant, num_threads=num_threads)
-    shared, max_model_len = target.lm_head_of, target.max_model_len
+        module = restrict_draft_vocab(module, vocab, target.lm_head_copy_quant, num_threads=num_threads)
+    shared, max_model_len = target.lm_head_runtime, target.max_model_len
     head = open_mtp_head(module, num_threads=num_threads, max_model_len=max_model_len, device=target.device, lm_head_of=shared)
     return EagleStyleDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width)
 
 
 def _add_norm_offset(tensor: AnyTensor) -> Tensor:
     return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)
-
-
-def _equals_target_matrix(own: Tensor, shared: AnyTensor) -> bool:
-    """Return whether a matrix of the module's file equals the target's."""
-    return isinstance(shared, Tensor) and own.weight_type is shared.weight_type and np.array_equal(own.array, shared.array)

@@ -1,7 +1,7 @@
-"""Prompt lookup: drafts what followed the same tokens before.
+"""Prompt lookup: search the text for an earlier occurrence of its last tokens, and draft the tokens that followed there.
 
-Source: Saxena 2023, "Prompt Lookup Decoding". Deviations: the longest match wins and, of equally long ones, the latest; an index grows
-token by token, so that no step searches the prompt; short matches propose nothing.
+Source: Saxena 2023, "Prompt Lookup Decoding". Deviations: the longest match is used and, of equally long matches, the latest; an index
+replaces the search through the prompt; matches of fewer than MIN_MATCH tokens are ignored.
 """
 
 from collections.abc import Sequence
@@ -13,34 +13,38 @@ from paceline.speculation.tree import DraftTree
 
 MIN_MATCH = 3
 MAX_MATCH = 6
-MAX_OCCURRENCES = 256  # occurrences of the last n-gram that are tried for a longer match, latest first
+MAX_OCCURRENCES = 256  # number of earlier occurrences, latest first, among which the longest match is searched
 
 
 class NgramIndex:
-    """Index of the positions after each n-gram of `min_match` tokens. O(1) amortised per token.
+    """Index of a growing text: for each n-gram of `min_match` tokens the positions after its occurrences. O(1) amortised per token.
 
-    Example: after [1, 2, 3, 4, 1, 2, 3] with min_match 2, the longest match is 1 2 3, which 4 1 2 3 followed. A proposal of six tokens is
-    4 1 2 3 4 1.
+    Example: text 1 2 3 4 1 2 3, min_match 2. The longest match of its end is 1 2 3 at the beginning, and the tokens after it are 4 1 2 3.
+    A proposal of six tokens continues with its own tokens: 4 1 2 3 4 1.
+
+    Attributes:
+        match_len: number of matching tokens at the last call of `find_match`.
     """
 
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
         self._min_match, self._max_match = min_match, max_match
         self._ends: dict[tuple[int, ...], int] = {}  # position after the latest occurrence of each n-gram
-        self._previous: list[int] = [0]  # for each position after an n-gram, the position after its previous occurrence; 0 = none
-        self.match_len = 0  # of the last match
-        self._last_match: tuple[int, int | None] = 0, None  # length of the text at the last match, and the position found
+        self._previous: list[int] = [0]  # position after an n-gram -> position after its previous occurrence, 0 = none
+        self.match_len = 0
+        self._last_match: tuple[int, int | None] = 0, None  # length of the text at the last call of `find_match`, and its result
 
     def num_unindexed(self, num_tokens: int) -> int:
-        """Return how many of the text's first `num_tokens` tokens are not in the index yet."""
+        """Return how many tokens of a text of `num_tokens` tokens are not in the index yet."""
         return num_tokens - len(self._previous) + 1
 
-    def match(self, token_ids: Sequence[int]) -> int | None:
-        """Return the position after the latest earlier occurrence of the longest matching suffix of `token_ids`; None without one.
+    def find_match(self, token_ids: Sequence[int]) -> int | None:
+        """Find the longest suffix of a text that also occurs earlier; return the position after its latest earlier occurrence, or None.
 
-        `token_ids` must begin with those of earlier calls.
+        Args:
+            token_ids: the whole text; it must begin with the text of the call before.
         """
         size, ends, previous, length = len(token_ids), self._ends, self._previous, self._min_match
-        if size == self._last_match[0]:  # the match was computed by `has_candidates`
+        if size == self._last_match[0]:  # `has_candidates` has just searched the match
             return self._last_match[1]
         for end in range(len(previous), size):  # the n-gram that ends at `size` has no next token yet
             if end < length:
@@ -55,7 +59,7 @@ class NgramIndex:
         return found
 
     def _longest_match(self, token_ids: Sequence[int], end: int) -> int:
-        """Return the position after the longest match, searching occurrences of the last n-gram backwards from the one before `end`."""
+        """Return the position after the longest match. Compare the occurrences of the last n-gram, from the one that ends at `end` back."""
         size, best, best_length = len(token_ids), end, 0
         for _ in range(MAX_OCCURRENCES):
             length = self._min_match
@@ -72,12 +76,12 @@ class NgramIndex:
         return best
 
     def propose(self, token_ids: Sequence[int], num_draft_tokens: int) -> list[int]:
-        """Return the tokens after the match; empty without one. Arguments as for `match`."""
-        found, size = self.match(token_ids), len(token_ids)
+        """Return the `num_draft_tokens` tokens after the match that `find_match` finds; an empty list if it finds none."""
+        found, size = self.find_match(token_ids), len(token_ids)
         if found is None:
             return []
         drafts = list(token_ids[found : found + num_draft_tokens])
-        while len(drafts) < num_draft_tokens:  # past the end of the text, the copy continues with its own draft tokens
+        while len(drafts) < num_draft_tokens:  # at the end of the text, the copy continues with the draft tokens
             drafts.append(drafts[found + len(drafts) - size])
         return drafts
 
@@ -88,7 +92,7 @@ class NgramDrafter(Drafter):
     name = "ngram"
 
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
-        self._match = (min_match, max_match)
+        self._match_limits = (min_match, max_match)
         self._indices = RequestState[NgramIndex]()
         self.traits = DrafterTraits(f"ngram (copies what followed the last {min_match} or more tokens before)", is_lookup=True)
 
@@ -97,7 +101,7 @@ class NgramDrafter(Drafter):
         for request, budget in zip(requests, budgets, strict=True):
             index = self._indices.get(request)
             if index is None:
-                index = self._indices[request] = NgramIndex(*self._match)
+                index = self._indices[request] = NgramIndex(*self._match_limits)
             drafts = index.propose(request.token_ids, budget.max_tokens)
             probs = match_confidence(index.match_len, len(drafts))
             trees.append(DraftTree.chain(request.token_ids[-1], drafts, self.name, probs) if drafts else None)
@@ -105,5 +109,6 @@ class NgramDrafter(Drafter):
 
     def has_candidates(self, request: Request) -> bool:
         index, num_tokens = self._indices.get(request), len(request.token_ids)
-        is_read = index is not None and index.num_unindexed(num_tokens) <= MAX_CATCH_UP_TOKENS
-        return index is None or not is_read or index.match(request.token_ids) is not None
+        if index is None or index.num_unindexed(num_tokens) > MAX_CATCH_UP_TOKENS:
+            return True
+        return index.find_match(request.token_ids) is not None

@@ -1,8 +1,8 @@
-"""Drafts what followed the longest matching end of the text before, by frequency.
+"""Suffix decoding: find earlier occurrences of the text's last tokens, and draft what followed them, the most frequent tokens first.
 
-Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv:2411.04975), section 4. Deviations: an online suffix automaton instead of suffix trees;
-a node's distribution is that of its longest matching context, draft tokens included; trees grow by probability per row of the target pass;
-requests share nothing unless a store is given and the request names a namespace.
+Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv:2411.04975), section 4. Deviations: a suffix automaton instead of suffix trees; the
+candidates after a draft token are what followed the longest known suffix of text and draft; trees get the nodes with the highest
+probability per row of the target's pass; other requests' texts are used only with a `SuffixStore`, by requests that have a namespace.
 """
 
 from collections import OrderedDict
@@ -19,25 +19,25 @@ from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
 
 MAX_MATCH = 16
-MAX_NEXT_TOKENS = 32  # distinct next tokens counted after a context: with more, each one is improbable
+MAX_NEXT_TOKENS = 32  # different next tokens of a match that are compared: with more, each of them is improbable
 MAX_SIBLINGS = 4
-SEPARATOR = -1  # separates texts in a store; not a token id
+SEPARATOR = -1  # stands between two outputs in a `SuffixStore`, in place of a token id
 
 Match = tuple[int, int]
-"""A context in an automaton: a state, and the number of the context's tokens (the longest string of the state may be longer)."""
+"""A substring of the text: a state of the automaton, and the length of the substring. A state contains substrings of several lengths."""
 
 
 class SuffixAutomaton:
-    """All substrings of a text, how often each occurs and where last; appending a token takes O(max_match) time.
+    """Suffix automaton: all substrings of a growing text, with their number of occurrences and last position.
 
-    A state is a set of substrings that end at the same positions. `_link` leads to the state of their longest suffix with more end
-    positions; `_length` is the length of the longest one. Counts are exact for substrings of up to `max_match` + 1 tokens.
+    A state is a set of substrings that occur at the same end positions. `_length` is the length of the longest of them. `_link` is the
+    state of its longest suffix that occurs at more positions.
 
-    Source: Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text", section 3. Addition: counts and last end
-    positions, kept for substrings of bounded length, so that a token costs O(bound) even in a periodic text.
+    Source: Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text", section 3. Addition: counts and last positions
+    of substrings. They are exact for up to `max_match` + 1 tokens; with this limit, appending a token takes O(max_match) time.
 
     Args:
-        max_match: contexts longer than this are compared by their last `max_match` tokens.
+        max_match: maximum length of a match.
     """
 
     __slots__ = ("_count", "_counted", "_counted_length", "_last", "_last_end", "_length", "_link", "_next", "max_match", "size")
@@ -48,32 +48,32 @@ class SuffixAutomaton:
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length, self._count, self._last_end = [-1], [0], [0], [0]
         self._last = 0
-        self._counted: int = 0  # automaton state of the text's last max_match + 1 tokens
+        self._counted: int = 0  # state of the text's last max_match + 1 tokens
         self._counted_length: int = 0
 
     def append(self, token_id: int) -> None:
         """Append one token to the text."""
         nexts, links, lengths = self._next, self._link, self._length
         self.size += 1
-        state, made = self._last, len(lengths)
-        self._last = made
+        state, new_state = self._last, len(lengths)
+        self._last = new_state
         nexts.append({})
         links.append(0)
         lengths.append(self.size)
         self._count.append(0)
         self._last_end.append(0)
         while state >= 0 and token_id not in nexts[state]:
-            nexts[state][token_id] = made
+            nexts[state][token_id] = new_state
             state = links[state]
         if state >= 0:
             target = nexts[state][token_id]
             if lengths[target] != lengths[state] + 1:
-                target = self._split(target, state, token_id)
-            links[made] = target
-        self._count_ends(token_id)
+                target = self._split_state(target, state, token_id)
+            links[new_state] = target
+        self._count_end_positions(token_id)
 
     def extend_match(self, match: Match, token_id: int) -> Match:
-        """Return the longest suffix of `match` + token, at most max_match tokens, that occurs in the text."""
+        """Return the longest suffix of a match plus one token that occurs in the text, of at most `max_match` tokens."""
         nexts, links, lengths = self._next, self._link, self._length
         state, length = self.normalize(match)
         while token_id not in nexts[state]:
@@ -85,43 +85,45 @@ class SuffixAutomaton:
 
     @property
     def repeated_suffix(self) -> Match:
-        """The longest suffix of the text, at most max_match tokens, that also occurs earlier."""
+        """The longest suffix of the text that also occurs earlier, of at most `max_match` tokens."""
         state = self._link[self._last] if self.size else 0
         if self._length[state] <= self.max_match:
             return state, self._length[state]
         return self.normalize((self._counted, self.max_match))
 
     def next_tokens(self, match: Match, min_match: int) -> list[tuple[int, float, Match]]:
-        """Return what followed the longest suffix of `match` that anything followed; empty if that is shorter than `min_match`.
+        """Return the tokens that followed a match in the text. If none did, its suffixes are tried, down to `min_match` tokens.
 
         Args:
-            match: from `repeated_suffix`, `extend_match` or here, before the text grew further.
+            match: a match returned by this class since the last `append`.
 
         Returns:
-            (token, its share of the occurrences, the context with it), the most frequent first, then the latest. Only the MAX_NEXT_TOKENS
-            tokens that followed first are counted.
+            for each token: the token, its share of the match's occurrences, and the match extended by it. The most frequent tokens come
+            first; of equally frequent ones the last seen. Only MAX_NEXT_TOKENS different tokens, those first seen, are compared.
         """
         state, length = match
         following = self._next[state]
-        while not following and state:  # a context that occurs only at the end of the text has no next token
+        while not following and state:  # a substring that occurs only at the end of the text has no next token
             state = self._link[state]
             length = self._length[state]
             following = self._next[state]
         if length < min_match:
             return []
         if len(following) == 1:
-            ((token, then),) = following.items()
-            return [(token, 1.0, self._longer_match(then, length))] if token != SEPARATOR else []
+            ((token, next_state),) = following.items()
+            return [(token, 1.0, self._longer_match(next_state, length))] if token != SEPARATOR else []
         counts, ends = self._count, self._last_end
         total = counts[state] - (ends[state] == self.size)
         seen = [
-            (-counts[then], -ends[then], token, then) for token, then in islice(following.items(), MAX_NEXT_TOKENS) if token != SEPARATOR
+            (-counts[next_state], -ends[next_state], token, next_state)
+            for token, next_state in islice(following.items(), MAX_NEXT_TOKENS)
+            if token != SEPARATOR
         ]
         best = nsmallest(MAX_SIBLINGS, seen) if len(seen) > MAX_SIBLINGS else sorted(seen)
-        return [(token, -count / total, self._longer_match(then, length)) for count, _, token, then in best]
+        return [(token, -count / total, self._longer_match(next_state, length)) for count, _, token, next_state in best]
 
     def unambiguous_tokens(self, match: Match, min_match: int, num_tokens: int) -> list[int]:
-        """Return up to `num_tokens` tokens after `match`, as long as each context has a single next token."""
+        """Return up to `num_tokens` tokens that followed a match. Stop where different tokens, or none, followed the text so far."""
         nexts, links, lengths, max_match = self._next, self._link, self._length, self.max_match
         state, length = match
         tokens: list[int] = []
@@ -144,37 +146,37 @@ class SuffixAutomaton:
         return tokens
 
     def _longer_match(self, state: int, length: int) -> Match:
-        """Return a context of `length` tokens and one more, which led to `state`."""
+        """Return the match whose last token led to `state`, after a match of `length` tokens."""
         return (state, length + 1) if length < self.max_match else self.normalize((state, length))
 
     def normalize(self, match: Match) -> Match:
-        """Return the same context with its current state, after a state was split or the context was cut."""
+        """Return the same substring with the state that contains it now. States may have been split, or the substring shortened."""
         state, length = match
         links, lengths = self._link, self._length
         while state and lengths[links[state]] >= length:
             state = links[state]
         return state, length
 
-    def _split(self, target: int, state: int, token_id: int) -> int:
-        """Move the shorter substrings of `target`, which now have one more end position, to a new state; return it."""
+    def _split_state(self, target: int, state: int, token_id: int) -> int:
+        """Move the shorter substrings of `target`, which now also occur at the end of the text, to a new state; return it."""
         nexts, links, lengths = self._next, self._link, self._length
-        made = len(lengths)
+        new_state = len(lengths)
         nexts.append(nexts[target].copy())
         links.append(links[target])
         lengths.append(lengths[state] + 1)
         self._count.append(self._count[target])
         self._last_end.append(self._last_end[target])
-        links[target] = made
+        links[target] = new_state
         while state >= 0 and nexts[state].get(token_id) == target:
-            nexts[state][token_id] = made
+            nexts[state][token_id] = new_state
             state = links[state]
-        return made
+        return new_state
 
-    def _count_ends(self, token_id: int) -> None:
-        """Count the new end position for every substring of up to max_match + 1 tokens that ends at the new token."""
+    def _count_end_positions(self, token_id: int) -> None:
+        """Count one more occurrence of each substring of up to `max_match` + 1 tokens that ends with the new token."""
         links, lengths, counts, ends, size = self._link, self._length, self._count, self._last_end, self.size
         state, length = self._counted, self._counted_length
-        while state and lengths[links[state]] >= length:  # the state may have been split since; `normalize`, inlined
+        while state and lengths[links[state]] >= length:  # the loop of `normalize`, inlined for speed
             state = links[state]
         state = self._next[state][token_id]
         if length <= self.max_match:
@@ -189,45 +191,45 @@ class SuffixAutomaton:
 
 
 MIN_MATCH = 2
-MIN_PATH_PROB = 0.2  # measured: less probable nodes add rows to the pass but hardly any accepted tokens
+MIN_PATH_PROB = 0.2  # tree nodes below this probability are not drafted: in measurements they were hardly ever accepted
 
 
 @dataclass(slots=True)
 class _StoreMatch:
-    """The longest suffix of a request's text that occurs in one automaton of a store."""
+    """The longest suffix of a request's text that occurs in one automaton of a `SuffixStore`."""
 
     automaton: SuffixAutomaton
-    num_read: int = 0
+    num_compared: int = 0  # number of the request's tokens that were compared with the store so far
     match: Match = (0, 0)
 
     def update(self, token_ids: Sequence[int]) -> None:
-        """Match a request's new tokens; only the last `max_match` of them matter."""
+        """Extend the match by a request's new tokens. A match has at most `max_match` tokens, so earlier ones are skipped."""
         first = len(token_ids) - self.automaton.max_match
-        if first > self.num_read:
-            self.num_read, self.match = first, (0, 0)
-        for token in token_ids[self.num_read :]:
+        if first > self.num_compared:
+            self.num_compared, self.match = first, (0, 0)
+        for token in token_ids[self.num_compared :]:
             self.match = self.automaton.extend_match(self.match, token)
-        self.match = self.automaton.normalize(self.match)  # the stored text may have grown since the last match
-        self.num_read = len(token_ids)
+        self.match = self.automaton.normalize(self.match)  # states are split when outputs are added to the store
+        self.num_compared = len(token_ids)
 
 
 @dataclass(slots=True)
 class _RequestText:
-    """A request's own tokens, and its matches in the stored texts."""
+    """Automaton of a request's own text, and its matches in the texts of the store."""
 
     automaton: SuffixAutomaton
-    stored: list[_StoreMatch] = field(default_factory=list)
+    store_matches: list[_StoreMatch] = field(default_factory=list)
 
 
 class SuffixStore:
-    """Finished outputs that later requests of the same namespace draft from. Its size is bounded; the oldest outputs are dropped first.
+    """Outputs of finished requests, from which later requests of the same namespace draft. The oldest outputs are dropped first.
 
     Args:
-        max_tokens: maximum number of tokens stored per namespace.
-        max_namespaces: the least recently used one is dropped.
+        max_tokens: maximum number of tokens stored for each namespace.
+        max_namespaces: maximum number of namespaces; the least recently used one is dropped.
 
     Raises:
-        ConfigError: a bound is below 1.
+        ConfigError: `max_tokens` or `max_namespaces` is below 1.
     """
 
     def __init__(self, max_tokens: int = 65_536, max_namespaces: int = 16, max_match: int = MAX_MATCH) -> None:
@@ -235,45 +237,45 @@ class SuffixStore:
             if value < 1:
                 raise ConfigError(f"{name} of a suffix store is {value}: use a whole number from 1, or no store")
         self._half, self._max_namespaces, self._max_match = max(1, max_tokens // 2), max_namespaces, max_match
-        # two automata per namespace: tokens cannot be removed from one, so the older one is dropped as a whole
-        self._texts: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
+        # two automata for each namespace: no token can be removed from an automaton, so the older one is dropped as a whole
+        self._automata: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
 
     def add(self, namespace: str, token_ids: Sequence[int]) -> None:
-        """Add a finished output; if it is too long, only its end."""
+        """Add the output of a finished request; only its end if it is longer than half of `max_tokens`."""
         kept = token_ids[-(self._half - 1) :] if self._half > 1 else []
-        automata = self._texts.setdefault(namespace, [])
-        self._texts.move_to_end(namespace)
+        automata = self._automata.setdefault(namespace, [])
+        self._automata.move_to_end(namespace)
         if not automata or automata[-1].size + len(kept) + 1 > self._half:
             automata.append(SuffixAutomaton(self._max_match))
             del automata[:-2]
         for token in (*kept, SEPARATOR):
             automata[-1].append(token)
-        while len(self._texts) > self._max_namespaces:
-            self._texts.popitem(last=False)
+        while len(self._automata) > self._max_namespaces:
+            self._automata.popitem(last=False)
 
     def automata(self, namespace: str) -> Sequence[SuffixAutomaton]:
-        """Return the automata of a namespace, the older one first."""
-        return self._texts.get(namespace, ())
+        """Return the automata with the outputs of a namespace, older outputs first."""
+        return self._automata.get(namespace, ())
 
     def num_stored_tokens(self, namespace: str) -> int:
-        """Return the number of stored tokens, separators between outputs included."""
+        """Return the number of stored tokens of a namespace, one separator for each output included."""
         return sum(automaton.size for automaton in self.automata(namespace))
 
     def clear(self, namespace: str | None = None) -> None:
         """Remove the stored outputs of one namespace, or of all."""
         if namespace is None:
-            self._texts.clear()
+            self._automata.clear()
         else:
-            self._texts.pop(namespace, None)
+            self._automata.pop(namespace, None)
 
 
 class SuffixDrafter(Drafter):
-    """Drafts trees of what followed before in the request's own text; needs no model.
+    """Drafts what followed earlier occurrences of the text's last tokens; needs no model.
 
     Args:
-        min_match: fewest tokens of context that must have occurred before.
-        max_match: most tokens of context that are compared.
-        store: finished outputs of requests that name a namespace; None = a request drafts from its own text alone.
+        min_match: minimum number of last tokens that must occur earlier.
+        max_match: maximum number of last tokens that are compared.
+        store: outputs of earlier requests to draft from; None = a request drafts from its own text only.
     """
 
     name = "suffix"
@@ -293,16 +295,16 @@ class SuffixDrafter(Drafter):
 
     def has_candidates(self, request: Request) -> bool:
         text = self._texts.get(request)
-        is_shared = self._store is not None and request.namespace is not None
-        if text is None or is_shared or len(request.token_ids) - text.automaton.size > MAX_CATCH_UP_TOKENS:
+        uses_store = self._store is not None and request.namespace is not None
+        if text is None or uses_store or len(request.token_ids) - text.automaton.size > MAX_CATCH_UP_TOKENS:
             return True
         for token in request.token_ids[text.automaton.size :]:
             text.automaton.append(token)
         return text.automaton.repeated_suffix[1] >= self._min_match
 
     def release(self, request: Request) -> None:
-        is_whole = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # the request was neither aborted nor did it fail
-        if self._store is not None and request.namespace is not None and is_whole:
+        is_complete = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # neither aborted nor failed
+        if self._store is not None and request.namespace is not None and is_complete:
             self._store.add(request.namespace, request.output_token_ids)
 
     def _draft(self, request: Request, budget: DraftBudget) -> DraftTree | None:
@@ -318,24 +320,24 @@ class SuffixDrafter(Drafter):
                 automaton, match = stored.automaton, stored.match
         if match[1] < self._min_match:
             return None
-        return self._grow(automaton, match, request.token_ids[-1], budget)
+        return self._build_tree(automaton, match, request.token_ids[-1], budget)
 
     def _matches_in_store(self, text: _RequestText, request: Request) -> list[_StoreMatch]:
         if self._store is None or request.namespace is None:
             return []
-        known = {id(stored.automaton): stored for stored in text.stored}
-        text.stored = [known.get(id(automaton)) or _StoreMatch(automaton) for automaton in self._store.automata(request.namespace)]
-        for stored in text.stored:
+        old = {id(stored.automaton): stored for stored in text.store_matches}
+        text.store_matches = [old.get(id(automaton)) or _StoreMatch(automaton) for automaton in self._store.automata(request.namespace)]
+        for stored in text.store_matches:
             stored.update(request.token_ids)
-        return text.stored
+        return text.store_matches
 
-    def _grow(self, automaton: SuffixAutomaton, match: Match, root_token_id: int, budget: DraftBudget) -> DraftTree | None:
-        wanted = budget.max_tokens
-        certain = automaton.unambiguous_tokens(match, self._min_match, wanted)
-        if len(certain) == wanted > 0:  # a single continuation is the most frequent case, and no tree is better
-            return DraftTree.chain(root_token_id, certain, self.name, match_confidence(match[1], wanted))
+    def _build_tree(self, automaton: SuffixAutomaton, match: Match, root_token_id: int, budget: DraftBudget) -> DraftTree | None:
+        num_tokens = budget.max_tokens
+        continuation = automaton.unambiguous_tokens(match, self._min_match, num_tokens)
+        if len(continuation) == num_tokens > 0:  # if each token has a single known continuation, a chain is enough
+            return DraftTree.chain(root_token_id, continuation, self.name, match_confidence(match[1], num_tokens))
 
-        def expand(context: Match) -> list[Candidate[Match]]:
-            return [(token, prob, self.name, then) for token, prob, then in automaton.next_tokens(context, self._min_match)]
+        def expand(node: Match) -> list[Candidate[Match]]:
+            return [(token, prob, self.name, longer) for token, prob, longer in automaton.next_tokens(node, self._min_match)]
 
         return grow_tree(root_token_id, budget, match, expand, min_path_prob=MIN_PATH_PROB)

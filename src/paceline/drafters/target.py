@@ -1,4 +1,4 @@
-"""A loaded target with its settings, for which drafters are made."""
+"""The loaded target, with the settings from which its drafters are created."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ from paceline.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTarget:
-    """A loaded target.
+    """A loaded target, and the settings for its drafters.
 
     Attributes:
-        directory: its checkpoint.
-        runtime, cache: its network and key-value cache; heads keep their rows in the same blocks.
-        vocab_size: V, ids that can be drawn.
-        max_model_len: longest prompt + output, in tokens.
-        weight_bits: bits per value of its matrices.
+        directory: directory or GGUF file of the target.
+        runtime, cache: network and KV cache of the target; the KV caches of heads use the same blocks and slots.
+        vocab_size: V, number of token ids that the target can draw.
+        max_model_len: maximum number of tokens of prompt plus output.
+        weight_bits: average bits per value of the target's matrices.
         memory_bytes: free memory for drafters; None = no limit.
-        engine: settings it was loaded with; drafters use the same device and threads.
-        speculation: settings of drafters.
+        engine: settings that the target was loaded with; drafters use the same device and threads.
+        speculation: the user's settings for drafting.
     """
 
     directory: Path
@@ -55,17 +55,17 @@ class LoadedTarget:
 
     @property
     def head_quant(self) -> QuantOptions | None:
-        """How to quantise heads; None = they stay as they are stored."""
+        """How the weights of heads are quantised; None = they stay as stored."""
         return draft_quant_options(self.speculation.draft_quantization, None)
 
     @property
     def draft_model_quant(self) -> QuantOptions | None:
-        """How to quantise draft models; None = they stay as they are stored."""
+        """How the weights of draft models are quantised; None = they stay as stored."""
         return draft_quant_options(self.speculation.draft_quantization, self.weight_bits, device=self.device)
 
     @property
-    def copy_quant(self) -> QuantOptions | None:
-        """How to quantise rows that a head copies of the vocabulary matrix; None = they are read where they are stored."""
+    def lm_head_copy_quant(self) -> QuantOptions | None:
+        """How lm_head rows are quantised that an MTP module copies from the target for its draft vocabulary; None = they stay as stored."""
         return lm_head_copy_options(self.draft_model_quant, quant_options("quantization", self.engine.quantization))
 
     @property
@@ -74,14 +74,19 @@ class LoadedTarget:
         return HeadOptions.parse(self.speculation.drafter_options)
 
     @property
-    def lm_head_of(self) -> Network | None:
-        """The runtime whose lm_head is shared by heads without one; None = such heads quantise a copy."""
+    def lm_head_runtime(self) -> Network | None:
+        """The target's runtime if heads without an lm_head use its lm_head; None if heads are quantised: they then use a quantised copy."""
         return self.runtime if self.head_quant is None else None
 
-    def quantized(self, weights: Weights, files: Sequence[Path], *, as_draft_model: bool = False) -> Weights:
-        """Return the weights of a head, read from `files`, quantised by the settings for heads or for draft models."""
+    def quantize(self, weights: Weights, files: Sequence[Path], *, as_draft_model: bool = False) -> Weights:
+        """Quantise the weights of a head as the settings say, and cache the result on disk.
+
+        Args:
+            files: the files that `weights` were read from; the cache is only valid while they are unchanged.
+            as_draft_model: apply the settings for draft models, not those for heads.
+        """
         options = self.draft_model_quant if as_draft_model else self.head_quant
         if options is None:
             return weights
-        sums, num_threads = fastest_page_sums(), self.engine.num_threads
-        return quantized_weights(weights, options, cache_directory(), files=files, num_threads=num_threads, page_sums=sums)
+        page_sums, num_threads = fastest_page_sums(), self.engine.num_threads
+        return quantized_weights(weights, options, cache_directory(), files=files, num_threads=num_threads, page_sums=page_sums)

@@ -1,7 +1,10 @@
-"""Draft models with another vocabulary: by ids if most pieces are shared, else through text. Only the target's tokens are ever kept.
+"""Draft models with another vocabulary than the target.
 
-Sources: Timor et al. 2025, arXiv:2502.05202, algorithm 4 (token-level intersection) and algorithm 2 (text; there, too, the re-encoded
-draft is checked token by token). Deviation: with ids, the draft row over the shared pieces is drawn from with the target's noise.
+If most tokens exist in both vocabularies, the ids of equal tokens are mapped (`SharedVocabularyMap`). Otherwise the draft model generates
+text, and the target's tokenizer turns it into draft tokens (`TextDrafter`). The target verifies the draft tokens as always.
+
+Sources: Timor et al. 2025, arXiv:2502.05202, algorithm 4 (token-level intersection) and algorithm 2 (text-level). Deviation: draft tokens
+of the intersection are drawn with the target's noise.
 """
 
 from collections.abc import Sequence
@@ -19,15 +22,15 @@ from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import IdMap, Speller, match_ids, piece_bytes, pieces_of
 
 NUM_RETOKENIZED_TOKENS = 10
-"""Last tokens of a text that are tokenized again with the text after them, which can change them."""
+"""When text is appended, so many last tokens are tokenized again, because they may change."""
 
 
 class ByteTokenizer:
-    """A tokenizer of bytes that returns each token with its number of bytes.
+    """Tokenizes bytes, and returns for each token how many bytes of the text it covers.
 
     Attributes:
-        pieces, bytes_of: by id, the vocabulary's spelling and the bytes that it stands for.
-        start: special tokens that it puts before a text.
+        pieces, bytes_of: by token id, the token as written in the vocabulary file, and its bytes.
+        bos_ids: special tokens that the tokenizer puts before a text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -37,20 +40,20 @@ class ByteTokenizer:
         self._encode = tokenizer.encode
         self._speller = Speller(self.pieces)
         self.bos_ids = tuple(takewhile(self.special_token_ids.__contains__, tokenizer.encode("a")))
-        self._adds_space = self._spelled_bytes(tokenizer.encode("a", add_special_tokens=False)) == b" a"
+        self._adds_space = self._join_bytes(tokenizer.encode("a", add_special_tokens=False)) == b" a"
 
     def tokenize(self, text: bytes, *, at_start: bool = False) -> list[tuple[int, int]]:
-        """Return the token ids of `text`, each with its number of bytes.
+        """Return the token ids of `text`, each with the number of bytes that it covers.
 
-        These are the tokenizer's own tokens if they spell `text`, else the longest pieces from the left. Bytes without a piece count as
-        part of the token before them.
+        They are the tokenizer's result if its bytes are `text`. Otherwise, as for invalid UTF-8, `text` is divided from the left into the
+        longest tokens. Bytes that no token has are counted to the token before them.
 
         Args:
-            at_start: `text` is the beginning of a text, so a space that the tokenizer adds there is expected.
+            at_start: `text` is the beginning of a text, where some tokenizers add a space.
         """
-        natural = self._tokenize_as_text(text, at_start=at_start)
-        if natural is not None:
-            return natural
+        tokens_of_text = self._tokenize_as_text(text, at_start=at_start)
+        if tokens_of_text is not None:
+            return tokens_of_text
         tokens: list[tuple[int, int]] = []
         ids = self._speller.spell(text)
         if ids is not None:
@@ -64,10 +67,10 @@ class ByteTokenizer:
         return tokens
 
     def retokenize_from(self, token_ids: Sequence[int], first: int) -> int:
-        """Return the index, at least `first`, from which a text is tokenized again: a token near the end that begins with a space."""
+        """Return the index, at least `first`, from which to tokenize again when text is appended: near the end, at a space if possible."""
         index = max(first, len(token_ids) - NUM_RETOKENIZED_TOKENS)
-        least = max(first, len(token_ids) - 4 * NUM_RETOKENIZED_TOKENS)
-        while index > least and not self.bytes_of[token_ids[index]].startswith(b" "):
+        min_index = max(first, len(token_ids) - 4 * NUM_RETOKENIZED_TOKENS)
+        while index > min_index and not self.bytes_of[token_ids[index]].startswith(b" "):
             index -= 1
         return index
 
@@ -82,22 +85,22 @@ class ByteTokenizer:
         elif self._adds_space and at_start:
             expected = b" " + text
         ids = self._encode(string, add_special_tokens=False)
-        if self._spelled_bytes(ids) != expected:
+        if self._join_bytes(ids) != expected:
             return None
         sizes = [len(self.bytes_of[token_id]) for token_id in ids]
         if sizes:
             sizes[0] -= len(expected) - len(text)
         return list(zip(ids, sizes, strict=True))
 
-    def _spelled_bytes(self, ids: Sequence[int]) -> bytes:
+    def _join_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(self.bytes_of[token_id] for token_id in ids if token_id < len(self.bytes_of))
 
 
-class SharedPieces:
-    """Maps tokens between vocabularies through the pieces that both have; a draft model's other ids are never drafted.
+class SharedVocabularyMap:
+    """Maps ids of the draft model to ids of the target by the tokens that both vocabularies have. Other tokens are never drafted.
 
     Args:
-        target, draft: the two tokenizers.
+        target, draft: tokenizers of the target and of the draft model.
         vocab_size: V of the target.
         draft_vocab_size: V of the draft model.
     """
@@ -109,31 +112,32 @@ class SharedPieces:
         to_target = match_ids(draft.pieces, target.pieces)[:draft_vocab_size]
         draft_ids = np.flatnonzero((to_target >= 0) & (to_target < vocab_size))
         target_ids = to_target[draft_ids]
-        pairs = self._to_draft[target_ids] == draft_ids  # keep one-to-one pairs only: a piece may occur twice in a vocabulary
-        self._draft_ids, self._target_ids = _consecutive_as_slice(draft_ids[pairs]), _consecutive_as_slice(target_ids[pairs])
+        is_mutual = self._to_draft[target_ids] == draft_ids  # a vocabulary may contain a token twice: only one-to-one pairs are kept
+        draft_ids, target_ids = draft_ids[is_mutual], target_ids[is_mutual]
+        self._shared_draft_ids, self._shared_target_ids = _consecutive_as_slice(draft_ids), _consecutive_as_slice(target_ids)
         self._to_draft[self._to_draft >= draft_vocab_size] = -1
         self._spelled: dict[int, tuple[int, ...]] = {}
         self._contexts = RequestState[tuple[list[int], int]]()
 
-    def context(self, request: Request) -> Sequence[int]:
-        """Return the request's tokens as the draft model's ids; later calls only append."""
+    def draft_context(self, request: Request) -> Sequence[int]:
+        """Return the request's text as ids of the draft model. Ids returned before never change; later calls only append."""
         ids, num_read = self._contexts.get(request) or (list(self._draft.bos_ids), _num_start_tokens(self._target, request))
         for token_id in request.token_ids[num_read:]:
-            ids.extend(self._spell_in_shared_pieces(token_id))
+            ids.extend(self._to_draft_ids(token_id))
         self._contexts[request] = ids, len(request.token_ids)
         return ids
 
-    def target_row(self, row: FloatArray) -> FloatArray:
-        """Return a draft model's logits as logits [V] over the target's ids, -inf for ids that cannot be drafted."""
+    def to_target_logits(self, row: FloatArray) -> FloatArray:
+        """Convert logits of the draft model to a row [V] of the target's ids; ids that cannot be drafted get -inf."""
         scores = np.full(self._vocab_size, -np.inf, np.float32)
-        scores[self._target_ids] = row[self._draft_ids]
+        scores[self._shared_target_ids] = row[self._shared_draft_ids]
         return scores
 
-    def draft_id(self, token_id: int) -> int:
-        """Return the draft model's id of a target token that can be drafted."""
+    def to_draft_id(self, token_id: int) -> int:
+        """Return the draft model's id of a token that both vocabularies have, given the target's id."""
         return int(self._to_draft[token_id])
 
-    def _spell_in_shared_pieces(self, token_id: int) -> tuple[int, ...]:
+    def _to_draft_ids(self, token_id: int) -> tuple[int, ...]:
         mapped = int(self._to_draft[token_id]) if token_id < len(self._to_draft) else -1
         if mapped >= 0:
             return (mapped,)
@@ -144,13 +148,13 @@ class SharedPieces:
 
 
 class GreedyTextModel(Protocol):
-    """A draft model that continues texts in its own ids (see `DraftModelDrafter.generate`)."""
+    """Interface of a draft model that generates text greedily; see `DraftModelDrafter.generate`."""
 
     name: str
     traits: DrafterTraits
 
     def generate(
-        self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], counts: Sequence[int]
+        self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], max_new_tokens: Sequence[int]
     ) -> list[list[int]]: ...
 
     def prefill_s(self, request: Request) -> float: ...
@@ -160,28 +164,29 @@ class GreedyTextModel(Protocol):
 
 @dataclass(slots=True)
 class _RetokenizedContext:
-    """One request's text as the draft model's tokens.
+    """One request's text, tokenized for the draft model.
 
     Attributes:
-        num_read: tokens of the request that `text` holds.
-        ids: the draft model's.
-        token_ends: offset in `text` at which each token ends.
+        num_converted: number of the request's tokens whose bytes were appended to `text`.
+        draft_ids: the text as ids of the draft model.
+        token_ends: for each of these ids the offset in `text` at which its token ends.
+        text: bytes of the request's tokens.
     """
 
-    num_read: int
-    ids: list[int]
+    num_converted: int
+    draft_ids: list[int]
     token_ends: list[int]
     text: bytearray = field(default_factory=bytearray)
 
 
 class TextDrafter(Drafter):
-    """Drafts with a model of any vocabulary: the target's tokenizer tokenizes the text that the model generates.
+    """Drafts with a model of any vocabulary: the target's tokenizer tokenizes the text that the model generates greedily.
 
-    The model generates its most probable text. If the last word may be incomplete, its last token is left out.
+    If the generated text may end inside a word, the last draft token is dropped, because the whole word may have other tokens.
 
     Args:
         model: the draft model.
-        target, draft: the two tokenizers.
+        target, draft: tokenizers of the target and of the draft model.
     """
 
     def __init__(self, model: GreedyTextModel, target: ByteTokenizer, draft: ByteTokenizer) -> None:
@@ -194,10 +199,10 @@ class TextDrafter(Drafter):
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: list[DraftTree | None] = [None] * len(requests)
         depths = [budget.max_tokens for budget in budgets]
-        contexts = {i: context for i, depth in enumerate(depths) if depth > 0 and (context := self._context(requests[i])) is not None}
+        contexts = {i: context for i, depth in enumerate(depths) if depth > 0 and (context := self._draft_context(requests[i])) is not None}
         texts = self.model.generate([requests[i] for i in contexts], list(contexts.values()), [depths[i] for i in contexts])
         for index, draft_ids in zip(contexts, texts, strict=True):
-            token_ids = self._target_ids(requests[index], draft_ids)[: depths[index]]
+            token_ids = self._tokenize_for_target(requests[index], draft_ids)[: depths[index]]
             if token_ids:
                 trees[index] = DraftTree.chain(requests[index].token_ids[-1], token_ids, self.name)
         return trees
@@ -208,35 +213,35 @@ class TextDrafter(Drafter):
     def release(self, request: Request) -> None:
         self.model.release(request)
 
-    def _context(self, request: Request) -> tuple[Sequence[int], int] | None:
-        """Return the draft model's ids of the request's text, and how many are unchanged; None if the text ends inside a character."""
-        start = self._draft.bos_ids
-        known = self._contexts.get(request)
-        if known is None:
-            known = _RetokenizedContext(_num_start_tokens(self._target, request), list(start), [0] * len(start))
-            self._contexts[request] = known
-        for token_id in request.token_ids[known.num_read :]:
-            known.text += self._target.bytes_of[token_id] if token_id < len(self._target.bytes_of) else b""
-        known.num_read = len(request.token_ids)
-        if _complete_utf8_len(known.text) < len(known.text):
+    def _draft_context(self, request: Request) -> tuple[Sequence[int], int] | None:
+        """Return the request's text as ids of the draft model, and how many are unchanged; None if the text ends inside a character."""
+        bos_ids = self._draft.bos_ids
+        context = self._contexts.get(request)
+        if context is None:
+            context = _RetokenizedContext(_num_start_tokens(self._target, request), list(bos_ids), [0] * len(bos_ids))
+            self._contexts[request] = context
+        for token_id in request.token_ids[context.num_converted :]:
+            context.text += self._target.bytes_of[token_id] if token_id < len(self._target.bytes_of) else b""
+        context.num_converted = len(request.token_ids)
+        if _complete_utf8_len(context.text) < len(context.text):
             return None
-        first = self._draft.retokenize_from(known.ids, len(start))
-        offset = known.token_ends[first - 1] if first else 0
-        tokens = self._draft.tokenize(bytes(known.text[offset:]), at_start=first == len(start))
+        first = self._draft.retokenize_from(context.draft_ids, len(bos_ids))
+        offset = context.token_ends[first - 1] if first else 0
+        tokens = self._draft.tokenize(bytes(context.text[offset:]), at_start=first == len(bos_ids))
         num_unchanged = first
-        for old, (new, _) in zip(known.ids[first:], tokens, strict=False):
+        for old, (new, _) in zip(context.draft_ids[first:], tokens, strict=False):
             if old != new:
                 break
             num_unchanged += 1
-        del known.ids[first:], known.token_ends[first:]
+        del context.draft_ids[first:], context.token_ends[first:]
         for token_id, size in tokens:
             offset += size
-            known.ids.append(token_id)
-            known.token_ends.append(offset)
-        return known.ids, num_unchanged
+            context.draft_ids.append(token_id)
+            context.token_ends.append(offset)
+        return context.draft_ids, num_unchanged
 
-    def _target_ids(self, request: Request, draft_ids: Sequence[int]) -> list[int]:
-        """Return the generated text as tokens of the target, without those of the request."""
+    def _tokenize_for_target(self, request: Request, draft_ids: Sequence[int]) -> list[int]:
+        """Return the text that the draft model generated as token ids of the target."""
         texts: list[bytes] = []
         for token_id in draft_ids:
             if token_id in self._draft.special_token_ids or token_id >= len(self._draft.bytes_of):
@@ -255,38 +260,38 @@ class TextDrafter(Drafter):
             start, end = end, end + size
             if start >= 0:
                 tokens.append((token_id, size))
-            elif end > 0:  # the last committed token would be tokenized differently together with the generated text
+            elif end > 0:  # this token also covers committed text: tokenize the generated part alone
                 tokens.extend(self._target.tokenize(generated[:end]))
         if len(tokens) > 1 and generated[-1:].isalnum() and tokens[-1][1] > len(texts[-1]):
-            tokens.pop()  # the last word may be incomplete, so its last token is left out
+            tokens.pop()  # the last token is dropped because its word may be incomplete
         return [token_id for token_id, _ in tokens]
 
 
 def _consecutive_as_slice(ids: IdMap) -> IdMap | slice:
-    """Return consecutive ids as a slice: copying a range of a wide row is ten times as fast as indexing by ids."""
+    """Return consecutive ids as a slice, with which copying from a row of logits is ten times as fast; other ids unchanged."""
     if len(ids) and np.array_equal(ids, np.arange(ids[0], ids[0] + len(ids))):
         return slice(int(ids[0]), int(ids[0]) + len(ids))
     return ids
 
 
 def _num_start_tokens(tokenizer: ByteTokenizer, request: Request) -> int:
-    """Return the number of special tokens at the start of the request; another vocabulary has its own."""
+    """Return how many special tokens the request begins with. They are skipped, because the draft model has its own."""
     count = len(tokenizer.bos_ids)
     return count if tuple(request.token_ids[:count]) == tokenizer.bos_ids else 0
 
 
 def _complete_utf8_len(text: bytes | bytearray) -> int:
-    """Return the length of `text` without an incomplete character at its end."""
-    for back in range(1, min(4, len(text)) + 1):
-        byte = text[-back]
+    """Return the length of UTF-8 `text` without an incomplete character at its end."""
+    for num_bytes in range(1, min(4, len(text)) + 1):
+        byte = text[-num_bytes]
         if byte >= 0xC0:
             needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return len(text) - back if back < needed else len(text)
+            return len(text) - num_bytes if num_bytes < needed else len(text)
         if byte < 0x80:
             break
     return len(text)
 
 
 def _characters(text: bytes) -> list[bytes]:
-    """Return the characters of `text`; each invalid byte counts as a character."""
+    """Return the UTF-8 characters of `text` as bytes; each invalid byte is returned as a character."""
     return [character.encode("utf-8", "surrogateescape") for character in text.decode("utf-8", "surrogateescape")]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory, quant_options
-from paceline.drafters import LoadedTarget, prepare
+from paceline.drafters import LoadedTarget, prepare_drafters
 from paceline.engine.engine import Engine
 from paceline.engine.input_processor import InputProcessor
 from paceline.engine.inputs import Params, RequestOptions, params_per_prompt
@@ -201,8 +201,8 @@ def load_engine(
         config.model, gguf_file=config.gguf_file, revision=config.revision, token=config.hf_token, offline=config.offline
     )
     tokenizer = Tokenizer.open(directory)
-    prepared = prepare(directory, config, speculation, drafters)
-    loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
+    prepared = prepare_drafters(directory, config, speculation, drafters)
+    loaded = load_runtime(directory, _runtime_options(config, prepared.layer_boundaries))
     runtime = loaded.runtime
     plan, cache = _make_cache(runtime, config, with_xlora=with_xlora or any(map(is_xlora, map(Path, config.adapters.values()))))
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)

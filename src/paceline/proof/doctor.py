@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Quantization, QuantOptions, cache_directory, draft_quant_options, lm_head_copy_options, weights_cache_bytes
-from paceline.drafters import HeadOptions, check_draft_adapter, prepare_one
-from paceline.drafters.block import BLOCK_KINDS
+from paceline.drafters import HeadOptions, check_draft_adapter, prepare_drafter
+from paceline.drafters.block.config import BLOCK_KINDS
 from paceline.errors import PacelineError, convert_memory_errors
 from paceline.hub import resolve_model
 from paceline.machine import available_memory_bytes
@@ -290,7 +290,7 @@ def examine_drafter(
         notes: gets a line where "auto" leaves a drafter out.
     """
     try:
-        prepared = prepare_one(name, target.path, offline=True)
+        prepared = prepare_drafter(name, target.path, offline=True)
         if prepared is not None and prepared.notice:
             notes.append(prepared.notice)
         if prepared is None or prepared.path is None:

@@ -10,17 +10,17 @@ import numpy as np
 
 from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions
-from paceline.drafters.block.checkpoint import open_block
-from paceline.drafters.block.config import BLOCK_KINDS, default_drafts_at_anchor, describe_alignment, read_block_config
-from paceline.drafters.draft_model import read_mask_token, too_large
+from paceline.drafters.block.checkpoint import open_block_checkpoint
+from paceline.drafters.block.config import BLOCK_KINDS, default_sample_from_anchor, describe_drafted_position, read_block_config
+from paceline.drafters.draft_model import read_mask_token, too_large_reason
 from paceline.drafters.draft_vocab import read_corpus
-from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
+from paceline.drafters.eagle.checkpoint import check_embedding_rows, open_eagle_checkpoint
 from paceline.drafters.eagle.config import ambiguous_options, read_eagle_config
 from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import load_medusa
-from paceline.drafters.mtp import load_mtp, restrict_vocab
+from paceline.drafters.mtp import load_mtp, restrict_draft_vocab
 from paceline.drafters.recurrent_heads.head import RecurrentHeadConfig
 from paceline.models.config import WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
@@ -88,7 +88,7 @@ def _notes(target: CheckpointFacts, draft: CheckpointFacts) -> tuple[str, ...]:
             f"the draft model was made for {draft.config.max_positions} tokens, the target for {target.config.max_positions}: "
             "of longer texts it reads the last tokens"
         )
-    if line := too_large(draft.path, draft.config, target.config):
+    if line := too_large_reason(draft.path, draft.config, target.config):
         notes.append(line)
     ends, draft_ends = _end_pieces(target), _end_pieces(draft)
     if ends and draft_ends and not ends & draft_ends:
@@ -163,10 +163,12 @@ def check_head(
 
 def _check_block(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairCheck]:
     config = read_block_config(files, target.config)
-    opened = open_block(files, config, target.config)
-    read = ", ".join(map(str, config.boundaries))
-    given, chosen = config.drafts_at_anchor, f", {config.num_candidates} candidates a row" if config.num_candidates else ""
-    place = describe_alignment(drafts_at_anchor=default_drafts_at_anchor(files) if given is None else given, is_known=given is not None)
+    opened = open_block_checkpoint(files, config, target.config)
+    read = ", ".join(map(str, config.layer_boundaries))
+    given, chosen = config.sample_from_anchor, f", {config.num_candidates} candidates a row" if config.num_candidates else ""
+    place = describe_drafted_position(
+        sample_from_anchor=default_sample_from_anchor(files) if given is None else given, is_known=given is not None
+    )
     summary = f"{files.kind.value} drafter, blocks of {config.block_size}{chosen}, that reads layer boundaries {read}; {place}; "
     facts = HeadFacts(files.path, files.kind, opened.weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000)
     facts = replace(facts, copied_bytes=sum(table.nbytes for table in opened.tables.values()))
@@ -198,9 +200,9 @@ def _check_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOption
 def _check_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairCheck]:
     sizes = target.config
     config = read_eagle_config(files, sizes, options)
-    opened = open_eagle(files, config, sizes)
+    opened = open_eagle_checkpoint(files, config, sizes)
     if target.tokenizer is not None:
-        check_embedded(files, opened.embedded_ids, min(len(target.tokenizer.pieces), sizes.vocab_size))
+        check_embedding_rows(files, opened.num_embedded_ids, min(len(target.tokenizer.pieces), sizes.vocab_size))
     summary = f"{files.kind.value} head {_reading(config)}; {_sizes_fit(sizes.hidden_size)}"
     unset = [switch for switch in ambiguous_options(files, config, sizes) if getattr(options, switch[0]) is None]
     facts = replace(_pair_facts(files, config, opened.weights), ambiguous_options=unset)
@@ -223,7 +225,7 @@ def _check_mtp(
     summary = f"mtp module of {place}{limit}; {_sizes_fit(target.config.hidden_size)}"
     facts = _pair_facts(files, module.config, weights)
     if num_ids is not None:
-        own = restrict_vocab(module, np.arange(num_ids) if chosen else range(num_ids), copy_quant)  # of the size in use
+        own = restrict_draft_vocab(module, np.arange(num_ids) if chosen else range(num_ids), copy_quant)  # of the size in use
         if own.has_lm_head_copy:
             weights = Weights({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
             copied = own.weights.info("lm_head.weight").nbytes
@@ -238,9 +240,9 @@ def _pair_facts(files: HeadFiles, config: RecurrentHeadConfig, weights: Weights)
 
 
 def _reading(config: RecurrentHeadConfig) -> str:
-    if not config.boundaries:
+    if not config.layer_boundaries:
         return "that reads the final hidden states"
-    return f"that reads layer boundaries {', '.join(map(str, config.boundaries))}"
+    return f"that reads layer boundaries {', '.join(map(str, config.layer_boundaries))}"
 
 
 def _sizes_fit(hidden_size: int) -> str:

@@ -29,8 +29,8 @@ from harness.gguf_checkpoints import write_gguf
 from harness.medusa_checkpoints import write_successor_target
 from harness.model_configs import make_config
 from paceline import LLM, SamplingParams
-from paceline.drafters import find_head
-from paceline.drafters.block.checkpoint import open_block
+from paceline.drafters import open_head_files
+from paceline.drafters.block.checkpoint import open_block_checkpoint
 from paceline.drafters.block.config import read_block_config
 from paceline.drafters.block.drafter import MAX_DEFERRED_ROWS, MAX_PENDING_ROWS, BlockDrafter, best_first_tree
 from paceline.drafters.block.network import PendingContext
@@ -122,8 +122,8 @@ def test_dspark_drafter_with_a_dflash_config_is_recognised(tmp_path: Path) -> No
     tensors = block_tensors(markov="vanilla", confidence=True)
     files = HeadFiles.open(write_head(tmp_path, {**DFLASH, "dflash_config": nested}, tensors))
     config = read_block_config(files, TARGET)
-    assert (files.kind, config.drafts_at_anchor, config.has_markov_confidence) == (HeadKind.DSPARK, None, True)
-    assert open_block(files, config, TARGET).tables.keys() == {"markov_w1"}
+    assert (files.kind, config.sample_from_anchor, config.has_markov_confidence) == (HeadKind.DSPARK, None, True)
+    assert open_block_checkpoint(files, config, TARGET).tables.keys() == {"markov_w1"}
 
 
 def test_target_with_too_few_layers_for_a_block_drafter_is_refused(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_mask_embedding_file_replaces_the_embedding_of_the_mask_token(tmp_path: 
     path = write_head(tmp_path, DFLASH, block_tensors())
     torch.save({"mask_token_id": 96, "embedding": torch.arange(32.0)}, path / "mask_embedding.pt")
     files = HeadFiles.open(path)
-    row = open_block(files, read_block_config(files, TARGET), TARGET).mask_embedding
+    row = open_block_checkpoint(files, read_block_config(files, TARGET), TARGET).mask_embedding
     assert row is not None
     assert row.tolist() == list(range(32))
 
@@ -188,7 +188,7 @@ def test_invalid_mask_embedding_file_is_refused(content: Any, what: str, tmp_pat
         torch.save(content, path / "mask_embedding.pt")
     files = HeadFiles.open(path)
     with pytest.raises(CheckpointError, match=what):
-        open_block(files, read_block_config(files, TARGET), TARGET)
+        open_block_checkpoint(files, read_block_config(files, TARGET), TARGET)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_invalid_metadata_of_a_gguf_block_drafter_is_refused(metadata: Any, what
 
 
 def find_block(path: Path) -> HeadFiles:
-    files = find_head(path)
+    files = open_head_files(path)
     assert files is not None
     return files
 
@@ -230,15 +230,15 @@ def test_block_drafter_of_another_hidden_size_is_refused(tmp_path: Path) -> None
 def test_block_drafter_ignores_copied_target_tensors_and_refuses_unknown(tmp_path: Path) -> None:
     copies = {"embed_tokens.weight": torch.zeros(97, 32), "lm_head.weight": torch.zeros(97, 32)}
     files = HeadFiles.open(write_head(tmp_path / "copies", DFLASH, block_tensors() | copies))
-    assert not {"embedding.weight", "lm_head.weight"} & set(open_block(files, read_block_config(files, TARGET), TARGET).weights)
+    assert not {"embedding.weight", "lm_head.weight"} & set(open_block_checkpoint(files, read_block_config(files, TARGET), TARGET).weights)
     files = HeadFiles.open(write_head(tmp_path / "unknown", DFLASH, block_tensors() | {"layers.0.extra.weight": torch.zeros(2, 2)}))
     with pytest.raises(CheckpointError, match=r"layers\.0\.extra\.weight"):
-        open_block(files, read_block_config(files, TARGET), TARGET)
+        open_block_checkpoint(files, read_block_config(files, TARGET), TARGET)
 
 
 def test_block_drafter_without_target_layer_ids_uses_evenly_spaced_layers(tmp_path: Path) -> None:
     files = HeadFiles.open(write_head(tmp_path, {**DFLASH, "dflash_config": {"mask_token_id": 3}}, block_tensors()))
-    assert read_block_config(files, TARGET).boundaries == (2, 5, 7)  # outputs of layers 1, round(3.5) and 6
+    assert read_block_config(files, TARGET).layer_boundaries == (2, 5, 7)  # outputs of layers 1, round(3.5) and 6
 
 
 def test_block_row_offset_is_found_from_the_first_drafts_if_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,14 +258,14 @@ def test_block_row_offset_is_found_from_the_first_drafts_if_unknown(tmp_path: Pa
     with LLM(str(target), drafter=str(write_head(tmp_path / "drafter", config, tensors)), kv_cache_gb=0.05) as llm:
         (drafter,) = llm.engine.speculator.drafters
         assert isinstance(drafter, BlockDrafter)
-        before = drafter.drafts_at_anchor
+        before = drafter.sample_from_anchor
         assert "a row is expected to draft the token at its own position, which the first drafts will show" in llm.banner
         sampling = SamplingParams(max_tokens=40, ignore_eos=True)
         plain = llm.generate([[5, 6]], sampling, speculation={"enabled": False})[0]
         first, second = llm.generate([[5, 6]], sampling)[0], llm.generate([[5, 6]], sampling)[0]
         assert llm.explain(second)[-1].endswith("blocks of 7, a row drafts the token after its own position)")
     assert first.token_ids == second.token_ids == plain.token_ids
-    assert (before, drafter.drafts_at_anchor) == (False, True)
+    assert (before, drafter.sample_from_anchor) == (False, True)
     assert second.speculation.mean_acceptance_length > 1.5
 
 

@@ -6,7 +6,7 @@ import pytest
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
 from paceline.drafters.eagle.config import EagleConfig
-from paceline.drafters.eagle.network import true_pair_network
+from paceline.drafters.eagle.network import target_feature_network
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
 from paceline.drafters.recurrent_heads.head import RecurrentHead
@@ -34,8 +34,8 @@ def begun(embedding: np.ndarray, known: list[int], seed: int, *, tree_width: int
     shapes |= {"fc.weight": (HIDDEN, 2 * HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
     tensors = {name: plain_tensor(random.normal(0, 0.5, shape).astype(np.float32)) for name, shape in shapes.items()}
     tensors["lm_head.weight"].array[:4] = 0.0  # the tokens of the texts are not the best guess
-    config = EagleConfig(kind=HeadKind.EAGLE, layers=LAYERS, feature_size=HIDDEN)
-    runtime = open_head(true_pair_network(config), LAYERS, Weights(tensors), num_threads=1, max_model_len=100)
+    config = EagleConfig(kind=HeadKind.EAGLE, layers=LAYERS, target_hidden_size=HIDDEN)
+    runtime = open_head(target_feature_network(config), LAYERS, Weights(tensors), num_threads=1, max_model_len=100)
     head = RecurrentHead(config, runtime, runtime, plain_tensor(embedding), target_ids=None)
     cache = KVCache([], 16, TreeLayout.MASK)
     drafter = EagleStyleDrafter(head, cache, vocab_size=VOCAB, tree_width=tree_width)

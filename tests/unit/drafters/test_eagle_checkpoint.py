@@ -11,8 +11,8 @@ import torch
 
 from harness.eagle_checkpoints import DRAFT_IDS, EAGLE1, EAGLE3, VOCAB_SIZE, Tensors, eagle1_tensors, eagle3_tensors, write_head
 from harness.model_configs import make_config
-from paceline.drafters import find_head
-from paceline.drafters.eagle.checkpoint import EagleCheckpoint, internal_tensor_name, open_eagle
+from paceline.drafters import open_head_files
+from paceline.drafters.eagle.checkpoint import EagleCheckpoint, internal_tensor_name, open_eagle_checkpoint
 from paceline.drafters.eagle.config import read_eagle_config, with_canonical_names
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
@@ -29,7 +29,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 def opened(directory: Path, config: Mapping[str, Any], tensors: Tensors, target: ModelConfig = TARGET) -> EagleCheckpoint:
     files = HeadFiles.open(write_head(directory, config, tensors))
-    return open_eagle(files, read_eagle_config(files, target), target)
+    return open_eagle_checkpoint(files, read_eagle_config(files, target), target)
 
 
 def without(tensors: Tensors, *names: str) -> Tensors:
@@ -50,7 +50,7 @@ def without(tensors: Tensors, *names: str) -> Tensors:
 def test_eagle3_hidden_state_layers_are_read_from_the_config(
     config: Mapping[str, Any], boundaries: tuple[int, ...], tmp_path: Path
 ) -> None:
-    assert opened(tmp_path, {**EAGLE3, **config}, eagle3_tensors()).config.boundaries == boundaries
+    assert opened(tmp_path, {**EAGLE3, **config}, eagle3_tensors()).config.layer_boundaries == boundaries
 
 
 def test_partial_rotary_factor_of_speculators_heads_is_ignored(tmp_path: Path) -> None:
@@ -310,4 +310,4 @@ def test_tensor_stored_under_two_names_is_refused(tmp_path: Path) -> None:
 def test_unsupported_speculators_method_is_named_in_the_error(named: str, tmp_path: Path) -> None:
     head = write_head(tmp_path, {**EAGLE3, "speculators_model_type": named}, eagle3_tensors())
     with pytest.raises(IncompatibleDrafterError, match=f"is a {named} drafter, which is not supported; those of medusa, eagle, .* are"):
-        find_head(head)
+        open_head_files(head)

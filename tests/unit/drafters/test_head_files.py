@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from harness.model_configs import make_config
-from paceline.drafters.head_files import HeadFiles, check_pairing, is_head_file, plain_name
-from paceline.drafters.head_kinds import METHOD_FILES, HeadKind
+from paceline.drafters.head_files import HeadFiles, check_target_sizes, is_head_file, strip_prefixes
+from paceline.drafters.head_kinds import METHOD_FILE_NAMES, HeadKind
 from paceline.errors import BackendUnavailableError, CheckpointError, IncompatibleDrafterError
 from paceline.models.config import WeightType
 from paceline.models.rope_config import RopeConfig
@@ -93,7 +93,7 @@ def test_head_kind_is_detected_from_files_config_and_tensors(
 
 
 def test_method_specific_head_file_is_preferred_to_safetensors(tmp_path: Path) -> None:
-    order = [*METHOD_FILES, "model.safetensors", "pytorch_model.bin", "x.safetensors"]
+    order = [*METHOD_FILE_NAMES, "model.safetensors", "pytorch_model.bin", "x.safetensors"]
     for index, file in enumerate(order):
         write(tmp_path, {f"tensor{index}": (2,)}, file=file)
     for index, file in enumerate(order):
@@ -116,10 +116,10 @@ def test_head_may_be_a_single_file_without_config(tmp_path: Path) -> None:
 
 
 def test_training_prefixes_are_stripped_from_head_tensor_names(tmp_path: Path) -> None:
-    assert plain_name("module.ea_layer.fc.weight") == "fc.weight"
-    assert plain_name("draft_model.model.norm.weight") == "norm.weight"
-    assert plain_name("eagle_module.layers.0.x") == "layers.0.x"
-    assert plain_name("modules.x") == "modules.x"
+    assert strip_prefixes("module.ea_layer.fc.weight") == "fc.weight"
+    assert strip_prefixes("draft_model.model.norm.weight") == "norm.weight"
+    assert strip_prefixes("eagle_module.layers.0.x") == "layers.0.x"
+    assert strip_prefixes("modules.x") == "modules.x"
     save_file({"model.norm.weight": torch.zeros(2), "norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     assert HeadFiles.open(tmp_path).weight("norm.weight").array.tolist() == [1.0, 1.0]  # the name that needs no stripping
 
@@ -133,12 +133,12 @@ def test_safetensors_and_pytorch_heads_have_equal_values(tmp_path: Path, dtype: 
     weight_type = {torch.float32: WeightType.F32, torch.float16: WeightType.F16, torch.bfloat16: WeightType.BF16}[dtype]
     for files in (one, other):
         assert files.weight("w").weight_type is weight_type
-        assert files.table("ids").tolist() == [3, 1]
-        assert files.table("flags").tolist() == [1, 0]
+        assert files.integer_vector("ids").tolist() == [3, 1]
+        assert files.integer_vector("flags").tolist() == [1, 0]
         with pytest.raises(CheckpointError, match="'ids' is of type I64, supported are F32, F16, BF16"):
             files.weight("ids")
         with pytest.raises(CheckpointError, match="expected whole numbers"):
-            files.table("w")
+            files.integer_vector("w")
     assert np.array_equal(one.weight("w").array, other.weight("w").array)
 
 
@@ -203,14 +203,14 @@ def test_damaged_head_file_is_named_in_the_error(tmp_path: Path) -> None:
 
 def test_missing_and_misshapen_head_tensors_are_listed_in_one_error(tmp_path: Path) -> None:
     files = HeadFiles.open(write(tmp_path, {"a": (2, 3), "b": (4,), "extra": (1,), "rotary_emb.inv_freq": (4,)}, {}))
-    files.check({"a": (2, 3)}, {"b": (4,), "absent": (9,)})
+    files.check_shapes({"a": (2, 3)}, {"b": (4,), "absent": (9,)})
     with pytest.raises(CheckpointError) as caught:
-        files.check({"a": (3, 2), "c": (5,), "d": (6, 7)}, {"b": (5,)})
+        files.check_shapes({"a": (3, 2), "c": (5,), "d": (6, 7)}, {"b": (5,)})
     text = str(caught.value)
     assert "it lacks 2 tensors: c [5], d [6, 7]" in text
     assert "it holds 2 tensors: a [2, 3] instead of [3, 2], b [4] instead of [5]" in text
     with pytest.raises(CheckpointError, match=r"this target: it holds 1 tensor: b \[4\] instead of \[5\]"):
-        files.check({"a": (2, 3)}, {"b": (5,)})
+        files.check_shapes({"a": (2, 3)}, {"b": (5,)})
 
 
 def test_unused_tensor_of_a_head_is_refused(tmp_path: Path) -> None:
@@ -239,12 +239,12 @@ def test_head_with_the_hidden_size_of_another_model_is_refused(tmp_path: Path) -
     files = HeadFiles.open(write(tmp_path, {"0.0.linear.weight": (8, 8)}, {}))
     rope = RopeConfig(theta=10000.0)
     target = make_config(vocab_size=32000, hidden_size=8, num_heads=1, num_kv_heads=1, head_size=8, max_positions=64, rope=rope)
-    check_pairing(files, target, hidden_size=8, vocab_rows=32064)
-    check_pairing(files, target, hidden_size=8)
+    check_target_sizes(files, target, hidden_size=8, vocab_rows=32064)
+    check_target_sizes(files, target, hidden_size=8)
     with pytest.raises(IncompatibleDrafterError, match="features of 16 values, the target's have 8"):
-        check_pairing(files, target, hidden_size=16)
+        check_target_sizes(files, target, hidden_size=16)
     with pytest.raises(IncompatibleDrafterError, match="has 128256 token ids, the target 32000"):
-        check_pairing(files, target, hidden_size=8, vocab_rows=128256)
+        check_target_sizes(files, target, hidden_size=8, vocab_rows=128256)
 
 
 def test_refused_pickle_error_does_not_suggest_unsafe_loading(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.drafter import CandidateAccuracy, MedusaDrafter, open_medusa
-from paceline.drafters.medusa.network import HeadOutputs
+from paceline.drafters.medusa.network import MedusaOutputs
 from paceline.drafters.medusa.trees import STATIC_TREES, static_tree_nodes
 from paceline.errors import CheckpointError, ConfigError, IncompatibleDrafterError
 from paceline.kv_cache.cache import CachedSequence
@@ -45,14 +45,14 @@ class Heads:
     def set_ranking(self, ranking: Ranking) -> None:
         self.ranking = ranking
 
-    def forward(self, features: NDArray[np.float32], num_heads: int, draws: Draws | None = None) -> HeadOutputs:
+    def forward(self, features: NDArray[np.float32], num_heads: int, draws: Draws | None = None) -> MedusaOutputs:
         self.num_passes += 1
         logits = [self.table[features[:, 0].astype(int) + depth] for depth in range(num_heads)]
         if self.ranking is None:
-            return HeadOutputs(logits.__getitem__, [])
+            return MedusaOutputs(logits.__getitem__, [])
         of_heads = [None] * num_heads if draws is None else draws
         found = [rank_rows(torch.from_numpy(rows), self.ranking, of_head) for rows, of_head in zip(logits, of_heads, strict=True)]
-        return HeadOutputs(logits.__getitem__, [ranked_rows(records.numpy()) for records in found])
+        return MedusaOutputs(logits.__getitem__, [ranked_rows(records.numpy()) for records in found])
 
 
 def a_drafter(table: NDArray[np.float32], vocab_size: int = 0, **options: object) -> MedusaDrafter:

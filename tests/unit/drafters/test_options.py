@@ -13,7 +13,7 @@ from harness.unconventional_heads import write_reading_eagle3
 from paceline import LLM, ConfigError, IncompatibleDrafterError, SamplingParams
 from paceline.drafters.medusa.drafter import MedusaDrafter
 from paceline.drafters.ngram import NgramDrafter
-from paceline.drafters.options import OPTIONS, TREES, HeadOptions
+from paceline.drafters.options import MEDUSA_TREES, OPTIONS, HeadOptions
 from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
 from paceline.engine.loader import parse_settings
 
@@ -49,7 +49,7 @@ def test_drafter_options_list_every_head_options_field() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tree": "oak"}, f"tree is 'oak': use one of {', '.join(TREES)}"),
+        ({"tree": "oak"}, f"tree is 'oak': use one of {', '.join(MEDUSA_TREES)}"),
         ({"tree": 3}, "tree is 3"),
         ({"boundaries": "2,x"}, "boundaries is '2,x': use the target's layer boundaries"),
         ({"boundaries": (2.5, 3)}, "boundaries is"),
@@ -130,7 +130,7 @@ def test_boundaries_option_overrides_the_eagle3_config(target: Path, tmp_path: P
     for boundaries in ((0, 2, 3), "1,2,4"):
         llm = open_llm(target, ("ngram", head), drafter_options={"boundaries": boundaries})
         (drafter,) = [one for one in llm.engine.speculator.drafters if isinstance(one, EagleStyleDrafter)]
-        assert drafter.head.config.boundaries == drafter.needs.layers == HeadOptions.parse({"boundaries": boundaries}).boundaries
+        assert drafter.head.config.layer_boundaries == drafter.needs.layers == HeadOptions.parse({"boundaries": boundaries}).boundaries
         assert "speculation: on" in llm.banner
     with pytest.raises(IncompatibleDrafterError, match=r"option 'boundaries' gives \[1, 2\] for its 4 layers"):
         open_llm(target, head, drafter_options={"boundaries": (1, 2)})

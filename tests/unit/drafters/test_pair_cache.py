@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from paceline.drafters.recurrent_heads.cache import PairCache, RequestTruePairs
+from paceline.drafters.recurrent_heads.cache import FeaturePairCache, RequestFeaturePairs
 from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.row_plan import TreeLayout
@@ -40,13 +40,13 @@ class Bench:
     """A target's cache, the pairs beside it, and the tokens that each kept row was computed from, by block and slot."""
 
     cache: KVCache
-    pairs: PairCache
+    pairs: FeaturePairCache
     rows: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def make(cls, window: int = 1000) -> "Bench":
         cache = KVCache([], NUM_BLOCKS, TreeLayout.MASK)
-        return cls(cache, PairCache(SilentHead(), cache, feature_size=FEATURE, window=window))
+        return cls(cache, FeaturePairCache(SilentHead(), cache, feature_size=FEATURE, window=window))
 
     def request(self, token_ids: list[int]) -> Request:
         params = SamplingParams()
@@ -64,9 +64,9 @@ class Bench:
                 request, start, np.stack([feature(request.token_ids[: row + 1]) for row in range(start, start + count)])
             )
 
-    def run(self, request: Request, *, with_root: bool) -> RequestTruePairs | None:
+    def run(self, request: Request, *, include_root: bool) -> RequestFeaturePairs | None:
         """Run what waits, and check it: every pair joins its token with the feature of what stands before it."""
-        rows = self.pairs.pending_pairs(request, with_root=with_root)
+        rows = self.pairs.pending_pairs(request, include_root=include_root)
         if rows is None:
             return None
         first = rows.rows.cached_len
@@ -98,15 +98,15 @@ def test_eagle_root_at_the_end_of_a_block_is_recomputed(length: int) -> None:
     bench = Bench.make()
     request = bench.request(text(length))
     bench.commit(request, length - 1)
-    rows = bench.run(request, with_root=True)
+    rows = bench.run(request, include_root=True)
     assert rows is not None
     assert len(rows.token_ids) == length - 1
     assert rows.rows.first_slot == rows.rows.cached_len == 1
     has_slot = (length - 1) % BLOCK_SIZE > 0
-    assert bench.pairs.num_pairs(request) == (length if has_slot else length - 1)
+    assert bench.pairs.computed_slots(request).stop == (length if has_slot else length - 1)
     request.token_ids += [7, 8]
     bench.commit(request, 2)
-    again = bench.run(request, with_root=True)
+    again = bench.run(request, include_root=True)
     assert again is not None
     assert len(again.token_ids) == (2 if has_slot else 3)
 
@@ -116,10 +116,10 @@ def test_eagle_prompt_chunks_run_without_the_root() -> None:
     request = bench.request(text(100))
     for count in (40, 30, 29):
         bench.commit(request, count)
-        assert bench.run(request, with_root=False) is not None
-    assert bench.pairs.num_pairs(request) == 99
-    assert bench.run(request, with_root=False) is None
-    rows = bench.run(request, with_root=True)
+        assert bench.run(request, include_root=False) is not None
+    assert bench.pairs.computed_slots(request).stop == 99
+    assert bench.run(request, include_root=False) is None
+    rows = bench.run(request, include_root=True)
     assert rows is not None
     assert len(rows.token_ids) == 1
 
@@ -128,8 +128,8 @@ def test_eagle_root_without_a_hidden_state_is_not_drafted() -> None:
     bench = Bench.make()
     request = bench.request(text(50))
     bench.commit(request, 30)
-    assert bench.pairs.pending_pairs(request, with_root=True) is None
-    assert bench.pairs.pending_pairs(bench.request(text(3)), with_root=True) is None
+    assert bench.pairs.pending_pairs(request, include_root=True) is None
+    assert bench.pairs.pending_pairs(bench.request(text(3)), include_root=True) is None
 
 
 @pytest.mark.parametrize("shared", [32, 40, 64, 95])
@@ -137,12 +137,12 @@ def test_eagle_drafts_after_a_prefix_hit_continue_from_its_hidden_state(shared: 
     bench = Bench.make()
     first = bench.request(text(97))
     bench.commit(first, 96)
-    bench.run(first, with_root=True)
+    bench.run(first, include_root=True)
     second = bench.request([*text(97)[:shared], *text(20, seed=1)])
     adopted = bench.cache.match_prefix(second.sequence, second.token_ids)
     assert adopted == shared // BLOCK_SIZE * BLOCK_SIZE
     bench.commit(second, len(second.token_ids) - 1 - adopted)
-    rows = bench.run(second, with_root=True)
+    rows = bench.run(second, include_root=True)
     assert rows is not None
     assert rows.rows.cached_len == adopted
     assert rows.rows.first_slot == 1
@@ -156,13 +156,13 @@ def test_eagle_uses_only_the_drafted_part_of_a_cached_prefix() -> None:
     second = bench.request(text(65) + text(70, seed=2))
     assert bench.cache.match_prefix(second.sequence, second.token_ids) == 64
     bench.commit(second, 70)
-    rows = bench.run(second, with_root=True)
+    rows = bench.run(second, include_root=True)
     assert rows is not None
     assert rows.rows.first_slot == rows.rows.cached_len == 65  # the pair of token 64 needs a feature nobody has
     third = bench.request([*second.token_ids[:130], 5, 6, 7])
     assert bench.cache.match_prefix(third.sequence, third.token_ids) == 128
     bench.commit(third, 4)
-    rows = bench.run(third, with_root=True)
+    rows = bench.run(third, include_root=True)
     assert rows is not None
     assert (rows.rows.first_slot, rows.rows.cached_len) == (65, 128)
 
@@ -171,12 +171,12 @@ def test_eagle_cache_of_a_preempted_request_starts_again() -> None:
     bench = Bench.make()
     request = bench.request(text(90))
     bench.commit(request, 89)
-    bench.run(request, with_root=True)
+    bench.run(request, include_root=True)
     bench.cache.release(request.sequence)
     request.sequence = bench.cache.new_sequence()
     assert bench.cache.match_prefix(request.sequence, request.token_ids) == 64
     bench.commit(request, 25)
-    rows = bench.run(request, with_root=True)
+    rows = bench.run(request, include_root=True)
     assert rows is not None
     assert (rows.rows.first_slot, rows.rows.cached_len) == (1, 64)
 
@@ -185,10 +185,10 @@ def test_eagle_window_limits_the_visible_cache_slots() -> None:
     bench = Bench.make(window=20)
     request = bench.request(text(60))
     bench.commit(request, 59)
-    rows = bench.run(request, with_root=False)
+    rows = bench.run(request, include_root=False)
     assert rows is not None
     assert rows.rows.first_slot == 1  # no farther than the rows that are there
-    rows = bench.run(request, with_root=True)
+    rows = bench.run(request, include_root=True)
     assert rows is not None
     assert rows.rows.first_slot == 40  # the root's slot is 59
 
@@ -211,7 +211,7 @@ def test_eagle_cache_rows_match_the_text_after_random_events(seed: int, large_co
             due = len(request.token_ids) - 1 - request.sequence.committed_len
             if event < 8 and bench.cache.pool.num_free > 6 and len(request.token_ids) < 200:
                 bench.commit(request, max(1, min(due, int(random.integers(1, 60)))), observed=event < 7) if due else None
-                if bench.run(request, with_root=bool(random.integers(0, 2))) is not None:
+                if bench.run(request, include_root=bool(random.integers(0, 2))) is not None:
                     num_seen += 1
                 if request.sequence.committed_len == len(request.token_ids) - 1:
                     request.token_ids += text(int(random.integers(1, 6)), seed=int(random.integers(0, 10_000)))

@@ -98,10 +98,10 @@ def test_peagle_sampled_drafts_use_the_noise_of_their_positions(target: Path, he
     """Each is what the target would draw there if its law were the head's, whoever else is in the pass."""
     llm = open_llm(target, head)
     drafter = drafter_of(llm)
-    run_true_pairs, propose, seen, checked = drafter.head.run_true_pairs, drafter.propose, [], []
+    run_target_feature_pairs, propose, seen, checked = drafter.head.run_target_feature_pairs, drafter.propose, [], []
 
     def remembered(*args: Any, **options: Any) -> Any:
-        outputs = run_true_pairs(*args, **options)
+        outputs = run_target_feature_pairs(*args, **options)
         seen.append(outputs.logits.copy())
         return outputs
 
@@ -117,7 +117,7 @@ def test_peagle_sampled_drafts_use_the_noise_of_their_positions(target: Path, he
                 checked.append(token == draw(law, request.seed, 0, len(request.token_ids) + level))
         return trees
 
-    monkeypatch.setattr(drafter.head, "run_true_pairs", remembered)
+    monkeypatch.setattr(drafter.head, "run_target_feature_pairs", remembered)
     monkeypatch.setattr(drafter, "propose", compared)
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=6.0, seed=3)
     for texts in (prompts(40), prompts(33, 40)):
@@ -148,8 +148,8 @@ def test_peagle_mask_token_id_may_be_given_as_an_option(target: Path, tmp_path: 
     with pytest.raises(IncompatibleDrafterError, match=r"has no mask_token_id.*--drafter-options mask_token_id=ID"):
         open_llm(target, files)
     llm = open_llm(target, files, drafter_options={"mask_token_id": 7})
-    assert drafter_of(llm).head.masked is not None
-    assert drafter_of(llm).head.masked.token_id == 7
+    assert drafter_of(llm).head.masked_pair is not None
+    assert drafter_of(llm).head.masked_pair.token_id == 7
     with pytest.raises(ConfigError, match="mask_token_id is -1: use a token id"):
         open_llm(target, files, drafter_options={"mask_token_id": -1})
     with pytest.raises(IncompatibleDrafterError, match="the mask_token_id is 97, embeddings end at 97"):
@@ -162,7 +162,7 @@ def test_peagle_mask_is_read_under_all_names_and_shapes(
     names: dict[str, object], shape: tuple[int, ...], target: Path, tmp_path: Path
 ) -> None:
     llm = open_llm(target, random_peagle(tmp_path, torch.arange(216.0).reshape(shape), **names))
-    masked = drafter_of(llm).head.masked
+    masked = drafter_of(llm).head.masked_pair
     assert masked is not None
     assert masked.token_id == 5
     assert masked.feature.tolist() == list(range(216))

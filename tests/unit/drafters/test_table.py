@@ -13,7 +13,7 @@ from harness.loaded_targets import load_target, make_drafter, make_drafters
 from harness.medusa_checkpoints import random_heads, write_heads
 from paceline import drafters
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters import EMBEDDED, NAMES, prepare
+from paceline.drafters import DRAFT_FOLDER, DRAFTER_NAMES, prepare_drafters
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.drafter import MedusaDrafter
@@ -29,7 +29,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_drafter_names_and_paths_create_their_drafters(directory: Path) -> None:
-    assert NAMES == ("auto", "none", "ngram", "suffix", "prediction", "draft_model", "medusa", "mtp")
+    assert DRAFTER_NAMES == ("auto", "none", "ngram", "suffix", "prediction", "draft_model", "medusa", "mtp")
     assert make_drafter("none", directory) is None
     assert isinstance(make_drafter("ngram", directory), NgramDrafter)
     assert isinstance(make_drafter(["ngram"], directory), NgramDrafter)
@@ -43,16 +43,16 @@ def test_drafter_names_and_paths_create_their_drafters(directory: Path) -> None:
 def _with_embedded(directory: Path, tmp_path: Path, num_layers: int = 2) -> Path:
     """Write a target of some layers with the one of `directory` as its own draft model."""
     own = write_checkpoint(tmp_path / "own", "llama", num_hidden_layers=num_layers)
-    shutil.copytree(directory, own / EMBEDDED)
+    shutil.copytree(directory, own / DRAFT_FOLDER)
     return own
 
 
 def test_auto_does_not_choose_a_draft_model_as_large_as_its_target(directory: Path, tmp_path: Path) -> None:
     own = _with_embedded(directory, tmp_path, num_layers=1)
-    prepared = prepare(own, EngineConfig(offline=True), SpeculationConfig())
+    prepared = prepare_drafters(own, EngineConfig(offline=True), SpeculationConfig())
     assert [drafter.name for drafter in prepared.drafters] == ["ngram"]
     (notice,) = prepared.notices
-    assert notice.startswith(f"{own / EMBEDDED} is not used: the draft model has ")
+    assert notice.startswith(f"{own / DRAFT_FOLDER} is not used: the draft model has ")
     assert notice.endswith("so drafting cannot pay (--drafter draft_model uses it)")
 
 
@@ -77,14 +77,14 @@ def test_auto_drafter_is_ngram_with_the_embedded_draft_model_if_any(directory: P
     own = _with_embedded(directory, tmp_path)
     assert isinstance(make_drafter("draft_model", own), DraftModelDrafter)
     speculation = SpeculationConfig()
-    both = prepare(own, EngineConfig(offline=True), speculation).open(load_target(own, speculation))
+    both = prepare_drafters(own, EngineConfig(offline=True), speculation).open(load_target(own, speculation))
     assert [type(drafter) for drafter in both] == [NgramDrafter, DraftModelDrafter], "it copies where the text repeats itself"
 
 
 def test_draft_model_cache_holds_as_many_tokens_as_the_target_cache(directory: Path) -> None:
     speculation = SpeculationConfig(drafter=str(directory))
     target = load_target(directory, speculation)
-    (drafter,) = prepare(directory, EngineConfig(offline=True), speculation).open(target)
+    (drafter,) = prepare_drafters(directory, EngineConfig(offline=True), speculation).open(target)
     assert isinstance(drafter, DraftModelDrafter)
     assert drafter.cache.max_slots >= target.cache.max_slots
     assert drafter.traits.cache_bytes_per_token * target.cache.max_slots <= drafter.cache.num_bytes
@@ -183,4 +183,4 @@ def test_drafter_name_is_resolved_and_its_file_opened_once(directory: Path, tmp_
 def test_head_for_another_target_is_refused_before_loading_the_target(directory: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path, EAGLE3, eagle3_tensors())
     with pytest.raises(IncompatibleDrafterError, match="made for another model"):
-        prepare(directory, EngineConfig(offline=True), SpeculationConfig(drafter=str(head)))
+        prepare_drafters(directory, EngineConfig(offline=True), SpeculationConfig(drafter=str(head)))

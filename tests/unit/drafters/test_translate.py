@@ -10,7 +10,7 @@ from harness.checkpoints import VOCAB_SIZE, write_byte_fallback_tokenizer, write
 from harness.loaded_targets import make_drafter
 from harness.vocabulary_pairs import reorder_vocabulary
 from paceline.drafters.draft_model import DraftModelDrafter
-from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
+from paceline.drafters.translate import ByteTokenizer, SharedVocabularyMap, TextDrafter
 from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -126,26 +126,28 @@ def test_only_shared_pieces_are_drafted_and_no_padding_ids(directory: Path, tmp_
 
 
 def test_target_token_unknown_to_the_draft_model_is_spelled_in_its_pieces(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
-    translation = SharedPieces(byte_fallback, byte_level, vocab_size=len(byte_fallback.pieces), draft_vocab_size=len(byte_level.pieces))
+    translation = SharedVocabularyMap(
+        byte_fallback, byte_level, vocab_size=len(byte_fallback.pieces), draft_vocab_size=len(byte_level.pieces)
+    )
     ids = [byte_fallback.pieces.index(piece) for piece in ("▁the", "é", "你", "<0x41>", "t")]
     request = make_request(ids[:2], len(byte_fallback.pieces))
-    assert b"".join(byte_level.bytes_of[token_id] for token_id in translation.context(request)) == " theé".encode()
+    assert b"".join(byte_level.bytes_of[token_id] for token_id in translation.draft_context(request)) == " theé".encode()
     request.token_ids.extend(ids[2:])
-    context = translation.context(request)
+    context = translation.draft_context(request)
     assert b"".join(byte_level.bytes_of[token_id] for token_id in context) == " theé你At".encode()
-    assert translation.context(make_request(ids, len(byte_fallback.pieces))) == context, "as if read at once"
+    assert translation.draft_context(make_request(ids, len(byte_fallback.pieces))) == context, "as if read at once"
 
 
 def test_draft_to_target_id_mapping_is_invertible(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
     target_size, draft_size = len(byte_fallback.pieces), len(byte_level.pieces)
-    translation = SharedPieces(byte_fallback, byte_level, vocab_size=target_size, draft_vocab_size=draft_size)
+    translation = SharedVocabularyMap(byte_fallback, byte_level, vocab_size=target_size, draft_vocab_size=draft_size)
     for draft_id in range(draft_size):
         row = np.full(draft_size, -np.inf, np.float32)
         row[draft_id] = 1.0
-        (drafted,) = np.nonzero(np.isfinite(translation.target_row(row)))
+        (drafted,) = np.nonzero(np.isfinite(translation.to_target_logits(row)))
         assert len(drafted) <= 1
         for token_id in drafted.tolist():
-            assert translation.draft_id(token_id) == draft_id
+            assert translation.to_draft_id(token_id) == draft_id
             assert byte_fallback.bytes_of[token_id] == byte_level.bytes_of[draft_id]
 
 
@@ -163,7 +165,7 @@ class ScriptedWriter:
         self.contexts: list[tuple[list[int], int]] = []
 
     def generate(
-        self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], counts: Sequence[int]
+        self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], max_new_tokens: Sequence[int]
     ) -> list[list[int]]:
         self.contexts = [(list(ids), num_unchanged) for ids, num_unchanged in contexts]
         return [self.answer] * len(contexts)

@@ -7,7 +7,7 @@ import pytest
 
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from paceline.config import quant_options
-from paceline.drafters import DRAFTERS, HEADS
+from paceline.drafters import HEAD_OPENERS, MODEL_FREE_DRAFTERS
 from paceline.drafters.head_kinds import HeadKind
 from paceline.proof.checkpoint_facts import read_checkpoint_facts
 from paceline.proof.suggested_drafters import (
@@ -37,7 +37,7 @@ def names_of(target: str, costs: PassCosts | None = None) -> list[str]:
 def test_published_drafter_is_suggested_for_each_of_its_targets(entry: tuple[str, str, str, float | None]) -> None:
     hub_id, method, targets, parameters = entry
     assert HUB_ID.fullmatch(hub_id)
-    assert HeadKind(method) in HEADS
+    assert HeadKind(method) in HEAD_OPENERS
     assert all(HUB_ID.fullmatch(target) and target != hub_id for target in targets.split())
     assert parameters is None or 1e7 < parameters < 2e9
     assert all(hub_id in names_of(*model_names(target, None)) for target in targets.split())
@@ -49,11 +49,11 @@ def test_published_drafters_are_listed_once() -> None:
 
 
 def test_published_drafter_table_covers_every_head_kind_but_mtp() -> None:
-    assert {HeadKind(entry[1]) for entry in PUBLISHED} == set(HEADS) - {HeadKind.MTP}
+    assert {HeadKind(entry[1]) for entry in PUBLISHED} == set(HEAD_OPENERS) - {HeadKind.MTP}
 
 
 def test_every_drafting_method_has_an_acceptance_range_with_its_source() -> None:
-    assert set(ACCEPTANCE) == {*DRAFTERS, *(kind.value for kind in HEADS), HeadKind.LANGUAGE_MODEL.value}
+    assert set(ACCEPTANCE) == {*MODEL_FREE_DRAFTERS, *(kind.value for kind in HEAD_OPENERS), HeadKind.LANGUAGE_MODEL.value}
     assert all(0 <= one.low < one.high < 1 and len(one.source) > 10 for one in ACCEPTANCE.values())
 
 

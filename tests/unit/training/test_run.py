@@ -12,7 +12,7 @@ from harness.checkpoints import write_checkpoint
 from harness.quick_profiles import quick_profiles
 from harness.training_runs import write_prompts
 from paceline.cli import app
-from paceline.drafters import find_head
+from paceline.drafters import open_head_files
 from paceline.errors import ConfigError, PacelineError
 from paceline.training import run as running
 from paceline.training.run import train
@@ -36,7 +36,7 @@ def test_train_writes_a_measured_drafter_and_resumes_after_a_stop(tmp_path: Path
         train(settings, output, lines.append)
     with quick_profiles():
         assert train(replace(settings, steps=99, command="another"), output, lines.append, is_resumed=True)
-    head = find_head(output)
+    head = open_head_files(output)
     assert head is not None
     assert head.kind.value == "eagle3"
     found = json.loads((output / "results.json").read_text(encoding="utf-8"))

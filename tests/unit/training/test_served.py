@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from harness.quick_profiles import quick_profiles
 from harness.training_runs import TinyRun, record_tiny
 from paceline import LLM, SamplingParams
-from paceline.drafters import find_head
+from paceline.drafters import open_head_files
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.training.run import WEIGHTS_FILE, export
 from paceline.training.settings import METHODS
@@ -29,7 +29,7 @@ def test_acceptance_when_served_equals_the_training_estimate(run: TinyRun, metho
         for parameter in drafter.parameters():
             parameter.copy_(parameter.bfloat16().float())
     export(drafter, tmp_path, "target")
-    head = find_head(tmp_path)
+    head = open_head_files(tmp_path)
     assert head is not None
     assert head.kind.value == method
     stored = load_file(tmp_path / WEIGHTS_FILE)

@@ -1,46 +1,31 @@
 """Block drafters: DFlash, DFlash2 and DSpark, which draft a whole block of tokens in one pass."""
 
 from dataclasses import replace
-from pathlib import Path
 
-from paceline.drafters.block.checkpoint import open_block
-from paceline.drafters.block.config import BLOCK_KINDS, default_drafts_at_anchor, fits_target, read_block_config
+from paceline.drafters.block.checkpoint import open_block_checkpoint
+from paceline.drafters.block.config import default_sample_from_anchor, read_block_config
 from paceline.drafters.block.drafter import BlockDrafter
-from paceline.drafters.block.gguf import open_gguf_block
 from paceline.drafters.block.network import BlockHead
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.target import LoadedTarget
-from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.checkpoint import open_weights
 from paceline.models.weights import AnyTensor, Weights
-
-__all__ = ["BLOCK_KINDS", "fits_target", "open_block_drafter", "open_gguf_block", "read_block_layer_boundaries"]
-
-
-def read_block_layer_boundaries(files: HeadFiles, target: Path) -> tuple[int, ...]:
-    """Return the target's layer boundaries that a block drafter reads.
-
-    Args:
-        target: its checkpoint.
-
-    Raises:
-        CheckpointError, IncompatibleDrafterError: it cannot be used with this target.
-    """
-    return read_block_config(files, read_model_config(target)).boundaries
 
 
 def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
-    """Open a block drafter for a loaded target.
+    """Create a block drafter for a loaded target from the drafter's files.
 
     Raises:
-        CheckpointError, IncompatibleDrafterError: the files do not hold what a drafter for this target needs.
+        CheckpointError: tensors or config values are missing or damaged.
+        IncompatibleDrafterError: the drafter was made for another target.
     """
     sizes = target.runtime.config
     config = read_block_config(files, sizes)
-    opened = open_block(files, config, sizes, num_threads=target.engine.num_threads)
-    quantised = target.quantized(opened.weights, files.files, as_draft_model=True)
+    opened = open_block_checkpoint(files, config, sizes, num_threads=target.engine.num_threads)
+    quantised = target.quantize(opened.weights, files.files, as_draft_model=True)
     weights = target.runtime.weights or open_weights(target.directory, sizes)
     tensors: dict[str, AnyTensor] = dict(quantised)
-    own = tensors.pop("embedding.weight", None)
+    own_embedding = tensors.pop("embedding.weight", None)
     lm_head_of = None
     if not config.has_own_lm_head:
         tensors["lm_head.weight"] = weights["embedding.weight" if sizes.tied_embeddings else "lm_head.weight"]
@@ -48,17 +33,17 @@ def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
     head = BlockHead(
         replace(opened, weights=Weights(tensors)),
         tensors,
-        weights["embedding.weight"] if own is None else own,
+        weights["embedding.weight"] if own_embedding is None else own_embedding,
         num_threads=target.engine.num_threads,
         max_model_len=target.max_model_len + config.block_size,
         device=target.device,
         lm_head_of=lm_head_of,
     )
-    given = config.drafts_at_anchor
+    stated = config.sample_from_anchor
     return BlockDrafter(
         head,
         target.cache,
         vocab_size=target.vocab_size,
-        drafts_at_anchor=default_drafts_at_anchor(files) if given is None else given,
+        sample_from_anchor=default_sample_from_anchor(files) if stated is None else stated,
         tree_width=target.speculation.tree_width,
     )

@@ -1,4 +1,4 @@
-"""Weights of a block drafter under internal names, from safetensors, PyTorch or GGUF files."""
+"""Weights of a block drafter, read from safetensors, PyTorch or GGUF files and renamed to the names of `network.py`."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.drafters.block.config import (
-    CONVOLUTIONS,
-    SELECTOR,
+    CONVOLUTION_NAMES,
+    SELECTOR_PREFIX,
     SINK_TENSOR_NAMES,
     BlockConfig,
     MarkovKind,
@@ -19,21 +19,16 @@ from paceline.drafters.block.config import (
     merged_config_fields,
     with_canonical_names,
 )  # fmt: skip
-from paceline.drafters.head_files import HeadFiles, target_ids_of
+from paceline.drafters.head_files import LAYER_MODULE_NAMES, HeadFiles, Shapes, add_layer_shapes, read_target_ids
 from paceline.errors import CheckpointError, shortened
 from paceline.models.checkpoint import is_gguf
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.layers import DenseMLP, LayerConfig, NormOrder, QKNorm
+from paceline.models.layers import LayerConfig, NormOrder
 from paceline.models.storage.tensor_file import read_torch_file
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32, take_rows
 
-Shapes = dict[str, tuple[int, ...]]
-MASK_FILE = "mask_embedding.pt"
-_LAYER_TENSOR_NAMES = {
-    **{f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
-    **{f"mlp.{name}": name for name in ("gate_proj", "up_proj", "down_proj")},
-}
-_NORMS = {
+MASK_EMBEDDING_FILE = "mask_embedding.pt"
+_NORM_NAMES = {
     NormOrder.PRE: {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"},
     NormOrder.SANDWICH: {
         "input_layernorm": "attention_norm",
@@ -42,99 +37,99 @@ _NORMS = {
         "post_feedforward_layernorm": "mlp_output_norm",
     },
 }
-_WHOLE = {
+_OTHER_LAYER_TENSOR_NAMES = {
     **dict.fromkeys(SINK_TENSOR_NAMES, "attention.sinks"),
     "layer_scalar": "output_scale.weight",
     **{
-        f"{part}.kernel_projection.weight": f"{ours}_kernels.weight"
-        for part, ours in zip(CONVOLUTIONS, ("attention_convolution", "mlp_convolution"), strict=True)
+        f"{part}.kernel_projection.weight": f"{internal}_kernels.weight"
+        for part, internal in zip(CONVOLUTION_NAMES, ("attention_convolution", "mlp_convolution"), strict=True)
     },
     **{
-        f"{part}.base_kernel": f"{ours}_base.weight"
-        for part, ours in zip(CONVOLUTIONS, ("attention_convolution", "mlp_convolution"), strict=True)
+        f"{part}.base_kernel": f"{internal}_base.weight"
+        for part, internal in zip(CONVOLUTION_NAMES, ("attention_convolution", "mlp_convolution"), strict=True)
     },
 }
-"""Our names of tensors of a layer that have no module of ours."""
+"""Tensors of a decoder layer whose names are not those of a module plus ".weight" or ".bias"."""
 _TENSOR_NAMES = {
     "norm": "final_norm",
     "embed_tokens": "embedding",
     "markov_head.markov_w2": "markov_output",
-    SELECTOR + "hidden_projection": "selector",
+    SELECTOR_PREFIX + "hidden_projection": "selector",
 }
 _CODEBOOKS = ("predecessor_codebook", "successor_codebook")
-_TABLES = {
+_LOOKUP_TABLE_NAMES = {
     "markov_head.markov_w1.weight": "markov_w1",
-    SELECTOR + "predecessor_codebook": "predecessor",
-    SELECTOR + "successor_codebook": "successor",
+    SELECTOR_PREFIX + "predecessor_codebook": "predecessor",
+    SELECTOR_PREFIX + "successor_codebook": "successor",
 }
-_SMALL = {"markov_head.gate_proj": "gate", "markov_head.joint_proj": "joint", "confidence_head.proj": "confidence"}
+_SMALL_TENSOR_NAMES = {"markov_head.gate_proj": "gate", "markov_head.joint_proj": "joint", "confidence_head.proj": "confidence"}
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCheckpoint:
-    """An opened block drafter.
+    """Config and weights of a block drafter.
 
     Attributes:
-        weights: of the networks, by the names used in `network.py`; without lm_head if that is the target's.
-        tables: matrices with a row for each token id, of which single rows are read: `markov_w1` [V, r]; `predecessor`, `successor` [V, r].
-            `successor` may have a row for each draft id instead.
-        small_tensors: float32 weights of the Markov and confidence heads, for NumPy: `gate`, `joint`, `confidence`, with biases.
-        mask_embedding: [E] embedding of the mask token; None = the target's row.
-        target_ids: [Vd] the target's id of each draft id, ascending; None = the same.
+        weights: weights of the networks, by the names used in `network.py`. Without lm_head if the drafter uses the target's.
+        lookup_tables: matrices of which the rows of single tokens are read: `markov_w1` [V, r], and `predecessor` and `successor` [V, r] of
+            DFlash2's selector. `successor` is [Vd, r] if its rows belong to draft ids.
+        small_tensors: float32 weights that NumPy multiplies: `gate` and `joint` (Markov head), `confidence`, and their biases.
+        mask_embedding: [E] embedding of the mask token; None = the row of the embedding table.
+        target_ids: [Vd] target id of each draft id, ascending; None = the ids are equal.
     """
 
     config: BlockConfig
     weights: Weights
-    tables: Mapping[str, AnyTensor]
+    lookup_tables: Mapping[str, AnyTensor]
     small_tensors: Mapping[str, NDArray[np.float32]]
     mask_embedding: NDArray[np.float32] | None
     target_ids: NDArray[np.int64] | None
 
 
-def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig, *, num_threads: int = 1) -> BlockCheckpoint:
-    """Open the weights and the draft vocabulary.
+def open_block_checkpoint(files: HeadFiles, config: BlockConfig, target: ModelConfig, *, num_threads: int = 1) -> BlockCheckpoint:
+    """Open the weights and the draft vocabulary of a block drafter.
 
     Args:
-        num_threads: for the conversion of a GGUF file's matrices.
+        num_threads: threads that convert the quantised matrices of a GGUF file.
 
     Raises:
-        CheckpointError: tensors are missing, of another shape, or unknown; all of them are named.
+        CheckpointError: tensors are missing, unknown, or of the wrong shape; the error lists all of them.
     """
     files = with_canonical_names(files)
-    required, optional, dropped = _tensor_shapes(files, config)
-    files.check(required, optional)
+    required, optional, ignored = _tensor_shapes(files, config)
+    files.check_shapes(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]
-    files.check_all_used([*used, *dropped])
-    small_tensors = {name for name in used if name.rpartition(".")[0] in _SMALL}
+    files.check_all_used([*used, *ignored])
+    small_tensors = {name for name in used if name.rpartition(".")[0] in _SMALL_TENSOR_NAMES}
     tensors = {
         _internal_tensor_name(name, config): files.matrix(name, num_threads)
         for name in used
-        if name not in small_tensors and name not in _TABLES
+        if name not in small_tensors and name not in _LOOKUP_TABLE_NAMES
     }
-    for name in [name for name in tensors if name.endswith("_base.weight")]:  # [2, taps, E] becomes a vector
-        tensors[name] = _flattened(tensors[name])
+    for name in [name for name in tensors if name.endswith("_base.weight")]:  # kernels of convolutions, [2, taps, E]
+        tensors[name] = _as_vector(tensors[name])
     if not is_neox_rope(merged_config_fields(files)):
         _interleaved_rope_to_neox(tensors, config.layers)
     return BlockCheckpoint(
         config,
         Weights(tensors),
-        {table: files.matrix(name, num_threads) for name, table in _TABLES.items() if name in used},
+        {table: files.matrix(name, num_threads) for name, table in _LOOKUP_TABLE_NAMES.items() if name in used},
         {_small_tensor_name(name): as_float32(files.matrix(name)) for name in small_tensors},
-        None if is_gguf(files.path) else _read_mask_embedding(files.config_path.with_name(MASK_FILE), config),
-        target_ids_of(files, config.layers.vocab_size, target),
+        None if is_gguf(files.path) else _read_mask_embedding(files.config_path.with_name(MASK_EMBEDDING_FILE), config),
+        read_target_ids(files, config.layers.vocab_size, target),
     )
 
 
-def _flattened(tensor: AnyTensor) -> Tensor:
+def _as_vector(tensor: AnyTensor) -> Tensor:
     values = np.ascontiguousarray(as_float32(tensor)).reshape(-1)
     return Tensor(values, WeightType.F32, values.shape)
 
 
 def _read_mask_embedding(path: Path, config: BlockConfig) -> NDArray[np.float32] | None:
-    """Return the embedding of the mask token that replaces the target's row, [E]; None = there is no such file.
+    """Read the mask token's embedding [E], which replaces its row of the embedding table; None if the file does not exist.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds something else.
+        CheckpointError: the file cannot be read, or contains something else.
         BackendUnavailableError: torch is not installed.
     """
     if not os.path.lexists(path):
@@ -144,8 +139,8 @@ def _read_mask_embedding(path: Path, config: BlockConfig) -> NDArray[np.float32]
     content: Any = read_torch_file(path, "mask embedding")
     row: Any = content.get("embedding") if isinstance(content, dict) else None
     if not hasattr(row, "numel") or not content.keys() <= {"embedding", "mask_token_id"}:
-        held = shortened(sorted(map(str, content))) if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(f"{path} holds {held}, expected a tensor 'embedding' and a 'mask_token_id'; download it again")
+        content_names = shortened(sorted(map(str, content))) if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(f"{path} holds {content_names}, expected a tensor 'embedding' and a 'mask_token_id'; download it again")
     token_id = content.get("mask_token_id", config.mask_token_id)
     token_id = token_id.item() if hasattr(token_id, "numel") and token_id.numel() == 1 else token_id
     if not isinstance(token_id, int) or token_id != config.mask_token_id:
@@ -161,7 +156,7 @@ def _read_mask_embedding(path: Path, config: BlockConfig) -> NDArray[np.float32]
 
 
 def _interleaved_rope_to_neox(tensors: dict[str, AnyTensor], layers: ModelConfig) -> None:
-    """Reorder query and key rows so that neighbouring pairs become pairs of halves."""
+    """Reorder query and key rows: rotary embeddings then rotate value i with value i + size / 2 instead of with its neighbour."""
     for layer, mixer in layers.attention_layers.items():
         size, rotated = mixer.head_size, mixer.rope.rotary_size(mixer.head_size)
         own = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, size)])
@@ -174,21 +169,22 @@ def _interleaved_rope_to_neox(tensors: dict[str, AnyTensor], layers: ModelConfig
 
 
 def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[Shapes, Shapes, Sequence[str]]:
-    """Return shapes of the required and of the optional tensors, and names of ignored ones, such as copies of the target's tensors."""
+    """Return the shapes of required and of optional tensors, and the names of tensors to ignore, such as copies of the target's."""
     layers, hidden = config.layers, config.layers.hidden_size
     required: Shapes = {
-        "fc.weight": (hidden, config.feature_size * len(config.boundaries)), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,),
-    }  # fmt: skip
+        "fc.weight": (hidden, config.target_hidden_size * len(config.layer_boundaries)),
+        **dict.fromkeys(("hidden_norm.weight", "norm.weight"), (hidden,)),
+    }
     optional: Shapes = {"fc.bias": (hidden,)}
     for index, layer in enumerate(layers.layers):
         _add_layer(files, f"layers.{index}.", layer, hidden, required, optional)
     if config.has_own_lm_head:
         required["lm_head.weight"] = (layers.vocab_size, hidden)
     if config.has_own_embedding:
-        required["embed_tokens.weight"] = (_rows(files, "embed_tokens.weight"), hidden)
-    rank = (files.shape("markov_head.markov_w1.weight") or (0, 0))[1]
+        required["embed_tokens.weight"] = (_num_rows(files, "embed_tokens.weight"), hidden)
+    rank = (files.matrix_shape("markov_head.markov_w1.weight") or (0, 0))[1]
     if config.markov is not None:
-        embedded = _rows(files, "markov_head.markov_w1.weight")
+        embedded = _num_rows(files, "markov_head.markov_w1.weight")
         required |= {"markov_head.markov_w1.weight": (embedded, rank), "markov_head.markov_w2.weight": (layers.vocab_size, rank)}
     if config.markov is MarkovKind.GATED:
         required |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
@@ -198,56 +194,42 @@ def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[Shapes, Shape
         width = hidden + (rank if config.has_markov_confidence else 0)
         required["confidence_head.proj.weight"], optional["confidence_head.proj.bias"] = (1, width), (1,)
     if config.num_candidates:
-        rank, before, after = (_rows(files, SELECTOR + name) for name in ("hidden_projection.weight", *_CODEBOOKS))
-        required[SELECTOR + "hidden_projection.weight"] = (rank, hidden)
-        required[SELECTOR + _CODEBOOKS[0]] = (before, rank)
-        required[SELECTOR + _CODEBOOKS[1]] = (after if after == layers.vocab_size and "d2t" in files.tensors else before, rank)
+        rank, before, after = (_num_rows(files, SELECTOR_PREFIX + name) for name in ("hidden_projection.weight", *_CODEBOOKS))
+        required[SELECTOR_PREFIX + "hidden_projection.weight"] = (rank, hidden)
+        required[SELECTOR_PREFIX + _CODEBOOKS[0]] = (before, rank)
+        required[SELECTOR_PREFIX + _CODEBOOKS[1]] = (after if after == layers.vocab_size and "d2t" in files.tensors else before, rank)
     copies = {"embed_tokens.weight": config.has_own_embedding, "lm_head.weight": config.has_own_lm_head}
-    dropped = ["d2t", "t2d", *(name for name, is_own in copies.items() if not is_own)]
-    return required, optional, dropped
+    ignored = ["d2t", "t2d", *(name for name, is_own in copies.items() if not is_own)]
+    return required, optional, ignored
 
 
-def _rows(files: HeadFiles, name: str) -> int:
-    return (files.shape(name) or (0, 0))[0]
+def _num_rows(files: HeadFiles, name: str) -> int:
+    return (files.matrix_shape(name) or (0, 0))[0]
 
 
 def _add_layer(files: HeadFiles, prefix: str, layer: LayerConfig, hidden: int, required: Shapes, optional: Shapes) -> None:
-    """Add the tensors of a decoder layer."""
-    mixer, mlp = layer.attention, layer.mlp
-    assert isinstance(mlp, DenseMLP)  # config.py makes no others
-    inner = mlp.intermediate_size
-    matrices = {
-        "self_attn.q_proj": (mixer.query_size, hidden), "self_attn.k_proj": (mixer.kv_size, hidden),
-        "self_attn.v_proj": (mixer.kv_size, hidden), "self_attn.o_proj": (hidden, mixer.query_size),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
-    }  # fmt: skip
-    if mixer.has_keys_as_values:
-        del matrices["self_attn.v_proj"]
-    for name, shape in matrices.items():
-        required[f"{prefix}{name}.weight"] = shape
-        optional[f"{prefix}{name}.bias"] = shape[:1]
-    required |= {f"{prefix}{name}.weight": (hidden,) for name in _NORMS[layer.norm_order]}
-    if mixer.qk_norm is QKNorm.HEAD:
-        required |= {f"{prefix}self_attn.{name}.weight": (mixer.head_size,) for name in ("q_norm", "k_norm")}
-    if mixer.has_sinks:
-        required |= {prefix + name: (mixer.num_heads,) for name in SINK_TENSOR_NAMES if prefix + name in files.tensors}
+    """Add the tensor shapes of one decoder layer to `required` and `optional`."""
+    norms = _NORM_NAMES[layer.norm_order]
+    add_layer_shapes(required, optional, prefix, layer, hidden_size=hidden, input_size=hidden, norms=norms)
+    if layer.attention.has_sinks:
+        required |= {prefix + name: (layer.attention.num_heads,) for name in SINK_TENSOR_NAMES if prefix + name in files.tensors}
     if layer.has_output_scale:
         required[prefix + "layer_scalar"] = (1,)
     if layer.convolution is not None:
         size, groups = layer.convolution.kernel_size, hidden // layer.convolution.group_size
-        for part in CONVOLUTIONS:
+        for part in CONVOLUTION_NAMES:
             required[f"{prefix}{part}.base_kernel"] = (2, size, hidden)
             required[f"{prefix}{part}.kernel_projection.weight"] = (2 * size * groups, hidden)
 
 
 def _internal_tensor_name(name: str, config: BlockConfig) -> str:
-    """Return the name that `network.py` uses for a tensor of the file."""
+    """Return the name in `network.py` of a tensor in the file."""
     if name.startswith("layers."):
         _, layer, part = name.split(".", 2)
-        if part in _WHOLE:
-            return f"layers.{layer}.{_WHOLE[part]}"
+        if part in _OTHER_LAYER_TENSOR_NAMES:
+            return f"layers.{layer}.{_OTHER_LAYER_TENSOR_NAMES[part]}"
         stem, kind = part.rsplit(".", 1)
-        names = {**_LAYER_TENSOR_NAMES, **_NORMS[config.layers.layers[int(layer)].norm_order]}
+        names = {**LAYER_MODULE_NAMES, **_NORM_NAMES[config.layers.layers[int(layer)].norm_order]}
         return f"layers.{layer}.{names[stem]}.{kind}"
     stem, kind = name.rsplit(".", 1)
     return f"{_TENSOR_NAMES.get(stem, stem)}.{kind}"
@@ -255,4 +237,4 @@ def _internal_tensor_name(name: str, config: BlockConfig) -> str:
 
 def _small_tensor_name(name: str) -> str:
     stem, kind = name.rsplit(".", 1)
-    return _SMALL[stem] if kind == "weight" else f"{_SMALL[stem]}_bias"
+    return _SMALL_TENSOR_NAMES[stem] if kind == "weight" else f"{_SMALL_TENSOR_NAMES[stem]}_bias"

@@ -1,8 +1,10 @@
-"""Config of a block drafter, read from config.json, or from the metadata of a GGUF file under the same names.
+"""Configuration of a block drafter, read from config.json, or from GGUF metadata converted to the same field names.
 
-A block drafter drafts a whole block in one pass: the last token and `block_size - 1` mask tokens attend to keys and values computed from
-the target's hidden states. Sources: DFlash and DFlash2 (z-lab `dflash/model.py`, speculators, SpecForge), DSpark (deepseek-ai/DeepSpec),
-Muse Glimmer's assistant (transformers).
+A block drafter drafts a whole block of tokens in one forward pass. Its input rows are the last committed token, called the anchor, and
+`block_size - 1` mask tokens. They attend to keys and values that are computed from the target's hidden states.
+
+Sources: DFlash and DFlash2 (z-lab `dflash/model.py`, speculators, SpecForge), DSpark (deepseek-ai/DeepSpec), Muse Glimmer's assistant
+(transformers).
 """
 
 from collections.abc import Mapping
@@ -10,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from paceline.drafters.head_files import HeadFiles, check_pairing
+from paceline.drafters.head_files import HeadFiles, check_target_sizes
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError, shortened
 from paceline.models.checkpoint import is_gguf
@@ -40,65 +42,68 @@ GGUF_KEYS = {
     "target_layer_ids": "target_layers",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
-"""Metadata keys of config.json fields in GGUF files of block drafters, without the architecture."""
+"""config.json field -> GGUF metadata key, without the architecture prefix."""
 SINK_TENSOR_NAMES = ("self_attn.attention_sink_bias", "self_attn.sinks")
-CONVOLUTIONS = ("attention_conv", "mlp_conv")
-SELECTOR = "candidate_selector."
+CONVOLUTION_NAMES = ("attention_conv", "mlp_conv")
+SELECTOR_PREFIX = "candidate_selector."
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _TENSOR_NAME_ALIASES = {
     "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.",
-    **{f"{SELECTOR}{name}_codebook.weight": f"{SELECTOR}{name}_codebook" for name in ("predecessor", "successor")},
+    **{f"{SELECTOR_PREFIX}{name}_codebook.weight": f"{SELECTOR_PREFIX}{name}_codebook" for name in ("predecessor", "successor")},
 }  # fmt: skip
 _MUSE_GLIMMER_DEFAULTS = {
     "block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49], "sliding_window": 2048, "is_causal": False,
     "rope_theta": 500000.0,
 }  # fmt: skip
 _UNSUPPORTED_KEYS = ("lilicorr", "shared_kv")
-"""Prefixes of config keys of network parts that are not supported; a drafter with one is refused."""
+"""Prefixes of config keys that describe network parts which are not supported: a drafter with such a key is refused."""
 _UNSUPPORTED_ARCHITECTURES = ("DeepseekV4DSpark", "LingDSpark", "Qwen3OmniDSpark")
-_GEMMA4 = "Gemma4DSpark"
+_GEMMA4_ARCHITECTURE = "Gemma4DSpark"
 _MAX_CANDIDATES = 1024
 
 
 class MarkovKind(Enum):
-    """The inputs of the Markov head of DSpark, which computes a bias on the logits."""
+    """What the Markov head of DSpark computes its logits bias from."""
 
-    VANILLA = "vanilla"  # input: the previous token
-    GATED = "gated"  # input: the previous token and the hidden state of the row
-    RNN = "rnn"  # input: all tokens drafted so far, through a recurrent state
+    VANILLA = "vanilla"  # from the previous token
+    GATED = "gated"  # from the previous token and the row's hidden state
+    RNN = "rnn"  # from all tokens drafted so far, summarised in a recurrent state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """Config of a block drafter.
+    """Configuration of a block drafter.
 
     Attributes:
-        layers: its decoder layers; their `vocab_size` is the number of draft ids.
-        feature_size: width of one of the target's hidden states.
-        boundaries: the target's layer boundaries whose hidden states it reads, in the order of concatenation; b = the input of layer b.
-        block_size: maximum rows of a block, including that of the last token.
+        kind: DFlash, DFlash2 or DSpark.
+        layers: sizes of the drafter's decoder layers; their `vocab_size` is the number of ids that it can draft.
+        target_hidden_size: hidden size of the target.
+        layer_boundaries: boundaries of target layers whose hidden states are concatenated as the drafter's input, in this order.
+            Boundary b is the input of layer b.
+        block_size: maximum number of rows of a block, the row of the anchor included.
+        mask_token_id: input token of all rows after the row of the anchor.
         embedding_scale: factor applied to the token embeddings.
         logit_scale, logit_soft_cap: applied to the logits, in this order.
-        drafts_at_anchor: whether row j drafts the token after its own position (then the first row drafts too) or the token at its own
-            position; None = not stated in the config.
-        markov: DSpark's Markov head, whose bias on the logits depends on drafted tokens; None = none.
-        has_confidence: it predicts the probability that a draft token is accepted.
-        has_markov_confidence: the confidence head also reads the previous token's Markov embedding.
-        num_candidates: DFlash2: the most probable tokens of a row that its selector scores again; 0 = it has none.
-        has_own_lm_head, has_own_embedding: the file's matrices are used, not the target's. Many files hold copies of the target's.
+        sample_from_anchor: True: each row drafts the token after its position, so the anchor's row drafts too. False: each row drafts the
+            token at its position, so the anchor's row drafts nothing. None: the config does not say.
+        markov: kind of DSpark's Markov head, which adds a bias to the logits that depends on drafted tokens; None = there is none.
+        has_confidence: there is a confidence head, which predicts the probability that a draft token is accepted.
+        has_markov_confidence: the confidence head also reads the Markov embedding of the token before.
+        num_candidates: number of most probable tokens of a row that the selector of DFlash2 scores again; 0 = there is no selector.
+        has_own_lm_head, has_own_embedding: whether the file's matrix is used instead of the target's. Copies of the target's are not used.
     """
 
     kind: HeadKind
     layers: ModelConfig
-    feature_size: int
-    boundaries: tuple[int, ...]
+    target_hidden_size: int
+    layer_boundaries: tuple[int, ...]
     block_size: int
     mask_token_id: int
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
-    drafts_at_anchor: bool | None = None
+    sample_from_anchor: bool | None = None
     markov: MarkovKind | None = None
     has_confidence: bool = False
     has_markov_confidence: bool = False
@@ -108,11 +113,11 @@ class BlockConfig:
 
 
 def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
-    """Read the config of the drafter in `files`.
+    """Read the configuration of the drafter in `files`.
 
     Raises:
-        CheckpointError: a value of the config is missing or impossible.
-        IncompatibleDrafterError: it computes something that is not supported, or was made for another target.
+        CheckpointError: a config value is missing or impossible.
+        IncompatibleDrafterError: the drafter has a network part that is not supported, or was made for another target.
     """
     try:
         return _read_config(files, target)
@@ -123,10 +128,10 @@ def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
 
 
 def fits_target(files: HeadFiles, target: ModelConfig) -> bool:
-    """Return whether the files hold a block drafter for models of the target's sizes.
+    """Return whether the files hold a block drafter whose hidden size, vocabulary and layers fit the target.
 
     Raises:
-        CheckpointError: a value of the config is missing or impossible.
+        CheckpointError: a config value is missing or impossible.
     """
     if files.kind not in BLOCK_KINDS:
         return False
@@ -141,7 +146,7 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
     _check_supported(files)
     files = with_canonical_names(files)
     fields = merged_config_fields(files)
-    fc = files.shape("fc.weight")
+    fc = files.matrix_shape("fc.weight")
     if fc is None or fc[1] % target.hidden_size or not fc[1]:
         width = "no fc.weight" if fc is None else f"fc.weight of {fc[1]} columns"
         raise IncompatibleDrafterError(
@@ -150,44 +155,44 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
         )
     block_size = fields.integer("block_size", 16, least=2, most=256)
     layers = _decoder_config(files, fields, fc[0], block_size)
-    _check_sizes(files, fields, layers)
-    boundaries = _read_layer_boundaries(files, fields, fc[1] // target.hidden_size, target)
-    check_pairing(files, target, hidden_size=fc[1] // len(boundaries))
-    own_rows, has_own_lm_head = _own_rows(files, layers, target)
+    _check_config_sizes(files, fields, layers)
+    layer_boundaries = _read_layer_boundaries(files, fields, fc[1] // target.hidden_size, target)
+    check_target_sizes(files, target, hidden_size=fc[1] // len(layer_boundaries))
+    num_own_rows, has_own_lm_head = _own_lm_head(files, layers, target)
     return BlockConfig(
         kind=files.kind,
-        layers=replace(layers, vocab_size=own_rows if has_own_lm_head else target.vocab_size),
-        feature_size=target.hidden_size,
-        boundaries=boundaries,
+        layers=replace(layers, vocab_size=num_own_rows if has_own_lm_head else target.vocab_size),
+        target_hidden_size=target.hidden_size,
+        layer_boundaries=layer_boundaries,
         block_size=block_size,
-        mask_token_id=_mask_token_id(fields, target),
-        embedding_scale=fields.positive_number("input_embedding_scale", layers.hidden_size**0.5 if _is_gemma4(files) else 1.0),
+        mask_token_id=_read_mask_token_id(fields, target),
+        embedding_scale=fields.positive_number("input_embedding_scale", layers.hidden_size**0.5 if _has_gemma4_layers(files) else 1.0),
         logit_scale=fields.positive_number("output_multiplier", 1.0),
         logit_soft_cap=None
         if fields.values.get("final_logit_softcapping") in (None, 0)
         else fields.positive_number("final_logit_softcapping"),
-        drafts_at_anchor=_read_drafts_at_anchor(files, fields),
-        markov=_markov_kind(files, fields),
+        sample_from_anchor=_read_sample_from_anchor(files, fields),
+        markov=_read_markov_kind(files, fields),
         has_confidence="confidence_head.proj.weight" in files.tensors,
-        has_markov_confidence=fields.flag("confidence_head_with_markov", default=_has_wide_confidence(files, layers)),
-        num_candidates=_num_candidates(files, fields),
+        has_markov_confidence=fields.flag("confidence_head_with_markov", default=_reads_markov_embedding(files, layers)),
+        num_candidates=_read_num_candidates(files, fields),
         has_own_lm_head=has_own_lm_head,
         has_own_embedding=layers.hidden_size != target.hidden_size,
     )
 
 
-def _own_rows(files: HeadFiles, layers: ModelConfig, target: ModelConfig) -> tuple[int, bool]:
-    """Return the rows of the file's output matrix, and whether it is used: it is not a copy of the target's."""
+def _own_lm_head(files: HeadFiles, layers: ModelConfig, target: ModelConfig) -> tuple[int, bool]:
+    """Return the number of rows of the file's lm_head, and whether to use it. If it is like the target's, it is a copy and not used."""
     if layers.hidden_size != target.hidden_size and "embed_tokens.weight" not in files.tensors:
         raise IncompatibleDrafterError(
             f"{files.path} has no embed_tokens.weight, and the target's rows of {target.hidden_size} values do not fit its hidden size "
             f"{layers.hidden_size}: it was made for another model"
         )
-    own = files.shape("lm_head.weight")
+    own = files.matrix_shape("lm_head.weight")
     return (0, False) if own is None else (own[0], "d2t" in files.tensors or own != (target.vocab_size, target.hidden_size))
 
 
-def _mask_token_id(fields: JsonFields, target: ModelConfig) -> int:
+def _read_mask_token_id(fields: JsonFields, target: ModelConfig) -> int:
     found = fields.token_ids("mask_token_id")
     if not found:
         raise CheckpointError(f"{fields.path} has no mask_token_id, the token that fills a block: download the drafter's config again")
@@ -198,10 +203,10 @@ def _mask_token_id(fields: JsonFields, target: ModelConfig) -> int:
     return found[0]
 
 
-def _check_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> None:
-    """Compare sizes of the config with those of the tensors: where they differ, one of the two files belongs to another drafter."""
-    markov, hidden = (files.shape(f"markov_head.{name}.weight") for name in ("markov_w1", "markov_w2"))
-    selector, head = files.shape(SELECTOR + "hidden_projection.weight"), files.shape("lm_head.weight")
+def _check_config_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> None:
+    """Check that config and tensors have the same sizes: otherwise one of the two files belongs to another drafter."""
+    markov, hidden = (files.matrix_shape(f"markov_head.{name}.weight") for name in ("markov_w1", "markov_w2"))
+    selector, head = files.matrix_shape(SELECTOR_PREFIX + "hidden_projection.weight"), files.matrix_shape("lm_head.weight")
     stored = {
         "hidden_size": layers.hidden_size,
         "num_hidden_layers": layers.num_layers,
@@ -215,21 +220,21 @@ def _check_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> N
             raise CheckpointError(f"{fields.path}: {name} = {given}, and the tensors of {files.path} have {size}: download both again")
 
 
-def _has_wide_confidence(files: HeadFiles, layers: ModelConfig) -> bool:
-    """Return whether the confidence head takes more than the hidden state."""
-    return (files.shape("confidence_head.proj.weight") or (0, 0))[1] > layers.hidden_size
+def _reads_markov_embedding(files: HeadFiles, layers: ModelConfig) -> bool:
+    """Return whether the confidence head's input is wider than the hidden state, so that it includes the Markov embedding."""
+    return (files.matrix_shape("confidence_head.proj.weight") or (0, 0))[1] > layers.hidden_size
 
 
-def _num_candidates(files: HeadFiles, fields: JsonFields) -> int:
-    """Return how many tokens of a row the selector of DFlash2 scores again; 0 = there is none."""
-    if not any(name.startswith(SELECTOR) for name in files.tensors):
+def _read_num_candidates(files: HeadFiles, fields: JsonFields) -> int:
+    """Return how many tokens of a row the selector of DFlash2 scores again; 0 = there is no selector."""
+    if not any(name.startswith(SELECTOR_PREFIX) for name in files.tensors):
         if files.kind is HeadKind.DFLASH2:
-            raise CheckpointError(f"{files.path} is a dflash2 drafter without {SELECTOR}*: the file is damaged, download it again")
+            raise CheckpointError(f"{files.path} is a dflash2 drafter without {SELECTOR_PREFIX}*: the file is damaged, download it again")
         return 0
     return fields.integer("selector_top_k", 16, most=_MAX_CANDIDATES)
 
 
-def _markov_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None:
+def _read_markov_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None:
     if "markov_head.markov_w1.weight" not in files.tensors:
         return None
     name = str(fields.values.get("markov_head_type", "vanilla"))
@@ -240,11 +245,11 @@ def _markov_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None:
 
 
 def _check_supported(files: HeadFiles) -> None:
-    """Raise an error for drafters with a network part that is not supported."""
+    """Raise an error if the config describes a network part that is not supported."""
     config = files.config
     nested = config.get("dflash_config")
     keys = [*config, *(nested if isinstance(nested, Mapping) else ())]
-    architecture = _architecture(files)
+    architecture = _first_architecture(files)
     unsupported = next((repr(key) for key in keys if key.startswith(_UNSUPPORTED_KEYS)), None)
     for level in (config, nested if isinstance(nested, Mapping) else {}):
         if level.get("projector_type") not in (None, *(kind.value for kind in BLOCK_KINDS)):
@@ -257,7 +262,7 @@ def _check_supported(files: HeadFiles) -> None:
         )
 
 
-def _architecture(files: HeadFiles) -> str:
+def _first_architecture(files: HeadFiles) -> str:
     named = files.config.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else ""
 
@@ -286,37 +291,37 @@ def merged_config_fields(files: HeadFiles) -> JsonFields:
         values |= part if isinstance(part, Mapping) else {}
     fields = JsonFields(values, files.config_path)
     if is_muse:
-        values["layer_types"] = [_SLIDING] * max(1, files.count("layers.{}."))
-        # transformers counts the distance to the first visible position, not the positions
+        values["layer_types"] = [_SLIDING] * max(1, files.count_indices("layers.{}."))
+        # the window of transformers does not count the row's own position, ours does
         values["sliding_window"] = fields.integer("sliding_window") + 1
     scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping) or scaling.get("rope_type", scaling.get("type", "default")) == "default":
-        values.setdefault("max_position_embeddings", 2**20)  # other rotations depend on the length
+        values.setdefault("max_position_embeddings", 2**20)  # only scaled rotary embeddings depend on the context length
     return fields
 
 
-def _is_gemma4(files: HeadFiles) -> bool:
-    """Return whether the layers are those of Gemma 4: norms before and after a part, scores that are not scaled, normed values."""
-    return _GEMMA4 in _architecture(files)
+def _has_gemma4_layers(files: HeadFiles) -> bool:
+    """Return whether the decoder layers are Gemma 4's: norms before and after attention and MLP, attention scale 1, normed values."""
+    return _GEMMA4_ARCHITECTURE in _first_architecture(files)
 
 
 def _decoder_config(files: HeadFiles, fields: JsonFields, hidden_size: int, block_size: int) -> ModelConfig:
-    gate, is_gemma4 = files.shape("layers.0.mlp.gate_proj.weight"), _is_gemma4(files)
-    attention = _gemma4_attention(files, fields) if is_gemma4 else _attention(files, fields, hidden_size)
+    gate, is_gemma4 = files.matrix_shape("layers.0.mlp.gate_proj.weight"), _has_gemma4_layers(files)
+    attention = _gemma4_attention_config(files, fields) if is_gemma4 else _attention_config(files, fields, hidden_size)
     name = "hidden_activation" if is_gemma4 else "hidden_act"
     activation = str(fields.values.get(name, "gelu_pytorch_tanh" if is_gemma4 else "silu"))
     if gate is None:
         raise CheckpointError(f"{files.path} has no layers.0.mlp.gate_proj.weight: the file is damaged, download it again")
     if activation not in ACTIVATIONS:
         raise CheckpointError(f"{fields.path}: {name} {activation!r} is not supported; {', '.join(ACTIVATIONS)} are")
-    count = max(1, files.count("layers.{}."))
-    kinds = [(None, False)] * count if is_gemma4 else _attention_kinds(fields, count, block_size, speculators=files.is_speculators)
+    count = max(1, files.count_indices("layers.{}."))
+    kinds = [(None, False)] * count if is_gemma4 else _windows_and_causality(fields, count, block_size, speculators=files.is_speculators)
     layer = LayerConfig(
         mixer=attention,
         mlp=DenseMLP(intermediate_size=gate[0], activation=ACTIVATIONS[activation]),
         norm_order=NormOrder.SANDWICH if is_gemma4 else NormOrder.PRE,
         has_output_scale="layers.0.layer_scalar" in files.tensors,
-        convolution=_convolution(files, fields, hidden_size),
+        convolution=_convolution_config(files, fields, hidden_size),
     )
     config = ModelConfig(
         family="llama",
@@ -331,29 +336,29 @@ def _decoder_config(files: HeadFiles, fields: JsonFields, hidden_size: int, bloc
     return config
 
 
-def _attention(files: HeadFiles, fields: JsonFields, hidden_size: int) -> AttentionConfig:
+def _attention_config(files: HeadFiles, fields: JsonFields, hidden_size: int) -> AttentionConfig:
     num_heads = fields.integer("num_attention_heads")
     head_size = fields.integer("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
     num_kv_heads = fields.integer("num_key_value_heads", num_heads, null=num_heads)
-    _check_heads(files, fields, num_heads, num_kv_heads, head_size)
+    _check_head_counts(files, fields, num_heads, num_kv_heads, head_size)
     family, tensors = replace(FAMILIES["llama"], has_partial_rope=True), files.tensors
-    shares_keys = "layers.0.self_attn.v_proj.weight" not in tensors and is_gguf(files.path)
+    has_keys_as_values = "layers.0.self_attn.v_proj.weight" not in tensors and is_gguf(files.path)
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        rope=read_rope(_with_fraction(fields, head_size), family, head_size=head_size).for_context(None),
+        rope=read_rope(_with_partial_rotary_factor(fields, head_size), family, head_size=head_size).for_context(None),
         scale=float(head_size**-0.5),
         qk_norm=QKNorm.HEAD if "layers.0.self_attn.q_norm.weight" in tensors else QKNorm.NONE,
         has_sinks=any(f"layers.0.{name}" in tensors for name in SINK_TENSOR_NAMES),
-        has_value_norm=shares_keys,
-        has_keys_as_values=shares_keys,
+        has_value_norm=has_keys_as_values,
+        has_keys_as_values=has_keys_as_values,
         value_scale=fields.positive_number("attention_value_scale", 1.0),
     )
 
 
-def _with_fraction(fields: JsonFields, head_size: int) -> JsonFields:
-    """Return the fields with `rope_dim`, LFM2's number of values of a head that rotate, as a fraction of the head."""
+def _with_partial_rotary_factor(fields: JsonFields, head_size: int) -> JsonFields:
+    """Return the fields with LFM2's `rope_dim`, the number of rotated values of a head, converted to `partial_rotary_factor`."""
     scaling = fields.values.get("rope_parameters") or fields.values.get("rope_scaling")
     if not isinstance(scaling, Mapping) or scaling.get("rope_dim") is None:
         return fields
@@ -361,14 +366,14 @@ def _with_fraction(fields: JsonFields, head_size: int) -> JsonFields:
     return JsonFields({**fields.values, "partial_rotary_factor": rotated / head_size}, fields.path)
 
 
-def _gemma4_attention(files: HeadFiles, fields: JsonFields) -> AttentionConfig:
-    """Return the attention of Gemma4DSparkModel, the same in all layers: that of Gemma 4's full layers."""
+def _gemma4_attention_config(files: HeadFiles, fields: JsonFields) -> AttentionConfig:
+    """Return the attention of Gemma4DSparkModel: all of its layers have the full attention of Gemma 4."""
     key, norm = (files.tensors.get(f"layers.0.self_attn.{name}.weight") for name in ("k_proj", "q_norm"))
     if key is None or norm is None or len(norm.shape) != 1 or not key.shape or 0 in norm.shape or key.shape[0] < norm.shape[0]:
         raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
-    head_size = norm.shape[0]  # configs give it as global_head_dim, or by layer
+    head_size = norm.shape[0]  # configs have several names for the head size
     num_heads, num_kv_heads = fields.integer("num_attention_heads"), key.shape[0] // head_size
-    _check_heads(files, fields, num_heads, num_kv_heads, head_size)
+    _check_head_counts(files, fields, num_heads, num_kv_heads, head_size)
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -388,9 +393,9 @@ def _gemma4_rope(fields: JsonFields, head_size: int) -> RopeConfig:
     return read_rope(fields, FAMILIES["gemma4_text"], head_size=head_size, layer_type=_FULL)
 
 
-def _check_heads(files: HeadFiles, fields: JsonFields, num_heads: int, num_kv_heads: int, head_size: int) -> None:
-    """Refuse head counts that differ from the first layer's, before anything is allocated by them."""
-    query, key = (files.shape(f"layers.0.self_attn.{name}.weight") for name in ("q_proj", "k_proj"))
+def _check_head_counts(files: HeadFiles, fields: JsonFields, num_heads: int, num_kv_heads: int, head_size: int) -> None:
+    """Check the head counts of the config against the first layer's tensors, before memory is allocated for them."""
+    query, key = (files.matrix_shape(f"layers.0.self_attn.{name}.weight") for name in ("q_proj", "k_proj"))
     if query is None or key is None:
         raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
     if query[0] != num_heads * head_size:
@@ -402,8 +407,8 @@ def _check_heads(files: HeadFiles, fields: JsonFields, num_heads: int, num_kv_he
         )
 
 
-def _convolution(files: HeadFiles, fields: JsonFields, hidden_size: int) -> BlockConvolution | None:
-    """Return the convolutions of DFlash2; None = there are none."""
+def _convolution_config(files: HeadFiles, fields: JsonFields, hidden_size: int) -> BlockConvolution | None:
+    """Return sizes of DFlash2's convolutions; None = there are none."""
     base = files.tensors.get("layers.0.attention_conv.base_kernel")
     if base is None:
         if fields.values.get("conv_kernel_size"):
@@ -419,8 +424,8 @@ def _convolution(files: HeadFiles, fields: JsonFields, hidden_size: int) -> Bloc
     return BlockConvolution(kernel_size=size, group_size=group)
 
 
-def _attention_kinds(fields: JsonFields, num_layers: int, block_size: int, *, speculators: bool) -> list[tuple[int | None, bool]]:
-    """Return window and causality of each layer. By default, layers with a window are causal and others see the whole block."""
+def _windows_and_causality(fields: JsonFields, num_layers: int, block_size: int, *, speculators: bool) -> list[tuple[int | None, bool]]:
+    """Return attention window and causality of each layer. By default, only layers with a window are causal."""
     values = fields.values
     named = values.get("layer_types")
     if fields.flag("use_swa", default=False):
@@ -435,16 +440,16 @@ def _attention_kinds(fields: JsonFields, num_layers: int, block_size: int, *, sp
             f"{fields.path}: layer_types = {shortened(named)}, expected {_SLIDING} or {_FULL} for each of {num_layers} layers"
         )
     given = "is_causal" if values.get("is_causal") is not None else "causal"
-    is_both_ways = speculators and fields.flag("sliding_window_non_causal", default=True)
-    causal = [fields.flag(given, default=window is not None and not is_both_ways) for window in windows]
-    narrow = [window for window, is_causal in zip(windows, causal, strict=True) if window and not is_causal and window < block_size]
-    if narrow:
-        raise IncompatibleDrafterError(f"{fields.path}: a window of {narrow[0]} positions is shorter than a block of {block_size} rows")
+    is_bidirectional = speculators and fields.flag("sliding_window_non_causal", default=True)
+    causal = [fields.flag(given, default=window is not None and not is_bidirectional) for window in windows]
+    too_narrow = [window for window, is_causal in zip(windows, causal, strict=True) if window and not is_causal and window < block_size]
+    if too_narrow:
+        raise IncompatibleDrafterError(f"{fields.path}: a window of {too_narrow[0]} positions is shorter than a block of {block_size} rows")
     return list(zip(windows, causal, strict=True))
 
 
 def _read_layer_boundaries(files: HeadFiles, fields: JsonFields, count: int, target: ModelConfig) -> tuple[int, ...]:
-    """Return the layer boundaries; b = the input of layer b. Most configs list layers, whose outputs are read; speculators' list b."""
+    """Return the layer boundaries that the drafter reads: in speculators configs as listed, in others the outputs of the listed layers."""
     num_layers = target.num_layers
     named = fields.values.get("aux_hidden_state_layer_ids", fields.values.get("target_layer_ids"))
     if named is not None and not (isinstance(named, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in named)):
@@ -470,27 +475,27 @@ def _read_layer_boundaries(files: HeadFiles, fields: JsonFields, count: int, tar
     return tuple(found)
 
 
-def _read_drafts_at_anchor(files: HeadFiles, fields: JsonFields) -> bool | None:
+def _read_sample_from_anchor(files: HeadFiles, fields: JsonFields) -> bool | None:
     given = fields.values.get("sample_from_anchor", fields.values.get("shift_label"))
     if given is not None:
         return fields.flag("sample_from_anchor" if "sample_from_anchor" in fields.values else "shift_label", default=False)
     return None if files.kind is HeadKind.DSPARK else False
 
 
-def default_drafts_at_anchor(files: HeadFiles) -> bool:
-    """Return the likely value of a missing `sample_from_anchor`: false in speculators' files, true in other DSpark files."""
+def default_sample_from_anchor(files: HeadFiles) -> bool:
+    """Return the likely value if the config lacks `sample_from_anchor`: true for DSpark files, unless speculators wrote them."""
     is_speculators = files.is_speculators or bool({"transformer_layer_config", "aux_hidden_state_layer_ids"} & files.config.keys())
     return files.kind is HeadKind.DSPARK and not is_speculators
 
 
-def describe_alignment(*, drafts_at_anchor: bool, is_known: bool) -> str:
-    """Describe which position a row drafts: as the files say or the first drafts showed, or as it is tried first."""
-    place = "the token after its own position" if drafts_at_anchor else "the token at its own position"
+def describe_drafted_position(*, sample_from_anchor: bool, is_known: bool) -> str:
+    """Describe for the user which position a row drafts. Until it is known, the first drafts test the assumption."""
+    place = "the token after its own position" if sample_from_anchor else "the token at its own position"
     return f"a row drafts {place}" if is_known else f"a row is expected to draft {place}, which the first drafts will show"
 
 
 def is_neox_rope(fields: JsonFields) -> bool:
-    """Return whether rotary embeddings pair the two halves of a head; otherwise neighbouring values."""
+    """Return whether rotary embeddings rotate value i with value i + size / 2 (NeoX style), not with its neighbour."""
     named = fields.values.get("architectures")
     default = not (isinstance(named, list) and named and str(named[0]).startswith("Lfm2"))
     return fields.flag("rope_is_neox_style", default=fields.flag("is_neox_style", default=default))

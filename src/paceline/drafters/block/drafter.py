@@ -1,12 +1,14 @@
 """Drafting with a block drafter: one pass drafts all positions of a block.
 
-Sources: DFlash and DFlash2 (z-lab), DSpark (deepseek-ai/DeepSpec), trees over independent rows as DDTree of mlx-vlm. Deviations: every
-accepted token is the target's own draw; a draft may be shorter than the drafter's block; trees are chosen by probability per row of the
-target's pass.
+The block's input is the last committed token, called the anchor, and mask tokens. They attend to the context: keys and values computed from
+the target's hidden states, once for each committed position. The drafter does not run the prompt itself.
 
-Context rows are computed from the target's hidden states once per committed position: those of a prompt in its passes, later ones with the
-next draft. There is no separate pass over the prompt. While drafting does not pay, the oldest rows that wait are dropped, so that text is
-not attended to later.
+Sources: DFlash and DFlash2 (z-lab), DSpark (deepseek-ai/DeepSpec), DDTree of mlx-vlm. Deviations: every accepted token is drawn by the
+target; a draft may be shorter than the block; a tree gets the nodes with the highest acceptance probability per row of the target's pass.
+
+Context rows are the drafter's keys and values of committed tokens, computed from the target's hidden states. Those of a prompt are computed
+after each of its chunks, those of generated tokens before the next draft. While drafting does not pay, the oldest of the missing context
+rows are dropped, and later drafts do not attend to that text.
 """
 
 import math
@@ -16,11 +18,12 @@ from time import perf_counter
 
 import numpy as np
 
-from paceline.drafters.block.config import describe_alignment
-from paceline.drafters.block.context import SPARE_BLOCKS, ContextCache
-from paceline.drafters.block.network import SELECTED, BlockHead, DraftBlock, PendingContext
-from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, token_draws
-from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_draws
+from paceline.drafters.block.config import describe_drafted_position
+from paceline.drafters.block.context import ContextCache
+from paceline.drafters.block.network import SELECTOR_VECTORS, BlockHead, DraftBlock, PendingContext
+from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, target_noise_draws
+from paceline.drafters.recurrent_heads.cache import SPARE_BLOCKS
+from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, IntArray, split_into_passes
 from paceline.runtimes.ranking import Draws, RankedRow
@@ -29,77 +32,70 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
 
-MAX_PENDING_ROWS = 64  # a prompt's context rows are computed when more are pending; those of generated tokens wait for the next draft
-MAX_DEFERRED_ROWS = 256  # when more wait because drafting does not pay, the oldest are dropped
+MAX_PENDING_ROWS = 64  # if more context rows of a prompt are missing, `observe` computes them, so that the next draft does not take long
+MAX_DEFERRED_ROWS = 256  # if more context rows of a text are missing because it went on without drafts, the oldest are dropped
 MIN_ALIGNMENT_LEAD, MAX_ALIGNMENT_COMPARISONS = 4, 24
-"""If the config does not state which position a row drafts, it is decided by a lead of MIN_ALIGNMENT_LEAD correct
-predictions, or after MAX_ALIGNMENT_COMPARISONS."""
+"""If the config lacks `sample_from_anchor`, the first two rows of each block are compared with the next token of the target. The row that
+leads by MIN_ALIGNMENT_LEAD correct predictions, or after MAX_ALIGNMENT_COMPARISONS comparisons, is the first that drafts."""
 
 
 class BlockDrafter(Drafter):
     """Drafts a block of tokens in one pass.
 
     Args:
-        cache: the target's KV cache; context rows are stored in the same blocks.
-        vocab_size: V of the target; ids beyond it are never drafted.
-        drafts_at_anchor: initial alignment, see `BlockConfig`.
-        tree_width: draft tokens per node; 1 = a chain.
+        head: the drafter's networks.
+        cache: the target's KV cache; the drafter's context rows use the same block tables.
+        vocab_size: V of the target; ids from it on are never drafted.
+        sample_from_anchor: whether the anchor's row drafts, see `BlockConfig`; only a first assumption if the config does not say.
+        tree_width: draft tokens after each node; 1 = a chain.
     """
 
-    def __init__(
-        self,
-        head: BlockHead,
-        cache: KVCache,
-        *,
-        vocab_size: int,
-        drafts_at_anchor: bool,
-        tree_width: int = 1,
-    ) -> None:
+    def __init__(self, head: BlockHead, cache: KVCache, *, vocab_size: int, sample_from_anchor: bool, tree_width: int = 1) -> None:
         config = head.config
         self.name = config.kind.value
-        self.needs = DrafterNeeds(layers=config.boundaries)
-        self.head, self.drafts_at_anchor = head, drafts_at_anchor
+        self.needs = DrafterNeeds(layers=config.layer_boundaries)
+        self.head, self.sample_from_anchor = head, sample_from_anchor
         self.context = ContextCache(head.runtime, cache, window=config.layers.max_positions)
-        self._sampler = DraftSampler(head.target_ids, vocab_size, head.embedded_ids)
+        self._sampler = DraftSampler(head.target_ids, vocab_size, head.num_embedded_ids)
         self._tree_width = tree_width
         self._prefill_time = PrefillTime()
         ranking = self._sampler.ranking(tree_width)
         head.set_ranking(replace(ranking, count=config.num_candidates) if config.num_candidates else ranking)
-        self._is_alignment_unknown = config.drafts_at_anchor is None
-        self._num_correct = [0, 0]  # number of correct predictions of the next token by row 0, and by row 1
+        self._is_alignment_unknown = config.sample_from_anchor is None
+        self._num_correct = [0, 0]  # how often the first and the second row of a block predicted the next token correctly
         self._num_compared = 0
-        self._first_row_tokens = RequestState[tuple[int, int, int]]()  # per request: position, top tokens of rows 0 and 1
+        self._first_row_tokens = RequestState[tuple[int, int, int]]()  # position and most probable tokens of the first two rows
         self.traits = DrafterTraits(self._description(), cache_bytes_per_token=self.context.bytes_per_token)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
-        late = []
+        to_compute = []
         for one in rows:
             collected = one.collected_hidden_states
             if collected is None:
                 raise RuntimeError(f"the target returned none of the hidden states that {self.name} reads")
-            features = collected.transpose(1, 0, 2).reshape(one.num_rows, -1)
-            num_pending = self.context.observe(one.request, one.start, features)
+            hidden_states = collected.transpose(1, 0, 2).reshape(one.num_rows, -1)
+            num_pending = self.context.append_hidden_states(one.request, one.start, hidden_states)
             is_prefill = one.start < one.request.num_prompt_tokens or one.num_rows > MAX_PENDING_ROWS
             is_last = one.request.is_finished and num_pending <= MAX_PENDING_ROWS  # a later request may begin with this text
             if is_last or (is_prefill and num_pending > MAX_PENDING_ROWS):
-                late.append(one.request)
+                to_compute.append(one.request)
             elif num_pending > MAX_DEFERRED_ROWS:
                 self.context.drop_oldest(one.request, MAX_DEFERRED_ROWS - MAX_PENDING_ROWS)
-        self._compute_pending_contexts(late)
+        self._compute_pending_contexts(to_compute)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        pairs = [(one, budget) for one, budget in zip(requests, budgets, strict=True) if self.context.is_ready(one)]
-        self._compute_pending_contexts([request for request, _ in pairs])
+        ready_requests = [(one, budget) for one, budget in zip(requests, budgets, strict=True) if self.context.has_all_hidden_states(one)]
+        self._compute_pending_contexts([request for request, _ in ready_requests])
         trees: dict[int, DraftTree | None] = {}
-        for part in split_into_passes(pairs, lambda pair: self._num_rows(pair[1])):
+        for part in split_into_passes(ready_requests, lambda pair: self._num_rows(pair[1])):
             group: list[tuple[DraftBlock, GrowingDraft]] = []
             num_spare_blocks = 0
             for request, budget in part:
-                self._update_alignment(request)
+                self._update_sample_from_anchor(request)
                 depth, width = self._depth_and_width(budget)
                 count = self._num_rows(budget)
                 needed = self.context.num_spare_blocks_needed(request, count)
-                if depth < 1 or needed > SPARE_BLOCKS or request.token_ids[-1] >= self.head.embedded_ids:
+                if depth < 1 or needed > SPARE_BLOCKS or request.token_ids[-1] >= self.head.num_embedded_ids:
                     continue
                 if num_spare_blocks + needed > SPARE_BLOCKS:
                     trees |= self._draft_blocks(group)
@@ -123,17 +119,17 @@ class BlockDrafter(Drafter):
     def _description(self) -> str:
         config, layers = self.head.config, self.head.config.layers
         parts = f"{layers.num_layers} layers, hidden size {layers.hidden_size}, blocks of {config.block_size}"
-        place = describe_alignment(drafts_at_anchor=self.drafts_at_anchor, is_known=not self._is_alignment_unknown)
+        place = describe_drafted_position(sample_from_anchor=self.sample_from_anchor, is_known=not self._is_alignment_unknown)
         return f"{self.name} ({parts}, {place})"
 
     def _depth_and_width(self, budget: DraftBudget) -> tuple[int, int]:
         depth, width = draft_depth_and_width(budget, self._tree_width)
-        return min(depth, self.head.config.block_size - (not self.drafts_at_anchor)), width
+        return min(depth, self.head.config.block_size - (not self.sample_from_anchor)), width
 
     def _num_rows(self, budget: DraftBudget) -> int:
-        """Return the number of rows of a block for a budget; one more while it is unknown which position a row drafts."""
+        """Return how many rows of a block to run for a budget; one more while it is unknown whether the anchor's row drafts."""
         depth = self._depth_and_width(budget)[0]
-        return min(self.head.config.block_size, depth if self.drafts_at_anchor and not self._is_alignment_unknown else depth + 1)
+        return min(self.head.config.block_size, depth if self.sample_from_anchor and not self._is_alignment_unknown else depth + 1)
 
     def _compute_pending_contexts(self, requests: Sequence[Request]) -> None:
         pending = [(request, rows) for request in requests if (rows := self.context.pending_rows(request)) is not None]
@@ -144,7 +140,7 @@ class BlockDrafter(Drafter):
         start_s = perf_counter()
         try:
             self.head.run_context(rows)
-        except BaseException:  # an interrupted pass leaves no valid rows
+        except BaseException:  # an interrupted pass may have left cache rows unwritten: drop them all
             for request in requests:
                 self.context.release(request)
             raise
@@ -156,8 +152,10 @@ class BlockDrafter(Drafter):
         if not group:
             return {}
         is_biased, has_selector = self.head.markov_rank > 0, self.head.config.num_candidates > 0
-        shift = 0 if self.drafts_at_anchor else 1
-        output = self.head.run_block([rows for rows, _ in group], None if is_biased or has_selector else _block_draws(group, shift))
+        shift = 0 if self.sample_from_anchor else 1
+        output = self.head.run_block(
+            [rows for rows, _ in group], None if is_biased or has_selector else _target_noise_draws_of_blocks(group, shift)
+        )
         if is_biased:
             logits, hidden = np.array(output.logits), np.array(output.hidden_states)
         first, trees = 0, dict[int, DraftTree | None]()
@@ -171,7 +169,7 @@ class BlockDrafter(Drafter):
                 ranked = output.ranked[first : first + count]
                 self._store_first_row_tokens(draft.request, [row.token_ids[0] for row in ranked[:2]])
                 if has_selector:
-                    self._add_selected_levels(draft, ranked[shift:], output.results[SELECTED][first + shift : first + count])
+                    self._add_rescored_levels(draft, ranked[shift:], output.results[SELECTOR_VECTORS][first + shift : first + count])
                     trees[id(draft.request)] = draft.to_tree(self.name)
                 else:
                     trees[id(draft.request)] = self._unbiased_tree(draft, ranked[shift:], output.logits[first + shift : first + count])
@@ -179,14 +177,14 @@ class BlockDrafter(Drafter):
         return trees
 
     def _unbiased_tree(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> DraftTree | None:
-        """Return a tree from rows that do not depend on the drafted tokens."""
+        """Return the tree or chain of a DFlash block, whose rows do not depend on one another's tokens."""
         request, width = draft.request, draft.width
-        if draft.uses_ranking:
+        if draft.uses_top_tokens:
             is_greedy = request.params.is_greedy
-            tokens = [self._sampler.sample_ranked(row, width, is_greedy=is_greedy) for row in ranked[: draft.depth]]
+            tokens = [self._sampler.sample_from_top_tokens(row, width, is_greedy=is_greedy) for row in ranked[: draft.depth]]
 
         def tokens_after(path: Sequence[int]) -> DraftTokens:
-            if draft.uses_ranking:
+            if draft.uses_top_tokens:
                 return tokens[len(path)]
             return self._sampler.sample(request, path, logits[len(path)], width, needs_draft_probs=draft.budget.needs_draft_probs)
 
@@ -197,53 +195,53 @@ class BlockDrafter(Drafter):
                 draft.add_level([tokens_after(draft.path(draft.frontier[0]))], np.empty((1, 0), np.float32))
         return draft.to_tree(self.name)
 
-    def _add_selected_levels(self, draft: GrowingDraft, ranked: Sequence[RankedRow], selected: FloatArray) -> None:
-        """Add levels from left to right; the candidates of each row are scored again, given the token before it."""
+    def _add_rescored_levels(self, draft: GrowingDraft, ranked: Sequence[RankedRow], selector_vectors: FloatArray) -> None:
+        """Draft one level after another with DFlash2: score the top tokens of each row again, given the token drafted before them."""
         for level in range(draft.depth):
             nodes, (log_sum, _, scores, ids) = draft.frontier, ranked[level]
             if not nodes:
                 return
             count = ids.index(-1) if -1 in ids else len(ids)
-            order = np.argsort(ids[:count])  # distributions list ids in this order
+            order = np.argsort(ids[:count])  # `sample_candidates` needs ascending ids
             token_ids, kept = np.array(ids[:count], np.int32)[order], np.array(scores[:count], np.float32)[order]
             found = [NO_TOKENS] * len(nodes)
             if count and math.isfinite(log_sum):
                 previous = [draft.request.token_ids[-1] if node == 0 else draft.token_ids[node] for node in nodes]
-                rows = self.head.rescore(previous, selected[level], token_ids, kept)
-                found = [self._choose(draft, node, token_ids, row) for node, row in zip(nodes, rows, strict=True)]
+                rows = self.head.rescore(previous, selector_vectors[level], token_ids, kept)
+                found = [self._sample_candidates(draft, node, token_ids, row) for node, row in zip(nodes, rows, strict=True)]
             draft.add_level(found, np.empty((len(nodes), 0), np.float32))
 
-    def _choose(self, draft: GrowingDraft, node: int, token_ids: IntArray, scores: FloatArray) -> DraftTokens:
+    def _sample_candidates(self, draft: GrowingDraft, node: int, token_ids: IntArray, scores: FloatArray) -> DraftTokens:
         needs_draft_probs = draft.budget.needs_draft_probs
         return self._sampler.sample_candidates(
             draft.request, draft.path(node), token_ids, scores, draft.width, needs_draft_probs=needs_draft_probs
         )
 
     def _add_markov_biased_levels(self, draft: GrowingDraft, logits: FloatArray, hidden: FloatArray) -> None:
-        """Add levels from left to right; each row gets the bias of the tokens before it.
+        """Draft one level after another with DSpark: add the bias that depends on the tokens drafted before to each row of logits.
 
         Args:
-            logits: [D, Vd] of the rows that draft.
-            hidden: [B, E] of all rows.
+            logits: [D, Vd] logits of the rows that draft.
+            hidden: [B, E] hidden states of all rows of the block.
         """
         head, anchor = self.head, draft.request.token_ids[-1]
-        states = {0: head.first_markov_state(anchor, hidden[0], drafts_at_anchor=self.drafts_at_anchor)}
+        states = {0: head.first_markov_state(anchor, hidden[0], sample_from_anchor=self.sample_from_anchor)}
         hidden = hidden[len(hidden) - len(logits) :]
         for level in range(draft.depth):
             nodes = draft.frontier
             if not nodes:
                 return
             rows = [head.markov_embedding(anchor if node == 0 else draft.token_ids[node]) for node in nodes]
-            made = [
+            latents = [
                 head.markov_latent(row, hidden[level], states[draft.parents[node] if node else 0])
                 for node, row in zip(nodes, rows, strict=True)
             ]
-            states |= {node: state for node, (_, state) in zip(nodes, made, strict=True)}
+            states |= {node: state for node, (_, state) in zip(nodes, latents, strict=True)}
             base = np.repeat(logits[level : level + 1], len(nodes), 0)
-            output = head.run_bias(np.stack([latent for latent, _ in made]), base, frontier_draws([draft]))
-            if draft.uses_ranking:
+            output = head.run_bias(np.stack([latent for latent, _ in latents]), base, frontier_noise_draws([draft]))
+            if draft.uses_top_tokens:
                 is_greedy = draft.request.params.is_greedy
-                found = [self._sampler.sample_ranked(row, draft.width, is_greedy=is_greedy) for row in output.ranked]
+                found = [self._sampler.sample_from_top_tokens(row, draft.width, is_greedy=is_greedy) for row in output.ranked]
             else:
                 found = [self._sample_children(draft, node, row) for node, row in zip(nodes, output.logits, strict=True)]
             if head.config.has_confidence:
@@ -254,36 +252,36 @@ class BlockDrafter(Drafter):
         return self._sampler.sample(draft.request, draft.path(node), row, draft.width, needs_draft_probs=draft.budget.needs_draft_probs)
 
     def _store_first_row_tokens(self, request: Request, best: Sequence[int]) -> None:
-        """Store the most probable tokens of the first two rows while it is unknown which position a row drafts."""
+        """Remember the most probable tokens of the first two rows, while it is unknown which of the rows is the first that drafts."""
         if self._is_alignment_unknown and len(best) == 2:
             self._first_row_tokens[request] = len(request.token_ids), best[0], best[1]
 
-    def _update_alignment(self, request: Request) -> None:
-        """Count which of the first two rows predicted the token that followed; after some comparisons set `drafts_at_anchor` by it."""
-        noted = self._first_row_tokens.pop(request) if self._is_alignment_unknown else None
-        if noted is None or len(request.token_ids) <= noted[0]:
+    def _update_sample_from_anchor(self, request: Request) -> None:
+        """Count which of the first two rows predicted the target's next token; after enough comparisons set `sample_from_anchor`."""
+        stored = self._first_row_tokens.pop(request) if self._is_alignment_unknown else None
+        if stored is None or len(request.token_ids) <= stored[0]:
             return
-        actual, ids = request.token_ids[noted[0]], self.head.target_ids
-        rows = [int(best if ids is None or self.head.markov_rank == 0 else ids[best]) for best in noted[1:]]
+        actual, ids = request.token_ids[stored[0]], self.head.target_ids
+        rows = [int(best if ids is None or self.head.markov_rank == 0 else ids[best]) for best in stored[1:]]
         for index, token in enumerate(rows):
             self._num_correct[index] += token == actual
         self._num_compared += 1
         lead = self._num_correct[0] - self._num_correct[1]
         if abs(lead) >= MIN_ALIGNMENT_LEAD or self._num_compared >= MAX_ALIGNMENT_COMPARISONS:
             self._is_alignment_unknown = False
-            self.drafts_at_anchor = lead > 0 if lead else self.drafts_at_anchor
+            self.sample_from_anchor = lead > 0 if lead else self.sample_from_anchor
             self.traits = replace(self.traits, description=self._description())
 
 
 def best_first_tree(
     root: int, budget: DraftBudget, depth: int, tokens_after: Callable[[Sequence[int]], DraftTokens], source: str
 ) -> DraftTree | None:
-    """Return the tree of the most probable paths over independent rows, by the product of the rows' probabilities (DDTree).
+    """Return the tree of the most probable paths (DDTree). The probability of a path is the product of its tokens' probabilities.
 
     Args:
-        root: the last token.
-        depth: number of rows.
-        tokens_after: returns the candidates after a path.
+        root: the last committed token.
+        depth: maximum number of draft tokens on a path.
+        tokens_after: returns the possible next tokens after the draft tokens of a path.
         source: name of the drafter.
     """
 
@@ -297,21 +295,23 @@ def best_first_tree(
     return grow_tree(root, budget, start, expand)
 
 
-def _block_draws(group: Sequence[tuple[DraftBlock, GrowingDraft]], shift: int) -> Draws | None:
-    """Return how to sample the tokens of all rows: row j with the noise of the position it drafts; the first `shift` rows draft nothing."""
-    return token_draws(
+def _target_noise_draws_of_blocks(group: Sequence[tuple[DraftBlock, GrowingDraft]], shift: int) -> Draws | None:
+    """Return how a pass draws each row's token, with the target's noise of the drafted position. The first `shift` rows draft nothing."""
+    return target_noise_draws(
         [
-            (draft.request, row - shift) if draft.is_drawn and row >= shift else None
+            (draft.request, row - shift) if draft.needs_draw and row >= shift else None
             for rows, draft in group
             for row in range(len(rows.logit_rows))
         ]
     )
 
 
-def _scale_to_confidence(found: DraftTokens, confidence: float) -> DraftTokens:
-    """Replace the first token's probability by the confidence, and scale those of its siblings to sum to at most 1 - confidence."""
-    if not found.token_ids or found.draft_probs is not None or not 0.0 <= confidence <= 1.0:  # NaN of a damaged file
-        return found
-    rest = sum(found.probs[1:])
+def _scale_to_confidence(tokens: DraftTokens, confidence: float) -> DraftTokens:
+    """Set the first token's probability to the confidence head's prediction, and scale the others to sum to at most 1 - confidence."""
+    if (
+        not tokens.token_ids or tokens.draft_probs is not None or not 0.0 <= confidence <= 1.0
+    ):  # the confidence is NaN if the file is damaged
+        return tokens
+    rest = sum(tokens.probs[1:])
     scale = min(1.0, (1.0 - confidence) / rest) if rest > 0.0 else 0.0
-    return DraftTokens(found.token_ids, (confidence, *[prob * scale for prob in found.probs[1:]]))
+    return DraftTokens(tokens.token_ids, (confidence, *[prob * scale for prob in tokens.probs[1:]]))

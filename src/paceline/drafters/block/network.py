@@ -1,9 +1,9 @@
 """The networks of a block drafter.
 
 `context_network` computes keys and values of committed positions from the target's hidden states; they stay cached. `block_network` runs
-the last token and mask tokens; their keys and values are dropped. With DSpark a bias that depends on the tokens drafted so far is added to
-each row of logits (`markov_bias_network`). With DFlash2 the most probable tokens of a row are scored again, given the token before it
-(`rescore`).
+the last committed token, called the anchor, and mask tokens; their keys and values are not kept. DSpark adds a bias to each row of logits
+that depends on the tokens drafted so far (`markov_bias_network`). DFlash2 scores the most probable tokens of each row again, depending on
+the token drafted before them (`BlockHead.rescore`).
 
 Sources: DFlash and DFlash2 (z-lab `dflash/model.py`), DSpark (deepseek-ai/DeepSpec `modeling/dspark`).
 """
@@ -25,16 +25,17 @@ from paceline.runtimes.embedding import embedding_rows
 from paceline.runtimes.load import open_head
 from paceline.runtimes.ranking import Draws, Ranking
 
-BOUNDARY, EMBEDDING, LATENT, BASE, SELECTED = "boundary", "embedding", "latent", "base", "selected"
-"""Input names: the target's hidden states `boundary.0` …; embeddings of a block; latent vectors of the Markov head; logits to be biased.
-Result name: the vectors that DFlash2 scores candidates with."""
+BOUNDARY, EMBEDDING, LATENT, BASE = "boundary", "embedding", "latent", "base"
+SELECTOR_VECTORS = "selector_vectors"
+"""Inputs: target hidden states, one input `boundary.0`, … per layer boundary; token embeddings of a block; latent vectors of the Markov
+head; logits before their bias. Result: the vectors with which DFlash2's selector scores candidates."""
 
 
 def context_network(config: BlockConfig) -> Compose:
-    """Return the network that stores keys and values of committed positions."""
+    """Return the network that computes and caches keys and values of committed positions."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        chunks = [blocks.input(f"{BOUNDARY}.{index}", config.feature_size) for index in range(len(config.boundaries))]
+        chunks = [blocks.input(f"{BOUNDARY}.{index}", config.target_hidden_size) for index in range(len(config.layer_boundaries))]
         (mixed,) = blocks.linear(blocks.concat(*chunks), "fc")
         context, stored = blocks.rms_norm(mixed, "hidden_norm"), []
         for layer, attention in config.layers.attention_layers.items():
@@ -54,7 +55,7 @@ def context_network(config: BlockConfig) -> Compose:
 
 
 def block_network(config: BlockConfig) -> Compose:
-    """Return the network of a block: `hidden_states` [T, E] after the final norm, and `logits` [R, Vd]; DFlash2: `selected` [T, r]."""
+    """Return the network that runs a block. Results: final `hidden_states` [T, E], `logits` [R, Vd]; DFlash2: `selector_vectors` [T, r]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         x = blocks.input(EMBEDDING, config.layers.hidden_size)
@@ -66,14 +67,14 @@ def block_network(config: BlockConfig) -> Compose:
             logits = blocks.scale(logits, config.logit_scale)
         if config.logit_soft_cap is not None:
             logits = blocks.soft_cap(logits, config.logit_soft_cap)
-        selected = {SELECTED: blocks.linear(hidden, "selector")[0]} if config.num_candidates else {}
-        return {LOGITS: logits, HIDDEN_STATES: hidden, **selected}
+        vectors = {SELECTOR_VECTORS: blocks.linear(hidden, "selector")[0]} if config.num_candidates else {}
+        return {LOGITS: logits, HIDDEN_STATES: hidden, **vectors}
 
     return compose
 
 
 def markov_bias_network(config: BlockConfig, markov_rank: int) -> Compose:
-    """Return the network that adds the bias of DSpark, from latent vectors [T, r], to rows of a block: `logits` [R, Vd]."""
+    """Return the network that turns latent vectors [T, r] of DSpark's Markov head into a bias, and adds it to `logits` [R, Vd]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         bias = blocks.lm_head(blocks.logits_rows(blocks.input(LATENT, markov_rank)), "markov_output")
@@ -84,25 +85,25 @@ def markov_bias_network(config: BlockConfig, markov_rank: int) -> Compose:
 
 @dataclass(frozen=True, slots=True)
 class PendingContext:
-    """Committed positions of one request whose keys and values are to be computed.
+    """Committed positions of one request whose context keys and values are computed in the next pass.
 
     Attributes:
-        features: [T, F] hidden states of the target, all boundaries of a row next to one another.
-        rows: cache range they are written to.
+        hidden_states: [T, F] hidden states of the target; those of all layer boundaries of a position are concatenated.
+        rows: cache rows that the keys and values are written to.
     """
 
-    features: FloatArray
+    hidden_states: FloatArray
     rows: RowRange
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """The rows of one request that are run to draft a block.
+    """Input rows that draft a block for one request.
 
     Attributes:
-        anchor: the last token.
-        rows: cache range of the block; the anchor's row is the first.
-        logit_rows: rows of the block whose logits are returned.
+        anchor: the last committed token, the block's first input token. The others are mask tokens.
+        rows: cache rows of the block, the anchor's row first.
+        logit_rows: indices of the block's rows whose logits are returned.
     """
 
     anchor: int
@@ -111,17 +112,18 @@ class DraftBlock:
 
 
 class BlockHead:
-    """Runs a block drafter.
+    """Runs the networks of a block drafter.
 
     Args:
-        checkpoint: the opened drafter.
-        tensors: weights of its networks by name; `lm_head.weight` may be the target's.
-        embedding: embedding table of the tokens.
+        checkpoint: config and weights of the drafter.
+        tensors: weights of the networks by name; `lm_head.weight` may be the target's.
+        embedding: [V, E] embedding table of the tokens.
         lm_head_of: see `open_head`.
 
     Attributes:
-        runtime: the network of committed positions; the other networks use its cache.
-        embedded_ids: number of token ids that have an embedding, and rows in the tables of DFlash2.
+        runtime: the network that caches committed positions; the other networks use the same KV cache.
+        num_embedded_ids: the drafter can read and draft only token ids below this number. Ids from it on have no embedding or, with
+            DFlash2, no row in the selector's tables.
     """
 
     def __init__(
@@ -138,121 +140,120 @@ class BlockHead:
     ) -> None:
         config = checkpoint.config
         self.config, self.target_ids, self._small_tensors = config, checkpoint.target_ids, checkpoint.small_tensors
-        self._tables = checkpoint.tables
+        self._tables = checkpoint.lookup_tables
         self.markov_rank = self._tables["markov_w1"].shape[1] if config.markov is not None else 0
         self.runtime = open_head(
             context_network(config), config.layers, Weights(dict(tensors)), num_threads=num_threads, max_model_len=max_model_len,
             backend=backend, device=device, lm_head_of=lm_head_of,
         )  # fmt: skip
-        self._block = self.runtime.network_with_same_weights(block_network(config))
-        self._biased = self.runtime.network_with_same_weights(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None
+        self._block_network = self.runtime.network_with_same_weights(block_network(config))
+        self._markov_network = (
+            self.runtime.network_with_same_weights(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None
+        )
         self._ranking: Ranking | None = None
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
-        self._plain = replace(config.layers, embedding_scale=1.0)
-        self._mask_row = checkpoint.mask_embedding
+        self._unscaled_config = replace(config.layers, embedding_scale=1.0)
+        self._mask_embedding = checkpoint.mask_embedding
         before, after = (
             self._tables[name].shape[0] if name in self._tables else embedding.shape[0] for name in ("predecessor", "successor")
         )
         self._scores_draft_ids = self.target_ids is not None and after == len(self.target_ids)
-        self.embedded_ids = min(embedding.shape[0], before, before if self._scores_draft_ids else after)
-        self._names = [f"{BOUNDARY}.{index}" for index in range(len(config.boundaries))]
+        self.num_embedded_ids = min(embedding.shape[0], before, before if self._scores_draft_ids else after)
+        self._input_names = [f"{BOUNDARY}.{index}" for index in range(len(config.layer_boundaries))]
 
     def set_ranking(self, ranking: Ranking) -> None:
-        """Set the ranking with which later passes summarise their rows of logits."""
+        """Set how many top tokens later passes return for each row of logits (`ForwardOutput.ranked`)."""
         self._ranking = ranking
 
-    def run_context(self, parts: Sequence[PendingContext]) -> None:
-        """Compute and cache keys and values of committed positions of several requests."""
-        features = np.concatenate([part.features for part in parts]) if len(parts) > 1 else parts[0].features
-        size = self.config.feature_size
-        inputs = {name: np.ascontiguousarray(features[:, index * size : (index + 1) * size]) for index, name in enumerate(self._names)}
-        positions = [np.arange(part.rows.cached_len, part.rows.cached_len + part.rows.num_rows, dtype=np.int32) for part in parts]
-        self.runtime.forward(inputs, _batch([part.rows for part in parts], positions), LogitsRows(np.empty(0, np.int32)))
+    def run_context(self, contexts: Sequence[PendingContext]) -> None:
+        """Compute and cache the context keys and values of committed positions of several requests."""
+        states = np.concatenate([context.hidden_states for context in contexts]) if len(contexts) > 1 else contexts[0].hidden_states
+        size = self.config.target_hidden_size
+        inputs = {name: np.ascontiguousarray(states[:, index * size : (index + 1) * size]) for index, name in enumerate(self._input_names)}
+        self.runtime.forward(inputs, _make_batch([context.rows for context in contexts]), LogitsRows(np.empty(0, np.int32)))
 
-    def run_block(self, parts: Sequence[DraftBlock], draws: Draws | None = None) -> ForwardOutput:
-        """Run one pass over the blocks of several requests; logits are those of their `logit_rows`, request by request."""
-        starts = [0, *accumulate(part.rows.num_rows for part in parts)]
+    def run_block(self, blocks: Sequence[DraftBlock], draws: Draws | None = None) -> ForwardOutput:
+        """Run one pass over the blocks of several requests; return the logits of all `logit_rows`, in the order of the requests."""
+        starts = [0, *accumulate(block.rows.num_rows for block in blocks)]
         token_ids = np.full(starts[-1], self.config.mask_token_id, np.int32)
-        token_ids[starts[:-1]] = [part.anchor for part in parts]
-        rows = embedding_rows(self._embedding, token_ids, self._plain, WeightType.F32)
-        if self._mask_row is not None:
-            rows[np.setdiff1d(np.arange(starts[-1]), starts[:-1])] = self._mask_row
+        token_ids[starts[:-1]] = [block.anchor for block in blocks]
+        rows = embedding_rows(self._embedding, token_ids, self._unscaled_config, WeightType.F32)
+        if self._mask_embedding is not None:
+            rows[np.setdiff1d(np.arange(starts[-1]), starts[:-1])] = self._mask_embedding
         if self.config.embedding_scale != 1.0:
             rows = rows * np.float32(self.config.embedding_scale)
-        positions = [np.arange(part.rows.cached_len, part.rows.cached_len + part.rows.num_rows, dtype=np.int32) for part in parts]
-        wanted = np.array([start + row for start, part in zip(starts, parts, strict=False) for row in part.logit_rows], np.int32)
-        ranking = self._ranking if self._biased is None else None
-        return self._block.forward({EMBEDDING: rows}, _batch([part.rows for part in parts], positions), LogitsRows(wanted, ranking, draws))
+        logit_rows = np.array([start + row for start, block in zip(starts, blocks, strict=False) for row in block.logit_rows], np.int32)
+        requested = LogitsRows(logit_rows, self._ranking if self._markov_network is None else None, draws)
+        return self._block_network.forward({EMBEDDING: rows}, _make_batch([block.rows for block in blocks]), requested)
 
     def run_bias(self, latent: FloatArray, base: FloatArray, draws: Draws | None = None) -> ForwardOutput:
-        """Return the logits `base` [n, Vd] plus the Markov bias of `latent` [n, r]."""
-        if self._biased is None:
+        """Return the logits `base` [n, Vd] plus the bias computed from the Markov head's latent vectors `latent` [n, r]."""
+        if self._markov_network is None:
             raise RuntimeError("this drafter has no Markov head")
         rows = np.arange(len(latent), dtype=np.int32)
-        return self._biased.forward({LATENT: latent, BASE: base}, ForwardBatch(rows, ()), LogitsRows(rows, self._ranking, draws))
+        return self._markov_network.forward({LATENT: latent, BASE: base}, ForwardBatch(rows, ()), LogitsRows(rows, self._ranking, draws))
 
     def markov_embedding(self, token_id: int) -> FloatArray:
-        """Return the Markov embedding [r] of the previous token; zeros for an id beyond the table."""
+        """Return the Markov embedding [r] of a token; zeros for ids without one."""
         table = self._tables["markov_w1"]
         known = token_id < table.shape[0]
         return as_float32(table, np.array([token_id], np.int32))[0] if known else np.zeros(self.markov_rank, np.float32)
 
-    def rescore(self, previous: Sequence[int], selected: FloatArray, token_ids: IntArray, scores: FloatArray) -> FloatArray:
-        """Return the scores of a row's candidates after each of several previous tokens, [n, k].
+    def rescore(self, previous: Sequence[int], selector_vector: FloatArray, token_ids: IntArray, scores: FloatArray) -> FloatArray:
+        """Score the candidate tokens of a row again with DFlash2's selector; return [n, k] scores, given each possible token before.
 
         Args:
-            previous: [n] token ids.
-            selected: [r] of the row.
-            token_ids, scores: [k] of the candidates.
+            previous: [n] the possible tokens before the candidates.
+            selector_vector: [r] result `selector_vectors` of the row.
+            token_ids, scores: [k] ids and logits of the candidates.
         """
-        before = as_float32(self._tables["predecessor"], np.array(previous, np.int32)) * selected
+        before = as_float32(self._tables["predecessor"], np.array(previous, np.int32)) * selector_vector
         if self._scores_draft_ids and self.target_ids is not None:
             token_ids = self.target_ids.searchsorted(token_ids).astype(np.int32)
         return np.asarray(scores + before @ as_float32(self._tables["successor"], token_ids).T, np.float32)
 
-    def first_markov_state(self, anchor: int, hidden: FloatArray, *, drafts_at_anchor: bool) -> FloatArray:
-        """Return the recurrent state [r] before the first row that drafts.
+    def first_markov_state(self, anchor: int, hidden: FloatArray, *, sample_from_anchor: bool) -> FloatArray:
+        """Return the Markov head's recurrent state [r] before the first row that drafts, given the anchor's hidden state [E].
 
-        If the anchor's row drafts nothing, the state is updated with it nevertheless, as speculators trains it.
-
-        Args:
-            hidden: [E] of the anchor's row.
+        If the anchor's row drafts nothing, the state is nevertheless updated with it, because speculators trains the head so.
         """
         state = np.zeros(self.markov_rank, np.float32)
-        return state if drafts_at_anchor else self.markov_latent(self.markov_embedding(anchor), hidden, state)[1]
+        return state if sample_from_anchor else self.markov_latent(self.markov_embedding(anchor), hidden, state)[1]
 
-    def markov_latent(self, row: FloatArray, hidden: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return the latent vector [r] of a row's bias, and the next recurrent state [r].
+    def markov_latent(self, embedding: FloatArray, hidden: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return the latent vector [r] from which a row's logits bias is computed, and the next recurrent state [r].
 
         Args:
-            row: [r] of the previous token.
-            hidden: [E] of the row.
-            state: [r] after the tokens before it; zeros at the first row. Only `MarkovKind.RNN` uses it.
+            embedding: [r] Markov embedding of the token before the one that the row drafts.
+            hidden: [E] hidden state of the row.
+            state: [r] recurrent state after the tokens before that token; zeros at the first row. Only `MarkovKind.RNN` uses it.
         """
         kind = self.config.markov
         if kind is MarkovKind.GATED:
-            gate = self._small_tensors["gate"] @ np.concatenate([hidden, row]) + self._small_tensors["gate_bias"]
-            return row * _sigmoid(gate), state
+            gate = self._small_tensors["gate"] @ np.concatenate([hidden, embedding]) + self._small_tensors["gate_bias"]
+            return embedding * _sigmoid(gate), state
         if kind is MarkovKind.RNN:
-            joint = self._small_tensors["joint"] @ np.concatenate([state, row, hidden]) + self._small_tensors["joint_bias"]
+            joint = self._small_tensors["joint"] @ np.concatenate([state, embedding, hidden]) + self._small_tensors["joint_bias"]
             gate, candidate, out = np.split(joint, 3)
             state = _sigmoid(gate) * state + (1.0 - _sigmoid(gate)) * np.tanh(candidate)
             return np.tanh(out), state
-        return row, state
+        return embedding, state
 
-    def confidence(self, hidden: FloatArray, row: FloatArray) -> float:
-        """Return the predicted probability that the token drafted at a row is accepted, given that those before it are."""
-        features = np.concatenate([hidden, row]) if self.config.has_markov_confidence else hidden
+    def confidence(self, hidden: FloatArray, embedding: FloatArray) -> float:
+        """Predict from a row's hidden state and the Markov embedding of the token before how probably the row's token is accepted."""
+        inputs = np.concatenate([hidden, embedding]) if self.config.has_markov_confidence else hidden
         bias = self._small_tensors.get("confidence_bias")
-        return float(_sigmoid(self._small_tensors["confidence"][0] @ features + (0.0 if bias is None else bias[0])))
+        return float(_sigmoid(self._small_tensors["confidence"][0] @ inputs + (0.0 if bias is None else bias[0])))
 
 
 def _sigmoid(x: FloatArray) -> FloatArray:
-    with np.errstate(over="ignore"):  # exp may overflow to inf, and 1 / inf is 0
+    with np.errstate(over="ignore"):  # if exp overflows to inf, 1 / inf is 0, which is right
         return np.asarray(1.0 / (1.0 + np.exp(-x)), np.float32)
 
 
-def _batch(rows: Sequence[RowRange], positions: Sequence[IntArray]) -> ForwardBatch:
+def _make_batch(rows: Sequence[RowRange]) -> ForwardBatch:
+    """Describe a pass over these row ranges. Positions continue after the cached rows of each range."""
+    positions = [np.arange(one.cached_len, one.cached_len + one.num_rows, dtype=np.int32) for one in rows]
     starts = accumulate((one.num_rows for one in rows), initial=0)
     ranges = tuple([one._replace(start=start) for one, start in zip(rows, starts, strict=False)])
     return ForwardBatch(np.concatenate(positions) if len(positions) > 1 else positions[0], ranges)

@@ -1,4 +1,4 @@
-"""Weights of an EAGLE head under the names of `network.py`, and its draft vocabulary; from safetensors, PyTorch or GGUF files."""
+"""Weights and draft vocabulary of an EAGLE head, read from safetensors, PyTorch or GGUF files and renamed to the names of `network.py`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,28 +16,25 @@ from paceline.drafters.eagle.config import (
     EagleConfig,
     config_fields,
     has_final_norm_disabled,
-    is_nested,
+    has_nested_config,
     with_canonical_names,
 )
-from paceline.drafters.head_files import HeadFiles, target_ids_of
+from paceline.drafters.head_files import GGUF_LAYER_MODULE_NAMES, LAYER_MODULE_NAMES, HeadFiles, Shapes, add_layer_shapes, read_target_ids
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig
 from paceline.models.gguf.blocks import convert_blocks_to_groups
 from paceline.models.gguf.file import GgufFile, open_gguf
 from paceline.models.gguf.header import GgufTensor
-from paceline.models.layers import DenseMLP, LayerConfig, QKNorm
 from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 
-Shapes = dict[str, tuple[int, ...]]
 _MASK_FEATURE_TENSOR = "mask_hidden"
 _LAYER_TENSOR_NAMES = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
     "hidden_norm": "hidden_norm",
-    **{f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
-    **{f"mlp.{name}": name for name in ("gate_proj", "up_proj", "down_proj")},
+    **LAYER_MODULE_NAMES,
 }
 _INTERNAL_TENSOR_NAMES = {
     "embed_tokens": "embedding", "norm": "final_norm", "lm_head": "lm_head", "fc": "fc", "input_norm": "input_norm",
@@ -46,15 +43,7 @@ _INTERNAL_TENSOR_NAMES = {
 
 _GGUF_ARCHITECTURE = "eagle3"
 _GGUF_ITEM_TYPES = {"F32": ("F32", "<f4"), "F16": ("F16", "<f2"), "BF16": ("BF16", "<u2"), "I64": ("I64", "<i8"), "I32": ("I32", "<i4")}
-_GGUF_LAYER_TENSOR_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_norm_2": "hidden_norm",
-    "ffn_norm": "post_attention_layernorm",
-    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
-    "attn_output": "self_attn.o_proj",
-    **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
-    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
-}
+_GGUF_LAYER_TENSOR_NAMES = {"attn_norm_2": "hidden_norm", **GGUF_LAYER_MODULE_NAMES}
 _GGUF_NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "ffn_norm": "layers.0.post_attention_layernorm"}
 _GGUF_CONFIG_KEYS = {
     "embedding_length": "hidden_size",
@@ -73,68 +62,68 @@ _GGUF_CONFIG_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class EagleCheckpoint:
-    """An opened head.
+    """Config and weights of an EAGLE head.
 
     Attributes:
-        weights: under the names of `network.py`; without an embedding or `lm_head` shared with the target.
-        embedded_ids: token ids from here on have no embedding.
-        target_ids: [Vd] the target's id of each draft id, ascending; None = the same.
-        mask_feature: [F] P-EAGLE: the feature of masked positions.
+        weights: weights by the names of `network.py`. Embedding and lm_head are missing if the head uses the target's.
+        num_embedded_ids: number of rows of the embedding; token ids from this number on have no embedding.
+        target_ids: [Vd] target id of each draft id, ascending; None = the ids are equal.
+        mask_feature: [F] P-EAGLE: learned feature for the positions whose feature is not known yet.
     """
 
     config: EagleConfig
     weights: Weights
-    embedded_ids: int
+    num_embedded_ids: int
     target_ids: NDArray[np.int64] | None
     mask_feature: NDArray[np.float32] | None = None
 
 
-def open_eagle(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> EagleCheckpoint:
-    """Open the weights and the draft vocabulary.
+def open_eagle_checkpoint(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> EagleCheckpoint:
+    """Open the weights and the draft vocabulary of an EAGLE head.
 
     Raises:
-        CheckpointError: tensors are missing, of another shape, or unknown; all of them are named.
-        IncompatibleDrafterError: its vocabulary is not the target's, or its mask token is not in it.
+        CheckpointError: tensors are missing, unknown, or of the wrong shape; the error lists all of them.
+        IncompatibleDrafterError: the head has another vocabulary than the target, or its mask token has no embedding.
     """
     files = with_canonical_names(files)
     required, optional = _tensor_shapes(files, config, target)
-    files.check(required, optional)
+    files.check_shapes(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]
-    tables = ("token_map",) if config.is_eagle1 else ("d2t", "t2d")
-    files.check_all_used([*used, *tables], ignored=lambda name: _is_ignored_tensor(files, name))
+    id_tables = ("token_map",) if config.is_eagle1 else ("d2t", "t2d")
+    files.check_all_used([*used, *id_tables], ignored=lambda name: _is_ignored_tensor(files, name))
     tensors: dict[str, AnyTensor] = {internal_tensor_name(name): files.weight(name) for name in used if name != _MASK_FEATURE_TENSOR}
     mask = as_float32(files.weight(_MASK_FEATURE_TENSOR)).reshape(-1) if _MASK_FEATURE_TENSOR in used else None
-    ids = target_ids_of(files, config.layers.vocab_size, target)
+    ids = read_target_ids(files, config.layers.vocab_size, target)
     if "token_map" in files.tensors:
-        tensors["lm_head.weight"], ids = _lm_head_rows(files, files.weight("lm_head.weight"), _read_token_map(files, target))
-    embedded_ids = tensors["embedding.weight"].shape[0] if config.has_own_embedding else target.vocab_size
-    if config.mask_token_id is not None and config.mask_token_id >= embedded_ids:
+        tensors["lm_head.weight"], ids = _select_lm_head_rows(files, files.weight("lm_head.weight"), _read_token_map(files, target))
+    num_embedded_ids = tensors["embedding.weight"].shape[0] if config.has_own_embedding else target.vocab_size
+    if config.mask_token_id is not None and config.mask_token_id >= num_embedded_ids:
         raise IncompatibleDrafterError(
-            f"{files.path}: the mask_token_id is {config.mask_token_id}, embeddings end at {embedded_ids}: the head was made for "
+            f"{files.path}: the mask_token_id is {config.mask_token_id}, embeddings end at {num_embedded_ids}: the head was made for "
             "another model, or --drafter-options mask_token_id=ID is wrong"
         )
-    return EagleCheckpoint(config, Weights(tensors), embedded_ids, ids, mask)
+    return EagleCheckpoint(config, Weights(tensors), num_embedded_ids, ids, mask)
 
 
-def check_embedded(files: HeadFiles, embedded_ids: int, num_known: int) -> None:
-    """Check that a head has embeddings for all ids of the target's tokenizer; padding ids need none.
+def check_embedding_rows(files: HeadFiles, num_embedded_ids: int, num_tokenizer_ids: int) -> None:
+    """Check that a head has an embedding for each token of the target's tokenizer. Ids that pad the vocabulary need none.
 
     Args:
-        embedded_ids: token ids from here on have no embedding.
-        num_known: ids of the target's tokenizer that its vocabulary has rows for.
+        num_embedded_ids: number of rows of the head's embedding.
+        num_tokenizer_ids: number of ids of the target's tokenizer.
 
     Raises:
-        IncompatibleDrafterError: there are fewer.
+        IncompatibleDrafterError: the embedding has too few rows.
     """
-    if embedded_ids < num_known:
+    if num_embedded_ids < num_tokenizer_ids:
         raise IncompatibleDrafterError(
-            f"the {files.kind.value} head {files.path} has embeddings of {embedded_ids} token ids, the target's tokenizer has "
-            f"{num_known}: it was made for another model"
+            f"the {files.kind.value} head {files.path} has embeddings of {num_embedded_ids} token ids, the target's tokenizer has "
+            f"{num_tokenizer_ids}: it was made for another model"
         )
 
 
 def internal_tensor_name(name: str) -> str:
-    """Return the name in `network.py` of a tensor of the file."""
+    """Return the name in `network.py` of a tensor in the file."""
     stem, kind = name.rsplit(".", 1)
     if stem.startswith("layers."):
         _, layer, part = stem.split(".", 2)
@@ -143,20 +132,20 @@ def internal_tensor_name(name: str) -> str:
 
 
 def _is_ignored_tensor(files: HeadFiles, name: str) -> bool:
-    """Return whether a tensor is known to take no part in the computation.
+    """Return whether a tensor is known to be unused by the head.
 
-    Trainers keep tensors of the target (`verifier_*`). vLLM's EAGLE stores norms that its config turns off. A SpecForge file holds a
-    final norm that it does not apply.
+    speculators files contain copies of target tensors (`verifier_*`). Files in vLLM's format contain norms that the config turns off.
+    SpecForge files may contain a final norm that is not applied.
     """
     if name == LAST_NORM and has_final_norm_disabled(files, config_fields(files)):
         return True
-    return name.startswith("verifier_") or (name in (FIRST_NORM, LAST_NORM) and files.kind is HeadKind.EAGLE and is_nested(files))
+    return name.startswith("verifier_") or (name in (FIRST_NORM, LAST_NORM) and files.kind is HeadKind.EAGLE and has_nested_config(files))
 
 
 def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[Shapes, Shapes]:
-    """Return the shapes of tensors that the network needs, and of those that it uses if present."""
+    """Return the shapes of required tensors, and of tensors that are used if the file has them."""
     layers = config.layers
-    hidden, width = layers.hidden_size, config.num_features
+    hidden, width = layers.hidden_size, config.feature_size
     required: Shapes = {}
     optional: Shapes = {}
     if config.is_eagle1 or config.has_fc:
@@ -172,7 +161,7 @@ def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -
         if config.has_concat_norm:
             required["input_norm.weight"] = (width,)
         if config.has_boundary_norms:
-            required |= {f"fc_norm.{chunk}.weight": (config.feature_size,) for chunk in range(len(config.boundaries))}
+            required |= {f"fc_norm.{chunk}.weight": (config.target_hidden_size,) for chunk in range(len(config.layer_boundaries))}
     if config.has_final_norm:
         required[LAST_NORM] = (hidden,)
     if config.kind is HeadKind.PEAGLE:
@@ -180,48 +169,23 @@ def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -
         required[_MASK_FEATURE_TENSOR] = stored.shape if stored is not None and prod(stored.shape) == width else (1, 1, width)
     for layer in range(layers.num_layers):
         has_norm = layer > 0 or (config.has_input_norm if config.is_eagle1 else config.has_embedding_norm)
-        is_joined = not config.is_eagle1 and layer == 0
-        columns = 2 * hidden if is_joined else hidden
-        _add_layer(layers.layers[layer], f"layers.{layer}.", required, optional, hidden=hidden, columns=columns, has_norm=has_norm)
+        norms = ("input_layernorm", "post_attention_layernorm") if has_norm else ("post_attention_layernorm",)
+        input_size = 2 * hidden if layer == 0 and not config.is_eagle1 else hidden  # the first layer of EAGLE-3 reads [embedding, feature]
+        sizes = layers.layers[layer]
+        add_layer_shapes(required, optional, f"layers.{layer}.", sizes, hidden_size=hidden, input_size=input_size, norms=norms)
     if config.has_own_embedding:
-        required["embed_tokens.weight"] = ((files.shape("embed_tokens.weight") or (0, 0))[0], hidden)
-    has_own_ids = layers.vocab_size != target.vocab_size or hidden != target.hidden_size
+        required["embed_tokens.weight"] = ((files.matrix_shape("embed_tokens.weight") or (0, 0))[0], hidden)
+    has_other_vocab = layers.vocab_size != target.vocab_size or hidden != target.hidden_size
     if "token_map" in files.tensors:
-        required["lm_head.weight"] = ((files.shape("lm_head.weight") or (layers.vocab_size, 0))[0], hidden)
-    elif config.has_own_lm_head or (has_own_ids and not config.is_eagle1):
+        required["lm_head.weight"] = ((files.matrix_shape("lm_head.weight") or (layers.vocab_size, 0))[0], hidden)
+    elif config.has_own_lm_head or (has_other_vocab and not config.is_eagle1):
         required["lm_head.weight"] = (layers.vocab_size, hidden)
     return required, optional
 
 
-def _add_layer(layer: LayerConfig, prefix: str, required: Shapes, optional: Shapes, *, hidden: int, columns: int, has_norm: bool) -> None:
-    """Add the tensors of a decoder layer.
-
-    Args:
-        columns: input width of q, k and v.
-    """
-    assert isinstance(layer.mlp, DenseMLP)  # eagle/config.py creates dense MLPs only
-    attention, inner = layer.attention, layer.mlp.intermediate_size
-    matrices = {
-        "self_attn.q_proj": (attention.query_size, columns),
-        "self_attn.k_proj": (attention.kv_size, columns),
-        "self_attn.v_proj": (attention.kv_size, columns),
-        "self_attn.o_proj": (hidden, attention.query_size),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    for name, shape in matrices.items():
-        required[f"{prefix}{name}.weight"] = shape
-        optional[f"{prefix}{name}.bias"] = shape[:1]
-    norms: Sequence[str] = ("input_layernorm", "post_attention_layernorm") if has_norm else ("post_attention_layernorm",)
-    required |= {f"{prefix}{name}.weight": (hidden,) for name in norms}
-    if attention.qk_norm is QKNorm.HEAD:
-        required |= {f"{prefix}self_attn.{name}.weight": (attention.head_size,) for name in ("q_norm", "k_norm")}
-
-
 def _read_token_map(files: HeadFiles, target: ModelConfig) -> NDArray[np.int64]:
-    """Read the draft vocabulary in vLLM's form: the target's ids themselves, in any order."""
-    ids = files.table("token_map").reshape(-1)
+    """Read the draft vocabulary in vLLM's format: a list of target ids in any order."""
+    ids = files.integer_vector("token_map").reshape(-1)
     if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(np.unique(ids)) < len(ids):
         span = f"from {ids.min()} to {ids.max()}" if len(ids) else "none"
         raise IncompatibleDrafterError(
@@ -231,8 +195,13 @@ def _read_token_map(files: HeadFiles, target: ModelConfig) -> NDArray[np.int64]:
     return ids
 
 
-def _lm_head_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
-    """Return the lm_head rows of the mapped ids, in ascending order. The matrix may hold these rows alone, or those of all ids."""
+def _select_lm_head_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
+    """Return the lm_head rows of a draft vocabulary, in ascending order of target ids, and these ids, ascending.
+
+    Args:
+        lm_head: a matrix with one row per draft id, or with rows of all target ids.
+        ids: target id of each draft id, in any order.
+    """
     order = np.argsort(ids)
     if lm_head.shape[0] != len(ids) and lm_head.shape[0] <= int(ids.max()):
         raise CheckpointError(
@@ -243,10 +212,10 @@ def _lm_head_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64]) -> 
 
 
 def open_gguf_eagle(path: Path) -> HeadFiles | None:
-    """Open the EAGLE-3 head in a GGUF file, presented as if it were stored the usual way; None if the file holds something else.
+    """Open the EAGLE-3 head in a GGUF file, with tensors and config fields as in safetensors files; None if it contains something else.
 
-    Three things differ in GGUF: `d2t` holds the target's ids themselves, the rows of q and k are interleaved as in llama's files, and
-    layer ids are boundaries. Quantised matrices are dequantised to float16.
+    GGUF differs in three ways. `d2t` contains target ids, not offsets. The rows of the query and key projections are interleaved for
+    rotary embeddings of neighbours. `extract_layers` lists layer inputs. Quantised matrices are dequantised to float16.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -254,16 +223,16 @@ def open_gguf_eagle(path: Path) -> HeadFiles | None:
     file = open_gguf(path)
     if file.metadata.get("general.architecture") != _GGUF_ARCHITECTURE:
         return None
-    config = _gguf_config(file)
-    tensors = {_gguf_name(name): _gguf_tensor(tensor, config) for name, tensor in file.tensors.items()}
+    config = _read_gguf_config(file)
+    tensors = {_canonical_name(name): _open_gguf_tensor(tensor, config) for name, tensor in file.tensors.items()}
     if "d2t" in tensors:
-        absolute = tensors["d2t"]
-        tensors["d2t"] = FileTensor(absolute.shape, absolute.dtype, lambda: absolute.open() - np.arange(absolute.shape[0]))
+        ids = tensors["d2t"]
+        tensors["d2t"] = FileTensor(ids.shape, ids.dtype, lambda: ids.open() - np.arange(ids.shape[0]))
     return HeadFiles(path, config, tensors, HeadKind.EAGLE3, (path,))
 
 
-def _gguf_config(file: GgufFile) -> dict[str, Any]:
-    """Return the GGUF metadata as config.json fields."""
+def _read_gguf_config(file: GgufFile) -> dict[str, Any]:
+    """Return the GGUF metadata as fields of a config.json."""
     values: dict[str, Any] = {"general.architecture": _GGUF_ARCHITECTURE}
     for key, name in _GGUF_CONFIG_KEYS.items():
         value = file.metadata.get(f"{_GGUF_ARCHITECTURE}.{key}")
@@ -276,25 +245,25 @@ def _gguf_config(file: GgufFile) -> dict[str, Any]:
     return {**values, "vocab_size": len(tokens or ()) if vocabulary is None else vocabulary}
 
 
-def _gguf_name(name: str) -> str:
+def _canonical_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if not stem:
-        return name  # d2t
+        return name  # the name d2t has no suffix
     if stem.startswith("blk."):
         layer, _, part = stem.removeprefix("blk.").partition(".")
         return f"layers.{layer}.{_GGUF_LAYER_TENSOR_NAMES.get(part, part)}.{kind}"
     return f"{_GGUF_NAMES.get(stem, stem)}.{kind}"
 
 
-def _gguf_tensor(stored: GgufTensor, config: dict[str, Any]) -> FileTensor:
+def _open_gguf_tensor(stored: GgufTensor, config: dict[str, Any]) -> FileTensor:
     dtype, _ = _GGUF_ITEM_TYPES.get(stored.block_type.name, ("F16", ""))
     part = stored.name.rsplit(".", 2)[-2] if "." in stored.name else ""
     heads = {"attn_q": config.get("num_attention_heads"), "attn_k": config.get("num_key_value_heads", config.get("num_attention_heads"))}
-    return FileTensor(stored.shape, dtype, partial(_gguf_array, stored, heads.get(part)))
+    return FileTensor(stored.shape, dtype, partial(_read_gguf_tensor, stored, heads.get(part)))
 
 
-def _gguf_array(stored: GgufTensor, num_heads: int | None) -> NDArray[Any]:
-    """Return the stored values, with the interleaved rows of q and k put back in order."""
+def _read_gguf_tensor(stored: GgufTensor, num_heads: int | None) -> NDArray[Any]:
+    """Read a tensor; undo the interleaving of the rows of a query or key projection with `num_heads` heads."""
     if stored.block_type.name in _GGUF_ITEM_TYPES:
         values = stored.data.view(_GGUF_ITEM_TYPES[stored.block_type.name][1]).reshape(stored.shape)
     else:

@@ -1,7 +1,7 @@
-"""Configuration of an EAGLE head, from its config.json and the shapes of its tensors; no tensor is read.
+"""Configuration of an EAGLE head, from its config.json and the shapes of its tensors.
 
-What a config leaves out has the default of the reference code: `rope_theta` is 10000, never the target's; a norm or bias is applied if its
-tensor is in the file; only speculators files normalise the next feature. `--drafter-options` override these.
+Missing config values have the defaults of the reference code: `rope_theta` is 10000, not the target's value; a norm or bias is applied if
+its tensor is in the file; the predicted feature is only normalised in files of the speculators library. `--drafter-options` override these.
 
 Source: EAGLE (Li et al. 2024, arXiv:2401.15077, section 4.1), EAGLE-3 (Li et al. 2025, arXiv:2503.01840, section 3), P-EAGLE
 (arXiv:2602.01469) and their code.
@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from paceline.drafters.head_files import HeadFiles, check_pairing
+from paceline.drafters.head_files import HeadFiles, check_target_sizes
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.options import HeadOptions
 from paceline.drafters.recurrent_heads.head import RecurrentHeadConfig
@@ -27,11 +27,11 @@ from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 from paceline.models.storage.tensor_file import FileTensor
 
 EAGLE_KINDS = (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE)
-DEFAULT_MAX_POSITIONS = 2048  # assumed context length if the config has none
+DEFAULT_MAX_POSITIONS = 2048  # assumed context length of a head whose config does not state it
 BOUNDARIES_KEY = "eagle_aux_hidden_state_layer_ids"
 FIRST_NORM, LAST_NORM = "layers.0.input_layernorm.weight", "norm.weight"
 _FC_INPUT_NORMS = ("embedding_layernorm.weight", "hidden_states_layernorm.weight")
-_LAYER_TYPES = ("llama", "qwen3")  # supported layer families in configs that name one; other configs mean llama
+_LAYER_TYPES = ("llama", "qwen3")  # model types of decoder layers that are supported in EAGLE-3 heads
 _EAGLE1_LAYER_TYPES = (*_LAYER_TYPES, "qwen2", "mistral")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _TENSOR_NAME_ALIASES = {
@@ -40,23 +40,24 @@ _TENSOR_NAME_ALIASES = {
     "hidden_layernorm.": "hidden_states_layernorm.", "hnorm.": "hidden_states_layernorm.",
     "lm_head_layernorm.": "norm.", "pre_lm_head_layernorm.": "norm.",
 }  # fmt: skip
-"""Tensor names of the reference code, speculators 0.1 and 0.2, HASS as trained in speculators' research/hass, and vLLM."""
+"""Prefixes of tensor names in other formats -> ours. Formats: reference code, speculators 0.1 and 0.2 and research/hass, vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig(RecurrentHeadConfig):
-    """An EAGLE head; its kind is EAGLE (1 and 2 are the same network), EAGLE3, or PEAGLE, which drafts all positions in one pass.
+    """Configuration of an EAGLE head of kind EAGLE (EAGLE-1 or EAGLE-2), EAGLE3 or PEAGLE.
 
     Attributes:
-        has_fc: EAGLE-3: features pass through `fc`; otherwise they are used as they are.
-        has_embedding_norm: the embedding is normed: EAGLE: before `fc`; EAGLE-3: before the attention.
-        has_feature_norm: EAGLE: the feature is normed before `fc`.
-        has_input_norm: EAGLE: the first attention's input is normed.
-        has_concat_norm, has_boundary_norms: EAGLE-3: all boundaries together, or each of them, are normed before `fc`.
-        norm_before_residual: EAGLE-3: the residual stream begins with the normed feature.
-        has_final_norm: there is a norm before the vocabulary matrix.
-        has_fc_bias: a bias of `fc` in the file is added.
-        mask_token_id: P-EAGLE: the token of masked pairs.
+        has_fc: EAGLE-3: the target's features pass through the linear layer `fc`.
+        has_embedding_norm: the token embedding is normalised: in EAGLE-1 before `fc`, in EAGLE-3 before the attention.
+        has_feature_norm: EAGLE-1: the feature is normalised before `fc`.
+        has_input_norm: EAGLE-1: the input of the first attention is normalised.
+        has_concat_norm, has_boundary_norms: EAGLE-3: the hidden states of the layer boundaries are normalised before `fc`, concatenated or
+            each on its own.
+        norm_before_residual: EAGLE-3: the first layer's residual is the normalised feature.
+        has_final_norm: the hidden state is normalised before the lm_head.
+        has_fc_bias: whether the bias of `fc` is added, if the file has one.
+        mask_token_id: P-EAGLE: input token of the positions whose token is not known yet.
     """
 
     has_fc: bool = True
@@ -72,19 +73,19 @@ class EagleConfig(RecurrentHeadConfig):
 
     @property
     def is_eagle1(self) -> bool:
-        """Whether token and feature are mixed before the first layer, as in EAGLE-1 and EAGLE-2."""
+        """Whether the head is an EAGLE-1 or EAGLE-2 head, whose `fc` mixes embedding and feature before the first layer."""
         return self.kind is HeadKind.EAGLE
 
 
 def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOptions | None = None) -> EagleConfig:
-    """Return the configuration of a head for a target.
+    """Read the configuration of an EAGLE head, and check that it fits the target.
 
     Args:
-        options: the user's settings, which override the files.
+        options: the user's `--drafter-options`, which override the config.
 
     Raises:
         CheckpointError: the config lacks a size or has an invalid value.
-        IncompatibleDrafterError: the head is of an unsupported kind, or made for another target.
+        IncompatibleDrafterError: the head is not supported, or was made for another target.
     """
     if files.kind not in EAGLE_KINDS:
         raise IncompatibleDrafterError(f"{files.path} is a {files.kind.value} head, not an EAGLE one; name its method's drafter")
@@ -93,7 +94,7 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
     if fields.number("logit_scale", 1.0) != 1.0:
         scale = fields.values["logit_scale"]
         raise IncompatibleDrafterError(f"{fields.path}: logit_scale = {scale}: heads that scale logits cannot be used")
-    layers = _read_layers(files, fields)
+    layers = _read_decoder_config(files, fields)
     if options.rope_theta is not None:
         rope = replace(layers.attention.rope, theta=options.rope_theta)
         layers = layers.map_attention(lambda attention: replace(attention, rope=rope))
@@ -103,13 +104,13 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
     if options.normed_recurrence is not None and files.kind is not HeadKind.PEAGLE:
         config = replace(config, normed_recurrence=options.normed_recurrence)
     for rows in (None, *_vocab_row_counts(files, config)):
-        check_pairing(files, target, hidden_size=config.feature_size, vocab_rows=rows)
+        check_target_sizes(files, target, hidden_size=config.target_hidden_size, vocab_rows=rows)
     if not config.has_fc and layers.hidden_size != target.hidden_size:
         raise IncompatibleDrafterError(
             f"{files.path} takes the target's features of {target.hidden_size} values as they are, its own size is "
             f"{layers.hidden_size}: it was made for another model"
         )
-    if files.shape("embed_tokens.weight") is None and layers.hidden_size != target.hidden_size:
+    if files.matrix_shape("embed_tokens.weight") is None and layers.hidden_size != target.hidden_size:
         raise IncompatibleDrafterError(
             f"{files.path} has no embed_tokens.weight, and the target's rows of {target.hidden_size} values do not fit its "
             f"hidden size {layers.hidden_size}: the file is not complete"
@@ -118,31 +119,31 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
 
 
 def with_canonical_names(files: HeadFiles) -> HeadFiles:
-    """Return the same files with one name per tensor, whatever wrote them.
+    """Return the files with the tensor names of all formats converted to one set of names.
 
     Raises:
-        CheckpointError: a tensor is there under two names.
+        CheckpointError: the files contain a tensor under two names.
     """
     renamed: dict[str, FileTensor] = {}
     for name, tensor in files.tensors.items():
         alias = next((alias for alias in _TENSOR_NAME_ALIASES if name.startswith(alias)), None)
-        unified = name if alias is None else _TENSOR_NAME_ALIASES[alias] + name.removeprefix(alias)
-        if unified in renamed:
-            raise CheckpointError(f"{files.path} holds {unified} under two names, one of them {name}: the file is damaged")
-        renamed[unified] = tensor
+        canonical = name if alias is None else _TENSOR_NAME_ALIASES[alias] + name.removeprefix(alias)
+        if canonical in renamed:
+            raise CheckpointError(f"{files.path} holds {canonical} under two names, one of them {name}: the file is damaged")
+        renamed[canonical] = tensor
     return replace(files, tensors=renamed)
 
 
 def ambiguous_options(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> list[tuple[str, list[object]]]:
-    """Return the drafter options that a head's files leave open, each with the values to try besides the default.
+    """Return the drafter options whose right value the head's files do not tell, each with the values to try instead of the default.
 
-    Trainers number layer outputs and runtimes layer inputs, so boundaries may be off by one. The reference trainer ignores `rope_theta`.
-    The defaults of the other switches differ between trainers.
+    Some training code numbers layer outputs where inference code numbers layer inputs, so layer boundaries may be off by one. The reference
+    training code ignores `rope_theta`. The defaults of the other options differ between training codes.
     """
     fields = config_fields(files)
     found: list[tuple[str, list[object]]] = []
     if shifted := [
-        ids for shift in (1, -1) if _are_valid_boundaries(ids := tuple(b + shift for b in config.boundaries), target.num_layers)
+        ids for shift in (1, -1) if _are_valid_boundaries(ids := tuple(b + shift for b in config.layer_boundaries), target.num_layers)
     ]:
         found.append(("boundaries", [*shifted]))
     if not config.is_eagle1 and fields.values.get("norm_before_residual") is None:
@@ -160,38 +161,38 @@ def ambiguous_options(files: HeadFiles, config: EagleConfig, target: ModelConfig
     return found
 
 
-def is_nested(files: HeadFiles) -> bool:
-    """Return whether the config is vLLM's own form, which nests the layer's config in `model`."""
+def has_nested_config(files: HeadFiles) -> bool:
+    """Return whether the config has vLLM's format, in which the decoder layer's config is nested in the field `model`."""
     return isinstance(files.config.get("model"), Mapping)
 
 
 def config_fields(files: HeadFiles) -> JsonFields:
-    """Return the values of config.json, nested ones included; `model_type` is the layer's.
+    """Return the fields of config.json and of its nested layer config as one dict; `model_type` is that of the layer config.
 
     Raises:
         CheckpointError: there is no config.json.
     """
     if not files.config:
         raise CheckpointError(f"{files.config_path} is missing: it holds an EAGLE head's sizes; download it with the weights")
-    nested = files.config.get("model" if is_nested(files) else "transformer_layer_config")
+    nested = files.config.get("model" if has_nested_config(files) else "transformer_layer_config")
     layer = nested if isinstance(nested, Mapping) else {}
     length = files.config.get("max_sequence_length", DEFAULT_MAX_POSITIONS)
     values: dict[str, Any] = {"max_position_embeddings": length, **layer, **files.config}
     values["model_type"] = layer.get("model_type", files.config.get("model_type"))
-    if is_nested(files):
+    if has_nested_config(files):
         values.setdefault("bias", values.get("eagle_fc_bias", False))
     for key in ("rope_scaling", "rope_parameters"):
-        values[key] = _rope_of_text(values.get(key))
+        values[key] = _text_rope_parameters(values.get(key))
     return JsonFields(values, files.config_path)
 
 
 def has_final_norm_disabled(files: HeadFiles, fields: JsonFields) -> bool:
-    """Return whether `norm_output: false` turns the final norm off, as in SpecForge; in other files it concerns the next feature only."""
+    """Return whether `norm_output` is false and turns the final norm off. In speculators files it concerns the predicted feature only."""
     return not files.is_speculators and files.kind is HeadKind.EAGLE3 and not fields.flag("norm_output", default=True)
 
 
-def _rope_of_text(values: object) -> object:
-    """Choose the rope parameters of sliding layers, which speculators uses for all layers. For text, mrope equals plain rope."""
+def _text_rope_parameters(values: object) -> object:
+    """Choose the rope parameters of text: those of sliding layers if given by layer type, as speculators does; mrope becomes plain rope."""
     if not isinstance(values, Mapping):
         return values
     own = values.get("sliding_attention")
@@ -202,17 +203,17 @@ def _rope_of_text(values: object) -> object:
 
 
 def _vocab_row_counts(files: HeadFiles, config: EagleConfig) -> list[int]:
-    """Return the row counts of the tensors that have one row per target id."""
+    """Return the row counts of the tensors that have one row for each token id of the target."""
     shapes = [files.tensors[name].shape[:1] for name in ("t2d", "embed_tokens.weight") if name in files.tensors]
-    whole = config.is_eagle1 and config.has_own_lm_head and "token_map" not in files.tensors
-    return [rows for shape in shapes for rows in shape] + [config.layers.vocab_size] * whole
+    has_whole_vocab = config.is_eagle1 and config.has_own_lm_head and "token_map" not in files.tensors
+    return [rows for shape in shapes for rows in shape] + [config.layers.vocab_size] * has_whole_vocab
 
 
 def _eagle1_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> EagleConfig:
-    """Read an EAGLE-1 or 2 head, or a HASS head, which adds norms. Which norms are applied depends on what wrote the file.
+    """Read the configuration of an EAGLE-1, EAGLE-2 or HASS head. The norms depend on the format of the files.
 
     Raises:
-        CheckpointError: a switch is not a boolean.
+        CheckpointError: a config field that must be a boolean is not one.
     """
     has_embedding_norm, has_feature_norm, has_input_norm, has_final_norm = (
         name in files.tensors for name in (*_FC_INPUT_NORMS, FIRST_NORM, LAST_NORM)
@@ -222,23 +223,23 @@ def _eagle1_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig) ->
         has_any = has_embedding_norm or has_feature_norm or has_input_norm or has_final_norm
         has_embedding_norm = has_input_norm = has_final_norm = fields.flag("layernorms", default=has_any)
         has_feature_norm = False
-    elif is_nested(files):
+    elif has_nested_config(files):
         has_embedding_norm = has_feature_norm = fields.flag("add_para_norm", default=False)
         has_input_norm = not fields.flag("skip_prenorm", default=True)
         has_final_norm = normed_recurrence = not fields.flag("skip_output_norm", default=True)
-    lm_head = files.shape("lm_head.weight")
+    lm_head = files.matrix_shape("lm_head.weight")
     token_map = files.tensors.get("token_map")
     rows = layers.vocab_size if lm_head is None else lm_head[0]
     return EagleConfig(
         kind=files.kind,
         layers=replace(layers, vocab_size=rows if token_map is None else prod(token_map.shape)),
-        feature_size=layers.hidden_size,
+        target_hidden_size=layers.hidden_size,
         has_embedding_norm=has_embedding_norm,
         has_feature_norm=has_feature_norm,
         has_input_norm=has_input_norm,
         has_final_norm=has_final_norm,
         normed_recurrence=normed_recurrence,
-        has_fc_bias=fields.flag("bias", default=True) if is_nested(files) else True,
+        has_fc_bias=fields.flag("bias", default=True) if has_nested_config(files) else True,
         has_own_embedding="embed_tokens.weight" in files.tensors,
         has_own_lm_head=lm_head is not None,
     )
@@ -249,15 +250,15 @@ def _eagle3_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig, ta
     switches = JsonFields(nested if isinstance(nested, Mapping) else {}, fields.path)
     if switches.flag("use_mtp_layernorm", default=False) or switches.integer("parallel_draft_step", 1) > 1:
         raise IncompatibleDrafterError(f"{fields.path}: heads with use_mtp_layernorm or parallel_draft_step > 1 are not supported")
-    fc, lm_head = files.shape("fc.weight"), files.shape("lm_head.weight")
+    fc, lm_head = files.matrix_shape("fc.weight"), files.matrix_shape("lm_head.weight")
     has_fc = switches.flag("use_aux_hidden_state", default=True) or fc is not None
-    feature_size = fields.integer("target_hidden_size", target.hidden_size, null=target.hidden_size)
-    if fc is not None and fc[1] % feature_size:
+    target_hidden_size = fields.integer("target_hidden_size", target.hidden_size, null=target.hidden_size)
+    if fc is not None and fc[1] % target_hidden_size:
         raise IncompatibleDrafterError(
-            f"{files.path}: fc.weight takes {fc[1]} values, which are no whole number of the target's features of {feature_size}: "
+            f"{files.path}: fc.weight takes {fc[1]} values, which are no whole number of the target's features of {target_hidden_size}: "
             "the head was made for another model"
         )
-    count = fc[1] // feature_size if fc is not None else fields.integer("num_aux_hidden_states", 3)
+    count = fc[1] // target_hidden_size if fc is not None else fields.integer("num_aux_hidden_states", 3)
     vocab_size = fields.integer("draft_vocab_size", layers.vocab_size, null=layers.vocab_size) if lm_head is None else lm_head[0]
     norm_before_residual, final_norm = options.norm_before_residual, options.final_norm
     if norm_before_residual is None:
@@ -267,8 +268,8 @@ def _eagle3_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig, ta
     return EagleConfig(
         kind=files.kind,
         layers=replace(layers, vocab_size=vocab_size),
-        feature_size=feature_size,
-        boundaries=_read_layer_boundaries(files, switches, fields, count, target.num_layers, options) if has_fc else (),
+        target_hidden_size=target_hidden_size,
+        layer_boundaries=_read_layer_boundaries(files, switches, fields, count, target.num_layers, options) if has_fc else (),
         has_fc=has_fc,
         has_concat_norm=fields.flag("norm_before_fc", default=False) or "input_norm.weight" in files.tensors,
         has_boundary_norms=fields.flag("fc_norm", default=False) or "fc_norm.0.weight" in files.tensors,
@@ -285,18 +286,19 @@ def _eagle3_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig, ta
 def _read_layer_boundaries(
     files: HeadFiles, nested: JsonFields, fields: JsonFields, count: int, num_layers: int, options: HeadOptions
 ) -> tuple[int, ...]:
-    """Return the boundaries that a head reads, ascending; boundary b is the residual stream that enters layer b.
+    """Return the layer boundaries whose hidden states a head reads, ascending; boundary b is the input of layer b.
 
-    Speculators and GGUF files name boundaries. Other files do so too, unless their first id is 1: trainers that name layer outputs all
-    begin with layer 1. Without ids the boundaries are those of the EAGLE-3 code.
+    speculators and GGUF files list boundaries. In other files a list that begins with 1 numbers layer outputs: 1 means boundary 2.
+    If the config has no list, the boundaries are those of the EAGLE-3 paper's code.
 
     Args:
-        nested, fields: `eagle_config` and the whole config.
-        count: boundaries that the head takes.
-        num_layers: L of the target.
+        nested: fields of the config's `eagle_config`.
+        fields: fields of the whole config.
+        count: number of boundaries for which the head's `fc` has columns.
+        num_layers: number of layers of the target.
 
     Raises:
-        IncompatibleDrafterError: the target has no such boundaries, or there are more or fewer than the head takes.
+        IncompatibleDrafterError: the target has too few layers, or the list does not have `count` boundaries.
     """
     ids = sorted(set(fields.token_ids(BOUNDARIES_KEY) or nested.token_ids(BOUNDARIES_KEY)))
     source = BOUNDARIES_KEY
@@ -315,17 +317,17 @@ def _read_layer_boundaries(
     return tuple(ids)
 
 
-def _are_valid_boundaries(boundaries: tuple[int, ...], num_layers: int) -> bool:
-    """Return whether there are boundaries, they ascend, and a target of `num_layers` layers has them."""
-    ascend = all(below < above for below, above in pairwise(boundaries))
-    return bool(boundaries) and ascend and boundaries[0] >= 0 and boundaries[-1] <= num_layers
+def _are_valid_boundaries(layer_boundaries: tuple[int, ...], num_layers: int) -> bool:
+    """Return whether the boundaries ascend and exist in a target of `num_layers` layers; False for an empty tuple."""
+    ascend = all(below < above for below, above in pairwise(layer_boundaries))
+    return bool(layer_boundaries) and ascend and layer_boundaries[0] >= 0 and layer_boundaries[-1] <= num_layers
 
 
 def _mask_token_id(files: HeadFiles, fields: JsonFields, options: HeadOptions) -> int:
-    """Return the mask token, by its names in vLLM, speculators and Automodel.
+    """Return the mask token of a P-EAGLE head; vLLM, speculators and Automodel have different names for the config field.
 
     Raises:
-        IncompatibleDrafterError: neither the files nor the options name it.
+        IncompatibleDrafterError: neither config nor options have a mask token.
     """
     if options.mask_token_id is not None:
         return options.mask_token_id
@@ -339,16 +341,16 @@ def _mask_token_id(files: HeadFiles, fields: JsonFields, options: HeadOptions) -
     )
 
 
-def _read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
-    """Return the sizes of the head's decoder layers. Where config and tensors differ, the tensors are right.
+def _read_decoder_config(files: HeadFiles, fields: JsonFields) -> ModelConfig:
+    """Return the sizes of the head's decoder layers. Sizes of tensors have priority over the config.
 
     Raises:
-        CheckpointError: a size is missing or invalid, or the layers are not supported.
-        IncompatibleDrafterError: they are of an unsupported family.
+        CheckpointError: a size is missing, invalid or not supported.
+        IncompatibleDrafterError: the layers are those of an unsupported model type.
     """
     _check_family(files, fields)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    query, key, gate = (files.shape(f"layers.0.{name}.weight") for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
+    query, key, gate = (files.matrix_shape(f"layers.0.{name}.weight") for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
     head_size = fields.integer("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
     if fields.values.get("head_dim") is None and query is not None and query[0] and query[0] % num_heads == 0:
         head_size = query[0] // num_heads
@@ -370,15 +372,15 @@ def _read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
         scale=float(head_size**-0.5),
         qk_norm=QKNorm.HEAD if has_qk_norm else QKNorm.NONE,
     )
-    inner = gate[0] if gate is not None else fields.integer("intermediate_size")
-    mlp = DenseMLP(intermediate_size=inner, activation=ACTIVATIONS[activation])
-    windows = _read_windows(fields, max(1, files.count("layers.{}.")))
-    by_window = {window: LayerConfig(mixer=replace(attention, window=window), mlp=mlp) for window in windows}
+    intermediate_size = gate[0] if gate is not None else fields.integer("intermediate_size")
+    mlp = DenseMLP(intermediate_size=intermediate_size, activation=ACTIVATIONS[activation])
+    windows = _read_windows(fields, max(1, files.count_indices("layers.{}.")))
+    layer_by_window = {window: LayerConfig(mixer=replace(attention, window=window), mlp=mlp) for window in windows}
     config = ModelConfig(
         family="llama",
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        layers=tuple(by_window[window] for window in windows),
+        layers=tuple(layer_by_window[window] for window in windows),
         norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
         max_positions=fields.integer("max_position_embeddings"),
         weight_type=WeightType.F32,
@@ -388,19 +390,19 @@ def _read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
 
 
 def _check_family(files: HeadFiles, fields: JsonFields) -> None:
-    """Check the family of the head's layers in containers that name it; elsewhere `model_type` is the target's."""
-    if not files.is_speculators and not is_nested(files):
+    """Check that the head's `model_type` is supported. Only the formats of speculators and vLLM have it; in others it is the target's."""
+    if not files.is_speculators and not has_nested_config(files):
         return
     family = fields.values["model_type"]
-    known = _EAGLE1_LAYER_TYPES if files.kind is HeadKind.EAGLE else _LAYER_TYPES
-    if family is not None and family not in known:
+    supported = _EAGLE1_LAYER_TYPES if files.kind is HeadKind.EAGLE else _LAYER_TYPES
+    if family is not None and family not in supported:
         raise IncompatibleDrafterError(
-            f"{fields.path}: its layers are those of {family!r}; {files.kind.value} heads with layers of {', '.join(known)} can be used"
+            f"{fields.path}: its layers are those of {family!r}; {files.kind.value} heads with layers of {', '.join(supported)} can be used"
         )
 
 
 def _read_windows(fields: JsonFields, num_layers: int) -> list[int | None]:
-    """Return the attention window of each layer, None = full attention. `layer_types` may list more layers than the head has."""
+    """Return the attention window of each layer; None = full attention. The config's `layer_types` may be longer than the head."""
     is_qwen = str(fields.values["model_type"]).startswith("qwen")
     if fields.values.get("sliding_window") is None or (is_qwen and not fields.flag("use_sliding_window", default=False)):
         return [None] * num_layers
@@ -419,10 +421,10 @@ def _read_windows(fields: JsonFields, num_layers: int) -> list[int | None]:
 
 
 def _read_rope(files: HeadFiles, fields: JsonFields, head_size: int) -> RopeConfig:
-    """Read the rotary embedding as the classes of speculators do: `partial_rotary_factor` counts only where the rotation is scaled.
+    """Read the rotary embedding as speculators does, which ignores `partial_rotary_factor` unless the rotary embedding is scaled.
 
     Raises:
-        CheckpointError: it is not supported.
+        CheckpointError: this kind of rotary embedding is not supported.
     """
     family = replace(FAMILIES["llama"], has_partial_rope=files.is_speculators)
     rope = read_rope(fields, family, head_size=head_size).for_context(None)

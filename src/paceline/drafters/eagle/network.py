@@ -1,14 +1,14 @@
 """Networks of EAGLE heads, composed from the blocks of a runtime.
 
-Pair t is token t + 1 with the target's feature of position t. It yields the distribution of token t + 2 and a draft of the feature of
-position t + 1. The next pair takes that feature if the target has not computed it yet.
+The head's input at position t is a feature pair: token t + 1, and the feature (hidden state) of position t. It predicts token t + 2 and the
+feature of position t + 1. The next pair uses the predicted feature if the target has not computed that feature yet.
 """
 
 from collections.abc import Mapping
 
 from paceline.drafters.eagle.checkpoint import EagleCheckpoint
 from paceline.drafters.eagle.config import EagleConfig
-from paceline.drafters.recurrent_heads.head import BOUNDARY, EMBEDDING, FEATURE, MaskedPair, RecurrentHead
+from paceline.drafters.recurrent_heads.head import BOUNDARY, EMBEDDING, FEATURE, MaskedFeaturePair, RecurrentHead
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
 from paceline.runtimes.base import Network
@@ -26,12 +26,12 @@ def open_eagle_head(
     device: str = "cpu",
     lm_head_of: Network | None = None,
 ) -> RecurrentHead:
-    """Load the networks of a head, with the target's matrices in place of those it has none of.
+    """Load the networks of a head. It uses the target's embedding and lm_head if it has none of its own.
 
     Args:
-        max_model_len: positions to prepare for.
+        max_model_len: maximum length of a text.
         device: "cpu" or "cuda".
-        lm_head_of: see `open_head`; for heads without a vocabulary matrix.
+        lm_head_of: see `open_head`; only used for heads without an lm_head.
     """
     config, soft_cap = checkpoint.config, None
     tensors: dict[str, AnyTensor] = dict(checkpoint.weights)
@@ -44,7 +44,7 @@ def open_eagle_head(
         tensors["lm_head.weight"] = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
         soft_cap = target.logit_soft_cap
     runtime = open_head(
-        true_pair_network(config, soft_cap),
+        target_feature_network(config, soft_cap),
         config.layers,
         Weights(tensors),
         num_threads=num_threads,
@@ -52,38 +52,42 @@ def open_eagle_head(
         device=device,
         lm_head_of=lm_head_of,
     )
-    masked = None
+    masked_pair = None
     if config.mask_token_id is not None and checkpoint.mask_feature is not None:
-        masked = MaskedPair(config.mask_token_id, checkpoint.mask_feature)
-    drafted = runtime if config.is_eagle1 or masked else runtime.network_with_same_weights(draft_pair_network(config, soft_cap))
+        masked_pair = MaskedFeaturePair(config.mask_token_id, checkpoint.mask_feature)
+    draft_network = (
+        runtime if config.is_eagle1 or masked_pair else runtime.network_with_same_weights(draft_feature_network(config, soft_cap))
+    )
     embedding = target_weights["embedding.weight"] if embedding is None else embedding
-    return RecurrentHead(config, runtime, drafted, embedding, target_ids=checkpoint.target_ids, masked=masked)
+    return RecurrentHead(config, runtime, draft_network, embedding, target_ids=checkpoint.target_ids, masked_pair=masked_pair)
 
 
-def true_pair_network(config: EagleConfig, soft_cap: float | None = None) -> Compose:
-    """Compose pairs with the target's features: inputs `embedding` and, for heads with `fc`, `boundary.0` …, else `feature`.
+def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -> Compose:
+    """Return the network for feature pairs whose features the target computed.
+
+    Its inputs are `embedding` and the features: one input `boundary.0`, … per layer boundary if the head reads several, else `feature`.
 
     Args:
-        soft_cap: the target's logit soft cap, if its `lm_head` is used.
+        soft_cap: the target's soft cap of logits, if the target's lm_head is used.
     """
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        if not config.boundaries:
+        if not config.layer_boundaries:
             return _run_layers(blocks, config, blocks.input(FEATURE, config.layers.hidden_size), soft_cap)
-        chunks = [blocks.input(f"{BOUNDARY}.{chunk}", config.feature_size) for chunk in range(len(config.boundaries))]
+        chunks = [blocks.input(f"{BOUNDARY}.{chunk}", config.target_hidden_size) for chunk in range(len(config.layer_boundaries))]
         if config.has_boundary_norms:
             chunks = [blocks.rms_norm(value, f"fc_norm.{chunk}") for chunk, value in enumerate(chunks)]
-        joined = blocks.concat(*chunks)
+        features = blocks.concat(*chunks)
         if config.has_concat_norm:
-            joined = blocks.rms_norm(joined, "input_norm")
-        (feature,) = blocks.linear(joined, "fc")
+            features = blocks.rms_norm(features, "input_norm")
+        (feature,) = blocks.linear(features, "fc")
         return _run_layers(blocks, config, feature, soft_cap)
 
     return compose
 
 
-def draft_pair_network(config: EagleConfig, soft_cap: float | None = None) -> Compose:
-    """Compose pairs with this head's own outputs as features: inputs `embedding` and `feature`."""
+def draft_feature_network(config: EagleConfig, soft_cap: float | None = None) -> Compose:
+    """Return the network for feature pairs whose features the head itself predicted; its inputs are `embedding` and `feature`."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         return _run_layers(blocks, config, blocks.input(FEATURE, config.layers.hidden_size), soft_cap)
@@ -92,7 +96,7 @@ def draft_pair_network(config: EagleConfig, soft_cap: float | None = None) -> Co
 
 
 def _run_layers(blocks: Blocks[Value], config: EagleConfig, feature: Value, soft_cap: float | None) -> Mapping[str, Value]:
-    """Return `feature` [T, Hd] for the next pairs and `logits` [R, Vd] of the requested rows."""
+    """Compose the layers after the input. Results: the predicted `feature` [T, Hd], and `logits` [R, Vd] of the requested rows."""
     layers = config.layers
     embedding = blocks.input(EMBEDDING, layers.hidden_size)
     first_layer = _eagle1_first_layer if config.is_eagle1 else _eagle3_first_layer
@@ -107,9 +111,9 @@ def _run_layers(blocks: Blocks[Value], config: EagleConfig, feature: Value, soft
 
 
 def _eagle1_first_layer(blocks: Blocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
-    """EAGLE: embedding first; attention reads the mixture without a norm (Li et al. 2024, arXiv:2401.15077, section 4.1).
+    """Compose the first layer of EAGLE-1: `fc` mixes [embedding, feature] into the layer's input (arXiv:2401.15077, section 4.1).
 
-    Norms of the halves and of the mixture were added by other trainers.
+    The paper's head normalises neither embedding nor feature nor the layer's input. Heads of other training code may.
     """
     if config.has_embedding_norm:
         embedding = blocks.rms_norm(embedding, "embedding_norm")
@@ -120,8 +124,8 @@ def _eagle1_first_layer(blocks: Blocks[Value], config: EagleConfig, embedding: V
 
 
 def _eagle3_first_layer(blocks: Blocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
-    """EAGLE-3: attention reads both halves, each normed, embedding first (Li et al. 2025, arXiv:2503.01840, section 3.1)."""
-    half = blocks.rms_norm(embedding, "layers.0.attention_norm") if config.has_embedding_norm else embedding
+    """Compose the first layer of EAGLE-3: attention reads [norm(embedding), norm(feature)] (arXiv:2503.01840, section 3.1)."""
+    normed_embedding = blocks.rms_norm(embedding, "layers.0.attention_norm") if config.has_embedding_norm else embedding
     normed = blocks.rms_norm(feature, "layers.0.hidden_norm")
-    stream = normed if config.norm_before_residual else feature
-    return decoder_layer(blocks, config.layers.layers[0], stream, 0, normed=blocks.concat(half, normed))
+    residual = normed if config.norm_before_residual else feature
+    return decoder_layer(blocks, config.layers.layers[0], residual, 0, normed=blocks.concat(normed_embedding, normed))

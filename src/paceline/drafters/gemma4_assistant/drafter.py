@@ -1,7 +1,10 @@
-"""Drafter for Gemma 4 assistants: a small decoder attends to the target's keys and values and feeds itself.
+"""Drafter for Gemma 4 assistants: small decoders that attend to the target's keys and values.
 
-Source: Gemma 4's assistants ("multi-token prediction drafters"), as transformers and llama.cpp run them. Deviations: every kept token is
-the target's own draw (`speculation/verify.py`); trees are drafted too, because a node costs one row and is not cached.
+An assistant drafts one level of a tree per pass. Its inputs are the tokens of the level before and their features: its own output, or the
+target's last hidden state for the first level.
+
+Source: Gemma 4's assistants ("multi-token prediction drafters"), as transformers and llama.cpp run them. Deviations: every accepted token
+is drawn by the target (`speculation/verify.py`); trees are drafted as well as chains.
 """
 
 from collections.abc import Sequence
@@ -11,10 +14,10 @@ import numpy as np
 
 from paceline.drafters.draft_sampler import DraftSampler, DraftTokens
 from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
-from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, NodeRows
+from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, TreeLevelInput
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
-from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_draws
+from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
 from paceline.drafters.target import LoadedTarget
 from paceline.runtimes.base import FloatArray, ForwardOutput, split_into_passes
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
@@ -33,11 +36,11 @@ class _LastHiddenState:
 
 
 class AssistantDrafter(Drafter):
-    """Drafts trees with an assistant, level by level for all requests together.
+    """Drafts trees with an assistant. Each pass drafts one level of the trees of all requests.
 
     Args:
-        vocab_size: V of the target; ids beyond it are never proposed.
-        tree_width: draft tokens per node, and nodes expanded per level; 1 = a chain.
+        vocab_size: V of the target; ids from it on are never drafted.
+        tree_width: draft tokens after each node, and number of nodes of a level that get children; 1 = a chain.
     """
 
     name = HeadKind.GEMMA4_ASSISTANT.value
@@ -48,13 +51,13 @@ class AssistantDrafter(Drafter):
         self._network, self._vocab_size, self._tree_width = network, vocab_size, tree_width
         self._features = RequestState[_LastHiddenState]()
         self._sampler = DraftSampler(None, vocab_size, config.layers.vocab_size)
-        self.traits = DrafterTraits(self._banner_text())
+        self.traits = DrafterTraits(self._description())
         self._ranking = None if config.clusters is not None else self._sampler.ranking(tree_width)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:
             last = one.start + one.num_rows - 1
-            if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # it produced the root
+            if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # the last row that the target has run
                 self._features[one.request] = _LastHiddenState(last, np.array(one.hidden_states[-1], np.float32))
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
@@ -68,45 +71,45 @@ class AssistantDrafter(Drafter):
             trees |= {id(draft.request): draft.to_tree(self.name) for draft in part}
         return [trees.get(id(request)) for request in requests]
 
-    def _banner_text(self) -> str:
+    def _description(self) -> str:
         config = self._network.assistant.config
         parts = [f"{config.layers.num_layers} layers", f"hidden size {config.layers.hidden_size}", "reads the target's keys and values"]
         if config.clusters is not None:
-            parts.append(f"{config.clusters.num_best} of {config.clusters.count} clusters of tokens")
+            parts.append(f"{config.clusters.top_k} of {config.clusters.num_clusters} clusters of tokens")
         if self._tree_width > 1:
             parts.append(f"trees {self._tree_width} wide")
         return f"{self.name} ({', '.join(parts)})"
 
     def _can_draft(self, draft: GrowingDraft) -> bool:
-        """Return whether the target's cache and last hidden state end just before the root."""
+        """Return whether the target has run all tokens before the last one, and the last hidden state has been received."""
         request = draft.request
         feature, position = self._features.get(request), len(request.token_ids) - 1
         return draft.depth > 0 and feature is not None and feature.position == position - 1 and request.sequence.committed_len == position
 
     def _grow_drafts(self, drafts: Sequence[GrowingDraft]) -> None:
         while active := [draft for draft in drafts if draft.frontier]:
-            nodes = [self._frontier_rows(draft) for draft in active]
-            output = self._network.forward(nodes, self._ranking, None if self._ranking is None else frontier_draws(active))
+            levels = [self._frontier_input(draft) for draft in active]
+            output = self._network.forward(levels, self._ranking, None if self._ranking is None else frontier_noise_draws(active))
             features, first = np.array(output.results[FEATURE]), 0
             ranked = output.ranked if self._ranking is not None else []
             for draft in active:
                 last = first + len(draft.frontier)
-                if draft.uses_ranking and ranked:
+                if draft.uses_top_tokens and ranked:
                     is_greedy = draft.request.params.is_greedy
-                    drafted = [self._sampler.sample_ranked(row, draft.width, is_greedy=is_greedy) for row in ranked[first:last]]
+                    drafted = [self._sampler.sample_from_top_tokens(row, draft.width, is_greedy=is_greedy) for row in ranked[first:last]]
                 else:
                     drafted = [self._sample(draft, node, output, row) for row, node in enumerate(draft.frontier, first)]
                 draft.add_level(drafted, features[first:last])
                 first = last
 
-    def _frontier_rows(self, draft: GrowingDraft) -> NodeRows:
-        """Return the nodes to run next. The network has no cache of its own, so only the newest level of a tree runs."""
+    def _frontier_input(self, draft: GrowingDraft) -> TreeLevelInput:
+        """Return the inputs of the next pass: the frontier nodes, or the last committed token at the beginning of a draft."""
         request = draft.request
         if draft.level == 0:
-            return NodeRows(request.token_ids[-1:], self._features[request].hidden_state[None], request.sequence)
-        rows = draft.frontier_rows()
-        first = rows.wanted[0]
-        return NodeRows(rows.token_ids[first:], rows.features[first:], request.sequence)
+            return TreeLevelInput(request.token_ids[-1:], self._features[request].hidden_state[None], request.sequence)
+        pairs = draft.frontier_pairs()
+        first = pairs.logit_rows[0]  # an assistant has no cache, so nodes of earlier levels need not run again
+        return TreeLevelInput(pairs.token_ids[first:], pairs.features[first:], request.sequence)
 
     def _sample(self, draft: GrowingDraft, node: int, output: ForwardOutput, row: int) -> DraftTokens:
         request, path, needs_draft_probs = draft.request, draft.path(node), draft.budget.needs_draft_probs
@@ -117,13 +120,14 @@ class AssistantDrafter(Drafter):
 
 
 def open_assistant(files: HeadFiles, target: LoadedTarget) -> AssistantDrafter:
-    """Open the drafter for an assistant's files.
+    """Create the drafter for a loaded target from the files of an assistant.
 
     Raises:
-        CheckpointError, IncompatibleDrafterError: the files do not hold an assistant of this target.
-        BackendUnavailableError: the target's runtime does not share its cache.
+        CheckpointError: tensors or config values of the assistant are missing or damaged.
+        IncompatibleDrafterError: the assistant was made for another target.
+        BackendUnavailableError: the target's runtime cannot give another network access to its KV cache.
     """
     assistant = load_assistant(files, target.runtime.config, num_threads=target.engine.num_threads)
-    assistant = replace(assistant, weights=target.quantized(assistant.weights, files.files))
+    assistant = replace(assistant, weights=target.quantize(assistant.weights, files.files))
     network = AssistantNetwork(assistant, target.runtime, max_model_len=target.max_model_len)
     return AssistantDrafter(network, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width)

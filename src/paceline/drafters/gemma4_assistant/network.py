@@ -1,7 +1,7 @@
-"""Network of an assistant: layers that have only queries and attend to the target's keys and values.
+"""Network of an assistant. Its attention layers compute queries only, and attend to the target's keys and values.
 
-Source: Gemma 4's assistants in transformers 5.23. Deviations: sliding layers attend to exactly the target's causal window, in transformers
-to two rows more; tokens outside the best clusters have probability 0, in transformers the lowest logit inside.
+Source: Gemma 4's assistants in transformers 5.23. Deviations: sliding layers attend to the target's window, in transformers to two more
+rows; tokens outside of the most probable clusters have probability 0, in transformers the lowest logit of the tokens inside.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,18 @@ from paceline.runtimes.decoder import LOGITS, Blocks, Value, decoder_layer
 from paceline.runtimes.ranking import Draws, Ranking
 
 EMBEDDING, FEATURE, STATES, CENTROIDS = "embedding", "feature", "states", "centroids"
-"""Inputs and results; `FEATURE` is both."""
+"""Inputs: embedding and feature. Results: feature, states (hidden states after the final norm) and centroids (scores of the clusters)."""
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRows:
-    """Nodes of one request's tree, all of one depth.
+class TreeLevelInput:
+    """Inputs of a pass for one request: the N nodes of one level of its draft tree.
 
     Attributes:
-        token_ids: [F].
-        features: [F, E] the target's final hidden state before the root, or the network's `feature` of the parent.
-        sequence: the request's rows in the target's cache: all tokens before the root.
+        token_ids: [N] tokens of the nodes.
+        features: [N, E] for the root the target's hidden state of the token before it, for other nodes the network's output `feature`
+            of their parent.
+        sequence: the request's sequence in the target's cache, which contains all tokens before the root.
     """
 
     token_ids: Sequence[int]
@@ -38,46 +39,50 @@ class NodeRows:
 
 
 class AssistantNetwork:
-    """Runs nodes of draft trees. It has no cache: a node is its token and its feature.
+    """Runs an assistant. It has no KV cache of its own: all that it keeps of earlier draft tokens is in the features.
 
     Args:
-        target: its keys and values are read, and its scaled embeddings.
+        target: the target, whose keys, values and scaled token embeddings are read.
     """
 
     def __init__(self, assistant: Assistant, target: Network, *, max_model_len: int) -> None:
         self.assistant, self._target = assistant, target
         self._network = target.shared_kv_reader(self._compose, assistant.config.layers, assistant.weights, max_model_len=max_model_len)
 
-    def forward(self, nodes: Sequence[NodeRows], ranking: Ranking | None, draws: Draws | None) -> ForwardOutput:
-        """Run one pass; return `feature` [T, E] for each node's children, and `logits` [T, V], or `states` and `centroids` with clusters.
+    def forward(self, levels: Sequence[TreeLevelInput], ranking: Ranking | None, draws: Draws | None) -> ForwardOutput:
+        """Run one pass over tree levels of several requests.
 
         Args:
-            ranking, draws: as in `LogitsRows`.
+            ranking, draws: see `LogitsRows`.
+
+        Returns:
+            `feature` [T, E], the input of each node's children, and `logits` [T, V]. Assistants with clusters return `states` and
+            `centroids` instead of logits; see `cluster_candidates`.
         """
-        starts = [0, *accumulate(len(one.token_ids) for one in nodes)]
-        token_ids = np.array([token for one in nodes for token in one.token_ids], np.int32)
-        features = nodes[0].features if len(nodes) == 1 else np.concatenate([one.features for one in nodes])
-        ranges = tuple([_row_range(one, start) for one, start in zip(nodes, starts, strict=False)])
-        # every node has the root's position, whatever its depth
-        positions = np.repeat(np.array([one.sequence.committed_len for one in nodes], np.int32), [len(one.token_ids) for one in nodes])
+        starts = [0, *accumulate(len(one.token_ids) for one in levels)]
+        token_ids = np.array([token for one in levels for token in one.token_ids], np.int32)
+        features = levels[0].features if len(levels) == 1 else np.concatenate([one.features for one in levels])
+        ranges = tuple([_row_range(one, start) for one, start in zip(levels, starts, strict=False)])
+        # Gemma 4 gives all draft tokens the position of the last committed token
+        positions = np.repeat(np.array([one.sequence.committed_len for one in levels], np.int32), [len(one.token_ids) for one in levels])
         inputs = {EMBEDDING: self._target.embed(token_ids), FEATURE: features}
         rows = np.arange(starts[-1], dtype=np.int32)
         return self._network.forward(inputs, ForwardBatch(positions, ranges), LogitsRows(rows, ranking, draws))
 
     def cluster_candidates(self, output: ForwardOutput, row: int, vocab_size: int) -> tuple[NDArray[np.int64], FloatArray]:
-        """Return the tokens of a node's best clusters: ids [N], ascending and below `vocab_size`, and their logits [N]."""
+        """Return the ids of all tokens in a node's most probable clusters, ascending and below `vocab_size`, and their logits."""
         clusters, ordering = self.assistant.config.clusters, self.assistant.token_ordering
         if clusters is None or ordering is None:
             raise RuntimeError("this assistant has no clusters: its logits are those of all tokens")
         scores = output.results[CENTROIDS][row]
-        best = np.argpartition(-scores, clusters.num_best - 1)[: clusters.num_best]
-        ids = np.sort(ordering.reshape(clusters.count, -1)[best].ravel())
+        top_clusters = np.argpartition(-scores, clusters.top_k - 1)[: clusters.top_k]
+        ids = np.sort(ordering.reshape(clusters.num_clusters, -1)[top_clusters].ravel())
         ids = ids[: np.searchsorted(ids, vocab_size)]
         return ids, self.assistant.weights.rows("embedding.weight", ids.astype(np.int32)) @ output.results[STATES][row]
 
     def _compose(self, blocks: Blocks[Value]) -> Mapping[str, Value]:
         config = self.assistant.config
-        size = config.feature_size
+        size = config.target_hidden_size
         (x,) = blocks.linear(blocks.concat(blocks.input(EMBEDDING, size), blocks.input(FEATURE, size)), "pre_projection")
         for index, layer in enumerate(config.layers.layers):
             x = decoder_layer(blocks, layer, x, index)
@@ -88,13 +93,13 @@ class AssistantNetwork:
         return {FEATURE: feature, LOGITS: blocks.lm_head(blocks.logits_rows(states), "embedding")}
 
 
-def _row_range(nodes: NodeRows, start: int) -> RowRange:
-    """Return rows that attend to the cached ones, but neither to themselves nor to one another.
+def _row_range(level: TreeLevelInput, start: int) -> RowRange:
+    """Return the row range of a level, whose rows attend to the target's cached rows, but not to themselves or one another.
 
-    The block table is as long as if the rows were kept. Missing entries repeat the sequence's last block, so that no other sequence's
-    block is read.
+    The runtime expects a block table that includes the new rows, although nothing is written there. Its last entries repeat a block of the
+    sequence, so that no block of another sequence is read.
     """
-    sequence, count = nodes.sequence, len(nodes.token_ids)
+    sequence, count = level.sequence, len(level.token_ids)
     own = sequence.block_table
     table = np.full(blocks_for(sequence.committed_len + count, BLOCK_SIZE), own[-1], np.int32)
     table[: len(own)] = own[: len(table)]

@@ -1,1 +1,1 @@
-"""Medusa heads: extra heads on the target's last feature draft several positions at once."""
+"""Medusa: each head predicts another future token from the target's last hidden state, so one pass drafts several positions."""

@@ -1,8 +1,9 @@
-"""Medusa heads from the four layouts in use, under one set of names.
+"""Weights of Medusa heads, read from four formats and renamed to the names of `network.py`.
 
-Layouts: `{i}.{j}.linear.*` and `{i}.{n}.weight` (the paper's own code); the same without vocabulary matrices, so that the target's is
-used (TGI); both with the prefix `medusa_head.`, inside a whole model; `blocks.{i}.layers.{j}.*` with `lm_heads.{i}.weight` or one shared
-`lm_head.weight`, and optionally a `token_map` of target ids (vLLM). Numbers of heads come from the tensors, as configs may be wrong.
+Head i has residual blocks j = 0 … n - 1. The formats are: (1) `{i}.{j}.linear.*` and lm_head `{i}.{n}.weight`, by the paper's code;
+(2) the same without lm_heads, where the target's lm_head is used, by TGI; (3) the tensors of (1) or (2) with the prefix `medusa_head.`, in
+the checkpoint of a whole model; (4) `blocks.{i}.layers.{j}.*` with `lm_heads.{i}.weight` or one shared `lm_head.weight`, and optionally a
+`token_map` of target ids, by vLLM. The number of heads is that of the tensors, because configs may have wrong numbers.
 """
 
 import re
@@ -12,40 +13,40 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_files import HeadFiles, check_pairing
+from paceline.drafters.head_files import HeadFiles, check_target_sizes
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
 
 _NESTED_PREFIX = re.compile(r"medusa_heads?\.")
-_NUMBER = "([0-9]{1,6})"  # digits of a head or block index; real files have fewer
-_MAX_MISSING_BLOCKS = 1024  # maximum number of missing blocks that an error lists
-_ROW_OF_BLOCKS = re.compile(rf"{_NUMBER}\.{_NUMBER}\.(linear\.)?(weight|bias)")
-_NAMED_BLOCKS = re.compile(rf"blocks\.{_NUMBER}\.layers\.{_NUMBER}\.(weight|bias)")
-_NAMED_HEADS = re.compile(rf"lm_heads\.{_NUMBER}\.weight")
+_INDEX = "([0-9]{1,6})"  # index of a head or block; more digits only occur in damaged files
+_MAX_BLOCKS = 1024  # a file that numbers more blocks than this and lacks more than half of them is refused
+_PAPER_TENSORS = re.compile(rf"{_INDEX}\.{_INDEX}\.(linear\.)?(weight|bias)")
+_VLLM_BLOCKS = re.compile(rf"blocks\.{_INDEX}\.layers\.{_INDEX}\.(weight|bias)")
+_VLLM_LM_HEADS = re.compile(rf"lm_heads\.{_INDEX}\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaHeads:
-    """Loaded heads.
+    """The weights of all Medusa heads.
 
     Attributes:
-        num_heads: number of heads; head d drafts the token d positions after the root's child.
-        num_blocks: residual blocks of each head.
-        weights: `heads.{i}.blocks.{j}.weight` (and `.bias`) [E, E]; `heads.{i}.lm_head.weight`, or `lm_head.weight` for all [rows, E].
-        has_shared_lm_head: whether one vocabulary matrix serves all heads.
-        num_rows: rows of a vocabulary matrix.
-        token_map: [rows] target id of each row; None = the row's own number.
-        soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
-        notices: one-line remarks for the user.
-        has_target_lm_head: whether the vocabulary matrix is the target's.
+        num_heads: number of heads; head d drafts the token d + 1 positions after the last committed token.
+        num_blocks: number of residual blocks of each head.
+        weights: `heads.{i}.blocks.{j}.weight` [E, E] and `.bias` [E]; `heads.{i}.lm_head.weight` [rows, E], or one `lm_head.weight`.
+        has_shared_lm_head: all heads use the same lm_head.
+        num_lm_head_rows: number of rows of each lm_head.
+        token_map: [rows] target id of each lm_head row; None = the index of a row is its id.
+        soft_cap: the target's soft cap of logits, if the target's lm_head is used.
+        notices: messages for the user, shown at load.
+        has_target_lm_head: the heads use the target's lm_head.
     """
 
     num_heads: int
     num_blocks: int
     weights: Weights
     has_shared_lm_head: bool
-    num_rows: int
+    num_lm_head_rows: int
     token_map: NDArray[np.int64] | None = None
     soft_cap: float | None = None
     notices: tuple[str, ...] = ()
@@ -54,44 +55,44 @@ class MedusaHeads:
 
 @dataclass(frozen=True, slots=True)
 class _TensorNames:
-    """Names in the files: of blocks by (head, block, "weight" or "bias"), and of vocabulary matrices by head."""
+    """Names of tensors in the files."""
 
-    blocks: Mapping[tuple[int, int, str], str]
-    lm_heads: Mapping[int, str]
-    shared: str | None
+    blocks: Mapping[tuple[int, int, str], str]  # (head, block, "weight" or "bias") -> name of the tensor
+    lm_heads: Mapping[int, str]  # head -> name of its lm_head
+    shared_lm_head: str | None  # name of the lm_head of all heads; None if the files have none
     num_heads: int
     num_blocks: int
 
 
 def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor) -> MedusaHeads:
-    """Load heads for a target.
+    """Load Medusa heads, and check that they fit the target.
 
     Args:
-        target_lm_head: the target's vocabulary matrix, for heads without one.
+        target_lm_head: the target's lm_head, for heads without one.
 
     Raises:
-        CheckpointError: tensors are missing or of another shape.
-        IncompatibleDrafterError: they were made for another target.
+        CheckpointError: tensors are missing or of the wrong shape.
+        IncompatibleDrafterError: the heads were made for another target.
     """
     names = _find_tensor_names(files)
-    hidden = _block_width(files, names)
-    check_pairing(files, target, hidden_size=hidden)
-    has_lm_heads = bool(names.lm_heads) or names.shared is not None
-    num_rows = _check_tensor_shapes(files, names, target.hidden_size) if has_lm_heads else target_lm_head.shape[0]
+    hidden = _residual_block_width(files, names)
+    check_target_sizes(files, target, hidden_size=hidden)
+    has_lm_heads = bool(names.lm_heads) or names.shared_lm_head is not None
+    num_lm_head_rows = _check_tensor_shapes(files, names, target.hidden_size)
     if not has_lm_heads:
-        _check_tensor_shapes(files, names, target.hidden_size)
-    token_map = files.table("token_map") if "token_map" in files.tensors else None
-    _check_token_map(files, token_map, num_rows, target.vocab_size)
+        num_lm_head_rows = target_lm_head.shape[0]
+    token_map = files.integer_vector("token_map") if "token_map" in files.tensors else None
+    _check_token_map(files, token_map, num_lm_head_rows, target.vocab_size)
     if token_map is None:
-        check_pairing(files, target, hidden_size=hidden, vocab_rows=num_rows)
+        check_target_sizes(files, target, hidden_size=hidden, vocab_rows=num_lm_head_rows)
     weights: dict[str, AnyTensor] = {}
     for (head, block, kind), name in sorted(names.blocks.items()):
         weights[f"heads.{head}.blocks.{block}.{kind}"] = files.weight(name)
     for head, name in names.lm_heads.items():
         weights[f"heads.{head}.lm_head.weight"] = files.weight(name)
     if not names.lm_heads:
-        weights["lm_head.weight"] = target_lm_head if names.shared is None else files.weight(names.shared)
-    used = [*names.blocks.values(), *names.lm_heads.values(), "token_map", *([names.shared] if names.shared else [])]
+        weights["lm_head.weight"] = target_lm_head if names.shared_lm_head is None else files.weight(names.shared_lm_head)
+    used = [*names.blocks.values(), *names.lm_heads.values(), "token_map", *([names.shared_lm_head] if names.shared_lm_head else [])]
     is_whole_model = any(_NESTED_PREFIX.match(name) for name in files.tensors)
     files.check_all_used(used, ignored=lambda name: is_whole_model and not _NESTED_PREFIX.match(name))
     return MedusaHeads(
@@ -99,28 +100,28 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
         names.num_blocks,
         Weights(weights),
         not names.lm_heads,
-        num_rows,
+        num_lm_head_rows,
         token_map,
         None if has_lm_heads else target.logit_soft_cap,
-        _count_notice(files, names.num_heads),
+        _num_heads_notice(files, names.num_heads),
         not has_lm_heads,
     )
 
 
 def _find_tensor_names(files: HeadFiles) -> _TensorNames:
-    plain = {_NESTED_PREFIX.sub("", name, count=1) if _NESTED_PREFIX.match(name) else name: name for name in files.tensors}
-    named = {match: plain[name] for name in plain if (match := _NAMED_BLOCKS.fullmatch(name))}
-    if named:
-        blocks = {(int(match[1]), int(match[2]), match[3]): name for match, name in named.items()}
-        lm_heads = {int(match[1]): plain[name] for name in plain if (match := _NAMED_HEADS.fullmatch(name))}
-        shared = plain.get("lm_head.weight") if not lm_heads else None
+    name_without_prefix = {_NESTED_PREFIX.sub("", name, count=1) if _NESTED_PREFIX.match(name) else name: name for name in files.tensors}
+    vllm_blocks = {match: name_without_prefix[name] for name in name_without_prefix if (match := _VLLM_BLOCKS.fullmatch(name))}
+    if vllm_blocks:
+        blocks = {(int(match[1]), int(match[2]), match[3]): name for match, name in vllm_blocks.items()}
+        lm_heads = {int(match[1]): name_without_prefix[name] for name in name_without_prefix if (match := _VLLM_LM_HEADS.fullmatch(name))}
+        shared = name_without_prefix.get("lm_head.weight") if not lm_heads else None
         if not lm_heads and shared is None and not files.config.get("original_lm_head"):
             raise CheckpointError(
                 f"{files.path} is no complete medusa head for this target: it lacks lm_heads.0.weight and lm_head.weight, and its "
                 "config.json does not set original_lm_head, which would take the target's"
             )
     else:
-        rows = [(match, plain[name]) for name in plain if (match := _ROW_OF_BLOCKS.fullmatch(name))]
+        rows = [(match, name_without_prefix[name]) for name in name_without_prefix if (match := _PAPER_TENSORS.fullmatch(name))]
         blocks = {(int(match[1]), int(match[2]), match[4]): name for match, name in rows if match[3]}
         lm_heads = {int(match[1]): name for match, name in rows if not match[3] and match[4] == "weight"}
         shared = None
@@ -128,7 +129,7 @@ def _find_tensor_names(files: HeadFiles) -> _TensorNames:
         raise CheckpointError(f"{files.path} holds no medusa heads: expected tensors such as 0.0.linear.weight or blocks.0.layers.0.weight")
     num_heads = 1 + max(max(head for head, _, _ in blocks), max(lm_heads, default=0))
     num_blocks = 1 + max(block for _, block, _ in blocks)
-    if num_heads * num_blocks > max(_MAX_MISSING_BLOCKS, 2 * len(blocks)):  # refuse impossible counts before building a table of that size
+    if num_heads * num_blocks > max(_MAX_BLOCKS, 2 * len(blocks)):
         raise CheckpointError(
             f"{files.path} names heads up to {num_heads - 1} and blocks up to {num_blocks - 1} and holds {len(blocks)} tensors of them: "
             "the file is damaged, download it again"
@@ -136,18 +137,18 @@ def _find_tensor_names(files: HeadFiles) -> _TensorNames:
     return _TensorNames(blocks, lm_heads, shared, num_heads, num_blocks)
 
 
-def _block_width(files: HeadFiles, names: _TensorNames) -> int:
-    """Return the number of columns of a block's matrix."""
-    shapes = [files.shape(name) for (_, _, kind), name in names.blocks.items() if kind == "weight"]
+def _residual_block_width(files: HeadFiles, names: _TensorNames) -> int:
+    """Return the number of columns of a residual block's matrix, the hidden size of the target."""
+    shapes = [files.matrix_shape(name) for (_, _, kind), name in names.blocks.items() if kind == "weight"]
     return shapes[0][1] if shapes and shapes[0] is not None else 0
 
 
 def _check_tensor_shapes(files: HeadFiles, names: _TensorNames, hidden: int) -> int:
-    """Check that all heads have the same tensors; return the number of rows of the vocabulary matrices (0 without any)."""
-    is_named = any("layers." in name for name in names.blocks.values())
-    nest = next((match[0] for name in names.blocks.values() if (match := _NESTED_PREFIX.match(name))), "")
-    block_name = nest + ("blocks.{}.layers.{}" if is_named else "{}.{}.linear")
-    head_name = nest + ("lm_heads.{}.weight" if is_named else f"{{}}.{names.num_blocks}.weight")
+    """Check that all heads have the same tensors and shapes; return the number of rows of each lm_head, 0 if there is none."""
+    is_vllm = any("layers." in name for name in names.blocks.values())
+    prefix = next((match[0] for name in names.blocks.values() if (match := _NESTED_PREFIX.match(name))), "")
+    block_name = prefix + ("blocks.{}.layers.{}" if is_vllm else "{}.{}.linear")
+    head_name = prefix + ("lm_heads.{}.weight" if is_vllm else f"{{}}.{names.num_blocks}.weight")
     required: dict[str, tuple[int, ...]] = {}
     has_bias = any(kind == "bias" for _, _, kind in names.blocks)
     for head in range(names.num_heads):
@@ -155,22 +156,22 @@ def _check_tensor_shapes(files: HeadFiles, names: _TensorNames, hidden: int) -> 
             required[f"{block_name.format(head, block)}.weight"] = (hidden, hidden)
             if has_bias:
                 required[f"{block_name.format(head, block)}.bias"] = (hidden,)
-    first = names.shared if names.shared is not None else names.lm_heads.get(min(names.lm_heads, default=0))
-    shape = None if first is None else files.shape(first)
-    num_rows = 0 if shape is None else shape[0]
-    if names.shared is not None:
-        required[names.shared] = (num_rows, hidden)
+    first = names.shared_lm_head if names.shared_lm_head is not None else names.lm_heads.get(min(names.lm_heads, default=0))
+    shape = None if first is None else files.matrix_shape(first)
+    num_lm_head_rows = 0 if shape is None else shape[0]
+    if names.shared_lm_head is not None:
+        required[names.shared_lm_head] = (num_lm_head_rows, hidden)
     elif names.lm_heads:
-        required |= {head_name.format(head): (num_rows, hidden) for head in range(names.num_heads)}
-    files.check(required)
-    return num_rows
+        required |= {head_name.format(head): (num_lm_head_rows, hidden) for head in range(names.num_heads)}
+    files.check_shapes(required)
+    return num_lm_head_rows
 
 
-def _check_token_map(files: HeadFiles, token_map: NDArray[np.int64] | None, num_rows: int, vocab_size: int) -> None:
+def _check_token_map(files: HeadFiles, token_map: NDArray[np.int64] | None, num_lm_head_rows: int, vocab_size: int) -> None:
     if token_map is None:
         return
-    if token_map.shape != (num_rows,):
-        raise CheckpointError(f"{files.path}: token_map has {token_map.size} entries for vocabulary matrices of {num_rows} rows")
+    if token_map.shape != (num_lm_head_rows,):
+        raise CheckpointError(f"{files.path}: token_map has {token_map.size} entries for vocabulary matrices of {num_lm_head_rows} rows")
     if token_map.size and not 0 <= token_map.min() <= token_map.max() < vocab_size:
         raise CheckpointError(
             f"{files.path}: token_map names ids from {token_map.min()} to {token_map.max()}, the target's go from 0 to {vocab_size - 1}: "
@@ -178,7 +179,7 @@ def _check_token_map(files: HeadFiles, token_map: NDArray[np.int64] | None, num_
         )
 
 
-def _count_notice(files: HeadFiles, num_heads: int) -> tuple[str, ...]:
+def _num_heads_notice(files: HeadFiles, num_heads: int) -> tuple[str, ...]:
     declared = files.config.get("medusa_num_heads", files.config.get("num_heads"))
     if not isinstance(declared, int) or declared == num_heads:
         return ()

@@ -1,6 +1,6 @@
-"""Network of Medusa heads: no cache, no recurrence, one pass for all requests.
+"""Network of Medusa heads. It has no KV cache: the only input of a pass is the last hidden state of each request.
 
-Source: Cai et al. 2024, "Medusa" (arXiv:2401.10774), section 2.1.1: head i is blocks x + SiLU(W x + b), then a vocabulary matrix.
+Source: Cai et al. 2024, "Medusa" (arXiv:2401.10774), section 2.1.1: head i is residual blocks x + SiLU(W x + b) and an lm_head.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,23 +18,23 @@ from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
 
 
 @dataclass(frozen=True, slots=True)
-class HeadOutputs:
-    """Results of a pass for the first heads.
+class MedusaOutputs:
+    """Results of a pass of one or more heads for B requests.
 
     Attributes:
-        logits_of: a head -> [B, rows], views that the next pass overwrites.
-        ranked: [B] rankings by head; empty without a ranking.
+        logits_of_head: returns the logits [B, rows] of a head; the next pass overwrites them.
+        top_tokens: for each head the top tokens of its B rows of logits; empty if none were requested.
     """
 
-    logits_of: Callable[[int], FloatArray]
-    ranked: Sequence[Sequence[RankedRow]]
+    logits_of_head: Callable[[int], FloatArray]
+    top_tokens: Sequence[Sequence[RankedRow]]
 
 
 class MedusaNetwork:
-    """Runs the first heads on features; keeps one network for every number of heads in use.
+    """Runs Medusa heads. Shorter drafts need fewer heads, so there is one network for each number of heads in use.
 
     Args:
-        target: the heads read its features.
+        target: config of the target whose hidden states the heads read.
         backend, device, lm_head_of: see `open_head`.
     """
 
@@ -53,59 +53,52 @@ class MedusaNetwork:
         self._ranking: Ranking | None = None
         one_head = partial(self._compose, num_heads=1)
         first = open_head(
-            one_head,
-            target,
-            heads.weights,
-            num_threads=num_threads,
-            max_model_len=1,
-            backend=backend,
-            device=device,
-            lm_head_of=lm_head_of,
+            one_head, target, heads.weights, num_threads=num_threads, max_model_len=1, backend=backend, device=device, lm_head_of=lm_head_of
         )
         self._networks: dict[int, Network] = {1: first}
-        # a shared vocabulary matrix is read once, for the rows of all heads together
+        # a shared lm_head has a network of its own, so that it is read from memory once for the rows of all heads
         self._lm_head = first.network_with_same_weights(self._compose_lm_head) if heads.has_shared_lm_head else None
 
     def set_ranking(self, ranking: Ranking) -> None:
-        """Set the ranking with which later passes summarise their rows of logits."""
+        """Set how many top tokens later passes return for each row of logits."""
         self._ranking = ranking
 
-    def forward(self, features: FloatArray, num_heads: int, draws: Draws | None = None) -> HeadOutputs:
-        """Run the first heads on features [B, E].
+    def forward(self, hidden_states: FloatArray, num_heads: int, draws: Draws | None = None) -> MedusaOutputs:
+        """Run the first `num_heads` heads on the last hidden states [B, E] of B requests.
 
         Args:
-            draws: [num_heads, B] how the token of each row is drawn; None = no draws.
+            draws: [num_heads, B] noise keys and temperatures to draw one token from each row of logits; None = draw none.
         """
-        network, ranking = self._network(num_heads), self._ranking
-        batch_size, is_ranked, heads = len(features), ranking is not None, range(num_heads)
+        network, ranking = self._get_or_create_network(num_heads), self._ranking
+        batch_size, is_ranked, heads = len(hidden_states), ranking is not None, range(num_heads)
         batch, rows = _rows_without_attention(batch_size)
         if self._lm_head is None:
-            results = network.forward({"features": features}, batch, LogitsRows(rows, ranking, draws)).results
+            results = network.forward({"hidden_states": hidden_states}, batch, LogitsRows(rows, ranking, draws)).results
             ranked = [ranked_rows(results[f"{RANKED}.{head}"]) for head in heads] if is_ranked else []
-            return HeadOutputs(lambda head: results[f"{LOGITS}.{head}"], ranked)
-        results = network.forward({"features": features}, batch, LogitsRows(rows)).results
+            return MedusaOutputs(lambda head: results[f"{LOGITS}.{head}"], ranked)
+        results = network.forward({"hidden_states": hidden_states}, batch, LogitsRows(rows)).results
         hidden = np.concatenate([results[f"head.{head}"] for head in heads])
         batch, rows = _rows_without_attention(num_heads * batch_size)
         output = self._lm_head.forward({"hidden": hidden}, batch, LogitsRows(rows, ranking, draws))
         found = output.ranked if is_ranked else []
         ranked = [found[head * batch_size : (head + 1) * batch_size] for head in heads] if is_ranked else []
         logits = output.logits.reshape(num_heads, batch_size, -1)
-        return HeadOutputs(logits.__getitem__, ranked)
+        return MedusaOutputs(logits.__getitem__, ranked)
 
-    def _network(self, num_heads: int) -> Network:
+    def _get_or_create_network(self, num_heads: int) -> Network:
         network = self._networks.get(num_heads)
         if network is None:
             network = self._networks[num_heads] = self._networks[1].network_with_same_weights(partial(self._compose, num_heads=num_heads))
         return network
 
     def _compose(self, blocks: Blocks[Value], *, num_heads: int) -> Mapping[str, Value]:
-        """Compose the heads: logits of each, or the inputs of a shared vocabulary matrix."""
-        features = blocks.input("features", self.hidden_size)
-        hidden = [features] * num_heads
+        """Compose the first heads. Results: the logits of each head, or the hidden states that a shared lm_head takes."""
+        hidden_states = blocks.input("hidden_states", self.hidden_size)
+        hidden = [hidden_states] * num_heads
         for block in range(self.heads.num_blocks):
             names = [f"heads.{head}.blocks.{block}" for head in range(num_heads)]
-            if block == 0:  # the first blocks of all heads have the same input: one product
-                products = blocks.linear(features, *names)
+            if block == 0:  # the first blocks of all heads have the same input, so one matrix product computes them
+                products = blocks.linear(hidden_states, *names)
             else:
                 products = tuple(blocks.linear(x, name)[0] for x, name in zip(hidden, names, strict=True))
             hidden = [blocks.silu_residual(x, product) for x, product in zip(hidden, products, strict=True)]
@@ -119,6 +112,6 @@ class MedusaNetwork:
 
 
 def _rows_without_attention(count: int) -> tuple[ForwardBatch, IntArray]:
-    """Return the batch and row indices of `count` rows without attention."""
+    """Return the batch description for `count` rows of a network without attention, and the indices of these rows."""
     rows = np.arange(count, dtype=np.int32)
     return ForwardBatch(rows, ()), rows

@@ -1,8 +1,8 @@
-"""Published trees of fixed shape: which ranks of which head's candidates are drafted.
+"""Draft trees of fixed shape that were published with Medusa heads (Cai et al. 2024, arXiv:2401.10774, section 2.3.3).
 
-A choice is the path to a node, one digit per depth: "02" is the third candidate of the second head after the first candidate of the first.
-The lists are those published with the first heads (Cai et al. 2024, arXiv:2401.10774, section 2.3.3), best node first, so that a prefix of
-a list is the tree for a smaller budget.
+A tree is a list of nodes, the most useful first, so that the beginning of the list is the tree for a smaller budget. A node is written as
+its path from the root, with one digit for each head: the rank of the head's candidate token, 0 for the most probable. "02" is the third
+candidate of the second head, after the first candidate of the first head.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
 
-GROWN_TREES = ("probability", "accuracy")
-"""Trees grown token by token instead; see `MedusaDrafter`."""
+DYNAMIC_TREES = ("probability", "accuracy")
+"""Names of the ways to choose a tree's nodes at each step; see `MedusaDrafter`."""
 
 STATIC_TREES = {
     "mc_sim_7b_63": (
@@ -43,27 +43,31 @@ STATIC_TREES = {
 
 @lru_cache(maxsize=256)
 def static_tree_nodes(name: str, max_depth: int, row_budget: int, layout: TreeLayout) -> tuple[tuple[int, int, int], ...]:
-    """Return the nodes of a named tree that fit: (parent, depth, rank) of nodes 1, 2, …; parent 0 is the root, depth 0 its children.
+    """Return the nodes of a published tree that fit a budget.
 
     Args:
-        max_depth: levels below the root; deeper choices are left out.
-        row_budget: rows of the target pass, root included; later choices that would cost more are left out.
+        name: key of `STATIC_TREES`.
+        max_depth: maximum number of levels below the root.
+        row_budget: maximum number of rows of the target's pass, the root's row included.
         layout: layout of the tree in the target's pass.
+
+    Returns:
+        (parent, depth, rank) of nodes 1, 2, …: parent 0 is the root, depth 0 are its children, rank is that among the head's candidates.
     """
     node_of = {"": 0}
     parents = [-1]
     nodes: list[tuple[int, int, int]] = []
-    for choice in STATIC_TREES[name].split():
-        parent = node_of.get(choice[:-1])
-        if parent is None or len(choice) > max_depth or not _fits(parents, parent, row_budget, layout):
+    for path in STATIC_TREES[name].split():
+        parent = node_of.get(path[:-1])
+        if parent is None or len(path) > max_depth or not _fits_budget(parents, parent, row_budget, layout):
             continue
-        node_of[choice] = len(parents)
+        node_of[path] = len(parents)
         parents.append(parent)
-        nodes.append((parent, len(choice) - 1, int(choice[-1])))
+        nodes.append((parent, len(path) - 1, int(path[-1])))
     return tuple(nodes)
 
 
-def _fits(parents: Sequence[int], parent: int, row_budget: int, layout: TreeLayout) -> bool:
+def _fits_budget(parents: Sequence[int], parent: int, row_budget: int, layout: TreeLayout) -> bool:
     if layout is TreeLayout.CHAIN and parent != len(parents) - 1:
         return False
     return num_rows([*parents, parent], layout) <= row_budget

@@ -1,5 +1,6 @@
-"""Shared by heads that feed themselves: each step pairs a token with the feature of the position before it (EAGLE, MTP, Gemma 4).
+"""What EAGLE, MTP and Gemma 4 drafters share. Their heads read their own output: to draft the next token, they need a feature of the last.
 
-The networks are part of each method. Shared are the key-value rows of pairs (`cache.py`), the passes over pairs (`head.py`), the growth of
-a draft (`tree.py`), and the drafters (`drafter.py`).
+The input at a position is a feature pair: a token, and the feature (hidden state) of the position before it. The target computed the
+feature if it has run that position; otherwise the head predicted it. Each method has its own network. Shared are the KV cache of feature
+pairs (`cache.py`), the passes over them (`head.py`), the draft of a request (`tree.py`), and the drafters (`drafter.py`).
 """

@@ -1,7 +1,8 @@
-"""Growth of one request's draft, level by level: the best nodes of a level are expanded, and the best of all nodes are proposed.
+"""One request's draft, which grows level by level. Only the most probable nodes of a level get children.
 
-Source: EAGLE-2 (Li et al. 2024, arXiv:2406.16858, sections 4.1 and 4.2): rank a level by the probability of the whole path, then choose
-among all nodes. Deviation: the choice counts rows of the target pass (`speculation/tree_growth.py`).
+Source: EAGLE-2 (Li et al. 2024, arXiv:2406.16858, sections 4.1 and 4.2): expand the nodes of a level whose paths are most probable, then
+propose the most probable of all nodes. Deviation: nodes are chosen by probability per row of the target's pass
+(`speculation/tree_growth.py`), because some tree layouts need several rows for a node.
 """
 
 from collections.abc import Sequence
@@ -9,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.drafters.draft_sampler import DraftTokens, token_draws
-from paceline.drafters.recurrent_heads.head import DraftPairs
+from paceline.drafters.draft_sampler import DraftTokens, target_noise_draws
+from paceline.drafters.recurrent_heads.head import DraftFeaturePairs
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
 from paceline.runtimes.ranking import Draws
@@ -23,31 +24,20 @@ from paceline.speculation.tree_growth import Candidate, grow_tree
 
 @dataclass(slots=True)
 class _TreeRows:
-    """The expanded nodes of a tree, which run together: each node attends to its own ancestors.
+    """Input rows of a pass that runs all nodes of a tree that get children. A node attends to its ancestors and itself."""
 
-    Attributes:
-        features: [max_rows, Hd] input features of the pairs.
-        mask: [max_rows, max_rows], True if the row's node may attend to the column's.
-        row_of: node -> row.
-    """
-
-    features: FloatArray
-    mask: BoolArray
-    row_of: dict[int, int] = field(default_factory=dict)
+    features: FloatArray  # [max_rows, Hd] feature that the head predicted at the parent of each row's node
+    mask: BoolArray  # [max_rows, max_rows], True if the node of the row attends to the node of the column
+    row_by_node: dict[int, int] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
 
     @classmethod
-    def empty(cls, max_rows: int, size: int) -> "_TreeRows":
-        return cls(np.empty((max_rows, size), np.float32), np.zeros((max_rows, max_rows), np.bool_))
+    def allocate(cls, max_rows: int, hidden_size: int) -> "_TreeRows":
+        return cls(np.empty((max_rows, hidden_size), np.float32), np.zeros((max_rows, max_rows), np.bool_))
 
     def append(self, nodes: Sequence[int], token_ids: Sequence[int], depth: int, parent_rows: Sequence[int], features: FloatArray) -> None:
-        """Append nodes of one depth.
-
-        Args:
-            parent_rows: the row of each node's parent; empty if the parent is the root.
-            features: [nodes, Hd].
-        """
+        """Append nodes of one depth; `features` are those predicted at their parents, `parent_rows` is empty if the parent is the root."""
         first = len(self.token_ids)
         last = first + len(nodes)
         self.features[first:last] = features
@@ -55,22 +45,27 @@ class _TreeRows:
             self.mask[first:last] = self.mask[parent_rows]
         rows = range(first, last)
         self.mask[rows, rows] = True
-        self.row_of.update(zip(nodes, rows, strict=True))
+        self.row_by_node.update(zip(nodes, rows, strict=True))
         self.token_ids += token_ids
         self.depths += [depth] * len(nodes)
 
 
 @dataclass(slots=True)
 class GrowingDraft:
-    """A draft in progress: nodes in the order in which they were drafted; node 0 is the root.
+    """A request's draft in progress. Nodes are numbered in the order in which they were drafted; node 0 is the root.
 
     Attributes:
-        depth: levels to draft.
-        width: nodes of a level that are expanded, and draft tokens after each; 1 = a chain.
-        block_table: blocks of the drafted rows, which follow the true pairs.
-        first_slot: the first slot they attend to.
-        uses_ranking: whether the ranking made by the pass suffices; otherwise whole rows of logits are sampled.
-        is_drawn: whether that ranking includes a draw.
+        depth: number of levels to draft.
+        width: number of nodes of a level that get children, and number of children of each; 1 = a chain.
+        block_table: cache blocks of the request, including those for draft tokens.
+        first_slot: first slot of the cache that draft tokens attend to.
+        uses_top_tokens: the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used.
+        needs_draw: a pass must also draw a token from each row, with the target's noise.
+        token_ids, parents: token and parent of each node; -1 for the root.
+        probs, path_probs: for each node the probability of its token given its parent, and that its whole path is accepted.
+        level: number of levels drafted so far.
+        frontier: nodes of the last level that get children next.
+        draft_probs: node -> distribution of its children; only for rejection sampling.
     """
 
     request: Request
@@ -79,25 +74,25 @@ class GrowingDraft:
     width: int
     block_table: IntArray
     first_slot: int
-    uses_ranking: bool = field(init=False)
-    is_drawn: bool = field(init=False)
+    uses_top_tokens: bool = field(init=False)
+    needs_draw: bool = field(init=False)
     token_ids: list[int] = field(default_factory=lambda: [-1])
     parents: list[int] = field(default_factory=lambda: [-1])
-    probs: list[float] = field(default_factory=lambda: [1.0])  # probability of each node's token given its parent
+    probs: list[float] = field(default_factory=lambda: [1.0])
     path_probs: list[float] = field(default_factory=lambda: [1.0])
-    level: int = 0  # depth of the frontier
-    frontier: Sequence[int] = (0,)  # nodes whose children are drafted next
+    level: int = 0
+    frontier: Sequence[int] = (0,)
     draft_probs: dict[int, TokenProbs] = field(default_factory=dict)
-    _features: FloatArray | None = None  # [1, Hd] input feature of the next pair, if the draft is a chain
+    _features: FloatArray | None = None  # [1, Hd] feature predicted at the end of the chain; None for trees
     _rows: _TreeRows | None = None
 
     def __post_init__(self) -> None:
         is_greedy = self.request.params.is_greedy
-        self.uses_ranking = self.request.processor.only_scales and (not self.budget.needs_draft_probs or is_greedy)
-        self.is_drawn = self.uses_ranking and not is_greedy
+        self.uses_top_tokens = self.request.processor.only_scales and (not self.budget.needs_draft_probs or is_greedy)
+        self.needs_draw = self.uses_top_tokens and not is_greedy
 
     def path(self, node: int) -> list[int]:
-        """Return the tokens from the root's child to `node`."""
+        """Return the tokens of the path from the root to `node`, without the root's."""
         path: list[int] = []
         while node > 0:
             path.append(self.token_ids[node])
@@ -105,10 +100,11 @@ class GrowingDraft:
         return path[::-1]
 
     def add_level(self, drafted: Sequence[DraftTokens], features: FloatArray) -> None:
-        """Add the draft tokens after each node of the frontier; the best of them become the next frontier.
+        """Add a level: the draft tokens after each node of the frontier. The most probable of them become the next frontier.
 
         Args:
-            features: [nodes, Hd] input features of the new nodes' pairs, by node of the frontier.
+            drafted: the draft tokens after each node of the frontier.
+            features: [nodes, Hd] the feature that the head predicted at each node of the frontier.
         """
         first = len(self.token_ids)
         for node, tokens in zip(self.frontier, drafted, strict=True):
@@ -128,22 +124,22 @@ class GrowingDraft:
         else:
             self._expand(range(first, last), features)
 
-    def frontier_rows(self) -> DraftPairs:
-        """Return the rows of the next pass. For a chain it is one row; for a tree all expanded nodes run again."""
-        base = len(self.request.token_ids)  # number of slots of true pairs, the root's included
+    def frontier_pairs(self) -> DraftFeaturePairs:
+        """Return the inputs of the next pass: the last token of a chain, or all nodes of a tree that have or get children."""
+        base = len(self.request.token_ids)  # first cache slot after the committed tokens
         if self._features is not None:
             rows = RowRange(0, 1, base + self.level - 1, self.block_table, None, self.first_slot)
-            return DraftPairs((self.token_ids[-1],), self._features, (base - 2 + self.level,), rows, range(1))
-        tree = self._rows
+            return DraftFeaturePairs((self.token_ids[-1],), self._features, (base - 2 + self.level,), rows, range(1))
+        tree = self._rows  # nodes of earlier levels run again, because a pass can mask its own rows but not cached rows
         if tree is None:
             raise RuntimeError("a draft has no rows before its first level")
         count = len(tree.token_ids)
         rows = RowRange(0, count, base, self.block_table, tree.mask[:count, :count], self.first_slot)
         positions = [base - 2 + depth for depth in tree.depths]
-        return DraftPairs(tree.token_ids, tree.features[:count], positions, rows, range(count - len(self.frontier), count))
+        return DraftFeaturePairs(tree.token_ids, tree.features[:count], positions, rows, range(count - len(self.frontier), count))
 
     def to_tree(self, source: str) -> DraftTree | None:
-        """Return the tree to propose; None without draft tokens."""
+        """Return the tree to propose; None if nothing was drafted."""
         root = self.request.token_ids[-1]
         if len(self.token_ids) == 1:
             return None
@@ -158,29 +154,25 @@ class GrowingDraft:
         return grow_tree(root, self.budget, 0, children.__getitem__)
 
     def _expand(self, level: Sequence[int], features: FloatArray) -> None:
-        """Make the best nodes of a level the frontier.
-
-        Args:
-            features: [nodes, Hd] by node of the frontier so far.
-        """
+        """Make the most probable nodes of `level` the frontier; `features` [nodes, Hd] were predicted at the nodes of the old frontier."""
         best = sorted(sorted(level, key=self.path_probs.__getitem__, reverse=True)[: self.width])
         if self._rows is None:
-            self._rows = _TreeRows.empty(self.width * (self.depth - 1), features.shape[1])
+            self._rows = _TreeRows.allocate(self.width * (self.depth - 1), features.shape[1])
         tree, parents = self._rows, [self.parents[node] for node in best]
         index_of = {node: index for index, node in enumerate(self.frontier)}
-        parent_rows = [tree.row_of[parent] for parent in parents] if self.level > 1 else []
+        parent_rows = [tree.row_by_node[parent] for parent in parents] if self.level > 1 else []
         inputs = features[[index_of[parent] for parent in parents]]
         tree.append(best, [self.token_ids[node] for node in best], self.level, parent_rows, inputs)
         self.frontier = best
 
 
-def frontier_draws(drafts: Sequence[GrowingDraft]) -> Draws | None:
-    """Return how the next token after each node of all frontiers is drawn; None if none is. Nodes of one level share their noise."""
-    return token_draws([(draft.request, draft.level) if draft.is_drawn else None for draft in drafts for _ in draft.frontier])
+def frontier_noise_draws(drafts: Sequence[GrowingDraft]) -> Draws | None:
+    """Return the noise keys and temperatures to draw a token after each frontier node of all drafts; None if none is drawn."""
+    return target_noise_draws([(draft.request, draft.level) if draft.needs_draw else None for draft in drafts for _ in draft.frontier])
 
 
 def draft_depth_and_width(budget: DraftBudget, tree_width: int) -> tuple[int, int]:
-    """Return depth and width of a draft: a tree only if the budget has rows for branches next to the longest chain."""
+    """Return depth and width of a draft: `tree_width` if the budget has rows for more than the longest chain, else 1."""
     depth = budget.max_tokens
     has_room = budget.row_budget > budget.max_depth + 1 and budget.layout is not TreeLayout.CHAIN
     return depth, tree_width if has_room else 1
