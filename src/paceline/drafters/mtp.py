@@ -38,7 +38,7 @@ from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, LazyWeights, Tensor, Weights, as_float32, take_rows
 from paceline.runtimes.base import Network
 from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
-from paceline.runtimes.load import open_head
+from paceline.runtimes.load import load_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,9 +394,9 @@ def open_mtp_head(
     device: str = "cpu",
     lm_head_of: Network | None = None,
 ) -> RecurrentHead:
-    """Load the network of a module; the arguments are those of `open_head`."""
+    """Load the network of a module; the arguments are those of `load_head`."""
     network = mtp_network(module.config, module.soft_cap, is_feature_first=module.is_feature_first)
-    runtime = open_head(
+    runtime = load_head(
         network,
         module.config.layers,
         module.weights,
