@@ -326,11 +326,11 @@ class Pass(NamedTuple):
     logits_rows: LogitsRows
 
 
-def split_into_passes(items: Iterable[Item], num_rows: Callable[[Item], int]) -> Iterator[list[Item]]:
+def split_into_passes(items: Iterable[Item], num_rows_of: Callable[[Item], int]) -> Iterator[list[Item]]:
     """Yield the items in order, in lists for one pass each, that is, with at most MAX_PASS_ROWS rows. An item is not split."""
     part, total = list[Item](), 0
     for item in items:
-        count = num_rows(item)
+        count = num_rows_of(item)
         if part and total + count > MAX_PASS_ROWS:
             yield part
             part, total = [], 0

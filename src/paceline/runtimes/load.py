@@ -118,7 +118,7 @@ def load_runtime(path: Path, options: RuntimeOptions) -> LoadedNetwork:
             notices=notices,
             page_sums=fastest_page_sums(),
         )
-    runtime = _build(config, weights, options, notices)
+    runtime = _build_network(config, weights, options, notices)
     return LoadedNetwork(runtime, tuple(notices), bundled_head, mean_weight_bits(weights))
 
 
@@ -166,15 +166,15 @@ def _check_floats(weights: Weights, config: ModelConfig, memory_bytes: int | Non
         )
 
 
-def _build(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Network:
+def _build_network(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Network:
     device = choose_device(options.device, options.backend)
     if choose_backend(options.backend, device, notices=notices) == "torch":
-        return _build_torch(config, weights, options, device, notices)
-    return _build_native(config, weights, options, notices)
+        return _build_torch_network(config, weights, options, device, notices)
+    return _build_native_network(config, weights, options, notices)
 
 
-def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Network:
-    """Return the network, after a test whether it is exact if that is requested. If it is not, a notice is appended."""
+def _build_native_network(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Network:
+    """Return the network. If EXACT numerics are requested, test whether it is exact; if not, append a notice."""
     from paceline.runtimes.native.network import NativeNetwork
 
     round_to = options.dtype or config.weight_type
@@ -212,7 +212,7 @@ def default_kv_cache_dtype(config: ModelConfig, weights: Weights, dtype: WeightT
     return KVCacheDtype((dtype or config.weight_type).value)
 
 
-def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Network:
+def _build_torch_network(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Network:
     from paceline.runtimes.torch.network import TorchNetwork
 
     if options.numerics is Numerics.EXACT:

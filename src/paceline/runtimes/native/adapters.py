@@ -33,8 +33,8 @@ class NativeAdapter:
 
     def __init__(self, network_adapter: NetworkAdapter) -> None:
         self.network_adapter = network_adapter
-        self._memory: list[NDArray[np.uint8]] = []  # records have addresses in these arrays
-        self._free_offset = 0  # where the free part of the last of these arrays begins
+        self._memory: list[NDArray[np.uint8]] = []  # kept, because records have addresses in these arrays
+        self._free_offset = 0  # begin of the unused part of `_memory[-1]`
         self._records: list[Any] = []
         self._sites: dict[tuple[str, ...], AdapterSite] = {}
         self._tables: dict[AdapterSiteNames, Array[AdapterSite]] = {}

@@ -158,7 +158,7 @@ class NativeNetwork(Network):
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
         cache = (
-            self._new_window_cache(num_blocks, limits)
+            self._new_sliding_window_cache(num_blocks, limits)
             if self.config.windows and self.has_window_eviction
             else super().new_cache(num_blocks)
         )
@@ -173,7 +173,7 @@ class NativeNetwork(Network):
             cache.add_layer_cache(recurrent)
         return cache
 
-    def _new_window_cache(self, num_blocks: int, limits: PassLimits | None) -> KVCache:
+    def _new_sliding_window_cache(self, num_blocks: int, limits: PassLimits | None) -> KVCache:
         groups, caches, windows = self.config.kv_groups(), list[PagedCache](), list[SlidingWindowCache]()
         for group in groups:
             if group.window is None:

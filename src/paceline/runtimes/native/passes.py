@@ -91,7 +91,7 @@ class PassRecord:
         for angles in self._angles:
             angles.set_positions(batch.positions)
         if self.recurrent is not None:
-            record.states = self.states.fill(self.recurrent, batch)
+            record.states = self.states.make_records(self.recurrent, batch)
 
     def _write_window_tables(self, window: SlidingWindowCache, batch: ForwardBatch, begin: int) -> None:
         """Write the block table of each range in a sliding-window cache to `block_tables`, from index `begin` on."""

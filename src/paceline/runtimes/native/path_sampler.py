@@ -103,7 +103,7 @@ class CompiledBatchPathSampler:
         self._num_tokens = self._records.view(np.int32)[_NUM_TOKENS_INDEX :: _NUM_TOKENS_INDEX + 1]
 
     def _allocate_trees(self, count: int) -> None:
-        """Allocate memory for trees, and results, of `count` int32 numbers."""
+        """Allocate arrays of `count` int32 numbers for the trees of a call, and for its results."""
         self._trees, self._result_tokens = np.zeros(count, np.int32), np.zeros(count, np.int32)
         self._trees_address, self._result_address = self._trees.ctypes.data, self._result_tokens.ctypes.data
 

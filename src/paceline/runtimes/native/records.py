@@ -326,7 +326,7 @@ class StateStep(Structure):
 
 
 class StateSave(Structure):
-    """A place to which the recurrent state after the first `count` pending and new rows is copied."""
+    """A place to which a recurrent state is copied, and after how many rows; see kernels/native.h."""
 
     _fields_ = _fields("pointer state; int64 count")
 

@@ -30,8 +30,8 @@ class PassStates:
         self.num_temporary_states = 0
         self._arrays: list[object] = []
 
-    def fill(self, recurrent: RecurrentStateCache, batch: ForwardBatch) -> int:
-        """Fill the state records of one pass and return their address."""
+    def make_records(self, recurrent: RecurrentStateCache, batch: ForwardBatch) -> int:
+        """Make the records of one pass and return their address."""
         ranges = np.empty(len(batch.ranges) * _RANGE_FORMAT.size, np.uint8)
         arrays: list[object] = [ranges]
         num_temporary_states = 0

@@ -32,7 +32,7 @@ class NativeClassifier(Classifier):
         weights = Weights({name: Tensor(values, WeightType.F32, values.shape) for name, values in arrays.items()})
         self._weights = NativeWeights(
             weights, WeightType.F32, num_threads=num_threads
-        )  # must live as long as the operations, which have addresses in it
+        )  # keeps the memory allocated, because operations have addresses in it
         blocks = NativeBlocks(config, self._weights, config)
         value = blocks.input("hidden_states", config.hidden_size)
         for number in range(len(mixture.classifier)):

@@ -36,7 +36,7 @@ class TorchAdapter:
         columns = {} if mixture is None else mixture.columns
         self.columns = {name: torch.from_numpy(indices.astype("int64")).to(device) for name, indices in columns.items()}
 
-    def product(self, name: str, x: torch.Tensor, y: torch.Tensor, scalings: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_to_product(self, name: str, x: torch.Tensor, y: torch.Tensor, scalings: torch.Tensor | None = None) -> torch.Tensor:
         """Return y = x W^T after the adapter is applied, in float32.
 
         Args:
@@ -52,7 +52,7 @@ class TorchAdapter:
             result = result + reduced @ up.T
         return result + self.biases[name] if name in self.biases else result
 
-    def embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def apply_to_embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return embedding rows of `token_ids` after the adapter is applied, in float32. rows: those of the target, not scaled yet."""
         if EMBEDDING in self.saved:
             return self.saved[EMBEDDING][token_ids]
@@ -81,7 +81,7 @@ class TorchClassifier(Classifier):
 
 @dataclass(frozen=True, slots=True)
 class _AdapterRows:
-    """The rows of a pass that use an adapter: their indices among all rows, and among the rows of logits; scalings: for X-LoRA."""
+    """The rows of a pass that use an adapter: their indices among all rows and among the rows of logits, and X-LoRA scalings."""
 
     adapter: TorchAdapter
     rows: torch.Tensor
@@ -133,16 +133,16 @@ class AdaptedRows:
                 continue
             rows = own.rows if chosen is None else torch.isin(chosen, own.rows).nonzero().flatten()
             for name, out in changed:
-                out[rows] = own.adapter.product(name, x[rows].float(), out[rows].float(), own.scalings).to(out.dtype)
+                out[rows] = own.adapter.apply_to_product(name, x[rows].float(), out[rows].float(), own.scalings).to(out.dtype)
         return outs
 
     def lm_head(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return logits after the adapter of each row is applied. x: the rows of logits before `lm_head`."""
         for own in self._adapter_rows:
-            logits[own.logits_rows] = own.adapter.product(LM_HEAD, x[own.logits_rows].float(), logits[own.logits_rows])
+            logits[own.logits_rows] = own.adapter.apply_to_product(LM_HEAD, x[own.logits_rows].float(), logits[own.logits_rows])
         return logits
 
     def embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         for own in self._adapter_rows:
-            rows[own.rows] = own.adapter.embedding(token_ids[own.rows], rows[own.rows].float()).to(rows.dtype)
+            rows[own.rows] = own.adapter.apply_to_embedding(token_ids[own.rows], rows[own.rows].float()).to(rows.dtype)
         return rows

@@ -71,7 +71,7 @@ class TorchBlocks:
         self._inputs = {name: torch.from_numpy(np.array(rows)).to(device) for name, rows in inputs.items()}
         self._logits_rows = torch.from_numpy(logits_rows.rows.astype(np.int64)).to(device)
         self._sampling = None if logits_rows.sampling is None else logits_rows.sampling.reshape(-1)
-        self._num_summarized = 0  # rows of the summaries that were computed before
+        self._num_summarized = 0  # number of rows of logits that were summarised before
         self._batch = batch
         self._adapted = AdaptedRows(adapters, batch, logits_rows, device, scalings)
         self._positions = torch.from_numpy(batch.positions).to(device)

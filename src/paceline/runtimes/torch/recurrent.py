@@ -120,7 +120,7 @@ def _run_rows(part: _StatePart, committed: torch.Tensor, rows: RowRange, update:
 
 
 def _save_states(part: _StatePart, value: torch.Tensor, count: int, update: StateUpdate) -> None:
-    """Write the state after `count` pending and new rows to all places that keep it (`StateUpdate.saves`)."""
+    """Write the state to all places that keep the state after `count` rows (`StateUpdate.saves`)."""
     for end, state in update.saves:
         if end == count:
             part.write(value, state)
