@@ -22,7 +22,7 @@ from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.layer_cache import LayerCache
 from paceline.kv_cache.row_plan import Commit, RowPlan, TreeLayout
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange, assemble_pass
-from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, TOKEN_IDS, Compose
+from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, TOKEN_IDS, NetworkDefinition
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -115,7 +115,7 @@ class Toy(Network):
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         return [FullAttentionCache(np.zeros((2, num_blocks, 1, SIZE, WIDTH), np.int64))]
 
-    def network_with_same_weights(self, compose: Compose) -> Network:
+    def network_with_same_weights(self, compose: NetworkDefinition) -> Network:
         raise AssertionError("a toy has no network beside it")
 
     def embed(self, token_ids: IntArray) -> FloatArray:

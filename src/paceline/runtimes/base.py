@@ -21,7 +21,7 @@ from paceline.models.adapters.adapter import Adapter
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.weights import Weights
-from paceline.runtimes.decoder import BLOCK_MAX, COLLECTED, HIDDEN_STATES, LOGITS, SUMMARY, TOKEN_IDS, Compose
+from paceline.runtimes.decoder import BLOCK_MAX, COLLECTED, HIDDEN_STATES, LOGITS, SUMMARY, TOKEN_IDS, NetworkDefinition
 from paceline.runtimes.logits_summary import LogitsSummary, RowSampling, SummaryOptions, decode_summaries
 
 IntArray = NDArray[np.int32]
@@ -107,7 +107,7 @@ class ForwardOutput:
     """The results of one pass. Arrays are views that the next pass of the same network overwrites.
 
     Args:
-        results: float32 arrays by the result names of the network's `Compose` function. Only those that are used are copied.
+        results: float32 arrays by the result names of the network's `NetworkDefinition` function. Only those that are used are copied.
         address_of: returns the memory address of the first row of a result, by name; 0 = unknown.
     """
 
@@ -116,12 +116,12 @@ class ForwardOutput:
 
     @property
     def logits(self) -> FloatArray:
-        """[R, V], in the order of `LogitsRows.rows`."""
+        """Logits [R, V], in the order of `LogitsRows.rows`."""
         return self.results[LOGITS]
 
     @property
     def block_max(self) -> FloatArray | None:
-        """[R, blocks], the maximum of each block of BLOCK_COLUMNS logits of a row; None = not computed."""
+        """Maximum of each block of BLOCK_COLUMNS logits of a row, [R, blocks]; None = not computed."""
         return self.results.get(BLOCK_MAX)
 
     @property
@@ -141,12 +141,12 @@ class ForwardOutput:
 
     @property
     def hidden_states(self) -> FloatArray:
-        """[T, E], after the final norm."""
+        """Hidden states [T, E] after the final norm."""
         return self.results[HIDDEN_STATES]
 
     @cached_property
     def collected_hidden_states(self) -> FloatArray | None:
-        """[num_collected, T, E], see `decoder.decoder`; None = the network collects none."""
+        """Hidden states at collected layer boundaries, [num_collected, T, E], see `decoder.decoder`; None = none are collected."""
         names = [name for name in self.results if name.startswith(f"{COLLECTED}.")]
         return np.stack([self.results[name] for name in names]) if names else None
 
@@ -165,12 +165,12 @@ class PlanOutput(NamedTuple):
     """The results of a pass for the rows of one `RowPlan`, that is, of one sequence.
 
     Attributes:
-        output: results of the whole pass.
+        pass_output: results of the whole pass.
         first_row: index in the pass of the plan's first row.
         first_logits_row, end_logits_row: the plan's rows among the rows of logits.
     """
 
-    output: ForwardOutput
+    pass_output: ForwardOutput
     plan: RowPlan
     first_row: int
     first_logits_row: int
@@ -178,16 +178,16 @@ class PlanOutput(NamedTuple):
 
     @property
     def logits(self) -> FloatArray:
-        """[number of the plan's `logits_nodes`, V], in the order given to `assemble_pass`."""
-        return self.output.logits[self.first_logits_row : self.end_logits_row]
+        """Logits of the plan's `logits_nodes`, [len(logits_nodes), V], in the order given to `assemble_pass`."""
+        return self.pass_output.logits[self.first_logits_row : self.end_logits_row]
 
     def hidden_states(self, nodes: Sequence[int]) -> FloatArray:
         """Return the final hidden states of these nodes of the draft tree, [len(nodes), E]; overwritten by the next pass."""
-        return self.output.hidden_states[self._rows(nodes)]
+        return self.pass_output.hidden_states[self._rows(nodes)]
 
     def collected_hidden_states(self, nodes: Sequence[int]) -> FloatArray | None:
         """Return the collected hidden states of these nodes, [num_collected, len(nodes), E]; None = the network collects none."""
-        collected = self.output.collected_hidden_states
+        collected = self.pass_output.collected_hidden_states
         return None if collected is None else collected[:, self._rows(nodes)]
 
     def _rows(self, nodes: Sequence[int]) -> slice | list[int]:
@@ -220,7 +220,7 @@ class Network(ABC):
 
     config: ModelConfig
     capabilities: Capabilities
-    compose: Compose
+    compose: NetworkDefinition
     version: str = ""
     weights: Weights | None = None
     num_passes: int
@@ -301,10 +301,10 @@ class Network(ABC):
         raise KeyError(number)
 
     @abstractmethod
-    def network_with_same_weights(self, compose: Compose) -> "Network":
+    def network_with_same_weights(self, compose: NetworkDefinition) -> "Network":
         """Return a network with another `compose` function that uses the same weights and the same cache."""
 
-    def shared_kv_reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "Network":
+    def shared_kv_reader(self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "Network":
         """Return a network with other weights whose attention reads this network's keys and values and writes none.
 
         Args:

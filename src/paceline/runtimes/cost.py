@@ -46,7 +46,7 @@ class ForwardProfile:
     def from_samples(
         cls, measured: Mapping[int, float], cached_row_read_s: float = 0.0, cached_row_attention_s: float = 0.0
     ) -> "ForwardProfile":
-        """Return a profile of measured seconds by number of rows. A time longer than that of more rows is reduced to it."""
+        """Return a profile of measured seconds by number of rows. Where more rows took less time, that time is used for both."""
         seconds: dict[int, float] = {}
         shortest = float("inf")
         for rows in sorted(measured, reverse=True):
@@ -220,7 +220,7 @@ class _TimedSequence:
         plan = self._cache.reserve(self._sequence, range(-1, num_rows - 1), num_rows)
         for layer_cache in layer_caches:
             for block in plan.paths[0].block_table[self._cached_len // plan.block_size :]:
-                layer_cache.fill_block(block)  # reading memory that was never written would be too fast
+                layer_cache.fill_block(block)  # because memory that was never written is read too fast
         self._cache.keep_path(self._sequence, num_rows - 1)
         return True
 

@@ -171,7 +171,7 @@ class Blocks(Protocol[Value]):
         ...
 
 
-class Compose(Protocol):
+class NetworkDefinition(Protocol):
     """A function that defines a network: it calls `blocks`, a runtime's implementation, and returns the results by name.
 
     A result is [T, width] for the T rows of the pass, or [R, width] if it was computed from `Blocks.logits_rows`.
@@ -326,7 +326,7 @@ def per_layer_inputs(blocks: Blocks[Value], config: ModelConfig, x: Value) -> Va
     return blocks.scale(blocks.add(context, blocks.per_layer_embedding("layer_embedding")), 0.5**0.5)
 
 
-def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
+def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> NetworkDefinition:
     """Return the function that defines a language model. Its input is `token_ids`.
 
     Its results are `logits` [R, V]; `hidden_states` [T, E], after the final norm; and `collected.0`, `collected.1`, ... [T, E], the
@@ -356,7 +356,7 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
     return compose
 
 
-def with_summaries(compose: Compose, options: SummaryOptions | None) -> Compose:
+def with_summaries(compose: NetworkDefinition, options: SummaryOptions | None) -> NetworkDefinition:
     """Return the same network with summaries of its logits as further results: `summary` of `logits`, `summary.x` of `logits.x`."""
     if options is None:
         return compose

@@ -19,7 +19,7 @@ from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Network, Numerics, assemble_pass
-from paceline.runtimes.decoder import Compose, decoder
+from paceline.runtimes.decoder import NetworkDefinition, decoder
 from paceline.runtimes.native.library import fastest_page_sums, kernels_path
 from paceline.runtimes.numerics import measure_numerics
 from paceline.runtimes.profile_cache import ProfileCache
@@ -238,7 +238,7 @@ def _warm_up(network: Network) -> None:
 
 
 def load_head(
-    compose: Compose,
+    compose: NetworkDefinition,
     config: ModelConfig,
     weights: Weights,
     *,

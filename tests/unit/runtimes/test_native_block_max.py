@@ -48,7 +48,7 @@ def head(form: str, outputs: int, **options: Any) -> Network:
 
     def build(blocks: Any, inputs: Any) -> Any:
         logits = blocks.lm_head(inputs[0], "lm_head")
-        return [logits, blocks.append_block_max(logits)]
+        return [logits, blocks.record_block_max(logits)]
 
     return Network([COLUMNS], build, tensors=tensors, packed=form != "f32", **options)
 

@@ -17,7 +17,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.layers import GatedDeltaConfig, Mamba2Config, Recurrent, ShortConvConfig
 from paceline.models.weights import Weights, as_float32
 from paceline.runtimes.base import FloatArray, assemble_pass
-from paceline.runtimes.decoder import HIDDEN_STATES, Compose, decoder, recurrent_block
+from paceline.runtimes.decoder import HIDDEN_STATES, NetworkDefinition, decoder, recurrent_block
 from paceline.runtimes.native.network import NativeNetwork
 
 if not BUILT:
@@ -27,7 +27,7 @@ Doubles = NDArray[np.float64]
 ALL_KINDS = [MIXERS["delta"], MIXERS["mamba"], None, MIXERS["convolution"], MIXERS["narrow mamba"], MIXERS["narrow delta"]]
 
 
-def open_network(config: ModelConfig, seed: int, compose: Compose | None = None, num_threads: int = 2) -> NativeNetwork:
+def open_network(config: ModelConfig, seed: int, compose: NetworkDefinition | None = None, num_threads: int = 2) -> NativeNetwork:
     weights = Weights(recurrent_weights(config, seed))
     return NativeNetwork(compose or decoder(config), config, weights, num_threads=num_threads, max_model_len=2048)
 

@@ -20,7 +20,7 @@ from paceline.models.config import WeightType
 from paceline.models.layers import QKNorm
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange
-from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, Blocks, Compose, Value, decoder_layer
+from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
 from paceline.runtimes.embedding import embedding_rows
 from paceline.runtimes.load import load_head
 from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
@@ -30,7 +30,7 @@ BOUNDARY, EMBEDDING, LATENT, BASE, SELECTED = "boundary", "embedding", "latent",
 Result name: the vectors that DFlash2 scores candidates with."""
 
 
-def context_network(config: BlockConfig) -> Compose:
+def context_network(config: BlockConfig) -> NetworkDefinition:
     """Return the network that stores keys and values of committed positions."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
@@ -53,7 +53,7 @@ def context_network(config: BlockConfig) -> Compose:
     return compose
 
 
-def block_network(config: BlockConfig) -> Compose:
+def block_network(config: BlockConfig) -> NetworkDefinition:
     """Return the network of a block: `hidden_states` [T, E] after the final norm, and `logits` [R, Vd]; DFlash2: `selected` [T, r]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
@@ -72,7 +72,7 @@ def block_network(config: BlockConfig) -> Compose:
     return compose
 
 
-def markov_bias_network(config: BlockConfig, markov_rank: int) -> Compose:
+def markov_bias_network(config: BlockConfig, markov_rank: int) -> NetworkDefinition:
     """Return the network that adds the bias of DSpark, from latent vectors [T, r], to rows of a block: `logits` [R, Vd]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:

@@ -12,7 +12,7 @@ from paceline.drafters.recurrent_heads.head import BOUNDARY, EMBEDDING, FEATURE,
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
 from paceline.runtimes.base import Network
-from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
+from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
 from paceline.runtimes.load import load_head
 
 
@@ -60,7 +60,7 @@ def open_eagle_head(
     return RecurrentHead(config, runtime, drafted, embedding, target_ids=checkpoint.target_ids, masked=masked)
 
 
-def true_pair_network(config: EagleConfig, soft_cap: float | None = None) -> Compose:
+def true_pair_network(config: EagleConfig, soft_cap: float | None = None) -> NetworkDefinition:
     """Compose pairs with the target's features: inputs `embedding` and, for heads with `fc`, `boundary.0` …, else `feature`.
 
     Args:
@@ -82,7 +82,7 @@ def true_pair_network(config: EagleConfig, soft_cap: float | None = None) -> Com
     return compose
 
 
-def draft_pair_network(config: EagleConfig, soft_cap: float | None = None) -> Compose:
+def draft_pair_network(config: EagleConfig, soft_cap: float | None = None) -> NetworkDefinition:
     """Compose pairs with this head's own outputs as features: inputs `embedding` and `feature`."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:

@@ -152,7 +152,7 @@ class Execution:
             self.kernels.paceline_run(*self._arguments)
 
     def _packed_floats(self, num_rows: int) -> int:
-        """Return the floats of the packed input rows of the largest product in a pass of `num_rows` rows."""
+        """Return how many floats the packed input rows of the largest product have in a pass of `num_rows` rows."""
         sizes = {(num_rows, self._max_columns)}
         for operation in self._recorded.operations:
             if isinstance(operation, ExpertsOperation):

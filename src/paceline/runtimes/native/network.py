@@ -34,7 +34,7 @@ from paceline.runtimes.base import (
     Network,
     Numerics,
 )
-from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LOGITS, PER_LAYER_EMBEDDINGS, TOKEN_IDS, Compose, with_summaries
+from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LOGITS, PER_LAYER_EMBEDDINGS, TOKEN_IDS, NetworkDefinition, with_summaries
 from paceline.runtimes.embedding import per_layer_embedding_rows, scaled_rows, unscaled_embedding_rows
 from paceline.runtimes.kv_storage import kv_arrays_of_layers
 from paceline.runtimes.logits_summary import SummaryOptions
@@ -92,7 +92,7 @@ class NativeNetwork(Network):
 
     def __init__(
         self,
-        compose: Compose,
+        compose: NetworkDefinition,
         config: ModelConfig,
         weights: Weights,
         *,
@@ -285,7 +285,7 @@ class NativeNetwork(Network):
         del self._adapters[number]
         self._shared.classifiers.pop(number, None)
 
-    def network_with_same_weights(self, compose: Compose) -> "NativeNetwork":
+    def network_with_same_weights(self, compose: NetworkDefinition) -> "NativeNetwork":
         other = NativeNetwork.__new__(NativeNetwork)
         other.__dict__.update(self.__dict__)
         other._compose(compose)
@@ -296,7 +296,7 @@ class NativeNetwork(Network):
         table = self._shared.weights.table("embedding" if self.config.tied_embeddings else "lm_head")
         return table.first_outputs(count) if isinstance(table, PackedWeights) else None
 
-    def shared_kv_reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "NativeNetwork":
+    def shared_kv_reader(self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "NativeNetwork":
         return NativeNetwork(
             compose,
             config,
@@ -307,7 +307,7 @@ class NativeNetwork(Network):
             kv_source=self,
         )
 
-    def _compose(self, compose: Compose) -> None:
+    def _compose(self, compose: NetworkDefinition) -> None:
         self.compose = compose
         self._programs: dict[SummaryOptions | None, _Program] = {}
         program = self._create_program(None)
@@ -329,7 +329,7 @@ class NativeNetwork(Network):
         blocks = NativeBlocks(self.config, shared.weights, self._cache_config, supports_adapters=shared.adapters is not None)
         results = dict(with_summaries(self.compose, summary)(blocks))
         if summary is None and TOKEN_IDS in blocks.inputs and LOGITS in results:
-            block_max = blocks.append_block_max(results[LOGITS])
+            block_max = blocks.record_block_max(results[LOGITS])
             if block_max is not None:
                 results[BLOCK_MAX] = block_max
         buffers, widths = assign_buffers(blocks, {value.index for value in results.values()})

@@ -88,7 +88,7 @@ class NativeBlocks:
         self._supports_adapters = supports_adapters
         self.sites: list[tuple[str, ...]] = []  # see `adapters.AdapterSiteNames`
         self._num_summaries = 0
-        self._result_widths: dict[int, int] = {}  # width of the result in values that also have scratch memory
+        self._result_widths: dict[int, int] = {}  # width of the result, for values whose rows also contain scratch memory
 
     def result_width(self, value: Value) -> int:
         """Return how many floats of a row of the value are the result. The others are scratch memory of the operation."""
@@ -157,7 +157,7 @@ class NativeBlocks:
             self._append_to(operation, outs[0])
         return tuple(outs)
 
-    def append_block_max(self, logits: Value) -> Value | None:
+    def record_block_max(self, logits: Value) -> Value | None:
         """Let the product for `logits` also compute the maximum of each BLOCK_COLUMNS logits; None = it is not a single product."""
         for operation in self.operations:
             if isinstance(operation, LinearOperation) and operation.num_matrices == 1 and operation.matrices[0].out == logits.index:

@@ -118,7 +118,7 @@ class AdaptedRows:
             for number, rows in batch.rows_by_adapter().items()
         ]
 
-    def linear(
+    def apply_to_products(
         self, x: torch.Tensor, names: Sequence[str], outs: tuple[torch.Tensor, ...], chosen: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Return products of x after the adapter of each row is applied.
@@ -136,13 +136,13 @@ class AdaptedRows:
                 out[rows] = own.adapter.apply_to_product(name, x[rows].float(), out[rows].float(), own.scalings).to(out.dtype)
         return outs
 
-    def lm_head(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def apply_to_logits(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return logits after the adapter of each row is applied. x: the rows of logits before `lm_head`."""
         for own in self._adapter_rows:
             logits[own.logits_rows] = own.adapter.apply_to_product(LM_HEAD, x[own.logits_rows].float(), logits[own.logits_rows])
         return logits
 
-    def embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def apply_to_embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         for own in self._adapter_rows:
             rows[own.rows] = own.adapter.apply_to_embedding(token_ids[own.rows], rows[own.rows].float()).to(rows.dtype)
         return rows

@@ -81,7 +81,7 @@ class TorchBlocks:
 
     def embedding(self, name: str) -> torch.Tensor:
         token_ids = self._inputs[TOKEN_IDS]
-        return scaled_rows(self._adapted.embedding(token_ids, F.embedding(token_ids, self._weights.weight(name))), self._config)
+        return scaled_rows(self._adapted.apply_to_embedding(token_ids, F.embedding(token_ids, self._weights.weight(name))), self._config)
 
     def per_layer_embedding(self, name: str) -> torch.Tensor:
         """See `Blocks`. The table is not loaded; only the needed rows are read."""
@@ -213,7 +213,7 @@ class TorchBlocks:
         return x[self._logits_rows]
 
     def lm_head(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self._adapted.lm_head(x, F.linear(x, self._weights.weight(name)).float())
+        return self._adapted.apply_to_logits(x, F.linear(x, self._weights.weight(name)).float())
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return soft_cap(x, cap)
@@ -222,7 +222,7 @@ class TorchBlocks:
         """Return products after adapters are applied. chosen: indices of the rows of the pass that x has; None = all."""
         fused = self._weights.fused(names)
         outs = torch.split(F.linear(x, fused.weight, fused.bias), list(fused.sizes), dim=-1)
-        return self._adapted.linear(x, names, outs, chosen)
+        return self._adapted.apply_to_products(x, names, outs, chosen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from paceline.runtimes.base import (
     Numerics,
     RowRange,
 )
-from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, SUMMARY, Compose, with_summaries
+from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, SUMMARY, NetworkDefinition, with_summaries
 from paceline.runtimes.kv_storage import kv_arrays_of_layers
 from paceline.runtimes.torch.adapters import TorchAdapter
 from paceline.runtimes.torch.attention import PaddedAttention, RangeAttention
@@ -51,7 +51,7 @@ class TorchNetwork(Network):
 
     def __init__(
         self,
-        compose: Compose,
+        compose: NetworkDefinition,
         config: ModelConfig,
         weights: Weights,
         *,
@@ -189,12 +189,12 @@ class TorchNetwork(Network):
             ids = torch.from_numpy(token_ids.astype(np.int64)).to(weights.device)
             return _to_numpy(scaled_rows(F.embedding(ids, weights.weight("embedding")), self.config))
 
-    def shared_kv_reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "TorchNetwork":
+    def shared_kv_reader(self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "TorchNetwork":
         """See `Network`. The other network has the device and the type of this one."""
         can = self.capabilities
         return TorchNetwork(compose, config, weights, device=can.device, weight_type=can.weight_type, kv_source=self)
 
-    def network_with_same_weights(self, compose: Compose) -> "TorchNetwork":
+    def network_with_same_weights(self, compose: NetworkDefinition) -> "TorchNetwork":
         other = TorchNetwork.__new__(TorchNetwork)
         other.__dict__.update(self.__dict__)
         other.compose = compose

@@ -137,7 +137,7 @@ def _parents(rows: RowRange) -> Iterator[int]:
 
 
 class _Convolution:
-    """The part of a causal convolution: its last inputs [kernel_size - 1, C], oldest first."""
+    """A causal convolution. Its part of the state is the last inputs [kernel_size - 1, C], oldest first."""
 
     def __init__(self, layout: LayerStateLayout, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._layout, self._x, self._weight, self._bias = layout, x, weight.T, bias
@@ -169,7 +169,7 @@ class _Convolution:
 
 
 class _Matrices:
-    """The part of state matrices S [rows, columns], one for each head: S = decay * S + key update^T, output = S^T query.
+    """State matrices S [rows, columns], one for each head. Each row updates S = decay * S + key update^T; its output is S^T query.
 
     Args:
         keys, queries: [T, key_heads, rows].
@@ -238,12 +238,12 @@ class _Matrices:
 
 
 def _add_outer_product(matrices: torch.Tensor, key: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """Return S + key update^T for each head."""
+    """Return S + key update^T for the matrix S of each head."""
     return matrices + key[:, :, None] * update[:, None]
 
 
 def _multiply_key(key: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """Return S^T key for each head, [heads, columns]."""
+    """Return S^T key for the matrix S of each head, [heads, columns]."""
     return (key[:, :, None] * matrices).sum(1)
 
 
