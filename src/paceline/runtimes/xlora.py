@@ -81,11 +81,8 @@ def compute_scalings(
     if not ranges:
         return {}
     row_indices, rows_of_adapter = np.concatenate(indices), {adapter: np.concatenate(parts) for adapter, parts in rows.items()}
-    constants = {
-        adapter: classifiers[adapter].constant_scalings(len(own))
-        for adapter, own in rows_of_adapter.items()
-        if classifiers[adapter].pass_scaling
-    }
+    adapted = {adapter: own for adapter, own in rows_of_adapter.items() if classifiers[adapter].pass_scaling}
+    constants = {adapter: classifiers[adapter].constant_scalings(len(own)) for adapter, own in adapted.items()}
     scaling_batch = ForwardBatch(batch.positions[row_indices], tuple(ranges))
     hidden = run_pass({name: values[row_indices] for name, values in inputs.items()}, scaling_batch, constants)
     return {adapter: classifiers[adapter].scalings(hidden[own.astype(np.int64)]) for adapter, own in rows_of_adapter.items()}

@@ -30,9 +30,7 @@ class NativeClassifier(Classifier):
             for kind, values in zip(("weight", "bias"), layer, strict=True)
         }
         weights = Weights({name: Tensor(values, WeightType.F32, values.shape) for name, values in arrays.items()})
-        self._weights = NativeWeights(
-            weights, WeightType.F32, num_threads=num_threads
-        )  # keeps the memory allocated, because operations have addresses in it
+        self._weights = NativeWeights(weights, WeightType.F32, num_threads=num_threads)  # kept, because operations have addresses in it
         blocks = NativeBlocks(config, self._weights, config)
         value = blocks.input("hidden_states", config.hidden_size)
         for number in range(len(mixture.classifier)):
@@ -61,10 +59,10 @@ def add_scaling_pass_caches(cache: KVCache, rows: KVBlockAccess) -> list[PagedCa
     """
     added = list[PagedCache]()
     try:
-        for own in list(cache.layer_caches):
-            assert isinstance(own, PagedCache)
-            storage = np.zeros_like(own.storage)
-            window = own.window if isinstance(own, SlidingWindowCache) else None
+        for layer_cache in list(cache.layer_caches):
+            assert isinstance(layer_cache, PagedCache)
+            storage = np.zeros_like(layer_cache.storage)
+            window = layer_cache.window if isinstance(layer_cache, SlidingWindowCache) else None
             added.append(FullAttentionCache(storage, rows) if window is None else SlidingWindowCache(storage, window, BLOCK_SIZE, rows))
     except MemoryError as error:
         raise CapacityError("keys and values of X-LoRA's scaling passes do not fit in memory: lower kv_cache_gb") from error

@@ -64,7 +64,7 @@ INLINE int score_steps(const int kind, int size) { return kind == KV_S8 ? (size 
 #define SCALE_OF_QUERY(padded) ((padded) - 2)
 #define SUM_OF_QUERY(padded) ((padded) - 1)
 
-/* score_tile for an int8 block: integer products times both scales. */
+/* The same as score_tile for an int8 block: integer products, times the scales of query and key. */
 INLINE void score_int8_tile(const uint8_t *keys, Prefetch *prefetch, const float *q, int size, float *scores, int row_stride,
                             const int queries) {
     const int padded = padded_columns(size);

@@ -169,7 +169,7 @@ static const Format FORMATS[] = {
 static size_t num_groups(const Format *format, size_t columns) { return columns / (size_t)format->group; }
 
 /* Return pointers to row `row`, which has `columns` columns, from column `column` on, the first of a block of `block` columns. */
-static UnpackedRows rows_at(const UnpackedRows *from, const Format *format, size_t row, size_t columns, size_t column, size_t block) {
+static UnpackedRows unpacked_rows_at(const UnpackedRows *from, const Format *format, size_t row, size_t columns, size_t column, size_t block) {
     const size_t at = row * columns + column, groups = num_groups(format, at), blocks = at / block;
     return (UnpackedRows){from->codes + at * (size_t)format->code_bits / 8, from->scales + groups, from->minimums + groups, from->float16_scales + blocks,
                     from->float16_minimums + blocks, from->factors + groups, from->minimum_factors + groups};
@@ -192,8 +192,8 @@ static void reorder_runs(const GgufBlocks *from, const Format *format, const Unp
     const int has_float_scales = format->columns == RUN_COLUMNS, run_groups = RUN_COLUMNS / format->group;
     for (int run = 0; run < from->columns / RUN_COLUMNS; run++) {
         const size_t column = (size_t)(from->run_positions ? from->run_positions[run] : run) * RUN_COLUMNS;
-        const UnpackedRows source = rows_at(stored, format, 0, 0, (size_t)run * RUN_COLUMNS, (size_t)format->columns);
-        const UnpackedRows target = rows_at(to, format, 0, 0, column, from->scale_columns ? (size_t)from->scale_columns : RUN_COLUMNS);
+        const UnpackedRows source = unpacked_rows_at(stored, format, 0, 0, (size_t)run * RUN_COLUMNS, (size_t)format->columns);
+        const UnpackedRows target = unpacked_rows_at(to, format, 0, 0, column, from->scale_columns ? (size_t)from->scale_columns : RUN_COLUMNS);
         memcpy(target.codes, source.codes, (size_t)(RUN_COLUMNS * format->code_bits / 8));
         if (from->scale_columns) *target.float16_scales = *source.float16_scales, *target.float16_minimums = *source.float16_minimums;
         for (int g = 0; g < run_groups; g++) {
@@ -225,7 +225,7 @@ static int unpack_row(const GgufBlocks *from, const Format *format, const uint8_
     const int is_direct = !from->run_positions && (from->scale_columns == SUPER_BLOCK || format->columns == RUN_COLUMNS);
     const UnpackedRows *const first = is_direct ? to : scratch;
     for (int column = 0; column < from->columns; column += format->columns, stored += format->bytes) {
-        const UnpackedRows block = rows_at(first, format, 0, 0, (size_t)column, (size_t)format->columns);
+        const UnpackedRows block = unpacked_rows_at(first, format, 0, 0, (size_t)column, (size_t)format->columns);
         format->unpack(stored, &block);
     }
     const int found = has_finite_scales(first, format, from->columns);
@@ -256,13 +256,13 @@ int32_t paceline_pack_gguf_blocks(const GgufBlocks *from, int32_t begin, int32_t
     UnpackedRows rows;
     void *const memory = allocate_rows((LANES + 1) * columns, &rows);
     if (!memory) return -2;
-    const UnpackedRows scratch = rows_at(&rows, format, LANES, columns, 0, RUN_COLUMNS);
+    const UnpackedRows scratch = unpacked_rows_at(&rows, format, LANES, columns, 0, RUN_COLUMNS);
     int32_t failure = -1;
     for (int panel = begin; panel < end && failure < 0; panel++) {
         const int first = panel * LANES, count = from->outputs - first < LANES ? from->outputs - first : LANES;
         for (int row = 0; row < count && failure < 0; row++) {
             const int64_t number = from->row_order ? from->row_order[first + row] : first + row;
-            const UnpackedRows to_row = rows_at(&rows, format, (size_t)row, columns, 0, block);
+            const UnpackedRows to_row = unpacked_rows_at(&rows, format, (size_t)row, columns, 0, block);
             if (!unpack_row(from, format, from->rows + number * from->row_bytes, &scratch, &to_row)) failure = first + row;
         }
         if (failure < 0) fill_panels(from, format, &rows, count, to + panel * panel_bytes);

@@ -72,8 +72,8 @@ INLINE void u8_tile(const Matrix *matrix, int first, const float *x, float *y, i
     store_lane_sums(matrix, first, sum, outputs, rows, y, real_rows);
 }
 
-/* Outputs that are computed together for a single bfloat16 row. The time is that of reading W, which is fastest in storage order: few outputs. But
- * one sum alone would wait for the latency of each addition when W is in a cache. */
+/* Outputs that are computed together for a single bfloat16 row. Most of the time is needed to read W, which is fastest in storage order, so they
+ * are few. With a single one, each addition would wait for the one before. */
 #ifdef __AVX512BF16__
 #define ROW_OUTPUTS 2
 #else

@@ -21,7 +21,7 @@ typedef struct {
 } RowBatch;
 
 /* Compute a panel of outputs of a matrix for `rows` rows. */
-INLINE void down_panel(const int kind, const Matrix *matrix, int panel, const RowBatch *batch, const int rows) {
+INLINE void compute_down_panel(const int kind, const Matrix *matrix, int panel, const RowBatch *batch, const int rows) {
     const int first = panel * DOWN_OUTPUTS, left = matrix->outputs - first, count = left < DOWN_OUTPUTS ? left : DOWN_OUTPUTS;
     const uint8_t *codes = matrix->codes + (size_t)panel * (size_t)matrix->row_bytes;
     floats sum[SUMS];
@@ -43,11 +43,11 @@ INLINE void down_panel(const int kind, const Matrix *matrix, int panel, const Ro
         for (int n = 0; n < count; n++) batch->to[row][first + n] = totals[n * rows + row];
 }
 
-INLINE void down_panels(const int kind, const Matrix *matrix, int begin, int end, const RowBatch *batch) {
+INLINE void compute_down_panels(const int kind, const Matrix *matrix, int begin, int end, const RowBatch *batch) {
     if (batch->num_real == 1)
-        for (int panel = begin; panel < end; panel++) down_panel(kind, matrix, panel, batch, 1);
+        for (int panel = begin; panel < end; panel++) compute_down_panel(kind, matrix, panel, batch, 1);
     else
-        for (int panel = begin; panel < end; panel++) down_panel(kind, matrix, panel, batch, 2);
+        for (int panel = begin; panel < end; panel++) compute_down_panel(kind, matrix, panel, batch, 2);
 }
 
 /* Return the index of row `number`; row_indices NULL = 0, 1, 2, ... */
@@ -64,16 +64,16 @@ static void run_down_panels(const Matrix *matrix, int begin, int end, const floa
             batch.to[row] = to + row_index(is_scattered ? row_indices : NULL, place) * width;
         }
         if (matrix->kind == F32)
-            down_panels(F32, matrix, begin, end, &batch);
+            compute_down_panels(F32, matrix, begin, end, &batch);
         else if (matrix->kind == F16)
-            down_panels(F16, matrix, begin, end, &batch);
+            compute_down_panels(F16, matrix, begin, end, &batch);
         else
-            down_panels(BF16, matrix, begin, end, &batch);
+            compute_down_panels(BF16, matrix, begin, end, &batch);
     }
 }
 
 /* Add a panel of `up` times the result of `down`, and the bias, to the outputs of some rows. */
-INLINE void up_panel(const int kind, const AdapterProduct *product, int panel, int outputs, const RowBatch *batch, const int rows) {
+INLINE void add_up_panel(const int kind, const AdapterProduct *product, int panel, int outputs, const RowBatch *batch, const int rows) {
     const int rank = product->rank, at = panel * LANES, count = outputs - at < LANES ? outputs - at : LANES;
     const uint8_t *up = product->up + (size_t)panel * (size_t)rank * LANES * (kind == F32 ? 4 : 2);
     floats sum[8];
@@ -88,15 +88,15 @@ INLINE void up_panel(const int kind, const AdapterProduct *product, int panel, i
     }
 }
 
-INLINE void up_panels(const int kind, const AdapterProduct *product, int begin, int end, int outputs, const RowBatch *batch) {
+INLINE void add_up_panels(const int kind, const AdapterProduct *product, int begin, int end, int outputs, const RowBatch *batch) {
     if (batch->num_real == 1)
-        for (int panel = begin; panel < end; panel++) up_panel(kind, product, panel, outputs, batch, 1);
+        for (int panel = begin; panel < end; panel++) add_up_panel(kind, product, panel, outputs, batch, 1);
     else if (batch->num_real == 2)
-        for (int panel = begin; panel < end; panel++) up_panel(kind, product, panel, outputs, batch, 2);
+        for (int panel = begin; panel < end; panel++) add_up_panel(kind, product, panel, outputs, batch, 2);
     else if (batch->num_real <= 4)
-        for (int panel = begin; panel < end; panel++) up_panel(kind, product, panel, outputs, batch, 4);
+        for (int panel = begin; panel < end; panel++) add_up_panel(kind, product, panel, outputs, batch, 4);
     else
-        for (int panel = begin; panel < end; panel++) up_panel(kind, product, panel, outputs, batch, 8);
+        for (int panel = begin; panel < end; panel++) add_up_panel(kind, product, panel, outputs, batch, 8);
 }
 
 /* Add panels [begin, end) of a LoRA update to the outputs of `count` rows. */
@@ -110,11 +110,11 @@ static void run_up_panels(const AdapterProduct *product, int begin, int end, int
             batch.to[row] = y + row_index(row_indices, place) * (size_t)outputs;
         }
         if (product->kind == F32)
-            up_panels(F32, product, begin, end, outputs, &batch);
+            add_up_panels(F32, product, begin, end, outputs, &batch);
         else if (product->kind == F16)
-            up_panels(F16, product, begin, end, outputs, &batch);
+            add_up_panels(F16, product, begin, end, outputs, &batch);
         else
-            up_panels(BF16, product, begin, end, outputs, &batch);
+            add_up_panels(BF16, product, begin, end, outputs, &batch);
     }
 }
 
@@ -237,7 +237,7 @@ int has_low_rank_pairs(const Pass *pass, const ExpertsOperation *op, const Route
     return 0;
 }
 
-/* Compute `down` for the pairs of all experts. A ticket is a panel, after the `skipped` tickets of pack_pairs. ticket: the caller's first. */
+/* Compute `down` for the pairs of all experts. Tickets count the blocks of pack_pairs (`skipped`), then panels. ticket: the caller's first one. */
 void run_down_of_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, int ticket, int skipped) {
     const Pass *pass = work->pass;
     const size_t width = (size_t)pass->low_rank_floats;

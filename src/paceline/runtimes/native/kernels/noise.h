@@ -15,26 +15,26 @@
 
 typedef uint64_t long_words __attribute__((vector_size(64)));
 
-INLINE long_words mix_states(long_words state) {
+INLINE long_words splitmix64_vector(long_words state) {
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9u;
     state = (state ^ (state >> 27)) * 0x94D049BB133111EBu;
     return state ^ (state >> 31);
 }
 
-INLINE uint64_t mix(uint64_t state) { return mix_states((long_words){state})[0]; }
+INLINE uint64_t splitmix64(uint64_t state) { return splitmix64_vector((long_words){state})[0]; }
 
 /* Return the key of the noise with which the target samples a token (Purpose.TOKEN in sampling/noise.py). */
 INLINE uint64_t token_key(uint64_t seed, uint64_t sample_index, uint64_t position) {
-    return mix((mix(mix(seed + NOISE_STEP) ^ (sample_index << 8)) ^ position) + NOISE_STEP);
+    return splitmix64((splitmix64(splitmix64(seed + NOISE_STEP) ^ (sample_index << 8)) ^ position) + NOISE_STEP);
 }
 
-/* Return the argument of mix_states for the 16 ids from `id` on, an even number. Add 8 * NOISE_STEP for the next 16. */
+/* Return the argument of splitmix64_vector for the 16 ids from `id` on, an even number. Add 8 * NOISE_STEP for the next 16. */
 INLINE long_words noise_state(uint64_t key, int id) {
     return ((long_words){0, 1, 2, 3, 4, 5, 6, 7} + (uint64_t)(id / 2)) * NOISE_STEP + key;
 }
 
 INLINE words noise_of_state(long_words state) {
-    const long_words mixed = mix_states(state);
+    const long_words mixed = splitmix64_vector(state);
     words bits;
     memcpy(&bits, &mixed, sizeof bits);
     return bits;
@@ -47,13 +47,13 @@ INLINE words noise_of_ids(uint64_t key, const int32_t *ids, int column) {
     for (int half = 0; half < LANES; half += 8) {
         long_words id;
         for (int lane = 0; lane < 8; lane++) id[lane] = (uint64_t)(uint32_t)ids[column + half + lane];
-        const long_words mixed = mix_states((id >> 1) * NOISE_STEP + key) >> ((id & 1) << 5);
+        const long_words mixed = splitmix64_vector((id >> 1) * NOISE_STEP + key) >> ((id & 1) << 5);
         for (int lane = 0; lane < 8; lane++) bits[half + lane] = (uint32_t)mixed[lane];
     }
     return bits;
 }
 
-INLINE uint32_t noise_of_id(uint64_t key, int id) { return (uint32_t)(mix((uint64_t)(id / 2) * NOISE_STEP + key) >> (id % 2 * 32)); }
+INLINE uint32_t noise_of_id(uint64_t key, int id) { return (uint32_t)(splitmix64((uint64_t)(id / 2) * NOISE_STEP + key) >> (id % 2 * 32)); }
 
 /* Return E = -log(1 - w) with w = (bits + 1/2) / 2^32. */
 INLINE double exponential_variate(uint32_t bits) { return -log1p(-(((double)bits + 0.5) * 0x1p-32)); }

@@ -15,8 +15,8 @@
 #define MANY_ROWS 64
 #define PIECE_PACKED_COLUMNS 512 /* columns of input rows to pack */
 
-/* The records of a running pass, copied. If another thread forbiddenly changes the originals meanwhile, the threads of this pass still agree on the
- * number of rows, so that none waits at a barrier forever. */
+/* Copies of the records of a running pass. Should another thread change the originals, which is not allowed, the threads of this pass still agree on
+ * the number of rows, so that none waits at a barrier forever. */
 typedef struct {
     const Program *original_program;
     const Pass *original_pass;
@@ -219,7 +219,8 @@ static int claim_columns(const Work *work, int width, ColumnPiece *piece) {
     return number < total;
 }
 
-/* Define the function of an operation whose results depend only on the same columns of its inputs. `compute` computes one `piece` from x. */
+/* Define the function of an operation that computes columns of a row from the same columns of its inputs. `compute`: code for one `piece` of a row
+ * x. */
 #define DEFINE_ELEMENTWISE(name, Type, compute)                                                       \
     static void name(const Work *work, const Operation *operation) {                         \
         const Type *op = (const Type *)operation;                                            \

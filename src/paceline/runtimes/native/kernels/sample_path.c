@@ -200,7 +200,7 @@ static int sample_token(Row *row, const SampleOptions *options, int top_column) 
         if (min_p > 0.0f && fabsf(weight - min_p) <= min_p * NEAR_WEIGHT) return UNDECIDED;
         const int kept = options->top_p < 1.0 ? is_kept(row, argmax, options->top_p) : 1;
         if (kept) return kept == 1 ? argmax : UNDECIDED;
-        row->rejected_logit = row->logits[argmax]; /* and with it all columns with smaller logits */
+        row->rejected_logit = row->logits[argmax]; /* columns whose logits are not larger are rejected, too */
         /* all columns with less weight than this one have less weight together than top-p excludes */
         const float min_weight = (float)((1.0 - options->top_p) * row->total / row->columns * (1.0 - 2e-3));
         if (min_weight > row->min_weight) row->min_weight = min_weight;
@@ -229,7 +229,8 @@ static void set_block_max(const Row *row, const float *computed) {
     row->block_max[last] = max_or_nan(row->logits + last * BLOCK_COLUMNS, row->columns - last * BLOCK_COLUMNS);
 }
 
-/* Sample tokens from the root on, as long as a child holds the token. Return their number, one more than accepted nodes; 0 if a row is undecided. */
+/* Sample tokens from the root on, as long as a child holds the token. Return their number, one more than accepted nodes; 0 if a row is
+ * undecided. */
 static int sample_path(const SamplePath *path, float *scratch) {
     const SampleOptions *options = path->options;
     const int columns = options->columns, padded = (columns + LANES - 1) / LANES * LANES, num_nodes = path->num_nodes;

@@ -95,7 +95,7 @@ INLINE void sweep_rows(const Sweep *task, int rows, int has_path, Sums *sums) {
         if (task->path) return sweep_rows(task, rows, 1, sums);           \
         return sweep_rows(task, rows, 0, sums);
 
-static void sweep(const Sweep *task, int rows, Sums *sums) {
+static void run_sweep(const Sweep *task, int rows, Sums *sums) {
     switch (rows) {
         SWEEP_CASE(0) SWEEP_CASE(1) SWEEP_CASE(2) SWEEP_CASE(3)
 #if MAX_SWEEP_ROWS == 8
@@ -166,19 +166,19 @@ static Block block_at(const StateOperation *op, int number) {
 enum { ZERO_BLOCK, WORKING_BLOCK, FIRST_TEMPORARY };
 
 /* Run a step in sweeps of at most MAX_SWEEP_ROWS rows. The first sweep adds the path. */
-static void run_step(const StateRange *range, const StateOperation *op, const Block *block, const StateStep *step, Sweep *sweep_of, int rows,
+static void run_step(const StateRange *range, const StateOperation *op, const Block *block, const StateStep *step, Sweep *sweep, int rows,
                      const float *x, float *prepared, float *out) {
     Path path;
     Sums sums;
     const int values = op->heads * op->columns, before_values = op->is_delta ? 2 * op->key_heads * op->rows_of_state : 0;
     const float *packed = packed_of(op, prepared, rows, block->key_head, step->first_row);
-    if (step->path >= 0) collect_path(range, op, block, step->path, prepared, &path), sweep_of->path = &path;
-    sweep_of->stride = 2 * step->num_rows;
+    if (step->path >= 0) collect_path(range, op, block, step->path, prepared, &path), sweep->path = &path;
+    sweep->stride = 2 * step->num_rows;
     for (int first = 0; !first || first < step->num_rows; first += MAX_SWEEP_ROWS) {
         const int count = step->num_rows - first < MAX_SWEEP_ROWS ? step->num_rows - first : MAX_SWEEP_ROWS;
-        sweep_of->packed = packed + 2 * first;
-        sweep(sweep_of, count, &sums);
-        if (sweep_of->path) sweep_of->from = sweep_of->to, sweep_of->path = NULL;
+        sweep->packed = packed + 2 * first;
+        run_sweep(sweep, count, &sums);
+        if (sweep->path) sweep->from = sweep->to, sweep->path = NULL;
         for (int i = 0; i < count; i++) {
             const size_t row = (size_t)range->order[step->first_row + first + i];
             compute_row(range, op, block, (int)row, sums.of_key[i], sums.of_query[i], x + row * (size_t)op->channels + before_values, prepared,

@@ -40,7 +40,7 @@ static int remove_first(float *scores, float target, float *next_max) {
     return found;
 }
 
-/* Find the `count` largest finite scores, largest first, of equal ones the lower column first; return their number. Overwrites `scores`. */
+/* Find the `count` largest scores above -inf, largest first, of equal ones the lower column first; return their number. Overwrites `scores`. */
 static int top_n(float *scores, float *block_max, int blocks, int begin, int count, float *values, int32_t *columns) {
     for (int rank = 0; rank < count; rank++) {
         int block = 0;

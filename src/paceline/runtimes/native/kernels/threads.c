@@ -11,9 +11,9 @@
 #include <time.h>
 
 #if defined(__x86_64__)
-#define RELAX() __builtin_ia32_pause()
+#define SPIN_PAUSE() __builtin_ia32_pause()
 #else
-#define RELAX() ((void)0)
+#define SPIN_PAUSE() ((void)0)
 #endif
 
 enum { MAX_THREADS = 256, CALL_STRIDE = 512, SPINS_PER_CHECK = 64 };
@@ -81,7 +81,7 @@ static int blocks_awaited_thread(int is_at_barrier) {
 static void wait_for_change(Signal *signal, long long seen, long long longest_ns, long long *spin_ns) {
     long long start = 0;
     for (int spins = 1; atomic_load(&signal->value) == seen; spins++) {
-        RELAX();
+        SPIN_PAUSE();
         if (spins % SPINS_PER_CHECK) continue;
         const long long now = now_ns();
         if (!start) start = now;
