@@ -51,7 +51,7 @@ class Classifier(ABC):
         if mixture.temperature is not None:
             scalings = _softmax(scalings / np.float32(mixture.temperature))
         if mixture.top_k is not None:
-            chosen = np.argsort(-scalings, axis=-1, kind="stable")[..., : mixture.top_k]  # of equal ones the lower index
+            chosen = np.argsort(-scalings, axis=-1, kind="stable")[..., : mixture.top_k]  # if scalings are equal, the lower index is chosen
             is_top = np.zeros(scalings.shape, np.bool_)
             np.put_along_axis(is_top, chosen, values=True, axis=-1)
             scalings = np.where(is_top, scalings, np.float32(0.0))

@@ -13,7 +13,7 @@ from paceline.kv_cache.sliding_window import SlidingWindowCache
 from paceline.runtimes.base import ForwardBatch, IntArray, LogitsRows
 from paceline.runtimes.native.records import Pass
 from paceline.runtimes.native.rotary import PassAngles, RotaryTables
-from paceline.runtimes.native.states import PassStates
+from paceline.runtimes.native.states import PassStateRecords
 
 _MIN_ARRAY_SIZE = 64
 _RANGE_FORMAT = Struct("=6i")  # struct format of `records.Range`
@@ -31,7 +31,7 @@ class PassRecord:
         range_of_row, logits_rows, block_tables, masks: arrays of the record, see kernels/native.h.
         windows: caches of sliding-window layers; the block tables of the first one are set 1 of the record, and so on.
         recurrent: states of recurrent layers; None = the network has none.
-        states: records of how a pass updates these states.
+        states: the records of how a pass updates these states.
     """
 
     def __init__(self, tables: RotaryTables | None) -> None:
@@ -47,7 +47,7 @@ class PassRecord:
         self.masks: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.windows: Sequence[SlidingWindowCache] = ()
         self.recurrent: RecurrentStateCache | None = None
-        self.states = PassStates()
+        self.states = PassStateRecords()
         self._all_arrays: list[NDArray[Any]] = []
 
     def fill(self, batch: ForwardBatch, logits_rows: LogitsRows) -> None:

@@ -79,7 +79,7 @@ class CompiledBatchPathSampler:
             )
         num_threads = self._num_threads if num_floats >= _MIN_THREADED_FLOATS else 1
         self._sample_paths(self._records_address, len(requests), num_threads, self._scratch_address, self._scratch.shape[1])
-        return self._paths(sizes)
+        return self._read_paths(sizes)
 
     def _block_max_address(self, block_max: Rows | None, address: int) -> tuple[int, int]:
         """Return the address of `block_max` and the bytes of its rows; (0, 0) if the kernels must compute it."""
@@ -87,7 +87,7 @@ class CompiledBatchPathSampler:
             return 0, 0
         return address or _address_of(block_max), block_max.strides[0]
 
-    def _paths(self, sizes: Sequence[int]) -> list[SampledPath | None]:
+    def _read_paths(self, sizes: Sequence[int]) -> list[SampledPath | None]:
         """Return the results of the kernels' last call as paths. sizes: number of nodes of each tree."""
         results, begin = self._result_tokens[: 2 * sum(sizes)].tolist(), 0
         paths: list[SampledPath | None] = []

@@ -19,7 +19,7 @@ NO_NODE, NO_PATH = -1, -1
 IN_PLACE, NOWHERE = -1, -2
 
 
-class PassStates:
+class PassStateRecords:
     """The `StateRange` records of a pass, and the arrays to which they point.
 
     Attributes:

@@ -124,7 +124,7 @@ class AdaptedRows:
         """Return products of x after the adapter of each row is applied.
 
         Args:
-            names, outs: internal names of the matrices, and the products before.
+            names, outs: internal names of the matrices, and the products with them without adapters.
             chosen: indices of the rows of the pass that x has; None = all.
         """
         for own in self._adapter_rows:

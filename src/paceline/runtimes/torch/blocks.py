@@ -249,7 +249,7 @@ def _choose_experts(
         selection_scores = _mask_other_groups(selection_scores, routing)
     experts = selection_scores.sort(dim=-1, descending=True, stable=True).indices[
         :, : routing.num_experts_per_token
-    ]  # of equal ones the lower index
+    ]  # if scores are equal, the lower index is chosen
     weights = scores.gather(1, experts)
     if routing.is_normalized:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)

@@ -74,7 +74,7 @@ class TorchNetwork(Network):
         self._layout = StateLayout.of(config.recurrent_layers)
         opened = _open_device(device)
         tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.has_norm_offset)
-        self._shared = self._cache_shared = _Shared(tensors)
+        self._shared = self._cache_shared = _SharedState(tensors)
         if kv_source is not None:
             self._cache_shared = kv_source._cache_shared
         else:
@@ -97,16 +97,16 @@ class TorchNetwork(Network):
         return bool(self._shared.xlora_kv_storage)
 
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
-        caches, self._shared.kv_storage = self._allocate(num_blocks)
+        caches, self._shared.kv_storage = self._allocate_kv_storage(num_blocks)
         return caches
 
     def enable_xlora(self, cache: KVCache) -> None:
         check_supports_xlora(self.config)
-        caches, self._shared.xlora_kv_storage = self._allocate(cache.pool.num_blocks)
+        caches, self._shared.xlora_kv_storage = self._allocate_kv_storage(cache.pool.num_blocks)
         for own in caches:
             cache.add_layer_cache(own)
 
-    def _allocate(self, num_blocks: int) -> tuple[list[FullAttentionCache], Sequence[torch.Tensor]]:
+    def _allocate_kv_storage(self, num_blocks: int) -> tuple[list[FullAttentionCache], Sequence[torch.Tensor]]:
         """Allocate keys and values of `num_blocks` blocks. Return their caches, and `kv_arrays_of_layers`."""
         weights, groups = self._shared.weights, self.config.kv_groups(by_window=False)
         try:
@@ -144,13 +144,13 @@ class TorchNetwork(Network):
             classifiers = {number: own.classifier for number, own in shared.adapters.items() if own.classifier is not None}
             scalings = compute_scalings(classifiers, inputs, batch, self._run_scaling_pass)
             states = RecurrentPass(self._layout, self._cache_shared.states, batch.ranges)
-            blocks = self._blocks(self._cache_shared.kv_storage, states, inputs, batch, logits_rows, scalings)
+            blocks = self._new_blocks(self._cache_shared.kv_storage, states, inputs, batch, logits_rows, scalings)
             results = _Results(with_summaries(self.compose, logits_rows.summary)(blocks))
             states.finish()
             results.fetch(LOGITS if logits_rows.summary is None else SUMMARY)
             return ForwardOutput(results)
 
-    def _blocks(
+    def _new_blocks(
         self,
         kv_storage: Sequence[torch.Tensor],
         states: RecurrentPass,
@@ -171,7 +171,7 @@ class TorchNetwork(Network):
         """Run the scaling pass, with its own keys and values, and return hidden states (`runtimes/xlora.py`)."""
         states, no_logits = RecurrentPass(self._layout, None, batch.ranges), LogitsRows(np.zeros(0, np.int32))
         self._shared.num_xlora_passes += 1
-        return self.compose(self._blocks(self._shared.xlora_kv_storage, states, inputs, batch, no_logits, scalings))[HIDDEN_STATES]
+        return self.compose(self._new_blocks(self._shared.xlora_kv_storage, states, inputs, batch, no_logits, scalings))[HIDDEN_STATES]
 
     def load_adapter(self, adapter: Adapter) -> int:
         check_xlora_enabled(self, adapter)
@@ -227,7 +227,7 @@ class _Results(Mapping[str, FloatArray]):
 
 
 @dataclass(slots=True)
-class _Shared:
+class _SharedState:
     """What networks with the same weights share."""
 
     weights: TorchWeights

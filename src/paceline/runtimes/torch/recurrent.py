@@ -76,7 +76,7 @@ class RecurrentPass:
         return (part.out + skip_connection).flatten(-2).to(x.dtype)
 
     def finish(self) -> None:
-        """Store the states that this pass has brought forward by committed rows."""
+        """Store the states to which this pass has added committed rows (`StateUpdate.num_applied`)."""
         for part, value, state in self._updated_states:
             part.write(value, state)
         for update in self._updates.values():
