@@ -30,10 +30,10 @@ from paceline.kv_cache.row_plan import RowPlan, TreeLayout, blocks_for
 from paceline.models.checkpoint import read_model_config
 from paceline.models.config import ModelConfig
 from paceline.models.tensor_names import num_parameters
-from paceline.runtimes.base import FloatArray, LogitsRows, Network, Numerics, assemble, split_into_passes
+from paceline.runtimes.base import FloatArray, LogitsRows, Network, Numerics, assemble_pass, split_into_passes
 from paceline.runtimes.cost import time_passes
 from paceline.runtimes.load import RuntimeOptions, load_runtime
-from paceline.runtimes.ranking import RankedRow
+from paceline.runtimes.logits_summary import LogitsSummary
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.small_files import read_json
 from paceline.speculation.drafter import FREE_PREFILL_TOKENS, DraftBudget, Drafter, DrafterTraits, PrefillTime, RequestState
@@ -55,7 +55,7 @@ class DraftLogits(NamedTuple):
     """The draft model's logits [V] after a path, and their top tokens if these are enough to sample from."""
 
     logits: FloatArray
-    top_tokens: RankedRow | None = None
+    top_tokens: LogitsSummary | None = None
 
 
 DraftSteps: TypeAlias = Generator[TokenPath, DraftLogits | None, ResultT]
@@ -419,7 +419,7 @@ class DraftModelDrafter(Drafter):
             [range(first, len(ids)) for first, ids in zip(firsts, rows, strict=True)] if needs_logits else [range(0)] * len(rows)
         )
         start = perf_counter()
-        inputs, batch, logits_rows = assemble(plans, rows, logit_indices)
+        inputs, batch, logits_rows = assemble_pass(plans, rows, logit_indices)
         is_ranked = needs_logits and any(draft.uses_top_tokens for draft in ran)
         if is_ranked:
             logits_rows = self._request_top_tokens(logits_rows, ran, [len(indices) for indices in logit_indices])
@@ -433,7 +433,7 @@ class DraftModelDrafter(Drafter):
             draft.state.token_ids.extend(ids[:num_kept])
         if not needs_logits:
             return ran, []
-        ranked = iter(output.ranked if is_ranked else [None] * len(output.logits))
+        ranked = iter(output.summaries if is_ranked else [None] * len(output.logits))
         found = [DraftLogits(logits, next(ranked)) for logits in output.logits]
         ends = list(accumulate(map(len, logit_indices)))
         return ran, [
@@ -448,7 +448,7 @@ class DraftModelDrafter(Drafter):
             for index in range(count)
         ]
         truncates = any(draft.has_truncation and draft.uses_top_tokens for draft in drafts)
-        return logits_rows._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=target_noise_draws(drawn))
+        return logits_rows._replace(summary=self._truncated_ranking if truncates else self._ranking, sampling=target_noise_draws(drawn))
 
 
 def _description(runtime: Network, tree_width: int, note: str, *, in_one_pass: bool) -> str:

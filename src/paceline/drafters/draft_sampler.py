@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
-from paceline.runtimes.ranking import DRAW, Draws, RankedRow, Ranking
+from paceline.runtimes.logits_summary import SAMPLING_DTYPE, LogitsSummary, RowSampling, SummaryOptions
 from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.params import SamplingParams
@@ -43,7 +43,7 @@ class DraftTokens:
 NO_TOKENS = DraftTokens()
 
 
-def target_noise_draws(rows: Sequence[tuple[Request, int] | None]) -> Draws | None:
+def target_noise_draws(rows: Sequence[tuple[Request, int] | None]) -> RowSampling | None:
     """Return the noise keys and temperatures with which a pass draws one token from each row of logits; None if it draws none.
 
     Args:
@@ -51,7 +51,7 @@ def target_noise_draws(rows: Sequence[tuple[Request, int] | None]) -> Draws | No
     """
     if not any(rows):
         return None
-    draws = np.zeros(len(rows), DRAW)
+    draws = np.zeros(len(rows), SAMPLING_DTYPE)
     for index, row in enumerate(rows):
         if row is not None:
             request, num_draft_tokens = row
@@ -74,16 +74,16 @@ class DraftSampler:
         self._num_draftable_ids = vocab_size if num_draftable_ids is None else min(vocab_size, num_draftable_ids)
         self._target_ids = None if target_ids is None else target_ids[target_ids < self._num_draftable_ids]
 
-    def ranking(self, width: int) -> Ranking:
+    def ranking(self, width: int) -> SummaryOptions:
         """Return how many top tokens a pass must return for each row, so that `sample_from_top_tokens` can sample `width` tokens."""
         columns = self._num_draftable_ids if self._target_ids is None else len(self._target_ids)
-        return Ranking(columns, 1 if width == 1 else width + 1, self._target_ids)
+        return SummaryOptions(columns, 1 if width == 1 else width + 1, self._target_ids)
 
-    def truncated_ranking(self, width: int) -> Ranking:
+    def truncated_ranking(self, width: int) -> SummaryOptions:
         """Return how many top tokens a pass must return per row, so that `sample_truncated_from_top_tokens` can sample `width` tokens."""
         return replace(self.ranking(width), count=max(TOP_N, width + 1))
 
-    def sample_from_top_tokens(self, row: RankedRow, width: int, *, is_greedy: bool) -> DraftTokens:
+    def sample_from_top_tokens(self, row: LogitsSummary, width: int, *, is_greedy: bool) -> DraftTokens:
         """Sample from the top tokens of a row. Gives the result of `sample` if only the temperature changes the request's logits."""
         log_sum, drawn, scores, ids = row
         if not math.isfinite(log_sum):
@@ -96,7 +96,7 @@ class DraftSampler:
         prob_by_token = {token: math.exp(score - log_sum) for token, score in zip(ids, scores, strict=True) if score > floor}
         return _add_siblings(first, prob_by_token, width, is_greedy=is_greedy)
 
-    def sample_truncated_from_top_tokens(self, request: Request, path: Sequence[int], row: RankedRow, width: int) -> DraftTokens | None:
+    def sample_truncated_from_top_tokens(self, request: Request, path: Sequence[int], row: LogitsSummary, width: int) -> DraftTokens | None:
         """Sample from the top tokens of a row (see `truncated_ranking`), for a request with top-k, top-p or min-p.
 
         Gives the result of `sample`; None if more than the top tokens are needed to apply top-k, top-p and min-p.

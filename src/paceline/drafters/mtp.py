@@ -37,8 +37,8 @@ from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, LazyWeights, Tensor, Weights, as_float32, take_rows
 from paceline.runtimes.base import Network
-from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
-from paceline.runtimes.load import open_head
+from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
+from paceline.runtimes.load import load_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +360,7 @@ def _check_all_used(files: HeadFiles, layout: _ModuleLayout, used: set[str], num
     return len({module_number[name] for name in later})
 
 
-def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, is_feature_first: bool = False) -> Compose:
+def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, is_feature_first: bool = False) -> NetworkDefinition:
     """Return the network of an MTP module. Inputs: `embedding`, `feature`. Results: predicted `feature` [T, E], `logits` [R, V].
 
         output = layer(fc([embedding_norm(embedding), feature_norm(feature)]));  logits = lm_head(final_norm(output))
@@ -395,9 +395,9 @@ def open_mtp_head(
     device: str = "cpu",
     lm_head_of: Network | None = None,
 ) -> RecurrentHead:
-    """Load the network of an MTP module. For the arguments after `module` see `open_head`."""
+    """Load the network of an MTP module. For the arguments after `module` see `load_head`."""
     network = mtp_network(module.config, module.soft_cap, is_feature_first=module.is_feature_first)
-    runtime = open_head(
+    runtime = load_head(
         network,
         module.config.layers,
         module.weights,

@@ -70,7 +70,7 @@ def columns_per_float16_scale(runs: NDArray[np.int64] | None) -> int | None:
 
 
 def super_blocks_size(num_items: int, code_bits: int, block: int, *, has_minimums: bool) -> int:
-    """Return the bytes of a K-quant in the kernels' layout (super_blocks.c, small_blocks.c). `block` columns share a float16 scale."""
+    """Return the bytes of a K-quant in the kernels' layout (super_blocks.c, low_bit_blocks.c). `block` columns share a float16 scale."""
     bytes_per_float16, other_bytes = _SCALE_BYTES[code_bits, has_minimums]
     scale_bytes = bytes_per_float16 * (SUPER_BLOCK // block) + other_bytes
     return num_items // SUPER_BLOCK * (SUPER_BLOCK * code_bits // 8 + scale_bytes)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from paceline.runtimes.native.aligned import Arena, address_of, empty, zeros
+from paceline.runtimes.native.aligned import Arena, address_of, aligned_empty, aligned_zeros
 
 SHAPES = [(1,), (3, 5), (17, 64), (1000, 7)]
 
@@ -14,11 +14,11 @@ SHAPES = [(1,), (3, 5), (17, 64), (1000, 7)]
 def test_arena_arrays_start_at_cache_lines_for_any_size(shape: tuple[int, ...]) -> None:
     arena = Arena()
     for _ in range(5):
-        for array in (zeros(shape), empty(shape), arena.empty(shape), arena.empty(shape, np.uint8)):
+        for array in (aligned_zeros(shape), aligned_empty(shape), arena.allocate(shape), arena.allocate(shape, np.uint8)):
             assert array.shape == shape
             assert array.flags.c_contiguous
             assert array.ctypes.data % 64 == 0
-    assert not zeros(shape).any()
+    assert not aligned_zeros(shape).any()
 
 
 def test_address_of_a_strided_or_read_only_array_is_refused() -> None:
@@ -35,7 +35,7 @@ def test_arena_arrays_of_several_threads_do_not_overlap() -> None:
     """Taken by four threads at once, more than one piece full; each is written whole before any is read."""
     arena, sizes = Arena(), [1 + 7919 * number % 700_000 for number in range(450)]
     with ThreadPoolExecutor(4) as pool:
-        arrays = list(pool.map(lambda size: arena.empty((size,), np.uint8), sizes))
+        arrays = list(pool.map(lambda size: arena.allocate((size,), np.uint8), sizes))
     for number, array in enumerate(arrays):
         array[...] = number % 251
     assert all((array == number % 251).all() for number, array in enumerate(arrays))
@@ -45,7 +45,7 @@ def test_arena_arrays_of_several_threads_do_not_overlap() -> None:
 
 def test_large_arena_array_gets_its_own_allocation() -> None:
     arena = Arena()
-    first, large, second = arena.empty((100,)), arena.empty((1 << 20,)), arena.empty((100,))
+    first, large, second = arena.allocate((100,)), arena.allocate((1 << 20,)), arena.allocate((100,))
     assert large.ctypes.data % 64 == 0
     assert first.base is second.base
     assert first.base is not large.base

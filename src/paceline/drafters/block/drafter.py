@@ -26,7 +26,7 @@ from paceline.drafters.recurrent_heads.cache import SPARE_BLOCKS
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, IntArray, split_into_passes
-from paceline.runtimes.ranking import Draws, RankedRow
+from paceline.runtimes.logits_summary import LogitsSummary, RowSampling
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, PrefillTime, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -166,7 +166,7 @@ class BlockDrafter(Drafter):
                 self._add_markov_biased_levels(draft, logits[first + shift : first + count], hidden[first : first + count])
                 trees[id(draft.request)] = draft.to_tree(self.name)
             else:
-                ranked = output.ranked[first : first + count]
+                ranked = output.summaries[first : first + count]
                 self._store_first_row_tokens(draft.request, [row.token_ids[0] for row in ranked[:2]])
                 if has_selector:
                     self._add_rescored_levels(draft, ranked[shift:], output.results[SELECTOR_VECTORS][first + shift : first + count])
@@ -176,7 +176,7 @@ class BlockDrafter(Drafter):
             first += count
         return trees
 
-    def _unbiased_tree(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> DraftTree | None:
+    def _unbiased_tree(self, draft: GrowingDraft, ranked: Sequence[LogitsSummary], logits: FloatArray) -> DraftTree | None:
         """Return the tree or chain of a DFlash block, whose rows do not depend on one another's tokens."""
         request, width = draft.request, draft.width
         if draft.uses_top_tokens:
@@ -195,7 +195,7 @@ class BlockDrafter(Drafter):
                 draft.add_level([tokens_after(draft.path(draft.frontier[0]))], np.empty((1, 0), np.float32))
         return draft.to_tree(self.name)
 
-    def _add_rescored_levels(self, draft: GrowingDraft, ranked: Sequence[RankedRow], selector_vectors: FloatArray) -> None:
+    def _add_rescored_levels(self, draft: GrowingDraft, ranked: Sequence[LogitsSummary], selector_vectors: FloatArray) -> None:
         """Draft one level after another with DFlash2: score the top tokens of each row again, given the token drafted before them."""
         for level in range(draft.depth):
             nodes, (log_sum, _, scores, ids) = draft.frontier, ranked[level]
@@ -241,7 +241,7 @@ class BlockDrafter(Drafter):
             output = head.run_bias(np.stack([latent for latent, _ in latents]), base, frontier_noise_draws([draft]))
             if draft.uses_top_tokens:
                 is_greedy = draft.request.params.is_greedy
-                found = [self._sampler.sample_from_top_tokens(row, draft.width, is_greedy=is_greedy) for row in output.ranked]
+                found = [self._sampler.sample_from_top_tokens(row, draft.width, is_greedy=is_greedy) for row in output.summaries]
             else:
                 found = [self._sample_children(draft, node, row) for node, row in zip(nodes, output.logits, strict=True)]
             if head.config.has_confidence:
@@ -295,7 +295,7 @@ def best_first_tree(
     return grow_tree(root, budget, start, expand)
 
 
-def _target_noise_draws_of_blocks(group: Sequence[tuple[DraftBlock, GrowingDraft]], shift: int) -> Draws | None:
+def _target_noise_draws_of_blocks(group: Sequence[tuple[DraftBlock, GrowingDraft]], shift: int) -> RowSampling | None:
     """Return how a pass draws each row's token, with the target's noise of the drafted position. The first `shift` rows draft nothing."""
     return target_noise_draws(
         [

@@ -20,10 +20,10 @@ from paceline.models.config import WeightType
 from paceline.models.layers import QKNorm
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange
-from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, Blocks, Compose, Value, decoder_layer
+from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
 from paceline.runtimes.embedding import embedding_rows
-from paceline.runtimes.load import open_head
-from paceline.runtimes.ranking import Draws, Ranking
+from paceline.runtimes.load import load_head
+from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
 
 BOUNDARY, EMBEDDING, LATENT, BASE = "boundary", "embedding", "latent", "base"
 SELECTOR_VECTORS = "selector_vectors"
@@ -31,7 +31,7 @@ SELECTOR_VECTORS = "selector_vectors"
 head; logits before their bias. Result: the vectors with which DFlash2's selector scores candidates."""
 
 
-def context_network(config: BlockConfig) -> Compose:
+def context_network(config: BlockConfig) -> NetworkDefinition:
     """Return the network that computes and caches keys and values of committed positions."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
@@ -54,7 +54,7 @@ def context_network(config: BlockConfig) -> Compose:
     return compose
 
 
-def block_network(config: BlockConfig) -> Compose:
+def block_network(config: BlockConfig) -> NetworkDefinition:
     """Return the network that runs a block. Results: final `hidden_states` [T, E], `logits` [R, Vd]; DFlash2: `selector_vectors` [T, r]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
@@ -73,7 +73,7 @@ def block_network(config: BlockConfig) -> Compose:
     return compose
 
 
-def markov_bias_network(config: BlockConfig, markov_rank: int) -> Compose:
+def markov_bias_network(config: BlockConfig, markov_rank: int) -> NetworkDefinition:
     """Return the network that turns latent vectors [T, r] of DSpark's Markov head into a bias, and adds it to `logits` [R, Vd]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
@@ -118,7 +118,7 @@ class BlockHead:
         checkpoint: config and weights of the drafter.
         tensors: weights of the networks by name; `lm_head.weight` may be the target's.
         embedding: [V, E] embedding table of the tokens.
-        lm_head_of: see `open_head`.
+        lm_head_of: see `load_head`.
 
     Attributes:
         runtime: the network that caches committed positions; the other networks use the same KV cache.
@@ -142,7 +142,7 @@ class BlockHead:
         self.config, self.target_ids, self._small_tensors = config, checkpoint.target_ids, checkpoint.small_tensors
         self._tables = checkpoint.lookup_tables
         self.markov_rank = self._tables["markov_w1"].shape[1] if config.markov is not None else 0
-        self.runtime = open_head(
+        self.runtime = load_head(
             context_network(config), config.layers, Weights(dict(tensors)), num_threads=num_threads, max_model_len=max_model_len,
             backend=backend, device=device, lm_head_of=lm_head_of,
         )  # fmt: skip
@@ -150,7 +150,7 @@ class BlockHead:
         self._markov_network = (
             self.runtime.network_with_same_weights(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None
         )
-        self._ranking: Ranking | None = None
+        self._ranking: SummaryOptions | None = None
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self._unscaled_config = replace(config.layers, embedding_scale=1.0)
         self._mask_embedding = checkpoint.mask_embedding
@@ -161,7 +161,7 @@ class BlockHead:
         self.num_embedded_ids = min(embedding.shape[0], before, before if self._scores_draft_ids else after)
         self._input_names = [f"{BOUNDARY}.{index}" for index in range(len(config.layer_boundaries))]
 
-    def set_ranking(self, ranking: Ranking) -> None:
+    def set_ranking(self, ranking: SummaryOptions) -> None:
         """Set how many top tokens later passes return for each row of logits (`ForwardOutput.ranked`)."""
         self._ranking = ranking
 
@@ -172,7 +172,7 @@ class BlockHead:
         inputs = {name: np.ascontiguousarray(states[:, index * size : (index + 1) * size]) for index, name in enumerate(self._input_names)}
         self.runtime.forward(inputs, _make_batch([context.rows for context in contexts]), LogitsRows(np.empty(0, np.int32)))
 
-    def run_block(self, blocks: Sequence[DraftBlock], draws: Draws | None = None) -> ForwardOutput:
+    def run_block(self, blocks: Sequence[DraftBlock], draws: RowSampling | None = None) -> ForwardOutput:
         """Run one pass over the blocks of several requests; return the logits of all `logit_rows`, in the order of the requests."""
         starts = [0, *accumulate(block.rows.num_rows for block in blocks)]
         token_ids = np.full(starts[-1], self.config.mask_token_id, np.int32)
@@ -186,7 +186,7 @@ class BlockHead:
         requested = LogitsRows(logit_rows, self._ranking if self._markov_network is None else None, draws)
         return self._block_network.forward({EMBEDDING: rows}, _make_batch([block.rows for block in blocks]), requested)
 
-    def run_bias(self, latent: FloatArray, base: FloatArray, draws: Draws | None = None) -> ForwardOutput:
+    def run_bias(self, latent: FloatArray, base: FloatArray, draws: RowSampling | None = None) -> ForwardOutput:
         """Return the logits `base` [n, Vd] plus the bias computed from the Markov head's latent vectors `latent` [n, r]."""
         if self._markov_network is None:
             raise RuntimeError("this drafter has no Markov head")

@@ -12,8 +12,8 @@ from paceline.drafters.recurrent_heads.head import BOUNDARY, EMBEDDING, FEATURE,
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
 from paceline.runtimes.base import Network
-from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
-from paceline.runtimes.load import open_head
+from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
+from paceline.runtimes.load import load_head
 
 
 def open_eagle_head(
@@ -31,7 +31,7 @@ def open_eagle_head(
     Args:
         max_model_len: maximum length of a text.
         device: "cpu" or "cuda".
-        lm_head_of: see `open_head`; only used for heads without an lm_head.
+        lm_head_of: see `load_head`; only used for heads without an lm_head.
     """
     config, soft_cap = checkpoint.config, None
     tensors: dict[str, AnyTensor] = dict(checkpoint.weights)
@@ -43,7 +43,7 @@ def open_eagle_head(
     else:
         tensors["lm_head.weight"] = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
         soft_cap = target.logit_soft_cap
-    runtime = open_head(
+    runtime = load_head(
         target_feature_network(config, soft_cap),
         config.layers,
         Weights(tensors),
@@ -62,7 +62,7 @@ def open_eagle_head(
     return RecurrentHead(config, runtime, draft_network, embedding, target_ids=checkpoint.target_ids, masked_pair=masked_pair)
 
 
-def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -> Compose:
+def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -> NetworkDefinition:
     """Return the network for feature pairs whose features the target computed.
 
     Its inputs are `embedding` and the features: one input `boundary.0`, … per layer boundary if the head reads several, else `feature`.
@@ -86,7 +86,7 @@ def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -
     return compose
 
 
-def draft_feature_network(config: EagleConfig, soft_cap: float | None = None) -> Compose:
+def draft_feature_network(config: EagleConfig, soft_cap: float | None = None) -> NetworkDefinition:
     """Return the network for feature pairs whose features the head itself predicted; its inputs are `embedding` and `feature`."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:

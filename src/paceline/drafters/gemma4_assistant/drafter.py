@@ -91,7 +91,7 @@ class AssistantDrafter(Drafter):
             levels = [self._frontier_input(draft) for draft in active]
             output = self._network.forward(levels, self._ranking, None if self._ranking is None else frontier_noise_draws(active))
             features, first = np.array(output.results[FEATURE]), 0
-            ranked = output.ranked if self._ranking is not None else []
+            ranked = output.summaries if self._ranking is not None else []
             for draft in active:
                 last = first + len(draft.frontier)
                 if draft.uses_top_tokens and ranked:

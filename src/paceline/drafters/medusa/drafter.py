@@ -26,7 +26,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, split_into_passes
-from paceline.runtimes.ranking import RankedRow, Ranking
+from paceline.runtimes.logits_summary import LogitsSummary, SummaryOptions
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.sampling.truncation import top_probs
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
@@ -123,7 +123,7 @@ class DepthCandidates:
         max_candidates: int,
         *,
         needs_probs: bool,
-        top_tokens: Sequence[RankedRow] | None = None,
+        top_tokens: Sequence[LogitsSummary] | None = None,
     ) -> None:
         self._top_tokens = top_tokens
         self._request, self._logits_of_depth = request, logits_of_depth
@@ -137,7 +137,7 @@ class DepthCandidates:
             self.by_depth.append(self._from_logits(at) if self._top_tokens is None else self._from_top_tokens(self._top_tokens[at]))
         return self.by_depth[depth]
 
-    def _from_top_tokens(self, row: RankedRow) -> DraftTokens:
+    def _from_top_tokens(self, row: LogitsSummary) -> DraftTokens:
         """Return the candidates from a row's top tokens. Same result as `_from_logits` if only the temperature changes the logits."""
         log_sum, drawn, scores, ids = row
         if not math.isfinite(log_sum):
@@ -205,7 +205,7 @@ class MedusaDrafter(Drafter):
         self._can_use_ranking = _has_unique_ascending_ids(self._token_map, vocab_size)
         if self._can_use_ranking:
             network.set_ranking(
-                Ranking(vocab_size if self._token_map is None else len(self._token_map), MAX_CANDIDATES_PER_DEPTH, self._token_map)
+                SummaryOptions(vocab_size if self._token_map is None else len(self._token_map), MAX_CANDIDATES_PER_DEPTH, self._token_map)
             )
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:

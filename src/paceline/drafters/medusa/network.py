@@ -12,9 +12,9 @@ import numpy as np
 from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.models.config import ModelConfig
 from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, LogitsRows, Network
-from paceline.runtimes.decoder import LOGITS, RANKED, Blocks, Value
-from paceline.runtimes.load import open_head
-from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
+from paceline.runtimes.decoder import LOGITS, SUMMARY, Blocks, Value
+from paceline.runtimes.load import load_head
+from paceline.runtimes.logits_summary import LogitsSummary, RowSampling, SummaryOptions, decode_summaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class MedusaOutputs:
     """
 
     logits_of_head: Callable[[int], FloatArray]
-    top_tokens: Sequence[Sequence[RankedRow]]
+    top_tokens: Sequence[Sequence[LogitsSummary]]
 
 
 class MedusaNetwork:
@@ -35,7 +35,7 @@ class MedusaNetwork:
 
     Args:
         target: config of the target whose hidden states the heads read.
-        backend, device, lm_head_of: see `open_head`.
+        backend, device, lm_head_of: see `load_head`.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class MedusaNetwork:
     ) -> None:
         self.heads = heads
         self.hidden_size = target.hidden_size
-        self._ranking: Ranking | None = None
+        self._ranking: SummaryOptions | None = None
         one_head = partial(self._compose, num_heads=1)
-        first = open_head(
+        first = load_head(
             one_head, target, heads.weights, num_threads=num_threads, max_model_len=1, backend=backend, device=device, lm_head_of=lm_head_of
         )
         self._networks: dict[int, Network] = {1: first}
         # a shared lm_head has a network of its own, so that it is read from memory once for the rows of all heads
         self._lm_head = first.network_with_same_weights(self._compose_lm_head) if heads.has_shared_lm_head else None
 
-    def set_ranking(self, ranking: Ranking) -> None:
+    def set_ranking(self, ranking: SummaryOptions) -> None:
         """Set how many top tokens later passes return for each row of logits."""
         self._ranking = ranking
 
-    def forward(self, hidden_states: FloatArray, num_heads: int, draws: Draws | None = None) -> MedusaOutputs:
+    def forward(self, hidden_states: FloatArray, num_heads: int, draws: RowSampling | None = None) -> MedusaOutputs:
         """Run the first `num_heads` heads on the last hidden states [B, E] of B requests.
 
         Args:
@@ -74,13 +74,13 @@ class MedusaNetwork:
         batch, rows = _rows_without_attention(batch_size)
         if self._lm_head is None:
             results = network.forward({"hidden_states": hidden_states}, batch, LogitsRows(rows, ranking, draws)).results
-            ranked = [ranked_rows(results[f"{RANKED}.{head}"]) for head in heads] if is_ranked else []
+            ranked = [decode_summaries(results[f"{SUMMARY}.{head}"]) for head in heads] if is_ranked else []
             return MedusaOutputs(lambda head: results[f"{LOGITS}.{head}"], ranked)
         results = network.forward({"hidden_states": hidden_states}, batch, LogitsRows(rows)).results
         hidden = np.concatenate([results[f"head.{head}"] for head in heads])
         batch, rows = _rows_without_attention(num_heads * batch_size)
         output = self._lm_head.forward({"hidden": hidden}, batch, LogitsRows(rows, ranking, draws))
-        found = output.ranked if is_ranked else []
+        found = output.summaries if is_ranked else []
         ranked = [found[head * batch_size : (head + 1) * batch_size] for head in heads] if is_ranked else []
         logits = output.logits.reshape(num_heads, batch_size, -1)
         return MedusaOutputs(logits.__getitem__, ranked)

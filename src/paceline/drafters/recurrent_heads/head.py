@@ -14,7 +14,7 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import AnyTensor, Tensor
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange
 from paceline.runtimes.embedding import embedding_rows
-from paceline.runtimes.ranking import Draws, RankedRow, Ranking
+from paceline.runtimes.logits_summary import LogitsSummary, RowSampling, SummaryOptions
 
 EMBEDDING, FEATURE, BOUNDARY = "embedding", "feature", "boundary"
 """Names of network inputs. `FEATURE` is also the result with the predicted features. Each layer boundary is an input: `boundary.0`, …"""
@@ -102,9 +102,9 @@ class FeaturePairOutputs:
         """Logits [R, Vd] of the requested rows."""
         return self.output.logits
 
-    def top_tokens(self) -> list[RankedRow]:
+    def top_tokens(self) -> list[LogitsSummary]:
         """Return the top tokens of each row of logits; `RecurrentHead.set_ranking` sets how many."""
-        return self.output.ranked
+        return self.output.summaries
 
 
 class RecurrentHead:
@@ -137,14 +137,14 @@ class RecurrentHead:
     ) -> None:
         self.masked_pair, self.draft_vocab_size = masked_pair, draft_vocab_size
         self.config, self.runtime, self._draft_network = config, runtime, draft_network
-        self._ranking: Ranking | None = None
+        self._ranking: SummaryOptions | None = None
         # a plain array view is faster to index than a memmap
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self.target_ids, self.notices = target_ids, notices
         self.num_embedded_ids = embedding.shape[0]
         self._feature_names = [f"{BOUNDARY}.{chunk}" for chunk in range(len(config.layer_boundaries))] or [FEATURE]
 
-    def set_ranking(self, ranking: Ranking) -> None:
+    def set_ranking(self, ranking: SummaryOptions) -> None:
         """Set how many top tokens later passes return for each row of logits."""
         self._ranking = ranking
 
@@ -155,7 +155,7 @@ class RecurrentHead:
         needs_logits: bool,
         needs_all_logits: bool = False,
         num_masked: Sequence[int] = (),
-        draws: Draws | None = None,
+        draws: RowSampling | None = None,
     ) -> FeaturePairOutputs:
         """Run one pass over committed tokens of several requests.
 
@@ -187,7 +187,7 @@ class RecurrentHead:
         output = self.runtime.forward(inputs, batch, LogitsRows(logit_rows, self._ranking, draws))
         return FeaturePairOutputs(output, output.results[FEATURE])
 
-    def run_draft_feature_pairs(self, drafts: Sequence[DraftFeaturePairs], draws: Draws | None = None) -> FeaturePairOutputs:
+    def run_draft_feature_pairs(self, drafts: Sequence[DraftFeaturePairs], draws: RowSampling | None = None) -> FeaturePairOutputs:
         """Run one pass over draft tokens of several requests; return logits and predicted features of their `logit_rows`."""
         ranges: tuple[RowRange, ...]
         if len(drafts) == 1:

@@ -14,7 +14,7 @@ from paceline.drafters.draft_sampler import DraftTokens, target_noise_draws
 from paceline.drafters.recurrent_heads.head import DraftFeaturePairs
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
-from paceline.runtimes.ranking import Draws
+from paceline.runtimes.logits_summary import RowSampling
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
@@ -166,7 +166,7 @@ class GrowingDraft:
         self.frontier = best
 
 
-def frontier_noise_draws(drafts: Sequence[GrowingDraft]) -> Draws | None:
+def frontier_noise_draws(drafts: Sequence[GrowingDraft]) -> RowSampling | None:
     """Return the noise keys and temperatures to draw a token after each frontier node of all drafts; None if none is drawn."""
     return target_noise_draws([(draft.request, draft.level) if draft.needs_draw else None for draft in drafts for _ in draft.frontier])
 
