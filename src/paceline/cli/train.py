@@ -28,12 +28,12 @@ GgufFile = Annotated[str | None, _option("--gguf-file", MODEL_PANEL.options["ggu
 Boundaries = Annotated[
     str | None,
     _option(
-        "--boundaries", "Layer boundaries to record, such as 2,15,27. Default: 2, L / 2, L - 3; of draft-model none.", WHAT, metavar="<ids>"
+        "--boundaries", "Layer boundaries to record, such as 2,15,27. Default: 2, L / 2, L - 3; draft-model: none.", WHAT, metavar="<ids>"
     ),
 ]
 DraftVocab = Annotated[int | None, _option("--draft-vocab-size", "Ids that can be drafted. Default: 16384, from E = 1536 on 32768.", WHAT)]
 NumLayers = Annotated[
-    int | None, _option("--num-layers", "Layers of dspark, dflash (default: 2) and draft-model (4, at most half of the target's).", WHAT)
+    int | None, _option("--num-layers", "Layers of dspark, dflash (default: 2) and draft-model (4, at most L / 2).", WHAT)
 ]
 BlockSize = Annotated[int | None, _option("--block-size", "Rows of a block of dspark and dflash. Default: 7.", WHAT)]
 MarkovRank = Annotated[int | None, _option("--markov-rank", "Rank of the bias of dspark. Default: 96.", WHAT)]

@@ -1,11 +1,12 @@
-"""A draft model: a small language model made of some layers of the target, distilled from the target's distribution.
+"""A draft model: a small language model that begins as the first layers of the target, distilled from the target's distribution.
 
-Layers of the target at even distances, the first and the last among them, are copied and trained. The embedding and the vocabulary matrix
-are the target's and stay as they are, the last norm is trained. The model reads the tokens of the text alone, and every answer position is
-trained: the loss is the cross-entropy with the target's distribution.
+The embedding and the vocabulary matrix are the target's and are not trained; the layers and the last norm are. The model reads the tokens
+of the text alone. Every answer position is trained with the cross-entropy with the target's distribution over the draft vocabulary.
 
-Sources: DistilBERT (Sanh et al. 2019, arXiv:1910.01108, section 3) for copied layers; DistillSpec (Zhou et al. 2023, arXiv:2310.08461) for
-distillation on the target's own answers. Deviation: no loss on hidden states.
+Sources: DistillSpec (Zhou et al. 2023, arXiv:2310.08461) for distillation on the target's own answers; DistilBERT (Sanh et al. 2019,
+arXiv:1910.01108, section 3) for copied layers. Deviation: the first layers, not evenly spaced ones. With four layers of SmolLM2-135M and 40
+steps of 128 positions they are right at 20 % of held-out positions, evenly spaced ones at 11 %, because their inputs are those they were
+trained with.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig, QKNor
 from paceline.models.rope_config import RopeType
 from paceline.training.batches import Batch
 from paceline.training.drafter import StepResult, TargetMatrices, TrainableDrafter, gather_rows, summed, token_at
-from paceline.training.layers import DecoderLayer, LayerSizes, RMSNorm, layer_tensors
+from paceline.training.layers import FLATTENING, DecoderLayer, LayerSizes, RMSNorm, layer_tensors
 from paceline.training.losses import CHUNK_ROWS
 from paceline.training.settings import TrainSettings
 from paceline.training.vocabulary import DraftVocabulary
@@ -52,13 +53,13 @@ class TrainableDraftModel(TrainableDrafter):
         super().__init__(target, vocabulary, settings)
         config, sizes = target.config, model_sizes(target.config)
         self.sizes, self.layers = sizes, nn.ModuleList()
-        for index in copied_layers(config, settings.num_layers or 1):
+        for index in range(settings.num_layers or 1):
             layer = DecoderLayer(sizes, sizes.hidden_size, settings.max_tokens)
             layer.start_from(layer_tensors(target.weights, index), damping=1.0)
             self.layers.append(layer)
         self.norm = RMSNorm(sizes.hidden_size, sizes.norm_eps)
         with torch.no_grad():
-            self.norm.weight.copy_(target.final_norm())
+            self.norm.weight.copy_(FLATTENING * target.final_norm())
         matrix = self.embedding if config.tied_embeddings else target.lm_head(np.arange(config.vocab_size))
         self.register_buffer("lm_head", matrix, persistent=False)
 
@@ -121,14 +122,9 @@ class TrainableDraftModel(TrainableDrafter):
         return config, tensors
 
 
-def copied_layers(target: ModelConfig, count: int) -> list[int]:
-    """Return the layers of the target that a draft model of `count` layers begins with."""
-    return [round(float(index)) for index in np.linspace(0, target.num_layers - 1, count)]
-
-
 def model_sizes(target: ModelConfig) -> LayerSizes:
     """Return the sizes of a draft model's layers, with the rotary settings of the target."""
-    attention = list(target.attention_layers.values())[-1]
+    attention = list(target.attention_layers.values())[-1]  # as `of_target`
     return replace(LayerSizes.of_target(target), rope=attention.rope, has_bias=attention.bias and attention.qk_norm is QKNorm.NONE)
 
 
@@ -146,8 +142,7 @@ def _unsupported(target: ModelConfig, count: int) -> Iterator[str]:
         scale=sizes.head_size**-0.5, bias=sizes.has_bias, qk_norm=QKNorm.HEAD if sizes.has_qk_norm else QKNorm.NONE,
     )  # fmt: skip
     usual_layer = LayerConfig(mixer=attention, mlp=DenseMLP(intermediate_size=sizes.intermediate_size))
-    for index in copied_layers(target, count):
-        layer = target.layers[index]
+    for layer in target.layers[:count]:
         for part, usual in ((layer, usual_layer), (layer.mixer, usual_layer.mixer), (layer.mlp, usual_layer.mlp)):
             yield from _differences(part, usual)
 
