@@ -30,7 +30,7 @@ from paceline.training.trainer import CHECKPOINT, Trainer
 from paceline.training.vocabulary import choose_vocabulary
 
 DATA_FOLDER = "data"
-WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 _DRAFTERS: dict[str, type[TrainableDrafter]] = {
     "eagle3": TrainableEagle3Head,
     "dspark": TrainableBlockDrafter,
@@ -60,6 +60,8 @@ def train(settings: TrainSettings, directory: Path, say: Say, *, is_resumed: boo
         raise ConfigError(f"{directory} is a file: give a directory as --output")
     elif (directory / SETTINGS_FILE).is_file() and (directory / DATA_FOLDER).exists():
         raise ConfigError(f"{directory} holds a run already: continue it with --resume, or give another --output")
+    elif (directory / CONFIG_FILE).exists() and not (directory / SETTINGS_FILE).exists():
+        raise ConfigError(f"{directory} holds another model, which would be overwritten: give another --output")
     target = resolve(settings.model, gguf_file=settings.gguf_file)
     config = read_model_config(target)
     settings = settings.for_target(config)
@@ -117,7 +119,7 @@ def export(drafter: TrainableDrafter, directory: Path, name: str) -> None:
     unfinished = directory / f"{WEIGHTS_FILE}.new"
     save_file(stored, unfinished, metadata={"format": "pt"})
     unfinished.replace(directory / WEIGHTS_FILE)
-    write_whole(directory / "config.json", json.dumps(config, indent=1) + "\n")
+    write_whole(directory / CONFIG_FILE, json.dumps(config, indent=1) + "\n")
 
 
 def _facts(drafter: TrainableDrafter, trainer: Trainer, files: list[tuple[str, int]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.gguf_checkpoints import write_gguf
 from harness.model_configs import make_config
 from harness.quick_profiles import quick_profiles
 from paceline import LLM, SamplingParams
@@ -78,6 +79,15 @@ def test_copy_of_all_layers_equals_the_target(target: Path) -> None:
         found = drafter.outputs(batch)[batch.is_root] @ drafter.lm_head.T / FLATTENING
         expected = at_roots(AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)(batch.token_ids).logits, batch)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_start_values_of_a_gguf_file_equal_those_of_the_directory(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "target", "llama")  # the files differ in the order of the rows of q and k
+    expected = make_model(directory, 2).state_dict()
+    found = make_model(write_gguf(directory, tmp_path / "target.gguf"), 2).state_dict()
+    assert list(found) == list(expected)
+    for name, values in found.items():
+        assert torch.equal(values, expected[name]), name
 
 
 def as_transformers(drafter: TrainableDraftModel, directory: Path) -> Any:

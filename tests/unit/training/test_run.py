@@ -104,3 +104,11 @@ def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file: give a directory"):
         train(TrainSettings(drafter="eagle3"), tmp_path / "file", print)
+
+
+def test_output_that_holds_another_model_is_refused(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", "llama")
+    before = {file: file.read_bytes() for file in target.iterdir()}
+    with pytest.raises(ConfigError, match="holds another model, which would be overwritten"):
+        train(TrainSettings(drafter="draft-model", model=str(target)), target, print)
+    assert {file: file.read_bytes() for file in target.iterdir()} == before
