@@ -58,7 +58,7 @@ class TrainableDraftModel(TrainableDrafter):
             layer.start_from(layer_tensors(target.weights, index), damping=1.0)
             self.layers.append(layer)
         self.norm = RMSNorm(sizes.hidden_size, sizes.norm_eps)
-        with torch.no_grad():
+        with torch.no_grad():  # unflattened, 31 % of SmolLM2's drafts are outside the draft vocabulary after 40 steps, else 2 %
             self.norm.weight.copy_(FLATTENING * target.final_norm())
         matrix = self.embedding if config.tied_embeddings else target.lm_head(np.arange(config.vocab_size))
         self.register_buffer("lm_head", matrix, persistent=False)
