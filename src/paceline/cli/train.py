@@ -21,15 +21,20 @@ def _option(name: str, text: str, panel: str, **more: Any) -> Any:
     return typer.Option(name, help=text, rich_help_panel=panel, show_default=False, **more)
 
 
-Method = Annotated[str, typer.Argument(help="What to train: eagle3, dspark, dflash or medusa.", metavar="DRAFTER")]
+Method = Annotated[str, typer.Argument(help="What to train: eagle3, dspark, dflash, medusa or draft-model.", metavar="DRAFTER")]
 Output = Annotated[Path, _option("--output", "Directory of the data, the checkpoint and the drafter.", OUTPUT)]
 Model = Annotated[str | None, _option("--model", MODEL_PANEL.options["model"], WHAT, metavar="<str>")]
 GgufFile = Annotated[str | None, _option("--gguf-file", MODEL_PANEL.options["gguf_file"], WHAT, metavar="<str>")]
 Boundaries = Annotated[
-    str | None, _option("--boundaries", "Layer boundaries to read, such as 2,15,27. Default: 2, L / 2, L - 3.", WHAT, metavar="<ids>")
+    str | None,
+    _option(
+        "--boundaries", "Layer boundaries to record, such as 2,15,27. Default: 2, L / 2, L - 3; draft-model: none.", WHAT, metavar="<ids>"
+    ),
 ]
 DraftVocab = Annotated[int | None, _option("--draft-vocab-size", "Ids that can be drafted. Default: 16384, from E = 1536 on 32768.", WHAT)]
-NumLayers = Annotated[int | None, _option("--num-layers", "Layers of dspark and dflash. Default: 2.", WHAT)]
+NumLayers = Annotated[
+    int | None, _option("--num-layers", "Layers of dspark, dflash (default: 2) and draft-model (4, at most L / 2).", WHAT)
+]
 BlockSize = Annotated[int | None, _option("--block-size", "Rows of a block of dspark and dflash. Default: 7.", WHAT)]
 MarkovRank = Annotated[int | None, _option("--markov-rank", "Rank of the bias of dspark. Default: 96.", WHAT)]
 NumHeads = Annotated[int | None, _option("--num-heads", "Heads of medusa. Default: 4.", WHAT)]

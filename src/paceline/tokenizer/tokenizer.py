@@ -1,5 +1,6 @@
 """The tokenizer of a checkpoint. It encodes texts, renders conversations, and decodes tokens all at once or one by one."""
 
+import json
 import re
 from codecs import utf_8_decode
 from collections.abc import Collection, Mapping, Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, RequestError, convert_library_errors, convert_memory_errors, shortened
+from paceline.small_files import write_whole
 from paceline.tokenizer.backend import TokenizerBackend
 from paceline.tokenizer.chat_template import ChatTemplate
 from paceline.tokenizer.control_text import ControlTokenEscaper
@@ -134,6 +136,19 @@ class Tokenizer:
             RequestError: the tokenizers library cannot write it.
         """
         return self._backend.to_json()
+
+    def save(self, directory: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which `open` and transformers read.
+
+        Raises:
+            RequestError: as `to_json`.
+        """
+        named = {name: text for name, text in self._pretrained.special_tokens_map.items() if isinstance(text, str)}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+        if template := self.template_source():
+            settings["chat_template"] = template
+        write_whole(directory / "tokenizer.json", self.to_json())
+        write_whole(directory / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
 
     def template_uses(self, name: str) -> bool:
         """Return whether the chat template's text contains a variable such as "tools" or "enable_thinking"."""

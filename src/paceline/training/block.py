@@ -30,7 +30,7 @@ class TrainableBlockDrafter(TrainableDrafter):
 
     def __init__(self, target: TargetMatrices, vocabulary: DraftVocabulary, settings: TrainSettings) -> None:
         super().__init__(target, vocabulary, settings)
-        hidden, count = target.config.hidden_size, settings.num_layers
+        hidden, count = target.config.hidden_size, settings.num_layers or 2
         sizes = self.sizes = LayerSizes.of_target(target.config)
         self.is_dspark = settings.drafter == "dspark"
         self.depth = settings.block_size if self.is_dspark else settings.block_size - 1
@@ -108,7 +108,7 @@ class TrainableBlockDrafter(TrainableDrafter):
         config = {
             "architectures": ["DSparkDraftModel" if self.is_dspark else "DFlashDraftModel"],
             **self.sizes.config(),
-            "num_hidden_layers": settings.num_layers,
+            "num_hidden_layers": len(self.layers),
             "num_target_layers": self.target.config.num_layers,
             "vocab_size": self.target.config.vocab_size,
             "draft_vocab_size": len(self.vocabulary.target_ids),

@@ -86,6 +86,14 @@ class TrainableDrafter(nn.Module, ABC):
         self.register_buffer("embedding", target.embedding(), persistent=False)
         self.register_buffer("teacher", target.lm_head(vocabulary.target_ids), persistent=False)
 
+    @classmethod
+    def check_target(cls, target: ModelConfig, settings: TrainSettings) -> None:
+        """Check that a drafter can be made for a target.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+
     @abstractmethod
     def step(self, batch: Batch, generator: torch.Generator) -> StepResult:
         """Return the loss of a batch.

@@ -36,10 +36,11 @@ class LayerSizes:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    rope_theta: float
+    rope: RopeConfig
     norm_eps: float
     activation: str
     has_qk_norm: bool
+    has_bias: bool = False  # of q, k and v
 
     @classmethod
     def of_target(cls, target: ModelConfig) -> "LayerSizes":
@@ -53,7 +54,7 @@ class LayerSizes:
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_size=attention.head_size,
-            rope_theta=attention.rope.theta,
+            rope=RopeConfig(theta=attention.rope.theta),
             norm_eps=target.norm_eps,
             activation="gelu_pytorch_tanh" if is_gelu else "silu",
             has_qk_norm=attention.qk_norm is QKNorm.HEAD,
@@ -62,13 +63,13 @@ class LayerSizes:
     def config(self) -> dict[str, object]:
         """Return the keys of a config.json."""
         return {
-            "model_type": "qwen3" if self.has_qk_norm else "llama",
+            "model_type": "qwen3" if self.has_qk_norm else "qwen2" if self.has_bias else "llama",
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_size,
-            "rope_theta": self.rope_theta,
+            "rope_theta": self.rope.theta,
             "rms_norm_eps": self.norm_eps,
             "hidden_act": self.activation,
             "attention_bias": False,
@@ -100,9 +101,9 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_size: int, theta: float, max_positions: int) -> None:
+    def __init__(self, head_size: int, rope: RopeConfig, max_positions: int) -> None:
         super().__init__()
-        frequencies, _ = inverse_frequencies(RopeConfig(theta=theta), head_size)
+        frequencies, _ = inverse_frequencies(rope, head_size)
         angles = torch.from_numpy(np.arange(max_positions, dtype=np.float32)[:, None] * frequencies)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
@@ -124,13 +125,13 @@ class Attention(nn.Module):
     def __init__(self, sizes: LayerSizes, width: int, max_positions: int) -> None:
         super().__init__()
         self.sizes = sizes
-        self.q_proj = nn.Linear(width, sizes.num_heads * sizes.head_size, bias=False)
-        self.k_proj = nn.Linear(width, sizes.num_kv_heads * sizes.head_size, bias=False)
-        self.v_proj = nn.Linear(width, sizes.num_kv_heads * sizes.head_size, bias=False)
+        self.q_proj = nn.Linear(width, sizes.num_heads * sizes.head_size, bias=sizes.has_bias)
+        self.k_proj = nn.Linear(width, sizes.num_kv_heads * sizes.head_size, bias=sizes.has_bias)
+        self.v_proj = nn.Linear(width, sizes.num_kv_heads * sizes.head_size, bias=sizes.has_bias)
         self.o_proj = nn.Linear(sizes.num_heads * sizes.head_size, sizes.hidden_size, bias=False)
         if sizes.has_qk_norm:
             self.q_norm, self.k_norm = RMSNorm(sizes.head_size, sizes.norm_eps), RMSNorm(sizes.head_size, sizes.norm_eps)
-        self.rotary = Rotary(sizes.head_size, sizes.rope_theta, max_positions)
+        self.rotary = Rotary(sizes.head_size, sizes.rope, max_positions)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> KeysValues:
         """Return keys and values [..., K, D] of rows x [..., width]."""
@@ -216,23 +217,24 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def start_from(self, tensors: Mapping[str, Tensor]) -> None:
+    def start_from(self, tensors: Mapping[str, Tensor], *, damping: float = DAMPING) -> None:
         """Copy what fits of a layer of the target; the rest is small noise.
 
         Args:
             tensors: of the layer, by our names. Columns of q, k and v beyond the hidden size are those of the embedding, which come first.
+            damping: factor of copied output projections.
         """
         names = {f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
         names |= {f"mlp.{name}": name for name in ("gate_proj", "up_proj", "down_proj")}
         names |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
         for name, parameter in self.named_parameters():
-            stem = name.removesuffix(".weight")
+            stem, _, kind = name.rpartition(".")
             if parameter.dim() == 2:
                 parameter.normal_(0.0, NOISE if stem.endswith(("o_proj", "down_proj")) else 0.02)
-            found = tensors.get(f"{names.get(stem, stem)}.weight")
+            found = tensors.get(f"{names.get(stem, stem)}.{kind}")
             place = parameter if parameter.dim() == 1 or found is None else parameter[:, parameter.shape[1] - found.shape[1] :]
             if found is not None and place.shape == found.shape:
-                place.copy_(found * DAMPING if stem.endswith(("o_proj", "down_proj")) else found)
+                place.copy_(found * damping if stem.endswith(("o_proj", "down_proj")) else found)
 
 
 def last_layers(weights: Weights, target: ModelConfig, count: int) -> list[dict[str, Tensor]]:
@@ -242,12 +244,15 @@ def last_layers(weights: Weights, target: ModelConfig, count: int) -> list[dict[
         for index, layer in enumerate(target.layers)
         if isinstance(layer.mixer, AttentionConfig) and isinstance(layer.mlp, DenseMLP) and layer.mixer.kv_layer is None
     ]
-    found = []
-    for index in usable[-count:]:
-        prefix = f"layers.{index}."
-        names = [name for name in weights if name.startswith(prefix)]
-        found.append({name.removeprefix(prefix): torch.from_numpy(np.array(as_float32(weights[name]))) for name in names})
+    found = [layer_tensors(weights, index) for index in usable[-count:]]
     return [{} for _ in range(count - len(found))] + found
+
+
+def layer_tensors(weights: Weights, index: int) -> dict[str, Tensor]:
+    """Return the tensors of a layer of the target, by our names."""
+    prefix = f"layers.{index}."
+    names = [name for name in weights if name.startswith(prefix)]
+    return {name.removeprefix(prefix): torch.from_numpy(np.array(as_float32(weights[name]))) for name in names}
 
 
 def context_projection(num_boundaries: int, hidden_size: int) -> nn.Linear:

@@ -46,9 +46,10 @@ class FeatureRecorder(Drafter):
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:
-            if one.hidden_states is None or one.collected_hidden_states is None:
+            collected = one.collected_hidden_states if self.needs.layers else ()
+            if one.hidden_states is None or collected is None:
                 raise RuntimeError("the target returned no hidden states")
-            joined = np.concatenate([*one.collected_hidden_states, one.hidden_states], axis=1)
+            joined = np.concatenate([*collected, one.hidden_states], axis=1)
             kept = self._rows.setdefault(id(one.request), [])
             if one.start == 0:
                 kept.clear()  # evicted rows are computed again

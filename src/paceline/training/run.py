@@ -19,22 +19,24 @@ from paceline.small_files import write_atomically
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.training.block import TrainableBlockDrafter
 from paceline.training.card import write_card
+from paceline.training.draft_model import TrainableDraftModel
 from paceline.training.drafter import TargetMatrices, TrainableDrafter
 from paceline.training.eagle3 import TrainableEagle3Head
 from paceline.training.medusa import TrainableMedusaHeads
 from paceline.training.recording import Data, Say, record
 from paceline.training.serving import measure
-from paceline.training.settings import SETTINGS_FILE, TrainSettings
+from paceline.training.settings import DRAFT_MODEL, SETTINGS_FILE, TrainSettings
 from paceline.training.trainer import CHECKPOINT, Trainer
 from paceline.training.vocabulary import choose_vocabulary
 
 DATA_FOLDER = "data"
-WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 _DRAFTERS: dict[str, type[TrainableDrafter]] = {
     "eagle3": TrainableEagle3Head,
     "dspark": TrainableBlockDrafter,
     "dflash": TrainableBlockDrafter,
     "medusa": TrainableMedusaHeads,
+    DRAFT_MODEL: TrainableDraftModel,
 }
 
 
@@ -58,16 +60,22 @@ def train(settings: TrainSettings, directory: Path, say: Say, *, is_resumed: boo
         raise ConfigError(f"{directory} is a file: give a directory as --output")
     elif (directory / SETTINGS_FILE).is_file() and (directory / DATA_FOLDER).exists():
         raise ConfigError(f"{directory} holds a run already: continue it with --resume, or give another --output")
+    elif (directory / CONFIG_FILE).exists() and not (directory / SETTINGS_FILE).exists():
+        raise ConfigError(f"{directory} holds another model, which would be overwritten: give another --output")
     target = resolve_model(settings.model, gguf_file=settings.gguf_file)
     config = read_model_config(target)
     settings = settings.for_target(config)
+    _DRAFTERS[settings.drafter].check_target(config, settings)
+    tokenizer = Tokenizer.open(target)
     device = _device(settings.device)
     torch.set_num_threads(settings.threads or usable_processors())
     directory.mkdir(parents=True, exist_ok=True)
     settings.write(directory)
+    if settings.drafter == DRAFT_MODEL:
+        tokenizer.save(directory)
     data = record(settings, config, directory / DATA_FOLDER, say)
     weights = open_weights(target, config, num_threads=settings.threads or usable_processors())
-    end_ids = (*Tokenizer.open(target).end_token_ids, *config.eos_token_ids, 0)
+    end_ids = (*tokenizer.end_token_ids, *config.eos_token_ids, 0)
     drafter = make_drafter(settings, TargetMatrices(config, weights, end_ids[0]), data, say)
     trainer = Trainer(drafter, data.train.open(), data.heldout.open(), settings, directory, say, device=device)
     if is_resumed and (directory / CHECKPOINT).is_file():
@@ -92,7 +100,7 @@ def make_drafter(settings: TrainSettings, target: TargetMatrices, data: Data, sa
     torch.manual_seed(settings.seed)
     drafter = _DRAFTERS[settings.drafter](target, vocabulary, settings)
     heldout = data.heldout.open()
-    boundaries = ", ".join(map(str, settings.boundaries or ()))
+    boundaries = ", ".join(map(str, settings.boundaries or ())) or "none"
     say(
         f"{settings.drafter}: {drafter.num_parameters():,} trained values, reads boundaries {boundaries}; "
         f"{len(vocabulary.target_ids):,} draft ids cover {vocabulary.coverage(sequences):.1%} of the data, "
@@ -111,7 +119,7 @@ def export(drafter: TrainableDrafter, directory: Path, name: str) -> None:
     unfinished = directory / f"{WEIGHTS_FILE}.new"
     save_file(stored, unfinished, metadata={"format": "pt"})
     unfinished.replace(directory / WEIGHTS_FILE)
-    write_atomically(directory / "config.json", json.dumps(config, indent=1) + "\n")
+    write_atomically(directory / CONFIG_FILE, json.dumps(config, indent=1) + "\n")
 
 
 def _facts(drafter: TrainableDrafter, trainer: Trainer, files: list[tuple[str, int]]) -> dict[str, Any]:

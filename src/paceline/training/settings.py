@@ -10,7 +10,8 @@ from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 from paceline.small_files import read_json, write_atomically
 
-METHODS = ("eagle3", "dspark", "dflash", "medusa")
+DRAFT_MODEL = "draft-model"
+METHODS = ("eagle3", "dspark", "dflash", "medusa", DRAFT_MODEL)
 ANSWERS = ("target", "keep")
 LOSSES = ("soft", "hard")
 DEVICES = ("auto", "cpu", "cuda")
@@ -45,8 +46,8 @@ class TrainSettings:
         max_prompt_tokens, max_answer_tokens: longer prompts are left out, longer answers are cut.
         temperatures: of the target's answers, in turns.
         max_repeat_share: answers with a larger share of repeated 8-grams are left out.
-        boundaries: layer boundaries of the target that are read; None = 2, L / 2 and L - 3.
-        num_layers: decoder layers of a block drafter.
+        boundaries: layer boundaries of the target that are recorded; None = 2, L / 2 and L - 3, of a draft model none.
+        num_layers: decoder layers of a block drafter or a draft model; None = 2, of a draft model 4, at most half of the target's.
         draft_vocab_size: ids that can be drafted; None = by the size of the target's vocabulary.
         block_size: rows of a block.
         markov_rank: of the bias of dspark.
@@ -81,7 +82,7 @@ class TrainSettings:
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.7)
     max_repeat_share: float = 0.3
     boundaries: tuple[int, ...] | None = None
-    num_layers: int = 2
+    num_layers: int | None = None
     draft_vocab_size: int | None = None
     block_size: int = 7
     markov_rank: int = 96
@@ -129,18 +130,20 @@ class TrainSettings:
         Raises:
             ConfigError: the target has no such boundaries.
         """
-        count = target.num_layers
-        chosen = sorted({min(2, count), count // 2, max(count - 3, 1)}) if self.boundaries is None else list(self.boundaries)
-        if sorted(set(chosen)) != chosen or not chosen or chosen[0] < 0 or chosen[-1] > count:
+        count, is_model = target.num_layers, self.drafter == DRAFT_MODEL
+        usual = [] if is_model else sorted({min(2, count), count // 2, max(count - 3, 1)})
+        chosen = usual if self.boundaries is None else list(self.boundaries)
+        if sorted(set(chosen)) != chosen or (not chosen and not is_model) or any(not 0 <= one <= count for one in chosen):
             raise ConfigError(f"boundaries is {chosen}: give ascending ones from 0 to {count}, the number of the target's layers")
         size = self.draft_vocab_size
         size = min(target.vocab_size, 16384 if target.hidden_size < 1536 else 32768) if size is None else size
         if not 1 <= size <= target.vocab_size:
             raise ConfigError(f"draft_vocab_size is {size}: use 1 to {target.vocab_size}, the size of the target's vocabulary")
+        num_layers = self.num_layers or (min(4, max(1, count // 2)) if is_model else 2)
         rate = self.learning_rate
         if rate is None:
             rate = 1.2e-3 if target.hidden_size < 1536 else 3e-4
-        return replace(self, boundaries=tuple(chosen), draft_vocab_size=size, learning_rate=rate)
+        return replace(self, boundaries=tuple(chosen), num_layers=num_layers, draft_vocab_size=size, learning_rate=rate)
 
     def write(self, directory: Path) -> None:
         """Write them to `train.json`."""

@@ -3,11 +3,13 @@
 import itertools
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer
 
 from paceline.errors import CheckpointError
 from paceline.tokenizer.gguf import SPLITS, read_gguf_tokenizer
@@ -222,3 +224,19 @@ def test_very_long_gguf_token_is_refused_fast() -> None:
     with pytest.raises(CheckpointError, match="longer than 1024 characters"):
         opened(SENTENCEPIECE, tokens=tokens)
     assert time.perf_counter() - begin < 2.0
+
+
+@pytest.mark.parametrize("base", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte level", "sentencepiece"])
+def test_saved_tokenizer_is_read_again_and_by_transformers(base: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = opened(base)
+    tokenizer.save(tmp_path)
+    again, other = Tokenizer.open(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert (again.vocab_size, again.special_token_ids) == (tokenizer.vocab_size, tokenizer.special_token_ids)
+    for text in ("the the", " ab  aaab\n", "<|im_start|>the<tool><|im_end|>", "é你"):
+        ids = tokenizer.encode(text)
+        assert again.encode(text) == other(text)["input_ids"] == ids
+        assert again.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert again.has_chat_template == tokenizer.has_chat_template
+    if tokenizer.has_chat_template:
+        messages = [{"role": "user", "content": "the"}]
+        assert again.chat_text(messages) == tokenizer.chat_text(messages) == "<|im_start|>the<|im_end|>"

@@ -12,17 +12,18 @@ from harness.checkpoints import write_checkpoint
 from harness.quick_profiles import quick_profiles
 from harness.training_runs import write_prompts
 from paceline.cli import app
-from paceline.drafters import open_head_files
+from paceline.drafters import prepare_one
 from paceline.errors import ConfigError, PacelineError
 from paceline.training import run as running
 from paceline.training.run import train
 from paceline.training.settings import TrainSettings
 
 
-def test_train_writes_a_measured_drafter_and_resumes_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("drafter", "name"), [("eagle3", "eagle3"), ("draft-model", "draft_model")])
+def test_train_writes_a_measured_drafter_and_resumes_after_a_stop(drafter: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, output = write_checkpoint(tmp_path / "target", "llama"), tmp_path / "drafter"
     settings = TrainSettings(
-        drafter="eagle3", model=str(target), data=(str(write_prompts(tmp_path / "prompts.jsonl", 12)),),
+        drafter=drafter, model=str(target), data=(str(write_prompts(tmp_path / "prompts.jsonl", 12)),),
         eval_data=(str(write_prompts(tmp_path / "heldout.jsonl", 2)),), max_prompt_tokens=32, max_answer_tokens=16, max_repeat_share=1.0,
         draft_vocab_size=64, batch_tokens=100, threads=1, steps=8, command="the command",
     )  # fmt: skip
@@ -36,13 +37,13 @@ def test_train_writes_a_measured_drafter_and_resumes_after_a_stop(tmp_path: Path
         train(settings, output, lines.append)
     with quick_profiles():
         assert train(replace(settings, steps=99, command="another"), output, lines.append, is_resumed=True)
-    head = open_head_files(output)
-    assert head is not None
-    assert head.kind.value == "eagle3"
+    prepared = prepare_one(str(output), target)
+    assert prepared is not None
+    assert prepared.name == name
     found = json.loads((output / "results.json").read_text(encoding="utf-8"))
     assert found["facts"]["steps"] == 8  # the settings of the directory, not those given
     assert found["served"]["are_texts_equal"] is True
-    assert {row["drafter"] for row in found["served"]["speeds"]} == {"plain", "ngram", "suffix", "eagle3", "ngram+eagle3"}
+    assert {row["drafter"] for row in found["served"]["speeds"]} == {"plain", "ngram", "suffix", name, f"ngram+{name}"}
     assert found["served"]["fixed"]["all"] >= 1.0
     assert len(found["data"]["sha256"]["train"]) == 64
     card = (output / "README.md").read_text(encoding="utf-8")
@@ -55,7 +56,7 @@ def test_train_writes_a_measured_drafter_and_resumes_after_a_stop(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["hydra", "--output", "x"], "use one of eagle3, dspark, dflash, medusa"),
+        (["hydra", "--output", "x"], "use one of eagle3, dspark, dflash, medusa, draft-model"),
         (["eagle3", "--output", "x", "--temperatures", "hot"], "use numbers with commas"),
         (["eagle3", "--output", "x", "--resume", "--steps", "3"], "leave out --steps"),
         (["eagle3", "--output", "x", "--resume"], "nothing to resume"),
@@ -103,3 +104,11 @@ def test_training_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file: give a directory"):
         train(TrainSettings(drafter="eagle3"), tmp_path / "file", print)
+
+
+def test_output_that_holds_another_model_is_refused(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", "llama")
+    before = {file: file.read_bytes() for file in target.iterdir()}
+    with pytest.raises(ConfigError, match="holds another model, which would be overwritten"):
+        train(TrainSettings(drafter="draft-model", model=str(target)), target, print)
+    assert {file: file.read_bytes() for file in target.iterdir()} == before

@@ -11,8 +11,10 @@ from harness.training_runs import TinyRun, record_tiny
 from paceline import LLM, SamplingParams
 from paceline.drafters import open_head_files
 from paceline.speculation.draft_length.policy import FixedDraftLength
+from paceline.tokenizer.tokenizer import Tokenizer
+from paceline.training.draft_model import TrainableDraftModel
 from paceline.training.run import WEIGHTS_FILE, export
-from paceline.training.settings import METHODS
+from paceline.training.settings import DRAFT_MODEL, METHODS
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -25,13 +27,15 @@ def test_acceptance_when_served_equals_the_training_estimate(run: TinyRun, metho
     trainer = run.make_trainer(method, steps=40)
     trainer.run()
     drafter = trainer.drafter
+    is_model = isinstance(drafter, TrainableDraftModel)
     with torch.no_grad():  # as they are stored
-        for parameter in drafter.parameters():
-            parameter.copy_(parameter.bfloat16().float())
+        for values in (*drafter.parameters(), *([drafter.embedding, drafter.lm_head] if is_model else [])):
+            values.copy_(values.bfloat16().float())
     export(drafter, tmp_path, "target")
+    if is_model:
+        Tokenizer.open(Path(run.settings.model)).save(tmp_path)
     head = open_head_files(tmp_path)
-    assert head is not None
-    assert head.kind.value == method
+    assert (DRAFT_MODEL if head is None else head.kind.value) == method
     stored = load_file(tmp_path / WEIGHTS_FILE)
     for name, values in drafter.export("target")[1].items():
         assert torch.equal(stored[name].to(values.dtype), values.detach()), name

@@ -1,5 +1,6 @@
 """Settings of a run: defaults for a target, what is refused, and the file they are kept in."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,11 @@ TARGET = make_config(
 
 def test_training_defaults_depend_on_the_target() -> None:
     found = TrainSettings(drafter="eagle3").for_target(TARGET)
-    assert (found.boundaries, found.draft_vocab_size, found.learning_rate) == ((2, 15, 27), 16384, 1.2e-3)
+    assert (found.boundaries, found.draft_vocab_size, found.learning_rate, found.num_layers) == ((2, 15, 27), 16384, 1.2e-3, 2)
+    model = TrainSettings(drafter="draft-model").for_target(TARGET)
+    assert (model.boundaries, model.num_layers) == ((), 4)
+    assert model.for_target(TARGET) == model  # a resumed run has no boundaries
+    assert TrainSettings(drafter="draft-model").for_target(replace(TARGET, layers=TARGET.layers[:6])).num_layers == 3
 
 
 def test_training_settings_file_round_trip(tmp_path: Path) -> None:
@@ -30,13 +35,13 @@ def test_training_settings_file_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"drafter": "hydra"}, "use one of eagle3, dspark, dflash, medusa"),
+        ({"drafter": "hydra"}, "use one of eagle3, dspark, dflash, medusa, draft-model"),
         ({"loss": "both"}, "use one of soft, hard"),
         ({"answers": "keep"}, "there is no data"),
-        ({"minutes": 0}, "minutes must be above 0"),
-        ({"steps": 0}, "steps must be at least 1"),
-        ({"temperatures": (-1.0,)}, "at least 0"),
-        ({"block_size": 1}, "block_size must be at least 2"),
+        ({"minutes": 0}, "minutes is 0: use 0.001 to"),
+        ({"steps": 0}, "steps is 0: use 1 to"),
+        ({"temperatures": (-1.0,)}, "temperatures is -1.0: use 0 to 2"),
+        ({"block_size": 1}, "block_size is 1: use 2 to"),
     ],
 )
 def test_training_settings_out_of_range_are_refused(values: dict[str, object], text: str) -> None:
