@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, RequestError, convert_library_errors, convert_memory_errors, shortened
-from paceline.small_files import write_whole
+from paceline.small_files import write_atomically
 from paceline.tokenizer.backend import TokenizerBackend
 from paceline.tokenizer.chat_template import ChatTemplate
 from paceline.tokenizer.control_text import ControlTokenEscaper
@@ -147,8 +147,8 @@ class Tokenizer:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
         if template := self.template_source():
             settings["chat_template"] = template
-        write_whole(directory / "tokenizer.json", self.to_json())
-        write_whole(directory / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
+        write_atomically(directory / "tokenizer.json", self.to_json())
+        write_atomically(directory / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
 
     def template_uses(self, name: str) -> bool:
         """Return whether the chat template's text contains a variable such as "tools" or "enable_thinking"."""

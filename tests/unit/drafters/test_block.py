@@ -486,8 +486,8 @@ def test_block_drafter_skips_context_passes_while_drafting_does_not_pay(tmp_path
         assert isinstance(drafter, BlockDrafter)
         passes, run_context = list[PendingContext](), drafter.head.run_context
         monkeypatch.setattr(drafter.head, "run_context", lambda rows: passes.extend(rows) or run_context(rows))
-        features, observe = list[Any](), drafter.context.observe
-        monkeypatch.setattr(drafter.context, "observe", lambda *args: features.extend(args[2].copy()) or observe(*args))
+        hidden_states, append = list[Any](), drafter.context.append_hidden_states
+        monkeypatch.setattr(drafter.context, "append_hidden_states", lambda *args: hidden_states.extend(args[2].copy()) or append(*args))
         sampling = SamplingParams(max_tokens=num_plain + 20, ignore_eos=True)
         (output,) = llm.generate([[7, 9] * 40], sampling, speculation={"trees": True})
     counts = [one.rows.num_rows for one in passes]
@@ -497,5 +497,5 @@ def test_block_drafter_skips_context_passes_while_drafting_does_not_pay(tmp_path
     late = passes[1]
     first = 80 + num_plain - 1 - counts[1]
     assert (late.rows.cached_len, late.rows.first_slot) == (first, first)
-    np.testing.assert_array_equal(late.features, features[first : first + counts[1]])
+    np.testing.assert_array_equal(late.hidden_states, hidden_states[first : first + counts[1]])
     assert any(step.draft_token_ids for step in output.steps or ())

@@ -12,7 +12,7 @@ from harness.checkpoints import write_checkpoint
 from harness.quick_profiles import quick_profiles
 from harness.training_runs import write_prompts
 from paceline.cli import app
-from paceline.drafters import prepare_one
+from paceline.drafters import prepare_drafter
 from paceline.errors import ConfigError, PacelineError
 from paceline.training import run as running
 from paceline.training.run import train
@@ -20,7 +20,9 @@ from paceline.training.settings import TrainSettings
 
 
 @pytest.mark.parametrize(("drafter", "name"), [("eagle3", "eagle3"), ("draft-model", "draft_model")])
-def test_train_writes_a_measured_drafter_and_resumes_after_a_stop(drafter: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_writes_a_measured_drafter_and_resumes_after_a_stop(
+    drafter: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, output = write_checkpoint(tmp_path / "target", "llama"), tmp_path / "drafter"
     settings = TrainSettings(
         drafter=drafter, model=str(target), data=(str(write_prompts(tmp_path / "prompts.jsonl", 12)),),
@@ -37,7 +39,7 @@ def test_train_writes_a_measured_drafter_and_resumes_after_a_stop(drafter: str, 
         train(settings, output, lines.append)
     with quick_profiles():
         assert train(replace(settings, steps=99, command="another"), output, lines.append, is_resumed=True)
-    prepared = prepare_one(str(output), target)
+    prepared = prepare_drafter(str(output), target)
     assert prepared is not None
     assert prepared.name == name
     found = json.loads((output / "results.json").read_text(encoding="utf-8"))

@@ -80,15 +80,15 @@ class ContextCache:
         )
 
     def drop_oldest(self, request: Request, num_kept: int) -> None:
-        """Drop all pending positions but the last `num_kept`. No draft attends to them, nor to earlier ones."""
-        rows = self.pending_rows(request)
-        if rows is None or rows.rows.num_rows <= num_kept:
+        """Drop all pending positions but the last `num_kept`. No draft attends to them, nor to positions before them."""
+        pending = self.pending_rows(request)
+        if pending is None or pending.rows.num_rows <= num_kept:
             return
         context = self._contexts[request]
-        begin = context.num_seen - num_kept
-        hashes = self._prefix_hashes(request.token_ids[context.num_rows : begin], context.num_rows, context.hash)
-        context.first = context.num_rows = begin
-        context.hash, context.pending = hashes[-1], [context.pending[0][-num_kept:].copy()]
+        begin, end = context.num_cached, context.num_observed - num_kept
+        hashes = prefix_hashes(request.token_ids[begin:end], self._powers[begin:], context.prefix_hash)
+        context.first_cached = context.num_cached = end
+        context.prefix_hash, context.pending_hidden_states = int(hashes[-1]), [pending.hidden_states[-num_kept:].copy()]
 
     def mark_computed(self, request: Request) -> None:
         """Record that the keys and values of all pending positions are now cached."""
@@ -124,6 +124,11 @@ class ContextCache:
         """Return whether hidden states of all tokens of the request but the last have been received."""
         context = self._contexts.get(request)
         return context is not None and context.num_observed == len(request.token_ids) - 1 and context.sequence is request.sequence
+
+    def num_pending(self, request: Request) -> int:
+        """Return the number of committed positions without context rows."""
+        context = self._contexts.get(request)
+        return 0 if context is None else context.num_observed - context.num_cached
 
     def num_spare_blocks_needed(self, request: Request, num_rows: int) -> int:
         """Return how many spare blocks a draft of `num_rows` rows needs."""

@@ -110,7 +110,7 @@ class BlockDrafter(Drafter):
         return [trees.get(id(request)) for request in requests]
 
     def prefill_s(self, request: Request) -> float:
-        return self._prefill_time.expected_s(self.context.num_pending_rows(request))
+        return self._prefill_time.expected_s(self.context.num_pending(request))
 
     def release(self, request: Request) -> None:
         self.context.release(request)
