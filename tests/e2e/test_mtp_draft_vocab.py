@@ -46,7 +46,7 @@ TOKENIZER = {
 }
 
 
-def write_atomically(folder: Path, *, tied: bool = False) -> Path:
+def write_whole(folder: Path, *, tied: bool = False) -> Path:
     """A model of 600 ids with its module."""
     values = {**DELTA, "vocab_size": VOCABULARY, "tie_word_embeddings": tied}
     target = write_checkpoint(folder / "model", "qwen3_5_text", **values)
@@ -56,8 +56,8 @@ def write_atomically(folder: Path, *, tied: bool = False) -> Path:
 def write_stored(folder: Path, stored: str, *, tied: bool) -> Path:
     """The same, as a GGUF file where `stored` is a block type."""
     if stored not in ("Q8_0", "Q4_0"):
-        return write_atomically(folder, tied=tied)
-    return write_hybrid_gguf(write_atomically(folder, tied=tied), folder / "model.gguf", stored, metadata=TOKENIZER)
+        return write_whole(folder, tied=tied)
+    return write_hybrid_gguf(write_whole(folder, tied=tied), folder / "model.gguf", stored, metadata=TOKENIZER)
 
 
 def load(path: Path, stored: str) -> MtpModule:
@@ -296,7 +296,7 @@ def test_draft_vocab_corpus_selects_the_ids(
         return found
 
     monkeypatch.setattr(EagleStyleDrafter, "propose", kept)
-    target, text, ids = write_atomically(tmp_path), tmp_path / "text", range(VOCABULARY - FIRST, VOCABULARY)
+    target, text, ids = write_whole(tmp_path), tmp_path / "text", range(VOCABULARY - FIRST, VOCABULARY)
     text.write_text(" ".join(f"w{token}" for token in ids), encoding="utf-8")
     options = {"draft_vocab_size": FIRST, "draft_vocab_corpus": str(text)}
     plain = open_llm(target, "none", backend=backend)
@@ -318,7 +318,7 @@ def test_draft_vocab_corpus_selects_the_ids(
 
 def test_doctor_counts_the_lm_head_of_an_mtp_module_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By doctor: its copied rows take the place of all of them."""
-    target, found = write_atomically(tmp_path), load_mtp
+    target, found = write_whole(tmp_path), load_mtp
 
     def with_own(*given: Any, **named: Any) -> MtpModule:
         module = found(*given, **named)
@@ -344,7 +344,7 @@ def test_doctor_counts_the_lm_head_of_an_mtp_module_once(tmp_path: Path, monkeyp
 
 
 def test_missing_corpus_is_an_error_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, options = write_atomically(tmp_path), {"draft_vocab_corpus": str(tmp_path / "none")}
+    target, options = write_whole(tmp_path), {"draft_vocab_corpus": str(tmp_path / "none")}
     text = "which does not exist: give a text like those you generate"
     found = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options=options))
     assert any(text in problem for problem in found.problems)
@@ -354,7 +354,7 @@ def test_missing_corpus_is_an_error_before_loading(tmp_path: Path, monkeypatch: 
 
 
 def test_draft_vocab_defaults_to_all_ids(tmp_path: Path) -> None:
-    target = write_atomically(tmp_path)
+    target = write_whole(tmp_path)
     for given in ({}, {"drafter_options": {"draft_vocab_size": VOCABULARY}}):
         llm = open_llm(target, "mtp", **given)
         assert isinstance(llm.drafter, EagleStyleDrafter)
@@ -364,7 +364,7 @@ def test_draft_vocab_defaults_to_all_ids(tmp_path: Path) -> None:
 
 
 def test_draft_vocab_size_beyond_the_vocabulary_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = write_atomically(tmp_path)
+    target = write_whole(tmp_path)
     text = "drafter_options: draft_vocab_size is 608 and the target has 600 ids: use at most 600, or leave it out to draft all ids"
     found = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options={"draft_vocab_size": 608}))
     assert text in found.problems

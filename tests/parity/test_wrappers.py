@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """By the `model_type` of the whole: that of its text model, values of its config, and of the encoder's."""
 
 
-def write_atomically(directory: Path, kind: str) -> list[int]:
+def write_whole(directory: Path, kind: str) -> list[int]:
     """A random model of texts and images as transformers saves it; returns a prompt."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -83,7 +83,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     def written(kind: str) -> tuple[Path, list[int]]:
         if kind not in known:
             directory = tmp_path_factory.mktemp(kind)
-            known[kind] = directory, write_atomically(directory, kind)
+            known[kind] = directory, write_whole(directory, kind)
         return known[kind]
 
     return written
