@@ -40,7 +40,7 @@ def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
     return LLM(str(target), drafter=drafter, **shape)
 
 
-def write_atomically(folder: Path, case: str = "qwen3_5", **layout: Any) -> Path:
+def write_whole(folder: Path, case: str = "qwen3_5", **layout: Any) -> Path:
     """A model with its module."""
     return add_module(write_host(folder / "model", case), module_tensors(write_donor(folder / "donor", case), **layout))
 
@@ -66,7 +66,7 @@ def test_hybrid_model_with_mtp_drafts_equals_plain_decoding(
     tmp_path: Path, case: str, backend: str, tree_width: int, quantization: str
 ) -> None:
     """In batches, alone, and on a prefix that is cached; sampled and not. What torch rounds otherwise may decide near-ties."""
-    target = write_atomically(tmp_path, case)
+    target = write_whole(tmp_path, case)
     plain = open_llm(target, "none", backend=backend)
     llm = open_llm(target, "mtp", backend=backend, tree_width=tree_width, draft_quantization=quantization, prefill_chunk_size=32)
     assert llm.drafter_name == "mtp"
@@ -82,7 +82,7 @@ def test_hybrid_model_with_mtp_drafts_equals_plain_decoding(
 @pytest.mark.parametrize("count", [0, 1])
 def test_mtp_module_is_found_without_its_config_field(tmp_path: Path, count: int) -> None:
     """Fine-tuned checkpoints say 0 and hold one, or say 1 and hold none."""
-    target = write_atomically(tmp_path) if count == 0 else write_host(tmp_path / "model", "qwen3_5")
+    target = write_whole(tmp_path) if count == 0 else write_host(tmp_path / "model", "qwen3_5")
     change_config(target, mtp_num_hidden_layers=count)
     assert open_llm(target, "auto").drafter_name == ("ngram+mtp" if count == 0 else "ngram")
     if count == 0:
@@ -96,7 +96,7 @@ def test_mtp_module_is_found_without_its_config_field(tmp_path: Path, count: int
 @pytest.mark.parametrize("prefix", ["mtp.", "model.mtp."])
 def test_mtp_module_of_a_multimodal_model_drafts_its_text(tmp_path: Path, prefix: str) -> None:
     """As Qwen3.5 is published: the text model nested, images beside it, the module at the top."""
-    target = write_atomically(tmp_path, prefix=prefix)
+    target = write_whole(tmp_path, prefix=prefix)
     expected = [output.token_ids for output in open_llm(target, "none").generate(PROMPTS, GREEDY)]
     values = json.loads((target / "config.json").read_text(encoding="utf-8"))
     nested = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}, "text_config": values}
@@ -116,7 +116,7 @@ def test_mtp_module_of_a_multimodal_model_drafts_its_text(tmp_path: Path, prefix
 
 
 def test_unusable_mtp_module_is_an_error_only_if_requested(tmp_path: Path) -> None:
-    target = write_atomically(tmp_path)
+    target = write_whole(tmp_path)
     edit(target / "model.safetensors", lambda tensors: tensors.pop("mtp.norm.weight"))
     with pytest.raises(CheckpointError, match=r"it lacks 1 tensor: mtp\.norm\.weight \[64\]"):
         open_llm(target, "mtp")
@@ -140,7 +140,7 @@ def test_unusable_mtp_module_is_an_error_only_if_requested(tmp_path: Path) -> No
     ],
 )
 def test_wrong_shape_of_an_mtp_tensor_is_named(tmp_path: Path, name: str, shape: tuple[int, ...], text: str) -> None:
-    target = write_atomically(tmp_path)
+    target = write_whole(tmp_path)
     edit(target / "model.safetensors", lambda tensors: tensors.update({name: np.zeros(shape, np.float32)}))
     with pytest.raises(CheckpointError, match=text):
         loaded(target)
@@ -148,7 +148,7 @@ def test_wrong_shape_of_an_mtp_tensor_is_named(tmp_path: Path, name: str, shape:
 
 def test_mtp_module_uses_its_own_embedding_if_configured(tmp_path: Path) -> None:
     """Else it is a copy of the target's, which is used."""
-    target = write_atomically(tmp_path)
+    target = write_whole(tmp_path)
     change_config(target, mtp_use_dedicated_embeddings=True)
     with pytest.raises(
         CheckpointError, match=r"lacks mtp\.embed_tokens\.weight although its config\.json sets mtp_use_dedicated_embeddings"
@@ -165,7 +165,7 @@ def test_mtp_module_uses_its_own_embedding_if_configured(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_hybrid_gguf_drafts_with_its_mtp_module(tmp_path: Path, case: str) -> None:
-    target = write_hybrid_gguf(write_atomically(tmp_path, case), tmp_path / "model.gguf", "Q8_0", metadata=VOCABULARY)
+    target = write_hybrid_gguf(write_whole(tmp_path, case), tmp_path / "model.gguf", "Q8_0", metadata=VOCABULARY)
     plain, llm = open_llm(target, "none"), open_llm(target, "mtp")
     assert open_llm(target, "auto").drafter_name == "ngram+mtp"
     assert any("holds a drafting head: drafter='mtp'" in notice for notice in plain.notices)
@@ -177,7 +177,7 @@ def test_hybrid_gguf_drafts_with_its_mtp_module(tmp_path: Path, case: str) -> No
 
 def test_mtp_module_of_a_gguf_is_found_by_its_tensors(tmp_path: Path) -> None:
     """Whether or not metadata counts it; where its last norm is left out, the model's is meant."""
-    directory = write_atomically(tmp_path)
+    directory = write_whole(tmp_path)
     expected = read_model_config(directory)
     unsaid = write_hybrid_gguf(directory, tmp_path / "unsaid.gguf", metadata={"{a}.nextn_predict_layers": None})
     assert gguf_config(open_gguf(unsaid)) == expected
