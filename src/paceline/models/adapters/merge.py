@@ -89,7 +89,7 @@ class MergedWeights(LazyWeights):
     def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
         source = self._sources.get(name, name)
         base = self._base.source_arrays(source) if self._base.has(source) else ()
-        return (*base, np.frombuffer(self._adapter.key, np.uint8)[None]) if self.is_changed(name) else base
+        return (*base, np.frombuffer(self._adapter.digest, np.uint8)[None]) if self.is_changed(name) else base
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)
