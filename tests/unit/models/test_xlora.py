@@ -52,7 +52,7 @@ def test_xlora_ranks_are_those_of_its_adapters(tmp_path: Path) -> None:
     assert network.mixture.scaling_indices.keys() == network.low_rank_updates.keys()
     shared = read(write_xlora(tmp_path / "shared", CONFIG, seed=1)).mixture
     assert shared is not None
-    assert shared.columns["layers.1.mlp.down_proj"].tolist() == [0, 0, 2, 2, 2, 2]
+    assert shared.scaling_indices["layers.1.mlp.down_proj"].tolist() == [0, 0, 2, 2, 2, 2]
 
 
 def test_xlora_cache_key_depends_on_every_value_that_changes_a_token(tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ def read_column_groups(groups: NDArray[np.int32], columns: int, group_size: int,
     """
     if groups.shape != (columns,) or not columns or not (groups.min() >= 0 and groups.max() < num_groups):
         raise CheckpointError(
-            f"{where} has {groups.size} numbers from {groups.min(initial=0)} to {groups.max(initial=0)}, a number below {num_groups} "
-            f"is expected for each of {columns} columns; the file is damaged, download it again"
+            f"{where} has {groups.size} numbers from {groups.min(initial=0)} to {groups.max(initial=0)}, one below {num_groups} is "
+            f"expected for each of {columns} columns; the file is damaged, download it again"
         )
     in_order = np.arange(columns) // group_size
     return None if not groups.any() or np.array_equal(groups, in_order) else groups.astype(np.int64)
