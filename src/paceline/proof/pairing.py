@@ -171,7 +171,7 @@ def _check_block(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, 
     )
     summary = f"{files.kind.value} drafter, blocks of {config.block_size}{chosen}, that reads layer boundaries {read}; {place}; "
     facts = HeadFacts(files.path, files.kind, opened.weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000)
-    facts = replace(facts, copied_bytes=sum(table.nbytes for table in opened.tables.values()))
+    facts = replace(facts, copied_bytes=sum(table.nbytes for table in opened.lookup_tables.values()))
     return facts, PairCheck(True, summary + _sizes_fit(target.config.hidden_size))
 
 
