@@ -119,7 +119,7 @@ def test_a_dspark_drafter_under_dflashs_name_is_one(tmp_path: Path) -> None:
     files = HeadFiles.open(write_head(tmp_path, {**DFLASH, "dflash_config": nested}, tensors))
     config = read_block_config(files, TARGET)
     assert (files.kind, config.sample_from_anchor, config.has_markov_confidence) == (HeadKind.DSPARK, None, True)
-    assert open_block_checkpoint(files, config, TARGET).tables.keys() == {"markov_w1"}
+    assert open_block_checkpoint(files, config, TARGET).lookup_tables.keys() == {"markov_w1"}
 
 
 def test_missing_layers_of_a_shallow_target_are_named(tmp_path: Path) -> None:
