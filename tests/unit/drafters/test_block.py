@@ -123,7 +123,7 @@ def test_dspark_drafter_with_a_dflash_config_is_recognised(tmp_path: Path) -> No
     files = HeadFiles.open(write_head(tmp_path, {**DFLASH, "dflash_config": nested}, tensors))
     config = read_block_config(files, TARGET)
     assert (files.kind, config.sample_from_anchor, config.has_markov_confidence) == (HeadKind.DSPARK, None, True)
-    assert open_block_checkpoint(files, config, TARGET).tables.keys() == {"markov_w1"}
+    assert open_block_checkpoint(files, config, TARGET).lookup_tables.keys() == {"markov_w1"}
 
 
 def test_target_with_too_few_layers_for_a_block_drafter_is_refused(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_suffix_store_changes_do_not_break_a_running_request(seed: int) -> None:
             tree.check()
             assert min(tree.token_ids) >= 0
         assert 0 < store.num_stored_tokens("a") <= 400
-        for reader in drafter._texts[request].stored:
+        for reader in drafter._texts[request].store_matches:
             length = reader.match[1]
             assert length <= 6
             fresh = (0, 0)
