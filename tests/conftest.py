@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from harness.spread import mark_the_others
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFAULT_SEED = 20260101
+SAVE_INTERVAL_S = 10.0  # between two records of what has passed
 TALLY = pytest.StashKey["Counter[str]"]()
 
 
@@ -33,6 +35,7 @@ class ResumableRun:
         record = cache.get(self.KEY, None) if resume else None
         self.passed_before: set[str] = set(record["passed"]) if record and record["run"] == self._run != "" else set()
         self._passed = sorted(self.passed_before)
+        self._saved_s = time.monotonic()
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         again = [item for item in items if item.nodeid in self.passed_before]
@@ -43,7 +46,16 @@ class ResumableRun:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self._run and report.when == "call" and report.passed:
             self._passed.append(report.nodeid)
-            self._cache.set(self.KEY, {"run": self._run, "passed": self._passed})
+            if time.monotonic() - self._saved_s > SAVE_INTERVAL_S:  # all of them are written each time
+                self._save()
+
+    def pytest_sessionfinish(self) -> None:
+        if self._run:
+            self._save()
+
+    def _save(self) -> None:
+        self._cache.set(self.KEY, {"run": self._run, "passed": self._passed})
+        self._saved_s = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

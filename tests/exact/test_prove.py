@@ -401,9 +401,9 @@ def test_prove_finds_no_difference_for_every_kind_of_layer(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(10))
-def test_prove_finds_no_difference_in_a_million_tokens_of_mini(part: int, seed: int, tally: "Counter[str]") -> None:
-    """In ten parts, each with cases and prompts of its own, so that a run that was stopped can go on."""
+@pytest.mark.parametrize("part", range(3))
+def test_prove_finds_no_difference_in_300_000_tokens_of_mini(part: int, seed: int, tally: "Counter[str]") -> None:
+    """In parts with cases and prompts of their own, so that a run that was stopped can go on."""
     skip_without_kernels()
     prover = Prover(ProofOptions(num_tokens=100_000, seed=seed + part, asks_transformers=part == 0))
     for _ in prover.run():
