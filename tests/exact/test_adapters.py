@@ -255,7 +255,7 @@ class Events:
         for name in list(self._loaded):
             self.llm.unload_adapter(name)
         assert self.llm.runtime._shared.adapters == {}  # type: ignore[attr-defined]
-        assert self.llm.engine.adapters._held == {}
+        assert self.llm.engine.adapters._adapter_of == {}
 
 
 @pytest.mark.parametrize("kind", ["suffix_tree", "draft_model"])
