@@ -201,5 +201,5 @@ def test_non_finite_value_in_the_kv_cache_reaches_the_output(bad: float, kv_cach
 def test_kernels_and_python_agree_on_kv_row_sizes() -> None:
     for code, kv_cache_dtype in enumerate(KVCacheDtype):
         for head_size in (5, 16, 24, 64, 80, 128, 256):
-            assert kernels().paceline_kv_unit_bytes(code, head_size) == BLOCK_SIZE * kv_cache_dtype.row_bytes(head_size)
+            assert kernels().paceline_head_block_bytes(code, head_size) == BLOCK_SIZE * kv_cache_dtype.row_bytes(head_size)
     assert NUM_BLOCKS * BLOCK_SIZE >= 700

@@ -134,6 +134,6 @@ def test_native_operation_with_missing_or_extra_fields_is_refused(fields: dict[s
 
 def test_native_operation_keeps_its_arrays_alive() -> None:
     ids = (ctypes.c_int32 * 3)(4, 5, 6)
-    operation = SummarizeOperation(x=0, width=3, number=0, columns=3, count=1, target_ids=ids)
+    operation = SummarizeOperation(x=0, width=3, index=0, columns=3, count=1, target_ids=ids)
     del ids
     assert operation.target_ids[:3] == [4, 5, 6]

@@ -91,6 +91,11 @@ static int code_at(const uint8_t *codes, int kind, int lane, int column) {
     return (codes[((high_bits > 0) + quad / 2) * word] >> quad % 2 * 4 & 15) | high << 4;
 }
 
+#define DECODE(kind_constant)                                                                       \
+    case kind_constant:                                                                             \
+        decode_header(header, 0, matrix->scale_columns, scales, minimums, 1, kind_constant);        \
+        break;
+
 /* Write the exact weights of some outputs, [count, columns]. output_indices: [count] which outputs. */
 void paceline_super_block_rows(const Matrix *matrix, const int32_t *output_indices, int32_t count, float *to) {
     const int kind = matrix->kind;
@@ -99,7 +104,9 @@ void paceline_super_block_rows(const Matrix *matrix, const int32_t *output_indic
         const uint8_t *header = matrix->codes + (size_t)(output_indices[i] / LANES) * (size_t)matrix->row_bytes;
         for (int begin = 0; begin < matrix->columns; begin += SUPER_BLOCK) {
             floats scales[1][MAX_GROUPS], minimums[1][MAX_GROUPS];
-            decode_header(header, 0, matrix->scale_columns, scales, minimums, 1, kind);
+            switch (kind) { /* decode_header needs a constant kind */
+                DECODE(PANELS_Q4_K) DECODE(PANELS_Q5_K) DECODE(PANELS_Q6_K) DECODE(PANELS_Q2_K) DECODE(PANELS_Q3_K) DECODE(PANELS_IQ4_XS)
+            }
             const uint8_t *codes = header + header_bytes(kind, matrix->scale_columns);
             for (int column = 0; column < SUPER_BLOCK; column++) {
                 const int code = code_at(codes, kind, lane, column), g = column / FORMAT(kind)->group;
