@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "src"))
 from hatch_build import FLAGS, LEVELS, NATIVE, POSIX_FLAGS  # noqa: E402
 
-from paceline.runtimes.native.library import levels  # noqa: E402
+from paceline.runtimes.native.library import supported_levels  # noqa: E402
 
 COMPILERS = ("clang", *(f"clang-{version}" for version in range(30, 15, -1)))
 LEFT_OUT = {"test_native_aligned.py", "test_native_block_max.py", "test_native_threads.py"}  # no kernels of their own
@@ -58,7 +58,7 @@ def runtime_of(compiler: str, sanitizer: str) -> Path:
 def build(compiler: str, sanitizer: str, folder: Path) -> None:
     """A copy of the package in `folder`, with instrumented kernels for this processor alone."""
     shutil.copytree(ROOT / "src/paceline", folder / "paceline", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    level = levels()[0]
+    level = supported_levels()[0]
     instructions = [flag.replace("x86_64_v", "x86-64-v") for flag in LEVELS[platform.machine()][level]]
     sources = map(str, sorted((ROOT / NATIVE / "kernels").glob("*.c")))
     command = [compiler, "-w", *FLAGS, *POSIX_FLAGS, *instructions, "-O1", "-g", "-fno-omit-frame-pointer", "-shared-libsan"]

@@ -130,7 +130,7 @@ def test_five_drafts_are_those_of_the_publishers_classes(
     if backend == "torch":
         monkeypatch.setattr(load_module, "kernels_path", lambda: None)
     given, case = np.load(drafters / f"{name}.npz"), CASES[name]
-    head = open_head(drafters / name, given)
+    head = load_head(drafters / name, given)
     assert head.config.drafts_at_anchor is case.config.get("sample_from_anchor", case.kind == "dspark")
     assert (None if head.target_ids is None else head.target_ids.tolist()) == case.draft_ids
     own = (2, 5, 7) if "default" in name else (2, 4, 6)
@@ -180,7 +180,7 @@ def compare_biased(
         assert previous == given["tokens"][slot]
 
 
-def open_head(folder: Path, given: Mapping[str, NDArray[Any]]) -> BlockHead:
+def load_head(folder: Path, given: Mapping[str, NDArray[Any]]) -> BlockHead:
     files = HeadFiles.open(folder)
     target = make_config(hidden_size=32, vocab_size=VOCAB_SIZE, num_layers=9)
     block = open_block(files, read_block_config(files, target), target)

@@ -15,7 +15,7 @@ from paceline.models.storage.packed_matrix import PackedMatrix
 from paceline.models.storage.packed_weights import packed_to_tensor
 from paceline.models.storage.safetensors_file import map_file, read_header
 from paceline.models.weights import as_float32
-from paceline.runtimes.embedding import rounded
+from paceline.runtimes.embedding import round_to_type
 
 TYPES = {"float32": WeightType.F32, "float16": WeightType.F16, "bfloat16": WeightType.BF16}
 WRITERS = {"awq", "auto_round", "compressed_tensors", "bitsandbytes", "mlx", "fp8"}
@@ -45,7 +45,7 @@ def test_a_matrix_has_the_values_that_its_writer_unpacks(written: Path, writer: 
         assert list(packed) == ["layer.weight"], folder.name
         matrix, expected = packed["layer.weight"], load_file(folder / "expected.safetensors")["expected"]
         assert isinstance(matrix, PackedMatrix)
-        found = rounded(as_float32(packed_to_tensor(matrix, weight_type)), weight_type)
+        found = round_to_type(as_float32(packed_to_tensor(matrix, weight_type)), weight_type)
         if folder.name == "bitsandbytes-int8":  # which multiplies in another order
             assert np.abs(found - expected).max() <= 2**-23 * np.abs(expected).max()
         else:

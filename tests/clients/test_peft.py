@@ -19,7 +19,7 @@ from paceline.models.adapters.read import read_adapter
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import WeightType
 from paceline.models.weights import as_float32
-from paceline.runtimes.base import FloatArray, Network, assemble
+from paceline.runtimes.base import FloatArray, Network, assemble_pass
 from paceline.runtimes.decoder import decoder
 
 pytest.importorskip("torch")
@@ -60,7 +60,7 @@ def logits_beside(network: Network, adapter: Adapter, ids: Sequence[int]) -> Flo
     """Of all rows of a text, with an adapter beside the weights."""
     number, cache = network.load_adapter(adapter), network.new_cache(8)
     plan = cache.reserve(cache.new_sequence(), range(-1, len(ids) - 1), len(ids))
-    return network.forward(*assemble([plan], [ids], [range(len(ids))], [number])).logits.copy()
+    return network.forward(*assemble_pass([plan], [ids], [range(len(ids))], [number])).logits.copy()
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))

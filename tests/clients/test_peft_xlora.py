@@ -11,7 +11,7 @@ from harness.parity import difference
 from paceline import LLM, CheckpointError, SamplingParams
 from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.runtimes.base import assemble
+from paceline.runtimes.base import assemble_pass
 from paceline.runtimes.decoder import decoder
 
 pytest.importorskip("torch")
@@ -52,7 +52,7 @@ def test_every_variant_has_the_logits_and_the_tokens_that_peft_gives(written: Pa
         network.enable_xlora(cache)
         number = network.load_adapter(read_any_adapter(directory, name=name, config=config))
         plan = cache.reserve(cache.new_sequence(), range(-1, len(ids) - 1), len(ids))
-        logits = network.forward(*assemble([plan], [ids], [range(len(ids))], [number])).logits
+        logits = network.forward(*assemble_pass([plan], [ids], [range(len(ids))], [number])).logits
         assert difference(logits, expected["logits"]) <= BOUND, name
         params = SamplingParams(max_tokens=len(expected["generated"]), ignore_eos=True)
         (output,) = llm.generate([ids], params, adapter=name)

@@ -19,7 +19,7 @@ from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork
 from paceline.drafters.head_files import HeadFiles
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.proof.doctor import DoctorOptions, diagnose
-from paceline.runtimes.base import Numerics, assemble
+from paceline.runtimes.base import Numerics, assemble_pass
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -98,7 +98,7 @@ def test_assistant_drafts_in_a_text_equal_those_of_a_fresh_one(pair: tuple[Path,
     cache = runtime.new_cache(16)
     for token_ids, guessed in seen[::7]:
         sequence, behind = cache.new_sequence(), len(token_ids) - 1
-        output = runtime.forward(*assemble([cache.reserve(sequence, range(-1, behind - 1))], [token_ids[:-1]], [[0]]))
+        output = runtime.forward(*assemble_pass([cache.reserve(sequence, range(-1, behind - 1))], [token_ids[:-1]], [[0]]))
         cache.keep_path(sequence, behind - 1)
         token, feature, expected = token_ids[-1], output.hidden_states[-1:].copy(), list[int]()
         for _ in guessed:

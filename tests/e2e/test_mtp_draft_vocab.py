@@ -27,9 +27,9 @@ from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32, 
 from paceline.proof.doctor import DoctorOptions, diagnose
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.logits_summary import SAMPLING_DTYPE
 from paceline.runtimes.native.network import NativeNetwork
 from paceline.runtimes.native.packed_weights import PackedWeights
-from paceline.runtimes.ranking import DRAW
 from paceline.speculation.tree import DraftTree
 
 VOCABULARY, FIRST, ASKED = 600, 304, 290
@@ -85,7 +85,7 @@ def run(head: RecurrentHead, *, ranks: bool) -> PairOutputs:
     draws = None
     if ranks:
         head.set_ranking(DraftSampler(None, VOCABULARY).ranking(3))
-        draws = np.zeros(20, DRAW)
+        draws = np.zeros(20, SAMPLING_DTYPE)
         draws["key"], draws["temperature"] = np.arange(20), 0.7
     return head.run_true_pairs([pairs], needs_logits=True, needs_all_logits=True, draws=draws)
 
@@ -117,7 +117,7 @@ def test_drafts_are_the_best_of_the_first_ids(tmp_path: Path, stored: str, tied:
     for row, own in zip(ranked, scaled, strict=True):
         assert list(row.token_ids) == list(np.argsort(-own, kind="stable")[:4])
         assert abs(row.log_sum - np.log(np.exp(own - own.max()).sum()) - own.max()) < 1e-3
-        assert 0 <= row.drawn < FIRST
+        assert 0 <= row.sampled_id < FIRST
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
@@ -190,8 +190,8 @@ def test_draft_vocab_of_a_16_bit_target_is_a_copy(tmp_path: Path) -> None:
     ]
     tables = [one.drafter.head.runtime._shared.weights.table("lm_head") for one in (llm, kept, *both)]
     assert [isinstance(table, PackedWeights) for table in tables] == [True, False, True, True]
-    assert np.shares_memory(tables[2].data, both[0].runtime.packed_vocabulary(VOCABULARY).data)
-    assert not np.shares_memory(tables[3].data, both[1].runtime.packed_vocabulary(VOCABULARY).data)
+    assert np.shares_memory(tables[2].data, both[0].runtime.packed_lm_head(VOCABULARY).data)
+    assert not np.shares_memory(tables[3].data, both[1].runtime.packed_lm_head(VOCABULARY).data)
     for params in (GREEDY, SAMPLED):
         assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [one.token_ids for one in plain.generate(PROMPTS, params)]
     facts = [
@@ -211,7 +211,7 @@ def test_draft_vocab_reads_a_quantised_matrix_in_place(tmp_path: Path, stored: s
     apart = run(open_mtp_head(first, num_threads=2, max_model_len=128), ranks=False).logits.copy()
     head = open_mtp_head(first, num_threads=2, max_model_len=128, lm_head_of=target)
     assert isinstance(head.runtime, NativeNetwork)
-    whole = target.packed_vocabulary(VOCABULARY)
+    whole = target.packed_lm_head(VOCABULARY)
     assert whole is not None
     own = head.runtime._shared.weights.table("lm_head")
     assert isinstance(own, PackedWeights)

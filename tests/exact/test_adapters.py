@@ -301,14 +301,14 @@ def mix_pairs(patch: pytest.MonkeyPatch) -> None:
     def fill(rows: AdapterRows, record: Pass, *given: Any) -> None:
         real(rows, record, *given)
         if record.num_adapters:
-            adapter_of_row: Any = rows._kept[-1]
+            adapter_of_row: Any = rows._kept_alive[-1]
             adapter_of_row[...] = adapter_of_row[::-1].copy()
 
     patch.setattr(AdapterRows, "fill", fill)
 
 
 def lose_embedding(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NativeNetwork, "_embed_adapted", lambda network, token_ids, batch: network.embed(token_ids))
+    patch.setattr(NativeNetwork, "_embed_with_adapters", lambda network, token_ids, batch: network.embed(token_ids))
 
 
 def forget_after_preemption(patch: pytest.MonkeyPatch) -> None:

@@ -372,7 +372,7 @@ def test_fault_of_registering_a_partial_block_is_found(faulty: Faulty, differs: 
 
 
 def test_fault_of_rows_of_another_tree_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
-    real = step_module.assemble
+    real = step_module.assemble_pass
 
     def shifted(plans: Any, token_ids: Any, wanted: Any, adapters: Any) -> Any:
         arguments = real(plans, token_ids, wanted, adapters)
@@ -381,7 +381,7 @@ def test_fault_of_rows_of_another_tree_is_found(faulty: Faulty, differs: Any, mo
             return arguments
         return arguments._replace(logits_rows=arguments.logits_rows._replace(rows=np.roll(arguments.logits_rows.rows, len(wanted[0]))))
 
-    monkeypatch.setattr(step_module, "assemble", shifted)
+    monkeypatch.setattr(step_module, "assemble_pass", shifted)
     with differs:
         faulty()
 

@@ -21,8 +21,8 @@ from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.layer_cache import LayerCache
 from paceline.kv_cache.row_plan import Commit, RowPlan, TreeLayout
-from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange, assemble
-from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, TOKEN_IDS, Compose
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange, assemble_pass
+from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, TOKEN_IDS, NetworkDefinition
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -115,7 +115,7 @@ class Toy(Network):
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         return [FullAttentionCache(np.zeros((2, num_blocks, 1, SIZE, WIDTH), np.int64))]
 
-    def network_with_same_weights(self, compose: Compose) -> Network:
+    def network_with_same_weights(self, compose: NetworkDefinition) -> Network:
         raise AssertionError("a toy has no network beside it")
 
     def embed(self, token_ids: IntArray) -> FloatArray:
@@ -137,7 +137,7 @@ class Toy(Network):
 
     def _run(self, item: RowRange, token_ids: IntArray) -> FloatArray:
         length, first = self.states.behind.get(item.sequence_id, (0, np.zeros(WIDTH, np.int64)))
-        left = self.states.left[item.sequence_id][item.plan_row :]
+        left = self.states.left[item.sequence_id][item.first_plan_row :]
         assert length == item.cached_len
         mask = np.tri(item.num_rows, dtype=np.bool_) if item.mask is None else item.mask
         keys, values = self.rows.storage
@@ -298,7 +298,7 @@ def test_cutting_rows_goes_back_to_where_a_state_is_kept(seed: int) -> None:
     def run(count: int) -> None:
         start = sequence.committed_len
         plan = cache.reserve(sequence, range(-1, count - 1))
-        logits = toy.forward(*assemble([plan], [token_ids[start : start + count]], [range(count)])).logits
+        logits = toy.forward(*assemble_pass([plan], [token_ids[start : start + count]], [range(count)])).logits
         np.testing.assert_array_equal(logits, toy.said(token_ids[: start + count])[start:])
         cache.keep_path(sequence, count - 1)
         cache.register_prefix(sequence, token_ids)

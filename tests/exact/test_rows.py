@@ -18,7 +18,7 @@ from paceline.kv_cache import cache as cache_module
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
 from paceline.models.config import WeightType
-from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows, Network, Numerics, assemble
+from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows, Network, Numerics, assemble_pass
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.passes import PassRecord
 
@@ -55,7 +55,7 @@ def open_target(directory: Path, dtype: str, backend: str, collect_layers: Seque
 def run(runtime: Network, cache: KVCache, work: Sequence[Work]) -> list[FloatArray]:
     """One pass over the work and the logits of all nodes of each."""
     plans = [cache.reserve(sequence, parents) for sequence, parents, _ in work]
-    output = runtime.forward(*assemble(plans, [tokens for _, _, tokens in work], [range(len(parents)) for _, parents, _ in work]))
+    output = runtime.forward(*assemble_pass(plans, [tokens for _, _, tokens in work], [range(len(parents)) for _, parents, _ in work]))
     bounds = np.cumsum([0, *(len(parents) for _, parents, _ in work)])
     return [output.logits[start:end].copy() for start, end in pairwise(bounds)]
 

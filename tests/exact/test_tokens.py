@@ -273,12 +273,12 @@ def test_masked_tree_differs_from_plain_decoding_only_at_near_ties(plain_of: Pla
 
 
 def margin(llm: LLM, context: list[int], one: int, other: int) -> float:
-    from paceline.runtimes.base import assemble
+    from paceline.runtimes.base import assemble_pass
 
     cache = llm.engine.cache
     sequence = cache.new_sequence()
     plan = cache.reserve(sequence, range(-1, len(context) - 1))
-    row = llm.runtime.forward(*assemble([plan], [context], [[len(context) - 1]])).logits[0]
+    row = llm.runtime.forward(*assemble_pass([plan], [context], [[len(context) - 1]])).logits[0]
     cache.release(sequence)
     return abs(float(row[one] - row[other]))
 

@@ -214,9 +214,9 @@ def let_scaling_passes_write_what_real_ones_read(patch: pytest.MonkeyPatch, llm:
     """As if there were one cache."""
     shared = llm.runtime._shared  # type: ignore[attr-defined]
     if isinstance(llm.runtime, TorchNetwork):
-        patch.setattr(shared, "mixture_storage", shared.kv_storage)
+        patch.setattr(shared, "xlora_kv_storage", shared.kv_storage)
     else:
-        shared.mixture_program.execution.set_cache(*shared._cache, shared.kv_cache_dtype)
+        shared.xlora_program.execution.set_cache(*shared._cache, shared.kv_cache_dtype)
 
 
 def leave_rows_of_scaling_passes_where_they_are(patch: pytest.MonkeyPatch, llm: LLM) -> None:
@@ -232,7 +232,7 @@ def leave_rows_of_scaling_passes_where_they_are(patch: pytest.MonkeyPatch, llm: 
 
 def give_guesses_the_scalings_of_the_root(patch: pytest.MonkeyPatch, llm: LLM) -> None:
     module = torch_network if isinstance(llm.runtime, TorchNetwork) else native_network
-    real = module.row_scalings
+    real = module.compute_scalings
 
     def scalings(classifiers: Any, inputs: Any, batch: Any, run_pass: Any) -> Any:
         found = real(classifiers, inputs, batch, run_pass)
@@ -244,7 +244,7 @@ def give_guesses_the_scalings_of_the_root(patch: pytest.MonkeyPatch, llm: LLM) -
                     at += item.num_rows
         return found
 
-    patch.setattr(module, "row_scalings", scalings)
+    patch.setattr(module, "compute_scalings", scalings)
 
 
 FAULTS = [

@@ -80,13 +80,13 @@ class AssistantKind(Kind):
     def run(self, assistant: Any) -> None:
         """It guesses behind a text, whatever that is worth."""
         from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, NodeRows
-        from paceline.runtimes.base import Numerics, assemble
+        from paceline.runtimes.base import Numerics, assemble_pass
         from paceline.runtimes.load import RuntimeOptions, load_runtime
 
         runtime = load_runtime(self.model, RuntimeOptions(numerics=Numerics.FAST, num_threads=1, device="cpu")).runtime
         cache, token_ids = runtime.new_cache(4), [5, 6, 7, 8, 9]
         sequence = cache.new_sequence()
-        output = runtime.forward(*assemble([cache.reserve(sequence, range(-1, 4))], [token_ids], [[4]]))
+        output = runtime.forward(*assemble_pass([cache.reserve(sequence, range(-1, 4))], [token_ids], [[4]]))
         cache.keep_path(sequence, 4)
         nodes = [NodeRows((10,), output.hidden_states[-1:].copy(), sequence)]
         found = AssistantNetwork(assistant, runtime, max_model_len=64).forward(nodes, None, None)

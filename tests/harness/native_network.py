@@ -12,17 +12,17 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows, RowRange
+from paceline.runtimes.logits_summary import RowSampling
 from paceline.runtimes.native import execution, library, packed_weights
 from paceline.runtimes.native.adapters import NativeAdapter
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.program import NativeBlocks, RecordedNetwork, Value
-from paceline.runtimes.native.records import LinearOperation, Packing, Rows
+from paceline.runtimes.native.records import LinearOperation, Packing, RowSelection
 from paceline.runtimes.native.rotary import RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
-from paceline.runtimes.ranking import Draws
 
 Build = Callable[[NativeBlocks, list[Value]], Sequence[Value]]
-BUILT = [level for level in library.levels() if Path(library.__file__).with_name(f"kernels.{level}.so").is_file()]
+BUILT = [level for level in library.supported_levels() if Path(library.__file__).with_name(f"kernels.{level}.so").is_file()]
 
 
 def open_kernels(level: str) -> ctypes.CDLL:
@@ -77,7 +77,7 @@ class Network:
                 patch.setattr(packed_weights, "kernels", lambda: open_kernels(level))
             weights = NativeWeights(Weights(tensors or {}), round_to, packed={} if packed else None)
             self._blocks = NativeBlocks(config, weights, supports_adapters=adapters is not None)
-            self._inputs = [self._blocks.value(width) for width in widths]
+            self._inputs = [self._blocks.new_value(width) for width in widths]
             self._results = build(self._blocks, self._inputs)
         recorded = RecordedNetwork(self._blocks.operations, [value.width for value in self._blocks.values], self._blocks.sites)
         with pytest.MonkeyPatch.context() as patch:
@@ -92,19 +92,20 @@ class Network:
         return [Packing(operation.packing) for operation in self._blocks.operations if isinstance(operation, LinearOperation)]
 
     def __call__(
-        self, *inputs: FloatArray, batch: tuple[ForwardBatch, LogitsRows] | None = None, draws: Draws | None = None
+        self, *inputs: FloatArray, batch: tuple[ForwardBatch, LogitsRows] | None = None, draws: RowSampling | None = None
     ) -> list[FloatArray]:
         """The results of one pass, as copies."""
         num_rows = len(inputs[0])
         self.execution.input_rows(num_rows)
         for value, rows in zip(self._inputs, inputs, strict=True):
-            self.execution.rows(value.index, num_rows)[...] = rows
+            self.execution.buffer_rows(value.index, num_rows)[...] = rows
         described, wanted = batch or make_batch([RowRange(0, num_rows, 0, np.arange(16, dtype=np.int32))])
-        self.execution.run(described, wanted._replace(draws=draws))
-        rows_of = {Rows.ALL: num_rows, Rows.LOGITS: len(wanted.rows)}
+        self.execution.run(described, wanted._replace(sampling=draws))
+        rows_of = {RowSelection.ALL: num_rows, RowSelection.LOGITS: len(wanted.rows)}
         widths = [self._blocks.result_width(value) for value in self._results]
         return [
-            self.execution.rows(one.index, rows_of[one.rows])[:, :width].copy() for one, width in zip(self._results, widths, strict=True)
+            self.execution.buffer_rows(one.index, rows_of[one.rows])[:, :width].copy()
+            for one, width in zip(self._results, widths, strict=True)
         ]
 
 

@@ -17,7 +17,7 @@ from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import open_weights
 from paceline.models.config import ModelConfig, WeightType, read_config
 from paceline.models.layers import ExpertMLP
-from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
+from paceline.runtimes.base import FloatArray, Network, Numerics, assemble_pass
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.library import kernels_path
@@ -89,7 +89,7 @@ def open_backend(
 def append(runtime: Network, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> FloatArray:
     """The logits of one pass over `token_ids`, which become committed."""
     plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
-    output = runtime.forward(*assemble([plan], [list(token_ids)], [list(range(len(token_ids)))]))
+    output = runtime.forward(*assemble_pass([plan], [list(token_ids)], [list(range(len(token_ids)))]))
     cache.keep_path(sequence, len(token_ids) - 1)
     return output.logits
 

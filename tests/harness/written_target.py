@@ -7,7 +7,7 @@ import numpy as np
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network
-from paceline.runtimes.decoder import Compose
+from paceline.runtimes.decoder import NetworkDefinition
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import Request
@@ -36,7 +36,7 @@ class WrittenTarget(Network):
     def embed(self, token_ids: IntArray) -> FloatArray:
         return np.zeros((len(token_ids), 1), np.float32)
 
-    def network_with_same_weights(self, compose: Compose) -> "WrittenTarget":
+    def network_with_same_weights(self, compose: NetworkDefinition) -> "WrittenTarget":
         raise AssertionError
 
 

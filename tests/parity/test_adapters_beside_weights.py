@@ -19,7 +19,7 @@ from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
-from paceline.runtimes.base import FloatArray, Network, assemble
+from paceline.runtimes.base import FloatArray, Network, assemble_pass
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.network import NativeNetwork
@@ -88,7 +88,7 @@ def log_probs(network: Network, adapter: Adapter | None = None) -> FloatArray:
     cache = network.new_cache(8)
     tokens = np.random.default_rng(5).integers(0, network.config.vocab_size, (2, LENGTH)).tolist()
     plans = [cache.reserve(cache.new_sequence(), range(-1, LENGTH - 1), LENGTH) for _ in tokens]
-    logits = network.forward(*assemble(plans, tokens, [range(LENGTH)] * 2, [number] * 2)).logits.astype(np.float64)
+    logits = network.forward(*assemble_pass(plans, tokens, [range(LENGTH)] * 2, [number] * 2)).logits.astype(np.float64)
     logits -= logits.max(axis=1, keepdims=True)
     return (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32)
 
@@ -132,7 +132,7 @@ def test_texts_of_several_adapters_get_what_each_gets_alone_of_its_experts(
     def logits(chosen: list[int]) -> FloatArray:
         cache = network.new_cache(8)
         plans = [cache.reserve(cache.new_sequence(), range(-1, LENGTH - 1), LENGTH) for _ in chosen]
-        found = network.forward(*assemble(plans, tokens[: len(chosen)], [range(LENGTH)] * len(chosen), chosen)).logits
+        found = network.forward(*assemble_pass(plans, tokens[: len(chosen)], [range(LENGTH)] * len(chosen), chosen)).logits
         return found.reshape(len(chosen), LENGTH, -1).copy()
 
     together = logits(numbers)

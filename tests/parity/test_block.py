@@ -84,7 +84,7 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def open_head(tmp_path: Path, config: Mapping[str, Any], tensors: Tensors, embedding: Any, lm_head: Any, backend: str) -> BlockHead:
+def load_head(tmp_path: Path, config: Mapping[str, Any], tensors: Tensors, embedding: Any, lm_head: Any, backend: str) -> BlockHead:
     return open_files(HeadFiles.open(write_head(tmp_path / "drafter", config, tensors)), embedding, lm_head, backend)
 
 
@@ -139,7 +139,7 @@ def test_five_drafts_equal_the_definition(name: str, backend: str, tmp_path: Pat
     variant, random = VARIANTS[name], np.random.default_rng(1)
     embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
     tensors = variant.tensors()
-    head = open_head(tmp_path, variant.config, tensors, embedding, lm_head, backend)
+    head = load_head(tmp_path, variant.config, tensors, embedding, lm_head, backend)
     nested = variant.config.get("dflash_config", {})
     plain = PlainBlock({**variant.config, **nested, **variant.plain}, tensors, embedding, lm_head, variant.layers)
     size, num_known = variant.config["block_size"], 0
@@ -165,7 +165,7 @@ def test_dflash2_drafts_equal_the_shared_reference(name: str, tmp_path: Path) ->
     tensors = variant.tensors()
     config = {**variant.config, **variant.config["dflash_config"]}
     wanted = reference["BlockDrafter"](config, {name: one.double().numpy() for name, one in tensors.items()}, embedding, lm_head)
-    head, num_known = open_head(tmp_path, variant.config, tensors, embedding, lm_head, "auto"), 0
+    head, num_known = load_head(tmp_path, variant.config, tensors, embedding, lm_head, "auto"), 0
     for count, rows in [(9, 8), (1, 8), (5, 8), (8, 4), (20, 8)]:
         features, anchor = random.normal(size=(count, 3 * TARGET_HIDDEN)).astype(np.float32), int(random.integers(0, MASK))
         wanted.commit(features.astype(np.float64))
@@ -182,7 +182,7 @@ def test_candidates_of_a_draft_vocabulary_are_scored_by_their_own_rows(has_all_i
     after = torch.randn(VOCAB_SIZE if has_all_ids else len(ids), 8)
     own = {"lm_head.weight": torch.randn(len(ids), 32), "d2t": torch.from_numpy(ids - np.arange(len(ids)))}
     tensors = block_tensors(DFLASH2) | own | {"candidate_selector.successor_codebook": after}
-    head = open_head(tmp_path, DFLASH2, tensors, embedding, lm_head, "auto")
+    head = load_head(tmp_path, DFLASH2, tensors, embedding, lm_head, "auto")
     vector, scores = random.normal(size=8).astype(np.float32), random.normal(size=3).astype(np.float32)
     found = head.rescore([5], vector, ids[chosen].astype(np.int32), scores)[0]
     before, rows = tensors["candidate_selector.predecessor_codebook"][5].numpy(), after.numpy()[ids[chosen] if has_all_ids else chosen]
@@ -281,7 +281,7 @@ def test_blocks_of_one_pass_do_not_see_one_another(backend: str, tmp_path: Path)
         pytest.skip("no native kernels here")
     random = np.random.default_rng(1)
     embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
-    head = open_head(tmp_path, DFLASH2, block_tensors(DFLASH2), embedding, lm_head, backend)
+    head = load_head(tmp_path, DFLASH2, block_tensors(DFLASH2), embedding, lm_head, backend)
     features = random.normal(size=(6, 3 * TARGET_HIDDEN)).astype(np.float32)
     parts = []
     for blocks, anchor, size in ((BLOCKS[:2], 7, 5), (BLOCKS[2:4], 9, 8)):

@@ -30,7 +30,7 @@ from harness.parity import (
     transformers_output,
 )
 from paceline.models.config import WeightType, read_config
-from paceline.runtimes.base import Numerics, assemble
+from paceline.runtimes.base import Numerics, assemble_pass
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
 torch = pytest.importorskip("torch")
@@ -159,7 +159,7 @@ def test_embeddings_and_hidden_states_equal_those_of_transformers(references: Ca
     assert difference(runtime.embed(np.array(reference.token_ids, np.int32)), reference.hidden_states[0]) == 0.0
     cache = runtime.new_cache(64)
     plan = cache.reserve(cache.new_sequence(), range(-1, PROMPT_LEN - 1))
-    output = runtime.forward(*assemble([plan], [reference.token_ids], [[0]]))
+    output = runtime.forward(*assemble_pass([plan], [reference.token_ids], [[0]]))
     bound = 100 * BOUNDS[backend]  # the residual stream is that much larger than the logits
     assert difference(output.hidden_states, reference.hidden_states[-1]) <= bound
     assert output.collected_hidden_states is not None

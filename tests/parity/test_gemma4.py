@@ -23,7 +23,7 @@ from harness.parity import (
 from paceline.models.config import ModelConfig, WeightType, read_config
 from paceline.models.layers import AttentionConfig, LayerConfig
 from paceline.models.weights import Weights
-from paceline.runtimes.base import assemble
+from paceline.runtimes.base import assemble_pass
 from paceline.runtimes.decoder import decoder
 
 torch = pytest.importorskip("torch")
@@ -61,7 +61,7 @@ def test_prompt_whole_and_in_chunks_has_the_logits_of_transformers(references: C
     runtime = open_backend(reference.directory, backend)
     cache = runtime.new_cache(32)
     plan = cache.reserve(cache.new_sequence(), range(-1, len(reference.token_ids) - 1))
-    output = runtime.forward(*assemble([plan], [reference.token_ids], [[0]]))
+    output = runtime.forward(*assemble_pass([plan], [reference.token_ids], [[0]]))
     assert difference(output.hidden_states, reference.hidden_states[-1]) <= 20 * bound
 
 

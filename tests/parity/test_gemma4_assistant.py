@@ -15,7 +15,7 @@ from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, NodeRows
 from paceline.drafters.head_files import HeadFiles
 from paceline.models.config import WeightType
-from paceline.runtimes.base import FloatArray, Numerics, assemble
+from paceline.runtimes.base import FloatArray, Numerics, assemble_pass
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.library import kernels_path
 
@@ -94,7 +94,7 @@ def opened(pair: Pair, backend: str, prompt: list[int]) -> tuple[AssistantNetwor
     other, sequence = cache.new_sequence(), cache.new_sequence()
     for one, token_ids in ((other, [5] * 200), (other, [6] * 200), (sequence, prompt)):
         plan = cache.reserve(one, range(-1, len(token_ids) - 1))
-        output = runtime.forward(*assemble([plan], [token_ids], [[len(token_ids) - 1]]))
+        output = runtime.forward(*assemble_pass([plan], [token_ids], [[len(token_ids) - 1]]))
         cache.keep_path(one, len(token_ids) - 1)
     return network, sequence, output.hidden_states[-1:].copy()
 

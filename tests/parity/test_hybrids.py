@@ -22,7 +22,7 @@ from paceline.models.config import ModelConfig, WeightType, read_config
 from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Mamba2Config, QKNorm, RouterScoring
 from paceline.models.quantize import quantization_schemes
 from paceline.models.weights import as_float32
-from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
+from paceline.runtimes.base import FloatArray, Network, Numerics, assemble_pass
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
 torch = pytest.importorskip("torch")
@@ -66,7 +66,7 @@ def test_chunks_that_transformers_takes_for_prompts_are_the_same_function(refere
 def known_rows(runtime: Network, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> FloatArray:
     """The logits of a pass over rows that are kept together."""
     plan = cache.reserve(sequence, range(-1, len(token_ids) - 1), len(token_ids))
-    logits = runtime.forward(*assemble([plan], [list(token_ids)], [list(range(len(token_ids)))])).logits.copy()
+    logits = runtime.forward(*assemble_pass([plan], [list(token_ids)], [list(range(len(token_ids)))])).logits.copy()
     cache.keep_path(sequence, len(token_ids) - 1)
     return logits
 
@@ -108,7 +108,7 @@ def test_tree_rows_continue_their_parents_state(references: Callable[[str], Refe
         for depth, node in enumerate(kept):
             ids[node] = tokens[length + depth]
         plans = [cache.reserve(sequence, parents), cache.reserve(other, [-1, 0, 0])]
-        output = runtime.forward(*assemble(plans, [ids, [3, 4, 5]], [kept, []]))
+        output = runtime.forward(*assemble_pass(plans, [ids, [3, 4, 5]], [kept, []]))
         assert difference(output.logits, reference.logits[length : length + len(kept)]) <= BOUND
         cache.keep_path(sequence, kept[-1])
         cache.cancel(other)

@@ -10,7 +10,7 @@ import pytest
 from harness.checkpoints import write_checkpoint
 from harness.parity import BOUNDS, Reference, append, difference, make_reference, open_backend, prompt_logits, transformers_output
 from paceline.kv_cache.row_plan import TreeLayout, path_to
-from paceline.runtimes.base import assemble
+from paceline.runtimes.base import assemble_pass
 from paceline.tokenizer.tokenizer import Tokenizer
 
 torch = pytest.importorskip("torch")
@@ -46,7 +46,7 @@ def test_sequences_in_one_pass_do_not_see_each_other(references: Callable[..., R
     lengths = [50, 1, 33, 97]
     plans = [cache.reserve(cache.new_sequence(), range(-1, length - 1)) for length in lengths]
     tokens = [reference.token_ids[:length] for length in lengths]
-    output = runtime.forward(*assemble(plans, tokens, [[length - 1] for length in lengths]))
+    output = runtime.forward(*assemble_pass(plans, tokens, [[length - 1] for length in lengths]))
     assert difference(output.logits, np.stack([reference.logits[length - 1] for length in lengths])) <= BOUNDS[backend]
 
 
@@ -63,7 +63,7 @@ def test_tree_node_has_the_logits_of_its_path(
     append(runtime, cache, sequence, known)
     parents, node_tokens = [-1, 0, 0, 1, 1, 2, 3], [5, 17, 23, 42, 8, 96, 61]
     plan = cache.reserve(sequence, parents)
-    output = runtime.forward(*assemble([plan], [node_tokens], [list(range(len(parents)))]))
+    output = runtime.forward(*assemble_pass([plan], [node_tokens], [list(range(len(parents)))]))
     for leaf in (4, 5, 6):
         path = path_to(parents, leaf)
         expected = transformers_output(reference.directory, known + [node_tokens[node] for node in path])[0][committed_len:]

@@ -13,7 +13,7 @@ from harness.xlora_files import Definition, write_xlora
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.runtimes.base import FloatArray, Network, assemble
+from paceline.runtimes.base import FloatArray, Network, assemble_pass
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.network import NativeNetwork
@@ -86,7 +86,7 @@ def load(network: Network, directory: Path, num_blocks: int = 24) -> tuple[KVCac
 
 def append(network: Network, cache: KVCache, sequence: CachedSequence, token_ids: list[int], number: int) -> FloatArray:
     plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
-    logits = network.forward(*assemble([plan], [token_ids], [range(len(token_ids))], [number])).logits.copy()
+    logits = network.forward(*assemble_pass([plan], [token_ids], [range(len(token_ids))], [number])).logits.copy()
     cache.keep_path(sequence, len(token_ids) - 1)
     return logits
 
@@ -137,7 +137,7 @@ def test_rows_of_several_adapters_run_in_one_pass_as_alone(runtime: str, made: S
     texts = np.random.default_rng(1).integers(1, VOCAB_SIZE, (4, 20)).tolist()
     plans = [cache.reserve(cache.new_sequence(), range(-1, 19), 20) for _ in texts]
     before = network.num_xlora_passes
-    output = network.forward(*assemble(plans, texts, [range(20)] * 4, numbers)).logits.reshape(4, 20, -1)
+    output = network.forward(*assemble_pass(plans, texts, [range(20)] * 4, numbers)).logits.reshape(4, 20, -1)
     assert network.num_xlora_passes == before + 1
     definitions = {0: Definition(base, first), 1: Definition(base, second), 3: Definition(base, first)}
     for place, definition in definitions.items():
@@ -155,7 +155,7 @@ def test_a_row_of_a_tree_is_the_row_of_its_path_and_the_kept_path_goes_on(runtim
     parents, tokens = [-1, 0, 0, 2, 1, 3], random.integers(1, VOCAB_SIZE, 6).tolist()
     paths = [[0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4], [0, 2, 3, 5]]
     plan = cache.reserve(sequence, parents)
-    logits = network.forward(*assemble([plan], [tokens], [range(6)], [number])).logits.copy()
+    logits = network.forward(*assemble_pass([plan], [tokens], [range(6)], [number])).logits.copy()
     for node, path in enumerate(paths):
         expected = definition.logits([*prompt, *(tokens[one] for one in path)])[-1]
         assert difference(logits[node], expected) <= BOUND, node

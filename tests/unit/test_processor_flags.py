@@ -40,11 +40,11 @@ def test_without_a_list_nothing_is_taken_for_granted(monkeypatch: pytest.MonkeyP
 def test_on_macos_the_system_is_asked_and_apples_own_processors_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor.platform, "system", lambda: "Darwin")
     monkeypatch.setattr(processor.platform, "machine", lambda: "arm64")
-    assert library._LEVELS["armv8_dotprod"] <= processor.processor_flags()
+    assert library._REQUIRED_FLAGS["armv8_dotprod"] <= processor.processor_flags()
     monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
     said = "FPU FMA MOVBE AVX1.0 F16C\nBMI1 AVX2 BMI2 SGX\n"
     monkeypatch.setattr(processor.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, said))
-    assert library._LEVELS["x86_64_v3"] <= processor.processor_flags()
+    assert library._REQUIRED_FLAGS["x86_64_v3"] <= processor.processor_flags()
 
     def run(*_: object, **__: object) -> None:
         raise FileNotFoundError

@@ -30,10 +30,10 @@ from paceline.kv_cache.row_plan import RowPlan, TreeLayout, blocks_for
 from paceline.models.checkpoint import read_model_config
 from paceline.models.config import ModelConfig
 from paceline.models.tensor_names import num_parameters
-from paceline.runtimes.base import FloatArray, LogitsRows, Network, Numerics, assemble, split_into_passes
+from paceline.runtimes.base import FloatArray, LogitsRows, Network, Numerics, assemble_pass, split_into_passes
 from paceline.runtimes.cost import time_passes
 from paceline.runtimes.load import RuntimeOptions, load_runtime
-from paceline.runtimes.ranking import RankedRow
+from paceline.runtimes.logits_summary import LogitsSummary
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.small_files import read_json
 from paceline.speculation.drafter import FREE_PREFILL_TOKENS, DraftBudget, Drafter, DrafterTraits, PrefillTime, RequestState
@@ -55,7 +55,7 @@ class DraftLogits(NamedTuple):
     """The draft model's logits [V] after a path; and their top tokens ranked by the pass, if sampling needs no more."""
 
     logits: FloatArray
-    ranked: RankedRow | None = None
+    ranked: LogitsSummary | None = None
 
 
 DraftSteps: TypeAlias = Generator[TokenPath, DraftLogits | None, ResultT]
@@ -415,7 +415,7 @@ class DraftModelDrafter(Drafter):
         firsts = [len(ids) - self._num_mask_tokens(draft) - 1 for draft, ids in zip(ran, rows, strict=True)] if needs_logits else []
         wanted = [range(first, len(ids)) for first, ids in zip(firsts, rows, strict=True)] if needs_logits else [range(0)] * len(rows)
         start = perf_counter()
-        inputs, batch, logits_rows = assemble(plans, rows, wanted)
+        inputs, batch, logits_rows = assemble_pass(plans, rows, wanted)
         is_ranked = needs_logits and any(draft.uses_ranking for draft in ran)
         if is_ranked:
             logits_rows = self._add_ranking(logits_rows, ran, [len(own) for own in wanted])
@@ -429,7 +429,7 @@ class DraftModelDrafter(Drafter):
             draft.state.token_ids.extend(ids[:num_kept])
         if not needs_logits:
             return ran, []
-        ranked = iter(output.ranked if is_ranked else [None] * len(output.logits))
+        ranked = iter(output.summaries if is_ranked else [None] * len(output.logits))
         found = [DraftLogits(logits, next(ranked)) for logits in output.logits]
         ends = list(accumulate(map(len, wanted)))
         return ran, [
@@ -444,7 +444,7 @@ class DraftModelDrafter(Drafter):
             for index in range(count)
         ]
         truncates = any(draft.truncates and draft.uses_ranking for draft in drafts)
-        return logits_rows._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=token_draws(drawn))
+        return logits_rows._replace(summary=self._truncated_ranking if truncates else self._ranking, sampling=token_draws(drawn))
 
 
 def _banner_text(runtime: Network, tree_width: int, note: str, *, in_one_pass: bool) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
-from paceline.runtimes.ranking import DRAW, Draws, RankedRow, Ranking
+from paceline.runtimes.logits_summary import SAMPLING_DTYPE, LogitsSummary, RowSampling, SummaryOptions
 from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.params import SamplingParams
@@ -42,7 +42,7 @@ class DraftTokens:
 NO_TOKENS = DraftTokens()
 
 
-def token_draws(rows: Sequence[tuple[Request, int] | None]) -> Draws | None:
+def token_draws(rows: Sequence[tuple[Request, int] | None]) -> RowSampling | None:
     """Return how each row's token is drawn with the target's noise; None if no row is drawn from.
 
     Args:
@@ -50,7 +50,7 @@ def token_draws(rows: Sequence[tuple[Request, int] | None]) -> Draws | None:
     """
     if not any(rows):
         return None
-    draws = np.zeros(len(rows), DRAW)
+    draws = np.zeros(len(rows), SAMPLING_DTYPE)
     for index, row in enumerate(rows):
         if row is not None:
             request, num_draft_tokens = row
@@ -73,16 +73,16 @@ class DraftSampler:
         self._vocab_size, self._num_known = vocab_size, vocab_size if num_known is None else min(vocab_size, num_known)
         self._target_ids = None if target_ids is None else target_ids[target_ids < self._num_known]
 
-    def ranking(self, width: int) -> Ranking:
+    def ranking(self, width: int) -> SummaryOptions:
         """Return the ranking to request from the pass, so that `sample_ranked` can sample `width` tokens."""
         columns = self._num_known if self._target_ids is None else len(self._target_ids)
-        return Ranking(columns, 1 if width == 1 else width + 1, self._target_ids)
+        return SummaryOptions(columns, 1 if width == 1 else width + 1, self._target_ids)
 
-    def truncated_ranking(self, width: int) -> Ranking:
+    def truncated_ranking(self, width: int) -> SummaryOptions:
         """Return the ranking to request from the pass, so that `sample_truncated` can sample."""
         return replace(self.ranking(width), count=max(TOP_N, width + 1))
 
-    def sample_ranked(self, row: RankedRow, width: int, *, is_greedy: bool) -> DraftTokens:
+    def sample_ranked(self, row: LogitsSummary, width: int, *, is_greedy: bool) -> DraftTokens:
         """Sample as `sample` does, for a request whose logits are changed by the temperature only."""
         log_sum, drawn, scores, ids = row
         if not math.isfinite(log_sum):
@@ -95,7 +95,7 @@ class DraftSampler:
         prob_of = {token: math.exp(score - log_sum) for token, score in zip(ids, scores, strict=True) if score > floor}
         return _with_siblings(first, prob_of, width, is_greedy=is_greedy)
 
-    def sample_truncated(self, request: Request, path: Sequence[int], row: RankedRow, width: int) -> DraftTokens | None:
+    def sample_truncated(self, request: Request, path: Sequence[int], row: LogitsSummary, width: int) -> DraftTokens | None:
         """Sample as `sample`, for a request with top-k, top-p or min-p; None if the top tokens do not determine what these keep.
 
         Args:

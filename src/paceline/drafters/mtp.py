@@ -37,8 +37,8 @@ from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, LazyWeights, Tensor, Weights, as_float32, take_rows
 from paceline.runtimes.base import Network
-from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
-from paceline.runtimes.load import open_head
+from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
+from paceline.runtimes.load import load_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +359,7 @@ def _check_all_used(files: HeadFiles, layout: _ModuleLayout, used: set[str], num
     return len({number_of[name] for name in later})
 
 
-def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, is_feature_first: bool = False) -> Compose:
+def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, is_feature_first: bool = False) -> NetworkDefinition:
     """Compose the network: inputs `embedding` and `feature`; results `feature` [T, E] for the next pairs, `logits` [R, V].
 
         u = fc([embedding_norm(e), feature_norm(f)]);  o = layer(u);  logits = lm_head(final_norm(o))
@@ -394,9 +394,9 @@ def open_mtp_head(
     device: str = "cpu",
     lm_head_of: Network | None = None,
 ) -> RecurrentHead:
-    """Load the network of a module; the arguments are those of `open_head`."""
+    """Load the network of a module; the arguments are those of `load_head`."""
     network = mtp_network(module.config, module.soft_cap, is_feature_first=module.is_feature_first)
-    runtime = open_head(
+    runtime = load_head(
         network,
         module.config.layers,
         module.weights,

@@ -68,7 +68,7 @@ def columns_per_float16_scale(runs: NDArray[np.int64] | None) -> int | None:
 
 
 def super_blocks_size(num_items: int, code_bits: int, block: int, *, has_minimums: bool) -> int:
-    """Return the bytes of a matrix in the kernels' layout (kernels/super_blocks.c, small_blocks.c)."""
+    """Return the bytes of a matrix in the kernels' layout (kernels/super_blocks.c, low_bit_blocks.c)."""
     of_halves, others = _NUMBERS_BYTES[code_bits, has_minimums]
     numbers = of_halves * (SUPER_BLOCK // block) + others
     return num_items // SUPER_BLOCK * (SUPER_BLOCK * code_bits // 8 + numbers)

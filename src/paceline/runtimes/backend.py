@@ -1,4 +1,4 @@
-"""Choose the device and the runtime of a network on this machine."""
+"""Choose the device and the backend (native kernels or torch) of a network on this machine."""
 
 import importlib.util
 import sys
@@ -10,7 +10,7 @@ from paceline.installation import install_extra
 
 
 def choose_device(device: str, backend: str) -> str:
-    """Return "cpu" or "cuda".
+    """Return the device to run on, "cpu" or "cuda". With "auto" it is "cuda" if torch finds such a device.
 
     Raises:
         BackendUnavailableError: device is "cuda", and torch or the device is missing.
@@ -33,11 +33,11 @@ def choose_device(device: str, backend: str) -> str:
 
 
 def choose_backend(backend: str, device: str, *, notices: list[str]) -> str:
-    """Return "native" or "torch". "auto" takes our kernels if they were built: on the CPU they are exact and the fastest.
+    """Return the backend to use, "native" or "torch". With "auto" it is "native" on a CPU for which kernels were built.
 
     Args:
         backend: "auto", "native" or "torch".
-        notices: a line is appended if "auto" falls back to torch.
+        notices: lines for the user; one is appended if "auto" falls back to torch.
 
     Raises:
         ConfigError: the backend does not exist.
@@ -65,7 +65,7 @@ def _best_backend(device: str, notices: list[str]) -> str:
 
 
 def _may_have_cuda() -> bool:
-    """Return whether there is a CUDA driver. Importing torch to find out takes seconds."""
+    """Return whether a CUDA driver may be installed. This avoids importing torch, which takes seconds."""
     return not sys.platform.startswith("linux") or any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
 
 

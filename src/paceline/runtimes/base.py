@@ -1,4 +1,4 @@
-"""The interface of a network on any runtime: ragged rows in, logits and hidden states out, keys and values kept in the cache."""
+"""The interface of a network: passes that take a ragged batch of rows, fill the cache, and return logits and hidden states."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,8 +21,8 @@ from paceline.models.adapters.adapter import Adapter
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.weights import Weights
-from paceline.runtimes.decoder import BLOCK_MAX, COLLECTED, HIDDEN_STATES, LOGITS, RANKED, TOKEN_IDS, Compose
-from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
+from paceline.runtimes.decoder import BLOCK_MAX, COLLECTED, HIDDEN_STATES, LOGITS, SUMMARY, TOKEN_IDS, NetworkDefinition
+from paceline.runtimes.logits_summary import LogitsSummary, RowSampling, SummaryOptions, decode_summaries
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -31,23 +31,23 @@ Item = TypeVar("Item")
 
 
 class Numerics(Enum):
-    """Whether a row's bits are independent of the other rows in the pass (EXACT) or not (FAST)."""
+    """Whether a row's results have the same bits whatever other rows are in the pass (EXACT) or are only equal up to rounding (FAST)."""
 
     EXACT = "exact"
     FAST = "fast"
 
 
 class RowRange(NamedTuple):
-    """Consecutive rows of one path: rows [start, start + num_rows) of the batch.
+    """Rows [start, start + num_rows) of a pass, which continue one sequence.
 
-    They attend to `cached_len` rows already in the cache and to one another (causally, or by `mask`).
+    They attend to the sequence's `cached_len` rows in the cache, and to one another causally or by `mask`.
 
     Attributes:
-        block_table: covers at least `cached_len + num_rows` slots.
+        block_table: the sequence's cache blocks, with at least `cached_len + num_rows` slots.
         mask: [num_rows, num_rows], True = may attend; None = causal.
-        first_slot: cached rows before this slot are not attended to; at most `cached_len`. Only drafting heads use it.
-        sequence_id, plan_row: row i of the range is row `plan_row + i` of the sequence's plan. Recurrent layers need both.
-        adapter: the number `Network.load_adapter` returned; 0 = none.
+        first_slot: cached rows before this slot are not attended to; at most `cached_len`. Only drafting heads set it.
+        sequence_id, first_plan_row: row i of the range is row `first_plan_row + i` of the sequence's `RowPlan`. Used by recurrent layers.
+        adapter: number of the rows' LoRA adapter (`Network.load_adapter`); 0 = none.
     """
 
     start: int
@@ -57,17 +57,17 @@ class RowRange(NamedTuple):
     mask: BoolArray | None = None
     first_slot: int = 0
     sequence_id: int = 0
-    plan_row: int = 0
+    first_plan_row: int = 0
     adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The rows of one ragged pass, T of them.
+    """The T rows of one pass.
 
     Attributes:
         positions: [T] int32, rotary positions.
-        ranges: the paths of the rows, in row order, without gaps. A network without attention needs none.
+        ranges: together all rows, in order and without gaps; may be empty for a network without attention.
 
     Raises:
         ValueError: more than MAX_PASS_ROWS rows; the caller must use `split_into_passes`.
@@ -81,34 +81,34 @@ class ForwardBatch:
             raise ValueError(f"a pass has at most {MAX_PASS_ROWS} rows, got {len(self.positions)}: split it")
 
     def rows_by_adapter(self) -> dict[int, IntArray]:
-        """Return the rows of each adapter by its number, ascending; rows without an adapter are left out."""
+        """Return the ascending indices of the rows that use each adapter, by adapter number."""
         ranges: dict[int, list[IntArray]] = {}
         for item in self.ranges:
             if item.adapter:
                 ranges.setdefault(item.adapter, []).append(np.arange(item.start, item.start + item.num_rows, dtype=np.int32))
-        return {number: np.concatenate(own) for number, own in ranges.items()}
+        return {number: np.concatenate(rows) for number, rows in ranges.items()}
 
 
 class LogitsRows(NamedTuple):
-    """The rows of a pass whose logits are computed, and what is returned of them.
+    """The rows of a pass whose logits are computed, and in which form they are returned.
 
     Attributes:
-        rows: [R] int32, each row at most once, in any order.
-        ranking: how to summarise each row (its top tokens and log-sum); None = return the logits.
-        draws: [rankings, R] `DRAW`: how to sample each row of each ranking, in the order the network records them; None = no sampling.
+        rows: [R] int32, indices of rows, each at most once, in any order.
+        summary: return only this summary of each row, for example its top tokens; None = return whole rows of logits.
+        sampling: `SAMPLING_DTYPE` [summaries of the network, R], how a token is sampled from each row; None = no token is sampled.
     """
 
     rows: IntArray
-    ranking: Ranking | None = None
-    draws: Draws | None = None
+    summary: SummaryOptions | None = None
+    sampling: RowSampling | None = None
 
 
 class ForwardOutput:
     """The results of one pass. Arrays are views that the next pass of the same network overwrites.
 
     Args:
-        results: float32 arrays by the names of the network's composition; read lazily.
-        address_of: returns the address of a result's first row by its name, where the runtime has it at hand; 0 = unknown.
+        results: float32 arrays by the result names of the network's `NetworkDefinition` function. Only those that are used are copied.
+        address_of: returns the memory address of the first row of a result, by name; 0 = unknown.
     """
 
     def __init__(self, results: Mapping[str, FloatArray], address_of: Callable[[str], int] = lambda _: 0) -> None:
@@ -116,42 +116,42 @@ class ForwardOutput:
 
     @property
     def logits(self) -> FloatArray:
-        """[R, V], in the order of `LogitsRows.rows`."""
+        """Logits [R, V], in the order of `LogitsRows.rows`."""
         return self.results[LOGITS]
 
     @property
     def block_max(self) -> FloatArray | None:
-        """[R, blocks] the maximum of each block of a row of logits; None = not computed."""
+        """Maximum of each block of BLOCK_COLUMNS logits of a row, [R, blocks]; None = not computed."""
         return self.results.get(BLOCK_MAX)
 
     @property
     def logits_address(self) -> int:
-        """The address of the first row of logits; 0 = unknown."""
+        """Memory address of the first row of logits; 0 = unknown."""
         return self._address_of(LOGITS)
 
     @property
     def block_max_address(self) -> int:
-        """The address of the first row of `block_max`; 0 = unknown."""
+        """Memory address of the first row of `block_max`; 0 = unknown."""
         return self._address_of(BLOCK_MAX)
 
     @property
-    def ranked(self) -> list[RankedRow]:
-        """The rankings (top tokens and log-sum) of the rows of logits."""
-        return ranked_rows(self.results[RANKED])
+    def summaries(self) -> list[LogitsSummary]:
+        """The summary of each row of logits, in the order of `LogitsRows.rows`; only if `LogitsRows.summary` was given."""
+        return decode_summaries(self.results[SUMMARY])
 
     @property
     def hidden_states(self) -> FloatArray:
-        """[T, E], after the final norm."""
+        """Hidden states [T, E] after the final norm."""
         return self.results[HIDDEN_STATES]
 
     @cached_property
     def collected_hidden_states(self) -> FloatArray | None:
-        """[num_collected, T, E], see `decoder`; None = the network collects none."""
+        """Hidden states at collected layer boundaries, [num_collected, T, E], see `decoder.decoder`; None = none are collected."""
         names = [name for name in self.results if name.startswith(f"{COLLECTED}.")]
         return np.stack([self.results[name] for name in names]) if names else None
 
     def split_by_plan(self, plans: Sequence[RowPlan], logits_nodes: Sequence[Sequence[int]]) -> "list[PlanOutput]":
-        """Return the results of each plan; the arguments are those given to `assemble`."""
+        """Return the results for each plan. `plans` and `logits_nodes` are the arguments with which `assemble_pass` made this pass."""
         parts: list[PlanOutput] = []
         first_row = first_logits_row = 0
         for plan, nodes in zip(plans, logits_nodes, strict=True):
@@ -162,15 +162,15 @@ class ForwardOutput:
 
 
 class PlanOutput(NamedTuple):
-    """The results of a pass for the rows of one plan.
+    """The results of a pass for the rows of one `RowPlan`, that is, of one sequence.
 
     Attributes:
-        output: results of the whole pass.
-        first_row: the plan's first row in the pass.
-        first_logits_row, end_logits_row: the plan's part of the rows of logits.
+        pass_output: results of the whole pass.
+        first_row: index in the pass of the plan's first row.
+        first_logits_row, end_logits_row: the plan's rows among the rows of logits.
     """
 
-    output: ForwardOutput
+    pass_output: ForwardOutput
     plan: RowPlan
     first_row: int
     first_logits_row: int
@@ -178,27 +178,28 @@ class PlanOutput(NamedTuple):
 
     @property
     def logits(self) -> FloatArray:
-        """[R of the plan, V], in the order of the `logits_nodes` given to `assemble`."""
-        return self.output.logits[self.first_logits_row : self.end_logits_row]
+        """Logits of the plan's `logits_nodes`, [len(logits_nodes), V], in the order given to `assemble_pass`."""
+        return self.pass_output.logits[self.first_logits_row : self.end_logits_row]
 
     def hidden_states(self, nodes: Sequence[int]) -> FloatArray:
-        """Return [len(nodes), E], valid until the next pass."""
-        return self.output.hidden_states[self._rows(nodes)]
+        """Return the final hidden states of these nodes of the draft tree, [len(nodes), E]; overwritten by the next pass."""
+        return self.pass_output.hidden_states[self._rows(nodes)]
 
     def collected_hidden_states(self, nodes: Sequence[int]) -> FloatArray | None:
-        """Return [num_collected, len(nodes), E]; None = the network collects none."""
-        collected = self.output.collected_hidden_states
+        """Return the collected hidden states of these nodes, [num_collected, len(nodes), E]; None = the network collects none."""
+        collected = self.pass_output.collected_hidden_states
         return None if collected is None else collected[:, self._rows(nodes)]
 
     def _rows(self, nodes: Sequence[int]) -> slice | list[int]:
-        if isinstance(nodes, range) and isinstance(self.plan.row_of_node, range):  # then row i is node i
+        """Return which rows of the pass these nodes are."""
+        if isinstance(nodes, range) and isinstance(self.plan.row_of_node, range):  # a plan in which row i is node i
             return slice(self.first_row + nodes.start, self.first_row + nodes.stop, nodes.step)
         return [self.first_row + self.plan.row_of_node[node] for node in nodes]
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a network supports on this machine: numerics, tree layout, device and types."""
+    """Properties of a loaded network on this machine: its numerics, how it lays out draft trees, its device and types."""
 
     numerics: Numerics
     tree_layout: TreeLayout
@@ -208,66 +209,67 @@ class Capabilities:
 
 
 class Network(ABC):
-    """A loaded network: a language model or a drafting head. Not thread-safe: one caller, one pass at a time.
+    """A loaded network: a language model or a drafting head. Not thread-safe: one pass at a time.
 
     Attributes:
-        compose: what it computes.
-        version: identifies what its bits depend on besides the weights; empty if they are not tested.
+        compose: function that defines what the network computes.
+        version: names everything but config and weights that the bits of results depend on; empty for runtimes that are never exact.
         weights: weights of a language model, as they were read; None = not kept.
+        num_passes: calls of `forward`, including those of networks with the same weights.
     """
 
     config: ModelConfig
     capabilities: Capabilities
-    compose: Compose
+    compose: NetworkDefinition
     version: str = ""
     weights: Weights | None = None
-    num_passes: int  # calls of `forward`, including those of networks with the same weights
+    num_passes: int
 
     @property
     def num_xlora_passes(self) -> int:
-        """Number of extra passes that ran before real ones, for rows with X-LoRA adapters."""
+        """Number of scaling passes (see `runtimes/xlora.py`) that were run before passes with X-LoRA adapters."""
         return 0
 
     @property
     def supports_xlora(self) -> bool:
-        """Whether X-LoRA adapters can be loaded, that is, `enable_xlora` was called."""
+        """Whether X-LoRA adapters can be loaded: only after `enable_xlora`."""
         return False
 
     def enable_xlora(self, cache: KVCache) -> None:
-        """Add to `cache` what the extra passes of mixtures need, so that adapters with a `XLoraMixture` can be loaded.
+        """Add layer caches for scaling passes to `cache`, so that X-LoRA adapters can be loaded.
 
         Args:
-            cache: the one `new_cache` returned last, still empty.
+            cache: the cache that `new_cache` returned last, still empty.
 
         Raises:
-            BackendUnavailableError: this kind of network runs no mixtures.
-            CapacityError: they do not fit in memory.
-            ConfigError: the model has layers that cannot run them.
+            BackendUnavailableError: this kind of network does not support X-LoRA.
+            CapacityError: the layer caches do not fit in memory.
+            ConfigError: the model has layers that do not support X-LoRA.
         """
         raise BackendUnavailableError("mixtures of adapters cannot run on this kind of network: use a LoRA adapter")
 
     @property
     def has_window_eviction(self) -> bool:
-        """Whether sliding-window layers free the rows that have left their window."""
+        """Whether sliding-window layers free cached rows that have left the window."""
         return False
 
     @abstractmethod
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
-        """Allocate keys and values of `num_blocks` blocks. This network and those with the same weights use them from now on.
+        """Allocate keys and values of `num_blocks` blocks. From now on this network and those with the same weights use them.
 
         Returns:
-            One for each shape of keys among the layers (`ModelConfig.kv_groups`).
+            A cache for each group of layers with the same shape of keys (`ModelConfig.kv_groups`).
 
         Raises:
-            CapacityError: they do not fit in memory.
+            CapacityError: the cache does not fit in memory.
         """
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
-        """Allocate the cache of all layers. This network and those with the same weights use it from now on.
+        """Allocate the cache of all layers. From now on this network and those with the same weights use it.
 
         Args:
-            limits: bounds on concurrent work; sliding-window layers may allocate for that much only.
-            checkpoints: which states of recurrent layers are kept for other sequences.
+            limits: bounds on concurrent work, from which the blocks of sliding-window layers may be computed.
+            checkpoints: after which rows recurrent states are kept, so that other sequences can continue from them.
         """
         return KVCache(self.allocate_kv(num_blocks), num_blocks, self.capabilities.tree_layout)
 
@@ -276,7 +278,7 @@ class Network(ABC):
         """Run one pass and write keys and values of its rows to the cache.
 
         Args:
-            inputs: `token_ids` [T] int32 for a language model; rows [T, width] float32 by the names its composition uses for a head.
+            inputs: arrays by input name. A language model has `token_ids` [T] int32; a drafting head has float32 rows [T, width].
         """
 
     @abstractmethod
@@ -284,31 +286,31 @@ class Network(ABC):
         """Return embedding rows [T, E] float32 of `token_ids` [T]."""
 
     def load_adapter(self, adapter: Adapter) -> int:
-        """Load an adapter next to the weights and return the number that rows name it by (`RowRange.adapter`).
+        """Load a LoRA adapter next to the weights and return its number, which rows refer to (`RowRange.adapter`).
 
-        Numbers begin at 1 and are not reused. Passes may run at the same time.
+        Numbers begin at 1 and are not reused. Another thread may run passes meanwhile.
 
         Raises:
-            BackendUnavailableError: this kind of network runs no adapters.
-            ConfigError: the adapter changes tensors it cannot change here; all are listed.
+            BackendUnavailableError: this kind of network does not support adapters.
+            ConfigError: the adapter changes tensors that cannot be adapted here; all of them are listed.
         """
         raise BackendUnavailableError(f"the adapter {adapter.name!r} cannot run on this kind of network: merge it into the weights")
 
     def unload_adapter(self, number: int) -> None:
-        """Free an adapter that no row uses any more."""
+        """Free an adapter. No later pass may use its number."""
         raise KeyError(number)
 
     @abstractmethod
-    def network_with_same_weights(self, compose: Compose) -> "Network":
-        """Return another network over the same weights and the same cache."""
+    def network_with_same_weights(self, compose: NetworkDefinition) -> "Network":
+        """Return a network with another `compose` function that uses the same weights and the same cache."""
 
-    def shared_kv_reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "Network":
-        """Return a network with other weights that reads this one's keys and values and writes none.
+    def shared_kv_reader(self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "Network":
+        """Return a network with other weights whose attention reads this network's keys and values and writes none.
 
         Args:
-            config: of its layers; each one's `AttentionConfig.kv_layer` is the layer of this network that it reads.
-            weights: by the names `compose` uses; not converted, computed in float32 on the CPU.
-            max_model_len: positions to prepare for.
+            config: config of its layers. `AttentionConfig.kv_layer` is the layer of this network whose keys and values a layer reads.
+            weights: weights by the names that `compose` uses.
+            max_model_len: maximum length of a sequence.
 
         Raises:
             BackendUnavailableError: this kind of network does not support it.
@@ -317,18 +319,18 @@ class Network(ABC):
 
 
 class Pass(NamedTuple):
-    """The arguments of `Network.forward` for a language model."""
+    """The arguments of `Network.forward` for a language model, see `assemble_pass`."""
 
     inputs: Mapping[str, IntArray]
     batch: ForwardBatch
     logits_rows: LogitsRows
 
 
-def split_into_passes(items: Iterable[Item], num_rows: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Yield the items in order, in as few parts as possible with at most MAX_PASS_ROWS rows each. Every item must fit one pass."""
+def split_into_passes(items: Iterable[Item], num_rows_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yield the items in order, in lists for one pass each, that is, with at most MAX_PASS_ROWS rows. An item is not split."""
     part, total = list[Item](), 0
     for item in items:
-        count = num_rows(item)
+        count = num_rows_of(item)
         if part and total + count > MAX_PASS_ROWS:
             yield part
             part, total = [], 0
@@ -338,32 +340,32 @@ def split_into_passes(items: Iterable[Item], num_rows: Callable[[Item], int]) ->
         yield part
 
 
-def assemble(
+def assemble_pass(
     plans: Sequence[RowPlan],
     node_token_ids: Sequence[Sequence[int]],
     logits_nodes: Sequence[Sequence[int]],
     adapters: Sequence[int] | None = None,
 ) -> Pass:
-    """Combine the rows of several plans into one pass.
+    """Combine the rows of several sequences into one pass.
 
     Args:
-        plans: the rows of each sequence.
-        node_token_ids: per plan, the token of each node.
-        logits_nodes: per plan, the nodes whose logits are computed; logits are returned in this order.
-        adapters: per plan, the number of its adapter; None = no plan has one.
+        plans: for each sequence, which node of its draft tree each row is, and where it is cached.
+        node_token_ids: for each plan, the token of each node.
+        logits_nodes: for each plan, the nodes whose logits are computed, in the order in which they are returned.
+        adapters: for each plan, the number of its adapter or 0; None = no plan has an adapter.
     """
     token_ids: list[int] = []
     positions: list[int] = []
     ranges: list[RowRange] = []
     logits_rows: list[int] = []
     for plan, tokens, nodes, adapter in zip(plans, node_token_ids, logits_nodes, adapters or [0] * len(plans), strict=True):
-        base, is_straight = len(token_ids), isinstance(plan.row_nodes, range)  # then row i is node i
-        token_ids.extend(tokens if is_straight else (tokens[node] for node in plan.row_nodes))
+        base, is_row_node = len(token_ids), isinstance(plan.row_nodes, range)  # whether row i is node i for all i
+        token_ids.extend(tokens if is_row_node else (tokens[node] for node in plan.row_nodes))
         positions.extend(plan.row_positions)
         for first_row, num_rows, _, block_table, mask in plan.paths:
             table = np.asarray(block_table, np.int32)
             ranges.append(RowRange(base + first_row, num_rows, plan.committed_len, table, mask, 0, plan.sequence_id, first_row, adapter))
-        if is_straight and isinstance(nodes, range):
+        if is_row_node and isinstance(nodes, range):
             logits_rows.extend(range(base + nodes.start, base + nodes.stop, nodes.step))
         else:
             logits_rows.extend(base + plan.row_of_node[node] for node in nodes)

@@ -10,22 +10,22 @@ from typing import Any
 
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
-from paceline.runtimes.base import Network, assemble
+from paceline.runtimes.base import Network, assemble_pass
 from paceline.runtimes.profile_cache import ProfileCache, profile_key
 
 PROFILED_CONTEXT_LEN = 64  # cached rows of the sequence whose passes are timed
 
 ROW_COUNTS = (1, 5, 9, 3, 17, 2, 8, 16, 4, 6, 12, 33, 32, 24, 64)
-"""Row counts of a profile, the most important first. Kernels compute eight rows at a time, so both sides of a multiple of 8 are timed."""
-NUM_REQUIRED_COUNTS = 3  # number of first row counts that are timed however long that takes
-PROFILING_TIME_S = 0.7  # time limit for profiling the other row counts
-MAX_ROUNDS = 6  # maximum number of passes per row count
-NUM_ADDED_CACHED_ROWS = 1024  # cached rows added to measure how long reading the cache takes
-VALIDATION_ROW_COUNTS = (1, 8, 16)  # row counts of the passes that check a stored profile
-TOLERANCE = 0.15  # relative error up to which a stored profile is used
+"""Row counts of a profile, the most important first. Kernels compute 8 rows at a time, so times jump after multiples of 8."""
+NUM_REQUIRED_COUNTS = 3  # the first row counts are timed at least once, however long that takes
+PROFILING_TIME_S = 0.7  # time limit for everything else
+MAX_ROUNDS = 6  # maximum number of passes of each row count
+NUM_ADDED_CACHED_ROWS = 1024  # added to measure how much longer attention takes with more cached rows
+VALIDATION_ROW_COUNTS = (1, 8, 16)  # row counts that are timed to check a stored profile
+TOLERANCE = 0.15  # a stored profile is used if its times are at most this much (relative) off
 
-_FORMAT = 1  # of stored profiles
-_TOKEN_STRIDE = 7919  # step between token ids of a pass: distinct tokens select different experts, as in real text
+_PROFILE_FORMAT = 1  # version of the JSON form of profiles
+_TOKEN_STRIDE = 7919  # difference of successive token ids of a timed pass: different tokens choose different experts, as in real text
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class ForwardProfile:
     """Measured seconds of a forward pass.
 
     Attributes:
-        seconds: by rows, of one sequence with `PROFILED_CONTEXT_LEN` cached rows; ascending in rows and in seconds.
-        cached_row_read_s: added for each further cached row of a sequence, whatever the number of rows that attend to it.
-        cached_row_attention_s: added for each further cached row and each row that attends to it.
+        seconds: seconds by number of rows, for one sequence with `PROFILED_CONTEXT_LEN` cached rows. More rows never take less time.
+        cached_row_read_s: seconds for each further cached row of a sequence, whatever the number of rows that attend to it.
+        cached_row_attention_s: seconds for each further cached row, times each row that attends to it.
     """
 
     seconds: Mapping[int, float]
@@ -46,15 +46,15 @@ class ForwardProfile:
     def from_samples(
         cls, measured: Mapping[int, float], cached_row_read_s: float = 0.0, cached_row_attention_s: float = 0.0
     ) -> "ForwardProfile":
-        """Return a profile of measured seconds. A sample slower than one with more rows was disturbed, and is reduced to it."""
+        """Return a profile of measured seconds by number of rows. Where more rows took less time, that time is used for both."""
         seconds: dict[int, float] = {}
-        least = float("inf")
+        shortest = float("inf")
         for rows in sorted(measured, reverse=True):
-            least = seconds[rows] = min(least, measured[rows])
+            shortest = seconds[rows] = min(shortest, measured[rows])
         return cls(dict(sorted(seconds.items())), max(0.0, cached_row_read_s), max(0.0, cached_row_attention_s))
 
     def seconds_at(self, num_rows: int) -> float:
-        """Return the seconds of so many rows, interpolated linearly between the counts that were timed, and extrapolated beyond them."""
+        """Return the seconds of a pass of `num_rows` rows: linear interpolation between the numbers of rows that were measured."""
         known = self.seconds.get(num_rows)
         if known is not None:
             return known
@@ -67,16 +67,16 @@ class ForwardProfile:
         return max(0.0, self.seconds[fewer] + slope * (num_rows - fewer))
 
     def cache_read_s(self, cached_len: float, rows_per_sequence: float) -> float:
-        """Return the seconds that reading the cache adds.
+        """Return the seconds that attention to more than `PROFILED_CONTEXT_LEN` cached rows adds.
 
         Args:
-            cached_len: sum over the sequences of their cached rows beyond `PROFILED_CONTEXT_LEN`.
-            rows_per_sequence: rows of a sequence that attend to them, on average.
+            cached_len: cached rows after the first `PROFILED_CONTEXT_LEN` of each sequence, summed over the sequences.
+            rows_per_sequence: rows of the pass for each sequence, on average.
         """
         return (self.cached_row_read_s + self.cached_row_attention_s * rows_per_sequence) * cached_len
 
     def as_json(self) -> dict[str, Any]:
-        """Return the JSON form, which is stored between runs."""
+        """Return the profile as JSON values, to be stored between runs."""
         return {
             "seconds": {str(rows): value for rows, value in self.seconds.items()},
             "sequence_s": self.cached_row_read_s,
@@ -85,7 +85,7 @@ class ForwardProfile:
 
     @classmethod
     def from_json(cls, stored: Any) -> "ForwardProfile | None":
-        """Return the profile of a JSON form; None if it is not valid."""
+        """Return the profile that `as_json` returned as `stored`; None if `stored` is not valid."""
         try:
             seconds = {int(rows): float(value) for rows, value in stored["seconds"].items()}
             profile = cls.from_samples(seconds, float(stored["sequence_s"]), float(stored["row_s"]))
@@ -96,14 +96,14 @@ class ForwardProfile:
 
 
 def profile_forward(runtime: Network, cache: KVCache, profiles: ProfileCache, *, max_model_len: int) -> ForwardProfile:
-    """Return the forward profile: the stored one if three passes agree with it, otherwise a new one.
+    """Return the forward profile of a network: the stored one if the passes of `VALIDATION_ROW_COUNTS` agree with it, else a new one.
 
     Args:
-        cache: the runtime's current cache.
-        profiles: stored profiles, by network, type of weights, threads and processor.
-        max_model_len: positions that the runtime is prepared for.
+        cache: the network's current cache.
+        profiles: where profiles are stored, by network, types, threads and processor.
+        max_model_len: maximum length of a sequence.
     """
-    key = profile_key("passes", _FORMAT, runtime.config, runtime.capabilities, runtime.version)
+    key = profile_key("passes", _PROFILE_FORMAT, runtime.config, runtime.capabilities, runtime.version)
     stored = ForwardProfile.from_json(profiles.get(key)) if runtime.version else None
     if stored is not None:
         measured = time_passes(runtime, cache, VALIDATION_ROW_COUNTS, max_model_len=max_model_len, repeats=1)
@@ -116,18 +116,18 @@ def profile_forward(runtime: Network, cache: KVCache, profiles: ProfileCache, *,
 
 
 def measure_profile(runtime: Network, cache: KVCache, *, max_model_len: int, seconds: float = PROFILING_TIME_S) -> ForwardProfile:
-    """Measure a profile in about `seconds`: the fastest pass of each row count, and what reading the cache adds.
+    """Measure a profile in about `seconds`: the fastest pass of each row count, and the time of attention to more cached rows.
 
-    The row counts take turns, so that a drift of the machine's speed affects all of them alike.
+    Each round times every row count once, so that a change of the machine's speed affects all of them alike.
 
     Args:
-        max_model_len: positions that the runtime is prepared for. Passes that do not fit these or the cache are left out.
+        max_model_len: maximum length of a sequence. Row counts that exceed it or the cache are not measured.
     """
-    room = min(max_model_len, cache.max_slots)
-    counts = [count for count in ROW_COUNTS if count <= max(1, room // 2)]
+    max_len = min(max_model_len, cache.max_slots)
+    counts = [count for count in ROW_COUNTS if count <= max(1, max_len // 2)]
     if len(counts) < 2:
-        counts = [1, 2] if room > 2 else [1]
-    with _TimedSequence(runtime, cache, min(PROFILED_CONTEXT_LEN, room - max(counts))) as sequence:
+        counts = [1, 2] if max_len > 2 else [1]
+    with _TimedSequence(runtime, cache, min(PROFILED_CONTEXT_LEN, max_len - max(counts))) as sequence:
         start = time.perf_counter()
         sequence.time(1)  # warm-up
         fastest: dict[int, float] = {}
@@ -137,12 +137,12 @@ def measure_profile(runtime: Network, cache: KVCache, *, max_model_len: int, sec
                 if is_required or time.perf_counter() - start < seconds:
                     fastest[count] = min(sequence.time(count), fastest.get(count, math.inf))
         cached_row_read_s = cached_row_attention_s = 0.0
-        if sequence.extend_cache(NUM_ADDED_CACHED_ROWS, room - max(VALIDATION_ROW_COUNTS)):
-            near = ForwardProfile.from_samples(fastest)
-            far = {count: min(sequence.time(count) for _ in range(2)) for count in (1, 8)}
-            added = {count: max(0.0, far_s - near.seconds_at(count)) / NUM_ADDED_CACHED_ROWS for count, far_s in far.items()}
-            cached_row_attention_s = max(0.0, added[8] - added[1]) / 7
-            cached_row_read_s = max(0.0, added[1] - cached_row_attention_s)
+        if sequence.extend_cache(NUM_ADDED_CACHED_ROWS, max_len - max(VALIDATION_ROW_COUNTS)):
+            profile = ForwardProfile.from_samples(fastest)
+            longer = {count: min(sequence.time(count) for _ in range(2)) for count in (1, 8)}
+            added_s = {count: max(0.0, own_s - profile.seconds_at(count)) / NUM_ADDED_CACHED_ROWS for count, own_s in longer.items()}
+            cached_row_attention_s = max(0.0, added_s[8] - added_s[1]) / 7
+            cached_row_read_s = max(0.0, added_s[1] - cached_row_attention_s)
     return ForwardProfile.from_samples(fastest, cached_row_read_s, cached_row_attention_s)
 
 
@@ -156,33 +156,34 @@ def time_passes(
     repeats: int = 5,
     with_logits: bool = True,
 ) -> dict[int, float]:
-    """Return the median seconds of passes of one sequence, by row count.
+    """Return the median seconds of a pass of one sequence, by row count.
 
-    The row counts take turns, so that a drift of the machine's speed affects all of them alike.
+    Each round times every row count once, so that a change of the machine's speed affects all of them alike.
 
     Args:
-        cache: the runtime's current cache.
-        max_model_len: positions that the runtime is prepared for. If these or the cache are short, fewer rows are cached, and a pass that
-            does not fit is timed with fewer rows.
-        with_logits: whether logits of all rows are computed, as in verification, or of none, as in prefill.
+        cache: the network's current cache.
+        max_model_len: maximum length of a sequence. If it or the cache is too short, fewer rows are cached and passes have fewer rows.
+        cached_len: cached rows of the sequence before the pass.
+        repeats: passes of each row count.
+        with_logits: whether logits of all rows are computed, as in verification; otherwise none are, as in prefill.
     """
-    room = min(max_model_len, cache.max_slots)
-    cached_len = max(1, min(cached_len, room - max(row_counts)))
+    max_len = min(max_model_len, cache.max_slots)
+    cached_len = max(1, min(cached_len, max_len - max(row_counts)))
     times: dict[int, list[float]] = {count: [] for count in row_counts}
     with _TimedSequence(runtime, cache, cached_len, with_logits=with_logits) as sequence:
         for repeat in range(repeats + 1):
             for count in row_counts:
-                seconds = sequence.time(min(count, room - cached_len))
-                if repeat:  # the first round warms up
+                seconds = sequence.time(min(count, max_len - cached_len))
+                if repeat:  # the first round is a warm-up
                     times[count].append(seconds)
-    return {count: statistics.median(own) for count, own in times.items()}
+    return {count: statistics.median(samples) for count, samples in times.items()}
 
 
 class _TimedSequence:
-    """A sequence whose passes are timed. It shares no rows with requests, is released in the end, and its passes are not counted.
+    """A sequence whose passes are timed; a context manager, which releases it. Its passes do not count in `Network.num_passes`.
 
     Args:
-        cached_len: rows that are cached before anything is timed.
+        cached_len: cached rows before each timed pass.
     """
 
     def __init__(self, runtime: Network, cache: KVCache, cached_len: int, *, with_logits: bool = True) -> None:
@@ -204,26 +205,26 @@ class _TimedSequence:
         self._runtime.num_passes = self._num_passes
 
     def time(self, count: int) -> float:
-        """Return the seconds of a pass with `count` rows, which are dropped again."""
+        """Return the seconds of a pass of `count` rows. The rows are removed from the cache afterwards."""
         start = time.perf_counter()
         self._run(count)
         seconds = time.perf_counter() - start
         self._cache.cancel(self._sequence)
         return seconds
 
-    def extend_cache(self, num_rows: int, room: int) -> bool:
-        """Add `num_rows` cached rows without a pass; return False if they do not fit or if a layer caches more than keys and values."""
+    def extend_cache(self, num_rows: int, max_len: int) -> bool:
+        """Add `num_rows` cached rows without a pass. Return False if they do not fit, or if a layer caches more than keys and values."""
         layer_caches = [one for one in self._cache.layer_caches if isinstance(one, FullAttentionCache)]
-        if len(layer_caches) != len(self._cache.layer_caches) or room < self._cached_len + num_rows:
+        if len(layer_caches) != len(self._cache.layer_caches) or max_len < self._cached_len + num_rows:
             return False
         plan = self._cache.reserve(self._sequence, range(-1, num_rows - 1), num_rows)
         for layer_cache in layer_caches:
             for block in plan.paths[0].block_table[self._cached_len // plan.block_size :]:
-                layer_cache.fill_block(block)  # memory that was never written has no pages, so reading it would be too fast
+                layer_cache.fill_block(block)  # because memory that was never written is read too fast
         self._cache.keep_path(self._sequence, num_rows - 1)
         return True
 
     def _run(self, count: int, *, is_prefill: bool = False) -> None:
         plan = self._cache.reserve(self._sequence, range(-1, count - 1), count if is_prefill or not self._with_logits else 1)
         token_ids = [_TOKEN_STRIDE * (1 + row) % self._runtime.config.vocab_size for row in range(count)]
-        self._runtime.forward(*assemble([plan], [token_ids], [range(count) if self._with_logits else ()]))
+        self._runtime.forward(*assemble_pass([plan], [token_ids], [range(count) if self._with_logits else ()]))

@@ -1,6 +1,6 @@
-"""Compose a network layer by layer from blocks that each runtime implements.
+"""Networks as functions that are written once for all runtimes, layer by layer, in terms of `Blocks`.
 
-In the native runtime a block records an operation and `Value` is its number. In torch it computes and `Value` is a tensor.
+Each runtime implements `Blocks`. The torch runtime computes tensors; the native runtime records operations, which the kernels run later.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,34 +23,35 @@ from paceline.models.layers import (
     ShortConvConfig,
 )
 from paceline.models.rope_config import RopeConfig
-from paceline.runtimes.ranking import Ranking
+from paceline.runtimes.logits_summary import SummaryOptions
 
 Value = TypeVar("Value")
+"""The result of a block: a tensor in the torch runtime, the number of a recorded value in the native runtime."""
 
 TOKEN_IDS = "token_ids"
-"""The input of a language model."""
+"""Name of a language model's input."""
 PER_LAYER_EMBEDDINGS = "layer_rows"
-"""Rows of the table of layer inputs (Gemma 4), which runtimes look up by token id."""
+"""Name of the input for which the native runtime looks up rows of the table of per-layer embeddings (Gemma 4)."""
 
-LOGITS, RANKED, HIDDEN_STATES, COLLECTED = "logits", "ranked", "hidden_states", "collected"
-"""Results."""
+LOGITS, SUMMARY, HIDDEN_STATES, COLLECTED = "logits", "summary", "hidden_states", "collected"
+"""Names of results."""
 
 BLOCK_MAX = "block_max"
-"""A result that a runtime may add: the maximum of each block of a row's logits."""
+"""Name of a result that the native runtime adds: the maximum of each block of a row of logits."""
 
 
 class Blocks(Protocol[Value]):
-    """The functions a network is composed of. Weights are named as in `models/tensor_names.py`, without `.weight`.
+    """The functions of which networks are composed. Names are those of weights in `models/tensor_names.py`, without `.weight`.
 
-    Rows are [T, width]; blocks on heads take and return rows of width num_heads * D.
+    x, y and results are rows [T, width]. Rows of heads have the width num_heads * D.
     """
 
     def embedding(self, name: str) -> Value:
-        """Return rows [T, E] of the input `token_ids` [T], times `config.embedding_scale` rounded to the compute type."""
+        """Return embedding rows [T, E] of the input `token_ids`, times `config.embedding_scale`, rounded to the compute type."""
         ...
 
     def per_layer_embedding(self, name: str) -> Value:
-        """Return rows [T, L * size] of the table of per-layer embeddings, times sqrt(size), rounded as in `embedding`."""
+        """Return per-layer embedding rows [T, L * size] of the input `token_ids`, times sqrt(size), rounded to the compute type."""
         ...
 
     def columns(self, x: Value, begin: int, width: int) -> Value:
@@ -58,50 +59,51 @@ class Blocks(Protocol[Value]):
         ...
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
-        """Return x W^T (+ bias) for each name, as one fused product."""
+        """Return x W^T (+ bias) for the weights W of each name, computed together."""
         ...
 
     def rms_norm(self, x: Value, name: str) -> Value:
-        """Return x / rms(x) * weight; with `config.has_norm_offset` the product is computed in float32 before rounding."""
+        """Return x / rms(x) * weight. With `config.has_norm_offset` the product is rounded only once, after it is computed in float32."""
         ...
 
     def head_norm(self, x: Value, name: str | None, num_heads: int) -> Value:
-        """Return the RMS norm of each head's D values; None = no weight."""
+        """Return the RMS norm of the D values of each head, times a weight [D]; name None = no weight."""
         ...
 
     def rope(self, x: Value, num_heads: int, rope: RopeConfig) -> Value:
-        """Rotate each head's first `rotary_size` values, times the attention temperature of their position; copy the others."""
+        """Return x with the first `rotary_size` values of each head rotated, times the position's attention temperature (Llama 4)."""
         ...
 
     def attention(self, q: Value, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Value:
-        """Write k and v [T, K * D] to the cache of `layer` and attend q [T, H * D] to the rows each row may attend to.
+        """Write k and v [T, K * D] to the cache of `layer`, and return attention [T, H * D] of the queries q [T, H * D].
 
-        Without k and v, the keys and values another layer wrote are read, those of this pass included. Scores are multiplied by
-        `attention.scale`, then soft-capped if `attention.soft_cap` is set. Sinks are the tensor `layers.N.attention.sinks`.
+        kv None: attention to the keys and values that another layer wrote, including those of this pass. Scores are multiplied by
+        `attention.scale`, then soft-capped if `attention.soft_cap` is set. The weight of attention sinks is `layers.N.attention.sinks`.
         """
         ...
 
     def store_kv(self, k: Value, v: Value, attention: AttentionConfig, layer: int) -> Value:
-        """Write k and v [T, K * D] to the cache of `layer` without attention. The result [T, 1] has no meaning."""
+        """Write k and v [T, K * D] to the cache of `layer` without attention. The returned value has no meaning."""
         ...
 
     def convolution(self, x: Value, mixer: Recurrent, layer: int) -> Value:
-        """Return the causal convolution over time of each channel of x [T, C], followed by SiLU except in `ShortConvConfig`.
+        """Return the causal convolution over the sequence of each channel of x [T, C], with SiLU except for `ShortConvConfig`.
 
-        In a tree, a row follows its parent. `layers.N.conv` has a weight [C, kernel_size], the last column for the row itself, and an
-        optional bias [C].
+        In a draft tree, the row before is the parent. `layers.N.conv` has a weight [C, kernel_size], whose last column multiplies the row
+        itself, and an optional bias [C].
         """
         ...
 
     def block_convolution(self, x: Value, added: Value, convolution: BlockConvolution, name: str, side: int) -> Value:
-        """Return x [T, E] convolved over the rows of each range with kernels of base plus `added` [T, 2 * kernel_size * E / group_size].
+        """Return x [T, E] convolved over the rows of each range. The kernel of a row is a base plus a part of `added`.
 
-        See `BlockConvolution`. The base is the vector `name` of 2 * kernel_size * E values, sides first, then taps.
+        See `BlockConvolution`. The base is the vector `name`, [2, kernel_size, E]; `added` is [T, 2 * kernel_size * E / group_size].
+        `side` 0 or 1 selects one of the two kernels in each.
         """
         ...
 
     def delta_rule(self, x: Value, b: Value, a: Value, mixer: GatedDeltaConfig, layer: int) -> Value:
-        """Return the output [T, heads * value_size] of a gated delta rule for rows x [T, C] and gates a, b [T, heads].
+        """Return the output [T, heads * value_size] of a gated delta rule for queries, keys and values x [T, C] and gates a, b [T, heads].
 
         See `GatedDeltaConfig`. `layers.N.decay` has a negative weight [heads] and a bias [heads].
         """
@@ -110,12 +112,12 @@ class Blocks(Protocol[Value]):
     def mamba2(self, x: Value, dt: Value, mixer: Mamba2Config, layer: int) -> Value:
         """Return the output [T, heads * head_size] of Mamba-2 for rows x [T, C] and step sizes dt [T, heads].
 
-        See `Mamba2Config`. Weights are `layers.N.decay` as above and `layers.N.skip.weight` [heads].
+        See `Mamba2Config`. Weights are `layers.N.decay` as for `delta_rule`, and `layers.N.skip.weight` [heads].
         """
         ...
 
     def group_norm(self, x: Value, name: str, num_groups: int) -> Value:
-        """Return the RMS norm of each of `num_groups` parts of a row, times a weight as wide as the row."""
+        """Return the RMS norm of each of `num_groups` equal parts of a row, times a weight as wide as the row."""
         ...
 
     def gated(self, gate: Value, up: Value, activation: Activation | ClampedSwiGLU) -> Value:
@@ -123,11 +125,11 @@ class Blocks(Protocol[Value]):
         ...
 
     def experts(self, x: Value, logits: Value, mlp: ExpertMLP, prefix: str) -> Value:
-        """Return the weighted sum [T, E] of the experts `prefix + experts.N` that the router's logits [T, experts] choose for each row."""
+        """Return the weighted sum [T, E] of the outputs of each row's experts, which are chosen by the router's logits [T, experts]."""
         ...
 
     def sigmoid_gate(self, x: Value, y: Value) -> Value:
-        """Return x * sigmoid(y), y [T, 1]."""
+        """Return x * sigmoid(y) for y [T, 1]."""
         ...
 
     def add(self, x: Value, y: Value) -> Value: ...
@@ -137,27 +139,27 @@ class Blocks(Protocol[Value]):
         ...
 
     def scale_by(self, x: Value, name: str) -> Value:
-        """Return x times a scalar weight."""
+        """Return x times the weight `name`, which has one element."""
         ...
 
     def input(self, name: str, width: int) -> Value:
-        """Return the input [T, width] of `Network.forward` with this name; repeated calls return the same value."""
+        """Return the input [T, width] with this name, see `Network.forward`."""
         ...
 
     def concat(self, *values: Value) -> Value:
-        """Return the values concatenated by columns, [T, sum of widths]."""
+        """Return the values next to one another, [T, sum of widths]."""
         ...
 
     def silu_residual(self, x: Value, y: Value) -> Value:
         """Return x + silu(y)."""
         ...
 
-    def rank(self, logits: Value, ranking: Ranking) -> Value:
-        """Return summaries of rows of logits, [R, 2 + 2 * count], which `ranked_rows` decodes."""
+    def summarize(self, logits: Value, options: SummaryOptions) -> Value:
+        """Return a summary of each row of logits, [R, 2 + 2 * count], see `decode_summaries`."""
         ...
 
     def logits_rows(self, x: Value) -> Value:
-        """Return the rows whose logits are computed, [R, E]."""
+        """Return the R rows of x whose logits are computed (`LogitsRows.rows`)."""
         ...
 
     def lm_head(self, x: Value, name: str) -> Value:
@@ -169,17 +171,17 @@ class Blocks(Protocol[Value]):
         ...
 
 
-class Compose(Protocol):
-    """Builds a forward pass by calling the operations of `blocks`, a backend's implementation of them.
+class NetworkDefinition(Protocol):
+    """A function that defines a network: it calls `blocks`, a runtime's implementation, and returns the results by name.
 
-    Returns results by name: [T, width] for the T rows of the pass, or [R, width] after `logits_rows` has taken R of them.
+    A result is [T, width] for the T rows of the pass, or [R, width] if it was computed from `Blocks.logits_rows`.
     """
 
     def __call__(self, blocks: Blocks[Value]) -> Mapping[str, Value]: ...
 
 
-def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, layer: int) -> Value:
-    """Return attention of rows x, with its input and output projections."""
+def attention_block(blocks: Blocks[Value], attention: AttentionConfig, x: Value, layer: int) -> Value:
+    """Return the attention output for rows x, including the projections before and after."""
     prefix = f"layers.{layer}."
 
     def normed_and_rotated(x: Value, name: str, num_heads: int, rope: RopeConfig) -> Value:
@@ -209,8 +211,8 @@ def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, 
     return blocks.linear(attended, prefix + "o_proj")[0]
 
 
-def recurrent_part(blocks: Blocks[Value], mixer: Recurrent, x: Value, layer: int) -> Value:
-    """Return a recurrent mixer of rows x, with its input and output projections."""
+def recurrent_block(blocks: Blocks[Value], mixer: Recurrent, x: Value, layer: int) -> Value:
+    """Return the output of a recurrent mixer for rows x, including the projections before and after."""
     prefix = f"layers.{layer}."
 
     def projected(*names: str) -> tuple[Value, ...]:
@@ -231,22 +233,22 @@ def recurrent_part(blocks: Blocks[Value], mixer: Recurrent, x: Value, layer: int
     return blocks.linear(mixed, prefix + "o_proj")[0]
 
 
-def mixer_part(blocks: Blocks[Value], mixer: AttentionConfig | Recurrent, x: Value, layer: int) -> Value:
-    """Return the token mixer of rows x: attention or a recurrence."""
+def token_mixer(blocks: Blocks[Value], mixer: AttentionConfig | Recurrent, x: Value, layer: int) -> Value:
+    """Return the output of a layer's token mixer, attention or recurrent, for rows x."""
     if isinstance(mixer, AttentionConfig):
-        return attention_part(blocks, mixer, x, layer)
-    return recurrent_part(blocks, mixer, x, layer)
+        return attention_block(blocks, mixer, x, layer)
+    return recurrent_block(blocks, mixer, x, layer)
 
 
-def mlp_part(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int, stream: Value) -> Value:
-    """Return the MLP, or mixture of experts, of rows x. `stream` is the residual stream before the norm that made x."""
+def mlp_block(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int, stream: Value) -> Value:
+    """Return the output of the MLP or the mixture of experts for rows x = norm(stream). `stream`: the residual stream."""
     prefix = f"layers.{layer}."
     if isinstance(mlp, DenseMLP):
-        return _dense(blocks, mlp, x, prefix)
+        return _dense_mlp(blocks, mlp, x, prefix)
     if mlp.has_own_norms and mlp.shared is not None:
         return blocks.add(
-            blocks.rms_norm(_dense(blocks, mlp.shared, x, prefix + "shared_expert."), prefix + "shared_output_norm"),
-            blocks.rms_norm(_experts_of_stream(blocks, mlp, stream, prefix), prefix + "experts_output_norm"),
+            blocks.rms_norm(_dense_mlp(blocks, mlp.shared, x, prefix + "shared_expert."), prefix + "shared_output_norm"),
+            blocks.rms_norm(_experts_with_norms(blocks, mlp, stream, prefix), prefix + "experts_output_norm"),
         )
     taken = blocks.linear(x, prefix + "latent_proj")[0] if mlp.latent_size else x
     mixed = blocks.experts(taken, blocks.linear(x, prefix + "router")[0], mlp, prefix)
@@ -254,19 +256,19 @@ def mlp_part(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: 
         (mixed,) = blocks.linear(mixed, prefix + "latent_output")
     if mlp.shared is None:
         return mixed
-    shared = _dense(blocks, mlp.shared, x, prefix + "shared_expert.")
+    shared = _dense_mlp(blocks, mlp.shared, x, prefix + "shared_expert.")
     if mlp.has_shared_gate:
         shared = blocks.sigmoid_gate(shared, blocks.linear(x, prefix + "shared_gate")[0])
     return blocks.add(mixed, shared)
 
 
-def _experts_of_stream(blocks: Blocks[Value], mlp: ExpertMLP, stream: Value, prefix: str) -> Value:
-    """Return a mixture of experts that reads the residual stream. Source: Gemma 4's model in transformers 5.23."""
+def _experts_with_norms(blocks: Blocks[Value], mlp: ExpertMLP, stream: Value, prefix: str) -> Value:
+    """Return the output of a mixture of experts with norms of its own. Source: Gemma 4's model in transformers 5.23."""
     scaled = blocks.scale(blocks.rms_norm(stream, prefix + "router_norm"), mlp.router_scale)
     return blocks.experts(blocks.rms_norm(stream, prefix + "experts_norm"), blocks.linear(scaled, prefix + "router")[0], mlp, prefix)
 
 
-def _dense(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> Value:
+def _dense_mlp(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> Value:
     *gates, up = blocks.linear(x, *([prefix + "gate_proj"] if mlp.has_gate else []), prefix + "up_proj")
     gate = gates[0] if gates else up
     return blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0]
@@ -275,38 +277,38 @@ def _dense(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> Value
 def decoder_layer(
     blocks: Blocks[Value], config: LayerConfig, x: Value, layer: int, *, normed: Value | None = None, layer_input: Value | None = None
 ) -> Value:
-    """Return the residual stream after one layer: mixer, then MLP, each added to the stream x [T, E] in `config.norm_order`.
+    """Return the residual stream after one layer: token mixer, then MLP. The output of each is added to the stream x [T, E].
 
     Args:
-        layer: number of its weights and of its keys and values in the cache.
-        normed: input of the mixer; None = x, normed first if the order says so.
-        layer_input: of a layer with its own input (Gemma 4), its rows.
+        layer: index of the layer, for its weights and its part of the cache.
+        normed: input of the mixer; None = x after the norms that `config.norm_order` defines.
+        layer_input: [T, size] the layer's rows of `per_layer_inputs`; None = the model has none.
     """
     prefix, order = f"layers.{layer}.", config.norm_order
 
-    def before(x: Value, name: str) -> Value:
+    def input_norm(x: Value, name: str) -> Value:
         return blocks.rms_norm(x, prefix + name) if order.has_input_norm else x
 
-    def after(x: Value, name: str) -> Value:
+    def output_norm(x: Value, name: str) -> Value:
         x = blocks.rms_norm(x, prefix + name) if order.has_output_norm else x
         return x if config.residual_scale == 1.0 else blocks.scale(x, config.residual_scale)
 
-    def convolved(n: Value, name: str, part: Callable[[Value], Value]) -> Value:
+    def with_convolutions(x: Value, name: str, compute: Callable[[Value], Value]) -> Value:
         if config.convolution is None:
-            return part(n)
-        (added,) = blocks.linear(n, f"{prefix}{name}_kernels")
-        out = part(blocks.block_convolution(n, added, config.convolution, f"{prefix}{name}_base", 0))
+            return compute(x)
+        (added,) = blocks.linear(x, f"{prefix}{name}_kernels")
+        out = compute(blocks.block_convolution(x, added, config.convolution, f"{prefix}{name}_base", 0))
         return blocks.block_convolution(out, added, config.convolution, f"{prefix}{name}_base", 1)
 
     mixer, mlp = config.mixer, config.mlp
     if mixer is not None:
-        normed = before(x, "attention_norm") if normed is None else normed
-        mixed = convolved(normed, "attention_convolution", lambda n: mixer_part(blocks, mixer, n, layer))
-        x = blocks.add(x, after(mixed, "attention_output_norm"))
+        normed = input_norm(x, "attention_norm") if normed is None else normed
+        mixed = with_convolutions(normed, "attention_convolution", lambda n: token_mixer(blocks, mixer, n, layer))
+        x = blocks.add(x, output_norm(mixed, "attention_output_norm"))
     if mlp is not None:
         stream = x
-        mixed = convolved(before(x, "mlp_norm"), "mlp_convolution", lambda n: mlp_part(blocks, mlp, n, layer, stream))
-        x = blocks.add(x, after(mixed, "mlp_output_norm"))
+        mixed = with_convolutions(input_norm(x, "mlp_norm"), "mlp_convolution", lambda n: mlp_block(blocks, mlp, n, layer, stream))
+        x = blocks.add(x, output_norm(mixed, "mlp_output_norm"))
     if config.input is not None and layer_input is not None:
         (gate,) = blocks.linear(x, prefix + "input_gate")
         (added,) = blocks.linear(blocks.gated(gate, layer_input, config.input.activation), prefix + "input_proj")
@@ -315,7 +317,7 @@ def decoder_layer(
 
 
 def per_layer_inputs(blocks: Blocks[Value], config: ModelConfig, x: Value) -> Value:
-    """Return the inputs of all layers [T, L * size], computed from a table by token id and from the embedding x.
+    """Return the additional inputs of all layers [T, L * size], computed from a table by token id and from the embedding x.
 
     Source: Gemma 4's model in transformers 5.23.
     """
@@ -324,11 +326,11 @@ def per_layer_inputs(blocks: Blocks[Value], config: ModelConfig, x: Value) -> Va
     return blocks.scale(blocks.add(context, blocks.per_layer_embedding("layer_embedding")), 0.5**0.5)
 
 
-def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
-    """Return the composition of a language model, whose input is `token_ids`.
+def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> NetworkDefinition:
+    """Return the function that defines a language model. Its input is `token_ids`.
 
-    Results are `logits` [R, V]; `hidden_states` [T, E], after the final norm; and `collected.0` … [T, E], the residual stream at each
-    boundary of `collect_layers` (boundary i is the input of layer i; L is the last layer's output).
+    Its results are `logits` [R, V]; `hidden_states` [T, E], after the final norm; and `collected.0`, `collected.1`, ... [T, E], the
+    residual stream at the layer boundaries in `collect_layers`. Boundary i is the input of layer i; boundary L the output of the last one.
 
     Raises:
         ConfigError: a boundary does not exist.
@@ -354,15 +356,15 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
     return compose
 
 
-def ranked(compose: Compose, ranking: Ranking | None) -> Compose:
-    """Return the same network with rankings of its logits added: `ranked` of `logits`, `ranked.x` of `logits.x`."""
-    if ranking is None:
+def with_summaries(compose: NetworkDefinition, options: SummaryOptions | None) -> NetworkDefinition:
+    """Return the same network with summaries of its logits as further results: `summary` of `logits`, `summary.x` of `logits.x`."""
+    if options is None:
         return compose
 
-    def compose_ranked(blocks: Blocks[Value]) -> Mapping[str, Value]:
+    def compose_with_summaries(blocks: Blocks[Value]) -> Mapping[str, Value]:
         results = dict(compose(blocks))
         for name in [name for name in results if name.split(".")[0] == LOGITS]:
-            results[RANKED + name.removeprefix(LOGITS)] = blocks.rank(results[name], ranking)
+            results[SUMMARY + name.removeprefix(LOGITS)] = blocks.summarize(results[name], options)
         return results
 
-    return compose_ranked
+    return compose_with_summaries

@@ -1,4 +1,4 @@
-"""Look up embedding rows and round them as transformers does in 16-bit types."""
+"""Look up embedding rows, rounded as the transformers library rounds them in 16-bit types."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,37 +7,37 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import AnyTensor, GroupedTensor, Weights, as_float32, to_bf16
 
 
-def rounded(values: NDArray[np.float32], to: WeightType) -> NDArray[np.float32]:
-    """Return `values` rounded to the type `to`, as float32."""
-    if to is WeightType.BF16:
+def round_to_type(values: NDArray[np.float32], weight_type: WeightType) -> NDArray[np.float32]:
+    """Return `values` rounded to a type, as float32."""
+    if weight_type is WeightType.BF16:
         return (to_bf16(values).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values.astype(np.float16).astype(np.float32) if to is WeightType.F16 else values
+    return values.astype(np.float16).astype(np.float32) if weight_type is WeightType.F16 else values
 
 
 def embedding_rows(embedding: AnyTensor, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
-    """Return rows [T, E] float32 of an embedding table, rounded to `round_to` and scaled by `config.embedding_scale`."""
+    """Return rows [T, E] float32 of an embedding table, rounded to `round_to`, times `config.embedding_scale`."""
     return scaled_rows(unscaled_embedding_rows(embedding, token_ids, round_to), config, round_to)
 
 
 def unscaled_embedding_rows(table: AnyTensor, token_ids: NDArray[np.int32], round_to: WeightType) -> NDArray[np.float32]:
-    """Return rows of an embedding table as `embedding_rows` does, but not scaled."""
+    """Return the rows of `embedding_rows` before they are multiplied by `config.embedding_scale`."""
     rows = as_float32(table, token_ids)
     is_exact = isinstance(table, GroupedTensor) or table.weight_type is round_to
-    return rows if is_exact else rounded(rows, round_to)
+    return rows if is_exact else round_to_type(rows, round_to)
 
 
 def per_layer_embedding_rows(
     weights: Weights, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType
 ) -> NDArray[np.float32]:
-    """Return rows [T, L * size] float32 of the table of per-layer embeddings, rounded, times sqrt(size)."""
-    rows = rounded(weights.rows("layer_embedding.weight", token_ids), round_to)
-    return _scaled(rows, float(config.per_layer_input_size**0.5), round_to)
+    """Return rows [T, L * size] float32 of the table of per-layer embeddings, rounded to `round_to`, times sqrt(size)."""
+    rows = round_to_type(weights.rows("layer_embedding.weight", token_ids), round_to)
+    return _scale_and_round(rows, float(config.per_layer_input_size**0.5), round_to)
 
 
 def scaled_rows(rows: NDArray[np.float32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
-    """Return embedding rows times `config.embedding_scale`, rounded as transformers does."""
-    return rows if config.embedding_scale == 1.0 else _scaled(rows, config.embedding_scale, round_to)
+    """Return embedding rows times `config.embedding_scale`, rounded to `round_to`."""
+    return rows if config.embedding_scale == 1.0 else _scale_and_round(rows, config.embedding_scale, round_to)
 
 
-def _scaled(rows: NDArray[np.float32], factor: float, round_to: WeightType) -> NDArray[np.float32]:
-    return rounded(rows * rounded(np.array([factor], np.float32), round_to), round_to)
+def _scale_and_round(rows: NDArray[np.float32], factor: float, round_to: WeightType) -> NDArray[np.float32]:
+    return round_to_type(rows * round_to_type(np.array([factor], np.float32), round_to), round_to)

@@ -1,4 +1,4 @@
-"""Load a checkpoint as a network of the chosen runtime."""
+"""Load a checkpoint as a network of the native or the torch runtime."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +18,8 @@ from paceline.models.storage.packed_weights import dequantized_bytes
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
-from paceline.runtimes.base import Network, Numerics, assemble
-from paceline.runtimes.decoder import Compose, decoder
+from paceline.runtimes.base import Network, Numerics, assemble_pass
+from paceline.runtimes.decoder import NetworkDefinition, decoder
 from paceline.runtimes.native.library import fastest_page_sums, kernels_path
 from paceline.runtimes.numerics import measure_numerics
 from paceline.runtimes.profile_cache import ProfileCache
@@ -30,20 +30,20 @@ class RuntimeOptions:
     """How to run a network.
 
     Attributes:
-        numerics: requested; `Network.capabilities` has the result of the test.
+        numerics: EXACT = test at load whether the network is exact (`Network.capabilities` has the result); FAST = no test.
         kv_cache_dtype: type of cached keys and values; None = `default_kv_cache_dtype`.
-        dtype: compute type; None = the type the weights are stored in. F32 also disables the rounding of rows to 8 bits before quantised
-            matrices.
+        dtype: compute type; None = the type of the stored weights. With F32, rows are also not rounded to 8 bits for products with
+            quantised matrices.
         num_threads: CPU threads.
-        max_model_len: length of the longest text; None = the model's own limit.
+        max_model_len: maximum length of a sequence; None = that of the model.
         device: "auto", "cpu" or "cuda".
         backend: "auto", "native" or "torch".
-        collect_layers: layer boundaries whose hidden states are returned.
-        profile_directory: where measurements of this machine are cached; None = nowhere.
-        quantization: how to quantise the matrices; None = as they are stored.
-        quant_directory: where quantised matrices are cached; None = nowhere.
-        regroup: quantise the matrices of a GGUF file again, to larger groups that run faster; their values change.
-        memory_bytes: free memory; matrices that must be converted to floats and exceed it are refused. None = no limit.
+        collect_layers: layer boundaries at which hidden states are returned, see `decoder.decoder`.
+        profile_directory: directory of the `ProfileCache`; None = no cache.
+        quantization: how to quantise matrices; None = not at all.
+        quant_directory: directory in which quantised matrices are cached; None = no cache.
+        regroup: quantise the matrices of a GGUF file again with larger groups. This is faster, but changes the weights.
+        memory_bytes: free memory. Loading fails if matrices that are converted to floats do not fit in it. None = no limit.
         merge_adapter: directory of a LoRA adapter to merge into the weights; None = no adapter.
     """
 
@@ -65,12 +65,12 @@ class RuntimeOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedNetwork:
-    """A loaded network.
+    """A loaded network and facts about its checkpoint.
 
     Attributes:
-        notices: lines to show the user.
-        own_head: the drafting head in the same checkpoint, "medusa" or "mtp"; None = there is none.
-        weight_bits: average bits of a weight.
+        notices: lines to show to the user.
+        bundled_head: drafting head in the same checkpoint, "medusa" or "mtp"; None = the checkpoint has none.
+        weight_bits: mean number of bits of a weight.
     """
 
     runtime: Network
@@ -85,8 +85,8 @@ def load_runtime(path: Path, options: RuntimeOptions) -> LoadedNetwork:
 
     Raises:
         CheckpointError: the checkpoint is damaged or not supported.
-        CapacityError: it does not fit in memory.
-        ConfigError: the runtime does not support this `kv_cache_dtype`.
+        CapacityError: the weights do not fit in memory.
+        ConfigError: the runtime does not support `kv_cache_dtype`.
         BackendUnavailableError: the device or its library is missing.
     """
     stored = read_model_config(path)
@@ -118,19 +118,19 @@ def load_runtime(path: Path, options: RuntimeOptions) -> LoadedNetwork:
             notices=notices,
             page_sums=fastest_page_sums(),
         )
-    runtime = _build(config, weights, options, notices)
+    runtime = _build_network(config, weights, options, notices)
     return LoadedNetwork(runtime, tuple(notices), bundled_head, mean_weight_bits(weights))
 
 
 def merged_adapter_name(directory: Path) -> str:
-    """Return the name of a merged adapter for messages."""
+    """Return the name by which messages refer to the adapter of a directory."""
     return directory.name or "merged"
 
 
 def merge_adapter(adapter: Adapter, config: ModelConfig, weights: Weights, options: RuntimeOptions) -> tuple[ModelConfig, MergedWeights]:
-    """Return config and weights with an adapter merged, in the compute type, or in float32 if they are quantised next.
+    """Return config and weights with a LoRA adapter merged: in the compute type, or in float32 if the weights will be quantised.
 
-    GGUF blocks compute in float32. Merged they are kept as float16, which is more precise than any block.
+    Quantised matrices of a float32 model (GGUF) become float16 when merged, which is more precise than their blocks were.
     """
     is_quantised = options.quantization is not None
     weight_type = WeightType.F32 if is_quantised else options.dtype or config.weight_type
@@ -147,7 +147,7 @@ def merge_adapter(adapter: Adapter, config: ModelConfig, weights: Weights, optio
 
 
 def _check_merged(weights: MergedWeights, memory_bytes: int | None) -> None:
-    """Refuse merged matrices that do not fit in memory, before the system kills the process."""
+    """Raise CapacityError if merged matrices do not fit in memory, before the operating system ends the process."""
     size = weights.changed_bytes
     if memory_bytes is not None and size > memory_bytes:
         raise CapacityError(
@@ -157,7 +157,7 @@ def _check_merged(weights: MergedWeights, memory_bytes: int | None) -> None:
 
 
 def _check_floats(weights: Weights, config: ModelConfig, memory_bytes: int | None) -> None:
-    """Refuse matrices of a quantised checkpoint that become floats and do not fit in memory."""
+    """Raise CapacityError if matrices of a quantised checkpoint that must be converted to floats do not fit in memory."""
     size = dequantized_bytes(weights.packed.values(), config.weight_type)
     if memory_bytes is not None and size > memory_bytes:
         raise CapacityError(
@@ -166,15 +166,15 @@ def _check_floats(weights: Weights, config: ModelConfig, memory_bytes: int | Non
         )
 
 
-def _build(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Network:
+def _build_network(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Network:
     device = choose_device(options.device, options.backend)
     if choose_backend(options.backend, device, notices=notices) == "torch":
-        return _build_torch(config, weights, options, device, notices)
-    return _build_native(config, weights, options, notices)
+        return _build_torch_network(config, weights, options, device, notices)
+    return _build_native_network(config, weights, options, notices)
 
 
-def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Network:
-    """Return the network with its numerics tested; append a notice if they are not as requested."""
+def _build_native_network(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Network:
+    """Return the network. If EXACT numerics are requested, test whether it is exact; if not, append a notice."""
     from paceline.runtimes.native.network import NativeNetwork
 
     round_to = options.dtype or config.weight_type
@@ -200,19 +200,19 @@ def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions
 
 
 def default_kv_cache_dtype(config: ModelConfig, weights: Weights, dtype: WeightType | None = None) -> KVCacheDtype:
-    """Return the compute type, or float16 for quantised checkpoints whose other tensors are float32.
+    """Return the compute type; but float16 for quantised checkpoints whose other tensors are float32.
 
-    Those do not record the type their model was trained in. llama.cpp runs them with float16, which has three bits more than bfloat16.
+    Such a checkpoint does not record in which type the model was trained. float16 has three more bits than bfloat16; llama.cpp uses it.
 
     Args:
-        dtype: compute type; None = as stored.
+        dtype: compute type; None = that of the stored weights.
     """
     if dtype is None and config.weight_type is WeightType.F32 and any(weights.info(name).bits is not None for name in weights):
         return KVCacheDtype.F16
     return KVCacheDtype((dtype or config.weight_type).value)
 
 
-def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Network:
+def _build_torch_network(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Network:
     from paceline.runtimes.torch.network import TorchNetwork
 
     if options.numerics is Numerics.EXACT:
@@ -231,14 +231,14 @@ def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions,
 
 
 def _warm_up(network: Network) -> None:
-    """Run one pass, so that the weights are in memory when the first request comes."""
+    """Run one pass, so that the weights are in memory before the first request."""
     cache = network.new_cache(1)
-    network.forward(*assemble([cache.reserve(cache.new_sequence(), [-1])], [[0]], [[0]]))
+    network.forward(*assemble_pass([cache.reserve(cache.new_sequence(), [-1])], [[0]], [[0]]))
     network.num_passes = 0
 
 
-def open_head(
-    compose: Compose,
+def load_head(
+    compose: NetworkDefinition,
     config: ModelConfig,
     weights: Weights,
     *,
@@ -249,20 +249,20 @@ def open_head(
     lm_head_of: Network | None = None,
     rounds_rows: bool = False,
 ) -> Network:
-    """Load a drafting head, a network that drafts from the target's hidden states. It computes in float32, with weights as stored.
+    """Load a drafting head, a network that drafts from the target's hidden states. It computes in float32; weights keep their stored type.
 
-    If the head shares its `lm_head` with a target whose quantised weights are packed for 8-bit rows, it reads the target's copy. Rows
-    of the head are then rounded to 8 bits as well.
+    If the head uses the `lm_head` of a target whose quantised weights are packed for rows of 8 bits, both use the same memory. Rows of the
+    head are then rounded to 8 bits, too.
 
     Args:
-        compose: what it computes.
-        config: sizes of its layers; blocks also read `norm_eps` and `has_norm_offset`.
-        weights: by the names `compose` uses, with `.weight` or `.bias`.
-        max_model_len: positions to prepare for.
-        backend: "native", "torch" or "auto": native if there are kernels and the device is not a GPU.
-        device: device of torch, "cpu" or "cuda".
-        lm_head_of: the network whose vocabulary matrix, or its first rows, is `lm_head.weight`; None = the head's own.
-        rounds_rows: round rows to 8 bits before quantised matrices even if the head has its own `lm_head`.
+        compose: function that defines what the head computes.
+        config: config of its layers.
+        weights: weights by the names that `compose` uses, with `.weight` or `.bias`.
+        max_model_len: maximum length of a sequence.
+        backend: "native", "torch" or "auto": native if there are kernels for this machine and the device is not a GPU.
+        device: device of the torch backend, "cpu" or "cuda".
+        lm_head_of: network whose `lm_head`, or the first rows of it, is the head's `lm_head`; None = the head has its own.
+        rounds_rows: round rows to 8 bits for products with quantised matrices even if the head has its own `lm_head`.
 
     Raises:
         BackendUnavailableError: the backend does not exist or cannot run here.
@@ -274,7 +274,7 @@ def open_head(
 
         shared = None
         if isinstance(lm_head_of, NativeNetwork):
-            shared = lm_head_of.packed_vocabulary(weights.info("lm_head.weight").shape[0])
+            shared = lm_head_of.packed_lm_head(weights.info("lm_head.weight").shape[0])
         packed = {"lm_head": shared} if shared is not None else {} if rounds_rows else None
         return NativeNetwork(compose, config, weights, num_threads=num_threads, max_model_len=max_model_len, packed=packed)
     if backend == "torch":

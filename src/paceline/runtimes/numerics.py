@@ -1,7 +1,6 @@
-"""Test at load whether a row's logits depend on the other rows of its pass.
+"""Test at load whether a network is exact: whether a row's logits have the same bits whatever other rows are in its pass.
 
-Two sequences are decoded alone, one row a pass, and then in passes of several rows and of both sequences. Numerics are exact if the
-logits of every row are bit-equal.
+Two sequences are decoded each alone, one row in a pass, and then in passes with several rows of one or both. All logits are compared.
 """
 
 from collections.abc import Sequence
@@ -10,27 +9,28 @@ import numpy as np
 
 from paceline.errors import CheckpointError
 from paceline.kv_cache.cache import CachedSequence, KVCache
-from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
+from paceline.runtimes.base import FloatArray, Network, Numerics, assemble_pass
 from paceline.runtimes.profile_cache import ProfileCache, profile_key
 
-# Rows of each of the two sequences per pass: decoding, drafts and prompt chunks, alone and together, across a block boundary.
 _LENGTHS = (38, 9)
-_PASSES = ((0, 5), (17, 0), (1, 1), (14, 1), (1, 2), (5, 0))
+"""Lengths of the two sequences; one ends in its second cache block."""
+_PASS_ROWS = ((0, 5), (17, 0), (1, 1), (14, 1), (1, 2), (5, 0))
+"""Rows of each sequence in the passes: one row as in decoding, a few as in verification, many as in prefill."""
 
 
 def measure_numerics(network: Network, profile: ProfileCache, collect_layers: Sequence[int] = ()) -> Numerics:
-    """Return EXACT if every row of mixed passes has the bits of decoding alone, else FAST.
+    """Return EXACT if all logits of mixed passes have the same bits as those of passes with one row, else FAST.
 
     Args:
-        network: as it will be used; its cache is replaced.
-        profile: stores the result by network, library version, processor and threads.
-        collect_layers: hidden states the network also returns.
+        network: the network to test; its cache is replaced.
+        profile: where the result is stored, by network, kernels, processor and threads.
+        collect_layers: layer boundaries at which the network returns hidden states; a part of what identifies it.
 
     Raises:
-        CheckpointError: a row of logits is all NaN.
+        CheckpointError: all logits of a row are NaN.
     """
     key = profile_key(
-        "numerics", network.config, network.capabilities.weight_type, tuple(collect_layers), network.version, _LENGTHS, _PASSES
+        "numerics", network.config, network.capabilities.weight_type, tuple(collect_layers), network.version, _LENGTHS, _PASS_ROWS
     )
     stored = profile.get(key)
     if stored not in [one.value for one in Numerics]:
@@ -42,16 +42,18 @@ def measure_numerics(network: Network, profile: ProfileCache, collect_layers: Se
 def _is_exact(network: Network) -> bool:
     random = np.random.default_rng(0)
     tokens = [random.integers(0, network.config.vocab_size, length).tolist() for length in _LENGTHS]
-    solo = [_decode_alone(network, ids) for ids in tokens]
-    if any(np.isnan(row).all() for rows in solo for row in rows):  # an all-NaN row is an error of the checkpoint, so no result is stored
+    decoded_alone = [_decode_alone(network, ids) for ids in tokens]
+    if any(
+        np.isnan(row).all() for rows in decoded_alone for row in rows
+    ):  # an all-NaN row is an error of the checkpoint, so no result is stored
         raise CheckpointError(
             "the target produced NaN logits when it was tested at load: its weights are damaged or overflow in this precision; "
             "verify the checkpoint's files or load it with a wider dtype"
         )
-    return _are_all_equal(solo, _decode_mixed(network, tokens))
+    return _are_bits_equal(decoded_alone, _decode_mixed(network, tokens))
 
 
-def _are_all_equal(left: list[FloatArray], right: list[FloatArray]) -> bool:
+def _are_bits_equal(left: list[FloatArray], right: list[FloatArray]) -> bool:
     return all(np.array_equal(one.view(np.int32), other.view(np.int32)) for one, other in zip(left, right, strict=True))
 
 
@@ -66,7 +68,7 @@ def _decode_mixed(network: Network, token_ids: list[list[int]]) -> list[FloatArr
     cache = network.new_cache(8)
     sequences = [cache.new_sequence() for _ in token_ids]
     rows: list[list[FloatArray]] = [[] for _ in token_ids]
-    for counts in _PASSES:
+    for counts in _PASS_ROWS:
         work: list[tuple[int, list[int]]] = []
         for index, count in enumerate(counts):
             start = sequences[index].committed_len
@@ -81,7 +83,7 @@ def _decode_mixed(network: Network, token_ids: list[list[int]]) -> list[FloatArr
 def _forward(network: Network, cache: KVCache, work: list[tuple[CachedSequence, list[int]]]) -> FloatArray:
     plans = [cache.reserve(sequence, range(-1, len(tokens) - 1)) for sequence, tokens in work]
     tokens = [ids for _, ids in work]
-    logits = network.forward(*assemble(plans, tokens, [range(len(ids)) for ids in tokens])).logits.copy()
+    logits = network.forward(*assemble_pass(plans, tokens, [range(len(ids)) for ids in tokens])).logits.copy()
     for sequence, ids in work:
         cache.keep_path(sequence, len(ids) - 1)
     return logits

@@ -1,4 +1,4 @@
-"""Measurements of this machine, kept between runs in one small JSON file. Without the file they are taken again."""
+"""Measurements of this machine, stored between runs in a small JSON file. If it is missing, they are measured again."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ FILE_NAME = "measured.json"
 
 
 class ProfileCache:
-    """A mapping from keys (`profile_key`) to measured JSON values.
+    """Measured values (JSON) by key, see `profile_key`.
 
     Args:
         directory: directory of the file; None = store nothing.
@@ -23,11 +23,11 @@ class ProfileCache:
         self._path = None if directory is None else directory / FILE_NAME
 
     def get(self, key: str) -> Any:
-        """Return the stored value, or None; an unreadable file has no values."""
+        """Return the value stored for a key; None if there is none or the file cannot be read."""
         return self._read().get(key)
 
     def put(self, key: str, value: Any) -> None:
-        """Store a value. Errors of writing are ignored; the file is replaced at once, so that it is never half written."""
+        """Store a value for a key. If the file cannot be written, nothing is stored. The file is replaced atomically."""
         if self._path is None:
             return
         values = {**self._read(), key: value}
@@ -51,6 +51,6 @@ class ProfileCache:
 
 
 def profile_key(kind: str, *parts: object) -> str:
-    """Return the kind of measurement and a digest of what the value depends on: `parts` and this processor."""
+    """Return the key of a measurement: its kind and a digest of everything its value depends on, `parts` and this processor."""
     digest = hashlib.sha256("\n".join(map(repr, (*parts, processor_name()))).encode()).hexdigest()[:24]
     return f"{kind}:{digest}"

@@ -17,7 +17,7 @@ from time import perf_counter
 
 from paceline.errors import CheckpointError, as_exception, is_interrupt
 from paceline.kv_cache.cache import KVCache
-from paceline.runtimes.base import Network, assemble
+from paceline.runtimes.base import Network, assemble_pass
 from paceline.sampling.path_sampler import LogitsView, sample_paths
 from paceline.speculation.commit import commit, prompt_logprobs, token_logprobs
 from paceline.speculation.propose import reserve
@@ -70,7 +70,7 @@ def step(
 def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, speculator: Speculator) -> None:
     """Reserve slots, run the target, and sample the paths of all requests whose rows the compiled sampler can draw from."""
     plans, nodes = reserve(batch, cache), [rows.logits_nodes for rows in batch]
-    arguments = assemble(plans, [rows.token_ids for rows in batch], nodes, [rows.request.adapter_number for rows in batch])
+    arguments = assemble_pass(plans, [rows.token_ids for rows in batch], nodes, [rows.request.adapter_number for rows in batch])
     try:
         output = speculator.forward(target, arguments)
     except BaseException as error:

@@ -9,7 +9,7 @@ import pytest
 from harness.engine_targets import Open, assert_clean, make, run_to_end
 from paceline import LLM, RequestError, SamplingParams, SpeculationOptions
 from paceline.drafters.ngram import NgramDrafter
-from paceline.runtimes.base import assemble
+from paceline.runtimes.base import assemble_pass
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter
 from paceline.speculation.request import Request
@@ -115,7 +115,9 @@ def _rows(llm: LLM, token_ids: list[int]) -> np.ndarray:
     cache = llm.engine.cache
     sequence = cache.new_sequence()
     plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
-    logits = llm.runtime.forward(*assemble([plan], [token_ids], [range(len(token_ids))])).logits[:, : llm.vocab_size].astype(np.float64)
+    logits = (
+        llm.runtime.forward(*assemble_pass([plan], [token_ids], [range(len(token_ids))])).logits[:, : llm.vocab_size].astype(np.float64)
+    )
     cache.release(sequence)
     shifted = logits - logits.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

@@ -338,7 +338,7 @@ def test_interrupt_in_the_pass_leaves_other_streams(
     assert_clean(llm)
 
 
-@pytest.mark.parametrize("function", ["commit", "reserve", "assemble"])
+@pytest.mark.parametrize("function", ["commit", "reserve", "assemble_pass"])
 def test_interrupt_outside_the_pass_ends_its_requests(function: str, open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(40)
     stream = llm.stream(PROMPTS[0], GREEDY)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.checkpoints import write_checkpoint
-from paceline.runtimes.base import Numerics, assemble
+from paceline.runtimes.base import Numerics, assemble_pass
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.library import kernels_path
 
@@ -40,7 +40,7 @@ def test_experts_that_no_row_has_chosen_cost_no_memory(tmp_path: Path) -> None:
     sequence = cache.new_sequence()
     for step in range(3):
         plan = cache.reserve(sequence, [-1])
-        runtime.forward(*assemble([plan], [[5]], [[0]]))
+        runtime.forward(*assemble_pass([plan], [[5]], [[0]]))
         cache.keep_path(sequence, 0)
         read = resident_bytes(path) - others
         assert read < 2 * 6 * one_expert * 1.5, step

@@ -219,7 +219,7 @@ def test_failed_pass_ends_its_requests_only(open_llm: Open, solo: list[list[int]
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("function", ["assemble", "commit"])
+@pytest.mark.parametrize("function", ["assemble_pass", "commit"])
 def test_fault_in_a_step_keeps_the_engine_thread(
     open_llm: Open, solo: list[list[int]], kind: type, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from paceline.drafters.recurrent_heads.head import RecurrentHead
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.weights import Weights
-from paceline.runtimes.load import open_head
+from paceline.runtimes.load import load_head
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import CommittedRows, DraftBudget
@@ -35,7 +35,7 @@ def begun(embedding: np.ndarray, known: list[int], seed: int, *, tree_width: int
     tensors = {name: plain_tensor(random.normal(0, 0.5, shape).astype(np.float32)) for name, shape in shapes.items()}
     tensors["lm_head.weight"].array[:4] = 0.0  # the tokens of the texts are not the best guess
     config = EagleConfig(kind=HeadKind.EAGLE, layers=LAYERS, feature_size=HIDDEN)
-    runtime = open_head(true_pair_network(config), LAYERS, Weights(tensors), num_threads=1, max_model_len=100)
+    runtime = load_head(true_pair_network(config), LAYERS, Weights(tensors), num_threads=1, max_model_len=100)
     head = RecurrentHead(config, runtime, runtime, plain_tensor(embedding), target_ids=None)
     cache = KVCache([], 16, TreeLayout.MASK)
     drafter = EagleStyleDrafter(head, cache, vocab_size=VOCAB, tree_width=tree_width)

@@ -21,8 +21,8 @@ from paceline.drafters.medusa.trees import STATIC_TREES, static_tree_nodes
 from paceline.errors import CheckpointError, ConfigError, IncompatibleDrafterError
 from paceline.kv_cache.cache import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
-from paceline.runtimes.ranking import Draws, Ranking, ranked_rows
-from paceline.runtimes.torch.blocks import rank_rows
+from paceline.runtimes.logits_summary import RowSampling, SummaryOptions, decode_summaries
+from paceline.runtimes.torch.blocks import summarize_logits
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import CommittedRows, DraftBudget
@@ -40,19 +40,19 @@ class Heads:
         self.table = table
         self.heads = SimpleNamespace(num_heads=num_heads, token_map=token_map, notices=())
         self.num_passes = 0
-        self.ranking: Ranking | None = None
+        self.ranking: SummaryOptions | None = None
 
-    def set_ranking(self, ranking: Ranking) -> None:
+    def set_ranking(self, ranking: SummaryOptions) -> None:
         self.ranking = ranking
 
-    def forward(self, features: NDArray[np.float32], num_heads: int, draws: Draws | None = None) -> HeadOutputs:
+    def forward(self, features: NDArray[np.float32], num_heads: int, draws: RowSampling | None = None) -> HeadOutputs:
         self.num_passes += 1
         logits = [self.table[features[:, 0].astype(int) + depth] for depth in range(num_heads)]
         if self.ranking is None:
             return HeadOutputs(logits.__getitem__, [])
         of_heads = [None] * num_heads if draws is None else draws
-        found = [rank_rows(torch.from_numpy(rows), self.ranking, of_head) for rows, of_head in zip(logits, of_heads, strict=True)]
-        return HeadOutputs(logits.__getitem__, [ranked_rows(records.numpy()) for records in found])
+        found = [summarize_logits(torch.from_numpy(rows), self.ranking, of_head) for rows, of_head in zip(logits, of_heads, strict=True)]
+        return HeadOutputs(logits.__getitem__, [decode_summaries(records.numpy()) for records in found])
 
 
 def a_drafter(table: NDArray[np.float32], vocab_size: int = 0, **options: object) -> MedusaDrafter:

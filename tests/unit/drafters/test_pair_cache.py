@@ -11,7 +11,7 @@ from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network
-from paceline.runtimes.decoder import Compose
+from paceline.runtimes.decoder import NetworkDefinition
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.request import Request
@@ -31,7 +31,7 @@ class SilentHead(Network):
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         return [FullAttentionCache(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))]
 
-    def network_with_same_weights(self, compose: Compose) -> Network:
+    def network_with_same_weights(self, compose: NetworkDefinition) -> Network:
         return self
 
 

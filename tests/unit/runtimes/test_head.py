@@ -14,9 +14,9 @@ from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows, Network, RowRange
 from paceline.runtimes.decoder import Blocks, Value, decoder, decoder_layer
-from paceline.runtimes.load import open_head
+from paceline.runtimes.load import load_head
+from paceline.runtimes.logits_summary import SAMPLING_DTYPE, SummaryOptions
 from paceline.runtimes.native.library import kernels_path
-from paceline.runtimes.ranking import DRAW, Ranking
 from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.noise import Purpose, noise_key
 
@@ -56,7 +56,7 @@ def weights(seed: int = 0) -> Weights:
 def open_network(backend: str, config: ModelConfig = CONFIG, *, num_threads: int = 2, num_blocks: int = 8) -> Network:
     if backend == "native" and kernels_path() is None:
         pytest.skip("no native kernels for this machine")
-    head = open_head(network, config, weights(), num_threads=num_threads, max_model_len=512, backend=backend)
+    head = load_head(network, config, weights(), num_threads=num_threads, max_model_len=512, backend=backend)
     head.new_cache(num_blocks)
     return head
 
@@ -154,27 +154,27 @@ def test_ranking_of_rows_equals_their_logits(backend: str, seed: int) -> None:
         pytest.skip("no native kernels for this machine")
     config, random = make_config(num_layers=2, tied_embeddings=True, logit_soft_cap=5.0), np.random.default_rng(seed)
     tensors = {name: plain_tensor(random.normal(0, 0.3, shape).astype(np.float32)) for name, shape in tensor_shapes(config).items()}
-    target = open_head(decoder(config), config, Weights(tensors), num_threads=2, max_model_len=64, backend=backend)
+    target = load_head(decoder(config), config, Weights(tensors), num_threads=2, max_model_len=64, backend=backend)
     target.new_cache(4)
     inputs = {"token_ids": random.integers(0, config.vocab_size, 20).astype(np.int32)}
     batch, wanted = batch_of(RowRange(0, 20, 0, table(1)), logits_rows=[19, 3, 4])
     keys = [noise_key(seed, 0, position, Purpose.TOKEN) for position in (20, 4, 5)]
-    draws = np.array([[(key, 0.8, 0) for key in keys]], DRAW)
+    draws = np.array([[(key, 0.8, 0) for key in keys]], SAMPLING_DTYPE)
     logits = target.forward(inputs, batch, wanted).logits.copy()
-    ranking = Ranking(config.vocab_size, 3)
+    ranking = SummaryOptions(config.vocab_size, 3)
     for _ in range(2):
-        found = target.forward(inputs, batch, wanted._replace(ranking=ranking, draws=draws)).ranked
+        found = target.forward(inputs, batch, wanted._replace(summary=ranking, sampling=draws)).summaries
         for row, scores, position in zip(found, logits / np.float32(0.8), (20, 4, 5), strict=True):
             assert row.token_ids == np.argsort(-scores, kind="stable")[:3].tolist()
             np.testing.assert_allclose(row.log_sum, np.log(np.exp(scores.astype(np.float64)).sum()), rtol=1e-5)
-            assert row.drawn == draw(Distribution(scores, None, greedy=False), seed, 0, position)
+            assert row.sampled_id == draw(Distribution(scores, None, greedy=False), seed, 0, position)
         assert np.array_equal(target.forward(inputs, batch, wanted).logits, logits)
     assert target.num_passes == 5
 
 
 def test_another_backend_is_refused() -> None:
     with pytest.raises(BackendUnavailableError, match="'onnx'"):
-        open_head(network, CONFIG, weights(), num_threads=1, max_model_len=8, backend="onnx")
+        load_head(network, CONFIG, weights(), num_threads=1, max_model_len=8, backend="onnx")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -191,7 +191,7 @@ def test_a_block_convolution_stays_within_its_range(width: int, group: int, size
         return {f"side {side}": blocks.block_convolution(x, added, convolution, "base", side) for side in (0, 1)}
 
     held = Weights({"base.weight": plain_tensor(base.reshape(-1))})
-    head = open_head(convolve, CONFIG, held, num_threads=3, max_model_len=64, backend=backend)
+    head = load_head(convolve, CONFIG, held, num_threads=3, max_model_len=64, backend=backend)
     head.new_cache(8)
     x = random.normal(size=(9, width)).astype(np.float32)
     added = random.normal(size=(9, 2, size, groups)).astype(np.float32)

@@ -21,15 +21,15 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32, to_bf16
-from paceline.runtimes.base import FloatArray, ForwardOutput, assemble
+from paceline.runtimes.base import FloatArray, ForwardOutput, assemble_pass
 from paceline.runtimes.decoder import decoder
+from paceline.runtimes.logits_summary import SummaryOptions
 from paceline.runtimes.native import execution as execution_module
 from paceline.runtimes.native import library
 from paceline.runtimes.native import network as network_module
 from paceline.runtimes.native.network import NativeNetwork
 from paceline.runtimes.native.passes import PassRecord
 from paceline.runtimes.native.records import Pass
-from paceline.runtimes.ranking import Ranking
 
 if not BUILT:
     pytest.skip("no native kernels for this machine", allow_module_level=True)
@@ -62,7 +62,7 @@ def run_prompt(runtime: NativeNetwork, token_ids: Sequence[int], wanted: Sequenc
     """One pass over a prompt in a cache of its own."""
     cache = runtime.new_cache(2 + len(token_ids) // 32)
     plan = cache.reserve(cache.new_sequence(), range(-1, len(token_ids) - 1))
-    return runtime.forward(*assemble([plan], [list(token_ids)], [range(len(token_ids)) if wanted is None else wanted]))
+    return runtime.forward(*assemble_pass([plan], [list(token_ids)], [range(len(token_ids)) if wanted is None else wanted]))
 
 
 def decode(runtime: NativeNetwork, token_ids: Sequence[int]) -> FloatArray:
@@ -71,7 +71,7 @@ def decode(runtime: NativeNetwork, token_ids: Sequence[int]) -> FloatArray:
     sequence, rows = cache.new_sequence(), []
     for token in token_ids:
         plan = cache.reserve(sequence, range(-1, 0))
-        rows.append(runtime.forward(*assemble([plan], [[token]], [[0]])).logits[0].copy())
+        rows.append(runtime.forward(*assemble_pass([plan], [[token]], [[0]])).logits[0].copy())
         cache.keep_path(sequence, 0)
     return np.stack(rows)
 
@@ -118,14 +118,14 @@ class InterruptedPass(Pass):
 @pytest.mark.parametrize("field", ["ranges", "range_of_row", "logits_rows", "block_tables", "masks"])
 def test_an_interrupt_between_an_address_and_its_array_leaves_no_array(field: str) -> None:
     memory = PassRecord(None)
-    memory._grow(field, 4)
+    memory._enlarge(field, 4)
     record, before = memory.record, getattr(memory, field)
     memory.record = InterruptedPass()
     with pytest.raises(KeyboardInterrupt):
-        memory._grow(field, 10_000)
+        memory._enlarge(field, 10_000)
     memory.record = record
     assert len(getattr(memory, field)) == 0 < len(before)
-    memory._grow(field, 4)
+    memory._enlarge(field, 4)
     assert getattr(memory, field).ctypes.data == getattr(record, field)
 
 
@@ -134,8 +134,8 @@ def test_an_interrupt_while_a_ranked_program_is_made_leaves_none(token_ids: list
     runtime = open_runtime(seed)
     best = run_prompt(runtime, token_ids[:4]).logits.argmax(axis=1).tolist()
     plan = (cache := runtime.new_cache(2)).reserve(cache.new_sequence(), range(-1, 3))
-    inputs, batch, wanted = assemble([plan], [token_ids[:4]], [range(4)])
-    wanted = wanted._replace(ranking=Ranking(CONFIG.vocab_size, 2))
+    inputs, batch, wanted = assemble_pass([plan], [token_ids[:4]], [range(4)])
+    wanted = wanted._replace(summary=SummaryOptions(CONFIG.vocab_size, 2))
 
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
@@ -144,7 +144,7 @@ def test_an_interrupt_while_a_ranked_program_is_made_leaves_none(token_ids: list
         patch.setattr(execution_module.Execution, "set_cache", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runtime.forward(inputs, batch, wanted)
-    assert [row.token_ids[0] for row in runtime.forward(inputs, batch, wanted).ranked] == best
+    assert [row.token_ids[0] for row in runtime.forward(inputs, batch, wanted).summaries] == best
 
 
 def test_boundaries_come_in_the_order_asked_for_and_change_no_bit(token_ids: list[int], seed: int) -> None:
@@ -184,7 +184,7 @@ def test_what_passes_read_and_write_begins_at_a_cache_line(token_ids: list[int],
     runtime = open_runtime(seed)
     cache = runtime.new_cache(4000)
     plan = cache.reserve(cache.new_sequence(), range(-1, 39))
-    runtime.forward(*assemble([plan], [token_ids[:40]], [range(40)]))
+    runtime.forward(*assemble_pass([plan], [token_ids[:40]], [range(40)]))
     execution = runtime._programs[None].execution
     arrays = [
         *execution._kv_storage,
@@ -246,13 +246,13 @@ def test_two_callers_of_one_runtime_never_wait_for_one_another_for_ever(seed: in
     """Nobody may do that: what comes out is worth nothing. But threads that disagree on how many rows there are must not hang."""
     script = f"""
 import threading, time
-from unit.runtimes.test_native import assemble, open_runtime
+from unit.runtimes.test_native import assemble_pass, open_runtime
 runtime = open_runtime({seed})
 cache = runtime.new_cache(8)
 
 def run(count):
     plan = cache.reserve(cache.new_sequence(), range(-1, count - 1))
-    batch = assemble([plan], [[5] * count], [range(count)])
+    batch = assemble_pass([plan], [[5] * count], [range(count)])
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
         runtime.forward(*batch)
@@ -312,7 +312,7 @@ def test_profile_key_contains_kernels_threads_and_type(seed: int) -> None:
     [("x86_64_v4 x86_64_v3", "x86_64_v4"), ("x86_64_v3", "x86_64_v3"), ("armv8_dotprod", "armv8_dotprod"), ("armv8", "armv8"), ("", None)],
 )
 def test_the_best_library_is_taken_that_this_processor_runs(flags: str, level: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = frozenset().union(*(library._LEVELS[flag] for flag in flags.split()))
+    held = frozenset().union(*(library._REQUIRED_FLAGS[flag] for flag in flags.split()))
     monkeypatch.setattr(library, "processor_flags", lambda: held)
     monkeypatch.setattr(library.Path, "is_file", lambda path: True)
     path = library.kernels_path()

@@ -11,7 +11,7 @@ from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.kv_cache.row_plan import path_to, tree_mask
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.runtimes.base import FloatArray, IntArray, RowRange
-from paceline.runtimes.native.kv_blocks import KVBlocks
+from paceline.runtimes.native.kv_blocks import KVBlockAccess
 from paceline.runtimes.native.library import kernels
 
 if not BUILT:
@@ -25,7 +25,7 @@ TOLERANCE = {KVCacheDtype.F32: 3e-6, KVCacheDtype.BF16: 2e-2, KVCacheDtype.F16: 
 
 def as_stored(bench: Bench, table: Sequence[int], count: int) -> tuple[FloatArray, FloatArray]:
     """Keys and values [count, K * D] of the first rows, as the cache keeps them."""
-    rows, attention = KVBlocks(bench.kv_cache_dtype, BLOCK_SIZE), bench.config.attention
+    rows, attention = KVBlockAccess(bench.kv_cache_dtype, BLOCK_SIZE), bench.config.attention
     found = [rows.read(bench.storage, int(table[slot // BLOCK_SIZE]), slot % BLOCK_SIZE) for slot in range(count)]
     keys, values = (np.stack([side[0, :, : attention.head_size].reshape(-1) for side in sides]) for sides in zip(*found, strict=True))
     return keys, values
@@ -171,7 +171,7 @@ def test_a_row_that_is_copied_reads_as_before(kv_cache_dtype: KVCacheDtype, seed
     bench = Bench.make(4, 2, 24, kv_cache_dtype=kv_cache_dtype)
     rows = bench.rows(np.random.default_rng(seed), 40)
     read(bench, rows, (40,), blocks(5, 7))
-    packed = KVBlocks(kv_cache_dtype, BLOCK_SIZE)
+    packed = KVBlockAccess(kv_cache_dtype, BLOCK_SIZE)
     before = packed.read(bench.storage, 5, 18)
     untouched = [packed.read(bench.storage, 7, row) for row in range(8)]
     packed.copy(bench.storage, (5, 18), (7, 3))
@@ -197,5 +197,5 @@ def test_a_value_that_is_not_finite_is_not_hidden(bad: float, kv_cache_dtype: KV
 def test_kernels_and_shapes_agree_on_what_rows_take() -> None:
     for code, kv_cache_dtype in enumerate(KVCacheDtype):
         for head_size in (5, 16, 24, 64, 80, 128, 256):
-            assert kernels().paceline_kv_unit_bytes(code, head_size) == BLOCK_SIZE * kv_cache_dtype.row_bytes(head_size)
+            assert kernels().paceline_head_block_bytes(code, head_size) == BLOCK_SIZE * kv_cache_dtype.row_bytes(head_size)
     assert NUM_BLOCKS * BLOCK_SIZE >= 700

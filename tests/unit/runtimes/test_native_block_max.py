@@ -14,7 +14,7 @@ from paceline.models.adapters.network_adapter import LM_HEAD, NetworkAdapter
 from paceline.models.quantize import quantize_matrix
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, WeightType
-from paceline.runtimes.base import FloatArray, ForwardOutput, RowRange, assemble
+from paceline.runtimes.base import FloatArray, ForwardOutput, RowRange, assemble_pass
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.native import path_sampler as path_sampler_module
 from paceline.runtimes.native.adapters import NativeAdapter
@@ -48,7 +48,7 @@ def head(form: str, outputs: int, **options: Any) -> Network:
 
     def build(blocks: Any, inputs: Any) -> Any:
         logits = blocks.lm_head(inputs[0], "lm_head")
-        return [logits, blocks.append_block_max(logits)]
+        return [logits, blocks.record_block_max(logits)]
 
     return Network([COLUMNS], build, tensors=tensors, packed=form != "f32", **options)
 
@@ -86,7 +86,7 @@ def passed(**fields: Any) -> ForwardOutput:
     network = NativeNetwork(decoder(config), config, Weights(tensors), num_threads=1, max_model_len=64)
     cache = network.new_cache(2)
     plans = [cache.reserve(cache.new_sequence(), range(-1, count - 1)) for count in (3, 2)]
-    output = network.forward(*assemble(plans, [[1, 2, 3], [4, 5]], [range(3), [1]]))
+    output = network.forward(*assemble_pass(plans, [[1, 2, 3], [4, 5]], [range(3), [1]]))
     assert output.block_max is None or np.array_equal(output.block_max, block_max_of(output.logits))
     return output
 

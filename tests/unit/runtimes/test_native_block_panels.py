@@ -29,7 +29,7 @@ def blocks_of(random: np.random.Generator, name: str, outputs: int = OUTPUTS, co
 
 
 def same(one: PackedWeights, other: PackedWeights) -> bool:
-    facts = [(own.kind, own.outputs, own.columns, own.group_size, own.zero_point, own.super_block_columns) for own in (one, other)]
+    facts = [(own.kind, own.outputs, own.columns, own.group_size, own.zero_point, own.scale_columns) for own in (one, other)]
     return facts[0] == facts[1] and np.array_equal(one.data, other.data)
 
 

@@ -201,6 +201,6 @@ def test_each_chosen_expert_is_read_once_a_pass_and_no_other(num_rows: int, seed
     operations = run._blocks.operations
     for index, operation in enumerate(operations):
         if isinstance(operation, ExpertsOperation):
-            taken = run.execution.num_claimed_pieces(index, 1)
+            taken = run.execution.count_claimed_pieces(index, 1)
             outputs = operation.matrices[0].outputs
             assert taken == active * operation.num_matrices * -(-outputs // 48)

@@ -267,4 +267,4 @@ def test_every_piece_of_a_product_is_computed_by_one_thread_once(num_rows: int, 
         buffer[...] = np.nan
     assert all(np.array_equal(found, wanted) for found, wanted in zip(run(x), expected, strict=True))
     of_piece = 64 if num_rows <= 4 else 16
-    assert run.execution.num_claimed_pieces(0, 1) == sum(-(-outputs // of_piece) for outputs in sizes.values())
+    assert run.execution.count_claimed_pieces(0, 1) == sum(-(-outputs // of_piece) for outputs in sizes.values())

@@ -12,7 +12,7 @@ from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, pack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32, to_bf16
 from paceline.runtimes.base import FloatArray
-from paceline.runtimes.embedding import rounded
+from paceline.runtimes.embedding import round_to_type
 from paceline.runtimes.native.records import PANEL_KINDS, MatrixKind, Packing
 from paceline.runtimes.native.weights import NativeWeights
 
@@ -98,14 +98,14 @@ def check(found: FloatArray, x: FloatArray, weight: AnyTensor, bias: FloatArray 
 
 def as_computed(run: Network, x: FloatArray) -> FloatArray:
     """The rows as the product takes them."""
-    return x if run.packings == [Packing.FLOATS] else rounded(x, WeightType.BF16)
+    return x if run.packings == [Packing.FLOATS] else round_to_type(x, WeightType.BF16)
 
 
 def as_stored(weight: AnyTensor, round_to: WeightType) -> AnyTensor:
     """The weights as they are computed with: plain ones in the type of computation, codes as they are."""
     if isinstance(weight, GroupedTensor) or round_to is WeightType.F32:
         return weight
-    return plain_tensor(rounded(as_float32(weight), round_to))
+    return plain_tensor(round_to_type(as_float32(weight), round_to))
 
 
 @BY_LEVEL
@@ -122,7 +122,7 @@ def test_product_is_right_and_independent_of_other_rows(
     run = network({"a.weight": weight, "a.bias": plain_tensor(bias), "b.weight": plainer}, level=level, round_to=round_to)
     all_rows = run(x)
     taken = as_computed(run, x)
-    check(all_rows[0], taken, as_stored(weight, round_to), rounded(bias, round_to))
+    check(all_rows[0], taken, as_stored(weight, round_to), round_to_type(bias, round_to))
     check(all_rows[1], taken, as_stored(plainer, round_to), None)
     for count in range(1, MAX_ROWS):
         first = int(random.integers(0, MAX_ROWS - count + 1))

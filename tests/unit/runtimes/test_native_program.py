@@ -13,7 +13,7 @@ from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import Tensor
 from paceline.runtimes.base import FloatArray, RowRange
 from paceline.runtimes.native.program import NativeBlocks, Value
-from paceline.runtimes.native.records import AttentionOperation, RankOperation, RopeOperation
+from paceline.runtimes.native.records import AttentionOperation, RopeOperation, SummarizeOperation
 from paceline.runtimes.native.rotary import RotaryTables
 
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
@@ -134,6 +134,6 @@ def test_a_record_with_a_field_too_few_or_too_many_is_refused(fields: dict[str, 
 
 def test_a_record_keeps_what_it_points_to_alive() -> None:
     ids = (ctypes.c_int32 * 3)(4, 5, 6)
-    operation = RankOperation(x=0, width=3, number=0, columns=3, count=1, target_ids=ids)
+    operation = SummarizeOperation(x=0, width=3, index=0, columns=3, count=1, target_ids=ids)
     del ids
     assert operation.target_ids[:3] == [4, 5, 6]

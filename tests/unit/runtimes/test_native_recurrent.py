@@ -16,8 +16,8 @@ from paceline.kv_cache.row_plan import path_to
 from paceline.models.config import ModelConfig
 from paceline.models.layers import GatedDeltaConfig, Mamba2Config, Recurrent, ShortConvConfig
 from paceline.models.weights import Weights, as_float32
-from paceline.runtimes.base import FloatArray, assemble
-from paceline.runtimes.decoder import HIDDEN_STATES, Compose, decoder, recurrent_part
+from paceline.runtimes.base import FloatArray, assemble_pass
+from paceline.runtimes.decoder import HIDDEN_STATES, NetworkDefinition, decoder, recurrent_block
 from paceline.runtimes.native.network import NativeNetwork
 
 if not BUILT:
@@ -27,7 +27,7 @@ Doubles = NDArray[np.float64]
 ALL_KINDS = [MIXERS["delta"], MIXERS["mamba"], None, MIXERS["convolution"], MIXERS["narrow mamba"], MIXERS["narrow delta"]]
 
 
-def open_network(config: ModelConfig, seed: int, compose: Compose | None = None, num_threads: int = 2) -> NativeNetwork:
+def open_network(config: ModelConfig, seed: int, compose: NetworkDefinition | None = None, num_threads: int = 2) -> NativeNetwork:
     weights = Weights(recurrent_weights(config, seed))
     return NativeNetwork(compose or decoder(config), config, weights, num_threads=num_threads, max_model_len=2048)
 
@@ -120,11 +120,11 @@ class Reference:
 @pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
 def test_recurrent_mixer_equals_its_reference(mixer: Recurrent, num_rows: int, seed: int) -> None:
     config = recurrent_config(mixer)
-    network = open_network(config, seed, lambda blocks: {HIDDEN_STATES: recurrent_part(blocks, mixer, blocks.embedding("embedding"), 0)})
+    network = open_network(config, seed, lambda blocks: {HIDDEN_STATES: recurrent_block(blocks, mixer, blocks.embedding("embedding"), 0)})
     token_ids = np.random.default_rng(seed).integers(0, config.vocab_size, num_rows).tolist()
     cache = network.new_cache(8)
     plan = cache.reserve(cache.new_sequence(), range(-1, num_rows - 1), num_rows)
-    found = network.forward(*assemble([plan], [token_ids], [[]])).hidden_states
+    found = network.forward(*assemble_pass([plan], [token_ids], [[]])).hidden_states
     wanted = Reference(mixer, network.weights)(network.embed(np.array(token_ids, np.int32)).astype(np.float64))
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5 * np.abs(wanted).max())
 
@@ -144,7 +144,7 @@ class PlainDecoding:
             self._sequence, self._text, self._rows = self._cache.new_sequence(), [], []
         for token in text[len(self._text) :]:
             plan = self._cache.reserve(self._sequence, [-1])
-            self._rows.append(self._network.forward(*assemble([plan], [[token]], [[0]])).logits[0].copy())
+            self._rows.append(self._network.forward(*assemble_pass([plan], [[token]], [[0]])).logits[0].copy())
             self._cache.keep_path(self._sequence, 0)
             self._text.append(token)
         return np.stack(self._rows)
@@ -176,7 +176,7 @@ def test_recurrent_rows_equal_plain_decoding_after_rejections(num_threads: int, 
                 trees.append(random_tree(random, knowns[-1], int(random.choice([0, 0, 3, 9]))))
                 tokens.append(random.integers(0, config.vocab_size, len(trees[-1])).tolist())
             plans = [cache.reserve(sequences[index], tree, known) for index, tree, known in zip(running, trees, knowns, strict=True)]
-            output = network.forward(*assemble(plans, tokens, [range(len(tree)) for tree in trees]))
+            output = network.forward(*assemble_pass(plans, tokens, [range(len(tree)) for tree in trees]))
             rows = np.split(output.logits.copy(), np.cumsum([len(tree) for tree in trees])[:-1])
             for index, tree, ids, known, found in zip(running, trees, tokens, knowns, rows, strict=True):
                 node = int(random.integers(known - 1, len(tree)))
@@ -197,7 +197,7 @@ def test_recurrent_rows_equal_plain_decoding_after_rejections(num_threads: int, 
 def committed_state(network: NativeNetwork, cache: KVCache, sequence: object) -> FloatArray:
     """The state behind the committed rows, brought there by a row that is dropped."""
     plan = cache.reserve(sequence, [-1])  # type: ignore[arg-type]
-    network.forward(*assemble([plan], [[0]], [[0]]))
+    network.forward(*assemble_pass([plan], [[0]], [[0]]))
     cache.cancel(sequence)  # type: ignore[arg-type]
     state = memory_of(cache).plan_update(plan.sequence_id).state
     return state.copy()  # type: ignore[no-any-return]
@@ -213,7 +213,7 @@ def test_state_after_decoding_equals_that_of_one_prefill(seed: int, large_counts
         sequence = cache.new_sequence()
         for start in range(0, count, step):
             ids = token_ids[start : start + step]
-            network.forward(*assemble([cache.reserve(sequence, range(-1, len(ids) - 1), len(ids))], [ids], [[]]))
+            network.forward(*assemble_pass([cache.reserve(sequence, range(-1, len(ids) - 1), len(ids))], [ids], [[]]))
             cache.keep_path(sequence, len(ids) - 1)
         states.append(committed_state(network, cache, sequence))
     np.testing.assert_array_equal(states[0], states[1])
@@ -238,7 +238,7 @@ def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVC
         ids = random.integers(0, vocab_size, len(tree)).tolist()
         plan = cache.reserve(sequence, tree, known)
         for _ in range(0 if kind == "skip" else int(random.integers(1, 3))):
-            network.forward(*assemble([plan], [ids], [[0]]))
+            network.forward(*assemble_pass([plan], [ids], [[0]]))
         if kind == "keep":
             node = int(random.integers(known - 1, len(tree)))
             text += [ids[row] for row in path_to(tree, node)]
@@ -252,7 +252,7 @@ def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVC
     states = [committed_state(network, cache, sequence)]
     cache.release(sequence)
     sequence = cache.new_sequence()
-    network.forward(*assemble([cache.reserve(sequence, range(-1, len(text) - 1), len(text))], [text], [[0]]))
+    network.forward(*assemble_pass([cache.reserve(sequence, range(-1, len(text) - 1), len(text))], [text], [[0]]))
     cache.keep_path(sequence, len(text) - 1)
     states.append(committed_state(network, cache, sequence))
     cache.release(sequence)
@@ -289,7 +289,7 @@ def test_cached_prefixes_have_the_state_of_plain_decoding(stride: int, seed: int
         assert length % 32 == 0
         while length < stop:
             ids = token_ids[length : length + int(random.choice([1, 20, 64]))]
-            output = network.forward(*assemble([cache.reserve(sequence, range(-1, len(ids) - 1), len(ids))], [ids], [range(len(ids))]))
+            output = network.forward(*assemble_pass([cache.reserve(sequence, range(-1, len(ids) - 1), len(ids))], [ids], [range(len(ids))]))
             np.testing.assert_array_equal(output.logits, wanted[length : length + len(ids)])
             cache.keep_path(sequence, len(ids) - 1)
             length += len(ids)
@@ -310,7 +310,7 @@ def test_truncated_rows_leave_no_state(seed: int) -> None:
         for _ in range(int(random.integers(1, 4))):
             ids = random.integers(0, config.vocab_size, int(random.integers(1, 3))).tolist()
             plan = cache.reserve(sequence, range(-1, len(ids) - 1), pinned_len=agreed)
-            output = network.forward(*assemble([plan], [ids], [range(len(ids))]))
+            output = network.forward(*assemble_pass([plan], [ids], [range(len(ids))]))
             np.testing.assert_array_equal(output.logits, plain_logits(config, seed, text + ids)[len(text) :])
             cache.keep_path(sequence, len(ids) - 1)
             text += ids
@@ -330,7 +330,7 @@ def test_repeated_pass_updates_the_state_once(seed: int) -> None:
     for token in (1, 2, 3, 4):
         plan = cache.reserve(sequence, [-1])
         for _ in range(3):
-            np.testing.assert_array_equal(network.forward(*assemble([plan], [[token]], [[0]])).logits[0], wanted[token - 1])
+            np.testing.assert_array_equal(network.forward(*assemble_pass([plan], [[token]], [[0]])).logits[0], wanted[token - 1])
         cache.keep_path(sequence, 0)
 
 
@@ -354,7 +354,7 @@ def append(network: NativeNetwork, cache: KVCache, sequence: CachedSequence, tok
     """Run and keep the next `count` tokens."""
     length = sequence.committed_len
     ids = token_ids[length : length + count]
-    network.forward(*assemble([cache.reserve(sequence, range(-1, count - 1), known)], [ids], [[0]]))
+    network.forward(*assemble_pass([cache.reserve(sequence, range(-1, count - 1), known)], [ids], [[0]]))
     cache.keep_path(sequence, count - 1)
     cache.register_prefix(sequence, token_ids[: length + count])
 
@@ -387,7 +387,7 @@ def test_interrupt_in_the_state_cache_leaves_other_requests(num_known: int, seed
         num_hits += length > 0
         ids = token_ids[length:]
         plan = cache.reserve(sequence, range(-1, len(ids) - 1), len(ids))
-        np.testing.assert_array_equal(network.forward(*assemble([plan], [ids], [range(len(ids))])).logits, wanted[length:])
+        np.testing.assert_array_equal(network.forward(*assemble_pass([plan], [ids], [range(len(ids))])).logits, wanted[length:])
     assert line > 50
     assert num_hits > line / 2
 
@@ -432,5 +432,5 @@ def test_what_is_not_a_number_stays_so(mixer: Recurrent, part: str, seed: int) -
     tensors[name].array.reshape(-1)[0] = np.nan
     network = NativeNetwork(decoder(config), config, Weights(tensors), num_threads=1, max_model_len=64)
     cache = network.new_cache(2)
-    logits = network.forward(*assemble([cache.reserve(cache.new_sequence(), range(-1, 2))], [[1, 2, 3]], [range(3)])).logits
+    logits = network.forward(*assemble_pass([cache.reserve(cache.new_sequence(), range(-1, 2))], [[1, 2, 3]], [range(3)])).logits
     assert np.isnan(logits[1:]).all()

@@ -163,7 +163,7 @@ def test_panel_rows_equal_the_dequantised_blocks(name: str, block: int, seed: in
     if block == 128:
         expected = expected.reshape(OUTPUTS, -1, 32)[:, half_order(COLUMNS)].reshape(OUTPUTS, COLUMNS)
     panels, numbers = pack_weights(stored(name, raw, block), 2), np.array([52, 0, 15, 16, 0, 31, 1], np.int32)
-    assert (panels.kind, panels.super_block_columns) == (KINDS[name], block)
+    assert (panels.kind, panels.scale_columns) == (KINDS[name], block)
     assert panels.kind in PANEL_KINDS
     assert np.array_equal(panels.rows(numbers).view(np.uint32), expected[numbers].view(np.uint32))
 

@@ -6,8 +6,8 @@ import torch
 
 from harness.native_network import BUILT, Network, make_batch
 from paceline.runtimes.base import FloatArray, RowRange
-from paceline.runtimes.ranking import DRAW, Draws, RankedRow, Ranking, ranked_rows
-from paceline.runtimes.torch.blocks import rank_rows
+from paceline.runtimes.logits_summary import SAMPLING_DTYPE, LogitsSummary, RowSampling, SummaryOptions, decode_summaries
+from paceline.runtimes.torch.blocks import summarize_logits
 from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.truncation import top_n
@@ -17,12 +17,14 @@ SIZES = [1, 2, 33, 255, 256, 257, 4096, 4100, 12_345]
 SEED, SAMPLE = 7, 1
 
 
-def ranked(source: str, rows: FloatArray, ranking: Ranking, draws: Draws | None = None, num_threads: int = 1) -> list[RankedRow]:
+def ranked(
+    source: str, rows: FloatArray, ranking: SummaryOptions, draws: RowSampling | None = None, num_threads: int = 1
+) -> list[LogitsSummary]:
     if source == "torch":
-        return ranked_rows(rank_rows(torch.from_numpy(rows), ranking, None if draws is None else draws.reshape(-1)).numpy())
-    run = Network([rows.shape[1]], lambda blocks, inputs: [blocks.rank(inputs[0], ranking)], level=source, num_threads=num_threads)
+        return decode_summaries(summarize_logits(torch.from_numpy(rows), ranking, None if draws is None else draws.reshape(-1)).numpy())
+    run = Network([rows.shape[1]], lambda blocks, inputs: [blocks.summarize(inputs[0], ranking)], level=source, num_threads=num_threads)
     batch = make_batch([RowRange(0, len(rows), 0, np.arange(16, dtype=np.int32))])
-    return ranked_rows(run(rows, batch=batch, draws=draws)[0])
+    return decode_summaries(run(rows, batch=batch, draws=draws)[0])
 
 
 def rows_of(size: int, seed: int) -> FloatArray:
@@ -37,7 +39,7 @@ def rows_of(size: int, seed: int) -> FloatArray:
     return rows
 
 
-def check(found: RankedRow, scores: FloatArray, count: int, ids: np.ndarray) -> None:
+def check(found: LogitsSummary, scores: FloatArray, count: int, ids: np.ndarray) -> None:
     best = top_n(scores, count)
     best = best[scores[best] > -np.inf]
     filled = count - len(best)
@@ -55,13 +57,13 @@ def test_the_best_and_the_sum_are_those_of_numpy(source: str, count: int, seed: 
         for columns in {size, (size + 1) // 2}:
             ids = np.sort(np.random.default_rng(seed).choice(3 * size, columns, replace=False))
             for target_ids in (None, ids):
-                ranking = Ranking(columns, count, target_ids)
+                ranking = SummaryOptions(columns, count, target_ids)
                 for found, row in zip(ranked(source, rows, ranking), rows, strict=True):
                     if np.isfinite(row[:columns]).any():
                         check(found, row[:columns], count, np.arange(columns) if target_ids is None else ids)
                     else:
                         assert not np.isfinite(found.log_sum)
-                    assert found.drawn == -1
+                    assert found.sampled_id == -1
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -72,12 +74,12 @@ def test_ranking_of_a_nan_row_is_marked(source: str, value: float, place: int) -
     rows[1, place] = value
     rows[2] = -np.inf
     rows[2, place] = value
-    found = ranked(source, rows, Ranking(8200, 4))
+    found = ranked(source, rows, SummaryOptions(8200, 4))
     assert [bool(np.isfinite(row.log_sum)) for row in found] == [True, False, False]
     rows[2] = -np.inf
-    assert ranked(source, rows, Ranking(8200, 4))[2].log_sum == -np.inf
+    assert ranked(source, rows, SummaryOptions(8200, 4))[2].log_sum == -np.inf
     if place:  # columns that do not count are not looked at
-        assert np.isfinite(ranked(source, rows, Ranking(place, 4))[1].log_sum)
+        assert np.isfinite(ranked(source, rows, SummaryOptions(place, 4))[1].log_sum)
 
 
 @pytest.mark.spread(0.4)
@@ -90,17 +92,17 @@ def test_what_is_drawn_is_what_the_sampler_draws(source: str, temperature: float
     for size in SIZES[1:]:
         rows = np.concatenate([rows_of(size, seed + repeat)[[0, 1, 2, 4]] * scale for repeat, scale in enumerate((0.1, 0.5, 2.0))])
         ids = np.sort(np.random.default_rng(seed).choice(3 * size, size, replace=False)) if is_mapped else None
-        draws = np.zeros(len(rows), DRAW)
+        draws = np.zeros(len(rows), SAMPLING_DTYPE)
         for position in range(len(rows)):
             temperatures = temperature if position % 4 else 0.0
             draws[position] = (noise_key(SEED, SAMPLE, position, Purpose.TOKEN), temperatures, 0)
-        for position, (found, row) in enumerate(zip(ranked(source, rows, Ranking(size, 3, ids), draws), rows, strict=True)):
+        for position, (found, row) in enumerate(zip(ranked(source, rows, SummaryOptions(size, 3, ids), draws), rows, strict=True)):
             if position % 4 == 0:
-                assert found.drawn == -1
+                assert found.sampled_id == -1
                 assert found.scores[0] == row.max()
             elif np.isfinite(row).any():
                 scores = row / np.float32(temperature)
-                assert found.drawn == draw(Distribution(scores, ids, False), SEED, SAMPLE, position)
+                assert found.sampled_id == draw(Distribution(scores, ids, False), SEED, SAMPLE, position)
                 check(found, scores, 3, np.arange(size) if ids is None else ids)
                 num_drawn += 1
     assert num_drawn > 40
@@ -108,8 +110,8 @@ def test_what_is_drawn_is_what_the_sampler_draws(source: str, temperature: float
 
 def test_every_instruction_set_and_number_of_threads_finds_the_same(seed: int) -> None:
     rows = np.random.default_rng(seed).normal(0, 2, (5, 30_001)).astype(np.float32)
-    draws = np.array([(noise_key(SEED, 0, position, Purpose.TOKEN), 0.8, 0) for position in range(5)], DRAW)
-    found = [ranked(level, rows, Ranking(30_001, 11), draws, num_threads) for level in BUILT for num_threads in (1, 2, 3)]
+    draws = np.array([(noise_key(SEED, 0, position, Purpose.TOKEN), 0.8, 0) for position in range(5)], SAMPLING_DTYPE)
+    found = [ranked(level, rows, SummaryOptions(30_001, 11), draws, num_threads) for level in BUILT for num_threads in (1, 2, 3)]
     assert all(one == found[0] for one in found)
-    alone = [ranked(BUILT[0], rows[row : row + 1], Ranking(30_001, 11), draws[row : row + 1])[0] for row in range(5)]
+    alone = [ranked(BUILT[0], rows[row : row + 1], SummaryOptions(30_001, 11), draws[row : row + 1])[0] for row in range(5)]
     assert alone == found[0]

@@ -30,7 +30,7 @@ def run(schedule: StateSchedule, num_applied: int, parents: tuple[int, ...]) -> 
                 places[to] = state
         else:
             assert to == NOWHERE
-        assert to < schedule.num_slots
+        assert to < schedule.num_temporary_states
         assert num_rows <= CHECKPOINT_INTERVAL
         assert to != NOWHERE or not num_saves
         saves |= dict.fromkeys(range(first_save, first_save + num_saves), state)
@@ -77,5 +77,5 @@ def test_what_a_step_has_not_taken_in_depends_on_the_place_alone(num_pending: in
 
 
 def test_chain_keeps_one_extra_state() -> None:
-    assert plan_state_schedule(5, 0, tuple(range(-1, 511)), (512,)).num_slots == 1
-    assert plan_state_schedule(5, 0, tuple(range(-1, 7)), ()).num_slots == 0
+    assert plan_state_schedule(5, 0, tuple(range(-1, 511)), (512,)).num_temporary_states == 1
+    assert plan_state_schedule(5, 0, tuple(range(-1, 7)), ()).num_temporary_states == 0

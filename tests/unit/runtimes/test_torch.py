@@ -14,12 +14,12 @@ from paceline.kv_cache.row_plan import TreeLayout, tree_mask
 from paceline.models.config import WeightType, read_config
 from paceline.models.layers import AttentionConfig
 from paceline.models.weights import Weights
-from paceline.runtimes.base import Numerics, RowRange, assemble
+from paceline.runtimes.base import Numerics, RowRange, assemble_pass
 
 torch = pytest.importorskip("torch")
 
 from paceline.runtimes.decoder import decoder  # noqa: E402
-from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention  # noqa: E402
+from paceline.runtimes.torch.attention import PaddedAttention, RangeAttention  # noqa: E402
 from paceline.runtimes.torch.network import TorchNetwork  # noqa: E402
 
 
@@ -44,7 +44,7 @@ def test_only_wanted_rows_have_logits_and_every_row_hidden_states(directory: Pat
     runtime = open_runtime(directory)
     cache = runtime.new_cache(4)
     plan = cache.reserve(cache.new_sequence(), range(-1, 4))
-    output = runtime.forward(*assemble([plan], [[1, 2, 3, 4, 5]], [[]]))
+    output = runtime.forward(*assemble_pass([plan], [[1, 2, 3, 4, 5]], [[]]))
     assert output.logits.shape == (0, VOCAB_SIZE)
     assert output.hidden_states.shape == (5, 64)
     assert output.collected_hidden_states is None
@@ -68,7 +68,7 @@ def attention_over(window: int | None) -> AttentionConfig:
 
 
 def attend(
-    form: type[PlainAttention] | type[PaddedAttention], device: str, seed: int, dtype: "torch.dtype", window: int | None = None
+    form: type[RangeAttention] | type[PaddedAttention], device: str, seed: int, dtype: "torch.dtype", window: int | None = None
 ) -> "torch.Tensor":
     ranges, num_blocks = random_ranges(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -81,7 +81,7 @@ def attend(
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("offset", range(3))
 def test_padded_attention_is_plain_attention(seed: int, offset: int, window: int | None) -> None:
-    plain = attend(PlainAttention, "cpu", seed + offset, torch.float32, window)
+    plain = attend(RangeAttention, "cpu", seed + offset, torch.float32, window)
     padded = attend(PaddedAttention, "cpu", seed + offset, torch.float32, window)
     torch.testing.assert_close(padded, plain, atol=1e-5, rtol=0)
 
@@ -92,7 +92,7 @@ def test_plain_attention_is_its_definition(seed: int, window: int | None) -> Non
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(14, 4, 16, generator=generator)
     keys, values = torch.randn(2, 40, 2, BLOCK_SIZE, 16, generator=generator)
-    found = PlainAttention(ranges, BLOCK_SIZE, torch.device("cpu"))(q, keys, values, attention_over(window))
+    found = RangeAttention(ranges, BLOCK_SIZE, torch.device("cpu"))(q, keys, values, attention_over(window))
     for rows in ranges:
         for index in range(rows.num_rows):
             own = [index >= other if rows.mask is None else bool(rows.mask[index, other]) for other in range(rows.num_rows)]
@@ -108,7 +108,7 @@ def test_plain_attention_is_its_definition(seed: int, window: int | None) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 3e-2)])
 def test_padded_attention_on_cuda_is_plain_attention_on_the_cpu(seed: int, dtype: str, bound: float) -> None:
-    plain = attend(PlainAttention, "cpu", seed, torch.float32)
+    plain = attend(RangeAttention, "cpu", seed, torch.float32)
     padded = attend(PaddedAttention, "cuda", seed, getattr(torch, dtype))
     torch.testing.assert_close(padded, plain, atol=bound, rtol=0)
 
@@ -120,7 +120,7 @@ def test_a_prompt_on_cuda_gives_the_logits_of_the_cpu(directory: Path) -> None:
         runtime = open_runtime(directory, device=device)
         cache = runtime.new_cache(8)
         plan = cache.reserve(cache.new_sequence(), range(-1, 49))
-        outputs.append(runtime.forward(*assemble([plan], [list(range(50))], [list(range(50))])).logits)
+        outputs.append(runtime.forward(*assemble_pass([plan], [list(range(50))], [list(range(50))])).logits)
     assert np.abs(outputs[0] - outputs[1]).max() <= 1e-3
 
 

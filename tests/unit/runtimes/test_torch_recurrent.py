@@ -13,7 +13,7 @@ from paceline.kv_cache.recurrent_state import MIN_UNRECORDED_ROWS, CheckpointCon
 from paceline.kv_cache.row_plan import TreeLayout, path_to
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import Weights
-from paceline.runtimes.base import FloatArray, Network, assemble
+from paceline.runtimes.base import FloatArray, Network, assemble_pass
 from paceline.runtimes.decoder import decoder
 
 torch = pytest.importorskip("torch")
@@ -32,7 +32,7 @@ def open_torch(config: ModelConfig, seed: int, **options: object) -> TorchNetwor
 def one_pass(network: Network, token_ids: list[int]) -> FloatArray:
     cache = network.new_cache(2 + len(token_ids) // 32)
     plan = cache.reserve(cache.new_sequence(), range(-1, len(token_ids) - 1), len(token_ids))
-    return network.forward(*assemble([plan], [token_ids], [range(len(token_ids))])).logits.copy()
+    return network.forward(*assemble_pass([plan], [token_ids], [range(len(token_ids))])).logits.copy()
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -94,7 +94,7 @@ def check_a_pass(
     path = path_to(tree, node)
     plan = cache.reserve(sequence, tree, known)
     for _ in range(0 if kind == "skip" else int(random.integers(1, 3))):
-        found = network.forward(*assemble([plan], [ids], [path])).logits
+        found = network.forward(*assemble_pass([plan], [ids], [path])).logits
         expected = one_pass(alone, text + [ids[row] for row in path])[len(text) :]
         np.testing.assert_allclose(found, expected, atol=BOUND, rtol=BOUND)
     if kind != "keep":
@@ -115,7 +115,7 @@ def test_several_sequences_run_in_one_pass(seed: int) -> None:
         counts = random.choice([1, 5, 15], 3).tolist()
         plans = [cache.reserve(sequence, range(-1, count - 1)) for sequence, count in zip(sequences, counts, strict=True)]
         ids = [text[begin : begin + count] for text, begin, count in zip(texts, done, counts, strict=True)]
-        output = network.forward(*assemble(plans, ids, [range(count) for count in counts]))
+        output = network.forward(*assemble_pass(plans, ids, [range(count) for count in counts]))
         for part, text, begin, count in zip(
             output.split_by_plan(plans, [range(count) for count in counts]), texts, done, counts, strict=True
         ):
@@ -130,7 +130,7 @@ def test_states_are_float32_whatever_the_weights_are(seed: int) -> None:
     network = open_torch(config, seed, weight_type=WeightType.BF16)
     cache = network.new_cache(4)
     sequence = cache.new_sequence()
-    network.forward(*assemble([cache.reserve(sequence, range(-1, 19), 20)], [[*range(20)]], [[19]]))
+    network.forward(*assemble_pass([cache.reserve(sequence, range(-1, 19), 20)], [[*range(20)]], [[19]]))
     cache.keep_path(sequence, 19)
     memory = next(memory for memory in cache.layer_caches if isinstance(memory, RecurrentStateCache))
     cache.reserve(sequence, [-1])
@@ -147,7 +147,7 @@ def test_recurrent_network_needs_a_state_cache(seed: int) -> None:
     cache = other.new_cache(2)
     plan = cache.reserve(cache.new_sequence(), [-1])
     with pytest.raises(RuntimeError, match="call new_cache"):
-        network.forward(*assemble([plan], [[0]], [[0]]))
+        network.forward(*assemble_pass([plan], [[0]], [[0]]))
 
 
 def test_states_that_cannot_be_allocated_are_an_error_of_capacity(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

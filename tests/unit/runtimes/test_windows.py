@@ -19,7 +19,7 @@ import pytest
 from harness.checkpoints import write_checkpoint
 from harness.native_network import BUILT
 from paceline.models.config import WeightType
-from paceline.runtimes.base import assemble
+from paceline.runtimes.base import assemble_pass
 from paceline.runtimes.decoder import TOKEN_IDS
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.network import NativeNetwork
@@ -65,16 +65,16 @@ def record_pass(network: NativeNetwork, record: Path) -> tuple[dict[int, int], d
     cache = network.new_cache(8)
     one, other = cache.new_sequence(), cache.new_sequence()
     token_ids = np.random.default_rng(1).integers(1, 90, 40).tolist()
-    network.forward(*assemble([cache.reserve(one, range(-1, 39))], [token_ids], [range(40)]))
+    network.forward(*assemble_pass([cache.reserve(one, range(-1, 39))], [token_ids], [range(40)]))
     cache.keep_path(one, 39)
     plans = [cache.reserve(one, [-1, 0, 0, 1]), cache.reserve(other, range(-1, 19))]
-    inputs, batch, wanted = assemble(plans, [token_ids[:4], token_ids[:20]], [range(4), range(20)])
+    inputs, batch, wanted = assemble_pass(plans, [token_ids[:4], token_ids[:20]], [range(4), range(20)])
     program = network._programs[None]
     execution, num_rows = program.execution, len(batch.positions)
     for buffer in execution._buffers:
         buffer[...] = 0  # what lies there from before may look like a pointer, which would be moved
     storage = network._shared._storage
-    execution.rows(program.inputs[TOKEN_IDS], num_rows)[...] = network.embed(inputs[TOKEN_IDS])
+    execution.buffer_rows(program.inputs[TOKEN_IDS], num_rows)[...] = network.embed(inputs[TOKEN_IDS])
     execution.pass_record.fill(batch, wanted)
     regions = dict(sorted(memory_of([execution, program, network._shared, storage]).items()))
     head = struct.pack("=QQQ", len(regions), ctypes.addressof(execution._program), ctypes.addressof(execution.pass_record.record))

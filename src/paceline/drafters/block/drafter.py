@@ -21,7 +21,7 @@ from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_draws
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, IntArray, split_into_passes
-from paceline.runtimes.ranking import Draws, RankedRow
+from paceline.runtimes.logits_summary import LogitsSummary, RowSampling
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -154,7 +154,7 @@ class BlockDrafter(Drafter):
                 self._add_markov_biased_levels(draft, logits[first + shift : first + count], hidden[first : first + count])
                 trees[id(draft.request)] = draft.to_tree(self.name)
             else:
-                ranked = output.ranked[first : first + count]
+                ranked = output.summaries[first : first + count]
                 self._store_first_row_tokens(draft.request, [row.token_ids[0] for row in ranked[:2]])
                 if has_selector:
                     self._add_selected_levels(draft, ranked[shift:], output.results[SELECTED][first + shift : first + count])
@@ -164,7 +164,7 @@ class BlockDrafter(Drafter):
             first += count
         return trees
 
-    def _unbiased_tree(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> DraftTree | None:
+    def _unbiased_tree(self, draft: GrowingDraft, ranked: Sequence[LogitsSummary], logits: FloatArray) -> DraftTree | None:
         """Return a tree from rows that do not depend on the drafted tokens."""
         request, width = draft.request, draft.width
         if draft.uses_ranking:
@@ -183,7 +183,7 @@ class BlockDrafter(Drafter):
                 draft.add_level([tokens_after(draft.path(draft.frontier[0]))], np.empty((1, 0), np.float32))
         return draft.to_tree(self.name)
 
-    def _add_selected_levels(self, draft: GrowingDraft, ranked: Sequence[RankedRow], selected: FloatArray) -> None:
+    def _add_selected_levels(self, draft: GrowingDraft, ranked: Sequence[LogitsSummary], selected: FloatArray) -> None:
         """Add levels from left to right; the candidates of each row are scored again, given the token before it."""
         for level in range(draft.depth):
             nodes, (log_sum, _, scores, ids) = draft.frontier, ranked[level]
@@ -229,7 +229,7 @@ class BlockDrafter(Drafter):
             output = head.run_bias(np.stack([latent for latent, _ in made]), base, frontier_draws([draft]))
             if draft.uses_ranking:
                 is_greedy = draft.request.params.is_greedy
-                found = [self._sampler.sample_ranked(row, draft.width, is_greedy=is_greedy) for row in output.ranked]
+                found = [self._sampler.sample_ranked(row, draft.width, is_greedy=is_greedy) for row in output.summaries]
             else:
                 found = [self._sample_children(draft, node, row) for node, row in zip(nodes, output.logits, strict=True)]
             if head.config.has_confidence:
@@ -283,7 +283,7 @@ def best_first_tree(
     return grow_tree(root, budget, start, expand)
 
 
-def _block_draws(group: Sequence[tuple[DraftBlock, GrowingDraft]], shift: int) -> Draws | None:
+def _block_draws(group: Sequence[tuple[DraftBlock, GrowingDraft]], shift: int) -> RowSampling | None:
     """Return how to sample the tokens of all rows: row j with the noise of the position it drafts; the first `shift` rows draft nothing."""
     return token_draws(
         [

@@ -20,17 +20,17 @@ from paceline.models.config import WeightType
 from paceline.models.layers import QKNorm
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange
-from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, Blocks, Compose, Value, decoder_layer
+from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
 from paceline.runtimes.embedding import embedding_rows
-from paceline.runtimes.load import open_head
-from paceline.runtimes.ranking import Draws, Ranking
+from paceline.runtimes.load import load_head
+from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
 
 BOUNDARY, EMBEDDING, LATENT, BASE, SELECTED = "boundary", "embedding", "latent", "base", "selected"
 """Input names: the target's hidden states `boundary.0` …; embeddings of a block; latent vectors of the Markov head; logits to be biased.
 Result name: the vectors that DFlash2 scores candidates with."""
 
 
-def context_network(config: BlockConfig) -> Compose:
+def context_network(config: BlockConfig) -> NetworkDefinition:
     """Return the network that stores keys and values of committed positions."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
@@ -53,7 +53,7 @@ def context_network(config: BlockConfig) -> Compose:
     return compose
 
 
-def block_network(config: BlockConfig) -> Compose:
+def block_network(config: BlockConfig) -> NetworkDefinition:
     """Return the network of a block: `hidden_states` [T, E] after the final norm, and `logits` [R, Vd]; DFlash2: `selected` [T, r]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
@@ -72,7 +72,7 @@ def block_network(config: BlockConfig) -> Compose:
     return compose
 
 
-def markov_bias_network(config: BlockConfig, markov_rank: int) -> Compose:
+def markov_bias_network(config: BlockConfig, markov_rank: int) -> NetworkDefinition:
     """Return the network that adds the bias of DSpark, from latent vectors [T, r], to rows of a block: `logits` [R, Vd]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
@@ -117,7 +117,7 @@ class BlockHead:
         checkpoint: the opened drafter.
         tensors: weights of its networks by name; `lm_head.weight` may be the target's.
         embedding: embedding table of the tokens.
-        lm_head_of: see `open_head`.
+        lm_head_of: see `load_head`.
 
     Attributes:
         runtime: the network of committed positions; the other networks use its cache.
@@ -140,13 +140,13 @@ class BlockHead:
         self.config, self.target_ids, self._small_tensors = config, checkpoint.target_ids, checkpoint.small_tensors
         self._tables = checkpoint.tables
         self.markov_rank = self._tables["markov_w1"].shape[1] if config.markov is not None else 0
-        self.runtime = open_head(
+        self.runtime = load_head(
             context_network(config), config.layers, Weights(dict(tensors)), num_threads=num_threads, max_model_len=max_model_len,
             backend=backend, device=device, lm_head_of=lm_head_of,
         )  # fmt: skip
         self._block = self.runtime.network_with_same_weights(block_network(config))
         self._biased = self.runtime.network_with_same_weights(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None
-        self._ranking: Ranking | None = None
+        self._ranking: SummaryOptions | None = None
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self._plain = replace(config.layers, embedding_scale=1.0)
         self._mask_row = checkpoint.mask_embedding
@@ -157,7 +157,7 @@ class BlockHead:
         self.embedded_ids = min(embedding.shape[0], before, before if self._scores_draft_ids else after)
         self._names = [f"{BOUNDARY}.{index}" for index in range(len(config.boundaries))]
 
-    def set_ranking(self, ranking: Ranking) -> None:
+    def set_ranking(self, ranking: SummaryOptions) -> None:
         """Set the ranking with which later passes summarise their rows of logits."""
         self._ranking = ranking
 
@@ -169,7 +169,7 @@ class BlockHead:
         positions = [np.arange(part.rows.cached_len, part.rows.cached_len + part.rows.num_rows, dtype=np.int32) for part in parts]
         self.runtime.forward(inputs, _batch([part.rows for part in parts], positions), LogitsRows(np.empty(0, np.int32)))
 
-    def run_block(self, parts: Sequence[DraftBlock], draws: Draws | None = None) -> ForwardOutput:
+    def run_block(self, parts: Sequence[DraftBlock], draws: RowSampling | None = None) -> ForwardOutput:
         """Run one pass over the blocks of several requests; logits are those of their `logit_rows`, request by request."""
         starts = [0, *accumulate(part.rows.num_rows for part in parts)]
         token_ids = np.full(starts[-1], self.config.mask_token_id, np.int32)
@@ -184,7 +184,7 @@ class BlockHead:
         ranking = self._ranking if self._biased is None else None
         return self._block.forward({EMBEDDING: rows}, _batch([part.rows for part in parts], positions), LogitsRows(wanted, ranking, draws))
 
-    def run_bias(self, latent: FloatArray, base: FloatArray, draws: Draws | None = None) -> ForwardOutput:
+    def run_bias(self, latent: FloatArray, base: FloatArray, draws: RowSampling | None = None) -> ForwardOutput:
         """Return the logits `base` [n, Vd] plus the Markov bias of `latent` [n, r]."""
         if self._biased is None:
             raise RuntimeError("this drafter has no Markov head")

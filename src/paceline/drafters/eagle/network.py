@@ -12,8 +12,8 @@ from paceline.drafters.recurrent_heads.head import BOUNDARY, EMBEDDING, FEATURE,
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
 from paceline.runtimes.base import Network
-from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
-from paceline.runtimes.load import open_head
+from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
+from paceline.runtimes.load import load_head
 
 
 def open_eagle_head(
@@ -31,7 +31,7 @@ def open_eagle_head(
     Args:
         max_model_len: positions to prepare for.
         device: "cpu" or "cuda".
-        lm_head_of: see `open_head`; for heads without a vocabulary matrix.
+        lm_head_of: see `load_head`; for heads without a vocabulary matrix.
     """
     config, soft_cap = checkpoint.config, None
     tensors: dict[str, AnyTensor] = dict(checkpoint.weights)
@@ -43,7 +43,7 @@ def open_eagle_head(
     else:
         tensors["lm_head.weight"] = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
         soft_cap = target.logit_soft_cap
-    runtime = open_head(
+    runtime = load_head(
         true_pair_network(config, soft_cap),
         config.layers,
         Weights(tensors),
@@ -60,7 +60,7 @@ def open_eagle_head(
     return RecurrentHead(config, runtime, drafted, embedding, target_ids=checkpoint.target_ids, masked=masked)
 
 
-def true_pair_network(config: EagleConfig, soft_cap: float | None = None) -> Compose:
+def true_pair_network(config: EagleConfig, soft_cap: float | None = None) -> NetworkDefinition:
     """Compose pairs with the target's features: inputs `embedding` and, for heads with `fc`, `boundary.0` …, else `feature`.
 
     Args:
@@ -82,7 +82,7 @@ def true_pair_network(config: EagleConfig, soft_cap: float | None = None) -> Com
     return compose
 
 
-def draft_pair_network(config: EagleConfig, soft_cap: float | None = None) -> Compose:
+def draft_pair_network(config: EagleConfig, soft_cap: float | None = None) -> NetworkDefinition:
     """Compose pairs with this head's own outputs as features: inputs `embedding` and `feature`."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:

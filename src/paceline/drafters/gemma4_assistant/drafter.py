@@ -88,7 +88,7 @@ class AssistantDrafter(Drafter):
             nodes = [self._frontier_rows(draft) for draft in active]
             output = self._network.forward(nodes, self._ranking, None if self._ranking is None else frontier_draws(active))
             features, first = np.array(output.results[FEATURE]), 0
-            ranked = output.ranked if self._ranking is not None else []
+            ranked = output.summaries if self._ranking is not None else []
             for draft in active:
                 last = first + len(draft.frontier)
                 if draft.uses_ranking and ranked:

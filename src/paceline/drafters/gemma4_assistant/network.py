@@ -16,7 +16,7 @@ from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, LogitsRows, Network, RowRange
 from paceline.runtimes.decoder import LOGITS, Blocks, Value, decoder_layer
-from paceline.runtimes.ranking import Draws, Ranking
+from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
 
 EMBEDDING, FEATURE, STATES, CENTROIDS = "embedding", "feature", "states", "centroids"
 """Inputs and results; `FEATURE` is both."""
@@ -48,7 +48,7 @@ class AssistantNetwork:
         self.assistant, self._target = assistant, target
         self._network = target.shared_kv_reader(self._compose, assistant.config.layers, assistant.weights, max_model_len=max_model_len)
 
-    def forward(self, nodes: Sequence[NodeRows], ranking: Ranking | None, draws: Draws | None) -> ForwardOutput:
+    def forward(self, nodes: Sequence[NodeRows], ranking: SummaryOptions | None, draws: RowSampling | None) -> ForwardOutput:
         """Run one pass; return `feature` [T, E] for each node's children, and `logits` [T, V], or `states` and `centroids` with clusters.
 
         Args:

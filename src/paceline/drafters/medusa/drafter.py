@@ -26,7 +26,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, split_into_passes
-from paceline.runtimes.ranking import RankedRow, Ranking
+from paceline.runtimes.logits_summary import LogitsSummary, SummaryOptions
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.sampling.truncation import top_probs
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
@@ -121,7 +121,7 @@ class DepthCandidates:
         max_candidates: int,
         *,
         needs_probs: bool,
-        ranked: Sequence[RankedRow] | None = None,
+        ranked: Sequence[LogitsSummary] | None = None,
     ) -> None:
         self._ranked = ranked
         self._request, self._row_of = request, row_of
@@ -135,7 +135,7 @@ class DepthCandidates:
             self.by_depth.append(self._from_row(at) if self._ranked is None else self._from_ranking(self._ranked[at]))
         return self.by_depth[depth]
 
-    def _from_ranking(self, row: RankedRow) -> DraftTokens:
+    def _from_ranking(self, row: LogitsSummary) -> DraftTokens:
         """Return candidates as `_from_row` does, for a request whose logits are changed by the temperature only."""
         log_sum, drawn, scores, ids = row
         if not math.isfinite(log_sum):
@@ -203,7 +203,7 @@ class MedusaDrafter(Drafter):
         self._is_ranked = _has_unique_ascending_ids(self._token_map, vocab_size)
         if self._is_ranked:
             network.set_ranking(
-                Ranking(vocab_size if self._token_map is None else len(self._token_map), MAX_CANDIDATES_PER_DEPTH, self._token_map)
+                SummaryOptions(vocab_size if self._token_map is None else len(self._token_map), MAX_CANDIDATES_PER_DEPTH, self._token_map)
             )
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:

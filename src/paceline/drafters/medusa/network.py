@@ -12,9 +12,9 @@ import numpy as np
 from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.models.config import ModelConfig
 from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, LogitsRows, Network
-from paceline.runtimes.decoder import LOGITS, RANKED, Blocks, Value
-from paceline.runtimes.load import open_head
-from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
+from paceline.runtimes.decoder import LOGITS, SUMMARY, Blocks, Value
+from paceline.runtimes.load import load_head
+from paceline.runtimes.logits_summary import LogitsSummary, RowSampling, SummaryOptions, decode_summaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class HeadOutputs:
     """
 
     logits_of: Callable[[int], FloatArray]
-    ranked: Sequence[Sequence[RankedRow]]
+    ranked: Sequence[Sequence[LogitsSummary]]
 
 
 class MedusaNetwork:
@@ -35,7 +35,7 @@ class MedusaNetwork:
 
     Args:
         target: the heads read its features.
-        backend, device, lm_head_of: see `open_head`.
+        backend, device, lm_head_of: see `load_head`.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class MedusaNetwork:
     ) -> None:
         self.heads = heads
         self.hidden_size = target.hidden_size
-        self._ranking: Ranking | None = None
+        self._ranking: SummaryOptions | None = None
         one_head = partial(self._compose, num_heads=1)
-        first = open_head(
+        first = load_head(
             one_head,
             target,
             heads.weights,
@@ -66,11 +66,11 @@ class MedusaNetwork:
         # a shared vocabulary matrix is read once, for the rows of all heads together
         self._lm_head = first.network_with_same_weights(self._compose_lm_head) if heads.has_shared_lm_head else None
 
-    def set_ranking(self, ranking: Ranking) -> None:
+    def set_ranking(self, ranking: SummaryOptions) -> None:
         """Set the ranking with which later passes summarise their rows of logits."""
         self._ranking = ranking
 
-    def forward(self, features: FloatArray, num_heads: int, draws: Draws | None = None) -> HeadOutputs:
+    def forward(self, features: FloatArray, num_heads: int, draws: RowSampling | None = None) -> HeadOutputs:
         """Run the first heads on features [B, E].
 
         Args:
@@ -81,13 +81,13 @@ class MedusaNetwork:
         batch, rows = _rows_without_attention(batch_size)
         if self._lm_head is None:
             results = network.forward({"features": features}, batch, LogitsRows(rows, ranking, draws)).results
-            ranked = [ranked_rows(results[f"{RANKED}.{head}"]) for head in heads] if is_ranked else []
+            ranked = [decode_summaries(results[f"{SUMMARY}.{head}"]) for head in heads] if is_ranked else []
             return HeadOutputs(lambda head: results[f"{LOGITS}.{head}"], ranked)
         results = network.forward({"features": features}, batch, LogitsRows(rows)).results
         hidden = np.concatenate([results[f"head.{head}"] for head in heads])
         batch, rows = _rows_without_attention(num_heads * batch_size)
         output = self._lm_head.forward({"hidden": hidden}, batch, LogitsRows(rows, ranking, draws))
-        found = output.ranked if is_ranked else []
+        found = output.summaries if is_ranked else []
         ranked = [found[head * batch_size : (head + 1) * batch_size] for head in heads] if is_ranked else []
         logits = output.logits.reshape(num_heads, batch_size, -1)
         return HeadOutputs(logits.__getitem__, ranked)

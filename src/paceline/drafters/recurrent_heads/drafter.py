@@ -20,7 +20,7 @@ from paceline.drafters.recurrent_heads.head import PairOutputs, RecurrentHead
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_draws
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, split_into_passes
-from paceline.runtimes.ranking import Draws, RankedRow
+from paceline.runtimes.logits_summary import LogitsSummary, RowSampling
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -142,7 +142,7 @@ class EagleStyleDrafter(Drafter):
             draft.add_level(drafted, outputs.features[first:last])
             first = last
 
-    def _sample(self, draft: GrowingDraft, node: int, ranked: Sequence[RankedRow], logits: FloatArray, row: int) -> DraftTokens:
+    def _sample(self, draft: GrowingDraft, node: int, ranked: Sequence[LogitsSummary], logits: FloatArray, row: int) -> DraftTokens:
         """Sample the draft tokens after a node from one row of the pass."""
         request = draft.request
         if draft.uses_ranking:
@@ -150,7 +150,7 @@ class EagleStyleDrafter(Drafter):
         return self._sampler.sample(request, draft.path(node), logits[row], draft.width, needs_draft_probs=draft.budget.needs_draft_probs)
 
     def _run_true_pairs_pass(
-        self, pairs: Sequence[RequestTruePairs], *, needs_logits: bool, num_masked: Sequence[int] = (), draws: Draws | None = None
+        self, pairs: Sequence[RequestTruePairs], *, needs_logits: bool, num_masked: Sequence[int] = (), draws: RowSampling | None = None
     ) -> PairOutputs:
         """Run one pass over true pairs and keep its cache rows; return the features of each request's last pair."""
         try:

@@ -14,7 +14,7 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import AnyTensor, Tensor
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange
 from paceline.runtimes.embedding import embedding_rows
-from paceline.runtimes.ranking import Draws, RankedRow, Ranking
+from paceline.runtimes.logits_summary import LogitsSummary, RowSampling, SummaryOptions
 
 EMBEDDING, FEATURE, BOUNDARY = "embedding", "feature", "boundary"
 """Inputs of the networks; `FEATURE` is also a result. Each of several boundaries is an input of its own, `boundary.0` …"""
@@ -105,9 +105,9 @@ class PairOutputs:
         """Logits [R, Vd] of the rows whose logits were requested."""
         return self.output.logits
 
-    def ranked(self) -> list[RankedRow]:
+    def ranked(self) -> list[LogitsSummary]:
         """Return the ranking of each row of logits (`RecurrentHead.set_ranking`)."""
-        return self.output.ranked
+        return self.output.summaries
 
 
 class RecurrentHead:
@@ -136,14 +136,14 @@ class RecurrentHead:
     ) -> None:
         self.masked, self.draft_vocab_size = masked, draft_vocab_size
         self.config, self.runtime, self._drafted = config, runtime, drafted
-        self._ranking: Ranking | None = None
+        self._ranking: SummaryOptions | None = None
         # a plain array is faster to index than a memmap
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self.target_ids, self.notices = target_ids, notices
         self.embedded_ids = embedding.shape[0]
         self._feature_names = [f"{BOUNDARY}.{chunk}" for chunk in range(len(config.boundaries))] or [FEATURE]
 
-    def set_ranking(self, ranking: Ranking) -> None:
+    def set_ranking(self, ranking: SummaryOptions) -> None:
         """Set the ranking with which later passes summarise their rows of logits."""
         self._ranking = ranking
 
@@ -154,7 +154,7 @@ class RecurrentHead:
         needs_logits: bool,
         needs_all_logits: bool = False,
         num_masked: Sequence[int] = (),
-        draws: Draws | None = None,
+        draws: RowSampling | None = None,
     ) -> PairOutputs:
         """Run one pass over true pairs of several requests.
 
@@ -185,7 +185,7 @@ class RecurrentHead:
         output = self.runtime.forward(inputs, batch, LogitsRows(wanted, self._ranking, draws))
         return PairOutputs(output, output.results[FEATURE])
 
-    def run_draft_pairs(self, drafts: Sequence[DraftPairs], draws: Draws | None = None) -> PairOutputs:
+    def run_draft_pairs(self, drafts: Sequence[DraftPairs], draws: RowSampling | None = None) -> PairOutputs:
         """Run one pass over draft pairs of several requests; the returned features are those of the `wanted` rows."""
         ranges: tuple[RowRange, ...]
         if len(drafts) == 1:

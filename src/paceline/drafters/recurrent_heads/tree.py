@@ -13,7 +13,7 @@ from paceline.drafters.draft_sampler import DraftTokens, token_draws
 from paceline.drafters.recurrent_heads.head import DraftPairs
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
-from paceline.runtimes.ranking import Draws
+from paceline.runtimes.logits_summary import RowSampling
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
@@ -174,7 +174,7 @@ class GrowingDraft:
         self.frontier = best
 
 
-def frontier_draws(drafts: Sequence[GrowingDraft]) -> Draws | None:
+def frontier_draws(drafts: Sequence[GrowingDraft]) -> RowSampling | None:
     """Return how the next token after each node of all frontiers is drawn; None if none is. Nodes of one level share their noise."""
     return token_draws([(draft.request, draft.level) if draft.is_drawn else None for draft in drafts for _ in draft.frontier])
 

@@ -27,7 +27,7 @@ from paceline.proof.exactness.transformers_check import (
     decode_with_rows,
     reason_not_comparable,
 )
-from paceline.runtimes.base import FloatArray, Network, assemble
+from paceline.runtimes.base import FloatArray, Network, assemble_pass
 
 DEFAULT_TOKENS = 40_000
 QUICK_TOKENS = 10_000
@@ -317,7 +317,7 @@ def _logits_of(network: Network, cache: KVCache, text: Sequence[int], count: int
 
 def _forward(network: Network, cache: KVCache, sequence: CachedSequence, tokens: Sequence[int], *, is_known: bool) -> FloatArray:
     plan = cache.reserve(sequence, range(-1, len(tokens) - 1), len(tokens) if is_known else 1)
-    logits = np.array(network.forward(*assemble([plan], [tokens], [range(len(tokens))])).logits)
+    logits = np.array(network.forward(*assemble_pass([plan], [tokens], [range(len(tokens))])).logits)
     cache.keep_path(sequence, len(tokens) - 1)
     return logits
 

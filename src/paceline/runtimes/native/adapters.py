@@ -1,4 +1,4 @@
-"""LoRA adapters as the kernels read them (kernels/low_rank.c), and the records of which rows of a pass have which."""
+"""LoRA adapters in the layout of kernels/low_rank.c, and the records that tell the kernels which rows of a pass have which adapter."""
 
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Array, addressof, cast, pointer
@@ -15,33 +15,34 @@ from paceline.runtimes.native.library import LANES
 from paceline.runtimes.native.records import AdapterProduct, AdapterSite, Matrix, MatrixKind, Pass, PassAdapter
 
 AdapterSiteNames = tuple[tuple[str, ...], ...]
-"""The products of each operation of a network that adapters can change; of experts one entry each."""
+"""The names of the matrices of each operation that adapters can change; operations on experts have an entry for each expert."""
 
 
-_DOWN_PANEL_OUTPUTS = 8  # as in kernels/low_rank.c
-_CACHE_LINE = 64
-_PIECE_BYTES = 1 << 23
+_DOWN_PANEL_OUTPUTS = 8  # DOWN_OUTPUTS in kernels/low_rank.c
+_CACHE_LINE_BYTES = 64
+_ALLOCATION_BYTES = 1 << 23
 
 
 class NativeAdapter:
-    """One adapter in memory, in the narrowest type that holds its values exactly.
+    """A LoRA adapter in the kernels' layout. Each matrix has the narrowest float type that holds its values exactly.
 
     Attributes:
-        network_adapter: its factors by internal names.
+        network_adapter: the adapter from which it was made.
+        num_floats: maximum number of outputs of all down projections of an operation.
     """
 
     def __init__(self, network_adapter: NetworkAdapter) -> None:
         self.network_adapter = network_adapter
-        self._memory: list[NDArray[np.uint8]] = []  # kept alive: records hold addresses of these arrays
-        self._piece_offset = 0  # offset of the free part of the last piece of memory
+        self._memory: list[NDArray[np.uint8]] = []  # kept, because records have addresses in these arrays
+        self._free_offset = 0  # begin of the unused part of `_memory[-1]`
         self._records: list[Any] = []
         self._sites: dict[tuple[str, ...], AdapterSite] = {}
         self._tables: dict[AdapterSiteNames, Array[AdapterSite]] = {}
         self._replacements = {name: self._down_projection_tiles(values) for name, values in network_adapter.saved.items()}
-        self.num_floats = 1  # maximum number of down-projection outputs of one operation
+        self.num_floats = 1
 
     def site_records(self, sites: AdapterSiteNames) -> "Array[AdapterSite]":
-        """Return the adapter's record for each operation of a network, cached by `sites`."""
+        """Return what the adapter changes in each operation of a network, as records for the kernels; cached by `sites`."""
         if sites not in self._tables:
             self._tables[sites] = (AdapterSite * len(sites))(*map(self._cached_site, sites))
         return self._tables[sites]
@@ -52,19 +53,19 @@ class NativeAdapter:
         return self._sites[names]
 
     def _make_site(self, names: tuple[str, ...]) -> AdapterSite:
-        lows, biases = self.network_adapter.products, self.network_adapter.biases
+        updates, biases = self.network_adapter.products, self.network_adapter.biases
         replacements = self._replacements if names == ("lm_head",) else {}
-        if not any(name in one for name in names for one in (lows, biases, replacements)):
+        if not any(name in one for name in names for one in (updates, biases, replacements)):
             return AdapterSite(None, None, None)
-        own = [lows[name] for name in names if name in lows]
-        down = self._down_projection_tiles(np.concatenate([low.down for low in own])) if own else None
+        own = [updates[name] for name in names if name in updates]
+        down = self._down_projection_tiles(np.concatenate([update.down for update in own])) if own else None
         products, first = (AdapterProduct * len(names))(), 0
         for product, name in zip(products, names, strict=True):
             product.replacement = pointer(replacements[name]) if name in replacements else None
-            rank = len(lows[name].down) if name in lows else 0
+            rank = len(updates[name].down) if name in updates else 0
             product.first, product.rank, first = first, rank, first + rank
-            if name in lows:
-                product.kind, product.up = self._up_projection_panels(lows[name].up)
+            if name in updates:
+                product.kind, product.up = self._up_projection_panels(updates[name].up)
             if name in biases:
                 product.up = product.up or self._copy_to_memory(np.zeros(LANES, np.float32))
                 product.bias = self._copy_to_memory(np.ascontiguousarray(biases[name], np.float32))
@@ -72,11 +73,11 @@ class NativeAdapter:
         self._records.append((products, down))
         mixture, columns = self.network_adapter.mixture, None
         if mixture is not None and own:
-            columns = self._copy_to_memory(np.concatenate([mixture.columns[name] for name in names if name in lows]))
+            columns = self._copy_to_memory(np.concatenate([mixture.columns[name] for name in names if name in updates]))
         return AdapterSite(None if down is None else pointer(down), cast(products, POINTER(AdapterProduct)), columns)
 
     def _down_projection_tiles(self, values: NDArray[np.float32]) -> Matrix:
-        """Return W [outputs, columns] as [outputs / 8][columns / 16][8][16], padded with zeros."""
+        """Return the record of a copy of `values` [outputs, columns] as [outputs / 8][columns / 16][8][16], padded with zeros."""
         outputs, columns = values.shape
         padded = np.zeros((-(-outputs // _DOWN_PANEL_OUTPUTS) * _DOWN_PANEL_OUTPUTS, -(-columns // LANES) * LANES), np.float32)
         padded[:outputs, :columns] = values
@@ -85,7 +86,7 @@ class NativeAdapter:
         return Matrix(kind, outputs, columns, 0, 0, -1, 0, stored.strides[0], self._copy_to_memory(stored), None, None, None, None)
 
     def _up_projection_panels(self, up: NDArray[np.float32]) -> tuple[MatrixKind, int]:
-        """Return kind and address of `up` [outputs, rank] as [panels][rank][16]."""
+        """Return kind and address of a copy of `up` [outputs, rank] as [outputs / 16][rank][16], padded with zeros."""
         outputs, rank = up.shape
         padded = np.zeros((-(-outputs // LANES) * LANES, rank), np.float32)
         padded[:outputs] = up
@@ -93,23 +94,23 @@ class NativeAdapter:
         return kind, self._copy_to_memory(stored)
 
     def _copy_to_memory(self, array: NDArray[Any]) -> int:
-        """Copy the array to the next cache line of a large piece of memory, which is read faster, and return its address."""
-        size = -(-array.nbytes // _CACHE_LINE) * _CACHE_LINE
+        """Copy the array to the next free cache line of a large array, because small ones are slower to read. Return its address."""
+        size = -(-array.nbytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
         if size > self._num_free_bytes:
-            self._memory.append(np.empty(max(_PIECE_BYTES, size + _CACHE_LINE), np.uint8))
-            self._piece_offset = -self._memory[-1].ctypes.data % _CACHE_LINE
-        start, self._piece_offset = self._piece_offset, self._piece_offset + size
-        place = self._memory[-1][start : start + array.nbytes]
-        place[...] = array.reshape(-1).view(np.uint8)
-        return int(place.ctypes.data)
+            self._memory.append(np.empty(max(_ALLOCATION_BYTES, size + _CACHE_LINE_BYTES), np.uint8))
+            self._free_offset = -self._memory[-1].ctypes.data % _CACHE_LINE_BYTES
+        start, self._free_offset = self._free_offset, self._free_offset + size
+        target = self._memory[-1][start : start + array.nbytes]
+        target[...] = array.reshape(-1).view(np.uint8)
+        return int(target.ctypes.data)
 
     @property
     def _num_free_bytes(self) -> int:
-        return len(self._memory[-1]) - self._piece_offset if self._memory else 0
+        return len(self._memory[-1]) - self._free_offset if self._memory else 0
 
 
 def _narrowest_exact_type(values: NDArray[np.float32]) -> tuple[NDArray[Any], MatrixKind]:
-    """Return the values in the narrowest float type that holds them exactly, and the kind of that type."""
+    """Return the values in the narrowest float type that holds them exactly, and the kernels' number of that type."""
     if not (values.view(np.uint32) & np.uint32(0xFFFF)).any():
         return to_bf16(values), MatrixKind.BF16
     with np.errstate(over="ignore"):
@@ -120,18 +121,18 @@ def _narrowest_exact_type(values: NDArray[np.float32]) -> tuple[NDArray[Any], Ma
 
 
 class AdapterRows:
-    """Fills the fields of a pass record that tell which rows have which adapter.
+    """Fills the fields of the `Pass` record that tell the kernels which rows have which adapter.
 
     Args:
-        adapters: by number; read anew for each pass.
-        sites: names of the products of each operation that adapters can change.
-        max_chosen: most experts of a row; 0 = the network has none.
+        adapters: loaded adapters by number; may change between passes.
+        sites: see `AdapterSiteNames`.
+        max_experts: maximum number of experts of a row; 0 = the network has no experts.
     """
 
-    def __init__(self, adapters: Mapping[int, NativeAdapter], sites: Sequence[tuple[str, ...]], max_chosen: int = 0) -> None:
-        self._adapters, self._sites, self._max_chosen = adapters, tuple(sites), max_chosen
+    def __init__(self, adapters: Mapping[int, NativeAdapter], sites: Sequence[tuple[str, ...]], max_experts: int = 0) -> None:
+        self._adapters, self._sites, self._max_experts = adapters, tuple(sites), max_experts
         self._tables: dict[int, Array[AdapterSite]] = {}
-        self._kept_alive: tuple[object, ...] = ()  # alive until the next pass
+        self._kept_alive: tuple[object, ...] = ()  # the record of the last pass has addresses of these
         self._low_rank: FloatArray = np.empty(0, np.float32)
 
     def fill(
@@ -140,7 +141,7 @@ class AdapterRows:
         """Fill the fields for one pass.
 
         Args:
-            scalings: [rows, L * K] of the rows of each mixture of adapters, by its number.
+            scalings: see `xlora.Scalings`.
         """
         record.num_adapters = 0
         ranges = batch.rows_by_adapter() if self._adapters else {}
@@ -161,11 +162,11 @@ class AdapterRows:
             if number in scalings:
                 own.scalings, own.num_scalings = scalings[number].ctypes.data, scalings[number].shape[1]
         numbers = np.concatenate(parts)
-        size = max(len(numbers), len(adapter_of_row) * self._max_chosen) * num_floats
+        size = max(len(numbers), len(adapter_of_row) * self._max_experts) * num_floats
         if size > len(self._low_rank):
             self._low_rank = np.empty(size, np.float32)
         self._kept_alive = pass_adapters, numbers, scalings
-        if self._max_chosen:
+        if self._max_experts:
             order = np.concatenate([np.flatnonzero(adapter_of_row < 0).astype(np.int32), *ranges.values()])
             self._kept_alive = *self._kept_alive, order, adapter_of_row
             record.row_order, record.adapter_of_row = order.ctypes.data, adapter_of_row.ctypes.data
@@ -174,7 +175,7 @@ class AdapterRows:
         record.num_adapters = len(pass_adapters)
 
     def _adapter_table(self, number: int) -> "Array[AdapterSite]":
-        """Return an adapter's records, cached by its number: networks with many experts have thousands of sites."""
+        """Return the records of an adapter, cached by its number, because networks with many experts have thousands of them."""
         if number not in self._tables:
             self._tables = {one: table for one, table in self._tables.items() if one in self._adapters}
             self._tables[number] = self._adapters[number].site_records(self._sites)

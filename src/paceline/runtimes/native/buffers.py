@@ -1,4 +1,4 @@
-"""Assign buffers to the values of a recorded network, which share one if their lifetimes do not overlap, and estimate their size."""
+"""Assign buffers to the values of a recorded network, shared if not needed at the same time, and estimate the memory of a pass."""
 
 from collections.abc import Collection, Sequence
 
@@ -6,24 +6,24 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import Weights
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.native.program import NativeBlocks, matrices_of
-from paceline.runtimes.native.records import Matrix, Rows
+from paceline.runtimes.native.records import Matrix, RowSelection
 from paceline.runtimes.native.weights import NativeWeights
 
 _FLOAT_BYTES = 4
 
 
 def assign_buffers(blocks: NativeBlocks, results: set[int]) -> tuple[list[int], list[int]]:
-    """Replace the value numbers in operations and matrices by buffer numbers.
+    """Replace the value numbers in the recorded operations and matrices by buffer numbers.
 
     Args:
-        results: values that must be kept.
+        results: numbers of the values that are needed after the pass.
 
     Returns:
-        The buffer of every value, and each buffer's width.
+        The buffer of each value, and the width of each buffer.
     """
     buffers, widths = _share_buffers(blocks, results | {value.index for value in blocks.inputs.values()})
     for operation in blocks.operations:
-        for field in dict.fromkeys((*operation.INPUTS, *operation.OUTS)):
+        for field in dict.fromkeys((*operation.INPUTS, *operation.OUTPUTS)):
             if (value := getattr(operation, field)) >= 0:
                 setattr(operation, field, buffers[value])
         for matrix in matrices_of(operation):
@@ -32,6 +32,7 @@ def assign_buffers(blocks: NativeBlocks, results: set[int]) -> tuple[list[int], 
 
 
 def _share_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:
+    """Return the buffer of each value and the width of each buffer. A buffer is reused after the last read of its value, unless kept."""
     reads = [{getattr(operation, field) for field in operation.INPUTS} - {-1} for operation in blocks.operations]
     last_read = {value: index for index, values in enumerate(reads) for value in values}
     buffers = [0] * len(blocks.values)
@@ -41,7 +42,7 @@ def _share_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], lis
     free: dict[int, list[int]] = {}
     for index, operation in enumerate(blocks.operations):
         outs = [matrix.out for matrix in matrices_of(operation)] or [operation.out]
-        outs += [out for field in operation.OUTS if field != "out" and (out := getattr(operation, field)) >= 0]
+        outs += [out for field in operation.OUTPUTS if field != "out" and (out := getattr(operation, field)) >= 0]
         for out in dict.fromkeys(outs):
             width = blocks.values[out].width
             if not free.get(width):
@@ -57,35 +58,35 @@ def _share_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], lis
 def pass_bytes(
     config: ModelConfig, weights: Weights, quantised: Collection[str], *, num_rows: int, num_logits_rows: int, num_positions: int
 ) -> int:
-    """Return the bytes a pass works in: buffers, rows packed for products, rotary tables. No weight is loaded.
+    """Return the bytes that a pass needs for buffers, packed rows and rotary tables. No weight is loaded.
 
     Args:
-        weights: only names, shapes and types are read.
-        quantised: names of weights that will be quantised but are stored as floats.
+        weights: the network's weights, of which only names, shapes and types are read.
+        quantised: names of weights that are stored as floats and will be quantised.
         num_rows: number of rows of the pass.
-        num_logits_rows: rows whose logits are computed.
-        num_positions: length of the longest text.
+        num_logits_rows: number of rows whose logits are computed.
+        num_positions: maximum length of a sequence.
     """
-    blocks = NativeBlocks(config, _Shapes(weights, quantised))
+    blocks = NativeBlocks(config, _WeightShapes(weights, quantised))
     results = decoder(config)(blocks)
     buffers, widths = assign_buffers(blocks, {value.index for value in results.values()})
-    whole = {buffers[value.index] for value in blocks.values if value.rows is Rows.ALL}
-    floats = sum(width * (num_rows if number in whole else num_logits_rows) for number, width in enumerate(widths))
+    all_row_buffers = {buffers[value.index] for value in blocks.values if value.rows is RowSelection.ALL}
+    floats = sum(width * (num_rows if buffer in all_row_buffers else num_logits_rows) for buffer, width in enumerate(widths))
     packed = max((matrix.row_bytes for operation in blocks.operations for matrix in matrices_of(operation)), default=0)
     angles = sum(rope.rotary_size(head_size) for rope, head_size in config.rope_variants)
     return _FLOAT_BYTES * (floats + angles * num_positions) + num_rows * packed
 
 
-class _Shapes(NativeWeights):
-    """Weights without data, to estimate sizes; `row_bytes` of a matrix is the size of an input row packed for it."""
+class _WeightShapes(NativeWeights):
+    """Weights without data. `Matrix.row_bytes` is set to the bytes of an input row that is packed for the matrix."""
 
     def __init__(self, weights: Weights, quantised: Collection[str]) -> None:
         super().__init__(weights, WeightType.F32)
-        self._facts = {name: weights.info(name) for name in weights}
+        self._infos = {name: weights.info(name) for name in weights}
         self._quantised = quantised
 
     def has(self, name: str) -> bool:
-        return name in self._facts
+        return name in self._infos
 
     def vector(self, name: str, *, exact: bool = False) -> int:
         return 0
@@ -97,10 +98,10 @@ class _Shapes(NativeWeights):
         return 1.0
 
     def matrix(self, name: str, out: int) -> Matrix:
-        facts = self._facts[name + ".weight"]
-        outputs, columns = facts.shape
-        is_grouped = facts.bits is not None or name + ".weight" in self._quantised
-        row_bytes = columns * 3 // 2 if is_grouped else columns * (2 if facts.weight_type is WeightType.BF16 else _FLOAT_BYTES)
+        info = self._infos[name + ".weight"]
+        outputs, columns = info.shape
+        is_grouped = info.bits is not None or name + ".weight" in self._quantised
+        row_bytes = columns * 3 // 2 if is_grouped else columns * (2 if info.weight_type is WeightType.BF16 else _FLOAT_BYTES)
         return Matrix(0, outputs, columns, 0, 0, out, 0, row_bytes)
 
     def matrices(self, names: Sequence[str], out: int) -> list[Matrix]:

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from paceline.errors import BackendUnavailableError
 from paceline.machine import processor_flags
 from paceline.models.storage.page_sums import PAGE_FACTORS, PageSums, numpy_page_sums
-from paceline.runtimes.native.records import LAYOUT, BlocksRecord, Matrix, Pass, Program, SuperBlocksRecord
+from paceline.runtimes.native.records import LAYOUT, GgufBlocksRecord, Matrix, Pass, Program, SuperBlocksRecord
 
-# The processor flags each library needs, best first.
 _V4 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 _V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
-_LEVELS = {
+_REQUIRED_FLAGS = {
     "x86_64_v4_bf16": {*_V4, "avx512_bf16", "avx512_vnni"},
     "x86_64_v4_vnni": {*_V4, "avx512_vnni"},
     "x86_64_v4": _V4,
@@ -27,37 +26,38 @@ _LEVELS = {
     "armv8_dotprod": {"asimd", "asimddp"},
     "armv8": {"asimd"},
 }
+"""The processor flags that each library needs, by instruction set, fastest first."""
 
 LANES = 16
-"""Floats of a vector, as in kernels/vectors.h."""
+"""Floats of a vector; the same as in kernels/vectors.h."""
 
 BLOCK_COLUMNS = 192
-"""Logits of a row whose maximum is kept, as in kernels/block_max.h."""
+"""Logits of a block whose maximum is stored; the same as in kernels/block_max.h."""
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "run": (None, [POINTER(Program), POINTER(Pass)]),
     "packed_floats": (c_int64, [c_int32, c_int32]),
     "attention_floats": (c_int64, [c_int32, c_int32, c_int32]),
-    "kv_unit_bytes": (c_int64, [c_int32, c_int32]),
+    "head_block_bytes": (c_int64, [c_int32, c_int32]),
     "panel_bytes": (c_int64, [c_int32, c_int32, c_int32]),
     "fill_panels": (None, [POINTER(Matrix), c_int32, c_int32, c_int32, c_int32, c_void_p]),
     "super_block_bytes": (c_int64, [c_int32, c_int32, c_int32]),
     "fill_super_blocks": (None, [POINTER(SuperBlocksRecord), c_int32, c_int32, c_void_p]),
     "super_block_rows": (None, [POINTER(Matrix), c_void_p, c_int32, c_void_p]),
-    "pack_gguf_blocks": (c_int32, [POINTER(BlocksRecord), c_int32, c_int32, c_int64, c_void_p]),
+    "pack_gguf_blocks": (c_int32, [POINTER(GgufBlocksRecord), c_int32, c_int32, c_int64, c_void_p]),
     "page_sums": (None, [c_void_p, c_int64, c_void_p, c_void_p]),
-    "ranking_floats": (c_int32, [c_int32, c_int32]),
+    "summary_floats": (c_int32, [c_int32, c_int32]),
     "sample_paths": (None, [c_void_p, c_int32, c_int32, c_void_p, c_int64]),
 }
-"""Result and argument types, by name without `paceline_`."""
+"""Result and argument types of the exported functions, by name without `paceline_`."""
 
 
 @cache
 def kernels() -> ctypes.CDLL:
-    """Return the library for this processor.
+    """Return the compiled kernels for this processor.
 
     Raises:
-        BackendUnavailableError: no library was built for this processor, or it is of another version.
+        BackendUnavailableError: none were built for this processor, or they are of another version.
     """
     path = kernels_path()
     if path is None:
@@ -68,10 +68,10 @@ def kernels() -> ctypes.CDLL:
 
 
 def open_kernels(path: Path) -> ctypes.CDLL:
-    """Load a library.
+    """Load a library of compiled kernels.
 
     Raises:
-        BackendUnavailableError: its records differ from those of this package.
+        BackendUnavailableError: its version or its records differ from those in records.py.
     """
     library = ctypes.CDLL(str(path))
     layout = getattr(library, "paceline_layout", None)
@@ -84,23 +84,23 @@ def open_kernels(path: Path) -> ctypes.CDLL:
 
 
 def kernels_path() -> Path | None:
-    """Return the best library that was built and that this processor can run."""
+    """Return the fastest library that was built and that this processor can run; None = there is none."""
     suffix = "dll" if platform.system() == "Windows" else "so"
-    paths = (Path(__file__).with_name(f"kernels.{level}.{suffix}") for level in levels())
+    paths = (Path(__file__).with_name(f"kernels.{level}.{suffix}") for level in supported_levels())
     return next((path for path in paths if path.is_file()), None)
 
 
-def levels() -> list[str]:
-    """Return the instruction sets of our libraries that this processor has, best first."""
+def supported_levels() -> list[str]:
+    """Return the instruction sets of libraries that this processor can run, fastest first."""
     flags = processor_flags()
-    return [level for level, needed in _LEVELS.items() if needed <= flags]
+    return [level for level, required in _REQUIRED_FLAGS.items() if required <= flags]
 
 
 def fastest_page_sums() -> PageSums:
-    """Return the fastest function for checksums of a file's pages; all give the same sums."""
+    """Return the fastest function that computes page sums, see `models/storage/page_sums.py`."""
     return numpy_page_sums if kernels_path() is None else native_page_sums
 
 
 def native_page_sums(pages: NDArray[np.uint8], sums: NDArray[np.uint64]) -> None:
-    """Compute checksums of memory pages, see `models/storage/page_sums.py`."""
+    """Compute page sums with the kernels, see `models/storage/page_sums.py`."""
     kernels().paceline_page_sums(pages.ctypes.data, len(pages), PAGE_FACTORS.ctypes.data, sums.ctypes.data)

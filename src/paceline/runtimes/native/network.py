@@ -1,4 +1,4 @@
-"""Networks on our own CPU kernels: weights are read as they are stored, and a row's bits do not depend on the other rows."""
+"""Networks computed by our own CPU kernels, which read weights as they are stored and are exact (`Numerics`)."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,65 +34,65 @@ from paceline.runtimes.base import (
     Network,
     Numerics,
 )
-from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LOGITS, PER_LAYER_EMBEDDINGS, TOKEN_IDS, Compose, ranked
+from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LOGITS, PER_LAYER_EMBEDDINGS, TOKEN_IDS, NetworkDefinition, with_summaries
 from paceline.runtimes.embedding import per_layer_embedding_rows, scaled_rows, unscaled_embedding_rows
 from paceline.runtimes.kv_storage import kv_arrays_of_layers
-from paceline.runtimes.mixture import Inputs, Scalings, check_supports_xlora, check_xlora_enabled, row_scalings
+from paceline.runtimes.logits_summary import SummaryOptions
 from paceline.runtimes.native.adapters import AdapterSiteNames, NativeAdapter
-from paceline.runtimes.native.aligned import zeros
+from paceline.runtimes.native.aligned import aligned_zeros
 from paceline.runtimes.native.buffers import assign_buffers
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.kv_blocks import KVBlocks
+from paceline.runtimes.native.kv_blocks import KVBlockAccess
 from paceline.runtimes.native.library import kernels_path
-from paceline.runtimes.native.mixture import NativeClassifier, add_scaling_pass_caches
 from paceline.runtimes.native.packed_weights import PackedWeights
 from paceline.runtimes.native.program import NativeBlocks, RecordedNetwork
-from paceline.runtimes.native.records import CHECKPOINT_INTERVAL, Rows
+from paceline.runtimes.native.records import CHECKPOINT_INTERVAL, RowSelection
 from paceline.runtimes.native.rotary import MIN_POSITIONS, RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
-from paceline.runtimes.ranking import Ranking
+from paceline.runtimes.native.xlora import NativeClassifier, add_scaling_pass_caches
+from paceline.runtimes.xlora import Inputs, Scalings, check_supports_xlora, check_xlora_enabled, compute_scalings
 
-_ResultLocation: TypeAlias = tuple[int, Rows, int]
-"""Buffer, rows and width of a result."""
+_ResultLocation: TypeAlias = tuple[int, RowSelection, int]
+"""Buffer number, rows and width of a result."""
 
 
 class _Results(Mapping[str, FloatArray]):
-    """The results of a pass as views of its buffers, made on access.
+    """The results of a pass by name, as views of buffers.
 
     Args:
-        locations: buffer, rows and width of each result of the network.
-        num_rows, num_logits_rows: of the pass.
+        locations: where each result is.
+        num_rows, num_logits_rows: number of rows of the pass, and of those whose logits are computed.
     """
 
-    __slots__ = ("_execution", "_num_rows", "_places")
+    __slots__ = ("_execution", "_locations", "_num_rows")
 
     def __init__(self, execution: Execution, locations: Mapping[str, _ResultLocation], num_rows: int, num_logits_rows: int) -> None:
-        self._execution, self._places, self._num_rows = execution, locations, (num_rows, num_logits_rows)
+        self._execution, self._locations, self._num_rows = execution, locations, (num_rows, num_logits_rows)
 
     def address_of(self, name: str) -> int:
-        """Return the address of a result's first row; 0 = no such result."""
-        place = self._places.get(name)
-        return 0 if place is None else self._execution.address(place[0])
+        """Return the memory address of the first row of a result; 0 = there is no such result."""
+        location = self._locations.get(name)
+        return 0 if location is None else self._execution.buffer_address(location[0])
 
     def __getitem__(self, name: str) -> FloatArray:
-        buffer, rows, width = self._places[name]
-        return self._execution.rows(buffer, self._num_rows[rows], width)
+        buffer, rows, width = self._locations[name]
+        return self._execution.buffer_rows(buffer, self._num_rows[rows], width)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._locations)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
 
 class NativeNetwork(Network):
-    """A recorded network and its buffers. Values are float32 between products; weights keep their stored type."""
+    """A network whose operations are recorded once and run by the kernels. Values are float32; weights keep their stored type."""
 
     weights: Weights
 
     def __init__(
         self,
-        compose: Compose,
+        compose: NetworkDefinition,
         config: ModelConfig,
         weights: Weights,
         *,
@@ -107,13 +107,13 @@ class NativeNetwork(Network):
         """Record the network.
 
         Args:
-            max_model_len: of the longest text.
-            round_to: compute type; weights of another type are rounded to it.
-            kv_cache_dtype: of its keys and values.
-            packed: quantised matrices in panels, by name; missing ones are added, and rows are rounded to 8 bits before them. None = no
-                panels and no rounding.
-            kv_owner: the network whose keys and values it reads; None = its own.
-            takes_adapters: whether `load_adapter` is supported.
+            max_model_len: maximum length of a sequence.
+            round_to: compute type; weights of another float type are rounded to it.
+            kv_cache_dtype: type of cached keys and values.
+            packed: quantised matrices in panels, by name; more are added when they are packed. Rows are rounded to 8 bits for products with
+                them. None = matrices are not packed, rows are not rounded.
+            kv_source: network whose keys and values are read; None = the network has its own.
+            supports_adapters: whether `load_adapter` is supported.
 
         Raises:
             BackendUnavailableError: there are no kernels for this machine.
@@ -132,14 +132,14 @@ class NativeNetwork(Network):
             kv_source._shared.add_kv_reader(self._shared)
         path = kernels_path()
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
-        stored = sorted({f"{facts.weight_type.value}{_describe_bits(facts)}" for facts in map(weights.info, weights)})
-        computed = round_to.value if packed is None else "bytes"
-        self.version = f"kernels {digest}, {num_threads} threads, {' '.join(stored)} as {computed}, cache {kv_cache_dtype.value}"
+        weight_types = sorted({f"{info.weight_type.value}{_describe_bits(info)}" for info in map(weights.info, weights)})
+        row_type = round_to.value if packed is None else "bytes"
+        self.version = f"kernels {digest}, {num_threads} threads, {' '.join(weight_types)} as {row_type}, cache {kv_cache_dtype.value}"
         self._compose(compose)
 
     @property
     def has_window_eviction(self) -> bool:
-        """As in `Network`; not with the layout `PATHS`, whose blocks only the cache tracks."""
+        """See `Network`. With `TreeLayout.PATHS` it is False, because then only the cache knows the blocks of each path."""
         return self.capabilities.tree_layout is not TreeLayout.PATHS
 
     @property
@@ -152,13 +152,13 @@ class NativeNetwork(Network):
 
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         groups = self.config.kv_groups(by_window=False)
-        caches = [FullAttentionCache(self._allocate(group, num_blocks), self._kv_block_access) for group in groups]
+        caches = [FullAttentionCache(self._allocate_storage(group, num_blocks), self._kv_block_access) for group in groups]
         self._shared.set_cache(kv_arrays_of_layers(self.config, groups, caches))
         return caches
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
         cache = (
-            self._new_window_cache(num_blocks, limits)
+            self._new_sliding_window_cache(num_blocks, limits)
             if self.config.windows and self.has_window_eviction
             else super().new_cache(num_blocks)
         )
@@ -167,20 +167,22 @@ class NativeNetwork(Network):
                 raise ConfigError("recurrent layers do not support trees as paths")
             layout = StateLayout.of(self.config.recurrent_layers)
             recurrent = RecurrentStateCache(
-                layout.state_size, layout.record_size, BLOCK_SIZE, zeros, checkpoints, chunk_size=CHECKPOINT_INTERVAL
+                layout.state_size, layout.record_size, BLOCK_SIZE, aligned_zeros, checkpoints, chunk_size=CHECKPOINT_INTERVAL
             )
             self._shared.set_states(recurrent)
             cache.add_layer_cache(recurrent)
         return cache
 
-    def _new_window_cache(self, num_blocks: int, limits: PassLimits | None) -> KVCache:
+    def _new_sliding_window_cache(self, num_blocks: int, limits: PassLimits | None) -> KVCache:
         groups, caches, windows = self.config.kv_groups(), list[PagedCache](), list[SlidingWindowCache]()
         for group in groups:
             if group.window is None:
-                caches.append(FullAttentionCache(self._allocate(group, num_blocks), self._kv_block_access))
+                caches.append(FullAttentionCache(self._allocate_storage(group, num_blocks), self._kv_block_access))
             else:
                 own_blocks = num_window_blocks(group.window, num_blocks, limits, BLOCK_SIZE)
-                windows.append(SlidingWindowCache(self._allocate(group, own_blocks), group.window, BLOCK_SIZE, self._kv_block_access))
+                windows.append(
+                    SlidingWindowCache(self._allocate_storage(group, own_blocks), group.window, BLOCK_SIZE, self._kv_block_access)
+                )
                 caches.append(windows[-1])
         self._shared.set_cache(kv_arrays_of_layers(self.config, groups, caches), windows)
         return KVCache(caches, num_blocks, self.capabilities.tree_layout)
@@ -191,34 +193,34 @@ class NativeNetwork(Network):
 
     @property
     def supports_xlora(self) -> bool:
-        return self._shared.mixture_program is not None
+        return self._shared.xlora_program is not None
 
     def enable_xlora(self, cache: KVCache) -> None:
-        """As in `Network`: record the network again, over a second cache for scaling passes."""
+        """See `Network`. The network is recorded a second time, to use other keys and values in scaling passes."""
         if self._shared.adapters is None:
             super().enable_xlora(cache)
         check_supports_xlora(self.config)
         caches = add_scaling_pass_caches(cache, self._kv_block_access)
         windows = [own for own in caches if isinstance(own, SlidingWindowCache)]
         storage = kv_arrays_of_layers(self.config, self.config.kv_groups(by_window=bool(windows)), caches)
-        self._shared.mixture_program = self._new_program(None)
-        self._shared.mixture_program.execution.set_cache(storage, windows, None, self.capabilities.kv_cache_dtype)
+        self._shared.xlora_program = self._record_program(None)
+        self._shared.xlora_program.execution.set_cache(storage, windows, None, self.capabilities.kv_cache_dtype)
 
     @property
-    def _kv_block_access(self) -> KVBlocks:
-        return KVBlocks(self.capabilities.kv_cache_dtype, BLOCK_SIZE)
+    def _kv_block_access(self) -> KVBlockAccess:
+        return KVBlockAccess(self.capabilities.kv_cache_dtype, BLOCK_SIZE)
 
-    def _allocate(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
+    def _allocate_storage(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
         try:
-            return zeros(group.stored_shape(num_blocks, BLOCK_SIZE, self.capabilities.kv_cache_dtype), np.uint8)
+            return aligned_zeros(group.stored_shape(num_blocks, BLOCK_SIZE, self.capabilities.kv_cache_dtype), np.uint8)
         except MemoryError as error:
             raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower kv_cache_gb") from error
 
     def forward(self, inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:
-        program, shared = self._programs.get(logits_rows.ranking) or self._get_program(logits_rows.ranking), self._shared
+        program, shared = self._programs.get(logits_rows.summary) or self._create_program(logits_rows.summary), self._shared
         shared.files.check()
         shared.num_passes += 1
-        scalings = row_scalings(shared.classifiers, inputs, batch, self._run_mixture_pass) if shared.classifiers else {}
+        scalings = compute_scalings(shared.classifiers, inputs, batch, self._run_scaling_pass) if shared.classifiers else {}
         results = self._run(program, inputs, batch, logits_rows, scalings)
         return ForwardOutput(results, results.address_of)
 
@@ -226,19 +228,19 @@ class NativeNetwork(Network):
         num_rows, execution = len(batch.positions), program.execution
         execution.reserve_rows(num_rows)
         for name, buffer in program.inputs.items():
-            execution.rows(buffer, num_rows)[...] = self._input(name, inputs, batch)
+            execution.buffer_rows(buffer, num_rows)[...] = self._input_rows(name, inputs, batch)
         execution.run(batch, logits_rows, scalings)
         return _Results(execution, program.results, num_rows, len(logits_rows.rows))
 
-    def _run_mixture_pass(self, inputs: Inputs, batch: ForwardBatch, scalings: Scalings) -> FloatArray:
-        program = self._shared.mixture_program
-        assert program is not None  # mixtures cannot be loaded without this program
+    def _run_scaling_pass(self, inputs: Inputs, batch: ForwardBatch, scalings: Scalings) -> FloatArray:
+        program = self._shared.xlora_program
+        assert program is not None  # otherwise no X-LoRA adapter could have been loaded
         self._shared.num_xlora_passes += 1
         return self._run(program, inputs, batch, LogitsRows(np.zeros(0, np.int32)), scalings)[HIDDEN_STATES]
 
-    def _input(self, name: str, inputs: Inputs, batch: ForwardBatch) -> NDArray[Any]:
+    def _input_rows(self, name: str, inputs: Inputs, batch: ForwardBatch) -> NDArray[Any]:
         if name == TOKEN_IDS:
-            return self._embed_adapted(inputs[TOKEN_IDS], batch) if self._shared.adapters else self.embed(inputs[TOKEN_IDS])
+            return self._embed_with_adapters(inputs[TOKEN_IDS], batch) if self._shared.adapters else self.embed(inputs[TOKEN_IDS])
         if name == PER_LAYER_EMBEDDINGS:
             return per_layer_embedding_rows(self.weights, inputs[TOKEN_IDS], self.config, self._round_to)
         return inputs[name]
@@ -250,8 +252,8 @@ class NativeNetwork(Network):
         table = self._embedding
         return table.rows(token_ids) if isinstance(table, PackedWeights) else unscaled_embedding_rows(table, token_ids, self._round_to)
 
-    def _embed_adapted(self, token_ids: IntArray, batch: ForwardBatch) -> FloatArray:
-        """Return embedding rows with each row's adapter applied."""
+    def _embed_with_adapters(self, token_ids: IntArray, batch: ForwardBatch) -> FloatArray:
+        """Return embedding rows changed by each row's adapter."""
         embedded = self.embed(token_ids)
         for number, rows in batch.rows_by_adapter().items():
             adapter, ids = self._adapters[number].network_adapter, token_ids[rows]
@@ -283,18 +285,18 @@ class NativeNetwork(Network):
         del self._adapters[number]
         self._shared.classifiers.pop(number, None)
 
-    def network_with_same_weights(self, compose: Compose) -> "NativeNetwork":
+    def network_with_same_weights(self, compose: NetworkDefinition) -> "NativeNetwork":
         other = NativeNetwork.__new__(NativeNetwork)
         other.__dict__.update(self.__dict__)
         other._compose(compose)
         return other
 
-    def packed_vocabulary(self, count: int) -> PackedWeights | None:
-        """Return the first `count` rows of the vocabulary matrix; None = it is not packed."""
+    def packed_lm_head(self, count: int) -> PackedWeights | None:
+        """Return the first `count` rows of `lm_head`; None = it is not packed."""
         table = self._shared.weights.table("embedding" if self.config.tied_embeddings else "lm_head")
         return table.first_outputs(count) if isinstance(table, PackedWeights) else None
 
-    def shared_kv_reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "NativeNetwork":
+    def shared_kv_reader(self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "NativeNetwork":
         return NativeNetwork(
             compose,
             config,
@@ -305,29 +307,29 @@ class NativeNetwork(Network):
             kv_source=self,
         )
 
-    def _compose(self, compose: Compose) -> None:
+    def _compose(self, compose: NetworkDefinition) -> None:
         self.compose = compose
-        self._programs: dict[Ranking | None, _Program] = {}
-        program = self._get_program(None)
-        if TOKEN_IDS in program.inputs:  # language models only: a tied matrix is stored once
+        self._programs: dict[SummaryOptions | None, _Program] = {}
+        program = self._create_program(None)
+        if TOKEN_IDS in program.inputs:  # a language model; if embeddings are tied, the table is that of lm_head
             self._embedding: AnyTensor | PackedWeights = self._shared.weights.table("embedding")
-            self._shared.watch_files(_arrays_of(self._embedding))
+            self._shared.check_files_of(_arrays_of_embedding(self._embedding))
         if PER_LAYER_EMBEDDINGS in program.inputs:
-            self._shared.watch_files(self.weights.source_arrays("layer_embedding.weight"))
+            self._shared.check_files_of(self.weights.source_arrays("layer_embedding.weight"))
 
-    def _get_program(self, ranking: Ranking | None) -> "_Program":
-        program = self._new_program(ranking)
-        self._shared.add(program.execution)
-        self._programs[ranking] = program  # assigned last, so that an interrupt leaves no program without a cache
+    def _create_program(self, summary: SummaryOptions | None) -> "_Program":
+        program = self._record_program(summary)
+        self._shared.add_execution(program.execution)
+        self._programs[summary] = program  # assigned last: an interrupt before must not leave a program without a cache
         return program
 
-    def _new_program(self, ranking: Ranking | None) -> "_Program":
-        """Record the network for a ranking; the returned program has no cache yet."""
+    def _record_program(self, summary: SummaryOptions | None) -> "_Program":
+        """Record the network with this summary of logits; None = without. The returned program has no cache yet."""
         shared = self._shared
         blocks = NativeBlocks(self.config, shared.weights, self._cache_config, supports_adapters=shared.adapters is not None)
-        results = dict(ranked(self.compose, ranking)(blocks))
-        if ranking is None and TOKEN_IDS in blocks.inputs and LOGITS in results:
-            block_max = blocks.append_block_max(results[LOGITS])
+        results = dict(with_summaries(self.compose, summary)(blocks))
+        if summary is None and TOKEN_IDS in blocks.inputs and LOGITS in results:
+            block_max = blocks.record_block_max(results[LOGITS])
             if block_max is not None:
                 results[BLOCK_MAX] = block_max
         buffers, widths = assign_buffers(blocks, {value.index for value in results.values()})
@@ -342,7 +344,7 @@ class NativeNetwork(Network):
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A recorded network: the buffer of each input, the location of each result, and the products that adapters can change."""
+    """A recorded network: the buffer of each input, where each result is, and the matrices that adapters can change."""
 
     execution: Execution
     inputs: Mapping[str, int]
@@ -350,29 +352,29 @@ class _Program:
     sites: AdapterSiteNames
 
 
-def _describe_bits(facts: TensorInfo) -> str:
-    return "" if facts.bits is None else f" in {facts.bits} bits"
+def _describe_bits(info: TensorInfo) -> str:
+    return "" if info.bits is None else f" in {info.bits} bits"
 
 
 @dataclass(slots=True)
 class _SharedState:
-    """The state shared by networks with the same weights."""
+    """What networks with the same weights share."""
 
     weights: NativeWeights
     tables: RotaryTables
     num_threads: int
     kv_cache_dtype: KVCacheDtype
-    adapters: dict[int, NativeAdapter] | None = None  # None = not supported
+    adapters: dict[int, NativeAdapter] | None = None  # loaded adapters by number; None = adapters are not supported
     adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_passes: int = 0
     classifiers: dict[int, NativeClassifier] = field(default_factory=dict)  # X-LoRA classifiers by adapter number
     num_xlora_passes: int = 0
-    mixture_program: _Program | None = None  # None = mixtures are not enabled
-    files: MappedFiles = field(default_factory=lambda: MappedFiles(()))
+    xlora_program: _Program | None = None  # the network for scaling passes; None = X-LoRA is not enabled
+    files: MappedFiles = field(default_factory=lambda: MappedFiles(()))  # files whose mapped weights are read
     _cache: tuple[Sequence[NDArray[np.uint8]], Sequence[SlidingWindowCache], RecurrentStateCache | None] | None = None
     _executions: list[Execution] = field(default_factory=list)
     _kv_readers: "list[_SharedState]" = field(default_factory=list)
-    _watched: list[NDArray[Any]] = field(default_factory=list)
+    _checked_arrays: list[NDArray[Any]] = field(default_factory=list)
 
     def set_cache(
         self, kv_storage: Sequence[NDArray[np.uint8]], windows: Sequence[SlidingWindowCache] = (), states: RecurrentStateCache | None = None
@@ -384,29 +386,29 @@ class _SharedState:
             reader.set_cache(kv_storage, windows, states)
 
     def set_states(self, states: RecurrentStateCache) -> None:
-        """Set the states of recurrent layers; keys and values stay the current ones."""
+        """Use these states of recurrent layers from now on, with the current keys and values."""
         if self._cache is not None:
             self.set_cache(*self._cache[:2], states)
 
     def add_kv_reader(self, reader: "_SharedState") -> None:
-        """Let a network with other weights use the current and all later caches of this one."""
+        """Give a network with other weights the current cache and all later ones."""
         self._kv_readers.append(reader)
         if self._cache is not None:
             reader.set_cache(*self._cache)
 
-    def add(self, execution: Execution) -> None:
+    def add_execution(self, execution: Execution) -> None:
         if self._cache is not None:
             execution.set_cache(*self._cache, self.kv_cache_dtype)
         self._executions.append(execution)
-        self.watch_files(())
+        self.check_files_of(())
 
-    def watch_files(self, arrays: tuple[NDArray[Any], ...]) -> None:
-        """Check before each pass that the mapped files of these arrays, and of all weights, were not truncated."""
-        self._watched += arrays
-        self.files = MappedFiles([*self.weights.arrays, *self._watched])
+    def check_files_of(self, arrays: tuple[NDArray[Any], ...]) -> None:
+        """From now on check before each pass that the files of these arrays, if they are mapped, were not truncated."""
+        self._checked_arrays += arrays
+        self.files = MappedFiles([*self.weights.arrays, *self._checked_arrays])
 
 
-def _arrays_of(embedding: AnyTensor | PackedWeights) -> tuple[NDArray[Any], ...]:
+def _arrays_of_embedding(embedding: AnyTensor | PackedWeights) -> tuple[NDArray[Any], ...]:
     if isinstance(embedding, PackedWeights):
         return (embedding.data,)
     return embedding.matrix.arrays if isinstance(embedding, GroupedTensor) else (embedding.array,)

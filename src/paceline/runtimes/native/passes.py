@@ -1,4 +1,4 @@
-"""Fill the `Pass` record of kernels/native.h from a batch; its arrays are reused by all passes."""
+"""Fill the `Pass` record of kernels/native.h from a batch. Later passes use the same record and arrays."""
 
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p
@@ -13,25 +13,25 @@ from paceline.kv_cache.sliding_window import SlidingWindowCache
 from paceline.runtimes.base import ForwardBatch, IntArray, LogitsRows
 from paceline.runtimes.native.records import Pass
 from paceline.runtimes.native.rotary import PassAngles, RotaryTables
-from paceline.runtimes.native.states import PassStates
+from paceline.runtimes.native.states import PassStateRecords
 
-_MIN_ELEMENTS = 64  # of every array
-_RANGE = Struct("=6i")  # struct format of `records.Range`
+_MIN_ARRAY_SIZE = 64
+_RANGE_FORMAT = Struct("=6i")  # struct format of `records.Range`
 
 
 class PassRecord:
-    """One `Pass` record and its arrays, which grow as needed.
+    """A `Pass` record and its arrays, which are enlarged as needed.
 
     Args:
-        tables: tables of rotary angles; None if nothing is rotated.
+        tables: tables of rotary angles; None = the network has no rotary embedding.
 
     Attributes:
-        record: the argument of the kernels.
-        ranges: [ranges, 6] the fields of `records.Range`.
-        range_of_row, logits_rows, block_tables, masks: as in `records.Pass`.
-        windows: caches with block tables of their own; operations name them by table set 1, 2, ...
+        record: the record, an argument of the kernels.
+        ranges: [ranges, 6] the fields of each `records.Range`.
+        range_of_row, logits_rows, block_tables, masks: arrays of the record, see kernels/native.h.
+        windows: caches of sliding-window layers; the block tables of the first one are set 1 of the record, and so on.
         recurrent: states of recurrent layers; None = the network has none.
-        states: the records of what a pass does to them.
+        states: the records of how a pass updates these states.
     """
 
     def __init__(self, tables: RotaryTables | None) -> None:
@@ -47,34 +47,34 @@ class PassRecord:
         self.masks: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.windows: Sequence[SlidingWindowCache] = ()
         self.recurrent: RecurrentStateCache | None = None
-        self.states = PassStates()
-        self._kept: list[NDArray[Any]] = []
+        self.states = PassStateRecords()
+        self._all_arrays: list[NDArray[Any]] = []
 
     def fill(self, batch: ForwardBatch, logits_rows: LogitsRows) -> None:
-        """Fill the C record for one pass."""
+        """Fill the record for one pass."""
         record, num_rows, num_logits_rows, num_ranges = self.record, len(batch.positions), len(logits_rows.rows), len(batch.ranges)
         num_blocks = num_masked = 0
         for item in batch.ranges:
             num_blocks += len(item.block_table)
             num_masked += 0 if item.mask is None else item.mask.size
         if num_rows > len(self.range_of_row):
-            self._grow("range_of_row", num_rows)
+            self._enlarge("range_of_row", num_rows)
         if num_logits_rows > len(self.logits_rows):
-            self._grow("logits_rows", num_logits_rows)
+            self._enlarge("logits_rows", num_logits_rows)
         if num_ranges > len(self.ranges):
-            self._grow("ranges", num_ranges)
+            self._enlarge("ranges", num_ranges)
         if num_blocks * (1 + len(self.windows)) > len(self.block_tables):
-            self._grow("block_tables", num_blocks * (1 + len(self.windows)))
+            self._enlarge("block_tables", num_blocks * (1 + len(self.windows)))
         if num_masked > len(self.masks):
-            self._grow("masks", num_masked)
+            self._enlarge("masks", num_masked)
         record.rows, record.num_logits_rows, record.num_ranges = num_rows, num_logits_rows, num_ranges
         self.logits_rows[:num_logits_rows] = logits_rows.rows
         table = mask = 0
         ranges, range_of_row, block_tables = self.ranges.data, self.range_of_row, self.block_tables
         for index, item in enumerate(batch.ranges):
             end = table + len(item.block_table)
-            _RANGE.pack_into(
-                ranges, index * _RANGE.size,
+            _RANGE_FORMAT.pack_into(
+                ranges, index * _RANGE_FORMAT.size,
                 item.start, item.num_rows, item.cached_len, table, -1 if item.mask is None else mask, item.first_slot,
             )  # fmt: skip
             range_of_row[item.start : item.start + item.num_rows] = index
@@ -85,26 +85,26 @@ class PassRecord:
                 mask += item.mask.size
         record.blocks_per_table_set = num_blocks if self.windows else 0
         for number, window in enumerate(self.windows, 1):
-            self._fill_window(window, batch, number * num_blocks)
-        self._draws = logits_rows.draws  # keep the array alive during the pass
-        record.draws = None if logits_rows.draws is None else logits_rows.draws.ctypes.data
+            self._write_window_tables(window, batch, number * num_blocks)
+        self._sampling = logits_rows.sampling  # must live until the pass has ended
+        record.sampling = None if logits_rows.sampling is None else logits_rows.sampling.ctypes.data
         for angles in self._angles:
             angles.set_positions(batch.positions)
         if self.recurrent is not None:
-            record.states = self.states.fill(self.recurrent, batch)
+            record.states = self.states.make_records(self.recurrent, batch)
 
-    def _fill_window(self, window: SlidingWindowCache, batch: ForwardBatch, begin: int) -> None:
-        """Write the block tables of a window's cache, range by range, from `begin` on."""
+    def _write_window_tables(self, window: SlidingWindowCache, batch: ForwardBatch, begin: int) -> None:
+        """Write the block table of each range in a sliding-window cache to `block_tables`, from index `begin` on."""
         for item in batch.ranges:
             table = window.table(item.sequence_id)
             self.block_tables[begin : begin + len(table)] = table
             begin += len(item.block_table)
 
-    def _grow(self, field: str, size: int) -> None:
-        """Replace an array of the record by a longer one."""
+    def _enlarge(self, field: str, size: int) -> None:
+        """Replace an array of the record by one with at least `size` elements."""
         array = getattr(self, field)
-        setattr(self, field, array[:0])  # if an interrupt follows, the record has no stale address
-        longer = np.zeros((max(_MIN_ELEMENTS, 1 << (size - 1).bit_length()), *array.shape[1:]), array.dtype)
-        self._kept.append(longer)  # never freed: a second thread, though forbidden, may use the old address
+        setattr(self, field, array[:0])  # so that after an interrupt the array is replaced again
+        longer = np.zeros((max(_MIN_ARRAY_SIZE, 1 << (size - 1).bit_length()), *array.shape[1:]), array.dtype)
+        self._all_arrays.append(longer)  # never freed: a concurrent pass, though not allowed, may still use the old array
         setattr(self.record, field, longer.ctypes.data)
         setattr(self, field, longer)

@@ -1,4 +1,4 @@
-"""Record the blocks of `runtimes/decoder.py` as a list of operations over buffers, which kernels/program.c runs."""
+"""The `Blocks` of `runtimes/decoder.py` that record a network as a list of operations, which kernels/program.c runs."""
 
 from collections.abc import Sequence
 from ctypes import c_int32
@@ -23,6 +23,7 @@ from paceline.models.layers import (
 from paceline.models.rope_config import RopeConfig
 from paceline.models.state_layout import StateLayout
 from paceline.runtimes.decoder import PER_LAYER_EMBEDDINGS, TOKEN_IDS
+from paceline.runtimes.logits_summary import SummaryOptions
 from paceline.runtimes.native.library import BLOCK_COLUMNS, LANES, kernels
 from paceline.runtimes.native.packed_weights import NARROW_KINDS, TABLE_KINDS
 from paceline.runtimes.native.records import (
@@ -44,64 +45,61 @@ from paceline.runtimes.native.records import (
     NormOperation,
     Operation,
     Packing,
-    RankOperation,
     RopeOperation,
     RouteOperation,
-    Rows,
+    RowSelection,
     ScaleOperation,
     SigmoidGateOperation,
     SiluResidualOperation,
     SoftCapOperation,
     StateOperation,
+    SummarizeOperation,
 )
 from paceline.runtimes.native.weights import NativeWeights
-from paceline.runtimes.ranking import Ranking
 
 _ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.SIGMOID: 3, Activation.NONE: 4, Activation.RELU: 5}
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The result of one operation: rows of `width` floats."""
+    """The result of a recorded operation, or an input of the network: rows of `width` floats."""
 
     index: int
     width: int
-    rows: Rows = Rows.ALL
+    rows: RowSelection = RowSelection.ALL
 
 
 class NativeBlocks:
-    """Records operations on numbered values. `buffers.assign_buffers` then maps values to buffers."""
+    """Records operations on values. Later `buffers.assign_buffers` assigns buffers to the values."""
 
     def __init__(
         self, config: ModelConfig, weights: NativeWeights, cache_config: ModelConfig | None = None, *, supports_adapters: bool = False
     ) -> None:
-        """Start with no operations.
-
-        Args:
-            cache_config: of the network that owns the cache; None = `config`.
-            takes_adapters: whether rows may have adapters.
+        """Args:
+        cache_config: config of the network whose cache is used; None = `config`.
+        supports_adapters: whether rows may have LoRA adapters.
         """
         self._config, self._cache_config = config, cache_config or config
         self._weights = weights
         self._states = StateLayout.of(self._cache_config.recurrent_layers)
         self.values: list[Value] = []
-        self.inputs: dict[str, Value] = {}  # written before the pass
+        self.inputs: dict[str, Value] = {}  # the caller of a pass must write them before it
         self.operations: list[Operation] = []
-        self._takes_adapters = supports_adapters
-        self.sites: list[tuple[str, ...]] = []  # per operation, names of the matrices that adapters can change; of experts one name each
-        self._num_rankings = 0
-        self._result_widths: dict[int, int] = {}  # result width of values whose rows also hold scratch memory
+        self._supports_adapters = supports_adapters
+        self.sites: list[tuple[str, ...]] = []  # see `adapters.AdapterSiteNames`
+        self._num_summaries = 0
+        self._result_widths: dict[int, int] = {}  # width of the result, for values whose rows also contain scratch memory
 
     def result_width(self, value: Value) -> int:
-        """Return the number of floats of a row that hold the result; the others are scratch memory of its operation."""
+        """Return how many floats of a row of the value are the result. The others are scratch memory of the operation."""
         return self._result_widths.get(value.index, value.width)
 
-    def value(self, width: int, rows: Rows = Rows.ALL) -> Value:
+    def new_value(self, width: int, rows: RowSelection = RowSelection.ALL) -> Value:
         self.values.append(Value(len(self.values), width, rows))
         return self.values[-1]
 
     def embedding(self, name: str) -> Value:
-        """Return an input; the runtime looks up the rows before the pass."""
+        """Return an input of the network. `NativeNetwork` looks up its rows before the pass."""
         return self.input(TOKEN_IDS, self._config.hidden_size)
 
     def per_layer_embedding(self, name: str) -> Value:
@@ -112,7 +110,7 @@ class NativeBlocks:
 
     def input(self, name: str, width: int) -> Value:
         if name not in self.inputs:
-            self.inputs[name] = self.value(width)
+            self.inputs[name] = self.new_value(width)
         return self.inputs[name]
 
     def concat(self, *values: Value) -> Value:
@@ -125,43 +123,45 @@ class NativeBlocks:
     def silu_residual(self, x: Value, y: Value) -> Value:
         return self._append(SiluResidualOperation(x=x.index, y=y.index, width=x.width), x)
 
-    def rank(self, logits: Value, ranking: Ranking) -> Value:
-        columns, ids = min(ranking.columns, logits.width), None
-        if ranking.target_ids is not None:
-            ids = (c_int32 * (columns + LANES))(*ranking.target_ids[:columns].tolist())
-        operation = RankOperation(
-            x=logits.index, width=logits.width, number=self._num_rankings, columns=columns, count=ranking.count, target_ids=ids
+    def summarize(self, logits: Value, options: SummaryOptions) -> Value:
+        columns, ids = min(options.columns, logits.width), None
+        if options.target_ids is not None:
+            ids = (c_int32 * (columns + LANES))(*options.target_ids[:columns].tolist())
+        operation = SummarizeOperation(
+            x=logits.index, width=logits.width, index=self._num_summaries, columns=columns, count=options.count, target_ids=ids
         )
-        self._num_rankings += 1
-        out = self._append(operation, logits, kernels().paceline_ranking_floats(columns, ranking.count))
-        self._result_widths[out.index] = 2 + 2 * ranking.count
+        self._num_summaries += 1
+        out = self._append(operation, logits, kernels().paceline_summary_floats(columns, options.count))
+        self._result_widths[out.index] = 2 + 2 * options.count
         return out
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
         return self._record_products(x, names, names)
 
-    def _record_products(self, x: Value, names: Sequence[str], adapted: Sequence[str]) -> tuple[Value, ...]:
-        """Record products with the matrices `names`, whose names in adapters are `adapted`."""
+    def _record_products(self, x: Value, names: Sequence[str], adapter_names: Sequence[str]) -> tuple[Value, ...]:
+        """Record products of x with the matrices `names`. adapter_names: their names in LoRA adapters."""
         outs = []
         by_packing: dict[tuple[int, ...], list[tuple[Matrix, str]]] = {}
-        for name, own in zip(names, adapted, strict=True):
+        for name, own in zip(names, adapter_names, strict=True):
             matrix = self._weights.matrix(name, len(self.values))
-            outs.append(self.value(matrix.outputs, x.rows))
+            outs.append(self.new_value(matrix.outputs, x.rows))
             by_packing.setdefault(self._packing_key(matrix), []).append((matrix, own))
         for (packing, *_), pairs in by_packing.items():
             array, site = (Matrix * len(pairs))(*(matrix for matrix, _ in pairs)), -1
-            if self._takes_adapters:
+            if self._supports_adapters:
                 site = len(self.sites)
                 self.sites.append(tuple(own for _, own in pairs))
-            operation = LinearOperation(x=x.index, num_matrices=len(array), packing=packing, site=site, block_max=-1, matrices=array)
+            operation = LinearOperation(
+                x=x.index, num_matrices=len(array), packing=packing, adapter_site=site, block_max=-1, matrices=array
+            )
             self._append_to(operation, outs[0])
         return tuple(outs)
 
-    def append_block_max(self, logits: Value) -> Value | None:
-        """Return the maximum of each BLOCK_COLUMNS logits of a row, [R, ceil(V / BLOCK_COLUMNS)]; None if several products made them."""
+    def record_block_max(self, logits: Value) -> Value | None:
+        """Let the product for `logits` also compute the maximum of each BLOCK_COLUMNS logits; None = it is not a single product."""
         for operation in self.operations:
             if isinstance(operation, LinearOperation) and operation.num_matrices == 1 and operation.matrices[0].out == logits.index:
-                block_max = self.value(-(-logits.width // BLOCK_COLUMNS), logits.rows)
+                block_max = self.new_value(-(-logits.width // BLOCK_COLUMNS), logits.rows)
                 operation.block_max = block_max.index
                 return block_max
         return None
@@ -176,11 +176,11 @@ class NativeBlocks:
         return self._record_norm(x, name, num_groups, weighted_heads=num_groups)
 
     def convolution(self, x: Value, mixer: Recurrent, layer: int) -> Value:
-        place, name = self._states.layers[layer], f"layers.{layer}.conv"
+        layout, name = self._states.layers[layer], f"layers.{layer}.conv"
         bias = self._weights.vector(name + ".bias") if self._weights.has(name + ".bias") else None
         operation = ConvolutionOperation(
             x=x.index, channels=mixer.channels, kernel_size=mixer.kernel_size, is_activated=not isinstance(mixer, ShortConvConfig),
-            conv_at=place.conv_at, record_at=place.record_at, weight=self._weights.transposed(name + ".weight"), bias=bias,
+            conv_at=layout.conv_at, record_at=layout.record_at, weight=self._weights.transposed(name + ".weight"), bias=bias,
         )  # fmt: skip
         return self._append(operation, x)
 
@@ -211,10 +211,10 @@ class NativeBlocks:
 
     def _attention(self, q: int, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> AttentionOperation:
         k, v = (-1, -1) if kv is None else (kv[0].index, kv[1].index)
-        owner = layer if attention.kv_layer is None else attention.kv_layer
+        kv_layer = layer if attention.kv_layer is None else attention.kv_layer
         return AttentionOperation(
             q=q, k=k, v=v, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
-            layer=owner, tables=self._cache_config.block_table_index(owner), window=attention.window or 0,
+            layer=kv_layer, tables=self._cache_config.block_table_index(kv_layer), window=attention.window or 0,
             is_causal=attention.is_causal, scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
             sinks=self._weights.vector(f"layers.{layer}.attention.sinks", exact=True) if attention.has_sinks else None,
         )  # fmt: skip
@@ -231,10 +231,10 @@ class NativeBlocks:
     def experts(self, x: Value, logits: Value, mlp: ExpertMLP, prefix: str) -> Value:
         routing = mlp.routing
         routes = self._record_routing(logits, routing, prefix)
-        *front, back = [f"{prefix}experts.{{}}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
-        *gates, up = self._expert_products(x, routes, routing, *front[not mlp.expert.has_gate :], of_pairs=False)
+        *inputs, output = [f"{prefix}experts.{{}}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        *gates, up = self._expert_products(x, routes, routing, *inputs[not mlp.expert.has_gate :], of_pairs=False)
         active = self.gated(gates[0] if gates else up, up, mlp.expert.activation)
-        (down,) = self._expert_products(active, routes, routing, back, of_pairs=True)
+        (down,) = self._expert_products(active, routes, routing, output, of_pairs=True)
         width = down.width // routing.num_experts_per_token
         return self._append(
             CombineOperation(x=down.index, routes=routes.index, chosen=routing.num_experts_per_token, width=width), x, width
@@ -253,7 +253,7 @@ class NativeBlocks:
         return self.scale(x, self._weights.scalar(name + ".weight"))
 
     def logits_rows(self, x: Value) -> Value:
-        return self._append_to(GatherOperation(x=x.index, width=x.width), self.value(x.width, Rows.LOGITS))
+        return self._append_to(GatherOperation(x=x.index, width=x.width), self.new_value(x.width, RowSelection.LOGITS))
 
     def lm_head(self, x: Value, name: str) -> Value:
         return self._record_products(x, (name,), (LM_HEAD,))[0]
@@ -275,21 +275,21 @@ class NativeBlocks:
         return self._append(operation, x)
 
     def _record_state_operation(self, x: Value, a: Value, b: Value | None, mixer: GatedDeltaConfig | Mamba2Config, layer: int) -> Value:
-        state, place, prefix = mixer.state, self._states.layers[layer], f"layers.{layer}."
-        work = self.value(4 * state.key_width + state.value_width + 2 * state.heads + 2 * CHECKPOINT_INTERVAL * state.key_heads)
+        state, layout, prefix = mixer.state, self._states.layers[layer], f"layers.{layer}."
+        prepared = self.new_value(4 * state.key_width + state.value_width + 2 * state.heads + 2 * CHECKPOINT_INTERVAL * state.key_heads)
         min_step, max_step = mixer.dt_limits if isinstance(mixer, Mamba2Config) else (0.0, float("inf"))
         operation = StateOperation(
-            x=x.index, a=a.index, b=-1 if b is None else b.index, work=work.index, channels=mixer.channels, heads=state.heads,
-            key_heads=state.key_heads, rows_of_state=state.rows, columns=state.columns, block=place.block,
-            is_delta=isinstance(mixer, GatedDeltaConfig), matrices_at=place.matrices_at, keys_at=place.record_at + mixer.channels,
-            work_floats=work.width, min_step=min_step, max_step=max_step,
+            x=x.index, a=a.index, b=-1 if b is None else b.index, prepared=prepared.index, channels=mixer.channels, heads=state.heads,
+            key_heads=state.key_heads, rows_of_state=state.rows, columns=state.columns, block_columns=layout.block,
+            is_delta=isinstance(mixer, GatedDeltaConfig), matrices_at=layout.matrices_at, keys_at=layout.record_at + mixer.channels,
+            prepared_floats=prepared.width, min_step=min_step, max_step=max_step,
             decay=self._weights.vector(prefix + "decay.weight", exact=True), bias=self._weights.vector(prefix + "decay.bias", exact=True),
             skip=self._weights.vector(prefix + "skip.weight", exact=True) if isinstance(mixer, Mamba2Config) else None,
         )  # fmt: skip
         return self._append(operation, x, state.value_width)
 
     def _record_routing(self, logits: Value, routing: ExpertRouting, prefix: str) -> Value:
-        """Record the routing of rows to experts: 8 numbers per pair of row and expert, and one for all (`Routes` in kernels/native.h)."""
+        """Record the choice of each row's experts. The result is `Routes` of kernels/native.h."""
         correction, scales = (
             self._weights.vector(f"{prefix}router.{name}", exact=True) if exists else None
             for name, exists in (("correction", routing.has_correction_bias), ("scales", routing.has_scales))
@@ -303,11 +303,11 @@ class NativeBlocks:
         return self._append(operation, logits, 8 * routing.num_experts_per_token + 1)
 
     def _expert_products(self, x: Value, routes: Value, routing: ExpertRouting, *names: str, of_pairs: bool) -> tuple[Value, ...]:
-        """Record the products of a mixture of experts, one for each pair of a row and one of its experts; the pairs are in any order.
+        """Record the products of each row with matrices of its experts. Results have a row for each pair of a row and an expert.
 
         Args:
-            of_pairs: x has a row for each pair; otherwise one for each row of the pass.
-            names: of the matrices, with a placeholder for the expert's number.
+            of_pairs: whether x has a row for each pair; otherwise it has one for each row of the pass.
+            names: names of the matrices, with a placeholder for the index of the expert.
         """
         outs: list[Value] = []
         by_packing: dict[tuple[int, ...], list[tuple[str, list[Matrix]]]] = {}
@@ -316,35 +316,35 @@ class NativeBlocks:
             packings = {self._packing_key(matrix) for matrix in matrices}
             if len(packings) > 1:
                 raise ConfigError(f"the experts' matrices {name.format('*')} have different formats: quantise all of them the same way")
-            outs.append(self.value(matrices[0].outputs * routing.num_experts_per_token, x.rows))
+            outs.append(self.new_value(matrices[0].outputs * routing.num_experts_per_token, x.rows))
             by_packing.setdefault(packings.pop(), []).append((name, matrices))
         for (packing, *_), own in by_packing.items():
             array, site = (Matrix * (len(own) * routing.num_experts))(*(matrix for _, matrices in own for matrix in matrices)), -1
-            if self._takes_adapters:
+            if self._supports_adapters:
                 site = len(self.sites)
                 self.sites += [tuple(name.format(expert) for name, _ in own) for expert in range(routing.num_experts)]
             operation = ExpertsOperation(
                 x=x.index, routes=routes.index, chosen=routing.num_experts_per_token, experts=routing.num_experts,
-                num_matrices=len(own), packing=packing, of_pairs=of_pairs, site=site, matrices=array,
+                num_matrices=len(own), packing=packing, of_pairs=of_pairs, adapter_site=site, matrices=array,
             )  # fmt: skip
             self._append_to(operation, outs[0])
         return tuple(outs)
 
     def _packing_key(self, matrix: Matrix) -> tuple[int, ...]:
-        """Return how input rows are packed for a matrix; matrices with equal results can share packed rows.
+        """Return what the packing of input rows for a matrix depends on. Matrices with equal keys use the same packed rows.
 
-        Rows are rounded to 8 bits for panels, and to bfloat16 for bfloat16 weights if that is the compute type.
+        Rows are rounded to 8 bits for matrices in panels, and to bfloat16 for bfloat16 matrices if that is the compute type.
         """
         if matrix.kind in PANEL_KINDS:
             return Packing.BYTES, matrix.group, matrix.zero_point, matrix.kind in NARROW_KINDS, matrix.kind in TABLE_KINDS
         return (Packing.BF16 if self._weights.rounds_to_bf16 and matrix.kind == MatrixKind.BF16 else Packing.FLOATS,)
 
     def _append(self, operation: Operation, like: Value, width: int | None = None) -> Value:
-        """Append an operation on the rows of `like` and return its result; its width is that of `like` by default."""
-        return self._append_to(operation, self.value(like.width if width is None else width, like.rows))
+        """Append an operation on the rows of `like` and return its result. width None = that of `like`."""
+        return self._append_to(operation, self.new_value(like.width if width is None else width, like.rows))
 
     def _append_to(self, operation: Operation, out: Value) -> Value:
-        """Append an operation that writes `out`."""
+        """Append an operation whose result is `out`, and return `out`."""
         operation.out, operation.rows = out.index, out.rows
         self.operations.append(operation)
         return out
@@ -352,12 +352,12 @@ class NativeBlocks:
 
 @dataclass(frozen=True, slots=True)
 class RecordedNetwork:
-    """A network as operations.
+    """A network as a list of operations on buffers.
 
     Attributes:
-        operations: with buffer numbers, not value numbers.
-        widths: floats of a row of each buffer.
-        sites: the products of each operation that adapters can change; of experts one entry each.
+        operations: operations whose values have been replaced by buffer numbers.
+        widths: width of each buffer, in floats.
+        sites: see `adapters.AdapterSiteNames`.
     """
 
     operations: list[Operation]
@@ -366,7 +366,7 @@ class RecordedNetwork:
 
 
 def matrices_of(operation: Operation) -> list[Matrix]:
-    """Return the matrices of a product; empty for other operations."""
+    """Return the matrices with which an operation multiplies; empty for operations that are not products."""
     count = 0
     if isinstance(operation, LinearOperation | ExpertsOperation):
         count = operation.num_matrices * (operation.experts if isinstance(operation, ExpertsOperation) else 1)

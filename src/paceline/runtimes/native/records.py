@@ -4,7 +4,7 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_ui
 from enum import IntEnum
 from typing import Any, ClassVar
 
-from paceline.runtimes.ranking import DRAW
+from paceline.runtimes.logits_summary import SAMPLING_DTYPE
 
 MatrixKind = IntEnum(
     "MatrixKind",
@@ -14,26 +14,26 @@ MatrixKind = IntEnum(
     "PANELS_Q4_K PANELS_Q5_K PANELS_Q6_K PANELS_Q2_K PANELS_Q3_K PANELS_IQ4_XS",
     start=0,
 )
-"""How a matrix is stored: row by row as floats or 8-bit codes, or in panels (kernels/panels.h)."""
+"""How a matrix is stored: row by row, as floats or 8-bit codes, or in panels; see kernels/native.h."""
 
 PANEL_KINDS = frozenset(kind for kind in MatrixKind if kind.name.startswith("PANELS"))
 
 
-Code = IntEnum(
-    "Code",
-    "LINEAR NORM ROPE ATTENTION GATED ADD GATHER SOFT_CAP CONCAT SILU_RESIDUAL RANK SCALE COLUMNS ROUTE EXPERTS COMBINE SIGMOID_GATE "
+OperationCode = IntEnum(
+    "OperationCode",
+    "LINEAR NORM ROPE ATTENTION GATED ADD GATHER SOFT_CAP CONCAT SILU_RESIDUAL SUMMARIZE SCALE COLUMNS ROUTE EXPERTS COMBINE SIGMOID_GATE "
     "CONVOLUTION STATE BLOCK_CONVOLUTION",
     start=0,
 )
-"""The kind of an operation."""
+"""Numbers of the kinds of operations, as in kernels/native.h."""
 
 
 class Packing(IntEnum):
-    """How the input rows of a product are stored for the kernels."""
+    """How the input rows of a product are packed."""
 
     FLOATS = 0
     BF16 = 1
-    BYTES = 2  # 8-bit codes with one scale per group
+    BYTES = 2  # 8-bit codes with a scale for each group
 
 
 class KVKind(IntEnum):
@@ -46,14 +46,14 @@ class KVKind(IntEnum):
 
 
 PHASES = 3
-"""Phases of an operation; each counts its pieces of work separately."""
+"""Phases of an operation in which threads claim pieces of work, see kernels/work.h."""
 
 CHECKPOINT_INTERVAL = 8
-"""Recurrent states are stored after a multiple of so many rows of their text."""
+"""Recurrent states are stored only after a multiple of this number of rows of a sequence."""
 
 
-class Rows(IntEnum):
-    """Which rows of a pass an operation works on."""
+class RowSelection(IntEnum):
+    """The rows of a pass on which an operation works."""
 
     ALL = 0
     LOGITS = 1  # only the rows whose logits are computed
@@ -66,49 +66,53 @@ _TYPES: dict[str, Any] = {
 
 
 def _fields(declarations: str) -> tuple[tuple[str, Any], ...]:
-    """Return ctypes fields from declarations as in C, `type name name; type name`."""
+    """Return ctypes fields from a string like `type name name; type name`."""
     return tuple((name, _TYPES[kind]) for kind, *names in map(str.split, declarations.split(";")) for name in names)
 
 
 class Matrix(Structure):
-    """A weight matrix [outputs, columns]."""
+    """A weight matrix [outputs, columns], see kernels/native.h."""
 
-    _fields_ = _fields("int32 kind outputs columns group zero_point out block; int64 row_bytes; pointer codes scales minimums bias table")
+    _fields_ = _fields(
+        "int32 kind outputs columns group zero_point out scale_columns; int64 row_bytes; pointer codes scales minimums bias table"
+    )
 
 
 _TYPES["Matrix*"] = POINTER(Matrix)
 
 
 class SuperBlocksRecord(Structure):
-    """A K-quant matrix as in models/grouped.py, which is converted to panels."""
+    """A K-quant matrix from which panels are filled, with the arrays of `models/grouped.py`."""
 
     _fields_ = _fields(
-        "int32 kind outputs columns block zero_point; int64 row_bytes; pointer codes scales minimums factors minimum_factors"
+        "int32 kind outputs columns scale_columns zero_point; int64 row_bytes; pointer codes scales minimums factors minimum_factors"
     )
 
 
-class BlocksRecord(Structure):
-    """Rows of GGUF blocks, which are converted to panels."""
+class GgufBlocksRecord(Structure):
+    """A matrix in GGUF blocks from which panels are filled."""
 
-    _fields_ = _fields("int32 type kind outputs columns zero_point block flipped; int64 row_bytes; pointer rows order places")
+    _fields_ = _fields(
+        "int32 type kind outputs columns zero_point scale_columns sign_mask; int64 row_bytes; pointer rows row_order run_positions"
+    )
 
 
 class Operation(Structure):
-    """The common head of all operations.
+    """The first fields of all operations, and their base class.
 
     Attributes:
         CODE: the kind of operation.
-        INPUTS: fields that name a value that is read. They hold value numbers while a network is recorded, then buffer numbers.
-        OUTS: fields that name a value that is written; scratch values are in both.
+        INPUTS: names of fields with values that are read: first value numbers, after `assign_buffers` buffer numbers.
+        OUTPUTS: names of fields with values that are written. A scratch value is in INPUTS and OUTPUTS.
     """
 
-    CODE: ClassVar[Code]
+    CODE: ClassVar[OperationCode]
     INPUTS: ClassVar[tuple[str, ...]]
-    OUTS: ClassVar[tuple[str, ...]] = ("out",)
+    OUTPUTS: ClassVar[tuple[str, ...]] = ("out",)
     _fields_: ClassVar[tuple[tuple[str, Any], ...]] = _fields("int32 code out rows")
 
     def __init__(self, **fields: object) -> None:
-        """Set the fields of the subclass; `out` and `rows` are set when it is recorded.
+        """Set all fields of the subclass. `out` and `rows` are set when the operation is recorded.
 
         Raises:
             TypeError: a field is missing or unknown.
@@ -120,143 +124,144 @@ class Operation(Structure):
 
 
 class LinearOperation(Operation):
-    """Products with matrices of the same columns and packing.
+    """Products of the rows x with matrices that have the same number of columns and the same packing.
 
-    `site`: its index among the operations that adapters can change; -1 = none does. `block_max`: buffer for the maximum of each
-    BLOCK_COLUMNS results of a row, if there is one matrix; -1 = not kept.
+    adapter_site: index among the operations that LoRA adapters can change, -1 = none can. block_max: buffer for the maximum of each
+    BLOCK_COLUMNS results of a row, -1 = not computed.
     """
 
-    CODE, INPUTS, OUTS = Code.LINEAR, ("x",), ("out", "block_max")
-    _fields_ = _fields("int32 x num_matrices packing site block_max; Matrix* matrices")
+    CODE, INPUTS, OUTPUTS = OperationCode.LINEAR, ("x",), ("out", "block_max")
+    _fields_ = _fields("int32 x num_matrices packing adapter_site block_max; Matrix* matrices")
 
 
 class NormOperation(Operation):
-    """RMS norm of every head; one head is the whole row. `weight` may be null."""
+    """RMS norm of each head of a row; with one head, of the whole row. weight None = no weight."""
 
-    CODE, INPUTS = Code.NORM, ("x",)
+    CODE, INPUTS = OperationCode.NORM, ("x",)
     _fields_ = _fields("int32 x heads head_size; float epsilon; int32 weighted_heads; pointer weight")
 
 
 class RopeOperation(Operation):
-    """Rotate `rotary_half` pairs of each head by the angles of a table."""
+    """Rotary embedding of `rotary_half` pairs of each head, with the angles of a table."""
 
-    CODE, INPUTS = Code.ROPE, ("x",)
+    CODE, INPUTS = OperationCode.ROPE, ("x",)
     _fields_ = _fields("int32 x heads head_size rotary_half table")
 
 
 class AttentionOperation(Operation):
-    """Attention over a layer of the cache. Window and soft cap 0 = none; `tables`: block table set of the pass; k = v = -1: read only.
+    """Write keys and values to a layer of the cache, and attention to it.
 
-    q = -1: keys and values are only written. `is_causal`: masks of ranges are ignored.
+    k = v = -1: nothing is written; q = -1: keys and values are only written. window, soft_cap: 0 = none. tables: index of the layer's set
+    of block tables. is_causal: the masks of ranges are ignored.
     """
 
-    CODE, INPUTS = Code.ATTENTION, ("q", "k", "v")
+    CODE, INPUTS = OperationCode.ATTENTION, ("q", "k", "v")
     _fields_ = _fields("int32 q k v heads kv_heads head_size layer tables window is_causal; float scale soft_cap; pointer sinks")
 
 
 class GatedOperation(Operation):
-    """activation(x) * up; activation 0 = SiLU, 1 = GELU by tanh, 2 = clamped SwiGLU (slope, limit), 3 = sigmoid, 4 = none, 5 = ReLU."""
+    """activation(x) * up. activation: 0 SiLU, 1 GELU by tanh, 2 clamped SwiGLU (slope, limit), 3 sigmoid, 4 none, 5 ReLU."""
 
-    CODE, INPUTS = Code.GATED, ("x", "up")
+    CODE, INPUTS = OperationCode.GATED, ("x", "up")
     _fields_ = _fields("int32 x up width activation; float slope limit")
 
 
 class AddOperation(Operation):
     """x + y."""
 
-    CODE, INPUTS = Code.ADD, ("x", "y")
+    CODE, INPUTS = OperationCode.ADD, ("x", "y")
     _fields_ = _fields("int32 x y width")
 
 
 class SiluResidualOperation(Operation):
     """x + silu(y)."""
 
-    CODE, INPUTS = Code.SILU_RESIDUAL, ("x", "y")
+    CODE, INPUTS = OperationCode.SILU_RESIDUAL, ("x", "y")
     _fields_ = _fields("int32 x y width")
 
 
 class GatherOperation(Operation):
     """Copy the rows whose logits are computed."""
 
-    CODE, INPUTS = Code.GATHER, ("x",)
+    CODE, INPUTS = OperationCode.GATHER, ("x",)
     _fields_ = _fields("int32 x width")
 
 
 class SoftCapOperation(Operation):
     """cap * tanh(x / cap)."""
 
-    CODE, INPUTS = Code.SOFT_CAP, ("x",)
+    CODE, INPUTS = OperationCode.SOFT_CAP, ("x",)
     _fields_ = _fields("int32 x width; float cap")
 
 
 class ScaleOperation(Operation):
     """x * factor."""
 
-    CODE, INPUTS = Code.SCALE, ("x",)
+    CODE, INPUTS = OperationCode.SCALE, ("x",)
     _fields_ = _fields("int32 x width; float factor")
 
 
 class ConcatOperation(Operation):
-    """[x, y] along columns."""
+    """[x, y]: the columns of x, then those of y."""
 
-    CODE, INPUTS = Code.CONCAT, ("x", "y")
+    CODE, INPUTS = OperationCode.CONCAT, ("x", "y")
     _fields_ = _fields("int32 x y x_width y_width")
 
 
 class RouteOperation(Operation):
-    """Choose experts by the router's logits x; scoring 0 = softmax, 1 = sigmoid. See kernels/experts.c."""
+    """Choose the experts of each row by the router's logits x. scoring: 0 softmax, 1 sigmoid. See kernels/experts.c."""
 
-    CODE, INPUTS = Code.ROUTE, ("x",)
+    CODE, INPUTS = OperationCode.ROUTE, ("x",)
     _fields_ = _fields("int32 x experts chosen scoring groups chosen_groups is_normalized; float epsilon factor; pointer correction scales")
 
 
 class ExpertsOperation(Operation):
-    """Products of rows with matrices of their experts; the results have a row for each pair of a row and an expert."""
+    """Products of rows with the matrices of their experts. The results have a row for each pair of a row and an expert."""
 
-    CODE, INPUTS = Code.EXPERTS, ("x", "routes")
-    _fields_ = _fields("int32 x routes chosen experts num_matrices packing of_pairs site; Matrix* matrices")
+    CODE, INPUTS = OperationCode.EXPERTS, ("x", "routes")
+    _fields_ = _fields("int32 x routes chosen experts num_matrices packing of_pairs adapter_site; Matrix* matrices")
 
 
 class CombineOperation(Operation):
-    """The weighted sum of each row's experts."""
+    """The sum of the outputs of each row's experts, times their weights."""
 
-    CODE, INPUTS = Code.COMBINE, ("x", "routes")
+    CODE, INPUTS = OperationCode.COMBINE, ("x", "routes")
     _fields_ = _fields("int32 x routes chosen width")
 
 
 class SigmoidGateOperation(Operation):
-    """x * sigmoid(y), y one number a row."""
+    """x * sigmoid(y), where y has one number in each row."""
 
-    CODE, INPUTS = Code.SIGMOID_GATE, ("x", "y")
+    CODE, INPUTS = OperationCode.SIGMOID_GATE, ("x", "y")
     _fields_ = _fields("int32 x y width")
 
 
 class ConvolutionOperation(Operation):
-    """A causal convolution of each channel over time; `conv_at`, `record_at`: the layer's offsets in a state and in a record."""
+    """A causal convolution of each channel. conv_at, record_at: the layer's offset in a recurrent state, and in a replay record."""
 
-    CODE, INPUTS = Code.CONVOLUTION, ("x",)
+    CODE, INPUTS = OperationCode.CONVOLUTION, ("x",)
     _fields_ = _fields("int32 x channels kernel_size is_activated conv_at record_at; pointer weight bias")
 
 
 class StateOperation(Operation):
-    """Recurrent matrices: gated delta rule or Mamba-2. See kernels/state_blocks.c."""
+    """Update of recurrent state matrices by a gated delta rule or by Mamba-2, see kernels/state_blocks.c."""
 
-    CODE, INPUTS, OUTS = Code.STATE, ("x", "a", "b", "work"), ("out", "work")
+    CODE, INPUTS, OUTPUTS = OperationCode.STATE, ("x", "a", "b", "prepared"), ("out", "prepared")
     _fields_ = _fields(
-        "int32 x a b work channels heads key_heads rows_of_state columns block is_delta matrices_at keys_at work_floats;"
+        "int32 x a b prepared channels heads key_heads rows_of_state columns block_columns is_delta matrices_at keys_at prepared_floats;"
         "float min_step max_step; pointer decay bias skip"
     )
 
 
 class BlockConvolutionOperation(Operation):
-    """A convolution over the rows of a range, with a kernel of its own for each row, see `Blocks.block_convolution`."""
+    """A causal convolution over the rows of a range, in which each row has another kernel; see `Blocks.block_convolution`."""
 
-    CODE, INPUTS = Code.BLOCK_CONVOLUTION, ("x", "added")
+    CODE, INPUTS = OperationCode.BLOCK_CONVOLUTION, ("x", "added")
     _fields_ = _fields("int32 x added width added_width added_at kernel_size group; pointer base")
 
 
 class AdapterProduct(Structure):
-    """What an adapter adds to one product: `up` times `rank` numbers from `first` on, a bias, or a replacement of the matrix."""
+    """The LoRA update of one product, see kernels/native.h."""
 
     _fields_ = _fields("int32 kind first rank unused; pointer up bias; Matrix* replacement")
 
@@ -265,7 +270,7 @@ _TYPES["AdapterProduct*"] = POINTER(AdapterProduct)
 
 
 class AdapterSite(Structure):
-    """What an adapter does to the products of one operation; `scaling_columns`: which of a row's scalings multiplies each rank."""
+    """The LoRA updates of the products of one operation, see kernels/native.h."""
 
     _fields_ = _fields("Matrix* down; AdapterProduct* products; pointer scaling_columns")
 
@@ -274,7 +279,7 @@ _TYPES["AdapterSite*"] = POINTER(AdapterSite)
 
 
 class PassAdapter(Structure):
-    """An adapter of some rows of a pass: its rows among all, and among those whose logits are computed, and their scalings if any."""
+    """A LoRA adapter and the rows of the pass that use it, see kernels/native.h."""
 
     _fields_ = _fields("AdapterSite* sites; int32[2] first count; pointer scalings; int64 num_scalings")
 
@@ -282,31 +287,31 @@ class PassAdapter(Structure):
 class ColumnsOperation(Operation):
     """Columns [begin, begin + width) of x."""
 
-    CODE, INPUTS = Code.COLUMNS, ("x",)
+    CODE, INPUTS = OperationCode.COLUMNS, ("x",)
     _fields_ = _fields("int32 x x_width begin width")
 
 
-class RankOperation(Operation):
-    """Find the top ids and the log-sum of rows of logits, see `runtimes.ranking.Ranking`; `number`: index of the network's ranking."""
+class SummarizeOperation(Operation):
+    """Summarise rows of logits, see `SummaryOptions`. index: which of the network's summaries this is."""
 
-    CODE, INPUTS = Code.RANK, ("x",)
-    _fields_ = _fields("int32 x width number columns count; int32* target_ids")
+    CODE, INPUTS = OperationCode.SUMMARIZE, ("x",)
+    _fields_ = _fields("int32 x width index columns count; int32* target_ids")
 
 
 class Range(Structure):
-    """Rows of one path; `table` and `mask` are offsets of its block table and mask, mask -1 = causal."""
+    """A `RowRange` for the kernels. table, mask: offsets in `Pass.block_tables` and `Pass.masks`; mask -1 = causal."""
 
     _fields_ = _fields("int32 start rows cached_len table mask first_slot")
 
 
 class SampleOptions(Structure):
-    """The sampling parameters of a request; temperature 0 is greedy."""
+    """The sampling parameters of a request. temperature 0 = greedy."""
 
     _fields_ = _fields("double top_p min_p; float temperature; int32 top_k columns unused")
 
 
 class SamplePath(Structure):
-    """A path of a draft tree along which target tokens are sampled, see kernels/native.h."""
+    """A draft tree along which target tokens are sampled, see kernels/native.h."""
 
     _fields_ = _fields(
         "pointer logits block_max; int64 stride block_max_stride; pointer options tree; uint64 seed sample_index position;"
@@ -315,38 +320,38 @@ class SamplePath(Structure):
 
 
 class StateStep(Structure):
-    """One step of updating a recurrent state, see kernels/native.h."""
+    """A step of updating a recurrent state, see kernels/native.h."""
 
     _fields_ = _fields("int32 from to path first_row num_rows first_save num_saves")
 
 
 class StateSave(Structure):
-    """A request to write the recurrent state after the first `count` pending and new rows to memory."""
+    """A place to which a recurrent state is copied, and after how many rows; see kernels/native.h."""
 
     _fields_ = _fields("pointer state; int64 count")
 
 
 class StateRange(Structure):
-    """What the rows of a range do to the recurrent state of their sequence."""
+    """How the rows of a range update the recurrent state of their sequence, see kernels/native.h."""
 
     _fields_ = _fields(
-        "pointer state records pending rows parents order ancestors paths steps saves has_run; int64 record_floats;"
-        "int32 num_pending num_folded num_steps num_saves"
+        "pointer state records pending row_records parents order ancestors paths steps saves has_run; int64 record_floats;"
+        "int32 num_pending num_applied num_steps num_saves"
     )
 
 
 class Pass(Structure):
-    """The rows of one pass. Block tables come in sets, one for each pool of blocks, `blocks_per_table_set` apart."""
+    """The rows of one pass, see kernels/native.h."""
 
     _fields_ = _fields(
         "int32 rows num_logits_rows num_ranges blocks_per_table_set;"
-        "pointer ranges range_of_row block_tables masks logits_rows cos sin draws states"
+        "pointer ranges range_of_row block_tables masks logits_rows cos sin sampling states"
         " adapters adapter_rows row_order adapter_of_row low_rank; int32 num_adapters low_rank_floats"
     )
 
 
 class Program(Structure):
-    """A recorded network with its buffers and its cache."""
+    """A recorded network with its buffers and its cache, see kernels/native.h."""
 
     _fields_ = _fields(
         "pointer operations; int32 num_operations num_threads; pointer buffers packed packed_rows scratch kv_storage split_results;"
@@ -355,15 +360,15 @@ class Program(Structure):
     )
 
 
-VERSION = 21
-"""KERNELS_VERSION of kernels/native.h."""
+VERSION = 22
+"""KERNELS_VERSION in kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
-    Matrix, SuperBlocksRecord, BlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation,
-    AddOperation, SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation,
+    Matrix, SuperBlocksRecord, GgufBlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation,
+    AddOperation, SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, SummarizeOperation, ScaleOperation,
     ColumnsOperation, RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation,
     StateOperation, BlockConvolutionOperation, AdapterProduct, AdapterSite, PassAdapter, Range, SampleOptions, SamplePath, StateStep,
     StateSave, StateRange, Pass, Program,
 )  # fmt: skip
-LAYOUT = (VERSION, *map(sizeof, _RECORDS), DRAW.itemsize, -1)
-"""What `paceline_layout` of the kernels returns for 0, 1, ..."""
+LAYOUT = (VERSION, *map(sizeof, _RECORDS), SAMPLING_DTYPE.itemsize, -1)
+"""What the kernels' function `paceline_layout` must return for 0, 1, 2, ..."""

@@ -1,4 +1,4 @@
-"""Tables of rotary angles, computed up to the longest position seen, and the rows of them that a pass reads."""
+"""Tables of rotary angles, and which rows of them a pass reads."""
 
 from typing import Any
 
@@ -9,18 +9,19 @@ from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.runtimes.base import FloatArray, IntArray
 
 MIN_POSITIONS = 256
+"""Positions for which angles are always computed."""
 
 
 class RotaryTables:
-    """cos and sin for positions from 0 on, times the attention factor and the temperature, for each of `config.rotations`.
+    """Tables of cos and sin, times the attention factor and temperature, for each of `config.rope_variants`.
 
-    Tables grow by doubling, not to the length a model allows at once. Rows added later have the bits they would have had at first.
+    They begin with few positions and are extended as needed, because a model may allow millions. This does not change the bits of any row.
 
     Args:
-        limit: the last position there can be; at least MIN_POSITIONS, because load-time tests run rows of their own.
+        limit: the largest position. At least MIN_POSITIONS are allowed, which the tests at load need.
 
     Attributes:
-        cos_sin: for each rotation cos and sin, [positions, R / 2] float32, contiguous; a new list whenever the tables grow.
+        cos_sin: for each variant cos and sin, each [positions, R / 2] float32, contiguous. A new list whenever the tables are extended.
     """
 
     def __init__(self, config: ModelConfig, limit: int) -> None:
@@ -29,10 +30,10 @@ class RotaryTables:
         self.cos_sin = self._compute(0, min(MIN_POSITIONS, self._limit) + 1)
 
     def extend_to(self, position: int) -> None:
-        """Grow the tables to hold `position`.
+        """Extend the tables to include `position`.
 
         Raises:
-            IndexError: it is beyond the limit, or negative.
+            IndexError: the position is larger than the limit, or negative.
         """
         begin = len(self.cos_sin[0][0])
         if 0 <= position < begin:
@@ -56,48 +57,50 @@ class RotaryTables:
 
 
 class PassAngles:
-    """Addresses of the table rows of a pass, for one rotation. Consecutive positions are read in place, others are gathered.
+    """Sets the addresses of the rotary angles of a pass, for one of `config.rope_variants`.
+
+    If positions are consecutive, the kernels read the tables; otherwise the rows are copied to another array.
 
     Args:
-        cos, sin: ctypes arrays of addresses, by rotation; `set_positions` writes entry `index`.
-        index: index of the rotation.
-        tables: tables of all rotations.
+        cos, sin: ctypes arrays of addresses, of which `set_positions` writes element `index`.
+        index: index of the variant.
+        tables: tables of all variants.
     """
 
     def __init__(self, cos: Any, sin: Any, index: int, tables: RotaryTables) -> None:
-        self._cos, self._sin, self._index, self._all = cos, sin, index, tables
+        self._cos, self._sin, self._index, self._rotary_tables = cos, sin, index, tables
         self._read_tables()
-        self._gathered = [table[:0] for table in self._tables]
-        self._gathered_addresses = [0, 0]
+        self._copied_rows = [table[:0] for table in self._tables]
+        self._copied_addresses = [0, 0]
 
     def set_positions(self, positions: IntArray) -> None:
-        """Point to the rows of `positions`.
+        """Set the addresses for rows with these positions.
 
         Raises:
-            IndexError: a position is beyond the tables' limit.
+            IndexError: a position is larger than the limit of the tables.
         """
-        count, numbers = len(positions), positions.tolist()
-        if count and (last := max(numbers)) >= self._end:
-            self._all.extend_to(last)
+        count, values = len(positions), positions.tolist()
+        if count and (last := max(values)) >= self._num_positions:
+            self._rotary_tables.extend_to(last)
             self._read_tables()
             self.set_positions(positions)
             return
-        if count and numbers[0] >= 0 and numbers == list(range(numbers[0], numbers[0] + count)):
-            offset = numbers[0] * self._row_bytes
+        if count and values[0] >= 0 and values == list(range(values[0], values[0] + count)):
+            offset = values[0] * self._row_bytes
             self._cos[self._index], self._sin[self._index] = self._addresses[0] + offset, self._addresses[1] + offset
             return
-        if count > len(self._gathered[0]):
-            self._gathered = [table[:0] for table in self._tables]  # if an interrupt follows, no stale address remains
+        if count > len(self._copied_rows[0]):
+            self._copied_rows = [table[:0] for table in self._tables]  # so that after an interrupt arrays are allocated again
             longer = [np.empty((1 << (count - 1).bit_length(), table.shape[1]), np.float32) for table in self._tables]
-            self._gathered_addresses = [array.ctypes.data for array in longer]
-            self._gathered = longer
-        for table, array in zip(self._tables, self._gathered, strict=True):
+            self._copied_addresses = [array.ctypes.data for array in longer]
+            self._copied_rows = longer
+        for table, array in zip(self._tables, self._copied_rows, strict=True):
             array[:count] = table[positions]
-        self._cos[self._index], self._sin[self._index] = self._gathered_addresses
+        self._cos[self._index], self._sin[self._index] = self._copied_addresses
 
     def _read_tables(self) -> None:
-        self._end = 0  # if an interrupt follows, no stale address remains
-        self._tables = self._all.cos_sin[self._index]
+        self._num_positions = 0  # so that after an interrupt the tables are read again
+        self._tables = self._rotary_tables.cos_sin[self._index]
         self._addresses = [table.ctypes.data for table in self._tables]
         self._row_bytes = self._tables[0].strides[0]
-        self._end = len(self._tables[0])
+        self._num_positions = len(self._tables[0])

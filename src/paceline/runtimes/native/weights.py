@@ -1,4 +1,4 @@
-"""Weights as the kernels read them: views of the mapped checkpoint unless they must be converted, so that loading copies nothing."""
+"""Weights as the kernels read them: views of the memory-mapped checkpoint, so that nothing is copied unless it must be converted."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, unpack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32, to_bf16
-from paceline.runtimes.embedding import rounded
+from paceline.runtimes.embedding import round_to_type
 from paceline.runtimes.native.aligned import Arena
 from paceline.runtimes.native.packed_weights import MAX_GROUP_SIZE, PackedWeights, pack_gguf_blocks, pack_weights
 from paceline.runtimes.native.records import Matrix, MatrixKind
@@ -19,14 +19,13 @@ FLOAT_KINDS = {WeightType.F32: MatrixKind.F32, WeightType.F16: MatrixKind.F16, W
 
 
 class NativeWeights:
-    """Returns addresses of weights and keeps the arrays alive.
+    """Returns addresses of weights, and keeps the arrays as long as they may be used.
 
     Args:
-        weights: the checkpoint's.
-        round_to: tensors of another type are rounded to this one and kept in it.
-        packed: quantised matrices in panels by name, for rows rounded to 8 bits; missing ones are added. None = no panels, rows are not
-            rounded.
-        num_threads: for packing.
+        weights: weights of the checkpoint.
+        round_to: float tensors of another type are rounded to this type and stored in it.
+        packed: quantised matrices in panels, by name; more are added when they are packed. None = matrices are not packed.
+        num_threads: threads that pack matrices.
     """
 
     def __init__(
@@ -38,11 +37,11 @@ class NativeWeights:
         self._num_threads = num_threads
         self._arena = Arena()
         self._arrays: list[NDArray[Any]] = []
-        self._plain: dict[str, tuple[NDArray[Any], MatrixKind]] = {}  # float matrices, shared by networks with the same weights
+        self._float_matrices: dict[str, tuple[NDArray[Any], MatrixKind]] = {}  # float matrices, by name
 
     @property
     def arrays(self) -> Sequence[NDArray[Any]]:
-        """All arrays whose addresses were handed to the kernels."""
+        """All arrays whose addresses the kernels may use."""
         return self._arrays
 
     @property
@@ -51,27 +50,26 @@ class NativeWeights:
         return self._round_to is WeightType.BF16
 
     def vector(self, name: str, *, exact: bool = False) -> int:
-        """Return the address of a vector as float32; `exact` = not rounded."""
+        """Return the address of a float32 vector, rounded to `round_to` unless `exact`."""
         values = as_float32(self._weights[name])
-        values = np.array(
-            values if exact else rounded(values, self._round_to)
-        )  # copied, because a view would keep megabytes of the mapped file in memory
+        # copied, because a view would keep megabytes of the mapped file in memory
+        values = np.array(values if exact else round_to_type(values, self._round_to))
         self._weights.free_tensor(name)
         return self._address(values)
 
     def transposed(self, name: str) -> int:
         """Return the address of a matrix as float32 in column-major order."""
-        return self._address(rounded(as_float32(self._weights[name]), self._round_to).T)
+        return self._address(round_to_type(as_float32(self._weights[name]), self._round_to).T)
 
     def scalar(self, name: str) -> float:
         """Return the value of a weight with one element."""
-        return float(rounded(as_float32(self._weights[name]), self._round_to)[0])
+        return float(round_to_type(as_float32(self._weights[name]), self._round_to)[0])
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)
 
     def table(self, name: str) -> AnyTensor | PackedWeights:
-        """Return the matrix `name.weight` for row lookups: in panels if products use them, or if that is smaller."""
+        """Return the matrix `name.weight`, to look up rows: in panels if it is packed for products, or if panels are smaller."""
         if self._packed is not None and name not in self._packed and self._weights.stored_blocks(name + ".weight") is None:
             tensor = self._weights[name + ".weight"]
             if not isinstance(tensor, GroupedTensor) or tensor.matrix.super_blocks is None:
@@ -79,22 +77,22 @@ class NativeWeights:
         return self._pack(name, self._num_threads) or self._weights[name + ".weight"]
 
     def matrix(self, name: str, out: int) -> Matrix:
-        """Return the record of `name.weight` and `name.bias`, whose products go to `out`."""
+        """Return the record of `name.weight` and `name.bias`. out: number of the value or buffer for products."""
         bias = self.vector(name + ".bias") if self.has(name + ".bias") else None
         if (packed := self._pack(name, self._num_threads)) is not None:
             return packed.matrix(out, bias)
         tensor = self._weights[name + ".weight"]
         if isinstance(tensor, GroupedTensor):
-            return self._grouped_record(tensor.matrix, out, bias)
-        if name not in self._plain:
-            self._plain[name] = self._round_to_type(tensor)
-        values, kind = self._plain[name]
+            return self._quantised_record(tensor.matrix, out, bias)
+        if name not in self._float_matrices:
+            self._float_matrices[name] = self._round_to_type(tensor)
+        values, kind = self._float_matrices[name]
         outputs, columns = values.shape
         address, row_bytes = self._address_and_stride(values)
         return Matrix(kind, outputs, columns, 0, 0, out, 0, row_bytes, address, None, None, bias, None)
 
     def _pack(self, name: str, num_threads: int = 1) -> PackedWeights | None:
-        """Return a matrix in panels, packed at the first call; None = it is not packed."""
+        """Return a matrix in panels, which is packed at the first call; None = it is not packed."""
         if self._packed is None:
             return None
         if name not in self._packed:
@@ -111,7 +109,7 @@ class NativeWeights:
         return self._packed[name]
 
     def matrices(self, names: Sequence[str], out: int) -> list[Matrix]:
-        """Return the records of several matrices, packed in parallel."""
+        """Return the records of several matrices, which are packed in parallel."""
         with ThreadPoolExecutor(self._num_threads) as pool:
             list(pool.map(self._pack, names))
         return [self.matrix(name, out) for name in names]
@@ -124,8 +122,8 @@ class NativeWeights:
             return to_bf16(values), FLOAT_KINDS[WeightType.BF16]
         return values.astype(np.float16), FLOAT_KINDS[WeightType.F16]
 
-    def _grouped_record(self, matrix: GroupedMatrix, out: int, bias: int | None) -> Matrix:
-        """Return the record of a quantised matrix for rows that are not rounded, with all codes as unsigned bytes."""
+    def _quantised_record(self, matrix: GroupedMatrix, out: int, bias: int | None) -> Matrix:
+        """Return the record of a quantised matrix that is not in panels: row by row, with codes as unsigned bytes."""
         zero_point, codes = matrix.zero_point, matrix.codes
         if matrix.bits == 4:
             unpacked = unpack_nibbles(codes.view(np.uint8))

@@ -1,4 +1,4 @@
-"""LoRA adapters as tensors; what they add to the rows of a pass is computed in float32, whatever the network's type."""
+"""LoRA adapters as tensors. Their updates are computed in float32, whatever the network's type."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,49 +10,50 @@ from numpy.typing import NDArray
 from paceline.models.adapters.adapter import XLoraMixture
 from paceline.models.adapters.network_adapter import EMBEDDING, LM_HEAD, NetworkAdapter
 from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows
-from paceline.runtimes.mixture import Classifier, Scalings
+from paceline.runtimes.xlora import Classifier, Scalings
 
 
 class TorchAdapter:
-    """One adapter on a device.
+    """A LoRA or X-LoRA adapter on a device.
 
     Attributes:
-        products: down [rank, in] and up [out, rank] by internal names.
-        biases: [out], likewise.
-        saved: matrices that replace the target's.
-        columns: [rank] of each product of a mixture, the columns of a row's scalings; empty for a plain adapter.
-        classifier: computes the scalings of an X-LoRA adapter; None = a plain adapter.
+        products: down [rank, in] and up [out, rank] by the internal name of the matrix that they update.
+        biases: bias [out] by internal name.
+        saved: matrices that replace those of the target, by internal name.
+        columns: X-LoRA: for each matrix the columns [rank] of a row's scalings that multiply the outputs of `down`; LoRA: empty.
+        classifier: X-LoRA: computes scalings; LoRA: None.
     """
 
     def __init__(self, network_adapter: NetworkAdapter, device: torch.device) -> None:
         def tensor(values: NDArray[np.float32]) -> torch.Tensor:
             return torch.from_numpy(np.array(values, np.float32)).to(device)
 
-        self.products = {name: (tensor(low.down), tensor(low.up)) for name, low in network_adapter.products.items()}
+        self.products = {name: (tensor(update.down), tensor(update.up)) for name, update in network_adapter.products.items()}
         self.biases = {name: tensor(values) for name, values in network_adapter.biases.items()}
         self.saved = {name: tensor(values) for name, values in network_adapter.saved.items()}
         mixture = network_adapter.mixture
         self.classifier = None if mixture is None else TorchClassifier(mixture, device)
         columns = {} if mixture is None else mixture.columns
-        self.columns = {name: torch.from_numpy(own.astype("int64")).to(device) for name, own in columns.items()}
+        self.columns = {name: torch.from_numpy(indices.astype("int64")).to(device) for name, indices in columns.items()}
 
-    def product(self, name: str, x: torch.Tensor, y: torch.Tensor, scalings: torch.Tensor | None = None) -> torch.Tensor:
-        """Return y, the product `name` of rows x, with the adapter applied, float32.
+    def apply_to_product(self, name: str, x: torch.Tensor, y: torch.Tensor, scalings: torch.Tensor | None = None) -> torch.Tensor:
+        """Return y = x W^T after the adapter is applied, in float32.
 
         Args:
-            scalings: [rows, L * K] of a mixture.
+            name: internal name of W.
+            scalings: [rows, L * K] for X-LoRA; None for LoRA.
         """
-        found = x @ self.saved[name].T if name in self.saved else y
+        result = x @ self.saved[name].T if name in self.saved else y
         if name in self.products:
             down, up = self.products[name]
-            low = x @ down.T
+            reduced = x @ down.T
             if scalings is not None:
-                low = low * scalings[:, self.columns[name]]
-            found = found + low @ up.T
-        return found + self.biases[name] if name in self.biases else found
+                reduced = reduced * scalings[:, self.columns[name]]
+            result = result + reduced @ up.T
+        return result + self.biases[name] if name in self.biases else result
 
-    def embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows of the embedding with the adapter applied, not scaled, float32."""
+    def apply_to_embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return embedding rows of `token_ids` after the adapter is applied, in float32. rows: those of the target, not scaled yet."""
         if EMBEDDING in self.saved:
             return self.saved[EMBEDDING][token_ids]
         if EMBEDDING not in self.products:
@@ -62,7 +63,7 @@ class TorchAdapter:
 
 
 class TorchClassifier(Classifier):
-    """A mixture's classifier, computed on a device in float32."""
+    """An X-LoRA classifier, computed on a device in float32."""
 
     def __init__(self, mixture: XLoraMixture, device: torch.device) -> None:
         super().__init__(mixture)
@@ -74,13 +75,13 @@ class TorchClassifier(Classifier):
         values = hidden_states.float()
         for number, (weight, bias) in enumerate(self._layers):
             values = torch.nn.functional.linear(values if number == 0 else values.relu(), weight, bias)
-        found: FloatArray = values.cpu().numpy()
-        return found
+        result: FloatArray = values.cpu().numpy()
+        return result
 
 
 @dataclass(frozen=True, slots=True)
 class _AdapterRows:
-    """The rows of a pass that have one adapter: among all rows and among rows of logits; for X-LoRA with their scalings."""
+    """The rows of a pass that use an adapter: their indices among all rows and among the rows of logits, and X-LoRA scalings."""
 
     adapter: TorchAdapter
     rows: torch.Tensor
@@ -89,11 +90,11 @@ class _AdapterRows:
 
 
 class AdaptedRows:
-    """The rows of a pass that have adapters.
+    """Applies the adapters of the rows of a pass.
 
     Args:
-        adapters: by number.
-        scalings: scalings of the rows of each X-LoRA adapter, by adapter number.
+        adapters: loaded adapters by number.
+        scalings: see `xlora.Scalings`.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class AdaptedRows:
         def on_device(numbers: NDArray[np.integer]) -> torch.Tensor:
             return torch.from_numpy(numbers.astype(np.int64)).to(device)
 
-        self._own = [
+        self._adapter_rows = [
             _AdapterRows(
                 adapters[number],
                 on_device(rows),
@@ -117,30 +118,31 @@ class AdaptedRows:
             for number, rows in batch.rows_by_adapter().items()
         ]
 
-    def linear(
+    def apply_to_products(
         self, x: torch.Tensor, names: Sequence[str], outs: tuple[torch.Tensor, ...], chosen: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Return the products of x with each row's adapter applied.
+        """Return products of x after the adapter of each row is applied.
 
         Args:
-            chosen: the pass's rows that x holds, in its order; None = all.
+            names, outs: internal names of the matrices, and the products with them without adapters.
+            chosen: indices of the rows of the pass that x has; None = all.
         """
-        for own in self._own:
+        for own in self._adapter_rows:
             changed = [pair for pair in zip(names, outs, strict=True) if pair[0] in own.adapter.products or pair[0] in own.adapter.biases]
             if not changed:
                 continue
             rows = own.rows if chosen is None else torch.isin(chosen, own.rows).nonzero().flatten()
             for name, out in changed:
-                out[rows] = own.adapter.product(name, x[rows].float(), out[rows].float(), own.scalings).to(out.dtype)
+                out[rows] = own.adapter.apply_to_product(name, x[rows].float(), out[rows].float(), own.scalings).to(out.dtype)
         return outs
 
-    def lm_head(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits with each row's adapter applied."""
-        for own in self._own:
-            logits[own.logits_rows] = own.adapter.product(LM_HEAD, x[own.logits_rows].float(), logits[own.logits_rows])
+    def apply_to_logits(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits after the adapter of each row is applied. x: the rows of logits before `lm_head`."""
+        for own in self._adapter_rows:
+            logits[own.logits_rows] = own.adapter.apply_to_product(LM_HEAD, x[own.logits_rows].float(), logits[own.logits_rows])
         return logits
 
-    def embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        for own in self._own:
-            rows[own.rows] = own.adapter.embedding(token_ids[own.rows], rows[own.rows].float()).to(rows.dtype)
+    def apply_to_embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        for own in self._adapter_rows:
+            rows[own.rows] = own.adapter.apply_to_embedding(token_ids[own.rows], rows[own.rows].float()).to(rows.dtype)
         return rows

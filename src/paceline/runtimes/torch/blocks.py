@@ -1,4 +1,4 @@
-"""The blocks of `runtimes/decoder.py` computed with tensors; the reference that the native runtime is tested against."""
+"""The `Blocks` of `runtimes/decoder.py` that compute tensors: the reference with which tests compare the native runtime."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes.base import ForwardBatch, LogitsRows
 from paceline.runtimes.decoder import TOKEN_IDS
-from paceline.runtimes.mixture import Scalings
-from paceline.runtimes.ranking import Draws, Ranking
+from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
 from paceline.runtimes.torch.adapters import AdaptedRows, TorchAdapter
 from paceline.runtimes.torch.attention import Attention
 from paceline.runtimes.torch.recurrent import RecurrentPass
 from paceline.runtimes.torch.weights import TorchWeights
+from paceline.runtimes.xlora import Scalings
 
 _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: F.silu,
@@ -43,14 +43,14 @@ _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.NONE: lambda gate: gate,
 }
 
-# SplitMix64 (`sampling/noise.py`) as int64, whose products wrap.
+# constants of SplitMix64 (`sampling/noise.py`) as int64, whose products overflow as those of uint64 do
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTOR_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _FACTOR_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 class TorchBlocks:
-    """The blocks of one pass. Rows are [T, width] in the weights' type."""
+    """The blocks of one pass. Rows have the type of the weights."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class TorchBlocks:
         self._token_ids = inputs.get(TOKEN_IDS)
         self._inputs = {name: torch.from_numpy(np.array(rows)).to(device) for name, rows in inputs.items()}
         self._logits_rows = torch.from_numpy(logits_rows.rows.astype(np.int64)).to(device)
-        self._draws = None if logits_rows.draws is None else logits_rows.draws.reshape(-1)
-        self._num_drawn = 0  # rows of earlier rankings
+        self._sampling = None if logits_rows.sampling is None else logits_rows.sampling.reshape(-1)
+        self._num_summarized = 0  # number of rows of logits that were summarised before
         self._batch = batch
         self._adapted = AdaptedRows(adapters, batch, logits_rows, device, scalings)
         self._positions = torch.from_numpy(batch.positions).to(device)
@@ -81,10 +81,10 @@ class TorchBlocks:
 
     def embedding(self, name: str) -> torch.Tensor:
         token_ids = self._inputs[TOKEN_IDS]
-        return scaled_rows(self._adapted.embedding(token_ids, F.embedding(token_ids, self._weights.plain(name))), self._config)
+        return scaled_rows(self._adapted.apply_to_embedding(token_ids, F.embedding(token_ids, self._weights.weight(name))), self._config)
 
     def per_layer_embedding(self, name: str) -> torch.Tensor:
-        """As in `Blocks`; only these rows are read from the file."""
+        """See `Blocks`. The table is not loaded; only the needed rows are read."""
         if self._token_ids is None:
             raise ValueError("a network with layer inputs needs the input token_ids")
         rows = self._weights.rows(name, self._token_ids)
@@ -102,18 +102,18 @@ class TorchBlocks:
     def silu_residual(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + F.silu(y)
 
-    def rank(self, logits: torch.Tensor, ranking: Ranking) -> torch.Tensor:
-        first = self._num_drawn
-        self._num_drawn += len(logits)
-        return rank_rows(logits, ranking, None if self._draws is None else self._draws[first : self._num_drawn])
+    def summarize(self, logits: torch.Tensor, options: SummaryOptions) -> torch.Tensor:
+        first = self._num_summarized
+        self._num_summarized += len(logits)
+        return summarize_logits(logits, options, None if self._sampling is None else self._sampling[first : self._num_summarized])
 
     def linear(self, x: torch.Tensor, *names: str) -> tuple[torch.Tensor, ...]:
         return self._linear(x, names)
 
     def rms_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """As in `Blocks`: the mean square is float32; the result is converted to the type of x before or after the weight."""
+        """See `Blocks`. x / rms(x) is computed in float32, and converted to the type of x before or after the product with the weight."""
         scaled = _rms_normed(x, self._config.norm_eps)
-        weight = self._weights.plain(name)
+        weight = self._weights.weight(name)
         return (scaled * weight).to(x.dtype) if self._config.has_norm_offset else weight * scaled.to(x.dtype)
 
     def head_norm(self, x: torch.Tensor, name: str | None, num_heads: int) -> torch.Tensor:
@@ -121,14 +121,14 @@ class TorchBlocks:
         return (_rms_normed(heads, self._config.norm_eps).to(x.dtype) if name is None else self.rms_norm(heads, name)).flatten(-2)
 
     def rope(self, x: torch.Tensor, num_heads: int, rope: RopeConfig) -> torch.Tensor:
-        """Rotate the pairs (j, j + R/2) of the first R values of each head, times the position's attention temperature (Llama 4)."""
+        """See `Blocks`. The rotated pairs are (j, j + R/2) of the first R values of each head."""
         key = rope, x.shape[-1] // num_heads
         if key not in self._cos_and_sin:
             self._cos_and_sin[key] = _cos_and_sin(*key, self._positions, x.dtype)
         cos, sin = self._cos_and_sin[key]
-        heads, passed = _split_heads(x, num_heads).tensor_split([cos.shape[-1]], dim=-1)
+        heads, unrotated = _split_heads(x, num_heads).tensor_split([cos.shape[-1]], dim=-1)
         first, second = heads.chunk(2, dim=-1)
-        rotated = torch.cat((heads * cos + torch.cat((-second, first), dim=-1) * sin, passed), dim=-1).flatten(-2)
+        rotated = torch.cat((heads * cos + torch.cat((-second, first), dim=-1) * sin, unrotated), dim=-1).flatten(-2)
         if rope.temperature == 0.0:
             return rotated
         if rope not in self._scales:
@@ -138,10 +138,10 @@ class TorchBlocks:
     def attention(
         self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor] | None, attention: AttentionConfig, layer: int
     ) -> torch.Tensor:
-        owner = layer if attention.kv_layer is None else attention.kv_layer
-        keys, values = self._kv_storage[2 * owner], self._kv_storage[2 * owner + 1]
+        kv_layer = layer if attention.kv_layer is None else attention.kv_layer
+        keys, values = self._kv_storage[2 * kv_layer], self._kv_storage[2 * kv_layer + 1]
         if kv is not None:
-            self.store_kv(*kv, attention, owner)
+            self.store_kv(*kv, attention, kv_layer)
         sinks = self._weights.vector(f"layers.{layer}.attention.sinks") if attention.has_sinks else None
         return self._attention(_split_heads(q, attention.num_heads), keys, values, attention, sinks).flatten(-2)
 
@@ -155,7 +155,7 @@ class TorchBlocks:
 
     def block_convolution(self, x: torch.Tensor, added: torch.Tensor, convolution: BlockConvolution, name: str, side: int) -> torch.Tensor:
         size = convolution.kernel_size
-        base = self._weights.plain(name).reshape(2, size, -1)[side]
+        base = self._weights.weight(name).reshape(2, size, -1)[side]
         kernels = added.reshape(len(x), 2, size, -1)[:, side].repeat_interleave(convolution.group_size, dim=-1) + base
         earlier = torch.from_numpy(np.concatenate([np.arange(rows.num_rows) for rows in self._batch.ranges])).to(x.device)
         result = kernels[:, 0] * x
@@ -171,9 +171,8 @@ class TorchBlocks:
         return self._states.mamba2(x, dt, mixer, layer, self._weights)
 
     def group_norm(self, x: torch.Tensor, name: str, num_groups: int) -> torch.Tensor:
-        """As in `Blocks`; the weight is as wide as the row."""
         normed = _rms_normed(_split_heads(x, num_groups), self._config.norm_eps).flatten(-2)
-        return self._weights.plain(name) * normed.to(x.dtype)
+        return self._weights.weight(name) * normed.to(x.dtype)
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation | ClampedSwiGLU) -> torch.Tensor:
         if isinstance(activation, ClampedSwiGLU):
@@ -185,15 +184,17 @@ class TorchBlocks:
         routing = mlp.routing
         correction = self._weights.vector(f"{prefix}router.correction") if routing.has_correction_bias else None
         scales = self._weights.vector(f"{prefix}router.scales") if routing.has_scales else None
-        choice = _choose_experts(logits, routing, correction, scales)
+        routed = _choose_experts(logits, routing, correction, scales)
         mixed = torch.zeros_like(x)
-        for expert in torch.unique(choice.experts).tolist():
-            own = f"{prefix}experts.{expert}."
-            rows, places = torch.where(choice.experts == expert)
-            *gates, up = self._linear(x[rows], (*([own + "gate_proj"] if mlp.expert.has_gate else []), own + "up_proj"), rows)
+        for expert in torch.unique(routed.experts).tolist():
+            expert_prefix = f"{prefix}experts.{expert}."
+            rows, positions = torch.where(routed.experts == expert)
+            *gates, up = self._linear(
+                x[rows], (*([expert_prefix + "gate_proj"] if mlp.expert.has_gate else []), expert_prefix + "up_proj"), rows
+            )
             gate = gates[0] if gates else up
-            (down,) = self._linear(self.gated(gate, up, mlp.expert.activation), (own + "down_proj",), rows)
-            mixed.index_add_(0, rows, down * choice.weights[rows, places, None].to(x.dtype))
+            (down,) = self._linear(self.gated(gate, up, mlp.expert.activation), (expert_prefix + "down_proj",), rows)
+            mixed.index_add_(0, rows, down * routed.weights[rows, positions, None].to(x.dtype))
         return mixed
 
     def sigmoid_gate(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -206,27 +207,27 @@ class TorchBlocks:
         return x * factor
 
     def scale_by(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * self._weights.plain(name)
+        return x * self._weights.weight(name)
 
     def logits_rows(self, x: torch.Tensor) -> torch.Tensor:
         return x[self._logits_rows]
 
     def lm_head(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self._adapted.lm_head(x, F.linear(x, self._weights.plain(name)).float())
+        return self._adapted.apply_to_logits(x, F.linear(x, self._weights.weight(name)).float())
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return soft_cap(x, cap)
 
     def _linear(self, x: torch.Tensor, names: tuple[str, ...], chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Return products with adapters applied. `chosen`: the pass's rows that x holds; None = all."""
+        """Return products after adapters are applied. chosen: indices of the rows of the pass that x has; None = all."""
         fused = self._weights.fused(names)
         outs = torch.split(F.linear(x, fused.weight, fused.bias), list(fused.sizes), dim=-1)
-        return self._adapted.linear(x, names, outs, chosen)
+        return self._adapted.apply_to_products(x, names, outs, chosen)
 
 
 @dataclass(frozen=True, slots=True)
 class _ChosenExperts:
-    """The `experts` [T, chosen] int64 of each row and their `weights` [T, chosen] float32."""
+    """Indices of each row's experts, [T, experts per row] int64, and the weights of their outputs, float32."""
 
     experts: torch.Tensor
     weights: torch.Tensor
@@ -235,17 +236,20 @@ class _ChosenExperts:
 def _choose_experts(
     logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None, scales: torch.Tensor | None
 ) -> _ChosenExperts:
-    """Return the experts of every row.
+    """Return the experts of each row.
 
     Args:
-        logits: [T, experts].
-        correction, scales: [experts] float32; None = the routing has none.
+        logits: the router's logits [T, experts].
+        correction: [experts] added to scores to choose experts, but not to weigh them; None = nothing.
+        scales: [experts] factors of the weights; None = 1.
     """
     scores = logits.float().softmax(dim=-1) if routing.scoring is RouterScoring.SOFTMAX else logits.float().sigmoid()
-    compared = scores if correction is None else scores + correction
+    selection_scores = scores if correction is None else scores + correction
     if routing.num_groups > 1:
-        compared = _without_other_groups(compared, routing)
-    experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_experts_per_token]  # ties: the lower index
+        selection_scores = _mask_other_groups(selection_scores, routing)
+    experts = selection_scores.sort(dim=-1, descending=True, stable=True).indices[
+        :, : routing.num_experts_per_token
+    ]  # if scores are equal, the lower index is chosen
     weights = scores.gather(1, experts)
     if routing.is_normalized:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)
@@ -253,9 +257,9 @@ def _choose_experts(
     return _ChosenExperts(experts, weights if scales is None else weights * scales[experts])
 
 
-def _without_other_groups(compared: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
-    """Return scores with -inf outside the groups whose two best experts have the largest sums."""
-    groups = compared.reshape(len(compared), routing.num_groups, -1)
+def _mask_other_groups(selection_scores: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
+    """Return scores with -inf outside the chosen groups: those whose two largest scores have the largest sum."""
+    groups = selection_scores.reshape(len(selection_scores), routing.num_groups, -1)
     sums = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
     best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : routing.chosen_groups]
     is_other = torch.ones_like(sums, dtype=torch.bool).scatter(1, best, value=False)
@@ -264,9 +268,9 @@ def _without_other_groups(compared: torch.Tensor, routing: ExpertRouting) -> tor
 
 
 def _rms_normed(x: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Return x / rms(x) of the last dimension, in float32."""
-    wide = x.float()
-    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    """Return x / rms(x) over the last dimension, in float32."""
+    x_float32 = x.float()
+    return x_float32 * torch.rsqrt(x_float32.square().mean(-1, keepdim=True) + epsilon)
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
@@ -275,17 +279,17 @@ def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def scaled_rows(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Return embedding rows times `config.embedding_scale`, rounded to their type as in training."""
+    """Return embedding rows times `config.embedding_scale` in the type of the rows."""
     return rows if config.embedding_scale == 1.0 else rows * torch.tensor(config.embedding_scale, dtype=rows.dtype)
 
 
 def _split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return [T, heads, D] from [T, heads * D]."""
+    """Return x [T, heads * D] as [T, heads, D]."""
     return x.reshape(len(x), num_heads, -1)
 
 
 def _cos_and_sin(rope: RopeConfig, head_size: int, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin [T, 1, R], computed in float32."""
+    """Return cos and sin [T, 1, R] of the rotary angles, computed in float32."""
     frequencies, attention_factor = inverse_frequencies(rope, head_size)
     angles = positions[:, None].float() * torch.from_numpy(frequencies).to(positions.device)
     angles = torch.cat((angles, angles), dim=-1)[:, None]
@@ -293,70 +297,70 @@ def _cos_and_sin(rope: RopeConfig, head_size: int, positions: torch.Tensor, dtyp
 
 
 def _slots_of_rows(batch: ForwardBatch, block_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the block [T] and the slot in it [T] of each row's key and value."""
+    """Return the cache block of each row [T], and the slot in that block [T]."""
     blocks, slots = [], []
     for rows in batch.ranges:
-        own = np.arange(rows.cached_len, rows.cached_len + rows.num_rows)
-        blocks.append(rows.block_table[own // block_size])
-        slots.append(own % block_size)
+        positions = np.arange(rows.cached_len, rows.cached_len + rows.num_rows)
+        blocks.append(rows.block_table[positions // block_size])
+        slots.append(positions % block_size)
     return (
         torch.from_numpy(np.concatenate(blocks).astype(np.int64)).to(device),
         torch.from_numpy(np.concatenate(slots).astype(np.int64)).to(device),
     )
 
 
-def rank_rows(logits: torch.Tensor, ranking: Ranking, draws: Draws | None) -> torch.Tensor:
-    """Return summaries [R, 2 + 2 * count] of rows [R, V], as kernels/ranking.c does; see `ranked_rows`.
+def summarize_logits(logits: torch.Tensor, options: SummaryOptions, sampling: RowSampling | None) -> torch.Tensor:
+    """Return summaries [R, 2 + 2 * count] of rows of logits [R, V], as kernels/summary.c does; see `decode_summaries`.
 
     Args:
-        draws: [R]; None = no sampling.
+        sampling: `SAMPLING_DTYPE` [R]; None = no token is sampled.
     """
-    columns = min(ranking.columns, logits.shape[1])
+    columns = min(options.columns, logits.shape[1])
     scores = logits[:, :columns].float()
     ids = torch.arange(columns, device=logits.device)
-    if ranking.target_ids is not None:
-        ids = torch.from_numpy(ranking.target_ids[:columns]).to(logits.device)
-    drawn = torch.full((len(logits),), -1, device=logits.device)
-    if draws is not None:
-        temperatures = torch.from_numpy(draws["temperature"].copy()).to(logits.device)
-        is_drawn = temperatures > 0
-        scores = scores / torch.where(is_drawn, temperatures, 1.0)[:, None]
-        keys = torch.from_numpy(draws["key"].view(np.int64).copy()).to(logits.device)
-        drawn = torch.where(is_drawn, ids[_gumbel_scores(scores, keys, ids).argmax(dim=1)], drawn)
+    if options.target_ids is not None:
+        ids = torch.from_numpy(options.target_ids[:columns]).to(logits.device)
+    sampled = torch.full((len(logits),), -1, device=logits.device)
+    if sampling is not None:
+        temperatures = torch.from_numpy(sampling["temperature"].copy()).to(logits.device)
+        is_sampled = temperatures > 0
+        scores = scores / torch.where(is_sampled, temperatures, 1.0)[:, None]
+        keys = torch.from_numpy(sampling["key"].view(np.int64).copy()).to(logits.device)
+        sampled = torch.where(is_sampled, ids[_gumbel_scores(scores, keys, ids).argmax(dim=1)], sampled)
     log_sum = scores.logsumexp(dim=1)
-    values, best = _top_n(scores, ranking.count)
+    values, best = _top_n(scores, options.count)
     token_ids = torch.where(values > -torch.inf, ids[best], -1)
-    numbers = torch.cat((drawn[:, None], token_ids), dim=1).to(torch.int32).view(torch.float32)
+    numbers = torch.cat((sampled[:, None], token_ids), dim=1).to(torch.int32).view(torch.float32)
     return torch.cat((log_sum[:, None], numbers[:, :1], values, numbers[:, 1:]), dim=1)
 
 
 def _top_n(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest scores [R, count] and their columns, the lower column first on ties."""
-    left = scores.clone()
+    """Return the largest scores [R, count] and their columns, of equal ones the lower column first."""
+    remaining = scores.clone()
     columns = []
     for _ in range(count):
-        columns.append(left.argmax(dim=1, keepdim=True))
-        left.scatter_(1, columns[-1], -torch.inf)
+        columns.append(remaining.argmax(dim=1, keepdim=True))
+        remaining.scatter_(1, columns[-1], -torch.inf)
     best = torch.cat(columns, dim=1)
     is_first = torch.ones_like(best, dtype=torch.bool)
-    for rank in range(1, count):  # once all scores are -inf, argmax would repeat a column
+    for rank in range(1, count):  # when all remaining scores are -inf, argmax returns a column again
         is_first[:, rank] = (best[:, :rank] != best[:, rank : rank + 1]).all(dim=1)
     return torch.where(is_first, scores.gather(1, best), -torch.inf), best
 
 
 def _gumbel_scores(scores: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return [R, V] float64 score - log E, E exponential noise from each row's key (`sampling/noise.py`)."""
-    mixed = _mix(keys[:, None] + (ids >> 1) * _GAMMA)
+    """Return score - log(E) [R, V] in float64, where E is exponential noise from the key of each row (`sampling/noise.py`)."""
+    mixed = _splitmix64(keys[:, None] + (ids >> 1) * _GAMMA)
     bits = (mixed >> ((ids & 1) << 5)) & 0xFFFFFFFF
     return scores.double() - torch.log(-torch.log1p(-(bits.double() + 0.5) * 2.0**-32))
 
 
-def _mix(state: torch.Tensor) -> torch.Tensor:
+def _splitmix64(state: torch.Tensor) -> torch.Tensor:
     state = (state ^ _logical_shift(state, 30)) * _FACTOR_1
     state = (state ^ _logical_shift(state, 27)) * _FACTOR_2
     return state ^ _logical_shift(state, 31)
 
 
 def _logical_shift(state: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `state` shifted right, filled with zeros."""
+    """Return `state` shifted right by `count` bits, as if it were unsigned."""
     return (state >> count) & ((1 << (64 - count)) - 1)

@@ -1,4 +1,4 @@
-"""Networks computed with torch: on CUDA, and on the CPU as the readable reference."""
+"""Networks computed with torch: on CUDA, and on the CPU as a reference for tests."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,25 +33,25 @@ from paceline.runtimes.base import (
     Numerics,
     RowRange,
 )
-from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, RANKED, Compose, ranked
+from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, SUMMARY, NetworkDefinition, with_summaries
 from paceline.runtimes.kv_storage import kv_arrays_of_layers
-from paceline.runtimes.mixture import Inputs, Scalings, check_supports_xlora, check_xlora_enabled, row_scalings
 from paceline.runtimes.torch.adapters import TorchAdapter
-from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention
+from paceline.runtimes.torch.attention import PaddedAttention, RangeAttention
 from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows
 from paceline.runtimes.torch.recurrent import RecurrentPass
 from paceline.runtimes.torch.weights import DTYPES, TorchWeights
+from paceline.runtimes.xlora import Inputs, Scalings, check_supports_xlora, check_xlora_enabled, compute_scalings
 
 
 class TorchNetwork(Network):
-    """A network whose composition is evaluated in every pass.
+    """A network whose `compose` function is called in each pass.
 
-    Torch picks its kernels by shape, so a row's bits depend on the number of rows: numerics are fast.
+    Torch chooses kernels by shapes, so the bits of a row depend on the number of rows: numerics are FAST.
     """
 
     def __init__(
         self,
-        compose: Compose,
+        compose: NetworkDefinition,
         config: ModelConfig,
         weights: Weights,
         *,
@@ -61,20 +61,20 @@ class TorchNetwork(Network):
     ) -> None:
         """
         Args:
-            device: "cpu" or "cuda"; weights are copied there on first use.
+            device: "cpu" or "cuda"; a weight is copied to it when it is first used.
             weight_type: type of weights, cache and computation.
-            kv_owner: the network whose keys and values it reads; None = its own.
+            kv_source: network whose keys and values are read; None = the network has its own.
 
         Raises:
-            ConfigError: the device is unknown.
-            BackendUnavailableError: the device is missing.
+            ConfigError: `device` is neither "cpu" nor "cuda".
+            BackendUnavailableError: torch finds no CUDA device.
         """
         self.config, self.compose, self.weights = config, compose, weights
         self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type, KVCacheDtype(weight_type.value))
         self._layout = StateLayout.of(config.recurrent_layers)
         opened = _open_device(device)
         tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.has_norm_offset)
-        self._shared = self._cache_shared = _Shared(tensors)
+        self._shared = self._cache_shared = _SharedState(tensors)
         if kv_source is not None:
             self._cache_shared = kv_source._cache_shared
         else:
@@ -97,17 +97,17 @@ class TorchNetwork(Network):
         return bool(self._shared.xlora_kv_storage)
 
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
-        caches, self._shared.kv_storage = self._allocate(num_blocks)
+        caches, self._shared.kv_storage = self._allocate_kv_storage(num_blocks)
         return caches
 
     def enable_xlora(self, cache: KVCache) -> None:
         check_supports_xlora(self.config)
-        caches, self._shared.xlora_kv_storage = self._allocate(cache.pool.num_blocks)
+        caches, self._shared.xlora_kv_storage = self._allocate_kv_storage(cache.pool.num_blocks)
         for own in caches:
             cache.add_layer_cache(own)
 
-    def _allocate(self, num_blocks: int) -> tuple[list[FullAttentionCache], Sequence[torch.Tensor]]:
-        """Allocate keys and values of `num_blocks` blocks; return their caches, and the arrays of each layer."""
+    def _allocate_kv_storage(self, num_blocks: int) -> tuple[list[FullAttentionCache], Sequence[torch.Tensor]]:
+        """Allocate keys and values of `num_blocks` blocks. Return their caches, and `kv_arrays_of_layers`."""
         weights, groups = self._shared.weights, self.config.kv_groups(by_window=False)
         try:
             caches = [
@@ -127,7 +127,7 @@ class TorchNetwork(Network):
         def zeros(shape: tuple[int, ...]) -> torch.Tensor:
             try:
                 return torch.zeros(shape, dtype=torch.float32, device=device)
-            except RuntimeError as error:  # torch raises RuntimeError if memory is short
+            except RuntimeError as error:  # torch's out-of-memory error
                 raise MemoryError(str(error)) from error
 
         if layout.layers:
@@ -138,19 +138,19 @@ class TorchNetwork(Network):
     def forward(self, inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:
         shared, num_rows = self._shared, len(batch.positions)
         shared.num_passes += 1
-        if not batch.ranges:  # a network without attention needs no slots
+        if not batch.ranges:  # a network without attention, for which slots do not matter
             batch = ForwardBatch(batch.positions, (RowRange(0, num_rows, 0, np.zeros(-(-num_rows // BLOCK_SIZE), np.int32)),))
         with torch.inference_mode():
             classifiers = {number: own.classifier for number, own in shared.adapters.items() if own.classifier is not None}
-            scalings = row_scalings(classifiers, inputs, batch, self._run_mixture_pass)
+            scalings = compute_scalings(classifiers, inputs, batch, self._run_scaling_pass)
             states = RecurrentPass(self._layout, self._cache_shared.states, batch.ranges)
-            blocks = self._blocks(self._cache_shared.kv_storage, states, inputs, batch, logits_rows, scalings)
-            results = _Results(ranked(self.compose, logits_rows.ranking)(blocks))
+            blocks = self._new_blocks(self._cache_shared.kv_storage, states, inputs, batch, logits_rows, scalings)
+            results = _Results(with_summaries(self.compose, logits_rows.summary)(blocks))
             states.finish()
-            results.fetch(LOGITS if logits_rows.ranking is None else RANKED)
+            results.fetch(LOGITS if logits_rows.summary is None else SUMMARY)
             return ForwardOutput(results)
 
-    def _blocks(
+    def _new_blocks(
         self,
         kv_storage: Sequence[torch.Tensor],
         states: RecurrentPass,
@@ -159,19 +159,19 @@ class TorchNetwork(Network):
         logits_rows: LogitsRows,
         scalings: Scalings,
     ) -> TorchBlocks:
-        """Return the blocks of one pass over the keys and values in `kv_storage`."""
+        """Return the blocks of one pass that uses the keys and values in `kv_storage`."""
         shared = self._shared
-        attention_type = PlainAttention if shared.weights.device.type == "cpu" else PaddedAttention
+        attention_type = RangeAttention if shared.weights.device.type == "cpu" else PaddedAttention
         attention = attention_type(batch.ranges, BLOCK_SIZE, shared.weights.device)
         return TorchBlocks(
             self.config, shared.weights, kv_storage, attention, states, inputs, batch, logits_rows, shared.adapters, scalings
         )
 
-    def _run_mixture_pass(self, inputs: Inputs, batch: ForwardBatch, scalings: Scalings) -> torch.Tensor:
-        """Run a pass over the keys and values of mixtures; a row's scalings depend on the tokens up to it only."""
+    def _run_scaling_pass(self, inputs: Inputs, batch: ForwardBatch, scalings: Scalings) -> torch.Tensor:
+        """Run the scaling pass, with its own keys and values, and return hidden states (`runtimes/xlora.py`)."""
         states, no_logits = RecurrentPass(self._layout, None, batch.ranges), LogitsRows(np.zeros(0, np.int32))
         self._shared.num_xlora_passes += 1
-        return self.compose(self._blocks(self._shared.xlora_kv_storage, states, inputs, batch, no_logits, scalings))[HIDDEN_STATES]
+        return self.compose(self._new_blocks(self._shared.xlora_kv_storage, states, inputs, batch, no_logits, scalings))[HIDDEN_STATES]
 
     def load_adapter(self, adapter: Adapter) -> int:
         check_xlora_enabled(self, adapter)
@@ -187,14 +187,14 @@ class TorchNetwork(Network):
         weights = self._shared.weights
         with torch.inference_mode():
             ids = torch.from_numpy(token_ids.astype(np.int64)).to(weights.device)
-            return _to_numpy(scaled_rows(F.embedding(ids, weights.plain("embedding")), self.config))
+            return _to_numpy(scaled_rows(F.embedding(ids, weights.weight("embedding")), self.config))
 
-    def shared_kv_reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "TorchNetwork":
-        """As in `Network`; the reading network computes in this network's type."""
+    def shared_kv_reader(self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "TorchNetwork":
+        """See `Network`. The other network has the device and the type of this one."""
         can = self.capabilities
         return TorchNetwork(compose, config, weights, device=can.device, weight_type=can.weight_type, kv_source=self)
 
-    def network_with_same_weights(self, compose: Compose) -> "TorchNetwork":
+    def network_with_same_weights(self, compose: NetworkDefinition) -> "TorchNetwork":
         other = TorchNetwork.__new__(TorchNetwork)
         other.__dict__.update(self.__dict__)
         other.compose = compose
@@ -202,14 +202,14 @@ class TorchNetwork(Network):
 
 
 class _Results(Mapping[str, FloatArray]):
-    """Results that are copied from the device on first access."""
+    """The results of a pass by name. A result is copied from the device when it is first read."""
 
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
         self._values = values
         self._fetched: dict[str, FloatArray] = {}
 
     def fetch(self, kind: str) -> None:
-        """Copy all results of a kind from the device now, so that the time of the pass includes the copy."""
+        """Copy results from the device now, so that the time of the pass includes it. kind: the first part of their names."""
         for name in self._values:
             if name.split(".")[0] == kind:
                 self[name]
@@ -227,8 +227,8 @@ class _Results(Mapping[str, FloatArray]):
 
 
 @dataclass(slots=True)
-class _Shared:
-    """The state shared by networks with the same weights."""
+class _SharedState:
+    """What networks with the same weights share."""
 
     weights: TorchWeights
     kv_storage: Sequence[torch.Tensor] = ()

@@ -1,4 +1,4 @@
-"""Recurrent layers computed row by row as they are defined: each row extends its parent's state. States are float32."""
+"""Recurrent layers, computed row by row by their definition: each row continues from the state of its parent. States are float32."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -14,41 +14,41 @@ from paceline.runtimes.base import RowRange
 from paceline.runtimes.torch.weights import TorchWeights
 
 _L2_EPS = 1e-6
-"""Source: the gated delta rule of Qwen3-Next's model in transformers 5.23."""
+"""Added before the square root in L2 norms. Source: Qwen3-Next's model in transformers 5.23."""
 
 
 class _StatePart(Protocol):
-    """A convolution window or a matrix in a layer's recurrent state, and its update by one row."""
+    """A part of a layer's recurrent state (last inputs of a convolution, or matrices), and how a row updates it: `value` as a tensor."""
 
     def copy_from(self, state: torch.Tensor | None) -> torch.Tensor:
-        """Return a copy of this part of `state`; None = zeros, the state before the first token."""
+        """Return a copy of this part of a stored state; None = the state before the first token, zeros."""
         ...
 
     def write(self, value: torch.Tensor, state: torch.Tensor) -> None: ...
 
     def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
-        """Return this part of the state after a committed row, from the row's replay record."""
+        """Return the value after a committed row, which is computed from the replay record of the row."""
         ...
 
     def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
-        """Return this part of the state after a row of the pass; store the row's output, and its replay record if it has one."""
+        """Return the value after a row of the pass. Also stores the output of the row, and its replay record if it has one."""
         ...
 
 
 class RecurrentPass:
-    """Runs the recurrent layers of one pass over the states of its sequences."""
+    """Computes the recurrent layers of one pass from the states of its sequences."""
 
     def __init__(self, layout: StateLayout, cache: RecurrentStateCache | None, ranges: Sequence[RowRange]) -> None:
         self._layout, self._cache, self._ranges = layout, cache, ranges
         self._updates: dict[int, StateUpdate] = {}
-        self._advanced: list[tuple[_StatePart, torch.Tensor, torch.Tensor]] = []
+        self._updated_states: list[tuple[_StatePart, torch.Tensor, torch.Tensor]] = []
 
     def convolution(self, x: torch.Tensor, layer: int, weights: TorchWeights) -> torch.Tensor:
-        place, name = self._layout.layers[layer], f"layers.{layer}.conv"
+        layout, name = self._layout.layers[layer], f"layers.{layer}.conv"
         bias = weights.vector(name + ".bias") if weights.has(name + ".bias") else None
-        part = _Convolution(place, x.float(), weights.vector(name + ".weight"), bias)
+        part = _Convolution(layout, x.float(), weights.vector(name + ".weight"), bias)
         self._run(part)
-        return (part.out if isinstance(place.mixer, ShortConvConfig) else F.silu(part.out)).to(x.dtype)
+        return (part.out if isinstance(layout.mixer, ShortConvConfig) else F.silu(part.out)).to(x.dtype)
 
     def delta_rule(
         self, x: torch.Tensor, b: torch.Tensor, a: torch.Tensor, mixer: GatedDeltaConfig, layer: int, weights: TorchWeights
@@ -56,10 +56,10 @@ class RecurrentPass:
         state, num_rows = mixer.state, len(x)
         q, k, v = torch.split(x.float(), [state.key_width, state.key_width, state.value_width], dim=-1)
         q, k = (_l2_normalized(part.reshape(num_rows, state.key_heads, -1)) for part in (q, k))
-        softened = F.softplus(a.float() + weights.vector(f"layers.{layer}.decay.bias"))
-        decays = torch.exp(weights.vector(f"layers.{layer}.decay.weight") * softened)
+        gate = F.softplus(a.float() + weights.vector(f"layers.{layer}.decay.bias"))
+        decays = torch.exp(weights.vector(f"layers.{layer}.decay.weight") * gate)
         values = v.reshape(num_rows, state.heads, -1)
-        part = _StateMatrices(self._layout.layers[layer], k, q * mixer.key_size**-0.5, values, decays, torch.sigmoid(b.float()))
+        part = _Matrices(self._layout.layers[layer], k, q * mixer.key_size**-0.5, values, decays, torch.sigmoid(b.float()))
         self._run(part)
         return part.out.flatten(-2).to(x.dtype)
 
@@ -70,14 +70,14 @@ class RecurrentPass:
         k, q = (part.reshape(num_rows, state.key_heads, -1) for part in (k, q))
         steps = F.softplus(dt.float() + weights.vector(f"layers.{layer}.decay.bias")).clamp(*mixer.dt_limits)
         decays = torch.exp(weights.vector(f"layers.{layer}.decay.weight") * steps)
-        part = _StateMatrices(self._layout.layers[layer], k, q, steps[..., None] * values, decays)
+        part = _Matrices(self._layout.layers[layer], k, q, steps[..., None] * values, decays)
         self._run(part)
-        skipped = weights.vector(f"layers.{layer}.skip.weight")[:, None] * values
-        return (part.out + skipped).flatten(-2).to(x.dtype)
+        skip_connection = weights.vector(f"layers.{layer}.skip.weight")[:, None] * values
+        return (part.out + skip_connection).flatten(-2).to(x.dtype)
 
     def finish(self) -> None:
-        """Write back the states that this pass updates in place."""
-        for part, value, state in self._advanced:
+        """Store the states to which this pass has added committed rows (`StateUpdate.num_applied`)."""
+        for part, value, state in self._updated_states:
             part.write(value, state)
         for update in self._updates.values():
             update.has_run[0] = 1
@@ -89,7 +89,7 @@ class RecurrentPass:
             for count, record in enumerate(update.pending, 1):
                 value = part.replay(value, update.records[record])
                 if count == update.num_applied:
-                    self._advanced.append((part, value, update.state))
+                    self._updated_states.append((part, value, update.state))
                 _save_states(part, value, count, update)
             for rows in self._ranges:
                 if rows.sequence_id == sequence_id:
@@ -104,14 +104,14 @@ class RecurrentPass:
 
 
 def _run_rows(part: _StatePart, committed: torch.Tensor, rows: RowRange, update: StateUpdate) -> None:
-    """Run the rows of a range, each from its parent's state. A state is freed after its last child."""
+    """Run the rows of a range, each from the state of its parent. A state is freed when no later row needs it."""
     parents = list(_parents(rows))
     last_child = {parent: row for row, parent in enumerate(parents)}
     states = {-1: committed}
     for row, parent in enumerate(parents):
-        record = update.rows[rows.plan_row + row]
+        record = update.rows[rows.first_plan_row + row]
         value = part.step(states[parent], rows.start + row, None if record == NO_RECORD else update.records[record])
-        if rows.plan_row == 0:
+        if rows.first_plan_row == 0:
             _save_states(part, value, len(update.pending) + row + 1, update)
         if last_child[parent] == row:
             del states[parent]
@@ -120,14 +120,14 @@ def _run_rows(part: _StatePart, committed: torch.Tensor, rows: RowRange, update:
 
 
 def _save_states(part: _StatePart, value: torch.Tensor, count: int, update: StateUpdate) -> None:
-    """Write the state after `count` rows to every place that saves it: two if the end of a chunk is the end of a block."""
+    """Write the state to all places that keep the state after `count` rows (`StateUpdate.saves`)."""
     for end, state in update.saves:
         if end == count:
             part.write(value, state)
 
 
 def _parents(rows: RowRange) -> Iterator[int]:
-    """Yield the parent of each row; -1 = the committed state."""
+    """Yield the row before each row of a range; -1 = the last committed row."""
     for row in range(rows.num_rows):
         if rows.mask is None:
             yield row - 1
@@ -137,14 +137,14 @@ def _parents(rows: RowRange) -> Iterator[int]:
 
 
 class _Convolution:
-    """A convolution; its part of the state is the last inputs [kernel_size - 1, C], oldest first."""
+    """A causal convolution. Its part of the state is the last inputs [kernel_size - 1, C], oldest first."""
 
-    def __init__(self, place: LayerStateLayout, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._place, self._x, self._weight, self._bias = place, x, weight.T, bias
+    def __init__(self, layout: LayerStateLayout, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._layout, self._x, self._weight, self._bias = layout, x, weight.T, bias
         self.out = torch.empty_like(x)
 
     def copy_from(self, state: torch.Tensor | None) -> torch.Tensor:
-        shape = self._place.mixer.kernel_size - 1, self._place.mixer.channels
+        shape = self._layout.mixer.kernel_size - 1, self._layout.mixer.channels
         return self._x.new_zeros(shape) if state is None else self._view(state).reshape(shape).clone()
 
     def write(self, value: torch.Tensor, state: torch.Tensor) -> None:
@@ -154,41 +154,41 @@ class _Convolution:
         return torch.cat((value, self._input(record)[None]))[1:]
 
     def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
-        seen = torch.cat((value, self._x[row][None]))
-        convolved = (seen * self._weight).sum(0)
+        inputs = torch.cat((value, self._x[row][None]))
+        convolved = (inputs * self._weight).sum(0)
         self.out[row] = convolved if self._bias is None else convolved + self._bias
         if record is not None:
             self._input(record)[:] = self._x[row]
-        return seen[1:]
+        return inputs[1:]
 
     def _view(self, state: torch.Tensor) -> torch.Tensor:
-        return state[self._place.conv_at : self._place.conv_at + self._place.conv_size]
+        return state[self._layout.conv_at : self._layout.conv_at + self._layout.conv_size]
 
     def _input(self, record: torch.Tensor) -> torch.Tensor:
-        return record[self._place.record_at : self._place.record_at + self._place.mixer.channels]
+        return record[self._layout.record_at : self._layout.record_at + self._layout.mixer.channels]
 
 
-class _StateMatrices:
-    """Matrices S [rows, columns], one for each head: S = decay * S + key update^T, output = S^T query.
+class _Matrices:
+    """State matrices S [rows, columns], one for each head. Each row updates S = decay * S + key update^T; its output is S^T query.
 
     Args:
         keys, queries: [T, key_heads, rows].
-        values: [T, heads, columns]; the updates, or the input of the delta rule.
+        values: [T, heads, columns].
         decays: [T, heads].
-        rates: [T, heads] of the delta rule, whose update is rate * (value - S^T key); None = the update is the value.
+        rates: [T, heads] of a delta rule: update = rate * (value - S^T key), with the decayed S; None = update is the value.
     """
 
     def __init__(
         self,
-        place: LayerStateLayout,
+        layout: LayerStateLayout,
         keys: torch.Tensor,
         queries: torch.Tensor,
         values: torch.Tensor,
         decays: torch.Tensor,
         rates: torch.Tensor | None = None,
     ) -> None:
-        assert place.mixer.state is not None
-        self._place, self._sizes = place, place.mixer.state
+        assert layout.mixer.state is not None
+        self._layout, self._sizes = layout, layout.mixer.state
         self._keys, self._queries, self._values, self._decays, self._rates = keys, queries, values, decays, rates
         self.out = torch.empty_like(values)
 
@@ -220,30 +220,30 @@ class _StateMatrices:
         return value
 
     def _repeat_for_heads(self, key: torch.Tensor) -> torch.Tensor:
-        """Return [heads, rows] from [key_heads, rows]."""
+        """Return `key` [key_heads, rows] repeated for the heads that share it, [heads, rows]."""
         return key.repeat_interleave(self._sizes.heads // self._sizes.key_heads, dim=0)
 
     def _view(self, state: torch.Tensor) -> torch.Tensor:
-        """Return a view [heads, blocks, rows, block]."""
-        place = self._place
-        matrices = state[place.matrices_at : place.matrices_at + place.matrices_size]
-        return matrices.view(self._sizes.heads, place.num_blocks, self._sizes.rows, place.block)
+        """Return the matrices of a stored state as a view [heads, blocks, rows, columns of a block]."""
+        layout = self._layout
+        matrices = state[layout.matrices_at : layout.matrices_at + layout.matrices_size]
+        return matrices.view(self._sizes.heads, layout.num_blocks, self._sizes.rows, layout.block)
 
     def _fields(self, record: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return views of a record's key [key_heads, rows], update [heads, columns] and decay [heads]."""
-        sizes, begin = self._sizes, self._place.record_at + self._place.mixer.channels
-        own = record[begin : begin + sizes.key_width + sizes.value_width + sizes.heads]
-        key, update, decay = torch.split(own, [sizes.key_width, sizes.value_width, sizes.heads])
+        """Return views of the key [key_heads, rows], update [heads, columns] and decay [heads] in a replay record."""
+        sizes, begin = self._sizes, self._layout.record_at + self._layout.mixer.channels
+        fields = record[begin : begin + sizes.key_width + sizes.value_width + sizes.heads]
+        key, update, decay = torch.split(fields, [sizes.key_width, sizes.value_width, sizes.heads])
         return key.view(sizes.key_heads, sizes.rows), update.view(sizes.heads, sizes.columns), decay
 
 
 def _add_outer_product(matrices: torch.Tensor, key: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """Return S + k u^T for each head."""
+    """Return S + key update^T for the matrix S of each head."""
     return matrices + key[:, :, None] * update[:, None]
 
 
 def _multiply_key(key: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """Return S^T k for each head, [heads, columns]."""
+    """Return S^T key for the matrix S of each head, [heads, columns]."""
     return (key[:, :, None] * matrices).sum(1)
 
 

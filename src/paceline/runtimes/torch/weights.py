@@ -1,4 +1,4 @@
-"""A network's weights as tensors of one type on one device, converted on first use."""
+"""The weights of a network as tensors on a device. A weight is converted when it is first used."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ DTYPES = {WeightType.F32: torch.float32, WeightType.F16: torch.float16, WeightTy
 
 @dataclass(frozen=True, slots=True)
 class FusedLinear:
-    """Matrices with the same input, stacked: weight [sum of sizes, in], bias [sum of sizes] or None."""
+    """Matrices with the same input, concatenated: weight [sum of sizes, in], bias [sum of sizes] or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -25,55 +25,44 @@ class FusedLinear:
 
 
 class TorchWeights:
-    """Returns weights as tensors; of fused matrices only the fused one is kept.
+    """Returns weights as tensors, and keeps them for later calls. Raises CapacityError if the device has too little memory.
 
     Args:
-        norms_in_float32: keep norm weights in float32, whatever `dtype`.
+        dtype: type of the tensors, except vectors.
+        norms_in_float32: norm weights are float32, too.
     """
 
     def __init__(self, weights: Weights, *, dtype: torch.dtype, device: torch.device, norms_in_float32: bool) -> None:
         self.device, self.dtype = device, dtype
         self._weights, self._norms_in_float32 = weights, norms_in_float32
-        self._plain: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
         self._fused: dict[tuple[str, ...], FusedLinear] = {}
 
-    def plain(self, name: str) -> torch.Tensor:
-        """Return the embedding, a norm or `lm_head`, by internal name without `.weight`.
-
-        Raises:
-            CapacityError: the weights do not fit in the device's memory.
-        """
-        if name not in self._plain:
-            wide = self._norms_in_float32 and name.endswith("norm")
+    def weight(self, name: str) -> torch.Tensor:
+        """Return a weight (not its bias) by internal name without `.weight`."""
+        if name not in self._tensors:
+            is_float32 = self._norms_in_float32 and name.endswith("norm")
             with self._within_memory():
-                self._plain[name] = self._load(name + ".weight", torch.float32 if wide else self.dtype)
-        return self._plain[name]
+                self._tensors[name] = self._load(name + ".weight", torch.float32 if is_float32 else self.dtype)
+        return self._tensors[name]
 
     def vector(self, name: str) -> torch.Tensor:
-        """Return a vector in float32, by full internal name.
-
-        Raises:
-            CapacityError: the weights do not fit in the device's memory.
-        """
-        if name not in self._plain:
+        """Return a vector in float32 by internal name."""
+        if name not in self._tensors:
             with self._within_memory():
-                self._plain[name] = self._load(name, torch.float32)
-        return self._plain[name]
+                self._tensors[name] = self._load(name, torch.float32)
+        return self._tensors[name]
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this full name."""
+        """Return whether there is a tensor with this internal name."""
         return self._weights.has(name)
 
     def rows(self, name: str, numbers: NDArray[np.int32]) -> torch.Tensor:
-        """Return rows of a matrix that stays in CPU memory."""
+        """Return rows of a matrix of which only these rows are copied to the device."""
         return torch.from_numpy(self._weights.rows(name + ".weight", numbers)).to(device=self.device, dtype=self.dtype)
 
     def fused(self, names: tuple[str, ...]) -> FusedLinear:
-        """Return the matrices of these names, stacked.
-
-        Raises:
-            CapacityError: the weights do not fit in the device's memory.
-        """
+        """Return several matrices, concatenated. names: internal names without `.weight`."""
         if names not in self._fused:
             with self._within_memory():
                 self._fused[names] = self._fuse(names)
@@ -95,7 +84,7 @@ class TorchWeights:
         stored = self._weights[name]
         if isinstance(stored, GroupedTensor):
             copied = torch.from_numpy(as_float32(stored))
-        else:  # a copy: torch has no read-only tensors, and the mapped file must not change
+        else:  # copied: torch has no read-only tensors, and the mapped file must not change
             is_bf16 = stored.weight_type is WeightType.BF16
             copied = torch.from_numpy(np.array(stored.array.view(np.int16) if is_bf16 else stored.array, order="C"))
             copied = copied.view(torch.bfloat16) if is_bf16 else copied

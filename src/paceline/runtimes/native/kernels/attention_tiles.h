@@ -1,5 +1,5 @@
-/* Products of a cache block's keys with several queries, and of softmax weights with its values. A score is summed over ascending columns in one
- * lane, a value over ascending positions, so neither depends on the other queries. */
+/* Products of queries with the keys of a cache block, and of softmax weights with its values. A score is a sum over ascending columns in one lane;
+ * a result is a sum over ascending positions. So neither depends on the other queries. */
 #ifndef PACELINE_ATTENTION_TILES_H
 #define PACELINE_ATTENTION_TILES_H
 
@@ -7,7 +7,8 @@
 #include "kv_blocks.h"
 #include "softmax.h"
 
-/* Register tiles: queries that share loaded keys; queries and vectors of columns that share loaded values. */
+/* Sizes of tiles whose sums stay in registers. KEY_QUERIES: queries for which keys are loaded once. VALUE_QUERIES and VALUE_VECTORS: queries, and
+ * vectors of columns, of a tile of values. */
 #ifdef __AVX512F__
 #define KEY_QUERIES 8
 #define VALUE_QUERIES 4
@@ -21,13 +22,7 @@
 #define EACH_HALF _Pragma("unroll") for (int half = 0; half < 2; half++)
 #define EACH_PART _Pragma("unroll") for (int part = 0; part < parts; part++)
 
-INLINE words load_words_at(const uint8_t *from) {
-    words v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
-
-/* Load 16 stored numbers as float32; int8 without scale; not for bfloat16. */
+/* Load 16 stored numbers as float32. int8 numbers are not multiplied by their scale; bfloat16 is not supported. */
 INLINE floats load_stored(const int kind, const uint8_t *from) {
     if (kind == KV_F32) return load((const float *)from);
     if (kind == KV_F16) {
@@ -40,16 +35,16 @@ INLINE floats load_stored(const int kind, const uint8_t *from) {
     return __builtin_convertvector(__builtin_convertvector(v, ints), floats);
 }
 
-/* Prefetches spread over the steps of tiles: bytes [far, end) of a unit from memory, and the same bytes of the unit before it (prefetched earlier)
- * from the second-level to the first-level cache. */
+/* Prefetching spread over the steps of tiles: bytes [far, end) of a head block from memory to the second-level cache, and as many bytes of the head
+ * block that was prefetched before, from `near` on, to the first-level cache. */
 typedef struct {
     const uint8_t *far, *end, *near;
-    int lines; /* per step */
+    int lines; /* cache lines to prefetch at each step */
 } Prefetch;
 
 #define LINE 64
 
-/* Spread the prefetch of `next`, the second of two units of `bytes` bytes, over `tiles` tiles of `steps` steps; NULL = nothing. */
+/* Spread the prefetch of head block next[0], of `bytes` bytes, over `tiles` tiles of `steps` steps. next NULL = nothing to prefetch. */
 INLINE Prefetch make_prefetch(const uint8_t *const *next, size_t bytes, int tiles, int steps) {
     if (!next) return (Prefetch){0};
     return (Prefetch){next[0], next[0] + bytes, next[-1], ((int)(bytes / LINE) + tiles * steps - 1) / (tiles * steps)};
@@ -62,44 +57,46 @@ INLINE void prefetch_step(Prefetch *prefetch) {
     }
 }
 
-/* Return the steps of a tile over a block of keys. */
+/* Return the number of steps in which a tile multiplies a block of keys. */
 INLINE int score_steps(const int kind, int size) { return kind == KV_S8 ? (size + 3) / 4 : kind == KV_BF16 ? (size + 1) / 2 : size; }
 
-/* Where a query packed as quads of int8 codes has its scale and its sum. */
+/* Where pack_int8_query stores the scale of a query and the sum of its codes. */
 #define SCALE_OF_QUERY(padded) ((padded) - 2)
 #define SUM_OF_QUERY(padded) ((padded) - 1)
 
-/* scores[query][slot] = q[query] . keys[slot] for all slots of an int8 block, in integers. */
-INLINE void score_codes(const uint8_t *keys, Prefetch *prefetch, const float *q, int size, float *scores, int room, const int queries) {
+/* The same as score_tile for an int8 block: integer products, times the scales of query and key. */
+INLINE void score_int8_tile(const uint8_t *keys, Prefetch *prefetch, const float *q, int size, float *scores, int row_stride,
+                            const int queries) {
     const int padded = padded_columns(size);
     const int32_t *packed = (const int32_t *)q;
     ints sum[KEY_QUERIES][2];
     EACH_QUERY EACH_HALF sum[query][half] = broadcast_int((DOT_SHIFT - 128) * packed[query * padded + SUM_OF_QUERY(padded)]);
     for (int quad = 0; 4 * quad < size; quad++) {
         weight_codes k[2];
-        EACH_HALF k[half] = split_codes(load_words_at(keys + (size_t)(2 * quad + half) * sizeof(words)) ^ 0x80808080u);
+        EACH_HALF k[half] = split_codes(load_words(keys + (size_t)(2 * quad + half) * sizeof(words)) ^ 0x80808080u);
         EACH_QUERY EACH_HALF sum[query][half] = dot_bytes(k[half], packed + query * padded + quad * DOT_WORDS, sum[query][half]);
         prefetch_step(prefetch);
     }
     EACH_QUERY EACH_HALF {
         const floats scale = load(scales_of(keys, size) + half * LANES) * broadcast(q[query * padded + SCALE_OF_QUERY(padded)]);
-        store(scores + query * room + half * LANES, __builtin_convertvector(sum[query][half], floats) * scale);
+        store(scores + query * row_stride + half * LANES, __builtin_convertvector(sum[query][half], floats) * scale);
     }
 }
 
-/* scores[query][slot] = q[query] . keys[slot] for all slots of a block. */
-INLINE void score_tile(const int kind, const uint8_t *keys, Prefetch *prefetch, const float *q, int size, float *scores, int room, const int queries) {
+/* Set scores[query][slot] to the dot product of q[query] and keys[slot], for all slots of a block. */
+INLINE void score_tile(const int kind, const uint8_t *keys, Prefetch *prefetch, const float *q, int size, float *scores, int row_stride,
+                       const int queries) {
     const int padded = padded_columns(size);
     floats sum[KEY_QUERIES][2];
     if (kind == KV_S8) {
-        score_codes(keys, prefetch, q, size, scores, room, queries);
+        score_int8_tile(keys, prefetch, q, size, scores, row_stride, queries);
         return;
     }
     EACH_QUERY EACH_HALF sum[query][half] = broadcast(0.0f);
     if (kind == KV_BF16)
         for (int pair = 0; 2 * pair < size; pair++) {
             bf16s k[2];
-            EACH_HALF k[half] = bf16_of(load_words_at(keys + (size_t)(2 * pair + half) * 2 * SLOTS));
+            EACH_HALF k[half] = bf16_of(load_words(keys + (size_t)(2 * pair + half) * 2 * SLOTS));
             EACH_QUERY {
                 const bf16s x = broadcast_pair(q + query * padded + pair * PAIR_FLOATS);
                 EACH_HALF sum[query][half] = dot_bf16(k[half], x, sum[query][half]);
@@ -116,47 +113,49 @@ INLINE void score_tile(const int kind, const uint8_t *keys, Prefetch *prefetch, 
             }
             prefetch_step(prefetch);
         }
-    EACH_QUERY EACH_HALF store(scores + query * room + half * LANES, sum[query][half]);
+    EACH_QUERY EACH_HALF store(scores + query * row_stride + half * LANES, sum[query][half]);
 }
 
-/* Where values are read: block b at `values` + table[b] * stride. `next`: units to prefetch, by blocks from `first` on. */
+/* The values of a KV head: block b of the sequence is at values + table[b] * stride. next: head blocks to prefetch from block `first` on. */
 typedef struct {
     const uint8_t *values;
-    const uint8_t *const *next; /* units */
+    const uint8_t *const *next;
     int first;
     const int32_t *table;
     size_t stride;
     int padded;
-} Values;
+} ValueBlocks;
 
-/* Convert an int8 block of values to bfloat16 (exact) in its layout, once for all queries. */
-INLINE void widen_codes(const uint8_t *unit, int padded, uint8_t *to) {
+/* Convert an int8 block of values to bfloat16, which is exact, in the layout of bfloat16 blocks. */
+INLINE void int8_to_bf16_block(const uint8_t *head_block, int padded, uint8_t *to) {
     for (int pair = 0; pair < SLOTS / 2; pair++)
         for (int column = 0; column < padded; column += LANES, to += sizeof(words)) {
-            const uint8_t *first = unit + (size_t)(2 * pair * padded + column);
+            const uint8_t *first = head_block + (size_t)(2 * pair * padded + column);
             const words both = (words)load_stored(KV_S8, first) >> 16 | (words)load_stored(KV_S8, first + padded);
             memcpy(to, &both, sizeof both);
         }
 }
 
-/* Return the steps of a tile over a block of values. */
+/* Return the number of steps in which a tile multiplies a block of values. */
 INLINE int add_steps(const int kind) { return kind == KV_BF16 ? SLOTS / 2 : SLOTS; }
 
-/* Add a pair of bfloat16 slots at `columns` to the sums of each query; `seen` masks out one of the two. */
-INLINE void add_pair(const uint8_t *columns, uint32_t seen, const float *weights, int room, floats (*sum)[VALUE_VECTORS], const int queries, const int parts) {
+/* Add the weighted bfloat16 values of a pair of slots to the sums of each query. used_bits: a mask that can exclude one of the two. */
+INLINE void add_pair(const uint8_t *columns, uint32_t used_bits, const float *weights, int row_stride, floats (*sum)[VALUE_VECTORS],
+                     const int queries, const int parts) {
     bf16s v[VALUE_VECTORS];
-    EACH_PART v[part] = bf16_of(load_words_at(columns + part * sizeof(words)) & seen);
+    EACH_PART v[part] = bf16_of(load_words(columns + part * sizeof(words)) & used_bits);
     EACH_QUERY {
-        const bf16s weight = broadcast_pair(weights + query * room);
+        const bf16s weight = broadcast_pair(weights + query * row_stride);
         EACH_PART sum[query][part] = dot_bf16(v[part], weight, sum[query][part]);
     }
 }
 
-/* sums[query] += weights[query][slot - base] * values[slot] over slots [from, end) of one block, for `parts` vectors of columns from `begin` on.
- * bfloat16 slots are multiplied in pairs; the unused row of a partial pair is masked out. */
-INLINE void add_tile(const int kind, const uint8_t *unit, int padded, Prefetch *prefetch, int from, int end, int base, const float *weights, int room, int begin, float *sums, const int queries, const int parts) {
+/* sums[query] += weights[query][slot - base] * values[slot] for slots [from, end) of one block, in `parts` vectors of columns from `begin` on.
+ * bfloat16 slots are multiplied in pairs; if one of a pair is outside [from, end), it is masked out. */
+INLINE void add_tile(const int kind, const uint8_t *head_block, int padded, Prefetch *prefetch, int from, int end, int base,
+                     const float *weights, int row_stride, int begin, float *sums, const int queries, const int parts) {
     const size_t width = (size_t)padded * item_bytes(kind);
-    const uint8_t *columns = unit + (size_t)begin * item_bytes(kind) * (kind == KV_BF16 ? 2 : 1);
+    const uint8_t *columns = head_block + (size_t)begin * item_bytes(kind) * (kind == KV_BF16 ? 2 : 1);
     floats sum[VALUE_QUERIES][VALUE_VECTORS];
     EACH_QUERY EACH_PART sum[query][part] = load(sums + query * (padded + LANES) + begin + part * LANES);
     if (kind == KV_BF16) {
@@ -164,20 +163,20 @@ INLINE void add_tile(const int kind, const uint8_t *unit, int padded, Prefetch *
         const float *pair = weights + (from - base) / 2 * PAIR_FLOATS;
         int slot = from;
         if (slot & 1) {
-            add_pair(at, 0xFFFF0000u, pair, room, sum, queries, parts);
+            add_pair(at, 0xFFFF0000u, pair, row_stride, sum, queries, parts);
             slot++, at += 2 * width, pair += PAIR_FLOATS;
         }
         for (; slot + 1 < end; slot += 2, at += 2 * width, pair += PAIR_FLOATS) {
-            add_pair(at, 0xFFFFFFFFu, pair, room, sum, queries, parts);
+            add_pair(at, 0xFFFFFFFFu, pair, row_stride, sum, queries, parts);
             prefetch_step(prefetch);
         }
-        if (slot < end) add_pair(at, 0xFFFFu, pair, room, sum, queries, parts);
+        if (slot < end) add_pair(at, 0xFFFFu, pair, row_stride, sum, queries, parts);
     } else
         for (int slot = from; slot < end; slot++) {
             floats v[VALUE_VECTORS];
             EACH_PART v[part] = load_stored(kind, columns + (size_t)(slot % SLOTS) * width + part * LANES * item_bytes(kind));
             EACH_QUERY {
-                const floats weight = broadcast(weights[query * room + slot - base]);
+                const floats weight = broadcast(weights[query * row_stride + slot - base]);
                 EACH_PART sum[query][part] = fused(weight, v[part], sum[query][part]);
             }
             prefetch_step(prefetch);
@@ -185,16 +184,17 @@ INLINE void add_tile(const int kind, const uint8_t *unit, int padded, Prefetch *
     EACH_QUERY EACH_PART store(sums + query * (padded + LANES) + begin + part * LANES, sum[query][part]);
 }
 
-/* Load 16 values of a row as bfloat16, each in the low half of a word. */
-INLINE words load_narrow(const int kind, const uint8_t *block, int slot, int column, int padded) {
+/* Load 16 values of a slot as bfloat16, each in the low half of a word. */
+INLINE words load_as_bf16(const int kind, const uint8_t *block, int slot, int column, int padded) {
     if (kind == KV_S8) return (words)load_stored(kind, block + (size_t)(slot * padded + column)) >> 16;
-    const words two = load_words_at(block + 4 * (size_t)(slot / 2 * padded + column));
+    const words two = load_words(block + 4 * (size_t)(slot / 2 * padded + column));
     return slot & 1 ? two >> 16 : two & 0xFFFFu;
 }
 
-/* Add weighted values of positions [from, end) of one path, whose rows are in `slots`, for all queries of a row. */
-INLINE void add_listed(const int kind, const Values *own, const int32_t *slots, int from, int end, int base, const float *weights, int room, float *sums, int queries) {
-    const int padded = own->padded, in_pairs = kind == KV_BF16 || kind == KV_S8;
+/* Add the weighted values of positions [from, end) of one row, which are in `slots`, to the sums of the row's queries. */
+INLINE void add_listed_slots(const int kind, const ValueBlocks *blocks, const int32_t *slots, int from, int end, int base,
+                             const float *weights, int row_stride, float *sums, int queries) {
+    const int padded = blocks->padded, in_pairs = kind == KV_BF16 || kind == KV_S8;
     for (int query = 0; query < queries; query++)
         for (int column = 0; column < padded; column += LANES) {
             float *to = sums + query * (padded + LANES) + column;
@@ -202,14 +202,14 @@ INLINE void add_listed(const int kind, const Values *own, const int32_t *slots, 
             words pair = {0};
             for (int position = from; position < end; position++) {
                 const int slot = slots[position - from], is_second = position & 1;
-                const uint8_t *block = own->values + (size_t)own->table[slot / SLOTS] * own->stride;
-                const float *weight = weights + query * room + (in_pairs ? (position - base) / 2 * PAIR_FLOATS : position - base);
+                const uint8_t *block = blocks->values + (size_t)blocks->table[slot / SLOTS] * blocks->stride;
+                const float *weight = weights + query * row_stride + (in_pairs ? (position - base) / 2 * PAIR_FLOATS : position - base);
                 if (!in_pairs) {
                     const uint8_t *row = block + (size_t)(slot % SLOTS * padded + column) * item_bytes(kind);
                     sum = fused(broadcast(*weight), load_stored(kind, row), sum);
                     continue;
                 }
-                const words one = load_narrow(kind, block, slot % SLOTS, column, padded);
+                const words one = load_as_bf16(kind, block, slot % SLOTS, column, padded);
                 pair |= is_second ? one << 16 : one;
                 if (!is_second && position + 1 < end) continue;
                 sum = dot_bf16(bf16_of(pair), broadcast_pair(weight), sum);

@@ -1,19 +1,20 @@
-/* Divide an attention operation among threads. After keys and values are written, a piece of work is a chunk of rows and a kv head. If that gives
- * too few pieces, runs of a chunk's splits are pieces, and their results are merged afterwards; the bits are the same. */
+/* Dividing an attention operation among threads. After keys and values are written, a piece of work is a chunk of rows and a KV head. If that gives
+ * fewer than PIECES_PER_THREAD pieces per thread, a piece is a run of consecutive splits of a chunk, and results are merged afterwards. The bits
+ * are the same. */
 #include "attention.h"
 #include "threads.h"
 #include "work.h"
 
-#define PIECES_PER_THREAD 4 /* with fewer, chunks are divided into runs of splits */
-#define MAX_RUN 8           /* splits of a run, within which prefetching works */
+#define PIECES_PER_THREAD 4
+#define MAX_RUN 8 /* maximum number of splits of a run; splits are prefetched within a run only */
 
-/* A cursor over the chunks of a pass. */
+/* A position in the list of all chunks of a pass. */
 typedef struct {
     const Pass *pass;
     const AttentionOperation *op;
-    Chunk chunk; /* of kv head 0 */
-    int range, first, splits;
-    size_t offset; /* of its results in Program.split_results */
+    Chunk chunk; /* with kv_head 0 */
+    int range, first, splits; /* range: its index; the chunk has `splits` splits from `first` on */
+    size_t offset;            /* of the chunk's results in Program.split_results */
 } ChunkCursor;
 
 static size_t head_result_floats(const ChunkCursor *cursor) {
@@ -24,7 +25,7 @@ static void set_chunk(ChunkCursor *cursor, int row) {
     const int rows = chunk_rows(cursor->op), left = cursor->pass->ranges[cursor->range].rows - row;
     int end;
     cursor->chunk = (Chunk){cursor->pass->ranges + cursor->range, row, left < rows ? left : rows, 0};
-    splits_of(cursor->op, &cursor->chunk, &cursor->first, &end);
+    find_splits(cursor->op, &cursor->chunk, &cursor->first, &end);
     cursor->splits = end - cursor->first;
 }
 
@@ -33,9 +34,6 @@ static ChunkCursor first_chunk(const Pass *pass, const AttentionOperation *op) {
     set_chunk(&cursor, 0);
     return cursor;
 }
-
-/* Return whether the cursor is before the end. */
-static int has_chunk(const ChunkCursor *cursor) { return cursor->range < cursor->pass->num_ranges; }
 
 static void next_chunk(ChunkCursor *cursor) {
     const int row = cursor->chunk.row + cursor->chunk.rows;
@@ -46,29 +44,27 @@ static void next_chunk(ChunkCursor *cursor) {
         set_chunk(cursor, 0);
 }
 
-/* Return the place of a split's result; results are ordered by head, then by split. */
+/* Return where a split's result is; results of a chunk are ordered by head, then by split. */
 static float *split_result_at(const Work *work, const ChunkCursor *cursor, int kv_head, int split) {
     return work->program->split_results + cursor->offset + (size_t)(kv_head * cursor->splits + split) * head_result_floats(cursor);
 }
 
-static int runs_of_chunk(const ChunkCursor *cursor, int run) { return (cursor->splits + run - 1) / run; }
-
-/* Run pieces of `run` splits of a chunk; a head has `runs` of them, numbered consecutively. */
-static void run_splits(const Work *work, const AttentionOperation *op, int run, int runs, int chunks) {
-    const int total = runs * op->kv_heads;
-    Share share = {0}, merges = {0};
-    for (int piece; (piece = next_piece_of(work, 1, total, &share)) < total;) {
-        int left = piece % runs;
+/* Compute runs of `run` splits, then merge their results. A head has num_split_runs runs over all chunks. */
+static void run_splits(const Work *work, const AttentionOperation *op, int run, int num_split_runs, int chunks) {
+    const int total = num_split_runs * op->kv_heads;
+    PieceQueue queue = {0}, merges = {0};
+    for (int piece; (piece = claim_next_piece(work, 1, total, &queue)) < total;) {
+        int left = piece % num_split_runs;
         ChunkCursor cursor = first_chunk(work->pass, op);
-        for (; left >= runs_of_chunk(&cursor, run); next_chunk(&cursor)) left -= runs_of_chunk(&cursor, run);
+        for (; left >= ceil_div(cursor.splits, run); next_chunk(&cursor)) left -= ceil_div(cursor.splits, run);
         const int split = left * run, splits = cursor.splits - split;
         Chunk chunk = cursor.chunk;
-        chunk.kv_head = piece / runs;
+        chunk.kv_head = piece / num_split_runs;
         attend_splits(work->program, work->pass, op, &chunk, cursor.first + split, run < splits ? run : splits,
                       work->program->scratch[work->thread], split_result_at(work, &cursor, chunk.kv_head, split), head_result_floats(&cursor));
     }
     barrier();
-    for (int piece; (piece = next_piece_of(work, 2, chunks * op->kv_heads, &merges)) < chunks * op->kv_heads;) {
+    for (int piece; (piece = claim_next_piece(work, 2, chunks * op->kv_heads, &merges)) < chunks * op->kv_heads;) {
         ChunkCursor cursor = first_chunk(work->pass, op);
         for (int i = 0; i < piece % chunks; i++) next_chunk(&cursor);
         Chunk chunk = cursor.chunk;
@@ -77,42 +73,42 @@ static void run_splits(const Work *work, const AttentionOperation *op, int run, 
     }
 }
 
-/* Run pieces of one chunk and head, all chunks of a head first, so that a thread gets the heads it computed before. */
+/* Compute chunks. Pieces are numbered by head, then by chunk, so that a thread gets the same heads in each operation. */
 static void run_chunks(const Work *work, const AttentionOperation *op, int chunks) {
     const int total = chunks * op->kv_heads;
     ChunkCursor cursor = first_chunk(work->pass, op);
     int at = 0;
-    Share share = {0};
-    for (int piece; (piece = next_piece_of(work, 1, total, &share)) < total;) {
+    PieceQueue queue = {0};
+    for (int piece; (piece = claim_next_piece(work, 1, total, &queue)) < total;) {
         if (at > piece % chunks) cursor = first_chunk(work->pass, op), at = 0;
         for (; at < piece % chunks; at++) next_chunk(&cursor);
         Chunk chunk = cursor.chunk;
         chunk.kv_head = piece / chunks;
-        attend(work->program, work->pass, op, &chunk, work->program->scratch[work->thread]);
+        attend_chunk(work->program, work->pass, op, &chunk, work->program->scratch[work->thread]);
     }
 }
 
 void run_attention(const Work *work, const Operation *operation) {
     const AttentionOperation *op = (const AttentionOperation *)operation;
     if (op->k >= 0) {
-        Share share = {0};
-        for (int row; (row = next_piece_of(work, 0, work->rows, &share)) < work->rows;) write_kv(work->program, work->pass, op, row);
+        PieceQueue queue = {0};
+        for (int row; (row = claim_next_piece(work, 0, work->rows, &queue)) < work->rows;) write_kv(work->program, work->pass, op, row);
         barrier();
     }
     if (op->q < 0) return;
     const int enough = PIECES_PER_THREAD * work->program->num_threads;
     int chunks = 0, most = 0, splits = 0;
     ChunkCursor cursor = first_chunk(work->pass, op);
-    for (; has_chunk(&cursor); next_chunk(&cursor)) {
+    for (; cursor.range < work->pass->num_ranges; next_chunk(&cursor)) {
         chunks++;
         most = cursor.splits > most ? cursor.splits : most;
         splits += cursor.splits;
     }
     if (chunks * op->kv_heads < enough && most > 1 && cursor.offset <= (size_t)work->program->split_results_floats) {
-        int run = splits * op->kv_heads / enough, runs = 0;
+        int run = splits * op->kv_heads / enough, num_split_runs = 0;
         run = run < 1 ? 1 : run > MAX_RUN ? MAX_RUN : run;
-        for (cursor = first_chunk(work->pass, op); has_chunk(&cursor); next_chunk(&cursor)) runs += runs_of_chunk(&cursor, run);
-        run_splits(work, op, run, runs, chunks);
+        for (cursor = first_chunk(work->pass, op); cursor.range < work->pass->num_ranges; next_chunk(&cursor)) num_split_runs += ceil_div(cursor.splits, run);
+        run_splits(work, op, run, num_split_runs, chunks);
     } else
         run_chunks(work, op, chunks);
 }

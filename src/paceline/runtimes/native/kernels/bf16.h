@@ -1,6 +1,6 @@
-/* Dot products of bfloat16: 16 lanes of two values each, added to 16 sums. All processors give the bits of the instruction vdpbf16ps: the second
- * values' product is added first, then the first ones', each with one rounding. Only denormal float32 numbers differ: the instruction flushes
- * them to zero. */
+/* Dot products of bfloat16: in each of 16 lanes, two products are added to a sum. The result has the same bits on all processors, those of the
+ * instruction vdpbf16ps: it adds the second value's product, rounds, adds the first value's product, and rounds again. Only denormal float32
+ * numbers differ, which the instruction treats as zero. */
 #ifndef PACELINE_BF16_H
 #define PACELINE_BF16_H
 
@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-#define BF16_STEP (2 * LANES)
+#define BF16_STEP (2 * LANES) /* columns of a vector of pairs */
 
 #ifdef __AVX512BF16__
 typedef words bf16s; /* the first value of each lane is in the low half */
@@ -25,10 +25,10 @@ typedef struct {
     floats first, second;
 } bf16s;
 
-/* Both numbers must be exact in bfloat16. */
+/* Make pairs of numbers that bfloat16 holds exactly. */
 INLINE bf16s join_bf16(floats first, floats second) { return (bf16s){first, second}; }
 
-/* Convert 32 bfloat16 as stored. */
+/* Convert 32 stored bfloat16 numbers. */
 INLINE bf16s bf16_of(words stored) { return (bf16s){(floats)(stored << 16), (floats)(stored & 0xFFFF0000u)}; }
 
 INLINE floats dot_bf16(bf16s w, bf16s x, floats sum) { return fused(w.first, x.first, fused(w.second, x.second, sum)); }
@@ -40,7 +40,7 @@ INLINE bf16s load_bf16(const float *from) {
     return v;
 }
 
-/* Number of floats that 32 packed columns take. */
+/* Number of floats that BF16_STEP packed columns occupy. */
 #define BF16_STEP_FLOATS (sizeof(bf16s) / sizeof(float))
 
 /* Round to the nearest bfloat16, ties to even. */

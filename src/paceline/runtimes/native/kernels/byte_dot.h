@@ -1,9 +1,11 @@
-/* Dot products of bytes: 16 lanes of four unsigned weight codes times four signed codes of a row (a quad), added to 16 integer sums.
+/* Dot products of bytes: in each of 16 lanes, the products of four unsigned weight codes with four signed codes of a row of x (a quad) are added to
+ * an integer sum. Sums are exact, so all instruction sets give the same result.
  *
- * Sums are exact, so all instruction sets agree. x86 VNNI and Arm's dot product do it in one instruction (HAS_DOT); Arm's takes signed
- * weights, so codes are lowered by DOT_SHIFT and the sums' start values corrected. Without one, even and odd bytes are multiplied as 16-bit
- * numbers. Narrow codes of at most six bits use maddubs there (HAS_PAIRS), whose 16-bit sums are widened after several quads; for table
- * values, maddubs multiplies |w| with sign(w) * x so that products fit in 16 bits (HAS_SIGNS, AVX2 only). */
+ * HAS_DOT: x86 VNNI and Arm's dot product add a quad with one instruction. Arm's takes signed weights, so DOT_SHIFT is subtracted from the codes,
+ * and the sums start at a value that corrects this. Otherwise the even and the odd bytes are multiplied as 16-bit numbers.
+ * HAS_PAIRS: without HAS_DOT, codes of at most six bits are multiplied with the instruction maddubs, whose 16-bit sums are widened after several
+ * quads.
+ * HAS_SIGNS: on AVX2, values of a table are multiplied with maddubs as |w| times sign(w) * x, so that the sums fit in 16 bits. */
 #ifndef PACELINE_BYTE_DOT_H
 #define PACELINE_BYTE_DOT_H
 
@@ -30,9 +32,10 @@
 #else
 #define HAS_SIGNS 0
 #endif
+/* Words of a packed quad of x: for 8-bit codes (DOT_WORDS), for codes of at most 6 bits, and for values of a table. */
 #define DOT_WORDS (HAS_DOT ? 1 : 2)
-#define NARROW_WORDS (HAS_PAIRS ? 1 : DOT_WORDS) /* words of a packed quad for narrow codes */
-#define TABLE_WORDS (HAS_SIGNS ? 1 : DOT_WORDS)  /* for table values */
+#define NARROW_WORDS (HAS_PAIRS ? 1 : DOT_WORDS)
+#define TABLE_WORDS (HAS_SIGNS ? 1 : DOT_WORDS)
 #if defined(__ARM_FEATURE_DOTPROD)
 #define DOT_SHIFT 128
 #else
@@ -44,7 +47,7 @@ typedef int16_t shorts __attribute__((vector_size(64)));
 
 INLINE ints broadcast_int(int32_t x) { return (ints){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-/* Store four quads of signed codes in [-127, 127], `step` words apart: one word each, or one for even and one for odd codes. */
+/* Store four quads of codes in [-127, 127], `step` words apart. num_words = 1: one word each; 2: a word of the even codes, one of the odd ones. */
 INLINE void store_quads(int32_t *to, ints codes, size_t step, int num_words) {
     if (num_words == 1) {
         const signed_bytes quads = __builtin_convertvector(codes, signed_bytes);
@@ -57,27 +60,27 @@ INLINE void store_quads(int32_t *to, ints codes, size_t step, int num_words) {
     for (size_t i = 0; i < 4; i++) memcpy(to + i * step, (const uint8_t *)&both + 8 * i, 8);
 }
 
-/* Look up each byte, an index below 16, in a table. */
-INLINE words look_up(words numbers, bytes table) {
+/* Replace each byte, an index below 16, by that byte of a table. */
+INLINE words look_up(words indices, bytes table) {
 #if defined(__AVX512BW__)
-    return (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)numbers);
+    return (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)indices);
 #elif defined(__AVX2__)
     __m256i parts[2];
     const __m256i values = _mm256_broadcastsi128_si256((__m128i)table);
-    memcpy(parts, &numbers, sizeof numbers);
+    memcpy(parts, &indices, sizeof indices);
     for (int i = 0; i < 2; i++) parts[i] = _mm256_shuffle_epi8(values, parts[i]);
-    memcpy(&numbers, parts, sizeof numbers);
-    return numbers;
+    memcpy(&indices, parts, sizeof indices);
+    return indices;
 #else
     uint8_t at[sizeof(words)];
-    memcpy(at, &numbers, sizeof at);
+    memcpy(at, &indices, sizeof at);
     for (size_t i = 0; i < sizeof at; i++) at[i] = table[at[i]];
-    memcpy(&numbers, at, sizeof at);
-    return numbers;
+    memcpy(&indices, at, sizeof at);
+    return indices;
 #endif
 }
 
-/* Weight codes prepared once for all rows: as they are, or even and odd ones apart. */
+/* Weight codes in the form that products need, prepared once for all rows: one vector, or one of the even and one of the odd codes. */
 typedef struct {
     words part[DOT_WORDS];
 } weight_codes;
@@ -92,20 +95,21 @@ INLINE weight_codes split_codes(words codes) {
 #endif
 }
 
-/* A table of values: unsigned, or (HAS_SIGNS) lowered by TABLE_SHIFT and split into magnitude and sign. A row's codes take the sign by psignb,
- * which has two execution ports (SIGNED), or by xor, which has four (INVERTED). Xor gives -q - 1 for -q; `count_negative` computes the missing
- * sum once for all rows, which pays for many rows. */
-enum { SIGNED, INVERTED };
+/* A table of values: unsigned, or with HAS_SIGNS their magnitudes and signs after TABLE_SHIFT was subtracted. The sign of a weight is applied to
+ * the codes q of a row by the instruction psignb (SIGN_BY_PSIGN), or, with more throughput, by xor (SIGN_BY_XOR). But xor gives -q - 1 instead of
+ * -q. The products differ by the sum of the negative values (add_negative_values), which is computed once for all rows: worthwhile for many
+ * rows. */
+enum { SIGN_BY_PSIGN, SIGN_BY_XOR };
 typedef struct {
     bytes part[2];
 } code_table;
 
-INLINE code_table split_table(bytes values, const int form) {
+INLINE code_table split_table(bytes values, const int sign_method) {
 #if HAS_SIGNS
     const signed_bytes lowered = (signed_bytes)(values ^ 0x80), negative = lowered < 0;
-    return (code_table){{(bytes)((lowered ^ negative) - negative), (bytes)(form == INVERTED ? negative : lowered)}};
+    return (code_table){{(bytes)((lowered ^ negative) - negative), (bytes)(sign_method == SIGN_BY_XOR ? negative : lowered)}};
 #else
-    (void)form;
+    (void)sign_method;
     return (code_table){{values}};
 #endif
 }
@@ -126,7 +130,7 @@ INLINE table_values look_up_values(words codes, code_table table) {
 }
 
 #if DOT_WORDS == 2
-/* Multiply 16-bit numbers and add neighbouring products. */
+/* Multiply 16-bit numbers and add the two products of each lane. */
 INLINE ints multiply_shorts(words w, ints x) {
 #if defined(__AVX512BW__)
     return (ints)_mm512_madd_epi16((__m512i)w, (__m512i)x);
@@ -148,7 +152,7 @@ INLINE ints multiply_shorts(words w, ints x) {
 #if defined(__AVX512BW__)
 typedef struct {
     __m512i part[1];
-} pair_sums; /* 16-bit numbers, two a lane */
+} pair_sums; /* 16-bit sums, two in a lane */
 #define MULTIPLY_PAIRS(w, x) _mm512_maddubs_epi16(w, x)
 #define ADD_PAIRS(a, b) _mm512_add_epi16(a, b)
 #define BROADCAST_QUAD(quad) _mm512_set1_epi32(quad)
@@ -161,8 +165,8 @@ typedef struct {
 #define BROADCAST_QUAD(quad) _mm256_set1_epi32(quad)
 #endif
 
-/* Add the 16-bit sums of two products (at most 2 * 63 * 127) of narrow codes and one packed quad. The empty asm keeps compilers from an order of
- * additions that needs more registers. */
+/* Multiply codes of at most 6 bits with a packed quad and add pairs of products (at most 2 * 63 * 127) to 16-bit sums. The empty asm keeps
+ * compilers from reordering the additions, which would need more registers. */
 INLINE void add_pairs(pair_sums *sums, words codes, int32_t packed, const int is_first) {
     pair_sums w;
     memcpy(&w, &codes, sizeof w);
@@ -180,7 +184,7 @@ INLINE ints widen_pairs(const pair_sums *sums) {
 }
 #endif
 
-/* Add the products of one packed quad, broadcast to all 16 lanes. */
+/* Return sum + products of weight codes with one packed quad, which is broadcast to all 16 lanes. */
 INLINE ints dot_bytes(weight_codes w, const int32_t *packed, ints sum) {
 #if defined(__AVX512VNNI__)
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w.part[0], _mm512_set1_epi32(packed[0]));
@@ -206,8 +210,8 @@ INLINE ints dot_bytes(weight_codes w, const int32_t *packed, ints sum) {
 #endif
 }
 
-/* Add the products of one packed quad with table values. */
-INLINE ints dot_values(table_values w, const int32_t *packed, ints sum, const int form) {
+/* Return sum + products of table values with one packed quad. */
+INLINE ints dot_values(table_values w, const int32_t *packed, ints sum, const int sign_method) {
 #if HAS_SIGNS
     __m256i sums[2], size[2], sign[2];
     memcpy(sums, &sum, sizeof sum);
@@ -215,21 +219,21 @@ INLINE ints dot_values(table_values w, const int32_t *packed, ints sum, const in
     memcpy(sign, &w.part[1], sizeof sign);
     const __m256i x = _mm256_set1_epi32(packed[0]);
     for (int i = 0; i < 2; i++) {
-        const __m256i signed_x = form == INVERTED ? _mm256_xor_si256(x, sign[i]) : _mm256_sign_epi8(x, sign[i]);
+        const __m256i signed_x = sign_method == SIGN_BY_XOR ? _mm256_xor_si256(x, sign[i]) : _mm256_sign_epi8(x, sign[i]);
         sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_maddubs_epi16(size[i], signed_x), _mm256_set1_epi16(1)));
-        __asm__("" : "+x"(sums[i])); /* as in add_pairs */
+        __asm__("" : "+x"(sums[i])); /* for the reason given in add_pairs */
     }
     memcpy(&sum, sums, sizeof sum);
     return sum;
 #else
-    (void)form;
+    (void)sign_method;
     weight_codes codes;
     memcpy(&codes, &w, sizeof codes);
     return dot_bytes(codes, packed, sum);
 #endif
 }
 
-/* The sum of negative values, which INVERTED products have too much; 16 bits hold sums of 256 values. */
+/* The sum of the negative weights, by which sums of SIGN_BY_XOR products exceed the correct ones. 16 bits hold the sums of 256 values. */
 typedef struct {
 #if HAS_SIGNS
     pair_sums pairs;
@@ -238,7 +242,7 @@ typedef struct {
 #endif
 } negative_sums;
 
-INLINE void count_negative(negative_sums *sums, table_values w) {
+INLINE void add_negative_values(negative_sums *sums, table_values w) {
 #if HAS_SIGNS
     pair_sums size, sign;
     memcpy(&size, &w.part[0], sizeof size);
@@ -249,7 +253,7 @@ INLINE void count_negative(negative_sums *sums, table_values w) {
 #endif
 }
 
-INLINE ints sum_of_negative(const negative_sums *sums) {
+INLINE ints negative_total(const negative_sums *sums) {
 #if HAS_SIGNS
     return widen_pairs(&sums->pairs);
 #else

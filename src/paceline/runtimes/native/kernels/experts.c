@@ -1,64 +1,63 @@
-/* Mixture of experts: choose each row's experts and sort the pairs of rows and experts. A row's choice depends on its op logits only. */
+/* Mixture of experts: choose the experts of each row, from its own router logits only, and sort the pairs of a row and an expert (`Routes`). */
 #include "native.h"
 #include "vectors.h"
 
 #include <stdint.h>
 
 #define MAX_EXPERTS 1024
+
+/* Return the parts of the buffer of a routing: four arrays with a number for each pair, `num_active` and the active experts. */
 Routes routes_of(float *buffer, int rows, int chosen) {
     const size_t pairs = (size_t)rows * (size_t)chosen;
-    int32_t *const numbers = (int32_t *)buffer;
-    return (Routes){numbers, buffer + pairs, numbers + 2 * pairs, numbers + 3 * pairs, numbers + 4 * pairs, (struct Active *)(numbers + 4 * pairs + 1)};
+    int32_t *const ints = (int32_t *)buffer;
+    return (Routes){ints, buffer + pairs, ints + 2 * pairs, ints + 3 * pairs, ints + 4 * pairs, (ActiveExpert *)(ints + 4 * pairs + 1)};
 }
 
-static int is_taken(const uint64_t *taken, int number) { return taken[number / 64] >> (number % 64) & 1; }
-static void take(uint64_t *taken, int number) { taken[number / 64] |= (uint64_t)1 << (number % 64); }
+static int is_marked(const uint64_t *marked, int number) { return marked[number / 64] >> (number % 64) & 1; }
+static void mark(uint64_t *marked, int number) { marked[number / 64] |= (uint64_t)1 << (number % 64); }
 
-/* Return the index of the largest value in [begin, end) that is not taken; ties: the lower index. */
-static int best_of(const float *values, const uint64_t *taken, int begin, int end) {
+/* Return the index of the largest value in [begin, end) that is not marked; of equal values the first. */
+static int unmarked_argmax(const float *values, const uint64_t *marked, int begin, int end) {
     int best = -1;
     for (int i = begin; i < end; i++)
-        if (!is_taken(taken, i) && (best < 0 || values[i] > values[best])) best = i;
+        if (!is_marked(marked, i) && (best < 0 || values[i] > values[best])) best = i;
     return best;
 }
 
-/* Mark the experts outside the best groups as taken. */
-static void exclude_groups(const RouteOperation *op, const float *compared, uint64_t *taken) {
+/* Mark the experts outside the chosen groups. */
+static void exclude_groups(const RouteOperation *op, const float *compared, uint64_t *marked) {
     const int size = op->experts / op->groups;
     float sums[MAX_EXPERTS];
     uint64_t groups[MAX_EXPERTS / 64] = {0};
     for (int group = 0; group < op->groups; group++) {
         uint64_t none[MAX_EXPERTS / 64] = {0};
-        const int begin = group * size, first = best_of(compared, none, begin, begin + size);
-        take(none, first);
-        const int second = best_of(compared, none, begin, begin + size);
+        const int begin = group * size, first = unmarked_argmax(compared, none, begin, begin + size);
+        mark(none, first);
+        const int second = unmarked_argmax(compared, none, begin, begin + size);
         sums[group] = compared[first] + (second < 0 ? 0.0f : compared[second]);
     }
-    for (int i = 0; i < op->chosen_groups; i++) take(groups, best_of(sums, groups, 0, op->groups));
+    for (int i = 0; i < op->chosen_groups; i++) mark(groups, unmarked_argmax(sums, groups, 0, op->groups));
     for (int expert = 0; expert < op->experts; expert++)
-        if (!is_taken(groups, expert / size)) take(taken, expert);
+        if (!is_marked(groups, expert / size)) mark(marked, expert);
 }
 
-/* Choose the experts of one row, ascending, and compute their weights.
+/* Choose the experts of one row, in ascending order, and compute their weights.
  * Source: Shazeer et al. 2017, section 2.1; groups and the correction: DeepSeek-V3 (2024), section 2.1.2. */
 void choose_experts(const RouteOperation *op, const float *logits, int32_t *experts, float *weights) {
     const int count = op->experts;
     float scores[MAX_EXPERTS], corrected[MAX_EXPERTS];
     const float *compared = scores;
-    uint64_t taken[MAX_EXPERTS / 64] = {0};
+    uint64_t marked[MAX_EXPERTS / 64] = {0};
     memcpy(scores, logits, (size_t)count * sizeof(float));
-    if (op->scoring == SIGMOID) EACH_16(i, some, count) {
-        const floats score = sigmoid(load_first(logits + i, some));
-        memcpy(scores + i, &score, (size_t)some * sizeof(float));
-    }
+    if (op->scoring == SIGMOID) EACH_16(i, some, count) store_part(scores + i, sigmoid(load_part(logits + i, some)), some);
     if (op->correction) {
         for (int i = 0; i < count; i++) corrected[i] = scores[i] + op->correction[i];
         compared = corrected;
     }
-    if (op->groups > 1) exclude_groups(op, compared, taken);
+    if (op->groups > 1) exclude_groups(op, compared, marked);
     for (int i = 0; i < op->chosen; i++) {
-        const int best = best_of(compared, taken, 0, count);
-        take(taken, best);
+        const int best = unmarked_argmax(compared, marked, 0, count);
+        mark(marked, best);
         int place = i;
         for (; place && experts[place - 1] > best; place--) experts[place] = experts[place - 1];
         experts[place] = best;
@@ -66,10 +65,7 @@ void choose_experts(const RouteOperation *op, const float *logits, int32_t *expe
     if (op->scoring == SOFTMAX) {
         float largest = scores[0];
         for (int i = 1; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
-        EACH_16(i, some, count) {
-            const floats power = exponential(load_first(scores + i, some) - broadcast(largest));
-            memcpy(scores + i, &power, (size_t)some * sizeof(float));
-        }
+        EACH_16(i, some, count) store_part(scores + i, exponential(load_part(scores + i, some) - broadcast(largest)), some);
     }
     float sum = op->epsilon;
     if (op->is_normalized)
@@ -82,7 +78,7 @@ void choose_experts(const RouteOperation *op, const float *logits, int32_t *expe
         weights[i] = scores[experts[i]] / sum * op->factor * (op->scales ? op->scales[experts[i]] : 1.0f);
 }
 
-/* Sort the pairs of all rows by expert; order: of the rows within an expert, NULL = ascending. */
+/* Sort the pairs of all rows by expert. order: the order of rows within an expert, NULL = ascending. */
 void sort_pairs(const RouteOperation *op, const Routes *routes, const int32_t *order, int rows) {
     const int pairs = rows * op->chosen;
     int32_t next[MAX_EXPERTS] = {0};
@@ -92,7 +88,7 @@ void sort_pairs(const RouteOperation *op, const Routes *routes, const int32_t *o
         const int count = next[expert];
         next[expert] = first;
         if (!count) continue;
-        routes->active[active++] = (struct Active){expert, first, count, packed};
+        routes->active[active++] = (ActiveExpert){expert, first, count, packed};
         first += count;
         packed += count / MAX_ROWS * MAX_ROWS + tile_rows(count % MAX_ROWS);
     }
@@ -101,7 +97,7 @@ void sort_pairs(const RouteOperation *op, const Routes *routes, const int32_t *o
         const int row = order ? order[i] : i, first_pair = row * op->chosen;
         for (int pair = first_pair; pair < first_pair + op->chosen; pair++) {
             const int place = next[routes->experts[pair]]++;
-            routes->places[pair] = place;
+            routes->pair_indices[pair] = place;
             routes->rows[place] = row;
         }
     }

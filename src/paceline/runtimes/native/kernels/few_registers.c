@@ -1,27 +1,28 @@
-/* Products on processors where few rows fill the registers (MAX_ROWS == 4: AVX2, NEON), reordered to read or decode weights less often.
+/* Products for processors with few registers (MAX_ROWS == 4: AVX2, NEON), in an order that reads or decodes weights less often.
  *
- * Quantised weights: several blocks of rows share what is decoded of a panel, K-quants (k_quants.h) and tables of values (panels.h) alike.
- * bfloat16 with AVX2: 3 or 4 rows are multiplied in blocks of columns that stay in the first-level cache. A sum's 16 lanes are independent
- * until its end, so one half of them is computed for more outputs at once than there are registers for whole sums. Every lane adds what the
- * tiles of linear.c add, in the same order. */
+ * Quantised weights: a panel is decoded once for several blocks of rows. This is done for K-quants (k_quants.h) and for codes that are indices into
+ * a table (panels.h).
+ * bfloat16 with AVX2: 3 or 4 rows are multiplied in blocks of columns that stay in the first-level cache. The 16 lanes of a sum are independent
+ * until its end. So half of the lanes is computed for several outputs, for which there would not be enough registers with all lanes; then the other
+ * half. Each lane adds the same products in the same order as linear.c, so results have the same bits. */
 #include "k_quants.h"
 #include "linear.h"
 
 #if MAX_ROWS == 4
 enum { rows = MAX_ROWS };
 
-/* Decode the quads of a super-block whose codes begin at `at`. */
+/* Decode all quads of a super-block, whose codes begin at `at`. */
 INLINE void decode_codes(const uint8_t *at, words *quads, const int rows, const int kind, size_t distance) {
     const int high_bits = FORMAT(kind)->high_bits, group = FORMAT(kind)->group;
     for (int g = 0; g < SUPER_BLOCK / group; g++, quads += group / 4) {
         words high = {0};
         if (high_bits) {
-            high = load_codes(at);
+            high = load_words(at);
             PREFETCH(at)
             at += sizeof(words);
         }
         _Pragma("unroll") for (int pair = 0; pair < group / 8; pair++, at += sizeof(words)) {
-            const words codes = load_codes(at);
+            const words codes = load_words(at);
             PREFETCH(at)
             quads[2 * pair] = join_quad(codes, high, 2 * pair, high_bits);
             quads[2 * pair + 1] = join_quad(codes, high, 2 * pair + 1, high_bits);
@@ -29,7 +30,7 @@ INLINE void decode_codes(const uint8_t *at, words *quads, const int rows, const 
     }
 }
 
-/* Add the products of a super-block of one panel, from decoded quads. */
+/* Add the products of a super-block's decoded quads with a block of rows to the float sums; return the position in the packed rows after them. */
 INLINE const float *add_decoded(const words *w, const float *x, floats scales[][MAX_GROUPS], floats minimums[][MAX_GROUPS], floats sum[][MAX_ROWS],
                                 const int rows, const int kind) {
     const int group = FORMAT(kind)->group;
@@ -38,17 +39,17 @@ INLINE const float *add_decoded(const words *w, const float *x, floats scales[][
         GroupSums sums;
         EACH_ROW sums.dot[0][row] = broadcast_int(group_offset(offsets, row, kind));
         _Pragma("unroll") for (int number = 0; number < group / 4; number++)
-            quad = multiply_add(&sums, w + number, quad, rows, 1, number, QUADS_AT_ONCE(4 + FORMAT(kind)->high_bits));
+            quad = add_quad_products(&sums, w + number, quad, rows, 1, number, QUADS_AT_ONCE(4 + FORMAT(kind)->high_bits));
         add_group(&sums, x, g, scales, minimums, sum, rows, 1, kind);
         x = (const float *)quad;
     }
     return x;
 }
 
-/* Multiply one panel with several whole blocks of rows, `step` words apart; a super-block is decoded once for all of them. */
+/* Multiply a panel of a K-quant with full blocks of rows, which are `step` words apart. A super-block is decoded once for all of them. */
 INLINE void multiply_blocks(const Matrix *matrix, int first, const float *packed, size_t step, float *y, const int blocks, size_t ahead,
                             const int kind) {
-    const int header = header_bytes(kind, matrix->block), codes = codes_bytes(kind);
+    const int header = header_bytes(kind, matrix->scale_columns), codes = codes_bytes(kind);
     const size_t distance = prefetch_distance(rows, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * (size_t)matrix->row_bytes;
     floats sum[MAX_BLOCKS][1][MAX_ROWS];
@@ -56,7 +57,7 @@ INLINE void multiply_blocks(const Matrix *matrix, int first, const float *packed
     for (int begin = 0; begin < matrix->columns; begin += SUPER_BLOCK, at += codes) {
         floats scales[1][MAX_GROUPS], minimums[1][MAX_GROUPS];
         words quads[SUPER_BLOCK / 4];
-        decode_header(at, 0, matrix->block, scales, minimums, 1, kind);
+        decode_header(at, 0, matrix->scale_columns, scales, minimums, 1, kind);
         for (int line = 0; line < header; line += 64) PREFETCH(at + line)
         at += header;
         decode_codes(at, quads, rows, kind, distance);
@@ -77,35 +78,36 @@ BLOCKS_OF_KIND(multiply_q4_k_blocks, PANELS_Q4_K)
 BLOCKS_OF_KIND(multiply_q5_k_blocks, PANELS_Q5_K)
 BLOCKS_OF_KIND(multiply_q6_k_blocks, PANELS_Q6_K)
 
-/* Groups that are multiplied with all rows before the next ones are read: 256 columns, or two groups, whose scales may be stored together. */
+/* Decoded groups of a panel, which are multiplied with all rows before the next ones are decoded: 256 columns, but at least two groups, because two
+ * may store their scales together. */
 typedef struct {
     floats scales[MAX_GROUPS];
     ints negative[MAX_GROUPS];
     table_values quads[2 * MAX_GROUP / 4];
-} Groups;
+} DecodedGroups;
 
-/* Look up the values of a group's codes, and add up the negative ones. */
-INLINE void read_codes(const uint8_t *at, code_table table, int group, table_values *quads, ints *negative, size_t distance) {
+/* Look up the values of a group's codes; *negative: the sum of the negative ones. */
+INLINE void look_up_group(const uint8_t *at, code_table table, int group, table_values *quads, ints *negative, size_t distance) {
     negative_sums sums = {0};
     for (int column = 0; column < group; column += 8, at += sizeof(words), quads += 2) {
-        const words codes = load_codes(at);
+        const words codes = load_words(at);
         PREFETCH(at)
         for (int part = 0; part < 2; part++) {
             quads[part] = look_up_values(codes >> 4 * part & 0x0F0F0F0Fu, table);
-            count_negative(&sums, quads[part]);
+            add_negative_values(&sums, quads[part]);
         }
     }
-    *negative = sum_of_negative(&sums);
+    *negative = negative_total(&sums);
 }
 
-/* Read the next `count` groups of a panel, which begin at `at`; return the position after them. */
-INLINE const uint8_t *read_groups(const Matrix *matrix, const uint8_t *at, code_table table, int count, Groups *groups, const int group,
+/* Decode the next `count` groups of a panel, which begin at `at`; return the position after them. */
+INLINE const uint8_t *decode_groups(const Matrix *matrix, const uint8_t *at, code_table table, int count, DecodedGroups *groups, const int group,
                                   size_t distance) {
     const int kind = matrix->kind, codes = group * 8;
     if (kind == PANELS_IQ4_XS) {
         for (int line = 0; line < 128; line += 64) PREFETCH(at + line)
-        decode_small(at, matrix->block, groups->scales, NULL, PANELS_IQ4_XS);
-        at += header_bytes(PANELS_IQ4_XS, matrix->block);
+        decode_low_bit(at, matrix->scale_columns, groups->scales, NULL, PANELS_IQ4_XS);
+        at += header_bytes(PANELS_IQ4_XS, matrix->scale_columns);
     }
     for (int g = 0; g < count; g++, at += codes) {
         if (kind == PANELS_4_BITS_TABLE_FLOAT16 && g % 2)
@@ -115,13 +117,13 @@ INLINE const uint8_t *read_groups(const Matrix *matrix, const uint8_t *at, code_
             groups->scales[g] = kind == PANELS_4_BITS_TABLE_FLOAT16 ? load_float16(at) : load((const float *)at);
             at += sizeof(floats);
         }
-        read_codes(at, table, group, groups->quads + g * group / 4, groups->negative + g, distance);
+        look_up_group(at, table, group, groups->quads + g * group / 4, groups->negative + g, distance);
     }
     return at;
 }
 
 /* Add the products of groups to the sums of a block of rows; return the position in the packed rows after them. */
-INLINE const float *add_groups(const Groups *groups, int count, const float *x, floats *sum, const int group) {
+INLINE const float *add_group_products(const DecodedGroups *groups, int count, const float *x, floats *sum, const int group) {
     for (int g = 0; g < count; g++) {
         const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
         const table_values *w = groups->quads + g * group / 4;
@@ -129,47 +131,47 @@ INLINE const float *add_groups(const Groups *groups, int count, const float *x, 
         EACH_ROW dot[row] = broadcast_int(offsets[row]) - groups->negative[g];
         for (int column = 0; column < group; column += 16)
             _Pragma("unroll") for (int i = 0; i < 4; i++, w++, quad += rows * TABLE_WORDS)
-                EACH_ROW dot[row] = dot_values(*w, quad + row * TABLE_WORDS, dot[row], INVERTED);
+                EACH_ROW dot[row] = dot_values(*w, quad + row * TABLE_WORDS, dot[row], SIGN_BY_XOR);
         EACH_ROW sum[row] = fused(__builtin_convertvector(dot[row], floats), groups->scales[g] * broadcast(x[row]), sum[row]);
         x = (const float *)quad;
     }
     return x;
 }
 
-/* Multiply one panel of table codes in groups of `group` columns with several blocks of rows. */
-INLINE void multiply_groups(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead,
+/* Multiply a panel of codes that are indices into a table, in groups of `group` columns, with several blocks of rows. */
+INLINE void multiply_table_groups(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead,
                             const int group) {
     const int max_count = group > SUPER_BLOCK / 2 ? 2 : SUPER_BLOCK / group / 2 * 2;
     const size_t distance = prefetch_distance(rows, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * (size_t)matrix->row_bytes;
-    const code_table table = table_of(matrix, INVERTED);
+    const code_table table = value_table_of(matrix, SIGN_BY_XOR);
     floats sum[MAX_BLOCKS][MAX_ROWS];
     for (int i = 0; i < blocks; i++) EACH_ROW sum[i][row] = broadcast(0.0f);
     for (int left = matrix->columns / group; left > 0; left -= max_count) {
-        Groups groups;
+        DecodedGroups groups;
         const int count = left < max_count ? left : max_count;
-        at = read_groups(matrix, at, table, count, &groups, group, distance);
+        at = decode_groups(matrix, at, table, count, &groups, group, distance);
         const float *x = packed;
-        for (int i = 0; i < blocks; i++) x = add_groups(&groups, count, packed + (size_t)i * step, sum[i], group);
+        for (int i = 0; i < blocks; i++) x = add_group_products(&groups, count, packed + (size_t)i * step, sum[i], group);
         packed = x - (size_t)(blocks - 1) * step;
     }
     for (int i = 0; i < blocks; i++)
         store_sums(matrix, first, sum[i], rows, y + (size_t)(i * rows) * (size_t)matrix->outputs, rows);
 }
 
-/* Multiply one panel of table codes with several blocks of rows. Groups of 32, the usual size, are unrolled. */
+/* The same with the matrix's group size. Loops over groups of 32 columns, the usual size, are unrolled. */
 static void multiply_table_blocks(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead) {
     if (matrix->group == 32)
-        multiply_groups(matrix, first, packed, step, y, blocks, ahead, 32);
+        multiply_table_groups(matrix, first, packed, step, y, blocks, ahead, 32);
     else
-        multiply_groups(matrix, first, packed, step, y, blocks, ahead, matrix->group);
+        multiply_table_groups(matrix, first, packed, step, y, blocks, ahead, matrix->group);
 }
 
-/* Return the function for several whole blocks of rows; NULL = they share nothing. */
-MultiplyBlocks *blocks_product_of(const Matrix *matrix) {
+/* Return the function that decodes a panel once for several blocks of rows; NULL = this kind has none. */
+MultiplyBlocks *multiply_blocks_of(const Matrix *matrix) {
     static MultiplyBlocks *const K_QUANTS_BLOCKS[] = {multiply_q4_k_blocks, multiply_q5_k_blocks, multiply_q6_k_blocks};
-    if (is_by_table(matrix->kind)) return multiply_table_blocks;
-    return matrix->block && !IS_SMALL(matrix->kind) ? K_QUANTS_BLOCKS[matrix->kind - PANELS_Q4_K] : NULL;
+    if (uses_table(matrix->kind)) return multiply_table_blocks;
+    return matrix->scale_columns && !IS_LOW_BIT(matrix->kind) ? K_QUANTS_BLOCKS[matrix->kind - PANELS_Q4_K] : NULL;
 }
 #endif
 
@@ -177,9 +179,9 @@ MultiplyBlocks *blocks_product_of(const Matrix *matrix) {
 typedef float octet __attribute__((vector_size(32)));
 typedef uint32_t octet_words __attribute__((vector_size(32)));
 
-#define CACHED_COLUMNS 1024
-#define BLOCK_OUTPUTS 3
-#define MAX_OUTPUTS 48 /* whose sums are in memory */
+#define CACHED_COLUMNS 1024 /* columns of a block that stays in the first-level cache */
+#define BLOCK_OUTPUTS 3     /* outputs whose sums are in registers */
+#define MAX_OUTPUTS 48      /* outputs whose sums are in memory */
 #define EACH_OUTPUT _Pragma("unroll") for (int n = 0; n < outputs; n++)
 
 INLINE octet load_octet(const float *from) {
@@ -188,8 +190,9 @@ INLINE octet load_octet(const float *from) {
     return v;
 }
 
-/* sums [outputs][rows] += the products of one half of the lanes, over `count` columns of `codes` and x [steps][rows][first and second values]. */
-INLINE void add_half(const uint8_t *const *codes, size_t next_tile, const float *x, int count, floats *sums, const int half, const int outputs,
+/* Add the products of `count` columns to one half of the lanes of sums [outputs][rows]. x is packed as pack_rows does for bfloat16: for each 32
+ * columns and each row, the 16 first values of the pairs, then the 16 second ones. */
+INLINE void add_half_lanes(const uint8_t *const *codes, size_t next_tile, const float *x, int count, floats *sums, const int half, const int outputs,
                      const int rows) {
     octet sum[BLOCK_OUTPUTS][MAX_ROWS];
     EACH_OUTPUT EACH_ROW sum[n][row] = load_octet((const float *)(sums + n * rows + row) + half * 8);
@@ -214,8 +217,8 @@ INLINE void add_half(const uint8_t *const *codes, size_t next_tile, const float 
     EACH_OUTPUT EACH_ROW memcpy((float *)(sums + n * rows + row) + half * 8, &sum[n][row], sizeof(octet));
 }
 
-/* Compute outputs [begin, end), at most MAX_OUTPUTS, of `rows` packed rows. */
-INLINE void multiply_cached(const Matrix *matrix, int begin, int end, const float *x, float *y, const int rows, int real_rows) {
+/* Compute outputs [begin, end), at most MAX_OUTPUTS, for `rows` packed rows. */
+INLINE void multiply_bf16_block(const Matrix *matrix, int begin, int end, const float *x, float *y, const int rows, int real_rows) {
     const int columns = matrix->columns, whole = columns / BF16_STEP * BF16_STEP;
     const size_t row_bytes = (size_t)matrix->row_bytes;
     floats sums[MAX_OUTPUTS * MAX_ROWS];
@@ -226,25 +229,25 @@ INLINE void multiply_cached(const Matrix *matrix, int begin, int end, const floa
         for (int n = begin; n < end;) {
             const uint8_t *row = matrix->codes + (size_t)n * row_bytes + 2 * (size_t)column;
             const uint8_t *const codes[BLOCK_OUTPUTS] = {row, row + row_bytes, row + 2 * row_bytes};
-            floats *const own = sums + (n - begin) * rows;
+            floats *const row_sums = sums + (n - begin) * rows;
             const int outputs = end - n >= BLOCK_OUTPUTS ? BLOCK_OUTPUTS : 1;
             if (outputs == BLOCK_OUTPUTS) {
-                add_half(codes, BLOCK_OUTPUTS * row_bytes, from, count, own, 0, BLOCK_OUTPUTS, rows);
-                add_half(codes, 0, from, count, own, 1, BLOCK_OUTPUTS, rows);
+                add_half_lanes(codes, BLOCK_OUTPUTS * row_bytes, from, count, row_sums, 0, BLOCK_OUTPUTS, rows);
+                add_half_lanes(codes, 0, from, count, row_sums, 1, BLOCK_OUTPUTS, rows);
             } else {
-                add_half(codes, 0, from, count, own, 0, 1, rows);
-                add_half(codes, 0, from, count, own, 1, 1, rows);
+                add_half_lanes(codes, 0, from, count, row_sums, 0, 1, rows);
+                add_half_lanes(codes, 0, from, count, row_sums, 1, 1, rows);
             }
             n += outputs;
         }
     }
     for (int n = begin; n < end; n++) {
-        floats *const own = sums + (n - begin) * rows;
+        floats *const row_sums = sums + (n - begin) * rows;
         if (whole < columns) {
-            const bf16s w = bf16_of(load_words(matrix->codes + (size_t)n * row_bytes + 2 * (size_t)whole, columns - whole));
-            EACH_ROW own[row] = dot_bf16(w, load_bf16(x + (size_t)(whole / BF16_STEP * rows + row) * BF16_STEP_FLOATS), own[row]);
+            const bf16s w = bf16_of(load_bf16_codes(matrix->codes + (size_t)n * row_bytes + 2 * (size_t)whole, columns - whole));
+            EACH_ROW row_sums[row] = dot_bf16(w, load_bf16(x + (size_t)(whole / BF16_STEP * rows + row) * BF16_STEP_FLOATS), row_sums[row]);
         }
-        store_lane_sums(matrix, n, own, 1, rows, y, real_rows);
+        store_lane_sums(matrix, n, row_sums, 1, rows, y, real_rows);
     }
 }
 
@@ -252,9 +255,9 @@ void multiply_bf16_blocks(const Matrix *matrix, int begin, int end, const float 
     for (int to; begin < end; begin = to) {
         to = begin + MAX_OUTPUTS < end ? begin + MAX_OUTPUTS : end;
         if (rows == 3)
-            multiply_cached(matrix, begin, to, x, y, 3, real_rows);
+            multiply_bf16_block(matrix, begin, to, x, y, 3, real_rows);
         else
-            multiply_cached(matrix, begin, to, x, y, 4, real_rows);
+            multiply_bf16_block(matrix, begin, to, x, y, 4, real_rows);
     }
 }
 #endif

@@ -1,19 +1,19 @@
-/* GGUF's K-quants and IQ4_XS in panels, at the size they are stored: one table of the formats, and how scales and codes are decoded.
+/* GGUF's K-quants and IQ4_XS in panels, with as many bits as in the file: a table of the formats, and how scales and codes are decoded.
  *
- * A super-block has 256 columns in groups of 32 or 16. A group's scale is its integer factor times the super-block's float16 scale; its
- * minimum likewise, negated. These products are exact in float32, so sums have the bits they would have with scales stored as float32. If the
- * columns were put in another order, each half of a super-block has float16 scales of its own (`block` = 128).
+ * A super-block has 256 columns in groups of 32 or 16. The scale of a group is an integer factor times a float16 scale; its minimum is minus an
+ * integer factor times a float16 minimum. These products are exact in float32, so results have the same bits as with scales stored as float32. The
+ * float16 numbers are those of the super-block, or, if its columns were reordered, of each half of it (`scale_columns` = 128): [halves] below.
  *
- * A panel is, for each super-block, a header and the codes of all groups; [16] means one value for each output:
- *     Q4_K, Q5_K  float16 [halves][scale, minimum][16]; words [3][16]: low 4 bits of 8 factors, of 8 minimum factors, high 2 bits of both
- *     Q6_K        float16 [2 halves][16]; int8 factors [16 groups][16]
- *                 of each group: Q5_K, Q6_K a word of high bits [16]; then low 4 bits as in panels.h
- *     Q2_K        float16 [halves][scale, minimum][16]; bytes [16 groups][16]: factor in the low nibble, minimum's factor in the high one;
- *                 of each group a word [16]: columns 4 i to 4 i + 3 at bits 2 i of its bytes
- *     Q3_K        float16 [2 halves][16]; words [3][16]: low 4 bits of factors 0 to 7, of 8 to 15, high 2 bits of all;
- *                 of two groups a word of third bits [16], then a word each as of Q2_K
- *     IQ4_XS      [halves][float16 [16], 16 bits [16] with the high 2 bits of 8 factors]; a word [16]: low 4 bits of the factors;
- *                 of each group codes as in panels.h, which index a table of values */
+ * A panel has, for each super-block, a header and then the codes of all groups; [16] means one number for each output:
+ *     Q4_K, Q5_K  header: float16 [halves][scale, minimum][16]; words [3][16]: low 4 bits of 8 factors, of 8 minimum factors, high 2 bits of both
+ *     Q6_K        header: float16 [2 halves][16]; int8 factors [16 groups][16]
+ *                 codes of a group (Q4_K, too): in Q5_K and Q6_K a word of high bits [16]; then the low 4 bits as in panels.h
+ *     Q2_K        header: float16 [halves][scale, minimum][16]; bytes [16 groups][16]: factor in the low nibble, minimum's factor in the high one;
+ *                 codes of a group: a word [16] with columns 4 i to 4 i + 3 at bit 2 i of its four bytes
+ *     Q3_K        header: float16 [2 halves][16]; words [3][16]: low 4 bits of factors 0 to 7, of 8 to 15, high 2 bits of all;
+ *                 codes of two groups: a word of third bits [16], then for each group a word as in Q2_K
+ *     IQ4_XS      header: [halves][float16 [16], 16 bits [16] with the high 2 bits of 8 factors]; a word [16]: low 4 bits of the factors;
+ *                 codes of a group as in panels.h; they are indices into a table of values */
 #ifndef PACELINE_K_QUANTS_H
 #define PACELINE_K_QUANTS_H
 
@@ -22,9 +22,9 @@
 #define MAX_GROUPS (SUPER_BLOCK / 16)
 
 typedef struct {
-    int group, low_bits, high_bits; /* columns of a group; bits of a code, in two parts */
+    int group, low_bits, high_bits; /* columns of a group; bits of a code, which are stored in two parts */
     int has_minimums;
-    int two_halves;   /* scales are always stored for both halves */
+    int two_halves;   /* 1 = the header always has the float16 scales of both halves */
     int factor_bytes; /* bytes of the factors of a super-block */
 } KQuant;
 
@@ -35,8 +35,8 @@ static const KQuant K_QUANTS[] = {
 };
 #define FORMAT(kind) (&K_QUANTS[(kind) - PANELS_Q4_K])
 
-INLINE int scale_bytes(const int kind, int block) { return FORMAT(kind)->two_halves ? 64 : 64 * (SUPER_BLOCK / block); }
-INLINE int header_bytes(const int kind, int block) { return scale_bytes(kind, block) + FORMAT(kind)->factor_bytes; }
+INLINE int scale_bytes(const int kind, int scale_columns) { return FORMAT(kind)->two_halves ? 64 : 64 * (SUPER_BLOCK / scale_columns); }
+INLINE int header_bytes(const int kind, int scale_columns) { return scale_bytes(kind, scale_columns) + FORMAT(kind)->factor_bytes; }
 INLINE int codes_bytes(const int kind) { return SUPER_BLOCK / 8 * LANES * (FORMAT(kind)->low_bits + FORMAT(kind)->high_bits); }
 
 /* Move bits [at, at + count) of every word to bit `to`. */
@@ -46,11 +46,11 @@ INLINE words move_bits(words from, const int at, const int count, const int to) 
 
 INLINE floats float_of(words factors) { return __builtin_convertvector((ints)factors, floats); }
 
-/* Scales and minimums of Q4_K and Q5_K. */
-INLINE void decode_6_bits(const uint8_t *header, int block, floats *scales, floats *minimums) {
-    const int has_one = block == SUPER_BLOCK;
+/* Decode the scales and minimums of a super-block of Q4_K or Q5_K, whose factors have 6 bits. */
+INLINE void decode_6_bits(const uint8_t *header, int scale_columns, floats *scales, floats *minimums) {
+    const int has_one = scale_columns == SUPER_BLOCK;
     const uint8_t *packed = header + (has_one ? 64 : 128);
-    const words low = load_codes(packed), low_minimums = load_codes(packed + 64), high = load_codes(packed + 128);
+    const words low = load_words(packed), low_minimums = load_words(packed + 64), high = load_words(packed + 128);
     floats scale = load_float16(header), minimum = -load_float16(header + 32);
     _Pragma("unroll") for (int g = 0; g < 8; g++) {
         if (g == 4 && !has_one) {
@@ -62,7 +62,7 @@ INLINE void decode_6_bits(const uint8_t *header, int block, floats *scales, floa
     }
 }
 
-/* Scales of Q6_K. */
+/* Decode the scales of a super-block of Q6_K, whose factors have 8 bits. */
 INLINE void decode_8_bits(const uint8_t *header, floats *scales) {
     const floats halves[2] = {load_float16(header), load_float16(header + 32)};
     _Pragma("unroll") for (int g = 0; g < MAX_GROUPS; g++) {
@@ -72,11 +72,11 @@ INLINE void decode_8_bits(const uint8_t *header, floats *scales) {
     }
 }
 
-/* Scales of Q2_K, Q3_K and IQ4_XS, and minimums of Q2_K. Stored 6-bit factors are 32 more than their value. */
-INLINE void decode_small(const uint8_t *header, int block, floats *scales, floats *minimums, const int kind) {
-    const int second = block == SUPER_BLOCK ? 0 : kind == PANELS_Q3_K ? 32 : 64; /* offset of the second half's scales */
+/* Decode the scales of a super-block of Q2_K, Q3_K or IQ4_XS, and the minimums of Q2_K. Stored 6-bit factors are 32 larger than their value. */
+INLINE void decode_low_bit(const uint8_t *header, int scale_columns, floats *scales, floats *minimums, const int kind) {
+    const int second = scale_columns == SUPER_BLOCK ? 0 : kind == PANELS_Q3_K ? 32 : 64; /* offset of the second half's scales */
     const floats halves[2] = {load_float16(header), load_float16(header + second)};
-    const uint8_t *packed = header + scale_bytes(kind, block);
+    const uint8_t *packed = header + scale_bytes(kind, scale_columns);
     if (kind == PANELS_Q2_K) {
         const floats minimum[2] = {-load_float16(header + 32), -load_float16(header + second + 32)};
         _Pragma("unroll") for (int g = 0; g < MAX_GROUPS; g++) {
@@ -89,7 +89,7 @@ INLINE void decode_small(const uint8_t *header, int block, floats *scales, float
     }
     words high;
     if (kind == PANELS_Q3_K) {
-        high = load_codes(packed + 2 * sizeof(words));
+        high = load_words(packed + 2 * sizeof(words));
     } else {
         halfwords stored;
         memcpy(&stored, header + 32, sizeof stored);
@@ -97,27 +97,27 @@ INLINE void decode_small(const uint8_t *header, int block, floats *scales, float
     }
     const int groups = SUPER_BLOCK / FORMAT(kind)->group;
     _Pragma("unroll") for (int g = 0; g < groups; g++) {
-        const words low = load_codes(packed + (size_t)(g / 8) * sizeof(words));
+        const words low = load_words(packed + (size_t)(g / 8) * sizeof(words));
         const ints factor = (ints)((low >> (4 * (g % 8)) & 15u) | (high >> (2 * g) & 3u) << 4) - 32;
         scales[g] = halves[g / (groups / 2)] * __builtin_convertvector(factor, floats);
     }
 }
 
-/* Scales and minimums of a super-block in several panels, `next` bytes apart. */
-INLINE void decode_header(const uint8_t *at, size_t next, int block, floats scales[][MAX_GROUPS], floats minimums[][MAX_GROUPS],
+/* Decode the scales and minimums of a super-block in several panels, which are `next` bytes apart. */
+INLINE void decode_header(const uint8_t *at, size_t next, int scale_columns, floats scales[][MAX_GROUPS], floats minimums[][MAX_GROUPS],
                           const int panels, const int kind) {
     EACH_PANEL {
         const uint8_t *const header = at + (size_t)n * next;
         if (kind == PANELS_Q4_K || kind == PANELS_Q5_K)
-            decode_6_bits(header, block, scales[n], minimums[n]);
+            decode_6_bits(header, scale_columns, scales[n], minimums[n]);
         else if (kind == PANELS_Q6_K)
             decode_8_bits(header, scales[n]);
         else
-            decode_small(header, block, scales[n], minimums[n], kind);
+            decode_low_bit(header, scale_columns, scales[n], minimums[n], kind);
     }
 }
 
-/* Quad `number` of a group of Q4_K, Q5_K or Q6_K, from its word of low bits and the group's high bits. */
+/* Return the codes of quad `number` of a group of Q4_K, Q5_K or Q6_K, from its word of low bits and the group's word of high bits. */
 INLINE words join_quad(words codes, words high, const int number, const int high_bits) {
     const words low = codes >> (number % 2 * 4) & 0x0F0F0F0Fu;
     if (!high_bits) return low;
@@ -125,7 +125,7 @@ INLINE words join_quad(words codes, words high, const int number, const int high
     return low | ((at > 4 ? high >> (at - 4) : high << (4 - at)) & (uint32_t)ones);
 }
 
-/* Add the integer sums of a group, times its scale, to the float sums of the panels' outputs. */
+/* Add the integer sums of a group, times its scale, to the float sums of all panels and rows. */
 INLINE void add_group(const GroupSums *sums, const float *x, int g, floats scales[][MAX_GROUPS], floats minimums[][MAX_GROUPS],
                       floats sum[][MAX_ROWS], const int rows, const int panels, const int kind) {
     EACH_PANEL {
@@ -134,16 +134,15 @@ INLINE void add_group(const GroupSums *sums, const float *x, int g, floats scale
     }
 }
 
-/* The start value of a group's integer sums; Q4_K and Q5_K have no zero point. */
+/* Return the value at which a group's integer sums start; a constant 0 if the format has no zero point (Q4_K, Q5_K). */
 INLINE int32_t group_offset(const int32_t *offsets, const int row, const int kind) {
     return DOT_SHIFT || !FORMAT(kind)->has_minimums ? offsets[row] : 0;
 }
 
-/* Q2_K, Q3_K and IQ4_XS are in small_blocks.c. */
-#define IS_SMALL(kind) ((kind) >= PANELS_Q2_K)
+/* Whether low_bit_blocks.c implements a kind: Q2_K, Q3_K and IQ4_XS, which have less than 4.5 bits a weight. */
+#define IS_LOW_BIT(kind) ((kind) >= PANELS_Q2_K)
 Multiply multiply_q2_k, multiply_q3_k, multiply_iq4_xs;
-int64_t paceline_super_block_bytes(int32_t columns, int32_t block, int32_t kind);
-void small_block_rows(const Matrix *matrix, const int32_t *numbers, int32_t count, float *to);
-void fill_small_blocks(const SuperBlocks *from, int32_t begin, int32_t end, uint8_t *to);
+int64_t paceline_super_block_bytes(int32_t columns, int32_t scale_columns, int32_t kind);
+void fill_low_bit_blocks(const SuperBlocks *from, int32_t begin, int32_t end, uint8_t *to);
 
 #endif

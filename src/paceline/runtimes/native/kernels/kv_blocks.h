@@ -1,5 +1,5 @@
-/* The layout of the KV cache. A layer's keys, and its values, are [blocks][kv heads][unit]; a unit has the SLOTS rows of one block and head. Keys
- * are stored column-major, so that a vector holds one column of 16 rows; values row-major. */
+/* The layout of the KV cache. The keys of a layer, and its values, are [blocks][kv heads][head block]: a head block holds the SLOTS rows of one kv
+ * head in one block. Keys are column-major, so that a vector has one column of 16 rows. Values are row-major. */
 #ifndef PACELINE_KV_BLOCKS_H
 #define PACELINE_KV_BLOCKS_H
 
@@ -8,35 +8,34 @@
 
 #define SLOTS 32 /* rows of a block */
 
-/* The type of a number. bfloat16 is interleaved in pairs for its dot product: two columns of a key, two rows of values. S8 keys are interleaved in
- * quads of columns; S8 has a float scale for each row, after all codes. */
+/* The type of the cached numbers. bfloat16 is interleaved in pairs for dot_bf16: two columns of keys, two rows of values. S8 (int8) keys are
+ * interleaved in quads of columns for dot_bytes; an S8 head block ends with a float scale for each row. */
 enum { KV_F32, KV_BF16, KV_F16, KV_S8 };
 
-/* Return the stored columns of a row, padded to whole vectors. */
+/* Return the columns of a stored row: the head size, rounded up to whole vectors. */
 INLINE int padded_columns(int size) { return (size + LANES - 1) / LANES * LANES; }
 
 INLINE size_t item_bytes(int kind) { return kind == KV_F32 ? 4 : kind == KV_S8 ? 1 : 2; }
 
-/* Return the bytes of a unit. */
-INLINE size_t unit_bytes(int kind, int size) {
+INLINE size_t head_block_bytes(int kind, int size) {
     return SLOTS * ((size_t)padded_columns(size) * item_bytes(kind) + (kind == KV_S8 ? sizeof(float) : 0));
 }
 
-/* Return the scales [SLOTS] of an S8 unit. */
-INLINE const float *scales_of(const uint8_t *unit, int size) { return (const float *)(unit + SLOTS * padded_columns(size)); }
+/* Return the scales [SLOTS] of an S8 head block. */
+INLINE const float *scales_of(const uint8_t *head_block, int size) { return (const float *)(head_block + SLOTS * padded_columns(size)); }
 
-/* Return the first unit of a kv head's keys (side 0) or values (side 1); units of consecutive blocks are `block_bytes` apart. */
-INLINE uint8_t *kv_base(const Program *program, const AttentionOperation *own, int side, int kv_head) {
-    return program->kv_storage[2 * own->layer + side] + (size_t)kv_head * unit_bytes(program->kv_kind, own->head_size);
+/* Return the first head block of a kv head's keys (side 0) or values (side 1); that of the next block is `block_bytes` later. */
+INLINE uint8_t *kv_base(const Program *program, const AttentionOperation *op, int side, int kv_head) {
+    return program->kv_storage[2 * op->layer + side] + (size_t)kv_head * head_block_bytes(program->kv_kind, op->head_size);
 }
 
-INLINE size_t block_bytes(const Program *program, const AttentionOperation *own) {
-    return (size_t)own->kv_heads * unit_bytes(program->kv_kind, own->head_size);
+INLINE size_t block_bytes(const Program *program, const AttentionOperation *op) {
+    return (size_t)op->kv_heads * head_block_bytes(program->kv_kind, op->head_size);
 }
 
-/* Return the block table of a range for a layer. */
-INLINE const int32_t *table_of(const Pass *pass, const AttentionOperation *own, const Range *range) {
-    return pass->block_tables + (size_t)own->tables * (size_t)pass->blocks_per_table_set + range->table;
+/* Return the block table of a range for the operation's layer. */
+INLINE const int32_t *block_table_of(const Pass *pass, const AttentionOperation *op, const Range *range) {
+    return pass->block_tables + (size_t)op->tables * (size_t)pass->blocks_per_table_set + range->table;
 }
 
 #endif

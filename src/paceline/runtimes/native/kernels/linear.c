@@ -1,15 +1,15 @@
-/* Matrix products y = x W^T with row-major W: float32, float16, bfloat16, or 8-bit codes in groups (only for `--dtype f32` and for heads).
+/* Matrix products y = x W^T with row-major W: float32, float16, bfloat16, or 8-bit codes in groups (only for `--dtype f32` and for drafting heads).
  *
- * A tile is some outputs times some rows whose sums stay in registers; weights are converted to float32 once for up to MAX_ROWS rows. With
- * bfloat16 as the compute type, rows are rounded and multiplied as bfloat16 (bf16.h). Every output is one sum in 16 lanes over ascending
- * columns, whatever the number of rows: a row's bits do not depend on the other rows. Rows of x are packed first (pack_rows), interleaved by
- * steps of 16 or 32 columns. */
+ * A tile is as many outputs and rows of x as keep their sums in registers. Weights are converted to float32 once for up to MAX_ROWS rows. If
+ * bfloat16 is the compute type, rows are rounded and multiplied as bfloat16 (bf16.h). Each result is one sum in 16 lanes over ascending columns,
+ * whatever the number of rows, so a row's bits do not depend on the other rows. Rows of x are packed first (pack_rows): 16 or 32 columns of each
+ * row in turn. */
 #include "float_weights.h"
 #include "linear.h"
 
 #define EACH_OUTPUT _Pragma("unroll") for (int n = 0; n < outputs; n++)
 #define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
-/* Prefetch the next tile's weights to the second-level cache: the hardware prefetcher starts anew with every row of W. */
+/* Prefetch the next tile's weights to the second-level cache. The hardware prefetcher does not foresee the next row of W. */
 #define PREFETCH_NEXT(n, offset) __builtin_prefetch(codes[n] + next_tile + (offset), 0, 2);
 
 INLINE void multiply_add(floats *sum, const floats *w, const float *packed, const int rows, const int outputs) {
@@ -19,7 +19,7 @@ INLINE void multiply_add(floats *sum, const floats *w, const float *packed, cons
     }
 }
 
-/* A tile of F32, F16 or BF16: outputs [first, first + outputs) of packed rows. */
+/* Compute a tile of an F32, F16 or BF16 matrix: outputs [first, first + outputs) of packed rows. */
 INLINE void float_tile(const Matrix *matrix, int first, const float *x, float *y, int real_rows, const int kind, const int rows, const int outputs) {
     const int columns = matrix->columns;
     floats sum[MAX_TILE_OUTPUTS * MAX_ROWS], w[MAX_TILE_OUTPUTS];
@@ -44,8 +44,8 @@ INLINE void float_tile(const Matrix *matrix, int first, const float *x, float *y
     store_lane_sums(matrix, first, sum, outputs, rows, y, real_rows);
 }
 
-/* A tile of U8 or U8_MINIMUM: values are scale * (code - zero_point) + minimum, each operation rounded. */
-INLINE void code_tile(const Matrix *matrix, int first, const float *x, float *y, int real_rows, const int kind, const int rows, const int outputs) {
+/* Compute a tile of a U8 or U8_MINIMUM matrix. A weight is scale * (code - zero_point) + minimum, rounded after each operation. */
+INLINE void u8_tile(const Matrix *matrix, int first, const float *x, float *y, int real_rows, const int kind, const int rows, const int outputs) {
     const int columns = matrix->columns, group = matrix->group;
     const size_t groups = (size_t)(columns / group), next_tile = (size_t)outputs * (size_t)matrix->row_bytes;
     const float *scales = matrix->scales + (size_t)first * groups;
@@ -72,33 +72,33 @@ INLINE void code_tile(const Matrix *matrix, int first, const float *x, float *y,
     store_lane_sums(matrix, first, sum, outputs, rows, y, real_rows);
 }
 
-/* Outputs of one bfloat16 row at a time. Such a pass is bound by memory, which is fastest in storage order; two sums hide the latency of an
- * addition when the weights are in a cache. */
+/* Outputs that are computed together for a single bfloat16 row. Most of the time is needed to read W, which is fastest in storage order, so they
+ * are few. With a single one, each addition would wait for the one before. */
 #ifdef __AVX512BF16__
 #define ROW_OUTPUTS 2
 #else
 #define ROW_OUTPUTS 4
 #endif
 
-#define BYTES_AHEAD 3072 /* prefetch distance when outputs are read one after another */
+#define PREFETCH_BYTES 3072 /* prefetch distance if outputs are computed one after another */
 
-/* sums [outputs] of one bfloat16 row; prefetches what follows in storage order. */
+/* Compute the sums of `outputs` outputs for one bfloat16 row, and prefetch the weights that follow in storage order. */
 INLINE void bf16_row(const Matrix *matrix, int first, const float *x, floats *sums, const int outputs) {
     const int columns = matrix->columns;
     const size_t row_bytes = (size_t)matrix->row_bytes;
     const uint8_t *const codes = matrix->codes + (size_t)first * row_bytes;
-    const uint8_t *next = codes + (outputs > 1 ? (size_t)outputs * row_bytes : BYTES_AHEAD);
+    const uint8_t *next = codes + (outputs > 1 ? (size_t)outputs * row_bytes : PREFETCH_BYTES);
     EACH_OUTPUT sums[n] = broadcast(0.0f);
     int column = 0;
     for (; column + BF16_STEP <= columns; column += BF16_STEP, x += BF16_STEP_FLOATS)
         _Pragma("unroll") for (int n = 0; n < outputs; n++, next += sizeof(words)) {
             __builtin_prefetch(next, 0, 2);
-            const bf16s w = bf16_of(load_words(codes + (size_t)n * row_bytes + 2 * (size_t)column, BF16_STEP));
+            const bf16s w = bf16_of(load_bf16_codes(codes + (size_t)n * row_bytes + 2 * (size_t)column, BF16_STEP));
             sums[n] = dot_bf16(w, load_bf16(x), sums[n]);
         }
     if (column < columns)
         EACH_OUTPUT {
-            const bf16s w = bf16_of(load_words(codes + (size_t)n * row_bytes + 2 * (size_t)column, columns - column));
+            const bf16s w = bf16_of(load_bf16_codes(codes + (size_t)n * row_bytes + 2 * (size_t)column, columns - column));
             sums[n] = dot_bf16(w, load_bf16(x), sums[n]);
         }
 }
@@ -110,7 +110,7 @@ INLINE void multiply_add_bf16(floats *sum, const bf16s *w, const float *packed, 
     }
 }
 
-/* A tile of bfloat16 weights and rows. Prefetches the next tile's weights to the second-level cache, this tile's from there to the first. */
+/* Compute a tile of bfloat16 weights and rows. Prefetches the next tile to the second-level cache, this tile from there to the first. */
 INLINE void bf16_tile(const Matrix *matrix, int first, const float *x, float *y, int real_rows, const int rows, const int outputs) {
     floats sum[MAX_TILE_OUTPUTS * MAX_ROWS];
     if (rows == 1) {
@@ -132,25 +132,26 @@ INLINE void bf16_tile(const Matrix *matrix, int first, const float *x, float *y,
         EACH_OUTPUT {
             PREFETCH_NEXT(n, 2 * (size_t)column)
             __builtin_prefetch(codes[n] + 2 * (size_t)column + 512, 0, 3);
-            w[n] = bf16_of(load_words(codes[n] + 2 * (size_t)column, BF16_STEP));
+            w[n] = bf16_of(load_bf16_codes(codes[n] + 2 * (size_t)column, BF16_STEP));
         }
         multiply_add_bf16(sum, w, x, rows, outputs);
     }
     if (column < columns) {
-        EACH_OUTPUT w[n] = bf16_of(load_words(codes[n] + 2 * (size_t)column, columns - column));
+        EACH_OUTPUT w[n] = bf16_of(load_bf16_codes(codes[n] + 2 * (size_t)column, columns - column));
         multiply_add_bf16(sum, w, x, rows, outputs);
     }
     store_lane_sums(matrix, first, sum, outputs, rows, y, real_rows);
 }
 
-/* Reads a large matrix output by output for a single row: with one instruction a cache line, a single sum keeps up with memory. */
+/* Whether a product computes one output after another, in storage order: for a single row and a matrix too large for a cache. A single sum is then
+ * as fast as memory, because vdpbf16ps handles a whole cache line. */
 #ifdef __AVX512BF16__
 #define READS_IN_ORDER(matrix, rows) ((rows) == 1 && (size_t)(matrix)->outputs * (size_t)(matrix)->row_bytes >= 2 << 20)
 #else
 #define READS_IN_ORDER(matrix, rows) 0
 #endif
 
-/* Outputs [n, end) of one bfloat16 row, in storage order. */
+/* Compute outputs [n, end) for one bfloat16 row, in storage order. */
 static void multiply_bf16_in_order(const Matrix *matrix, int n, int end, const float *x, float *y) {
     enum { outputs = MAX_TILE_OUTPUTS };
     floats sums[outputs];
@@ -164,8 +165,8 @@ static void multiply_bf16_in_order(const Matrix *matrix, int n, int end, const f
     }
 }
 
-/* PRODUCT(name, tile, ...) defines a function for outputs [n, end): as many outputs share a tile as keep their sums in registers, and a tile of
- * one output takes the rest. */
+/* PRODUCT(name, tile, ...) defines a function that computes outputs [n, end) in tiles. TILE(rows, outputs) sets the outputs of a tile for a number
+ * of rows; the last outputs are computed in tiles of one output. */
 #if MAX_ROWS == 8
 #define EACH_TILE(...) \
     TILE(1, 8, __VA_ARGS__) TILE(2, 8, __VA_ARGS__) TILE(3, 6, __VA_ARGS__) TILE(4, 6, __VA_ARGS__) TILE(6, 4, __VA_ARGS__) TILE(8, 3, __VA_ARGS__)
@@ -184,8 +185,8 @@ static void multiply_bf16_in_order(const Matrix *matrix, int n, int end, const f
 PRODUCT(multiply_f32, float_tile, F32)
 PRODUCT(multiply_f16, float_tile, F16)
 PRODUCT(multiply_bf16_as_floats, float_tile, BF16)
-PRODUCT(multiply_u8, code_tile, U8)
-PRODUCT(multiply_u8_minimum, code_tile, U8_MINIMUM)
+PRODUCT(multiply_u8, u8_tile, U8)
+PRODUCT(multiply_u8_minimum, u8_tile, U8_MINIMUM)
 PRODUCT(multiply_bf16, bf16_tile)
 
 typedef void Product(const Matrix *, int, int, const float *, float *, int, int);
@@ -193,7 +194,7 @@ static Product *const PRODUCTS[] = {
     [F32] = multiply_f32, [F16] = multiply_f16, [BF16] = multiply_bf16_as_floats, [U8] = multiply_u8, [U8_MINIMUM] = multiply_u8_minimum,
 };
 
-/* The function for bfloat16 rows. */
+/* Return the function that multiplies bfloat16 rows. */
 static Product *bf16_product(int rows) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     if (rows > 2) return multiply_bf16_blocks;
@@ -202,67 +203,64 @@ static Product *bf16_product(int rows) {
     return multiply_bf16;
 }
 
-/* Return the rows a block is padded to: 5 and 7 rows have no tile of their own. */
+/* Return the number of rows to which a block of rows is padded: there are no tiles of 5 and 7 rows. */
 int tile_rows(int rows) { return MAX_ROWS == 8 && (rows == 5 || rows == 7) ? rows + 1 : rows; }
 
-static size_t steps_of(int columns, int step) { return (size_t)(columns + step - 1) / (size_t)step; }
-
-/* Return the floats of a packed row. */
-static size_t packed_columns(int columns, int packing) {
-    return packing == AS_FLOATS ? steps_of(columns, LANES) * LANES : steps_of(columns, BF16_STEP) * BF16_STEP_FLOATS;
+/* Return the number of floats of a packed row that is not packed as bytes. */
+static size_t packed_columns_floats(int columns, int packing) {
+    return packing == AS_FLOATS ? (size_t)ceil_div(columns, LANES) * LANES : (size_t)ceil_div(columns, BF16_STEP) * BF16_STEP_FLOATS;
 }
 
-size_t packed_row(const Matrix *matrix, int packing) {
-    return packing == AS_BYTES ? packed_bytes_words(matrix) : packed_columns(matrix->columns, packing);
+size_t packed_row_floats(const Matrix *matrix, int packing) {
+    return packing == AS_BYTES ? packed_byte_row_words(matrix) : packed_columns_floats(matrix->columns, packing);
 }
 
 size_t packed_floats(int rows, int columns) {
-    const size_t floats_per_row = packed_columns(columns, AS_FLOATS), bf16_per_row = packed_columns(columns, AS_BF16);
-    return steps_of(rows, MAX_ROWS) * MAX_ROWS * (floats_per_row > bf16_per_row ? floats_per_row : bf16_per_row);
+    const size_t floats_per_row = packed_columns_floats(columns, AS_FLOATS), bf16_per_row = packed_columns_floats(columns, AS_BF16);
+    return (size_t)ceil_div(rows, MAX_ROWS) * MAX_ROWS * (floats_per_row > bf16_per_row ? floats_per_row : bf16_per_row);
 }
 
 /* Return 16 columns of a row from `column` on, padded with zeros. */
 INLINE floats load_columns(const float *x, int columns, int row, int column) {
-    const float *from = x + (size_t)row * columns + column;
-    if (column + LANES <= columns) return load(from);
-    return column < columns ? load_first(from, columns - column) : broadcast(0.0f);
+    const int count = columns - column < LANES ? columns - column : LANES;
+    return count > 0 ? load_part(x + (size_t)row * columns + column, count) : broadcast(0.0f);
 }
 
-/* Return 32 columns from `column` on, rounded to pairs of bfloat16. */
+/* Return 32 columns of a row from `column` on, rounded to bfloat16. */
 static bf16s load_columns_bf16(const float *x, int columns, int row, int column) {
     const floats a = round_to_bf16(load_columns(x, columns, row, column)), b = round_to_bf16(load_columns(x, columns, row, column + LANES));
-    return join_bf16(SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
-                     SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+    return join_bf16(EVEN_LANES(a, b), ODD_LANES(a, b));
 }
 
-INLINE int number_of(const int32_t *numbers, int row) { return numbers ? numbers[row] : row; }
+INLINE int row_index(const int32_t *row_indices, int row) { return row_indices ? row_indices[row] : row; }
 
-/* Pack columns [begin, end) of a block of up to MAX_ROWS rows as [columns / step][rows][step], padded with zeros, for products with `matrix`.
- * `begin` and `end` are multiples of the group, or of 32, or the last column. numbers: the rows' indices in x; NULL = 0, 1, 2, ... */
-void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int rows, int packing, int block, int begin, int end, float *packed) {
+/* Pack columns [begin, end) of a block of up to MAX_ROWS rows for products with `matrix`: [columns / step][rows][step], padded with zeros. A step
+ * is 16 columns as floats, 32 as bfloat16. begin and end are multiples of the group size and of 32, or the number of columns. row_indices: the
+ * indices of all rows in x; NULL = 0, 1, 2, ... */
+void pack_rows(const Matrix *matrix, const float *x, const int32_t *row_indices, int rows, int packing, int block, int begin, int end, float *packed) {
     const int first = block * MAX_ROWS, real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS, padded = tile_rows(real);
     const int columns = matrix->columns;
-    float *to = packed + (size_t)first * packed_row(matrix, packing);
+    float *to = packed + (size_t)first * packed_row_floats(matrix, packing);
     if (packing == AS_BYTES) {
-        pack_bytes(matrix, x, numbers, first, real, padded, begin, end, to);
+        pack_bytes(matrix, x, row_indices, first, real, padded, begin, end, to);
         return;
     }
     if (packing == AS_FLOATS) {
         to += (size_t)begin * (size_t)padded;
         for (int column = begin; column < end; column += LANES)
             for (int row = 0; row < padded; row++, to += LANES)
-                store(to, row < real ? load_columns(x, columns, number_of(numbers, first + row), column) : broadcast(0.0f));
+                store(to, row < real ? load_columns(x, columns, row_index(row_indices, first + row), column) : broadcast(0.0f));
         return;
     }
     to += (size_t)(begin / BF16_STEP * padded) * BF16_STEP_FLOATS;
     for (int column = begin; column < end; column += BF16_STEP)
         for (int row = 0; row < padded; row++, to += BF16_STEP_FLOATS) {
-            const bf16s pairs = load_columns_bf16(x, columns, number_of(numbers, first + (row < real ? row : 0)), column);
+            const bf16s pairs = load_columns_bf16(x, columns, row_index(row_indices, first + (row < real ? row : 0)), column);
             memcpy(to, &pairs, sizeof pairs);
         }
 }
 
-/* Compute outputs [begin, end) of every row. */
+/* Compute outputs [begin, end) of a matrix for all rows. */
 void multiply(const Matrix *matrix, int begin, int end, int packing, const float *packed, float *y, int rows) {
     if (packing == AS_BYTES) {
         multiply_bytes(matrix, begin, end, packed, y, rows);
@@ -275,7 +273,7 @@ void multiply(const Matrix *matrix, int begin, int end, int packing, const float
     for (int first = 0; first < rows; first += MAX_ROWS) {
         const int real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS;
         Product *const product = packing == AS_BF16 ? bf16_product(real) : PRODUCTS[matrix->kind];
-        product(matrix, begin, end, packed + (size_t)first * packed_row(matrix, packing),
+        product(matrix, begin, end, packed + (size_t)first * packed_row_floats(matrix, packing),
                 y + (size_t)first * (size_t)matrix->outputs, tile_rows(real), real);
     }
 }

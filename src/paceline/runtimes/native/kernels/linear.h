@@ -1,4 +1,4 @@
-/* What all products with row-major weights share: how the sums of a tile are stored. */
+/* What the products with row-major weights share (linear.c, few_registers.c): storing the sums of a tile. */
 #ifndef PACELINE_LINEAR_H
 #define PACELINE_LINEAR_H
 
@@ -7,14 +7,15 @@
 
 #define MAX_TILE_OUTPUTS 8
 
-/* Load `count` bfloat16, padded with zeros. */
-INLINE words load_words(const uint8_t *codes, int count) {
+/* Load `count` bfloat16 numbers, padded with zeros. */
+INLINE words load_bf16_codes(const uint8_t *codes, int count) {
     words bits = {0};
     memcpy(&bits, codes, 2 * (size_t)count);
     return bits;
 }
 
-/* Add up the lanes of sums [outputs][rows], add the bias, and store the results of the first `real_rows` rows. */
+/* Store the results of outputs [first, first + outputs): the sum of the lanes of sums [outputs][rows], plus the bias. Only `real_rows` rows are
+ * stored, the others are padding. */
 INLINE void store_lane_sums(const Matrix *matrix, int first, const floats *sums, const int outputs, const int rows, float *y, int real_rows) {
     float totals[MAX_TILE_OUTPUTS * MAX_ROWS];
     _Pragma("unroll") for (int from = 0; from < outputs * rows; from += LANES) {

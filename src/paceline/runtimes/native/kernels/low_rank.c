@@ -1,274 +1,274 @@
-/* LoRA: y += up (down x) for the rows of each adapter.
+/* LoRA adapters: y += up (down x) for the rows of each adapter.
  *
- * Both factors are read once a pass, for all rows of the adapter, in panels of 8 (down) or 16 (up) outputs. An output of `down` is one sum in 16
- * lanes over ascending columns, one of `up` a sum over ascending ranks, so a row's bits do not depend on other rows or adapters. Rows are
- * float32, however the product itself rounds them. Of an expert, the pairs with the same adapter are consecutive (sort_pairs) and computed
- * together. */
+ * down and up are read once in a pass, for all rows of the adapter, in panels of 8 (down) or 16 (up) outputs. An output of `down` is one sum in 16
+ * lanes over ascending columns, an output of `up` a sum over ascending ranks, so a row's bits do not depend on other rows or adapters. Rows of x
+ * are float32, even if the product itself rounds them. For experts, the pairs of an expert with the same adapter are consecutive (sort_pairs) and
+ * are computed together. */
 #include "float_weights.h"
 #include "work.h"
 
-#define DOWN_OUTPUTS 8 /* of a panel of `down` or of a replacement matrix: [columns / 16, padded][8][16] */
-#define AHEAD 4096 /* prefetch distance in bytes: the hardware prefetcher stops at page boundaries */
+#define DOWN_OUTPUTS 8 /* outputs of a panel of `down`, or of a replacement matrix: [columns / 16][8][16], padded with zeros */
+#define PREFETCH_DISTANCE 4096 /* bytes; the hardware prefetcher stops at page boundaries */
 #define CACHE_LINE 64
-#define SUMS 16 /* in registers: 8 outputs times two rows */
-#define EACH(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
+#define SUMS 16 /* sums in registers: 8 outputs times two rows */
+#define EACH_INDEX(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
 
-/* Inputs and outputs of some rows; `real`: how many are not padding. */
+/* Inputs and outputs of up to 8 rows, of which num_real are not padding. */
 typedef struct {
     const float *x[8];
     float *to[8];
-    int real;
-} Rows;
+    int num_real;
+} RowBatch;
 
-/* Compute outputs [8 panel, 8 panel + 8) of a matrix for `rows` rows, without padding outputs. */
-INLINE void sum_panel(const int kind, const Matrix *matrix, int panel, const Rows *own, const int rows) {
+/* Compute a panel of outputs of a matrix for `rows` rows. */
+INLINE void compute_down_panel(const int kind, const Matrix *matrix, int panel, const RowBatch *batch, const int rows) {
     const int first = panel * DOWN_OUTPUTS, left = matrix->outputs - first, count = left < DOWN_OUTPUTS ? left : DOWN_OUTPUTS;
     const uint8_t *codes = matrix->codes + (size_t)panel * (size_t)matrix->row_bytes;
     floats sum[SUMS];
-    EACH(i, SUMS) sum[i] = broadcast(0.0f);
+    EACH_INDEX(i, SUMS) sum[i] = broadcast(0.0f);
     for (int column = 0; column < matrix->columns; column += LANES) {
-        const int real = matrix->columns - column < LANES ? matrix->columns - column : LANES;
+        const int num_real = matrix->columns - column < LANES ? matrix->columns - column : LANES;
         floats x[2];
-        EACH(row, rows) x[row] = load_part(own->x[row] + column, real);
-        EACH(line, DOWN_OUTPUTS / (kind == F32 ? 1 : 2))
-            __builtin_prefetch(codes + (size_t)column * DOWN_OUTPUTS * (kind == F32 ? 4 : 2) + AHEAD + line * CACHE_LINE, 0, 2);
-        EACH(n, DOWN_OUTPUTS) {
+        EACH_INDEX(row, rows) x[row] = load_part(batch->x[row] + column, num_real);
+        EACH_INDEX(line, DOWN_OUTPUTS / (kind == F32 ? 1 : 2))
+            __builtin_prefetch(codes + (size_t)column * DOWN_OUTPUTS * (kind == F32 ? 4 : 2) + PREFETCH_DISTANCE + line * CACHE_LINE, 0, 2);
+        EACH_INDEX(n, DOWN_OUTPUTS) {
             const floats w = load_weights(kind, codes, column * DOWN_OUTPUTS + n * LANES, LANES);
-            EACH(row, rows) sum[n * rows + row] = fused(w, x[row], sum[n * rows + row]);
+            EACH_INDEX(row, rows) sum[n * rows + row] = fused(w, x[row], sum[n * rows + row]);
         }
     }
     float totals[SUMS];
     store(totals, lane_sums(sum));
-    EACH(row, rows)
-        for (int n = 0; n < count; n++) own->to[row][first + n] = totals[n * rows + row];
+    EACH_INDEX(row, rows)
+        for (int n = 0; n < count; n++) batch->to[row][first + n] = totals[n * rows + row];
 }
 
-INLINE void sum_kind(const int kind, const Matrix *matrix, int begin, int end, const Rows *own) {
-    if (own->real == 1)
-        for (int panel = begin; panel < end; panel++) sum_panel(kind, matrix, panel, own, 1);
+INLINE void compute_down_panels(const int kind, const Matrix *matrix, int begin, int end, const RowBatch *batch) {
+    if (batch->num_real == 1)
+        for (int panel = begin; panel < end; panel++) compute_down_panel(kind, matrix, panel, batch, 1);
     else
-        for (int panel = begin; panel < end; panel++) sum_panel(kind, matrix, panel, own, 2);
+        for (int panel = begin; panel < end; panel++) compute_down_panel(kind, matrix, panel, batch, 2);
 }
 
-/* Return the index of a row; numbers NULL = 0, 1, 2, ... */
-static size_t place_of(const int32_t *numbers, int number) { return (size_t)(numbers ? numbers[number] : number); }
+/* Return the index of row `number`; row_indices NULL = 0, 1, 2, ... */
+static size_t row_index(const int32_t *row_indices, int number) { return (size_t)(row_indices ? row_indices[number] : number); }
 
-/* Compute panels [begin, end) for `count` rows of x. is_scattered: results are at the rows' indices; else consecutive. */
-static void sum_rows(const Matrix *matrix, int begin, int end, const float *x, const int32_t *numbers, int count, float *to, size_t width,
+/* Compute panels [begin, end) of a matrix for `count` rows of x. is_scattered: results are stored at the rows' indices; otherwise consecutively. */
+static void run_down_panels(const Matrix *matrix, int begin, int end, const float *x, const int32_t *row_indices, int count, float *to, size_t width,
                      int is_scattered) {
     for (int first = 0; first < count; first += 2) {
-        Rows own = {.real = count - first < 2 ? 1 : 2};
-        for (int row = 0; row < own.real; row++) {
+        RowBatch batch = {.num_real = count - first < 2 ? 1 : 2};
+        for (int row = 0; row < batch.num_real; row++) {
             const int place = first + row;
-            own.x[row] = x + place_of(numbers, place) * (size_t)matrix->columns;
-            own.to[row] = to + place_of(is_scattered ? numbers : NULL, place) * width;
+            batch.x[row] = x + row_index(row_indices, place) * (size_t)matrix->columns;
+            batch.to[row] = to + row_index(is_scattered ? row_indices : NULL, place) * width;
         }
         if (matrix->kind == F32)
-            sum_kind(F32, matrix, begin, end, &own);
+            compute_down_panels(F32, matrix, begin, end, &batch);
         else if (matrix->kind == F16)
-            sum_kind(F16, matrix, begin, end, &own);
+            compute_down_panels(F16, matrix, begin, end, &batch);
         else
-            sum_kind(BF16, matrix, begin, end, &own);
+            compute_down_panels(BF16, matrix, begin, end, &batch);
     }
 }
 
-/* Add one panel of `up` times x = down's result, and the bias, for some rows. */
-INLINE void add_panel(const int kind, const AdapterProduct *product, int panel, int outputs, const Rows *own, const int rows) {
+/* Add a panel of `up` times the result of `down`, and the bias, to the outputs of some rows. */
+INLINE void add_up_panel(const int kind, const AdapterProduct *product, int panel, int outputs, const RowBatch *batch, const int rows) {
     const int rank = product->rank, at = panel * LANES, count = outputs - at < LANES ? outputs - at : LANES;
     const uint8_t *up = product->up + (size_t)panel * (size_t)rank * LANES * (kind == F32 ? 4 : 2);
     floats sum[8];
-    EACH(row, rows) sum[row] = broadcast(0.0f);
+    EACH_INDEX(row, rows) sum[row] = broadcast(0.0f);
     for (int r = 0; r < rank; r++) {
         const floats w = load_weights(kind, up, r * LANES, LANES);
-        EACH(row, rows) sum[row] = fused(w, broadcast(own->x[row][r]), sum[row]);
+        EACH_INDEX(row, rows) sum[row] = fused(w, broadcast(batch->x[row][r]), sum[row]);
     }
-    for (int row = 0; row < own->real; row++) {
+    for (int row = 0; row < batch->num_real; row++) {
         if (product->bias) sum[row] = sum[row] + load_part(product->bias + at, count);
-        store_part(own->to[row] + at, load_part(own->to[row] + at, count) + sum[row], count);
+        store_part(batch->to[row] + at, load_part(batch->to[row] + at, count) + sum[row], count);
     }
 }
 
-INLINE void add_kind(const int kind, const AdapterProduct *product, int begin, int end, int outputs, const Rows *own) {
-    if (own->real == 1)
-        for (int panel = begin; panel < end; panel++) add_panel(kind, product, panel, outputs, own, 1);
-    else if (own->real == 2)
-        for (int panel = begin; panel < end; panel++) add_panel(kind, product, panel, outputs, own, 2);
-    else if (own->real <= 4)
-        for (int panel = begin; panel < end; panel++) add_panel(kind, product, panel, outputs, own, 4);
+INLINE void add_up_panels(const int kind, const AdapterProduct *product, int begin, int end, int outputs, const RowBatch *batch) {
+    if (batch->num_real == 1)
+        for (int panel = begin; panel < end; panel++) add_up_panel(kind, product, panel, outputs, batch, 1);
+    else if (batch->num_real == 2)
+        for (int panel = begin; panel < end; panel++) add_up_panel(kind, product, panel, outputs, batch, 2);
+    else if (batch->num_real <= 4)
+        for (int panel = begin; panel < end; panel++) add_up_panel(kind, product, panel, outputs, batch, 4);
     else
-        for (int panel = begin; panel < end; panel++) add_panel(kind, product, panel, outputs, own, 8);
+        for (int panel = begin; panel < end; panel++) add_up_panel(kind, product, panel, outputs, batch, 8);
 }
 
-/* Add panels [begin, end) of a product for `count` rows. */
-static void add_rows(const AdapterProduct *product, int begin, int end, int outputs, const float *low_rank, size_t width, const int32_t *numbers,
+/* Add panels [begin, end) of a LoRA update to the outputs of `count` rows. */
+static void run_up_panels(const AdapterProduct *product, int begin, int end, int outputs, const float *low_rank, size_t width, const int32_t *row_indices,
                      int count, float *y) {
     for (int first = 0; first < count; first += 8) {
-        Rows own = {.real = count - first < 8 ? count - first : 8};
+        RowBatch batch = {.num_real = count - first < 8 ? count - first : 8};
         for (int row = 0; row < 8; row++) {
-            const int place = first + (row < own.real ? row : 0);
-            own.x[row] = low_rank + (size_t)place * width + product->first;
-            own.to[row] = y + place_of(numbers, place) * (size_t)outputs;
+            const int place = first + (row < batch.num_real ? row : 0);
+            batch.x[row] = low_rank + (size_t)place * width + product->first;
+            batch.to[row] = y + row_index(row_indices, place) * (size_t)outputs;
         }
         if (product->kind == F32)
-            add_kind(F32, product, begin, end, outputs, &own);
+            add_up_panels(F32, product, begin, end, outputs, &batch);
         else if (product->kind == F16)
-            add_kind(F16, product, begin, end, outputs, &own);
+            add_up_panels(F16, product, begin, end, outputs, &batch);
         else
-            add_kind(BF16, product, begin, end, outputs, &own);
+            add_up_panels(BF16, product, begin, end, outputs, &batch);
     }
 }
 
-static const AdapterSite *site_of(const PassAdapter *adapter, const LinearOperation *own) {
-    const AdapterSite *site = adapter->sites + own->site;
-    return site->products && adapter->count[own->head.rows == LOGITS_ROWS] ? site : NULL;
+static const AdapterSite *adapter_site_of(const PassAdapter *adapter, const LinearOperation *op) {
+    const AdapterSite *site = adapter->sites + op->adapter_site;
+    return site->products && adapter->count[op->common.rows == LOGITS_ROWS] ? site : NULL;
 }
 
-/* Return whether any row of the operation has an adapter that changes it. */
-int has_low_rank(const Pass *pass, const LinearOperation *own) {
-    for (int number = 0; own->site >= 0 && number < pass->num_adapters; number++)
-        if (site_of(pass->adapters + number, own)) return 1;
+/* Return whether a row of the operation has an adapter that changes its results. */
+int has_adapters_for(const Pass *pass, const LinearOperation *op) {
+    for (int number = 0; op->adapter_site >= 0 && number < pass->num_adapters; number++)
+        if (adapter_site_of(pass->adapters + number, op)) return 1;
     return 0;
 }
 
-/* Multiply the results of `down` for ranks [begin, end) by the rows' scalings (of a mixture of adapters). */
+/* Multiply results [begin, end) of `down` by the scalings of the rows (X-LoRA). */
 static void scale_rows(const PassAdapter *adapter, const int32_t *columns, int begin, int end, float *low_rank, size_t width) {
     for (int row = 0; row < adapter->count[0]; row++)
         for (int rank = begin; rank < end; rank++)
             low_rank[(size_t)row * width + (size_t)rank] *= adapter->scalings[(size_t)row * (size_t)adapter->num_scalings + (size_t)columns[rank]];
 }
 
-/* Return the number of pieces of `run_down`. */
-int pieces_of_down(const Work *work, const LinearOperation *own) {
+/* Return the number of pieces of `run_down`: the panels of `down` of all adapters. */
+int num_down_pieces(const Work *work, const LinearOperation *op) {
     int pieces = 0;
     for (int number = 0; number < work->pass->num_adapters; number++) {
-        const AdapterSite *site = site_of(work->pass->adapters + number, own);
-        if (site && site->down) pieces += parts_of(site->down->outputs, DOWN_OUTPUTS);
+        const AdapterSite *site = adapter_site_of(work->pass->adapters + number, op);
+        if (site && site->down) pieces += ceil_div(site->down->outputs, DOWN_OUTPUTS);
     }
     return pieces;
 }
 
-/* Compute one panel of an adapter's `down` for its rows. */
-void run_down(const Work *work, const LinearOperation *own, int piece) {
+/* Compute a piece: a panel of the `down` of an adapter for all its rows. */
+void run_down(const Work *work, const LinearOperation *op, int piece) {
     const Pass *pass = work->pass;
-    const int is_logits = own->head.rows == LOGITS_ROWS;
+    const int is_logits = op->common.rows == LOGITS_ROWS;
     const size_t width = (size_t)pass->low_rank_floats;
     const PassAdapter *adapter = pass->adapters;
     for (;; adapter++) {
-        const AdapterSite *site = site_of(adapter, own);
-        const int panels = site && site->down ? parts_of(site->down->outputs, DOWN_OUTPUTS) : 0;
+        const AdapterSite *site = adapter_site_of(adapter, op);
+        const int panels = site && site->down ? ceil_div(site->down->outputs, DOWN_OUTPUTS) : 0;
         if (piece < panels) break;
         piece -= panels;
     }
-    const AdapterSite *site = site_of(adapter, own);
+    const AdapterSite *site = adapter_site_of(adapter, op);
     const int first = adapter->first[is_logits], begin = piece * DOWN_OUTPUTS, left = site->down->outputs - begin;
     float *low_rank = pass->low_rank + (size_t)first * width;
-    sum_rows(site->down, piece, piece + 1, buffer(work, own->x), pass->adapter_rows + first, adapter->count[is_logits], low_rank, width, 0);
+    run_down_panels(site->down, piece, piece + 1, buffer(work, op->x), pass->adapter_rows + first, adapter->count[is_logits], low_rank, width, 0);
     if (site->scaling_columns && adapter->scalings && !is_logits)
         scale_rows(adapter, site->scaling_columns, begin, begin + (left < DOWN_OUTPUTS ? left : DOWN_OUTPUTS), low_rank, width);
 }
 
-/* Prefetch `up` of outputs [begin, end). */
+/* Prefetch the part of `up` for outputs [begin, end). */
 static void prefetch_up(const AdapterProduct *product, int begin, int end) {
     if (!product->up) return;
     const size_t panel_bytes = (size_t)product->rank * LANES * (product->kind == F32 ? 4 : 2);
     const uint8_t *up = product->up + (size_t)(begin / LANES) * panel_bytes;
-    const size_t bytes = (size_t)parts_of(end - begin, LANES) * panel_bytes;
+    const size_t bytes = (size_t)ceil_div(end - begin, LANES) * panel_bytes;
     for (size_t at = 0; at < bytes; at += CACHE_LINE) __builtin_prefetch(up + at, 0, 2);
 }
 
-/* Prefetch what `add_low_rank` will read. */
-void prefetch_low_rank(const Work *work, const LinearOperation *own, int matrix, int begin, int end) {
+/* Prefetch what `add_low_rank` will read for the same arguments. */
+void prefetch_low_rank(const Work *work, const LinearOperation *op, int matrix, int begin, int end) {
     for (int number = 0; number < work->pass->num_adapters; number++) {
-        const AdapterSite *site = site_of(work->pass->adapters + number, own);
+        const AdapterSite *site = adapter_site_of(work->pass->adapters + number, op);
         if (site) prefetch_up(site->products + matrix, begin, end);
     }
 }
 
-/* Apply adapters to outputs [begin, end) of a product; `begin` is a multiple of 16. */
-void add_low_rank(const Work *work, const LinearOperation *own, int matrix, int begin, int end) {
+/* Apply the adapters of all rows to outputs [begin, end) of a matrix of the operation; begin is a multiple of 16. */
+void add_low_rank(const Work *work, const LinearOperation *op, int matrix, int begin, int end) {
     const Pass *pass = work->pass;
-    const int is_logits = own->head.rows == LOGITS_ROWS, outputs = own->matrices[matrix].outputs;
+    const int is_logits = op->common.rows == LOGITS_ROWS, outputs = op->matrices[matrix].outputs;
     const size_t width = (size_t)pass->low_rank_floats;
-    float *y = buffer(work, own->matrices[matrix].out);
+    float *y = buffer(work, op->matrices[matrix].out);
     for (int number = 0; number < pass->num_adapters; number++) {
         const PassAdapter *adapter = pass->adapters + number;
-        const AdapterSite *site = site_of(adapter, own);
+        const AdapterSite *site = adapter_site_of(adapter, op);
         if (!site) continue;
         const AdapterProduct *product = site->products + matrix;
         const int first = adapter->first[is_logits], count = adapter->count[is_logits];
-        const int32_t *numbers = pass->adapter_rows + first;
+        const int32_t *row_indices = pass->adapter_rows + first;
         if (product->replacement)
-            sum_rows(product->replacement, begin / DOWN_OUTPUTS, parts_of(end, DOWN_OUTPUTS), buffer(work, own->x), numbers, count, y,
+            run_down_panels(product->replacement, begin / DOWN_OUTPUTS, ceil_div(end, DOWN_OUTPUTS), buffer(work, op->x), row_indices, count, y,
                      (size_t)outputs, 1);
         if (product->up)
-            add_rows(product, begin / LANES, parts_of(end, LANES), outputs, pass->low_rank + (size_t)first * width, width, numbers, count, y);
+            run_up_panels(product, begin / LANES, ceil_div(end, LANES), outputs, pass->low_rank + (size_t)first * width, width, row_indices, count, y);
     }
 }
 
-/* Pairs [first, first + count) of an expert with the same adapter, and its site. */
+/* Pairs [first, first + count) of an expert whose rows have the same adapter, and what that adapter changes. */
 typedef struct {
     const AdapterSite *site;
     int first, count;
 } AdapterPairs;
 
-/* Return the next pairs of an expert with an adapter, from `pair` on; count 0 = none. */
-static AdapterPairs next_pairs(const Pass *pass, const ExpertsOperation *own, const Routes *routes, const struct Active *active, int pair) {
+/* Return the next pairs of an expert that an adapter changes, from `pair` on; count 0 = none. */
+static AdapterPairs next_pairs(const Pass *pass, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int pair) {
     const int end = active->first + active->count;
     while (pair < end) {
         const int first = pair, number = pass->adapter_of_row[routes->rows[first]];
         while (pair < end && pass->adapter_of_row[routes->rows[pair]] == number) pair++;
-        const AdapterSite *site = number < 0 ? NULL : pass->adapters[number].sites + own->site + active->expert;
+        const AdapterSite *site = number < 0 ? NULL : pass->adapters[number].sites + op->adapter_site + active->expert;
         if (site && site->products) return (AdapterPairs){site, first, pair - first};
     }
     return (AdapterPairs){NULL, end, 0};
 }
 
 #define EACH_ADAPTER_PAIRS(pairs, active)                                                                 \
-    for (AdapterPairs pairs = next_pairs(pass, own, routes, active, (active)->first); pairs.count;        \
-         pairs = next_pairs(pass, own, routes, active, pairs.first + pairs.count))
+    for (AdapterPairs pairs = next_pairs(pass, op, routes, active, (active)->first); pairs.count;        \
+         pairs = next_pairs(pass, op, routes, active, pairs.first + pairs.count))
 
-/* Return whether any pair has an adapter that changes its expert. */
-int has_low_rank_pairs(const Pass *pass, const ExpertsOperation *own, const Routes *routes) {
-    if (own->site < 0 || !pass->num_adapters) return 0;
+/* Return whether a pair has an adapter that changes its expert. */
+int has_low_rank_pairs(const Pass *pass, const ExpertsOperation *op, const Routes *routes) {
+    if (op->adapter_site < 0 || !pass->num_adapters) return 0;
     for (int number = 0; number < *routes->num_active; number++) {
-        const struct Active *active = routes->active + number;
-        if (next_pairs(pass, own, routes, active, active->first).count) return 1;
+        const ActiveExpert *active = routes->active + number;
+        if (next_pairs(pass, op, routes, active, active->first).count) return 1;
     }
     return 0;
 }
 
-/* Compute `down` for the pairs of all experts. `ticket`: the last one used; `skipped`: those used before. */
-void run_down_of_pairs(const Work *work, const ExpertsOperation *own, const Routes *routes, int ticket, int skipped) {
+/* Compute `down` for the pairs of all experts. Tickets count the blocks of pack_pairs (`skipped`), then panels. ticket: the caller's first one. */
+void run_down_of_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, int ticket, int skipped) {
     const Pass *pass = work->pass;
     const size_t width = (size_t)pass->low_rank_floats;
-    const float *x = buffer(work, own->x);
+    const float *x = buffer(work, op->x);
     for (int number = 0; number < *routes->num_active; number++)
         EACH_ADAPTER_PAIRS(pairs, routes->active + number) {
             const Matrix *down = pairs.site->down;
             if (!down) continue;
-            const int panels = parts_of(down->outputs, DOWN_OUTPUTS);
+            const int panels = ceil_div(down->outputs, DOWN_OUTPUTS);
             for (; ticket - skipped < panels; ticket = next_ticket(work, 0))
-                sum_rows(down, ticket - skipped, ticket - skipped + 1, own->of_pairs ? x + (size_t)pairs.first * (size_t)down->columns : x,
-                         own->of_pairs ? NULL : routes->rows + pairs.first, pairs.count, pass->low_rank + (size_t)pairs.first * width, width, 0);
+                run_down_panels(down, ticket - skipped, ticket - skipped + 1, op->of_pairs ? x + (size_t)pairs.first * (size_t)down->columns : x,
+                         op->of_pairs ? NULL : routes->rows + pairs.first, pairs.count, pass->low_rank + (size_t)pairs.first * width, width, 0);
             skipped += panels;
         }
 }
 
-/* Prefetch what `add_to_pairs` will read. */
-void prefetch_pairs(const Work *work, const ExpertsOperation *own, const Routes *routes, const struct Active *active, int matrix, int begin, int end) {
+/* Prefetch what `add_to_pairs` will read for the same arguments. */
+void prefetch_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int matrix, int begin, int end) {
     const Pass *pass = work->pass;
     EACH_ADAPTER_PAIRS(pairs, active) prefetch_up(pairs.site->products + matrix, begin, end);
 }
 
-/* Apply adapters to outputs [begin, end) of the pairs of one expert. */
-void add_to_pairs(const Work *work, const ExpertsOperation *own, const Routes *routes, const struct Active *active, int matrix, int begin, int end) {
+/* Apply the adapters of the pairs of one expert to outputs [begin, end) of one of its matrices. */
+void add_to_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int matrix, int begin, int end) {
     const Pass *pass = work->pass;
-    const Matrix *like = own->matrices + matrix * own->experts;
+    const Matrix *like = op->matrices + matrix * op->experts;
     const size_t width = (size_t)pass->low_rank_floats;
     EACH_ADAPTER_PAIRS(pairs, active) {
         const AdapterProduct *product = pairs.site->products + matrix;
         if (product->up)
-            add_rows(product, begin / LANES, parts_of(end, LANES), like->outputs, pass->low_rank + (size_t)pairs.first * width, width, NULL,
+            run_up_panels(product, begin / LANES, ceil_div(end, LANES), like->outputs, pass->low_rank + (size_t)pairs.first * width, width, NULL,
                      pairs.count, buffer(work, like->out) + (size_t)pairs.first * (size_t)like->outputs);
     }
 }

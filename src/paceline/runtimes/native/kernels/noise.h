@@ -1,7 +1,7 @@
-/* Gumbel-max sampling with counter-based noise, bit for bit as sampling/draw.py and sampling/noise.py define it.
+/* Gumbel-max sampling with counter-based noise, with the same bits as sampling/draw.py and sampling/noise.py.
  *
- * A column's noise is 32 bits of SplitMix64 of a key and half its id; each 64-bit result serves two ids. The sampled column has the largest
- * score - log E, E = -log1p(-noise). */
+ * The noise of a token id is 32 bits of SplitMix64 of a key and half the id: each 64-bit result serves two ids. With w in (0, 1) from these bits
+ * and E = -log(1 - w), an exponential variate, the sampled column is the one with the largest score - log E. */
 #ifndef PACELINE_NOISE_H
 #define PACELINE_NOISE_H
 
@@ -13,77 +13,77 @@
 
 #define NOISE_STEP 0x9E3779B97F4A7C15u
 
-typedef uint64_t wides __attribute__((vector_size(64)));
+typedef uint64_t long_words __attribute__((vector_size(64)));
 
-INLINE wides mix_8(wides state) {
+INLINE long_words splitmix64_vector(long_words state) {
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9u;
     state = (state ^ (state >> 27)) * 0x94D049BB133111EBu;
     return state ^ (state >> 31);
 }
 
-INLINE uint64_t mix(uint64_t state) { return mix_8((wides){state})[0]; }
+INLINE uint64_t splitmix64(uint64_t state) { return splitmix64_vector((long_words){state})[0]; }
 
-/* Return the key of a token's noise (purpose 0). */
+/* Return the key of the noise with which the target samples a token (Purpose.TOKEN in sampling/noise.py). */
 INLINE uint64_t token_key(uint64_t seed, uint64_t sample_index, uint64_t position) {
-    return mix((mix(mix(seed + NOISE_STEP) ^ (sample_index << 8)) ^ position) + NOISE_STEP);
+    return splitmix64((splitmix64(splitmix64(seed + NOISE_STEP) ^ (sample_index << 8)) ^ position) + NOISE_STEP);
 }
 
-/* Return the argument of mix_8 for 16 ids from an even one on; add 8 * NOISE_STEP for the next 16. */
-INLINE wides noise_state(uint64_t key, int id) {
-    return ((wides){0, 1, 2, 3, 4, 5, 6, 7} + (uint64_t)(id / 2)) * NOISE_STEP + key;
+/* Return the argument of splitmix64_vector for the 16 ids from `id` on, an even number. Add 8 * NOISE_STEP for the next 16. */
+INLINE long_words noise_state(uint64_t key, int id) {
+    return ((long_words){0, 1, 2, 3, 4, 5, 6, 7} + (uint64_t)(id / 2)) * NOISE_STEP + key;
 }
 
-INLINE words noise_of_state(wides state) {
-    const wides mixed = mix_8(state);
+INLINE words noise_of_state(long_words state) {
+    const long_words mixed = splitmix64_vector(state);
     words bits;
     memcpy(&bits, &mixed, sizeof bits);
     return bits;
 }
 
-/* Return 32 random bits for each of 16 ids: from `column` on, an even number, or ids[column] on. */
+/* Return the noise of 16 columns from `column` on, an even number. ids: the token id of each column; NULL = the column is the id. */
 INLINE words noise_of_ids(uint64_t key, const int32_t *ids, int column) {
     if (!ids) return noise_of_state(noise_state(key, column));
     words bits;
     for (int half = 0; half < LANES; half += 8) {
-        wides id;
+        long_words id;
         for (int lane = 0; lane < 8; lane++) id[lane] = (uint64_t)(uint32_t)ids[column + half + lane];
-        const wides mixed = mix_8((id >> 1) * NOISE_STEP + key) >> ((id & 1) << 5);
+        const long_words mixed = splitmix64_vector((id >> 1) * NOISE_STEP + key) >> ((id & 1) << 5);
         for (int lane = 0; lane < 8; lane++) bits[half + lane] = (uint32_t)mixed[lane];
     }
     return bits;
 }
 
-INLINE uint32_t noise_of_id(uint64_t key, int id) { return (uint32_t)(mix((uint64_t)(id / 2) * NOISE_STEP + key) >> (id % 2 * 32)); }
+INLINE uint32_t noise_of_id(uint64_t key, int id) { return (uint32_t)(splitmix64((uint64_t)(id / 2) * NOISE_STEP + key) >> (id % 2 * 32)); }
 
-/* Return E = -log1p(-w) of 32 random bits, w = (bits + 1/2) / 2^32. */
+/* Return E = -log(1 - w) with w = (bits + 1/2) / 2^32. */
 INLINE double exponential_variate(uint32_t bits) { return -log1p(-(((double)bits + 0.5) * 0x1p-32)); }
 
-/* The search for the column with the largest Gumbel score, score - log E. A column's weight is exp(score - constant). */
+/* The state of a search for the column with the largest score - log E. A column's weight is exp(score - constant). */
 typedef struct {
-    double best, second;
-    float limit; /* on noise / weight: a column above it can neither win nor come near to the winner */
-    int winner;  /* -1 = none yet */
+    double max_score, second_score;
+    float limit; /* a column with noise / weight above it can neither be the sampled one nor have a score near the largest */
+    int argmax;  /* column of max_score; -1 = none yet */
 } GumbelMax;
 
-/* Return the limit a column implies: its E / weight, times 2^32, plus a margin. */
-INLINE float limit_of(double noise, float weight) { return (float)(noise * 0x1p32 * 1.001) / weight; }
+/* Return the limit that follows from a column with exponential variate `noise`: noise / weight in units of 2^-32, plus a margin. */
+INLINE float noise_limit(double noise, float weight) { return (float)(noise * 0x1p32 * 1.001) / weight; }
 
-/* Compare 16 columns, of which `eligible` take part. Since E >= w, the cheap w / weight excludes most before E is computed. */
-INLINE void compare_16(GumbelMax *search, floats scores, floats weights, words bits, ints eligible, int column) {
+/* Compare 16 columns with the search; only `eligible` ones count. Since E >= w, most are excluded by w / weight, without computing E. */
+INLINE void update_gumbel_max(GumbelMax *search, floats scores, floats weights, words bits, ints eligible, int column) {
     const floats noise = __builtin_convertvector(bits, floats) + broadcast(0.5f);
-    const ints hits = eligible & (ints)(weights > broadcast(0.0f)) & (ints)(noise <= weights * broadcast(search->limit));
-    if (!__builtin_reduce_or(hits)) return;
+    const ints candidates = eligible & (ints)(weights > broadcast(0.0f)) & (ints)(noise <= weights * broadcast(search->limit));
+    if (!__builtin_reduce_or(candidates)) return;
     for (int lane = 0; lane < LANES; lane++) {
-        if (!hits[lane]) continue;
-        const double drawn = exponential_variate(bits[lane]), value = (double)scores[lane] - log(drawn);
-        const float limit = limit_of(drawn, weights[lane]);
+        if (!candidates[lane]) continue;
+        const double exponential_noise = exponential_variate(bits[lane]), value = (double)scores[lane] - log(exponential_noise);
+        const float limit = noise_limit(exponential_noise, weights[lane]);
         if (limit < search->limit) search->limit = limit;
-        if (value > search->best) {
-            search->second = search->best;
-            search->best = value;
-            search->winner = column + lane;
-        } else if (value > search->second)
-            search->second = value;
+        if (value > search->max_score) {
+            search->second_score = search->max_score;
+            search->max_score = value;
+            search->argmax = column + lane;
+        } else if (value > search->second_score)
+            search->second_score = value;
     }
 }
 

@@ -1,24 +1,24 @@
-/* Integer products of quantised weights in panels (panels.h) with rows rounded to 8-bit codes, as in llama.cpp's ggml.
+/* Integer products of quantised weights in panels (panels.h) with rows of x rounded to 8-bit codes, as in llama.cpp's ggml.
  *
- * A row's group has the scale max |x| / 127. With codes c of the weights and q of the row,
+ * Each group of a row of x has the scale max |x| / 127. With the codes c of the weights and q of the row,
  *     sum over columns of (scale_w (c - zero_point) + minimum) scale_x q
  *   = scale_w scale_x (sum c q - zero_point sum q) + minimum scale_x sum q,
- * added in float32 group by group. Integer sums are exact, so a row's bits do not depend on the instruction set or on other rows. */
+ * and groups are added in float32. Integer sums are exact, so a row's bits do not depend on the instruction set or on other rows. */
 #include "panels.h"
 #include "transpose.h"
 
 static int is_narrow(int kind) { return kind >= PANELS_4_BITS; }
 static int has_minimum(int kind) { return kind == PANELS_8_BITS_MINIMUM || kind == PANELS_4_BITS_MINIMUM; }
 static int has_float16(int kind) { return kind == PANELS_4_BITS_FLOAT16 || kind == PANELS_4_BITS_TABLE_FLOAT16; }
-static int quad_words(int kind) { return is_by_table(kind) ? TABLE_WORDS : is_narrow(kind) ? NARROW_WORDS : DOT_WORDS; }
+static int quad_words(int kind) { return uses_table(kind) ? TABLE_WORDS : is_narrow(kind) ? NARROW_WORDS : DOT_WORDS; }
 static size_t group_words(const Matrix *matrix) { return (size_t)(GROUP_HEADER + matrix->group / 4 * quad_words(matrix->kind)); }
 
-size_t packed_bytes_words(const Matrix *matrix) { return (size_t)(matrix->columns / matrix->group) * group_words(matrix); }
+size_t packed_byte_row_words(const Matrix *matrix) { return (size_t)(matrix->columns / matrix->group) * group_words(matrix); }
 
-/* Write the codes of one group of a row as quads, `step` words apart; return its scale. */
+/* Write the codes of one group of a row as quads, `step` words apart; return the group's scale. *total: the sum of the codes. */
 INLINE float quantize(const float *x, int group, int32_t *to, size_t step, int num_words, int32_t *total) {
     words largest = {0};
-    for (int i = 0; i < group; i += LANES) { /* compared as integers, NaN is the largest */
+    for (int i = 0; i < group; i += LANES) { /* as integers, the bits of NaN are the largest */
         const words size = (words)load(x + i) & 0x7FFFFFFFu;
         largest = __builtin_elementwise_max(size, largest);
     }
@@ -38,17 +38,18 @@ INLINE float quantize(const float *x, int group, int32_t *to, size_t step, int n
     return is_finite ? most / 127.0f : most - most; /* NaN */
 }
 
-/* Pack columns [begin, end) of `real` rows of x from row `first` on as [columns / group][header, quads][padded rows]; numbers as in pack_rows. */
-void pack_bytes(const Matrix *matrix, const float *x, const int32_t *numbers, int first, int real, int padded, int begin, int end, float *packed) {
+/* Pack columns [begin, end) of rows [first, first + real) of x as [columns / group][header, quads][padded]. row_indices as in pack_rows. The offset
+ * is (shift of the weights - zero_point) * sum of codes: DOT_SHIFT and TABLE_SHIFT are subtracted from the weights. */
+void pack_bytes(const Matrix *matrix, const float *x, const int32_t *row_indices, int first, int real, int padded, int begin, int end, float *packed) {
     const int columns = matrix->columns, group = matrix->group, num_words = quad_words(matrix->kind);
-    const int shift = (is_by_table(matrix->kind) ? TABLE_SHIFT : DOT_SHIFT) - matrix->zero_point;
+    const int shift = (uses_table(matrix->kind) ? TABLE_SHIFT : DOT_SHIFT) - matrix->zero_point;
     const size_t step = (size_t)(padded * num_words), words_per_group = group_words(matrix) * (size_t)padded;
     packed += (size_t)(begin / group) * words_per_group;
     for (; begin < end; begin += group, packed += words_per_group)
         for (int row = 0; row < padded; row++) {
             int32_t total, *quads = (int32_t *)packed + GROUP_HEADER * padded + row * num_words;
             const int place = first + (row < real ? row : 0);
-            const float *from = x + (size_t)(numbers ? numbers[place] : place) * (size_t)columns + begin;
+            const float *from = x + (size_t)(row_indices ? row_indices[place] : place) * (size_t)columns + begin;
             const float scale = num_words == 1 ? quantize(from, group, quads, step, 1, &total) : quantize(from, group, quads, step, 2, &total);
             const int32_t offset = shift * total;
             packed[row] = scale;
@@ -57,7 +58,7 @@ void pack_bytes(const Matrix *matrix, const float *x, const int32_t *numbers, in
         }
 }
 
-/* One tile: `panels` panels (1, 2 or 4, which share the loaded rows) times `rows` packed rows; at_once as in multiply_add. */
+/* Compute a tile: `panels` panels (1, 2 or 4), for which the rows are loaded once, times `rows` packed rows. at_once as in add_quad_products. */
 INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
                             const int panels, const int narrow, const int minimum, const int by_table, const int float16, const int group,
                             const int at_once) {
@@ -65,7 +66,7 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
     const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(rows, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next, *header = at;
     floats sum[MAX_PANELS][MAX_ROWS];
-    const code_table table = by_table ? table_of(matrix, SIGNED) : (code_table){0};
+    const code_table table = by_table ? value_table_of(matrix, SIGN_BY_PSIGN) : (code_table){0};
     EACH_PANEL EACH_ROW sum[n][row] = broadcast(0.0f);
     for (int begin = 0; begin < columns; begin += group) {
         const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
@@ -78,15 +79,15 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
         at += is_second ? 0 : (minimum ? 2 : 1) * sizeof(floats);
         for (int column = 0; column < group; column += step)
             _Pragma("unroll") for (int number = 0; number < step / 4; number += narrow ? 2 : 1, at += sizeof(words)) {
-                words codes[MAX_PANELS], own[MAX_PANELS];
+                words codes[MAX_PANELS], quads[MAX_PANELS];
                 EACH_PANEL {
-                    codes[n] = load_codes(at + (size_t)n * next);
+                    codes[n] = load_words(at + (size_t)n * next);
                     PREFETCH(at + (size_t)n * next)
                 }
                 _Pragma("unroll") for (int part = 0; part < (narrow ? 2 : 1); part++) {
-                    EACH_PANEL own[n] = narrow ? codes[n] >> 4 * part & 0x0F0F0F0Fu : codes[n];
-                    quad = by_table ? multiply_values(&sums, own, table, quad, rows, panels)
-                                    : multiply_add(&sums, own, quad, rows, panels, number + part, at_once);
+                    EACH_PANEL quads[n] = narrow ? codes[n] >> 4 * part & 0x0F0F0F0Fu : codes[n];
+                    quad = by_table ? add_table_products(&sums, quads, table, quad, rows, panels)
+                                    : add_quad_products(&sums, quads, quad, rows, panels, number + part, at_once);
                 }
             }
         EACH_PANEL {
@@ -107,7 +108,7 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
         for (; first + ((panels) - 1) * LANES < end; first += (panels) * LANES)                                                 \
             multiply_panels(matrix, first, x, y, rows, real_rows, ahead, panels, narrow, minimum, by_table, float16, group, at_once);
 #define PRODUCT_OF(rows, panels, kind_, ...) PRODUCT_BY(rows, panels, matrix->kind == kind_, __VA_ARGS__, matrix->group, 0)
-#if HAS_PAIRS /* groups are multiples of 16 columns; those of 32, the usual size, are unrolled */
+#if HAS_PAIRS /* a group is a multiple of 16 columns; loops over groups of 32, the usual size, are unrolled */
 #define NARROW_PRODUCT_OF(rows, panels, kind_, ...)                                                              \
     PRODUCT_BY(rows, panels, matrix->kind == kind_ && matrix->group == 32, __VA_ARGS__, 32, 8)                   \
     PRODUCT_BY(rows, panels, matrix->kind == kind_ && matrix->group % 32 == 0, __VA_ARGS__, matrix->group, 8)    \
@@ -123,29 +124,29 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
     PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE, 1, 0, 1, 0)           \
     NARROW_PRODUCT_OF(rows, panels, PANELS_4_BITS_FLOAT16, 1, 0, 0, 1)   \
     PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE_FLOAT16, 1, 0, 1, 1)
-/* Compute outputs [first, end) of one block of packed rows; `first` is a multiple of 16. */
+/* Compute outputs [first, end) for one block of packed rows; `first` is a multiple of 16. */
 static void multiply_block(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead) {
-    if (matrix->block) {
+    if (matrix->scale_columns) {
         multiply_super_blocks(matrix, first, end, x, y, rows, real_rows, ahead);
         return;
     }
     switch (rows) { EACH_TILE(PRODUCTS_OF) }
 }
 
-/* Compute outputs [begin, end) of every row. With several blocks of rows go panel by panel: later blocks find it in the second-level cache,
- * while the next panel is prefetched. */
+/* Compute outputs [begin, end) for all rows. With several blocks of rows, each panel is multiplied with all blocks before the next one: it then
+ * stays in the second-level cache, and the next panel is prefetched. */
 void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows) {
     const int step = rows > MAX_ROWS ? LANES : end - begin;
-    const size_t row_words = packed_bytes_words(matrix);
+    const size_t row_words = packed_byte_row_words(matrix);
 #if MAX_ROWS == 4
-    MultiplyBlocks *const share = blocks_product_of(matrix);
+    MultiplyBlocks *const multiply_blocks = multiply_blocks_of(matrix);
 #endif
     for (int from = begin; from < end; from += step)
         for (int row = 0; row < rows; row += MAX_ROWS) {
 #if MAX_ROWS == 4
             const int whole = (rows - row) / MAX_ROWS, blocks = whole < MAX_BLOCKS ? whole : MAX_BLOCKS;
-            if (blocks > 1 && share) {
-                share(matrix, from, packed + (size_t)row * row_words, MAX_ROWS * row_words, y + (size_t)row * (size_t)matrix->outputs, blocks,
+            if (blocks > 1 && multiply_blocks) {
+                multiply_blocks(matrix, from, packed + (size_t)row * row_words, MAX_ROWS * row_words, y + (size_t)row * (size_t)matrix->outputs, blocks,
                       row ? (size_t)matrix->row_bytes : 0);
                 row += (blocks - 1) * MAX_ROWS;
                 continue;
@@ -157,47 +158,48 @@ void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packe
         }
 }
 
-/* Return the bytes of a panel. */
+/* Return the number of bytes of a panel that is not a K-quant. */
 int64_t paceline_panel_bytes(int32_t columns, int32_t group, int32_t kind) {
     const int64_t header = has_float16(kind) ? (int64_t)sizeof(halfs) : (has_minimum(kind) ? 2 : 1) * (int64_t)sizeof(floats);
     return columns / group * (header + (int64_t)group * (is_narrow(kind) ? 8 : 16));
 }
 
-/* Write a group of 8-bit codes of all outputs; return the position after it. */
-static uint8_t *fill_bytes(const Matrix *from, words flipped, int first, int outputs, int column, uint8_t *to) {
+/* Write a group of 8-bit codes of the outputs of a panel; return the position after it. */
+static uint8_t *fill_byte_codes(const Matrix *from, words sign_mask, int first, int outputs, int column, uint8_t *to) {
     const uint8_t *const rows = from->codes + (size_t)first * (size_t)from->row_bytes;
     for (const int end = column + from->group; column < end; column += 64) {
         const int count = end - column < 64 ? (end - column) / 4 : LANES;
-        words own[LANES];
-        load_transposed(rows + column, (size_t)from->row_bytes, outputs, 4 * (size_t)count, own);
-        for (int i = 0; i < count; i++) to = put(own[i] ^ flipped, to);
+        words transposed[LANES];
+        load_transposed(rows + column, (size_t)from->row_bytes, outputs, 4 * (size_t)count, transposed);
+        for (int i = 0; i < count; i++) to = store_words(transposed[i] ^ sign_mask, to);
     }
     return to;
 }
 
-/* Write a group of 4-bit codes. Stored runs of 32 have 16 columns in low nibbles, so eight columns are the same nibbles of two words. */
-static uint8_t *fill_nibbles(const Matrix *from, int first, int outputs, int column, uint8_t *to) {
+/* The same for 4-bit codes, stored in runs of 32 columns: eight columns are the low nibbles, or the high ones, of two words. */
+static uint8_t *fill_4_bit_codes(const Matrix *from, int first, int outputs, int column, uint8_t *to) {
     const uint8_t *const rows = from->codes + (size_t)first * (size_t)from->row_bytes;
     const int end = column + from->group;
     while (column < end) {
         const int run = column / 32, left = (end + 31) / 32 - run, runs = left < 4 ? left : 4;
-        words own[LANES];
-        load_transposed(rows + run * 16, (size_t)from->row_bytes, outputs, 16 * (size_t)runs, own);
+        words transposed[LANES];
+        load_transposed(rows + run * 16, (size_t)from->row_bytes, outputs, 16 * (size_t)runs, transposed);
         for (; column < end && column < (run + runs) * 32; column += 8) {
-            const words *const pair = own + (column / 32 - run) * 4 + column % 16 / 8 * 2;
+            const words *const pair = transposed + (column / 32 - run) * 4 + column % 16 / 8 * 2;
             const int shift = column % 32 / 16 * 4;
-            to = put((pair[0] >> shift & 0x0F0F0F0Fu) | (pair[1] >> shift & 0x0F0F0F0Fu) << 4, to);
+            to = store_words((pair[0] >> shift & 0x0F0F0F0Fu) | (pair[1] >> shift & 0x0F0F0F0Fu) << 4, to);
         }
     }
     return to;
 }
 
-/* Fill panels [begin, end) from a matrix stored row by row: codes [outputs, columns], one byte each or 4 bits in runs of 32 (the first 16 in the
- * low nibbles), scales and minimums [outputs, columns / group]. Missing outputs are zero. `flipped` = 128 makes signed codes unsigned. */
-void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t flipped, int32_t begin, int32_t end, uint8_t *to) {
+/* Fill panels [begin, end) from a matrix stored row by row: codes [outputs, columns], scales and minimums [outputs, columns / group]. A code is a
+ * byte, or 4 bits in runs of 32 columns: 16 bytes with the first 16 columns in the low nibbles, the others in the high ones. Outputs after the last
+ * one are zeros. sign_mask: XORed with byte codes; 128 makes signed codes unsigned. */
+void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t sign_mask, int32_t begin, int32_t end, uint8_t *to) {
     const int group = from->group, groups = from->columns / group, narrow = is_narrow(kind);
     const int64_t panel_bytes = paceline_panel_bytes(from->columns, group, kind);
-    const words flips = (words){0} + (uint32_t)flipped * 0x01010101u;
+    const words sign_masks = (words){0} + (uint32_t)sign_mask * 0x01010101u;
     for (int number = begin; number < end; number++) {
         uint8_t *at = to + number * panel_bytes;
         memset(at, 0, (size_t)panel_bytes);
@@ -209,9 +211,9 @@ void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t flipped, int
                     memcpy(at + 4 * n, scale, 4);
                     continue;
                 }
-                for (int own = 0; own < 2 && g % 2 == 0; own++) {
-                    const _Float16 half = (_Float16)scale[own];
-                    memcpy(at + own * (int)sizeof(halfs) + 2 * n, &half, 2);
+                for (int i = 0; i < 2 && g % 2 == 0; i++) {
+                    const _Float16 half = (_Float16)scale[i];
+                    memcpy(at + i * (int)sizeof(halfs) + 2 * n, &half, 2);
                 }
             }
             at += has_float16(kind) && g % 2 ? 0 : sizeof(floats);
@@ -219,7 +221,7 @@ void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t flipped, int
                 for (int n = 0; n < outputs; n++) memcpy(at + 4 * n, from->minimums + (size_t)(first + n) * (size_t)groups + (size_t)g, 4);
                 at += sizeof(floats);
             }
-            at = narrow ? fill_nibbles(from, first, outputs, g * group, at) : fill_bytes(from, flips, first, outputs, g * group, at);
+            at = narrow ? fill_4_bit_codes(from, first, outputs, g * group, at) : fill_byte_codes(from, sign_masks, first, outputs, g * group, at);
         }
     }
 }

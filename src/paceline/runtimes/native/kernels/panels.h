@@ -1,7 +1,7 @@
-/* Products of quantised weights in panels with rows rounded to 8-bit codes ("packed as bytes"), for panels.c, super_blocks.c, small_blocks.c.
+/* Products of quantised weights in panels with rows of x rounded to 8-bit codes: what panels.c, super_blocks.c and low_bit_blocks.c share.
  *
- * A panel holds 16 outputs (rows of W), interleaved so that a vector instruction works on all of them. A quad is four consecutive columns: of
- * the weights 16 x 4 codes, one word of 4 bytes for each output; of a row of x one word of 4 codes, broadcast to all 16 lanes.
+ * A panel holds 16 outputs (rows of W), interleaved so that a vector has a part of each of them. A quad is four consecutive columns. A quad of a
+ * panel is a vector: for each output one word of four codes. A quad of a row of x is one word of four codes, which is broadcast to all 16 lanes.
  *
  *     W, 16 outputs              panel: one stream                                        row of x, packed
  *     .--------------.           .--------------------------------------------.           .-------------------------.
@@ -12,28 +12,30 @@
  *     '--------------'           | 16 scales of group 1, ...                  |           | scale, offset, sum ...  |
  *      columns in groups         '--------------------------------------------'           '-------------------------'
  *
- * Codes of 4 bits keep two quads in a word: columns 0 to 3 in the low nibbles of its bytes, 4 to 7 in the high ones. The FLOAT16 kinds store
- * the scales of two groups before the codes of both. Of TABLE kinds a code indexes 16 values. K-quants have a layout of their own (k_quants.h).
- * Several rows of x ("a block of rows", up to MAX_ROWS) are interleaved quad by quad, so that a quad of weights is loaded once for all. */
+ * A word of 4-bit codes has two quads: columns 0 to 3 in the low nibbles of its bytes, 4 to 7 in the high ones. FLOAT16 kinds store the scales of
+ * two groups before the codes of both. In TABLE kinds a code is an index into a table of 16 values. K-quants have another layout (k_quants.h).
+ * Up to MAX_ROWS rows of x (a block of rows) are interleaved quad by quad, so that a quad of weights is loaded once for all of them. */
 #ifndef PACELINE_PANELS_H
 #define PACELINE_PANELS_H
 
 #include "byte_dot.h"
 #include "native.h"
 
-#define MAX_PANELS 4
-#define GROUP_HEADER 3 /* words of a packed row's group: scale, offset = (shift of the weights - zero_point) * sum of codes, scale * sum of codes */
+#define MAX_PANELS 4 /* panels of a tile */
+/* Words of a packed row before the codes of a group: scale; offset, at which the integer sum of the group starts (see pack_bytes); scale * sum of
+ * codes. */
+#define GROUP_HEADER 3
 #define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
 #define EACH_PANEL _Pragma("unroll") for (int n = 0; n < panels; n++)
-/* Prefetch `distance` bytes ahead, because the hardware prefetcher stops at page boundaries. With more than four rows a tile takes so long that
- * the next lines are also moved to the first-level cache. No run-time branch: it would keep the compiler from reordering. */
+/* Prefetch `distance` bytes ahead, because the hardware prefetcher stops at page boundaries. With more than four rows, a tile takes so long that
+ * the next lines can also be moved to the first-level cache. `rows` is a constant: a branch at run time would keep the compiler from reordering. */
 #define PREFETCH(from)                                      \
     {                                                       \
         if (rows > 4) __builtin_prefetch((from) + 1024, 0, 3); \
         __builtin_prefetch((from) + distance, 0, 2);        \
     }
 
-/* Integer sums of a group: products, and for narrow codes 16-bit sums of pairs of products that are not widened yet. */
+/* Integer sums of a group. dot: sums of products. pairs: for codes of at most 6 bits, 16-bit sums that are not added to `dot` yet. */
 typedef struct {
     ints dot[MAX_PANELS][MAX_ROWS];
 #if HAS_PAIRS
@@ -41,17 +43,18 @@ typedef struct {
 #endif
 } GroupSums;
 
-/* Keep the float sums in memory during a group, where its integer sums need the registers. Otherwise compilers spill them several times. */
+/* Make the compiler keep the float sums in memory while a group's integer sums need the registers. Otherwise it stores and loads them several
+ * times. */
 INLINE void keep_in_memory(floats sum[][MAX_ROWS], const int rows, const int panels) {
     if (HAS_SIGNS) EACH_PANEL EACH_ROW __asm__("" : "+m"(sum[n][row]));
 }
 
-/* Quads of narrow codes whose sums fit in 16 bits: 8 of 4 bits, 4 of 5, 2 of 6. */
+/* Quads whose sums fit in 16 bits: 8 quads of 4-bit codes, 4 of 5-bit codes, 2 of 6-bit codes. */
 #define QUADS_AT_ONCE(bits) (8 >> ((bits) - 4))
 
-/* Add the products of a quad of each panel for all rows; return the row's next quad. `at_once` = 0: 8-bit codes. Else `number` counts quads, and
- * 16-bit sums are widened after every `at_once` of them. */
-INLINE const int32_t *multiply_add(GroupSums *sums, const words *codes, const int32_t *quad, const int rows, const int panels, const int number,
+/* Add the products of a quad of each panel with the quads of all rows; return the position of the rows' next quads. at_once: QUADS_AT_ONCE of the
+ * codes, 0 for 8-bit codes; number: index of the quad, so that 16-bit sums are widened after every `at_once` quads. */
+INLINE const int32_t *add_quad_products(GroupSums *sums, const words *codes, const int32_t *quad, const int rows, const int panels, const int number,
                                    const int at_once) {
 #if HAS_PAIRS
     if (at_once) {
@@ -69,30 +72,24 @@ INLINE const int32_t *multiply_add(GroupSums *sums, const words *codes, const in
     return quad + rows * DOT_WORDS;
 }
 
-/* Add the products of a quad of table codes. */
-INLINE const int32_t *multiply_values(GroupSums *sums, const words *codes, code_table table, const int32_t *quad, const int rows, const int panels) {
+/* The same as add_quad_products for codes that are indices into a table. */
+INLINE const int32_t *add_table_products(GroupSums *sums, const words *codes, code_table table, const int32_t *quad, const int rows, const int panels) {
     table_values w[MAX_PANELS];
     EACH_PANEL w[n] = look_up_values(codes[n], table);
-    EACH_ROW EACH_PANEL sums->dot[n][row] = dot_values(w[n], quad + row * TABLE_WORDS, sums->dot[n][row], SIGNED);
+    EACH_ROW EACH_PANEL sums->dot[n][row] = dot_values(w[n], quad + row * TABLE_WORDS, sums->dot[n][row], SIGN_BY_PSIGN);
     return quad + rows * TABLE_WORDS;
 }
 
-INLINE words load_codes(const uint8_t *from) {
-    words codes;
-    memcpy(&codes, from, sizeof codes);
-    return codes;
-}
-
-/* Whether codes index a table, whose values can be as large as a byte. */
-INLINE int is_by_table(int kind) {
+/* Return whether codes are indices into a table, whose values may need all 8 bits. */
+INLINE int uses_table(int kind) {
     return kind == PANELS_4_BITS_TABLE || kind == PANELS_4_BITS_TABLE_FLOAT16 || kind == PANELS_IQ4_XS;
 }
 
-/* Return the table of values, shifted to be unsigned. */
-INLINE code_table table_of(const Matrix *matrix, const int form) {
+/* Return the table of a matrix; zero_point is added, so that its values are unsigned. */
+INLINE code_table value_table_of(const Matrix *matrix, const int sign_method) {
     bytes table = {0};
     for (int i = 0; i < 16; i++) table[i] = (uint8_t)(matrix->table[i] + matrix->zero_point);
-    return split_table(table, form);
+    return split_table(table, sign_method);
 }
 
 INLINE floats load_float16(const uint8_t *from) {
@@ -101,25 +98,26 @@ INLINE floats load_float16(const uint8_t *from) {
     return __builtin_convertvector(stored, floats);
 }
 
-/* Store sums with the bias; padding outputs and rows are dropped. */
+/* Store the sums plus the bias for outputs [from, from + 16) and `real_rows` rows, without those that are padding. */
 INLINE void store_sums(const Matrix *matrix, int from, const floats *sums, const int rows, float *y, int real_rows) {
     const int outputs = matrix->outputs - from < LANES ? matrix->outputs - from : LANES;
-    const floats bias = matrix->bias ? load_first(matrix->bias + from, outputs) : broadcast(0.0f);
+    const floats bias = matrix->bias ? load_part(matrix->bias + from, outputs) : broadcast(0.0f);
     EACH_ROW if (row < real_rows) {
         const floats total = sums[row] + bias;
         store_part(y + (size_t)row * (size_t)matrix->outputs + from, total, outputs);
     }
 }
 
-/* Panels of a tile: as many streams as keep the memory busy while sums stay in registers; with more rows, arithmetic is the limit. */
+/* Panels of a tile. Few rows: several panels, because several streams use the memory bandwidth better. More rows: one panel, because registers are
+ * short and arithmetic takes longer than memory. */
 #if MAX_ROWS == 8
 #define PANELS_OF(rows) ((rows) <= 4 ? MAX_PANELS : 1)
 #else
 #define PANELS_OF(rows) ((rows) == 1 ? MAX_PANELS : (rows) == 2 ? 2 : 1)
 #endif
 
-/* Return the prefetch distance: later in this panel, or, if an earlier block of rows has read it, `ahead` bytes on in the next panel. A single
- * stream prefetches farther than each of several. */
+/* Return the prefetch distance in bytes. ahead = 0: later weights of the same panel, farther ahead if it is the only stream. ahead > 0, if an
+ * earlier block of rows has already loaded this panel: `ahead`, the distance of the next panel. */
 INLINE size_t prefetch_distance(const int rows, size_t ahead) { return ahead ? ahead : PANELS_OF(rows) > 1 ? 1024 : 4096; }
 
 #define TILE_OF(rows, PRODUCTS)         \
@@ -136,7 +134,7 @@ INLINE size_t prefetch_distance(const int rows, size_t ahead) { return ahead ? a
 #define EACH_TILE(PRODUCTS) TILE_OF(1, PRODUCTS) TILE_OF(2, PRODUCTS) TILE_OF(3, PRODUCTS) TILE_OF(4, PRODUCTS)
 #endif
 
-/* PRODUCTS_OF_KIND defines the product of one kind from the file's multiply_tile. One function for all kinds takes much longer to compile. */
+/* PRODUCTS_OF_KIND defines the function of one kind from the file's multiply_tile. A single function for all kinds takes much longer to compile. */
 #define KIND_TILE(rows, panels)                                             \
     for (; first + ((panels) - 1) * LANES < end; first += (panels) * LANES) \
         multiply_tile(matrix, first, x, y, rows, real_rows, ahead, panels, kind);
@@ -147,15 +145,15 @@ INLINE size_t prefetch_distance(const int rows, size_t ahead) { return ahead ? a
         switch (rows) { EACH_TILE(KIND_TILE) }                                                                               \
     }
 
-/* Outputs [first, end) of one block of packed rows, of which `real_rows` are stored; `ahead`: see prefetch_distance. */
+/* Computes outputs [first, end) for one block of packed rows, of which `real_rows` are not padding. ahead: see prefetch_distance. */
 typedef void Multiply(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead);
 Multiply multiply_super_blocks;
 
 #if MAX_ROWS == 4
-/* Outputs [first, first + 16) of several whole blocks of packed rows, `step` words apart (few_registers.c). */
+/* Computes outputs [first, first + 16) for several full blocks of packed rows, which are `step` words apart (few_registers.c). */
 #define MAX_BLOCKS 8
 typedef void MultiplyBlocks(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead);
-MultiplyBlocks *blocks_product_of(const Matrix *matrix);
+MultiplyBlocks *multiply_blocks_of(const Matrix *matrix);
 #endif
 
 #endif

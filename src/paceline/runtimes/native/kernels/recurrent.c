@@ -1,29 +1,30 @@
-/* The inputs of recurrent layers: causal convolutions, and the keys, queries and gates of recurrent matrices, whose states state_blocks.c
- * updates. */
+/* What recurrent layers compute before their states: causal convolutions, and the keys, queries and gates with which state_blocks.c updates
+ * states. */
 #include "native.h"
 #include "state_rows.h"
 #include "vectors.h"
 
 #include <math.h>
 
-/* Return input i of a sequence, counted from the first pending row; negative i are in the state (`kept`). */
-static const float *input_at(const StateRange *range, const ConvolutionOperation *op, const float *x, const float *kept, int i, int channel) {
-    if (i < 0) return kept + (op->kernel_size - 1 + i) * PIECE_CHANNELS;
+/* Return input i of a convolution. Input 0 is that of the first pending row; negative ones are stored in the state (state_inputs). */
+static const float *input_at(const StateRange *range, const ConvolutionOperation *op, const float *x, const float *state_inputs, int i, int channel) {
+    if (i < 0) return state_inputs + (op->kernel_size - 1 + i) * PIECE_CHANNELS;
     if (i < range->num_pending)
         return record_of(range, range->pending[i]) + op->record_at + channel;
     return x + (size_t)(i - range->num_pending) * (size_t)op->channels + channel;
 }
 
-/* Write the last kernel_size - 1 inputs before number `end` to a state. */
-static void keep_inputs(const StateRange *range, const ConvolutionOperation *op, const float *x, const float *kept, int end, int channel,
+/* Write the last kernel_size - 1 inputs before input `end` to a state. */
+static void save_inputs(const StateRange *range, const ConvolutionOperation *op, const float *x, const float *state_inputs, int end, int channel,
                         int count, float *state) {
-    const int num_kept = op->kernel_size - 1;
-    for (int i = 0; i < num_kept; i++)
-        memcpy(state + op->conv_at + (size_t)i * (size_t)op->channels + channel, input_at(range, op, x, kept, end - num_kept + i, channel),
+    const int num_state_inputs = op->kernel_size - 1;
+    for (int i = 0; i < num_state_inputs; i++)
+        memcpy(state + op->conv_at + (size_t)i * (size_t)op->channels + channel, input_at(range, op, x, state_inputs, end - num_state_inputs + i, channel),
                (size_t)count * sizeof(float));
 }
 
-INLINE void convolve_row_of(const ConvolutionOperation *op, const float *const *inputs, int channel, int count, float *out, int size) {
+/* Convolve `count` channels of one row. inputs: those of the row's path, the row's own last; size: the kernel size, if possible as a constant. */
+INLINE void convolve_inputs(const ConvolutionOperation *op, const float *const *inputs, int channel, int count, float *out, int size) {
     EACH_16(column, left, count) {
         floats sum = op->bias ? load_part(op->bias + channel + column, left) : broadcast(0.0f);
         for (int i = 0; i < size; i++) {
@@ -35,42 +36,39 @@ INLINE void convolve_row_of(const ConvolutionOperation *op, const float *const *
     }
 }
 
-static void convolve_row(const ConvolutionOperation *op, const float *const *inputs, int channel, int count, float *out) {
-    if (op->kernel_size == 4)
-        convolve_row_of(op, inputs, channel, count, out, 4);
-    else
-        convolve_row_of(op, inputs, channel, count, out, op->kernel_size);
-}
-
-/* Convolve channels [channel, channel + count) of the rows of a range; x and out point to its first row. */
+/* Convolve channels [channel, channel + count) of the rows of a range. x and out point to the first row of the range. */
 void convolve(const StateRange *range, const ConvolutionOperation *op, int rows, int channel, int count, const float *x, float *out) {
-    float kept[(MAX_KERNEL_SIZE - 1) * PIECE_CHANNELS];
-    const int num_kept = op->kernel_size - 1;
-    memset(kept, 0, (size_t)num_kept * PIECE_CHANNELS * sizeof(float));
-    for (int i = 0; range->state && i < num_kept; i++)
-        memcpy(kept + i * PIECE_CHANNELS, range->state + op->conv_at + (size_t)i * (size_t)op->channels + channel, (size_t)count * sizeof(float));
+    float state_inputs[(MAX_KERNEL_SIZE - 1) * PIECE_CHANNELS];
+    const int num_state_inputs = op->kernel_size - 1;
+    memset(state_inputs, 0, (size_t)num_state_inputs * PIECE_CHANNELS * sizeof(float));
+    for (int i = 0; range->state && i < num_state_inputs; i++)
+        memcpy(state_inputs + i * PIECE_CHANNELS, range->state + op->conv_at + (size_t)i * (size_t)op->channels + channel, (size_t)count * sizeof(float));
     for (int i = 0; i < range->num_saves; i++)
-        keep_inputs(range, op, x, kept, (int)range->saves[i].count, channel, count, range->saves[i].state);
-    if (range->num_folded) keep_inputs(range, op, x, kept, range->num_folded, channel, count, range->state);
+        save_inputs(range, op, x, state_inputs, (int)range->saves[i].count, channel, count, range->saves[i].state);
+    if (range->num_applied) save_inputs(range, op, x, state_inputs, range->num_applied, channel, count, range->state);
     for (int row = 0; row < rows; row++) {
         const float *inputs[MAX_KERNEL_SIZE], *now = x + (size_t)row * (size_t)op->channels + channel;
-        inputs[num_kept] = now;
+        inputs[num_state_inputs] = now;
         int ancestor = range->parents[row], before = range->num_pending - 1;
-        for (int i = num_kept - 1; i >= 0; i--) {
+        for (int i = num_state_inputs - 1; i >= 0; i--) {
             if (ancestor >= 0) {
                 inputs[i] = x + (size_t)ancestor * (size_t)op->channels + channel;
                 ancestor = range->parents[ancestor];
             } else
-                inputs[i] = input_at(range, op, x, kept, before--, channel);
+                inputs[i] = input_at(range, op, x, state_inputs, before--, channel);
         }
-        convolve_row(op, inputs, channel, count, out + (size_t)row * (size_t)op->channels + channel);
-        if (range->rows[row] >= 0)
-            memcpy(record_of(range, range->rows[row]) + op->record_at + channel, now, (size_t)count * sizeof(float));
+        float *const to = out + (size_t)row * (size_t)op->channels + channel;
+        if (op->kernel_size == 4)
+            convolve_inputs(op, inputs, channel, count, to, 4);
+        else
+            convolve_inputs(op, inputs, channel, count, to, op->kernel_size);
+        if (range->row_records[row] >= 0)
+            memcpy(record_of(range, range->row_records[row]) + op->record_at + channel, now, (size_t)count * sizeof(float));
     }
 }
 
-/* log(1 + u) for u in [0, 1]: Cephes' polynomial for log(1 + u), times u / ((1 + u) - 1), which corrects the rounding of the sum. */
-INLINE floats log1p_of(floats u) {
+/* Return log(1 + u) for u in [0, 1]: the Cephes polynomial for log(1 + u), times u / ((1 + u) - 1), which corrects the rounding of 1 + u. */
+INLINE floats log1p_of_unit(floats u) {
     const floats one = broadcast(1.0f), y = one + u;
     const words is_large = (words)(y > broadcast(1.41421356f));
     const floats halved = y * broadcast(0.5f);
@@ -90,15 +88,15 @@ INLINE floats log1p_of(floats u) {
     log = fused(broadcast(-0.5f), square, log);
     log = fused(n, broadcast(0.693359375f), log + m);
     const floats left = y - one;
-    const words is_nothing = (words)(left == broadcast(0.0f));
-    const floats ratio = u / (floats)(((words)one & is_nothing) | ((words)left & ~is_nothing));
-    return (floats)(((words)u & is_nothing) | ((words)(log * ratio) & ~is_nothing));
+    const words is_zero = (words)(left == broadcast(0.0f));
+    const floats ratio = u / (floats)(((words)one & is_zero) | ((words)left & ~is_zero));
+    return (floats)(((words)u & is_zero) | ((words)(log * ratio) & ~is_zero));
 }
 
-/* log(1 + e^x). */
+/* Return log(1 + e^x). */
 INLINE floats softplus(floats x) {
     const floats zero = broadcast(0.0f);
-    return __builtin_elementwise_max(x, zero) + log1p_of(exponential(-__builtin_elementwise_abs(x)));
+    return __builtin_elementwise_max(x, zero) + log1p_of_unit(exponential(-__builtin_elementwise_abs(x)));
 }
 
 static float sum_of_products(const float *x, const float *y, int count) {
@@ -107,26 +105,22 @@ static float sum_of_products(const float *x, const float *y, int count) {
     return lane_sum(sum);
 }
 
-static void scaled(const float *x, int count, float factor, float *out) {
-    for (int i = 0; i < count; i++) out[i] = x[i] * factor;
-}
-
-/* Compute the decays and step sizes of a row. */
-void prepare_gates(const StateOperation *op, const float *a, const float *b, float *work, float *record) {
-    const WorkedRow row = worked_row(op, work);
+/* Compute the decays and step sizes of a row (of the delta rule: the rates of its updates) for each head. */
+void prepare_gates(const StateOperation *op, const float *a, const float *b, float *prepared, float *record) {
+    const PreparedRow row = prepared_row(op, prepared);
     EACH_16(head, left, op->heads) {
-        const floats given = load_part(a + head, left) + load_part(op->bias + head, left);
-        floats time = __builtin_elementwise_min(__builtin_elementwise_max(softplus(given), broadcast(op->min_step)), broadcast(op->max_step));
-        const words not_a_number = (words)(given != given); /* min and max may drop NaN */
-        time = (floats)(((words)time & ~not_a_number) | ((words)given & not_a_number));
+        const floats input = load_part(a + head, left) + load_part(op->bias + head, left);
+        floats time = __builtin_elementwise_min(__builtin_elementwise_max(softplus(input), broadcast(op->min_step)), broadcast(op->max_step));
+        const words not_a_number = (words)(input != input); /* __builtin_elementwise_min and max may return the other operand for NaN */
+        time = (floats)(((words)time & ~not_a_number) | ((words)input & not_a_number));
         const floats decays = exponential(load_part(op->decay + head, left) * time);
         store_part(row.decays + head, decays, left);
         store_part(row.steps + head, op->is_delta ? sigmoid(load_part(b + head, left)) : time, left);
     }
-    if (record) memcpy(record + recorded(op).decays, row.decays, (size_t)op->heads * sizeof(float));
+    if (record) memcpy(record + record_offsets(op).decays, row.decays, (size_t)op->heads * sizeof(float));
 }
 
-/* Compute the products of a row's key and query with `count` keys, alternating, padded with 0: [2 CHECKPOINT_INTERVAL]. */
+/* Compute the products of a row's key and query with `count` keys: [CHECKPOINT_INTERVAL][key, query], padded with 0. */
 static void multiply_keys(const float *key, const float *query, const float *const *others, int count, int size, float *products) {
     floats sums[2 * CHECKPOINT_INTERVAL];
     for (int i = 0; i < CHECKPOINT_INTERVAL; i++) {
@@ -142,16 +136,16 @@ static void multiply_keys(const float *key, const float *query, const float *con
     store(products, lane_sums(sums));
 }
 
-/* Prepare one head's key and query of a row, and their products with the keys of its ancestors that the step's state lacks, and its op. */
-static void prepare_key(const StateRange *range, const StateOperation *op, int row, int head, const float *x, float *work) {
+/* Prepare the key and query of a row for one head, and their products with its own key and those of the ancestors that the step's state lacks. */
+static void prepare_key(const StateRange *range, const StateOperation *op, int row, int head, const float *x, float *prepared) {
     const int size = op->rows_of_state, keys = op->key_heads * size, at = head * size;
     const float *queries = x, *from = x + keys;
     if (!op->is_delta) from = x + op->heads * op->columns, queries = from + keys;
     const float *q = queries + at, *k = from + at;
-    const WorkedRow to = worked_row(op, work_of(op, work, row));
+    const PreparedRow to = prepared_row(op, prepared_at(op, prepared, row));
     if (op->is_delta) {
-        scaled(q, size, 1.0f / sqrtf(sum_of_products(q, q, size) + 1e-6f) / sqrtf((float)size), to.queries + at);
-        scaled(k, size, 1.0f / sqrtf(sum_of_products(k, k, size) + 1e-6f), to.keys + at);
+        scale_row(q, size, 1.0f / sqrtf(sum_of_products(q, q, size) + 1e-6f) / sqrtf((float)size), to.queries + at);
+        scale_row(k, size, 1.0f / sqrtf(sum_of_products(k, k, size) + 1e-6f), to.keys + at);
     } else {
         memcpy(to.queries + at, q, (size_t)size * sizeof(float));
         memcpy(to.keys + at, k, (size_t)size * sizeof(float));
@@ -159,38 +153,38 @@ static void prepare_key(const StateRange *range, const StateOperation *op, int r
     const int32_t *before = range->ancestors + (size_t)row * CHECKPOINT_INTERVAL;
     const float *others[CHECKPOINT_INTERVAL];
     int count = 0;
-    for (; before[count] != NO_NODE; count++) others[count] = node_of(range, op, work, before[count]).keys + at;
+    for (; before[count] != NO_NODE; count++) others[count] = node_of(range, op, prepared, before[count]).keys + at;
     others[count++] = to.keys + at;
     multiply_keys(to.keys + at, to.queries + at, others, count, size, to.products + (size_t)head * 2 * CHECKPOINT_INTERVAL);
-    float *record = record_of(range, range->rows[row]);
-    if (record) memcpy(record + recorded(op).keys + at, to.keys + at, (size_t)size * sizeof(float));
+    float *record = record_of(range, range->row_records[row]);
+    if (record) memcpy(record + record_offsets(op).keys + at, to.keys + at, (size_t)size * sizeof(float));
 }
 
-/* Prefetch what prepare_keys reads and writes, from other threads' caches and, for records, from memory. */
+/* Prefetch what prepare_keys reads and writes, which is in other cores' caches or, for records, in memory. */
 static void prefetch_keys(const StateRange *range, const StateOperation *op, int rows, int head, const float *x) {
     const int size = op->rows_of_state, keys = op->key_heads * size, at = head * size;
     const int first = op->is_delta ? 0 : op->heads * op->columns;
-    const size_t in_record = recorded(op).keys + (size_t)at;
+    const size_t in_record = record_offsets(op).keys + (size_t)at;
     for (int i = range->num_pending < CHECKPOINT_INTERVAL ? 0 : range->num_pending - CHECKPOINT_INTERVAL; i < range->num_pending; i++)
         prefetch_floats(record_of(range, range->pending[i]) + in_record, size, 0);
     for (int row = 0; row < rows; row++) {
         const float *from = x + (size_t)row * (size_t)op->channels + first + at;
         prefetch_floats(from, size, 0);
         prefetch_floats(from + keys, size, 0);
-        if (range->rows[row] >= 0) prefetch_floats(record_of(range, range->rows[row]) + in_record, size, 1);
+        if (range->row_records[row] >= 0) prefetch_floats(record_of(range, range->row_records[row]) + in_record, size, 1);
     }
 }
 
-/* Prepare one head's keys and queries of all rows of a range, interleaved by step; x and work point to its first row. */
-void prepare_keys(const StateRange *range, const StateOperation *op, int rows, int head, const float *x, float *work) {
+/* Prepare the keys and queries of all rows of a range for one head, and pack those of each step. x, prepared: of the range's first row. */
+void prepare_keys(const StateRange *range, const StateOperation *op, int rows, int head, const float *x, float *prepared) {
     const int size = op->rows_of_state;
     if (rows <= 2 * CHECKPOINT_INTERVAL) prefetch_keys(range, op, rows, head, x);
-    for (int row = 0; row < rows; row++) prepare_key(range, op, row, head, x + (size_t)row * (size_t)op->channels, work);
+    for (int row = 0; row < rows; row++) prepare_key(range, op, row, head, x + (size_t)row * (size_t)op->channels, prepared);
     for (int i = 0; i < range->num_steps; i++) {
-        const Step *step = range->steps + i;
-        float *packed = packed_of(op, work, rows, head, step->first_row);
+        const StateStep *step = range->steps + i;
+        float *packed = packed_of(op, prepared, rows, head, step->first_row);
         for (int number = 0; number < step->num_rows; number++) {
-            const WorkedRow row = worked_row(op, work_of(op, work, range->order[step->first_row + number]));
+            const PreparedRow row = prepared_row(op, prepared_at(op, prepared, range->order[step->first_row + number]));
             const float *key = row.keys + head * size, *query = row.queries + head * size;
             for (int at = 0; at < size; at++) {
                 const float pair[] = {key[at], query[at]};

@@ -1,10 +1,10 @@
-/* Elementwise functions and norms of one row; each result depends on its row only. */
+/* Elementwise functions and norms of one row of a pass. The results do not depend on the other rows. */
 #include "native.h"
 #include "vectors.h"
 
 #include <math.h>
 
-/* RMS norm: x / sqrt(mean(x^2) + epsilon) * weight; weight NULL = 1. */
+/* RMS norm: out = x / sqrt(mean(x^2) + epsilon) * weight; weight NULL = 1. */
 void norm_row(const float *x, const float *weight, int width, float epsilon, float *out) {
     floats squares = broadcast(0.0f);
     EACH_16(column, count, width) {
@@ -18,7 +18,7 @@ void norm_row(const float *x, const float *weight, int width, float epsilon, flo
     }
 }
 
-/* Rotate the pairs (i, i + half) by their angles; copy the columns after them. */
+/* Rotary embedding: rotate each pair of columns (i, i + half) by its angle; copy the columns after 2 * half. */
 void rotate_head(const float *x, const float *cos, const float *sin, int head_size, int half, float *out) {
     EACH_16(i, count, half) {
         const floats first = load_part(x + i, count), second = load_part(x + half + i, count);
@@ -29,8 +29,8 @@ void rotate_head(const float *x, const float *cos, const float *sin, int head_si
     memcpy(out + 2 * half, x + 2 * half, (size_t)(head_size - 2 * half) * sizeof(float));
 }
 
-/* activation(x) * up. Clamped SwiGLU (gpt-oss): (up + 1) x sigmoid(slope x), with x <= limit and |up| <= limit. */
-void gate(const GatedOperation *gated, const float *x, const float *up, int width, float *out) {
+/* out = activation(x) * up. Clamped SwiGLU (gpt-oss) is (up + 1) x sigmoid(slope x), with x clamped to <= limit and up to [-limit, limit]. */
+void apply_gate(const GatedOperation *gated, const float *x, const float *up, int width, float *out) {
     const floats limit = broadcast(gated->limit), slope = broadcast(gated->slope);
     EACH_16(column, count, width) {
         floats v = load_part(x + column, count), u = load_part(up + column, count);
@@ -55,56 +55,54 @@ void gate(const GatedOperation *gated, const float *x, const float *up, int widt
     }
 }
 
-void add(const float *x, const float *y, int width, float *out) {
+void add_row(const float *x, const float *y, int width, float *out) {
     EACH_16(column, count, width) store_part(out + column, load_part(x + column, count) + load_part(y + column, count), count);
 }
 
-/* x * factor. */
-void scale(const float *x, int width, float factor, float *out) {
+void scale_row(const float *x, int width, float factor, float *out) {
     EACH_16(column, count, width) store_part(out + column, load_part(x + column, count) * broadcast(factor), count);
 }
 
-/* sum += x * factor. */
-void add_scaled(const float *x, int width, float factor, float *sum) {
+void add_scaled_row(const float *x, int width, float factor, float *sum) {
     EACH_16(column, count, width)
         store_part(sum + column, fused(load_part(x + column, count), broadcast(factor), load_part(sum + column, count)), count);
 }
 
-float sigmoid_of(float x) { return sigmoid(broadcast(x))[0]; }
+float scalar_sigmoid(float x) { return sigmoid(broadcast(x))[0]; }
 
-/* x + silu(y). */
-void add_silu(const float *x, const float *y, int width, float *out) {
+void add_silu_row(const float *x, const float *y, int width, float *out) {
     EACH_16(column, count, width) {
         const floats v = load_part(y + column, count);
         store_part(out + column, load_part(x + column, count) + v * sigmoid(v), count);
     }
 }
 
-/* Copy columns [begin, begin + count) of the concatenation of x [width] and y. */
-void join(const float *x, int width, const float *y, int begin, int count, float *out) {
+/* Copy columns [begin, begin + count) of the concatenation [x, y]; x has `width` columns. */
+void concat_columns(const float *x, int width, const float *y, int begin, int count, float *out) {
     const int left = begin >= width ? 0 : width - begin < count ? width - begin : count;
     if (left) memcpy(out, x + begin, (size_t)left * sizeof(float));
     if (left < count) memcpy(out + left, y + (begin + left - width), (size_t)(count - left) * sizeof(float));
 }
 
-/* Columns [begin, begin + count) of a row of a block convolution, of which `earlier` rows precede it in its block; rows before these are zeros. */
-void convolve_block(const BlockConvolutionOperation *own, const float *x, const float *added, int earlier, int begin, int count, float *out) {
-    const int taps = own->kernel_size <= earlier ? own->kernel_size : earlier + 1, groups = own->width / own->group;
+/* Compute columns [begin, begin + count) of a row of BlockConvolutionOperation. x: the row; `earlier` rows precede it in its range, and rows before
+ * the range count as zeros. */
+void block_convolve_row(const BlockConvolutionOperation *op, const float *x, const float *added, int earlier, int begin, int count, float *out) {
+    const int taps = op->kernel_size <= earlier ? op->kernel_size : earlier + 1, groups = op->width / op->group;
     EACH_16(column, part, count) {
         const int first = begin + column;
         floats sum = broadcast(0.0f);
         for (int tap = 0; tap < taps; tap++) {
-            floats weight = broadcast(added[tap * groups + first / own->group]);
-            for (int lane = 1; lane < part; lane++) weight[lane] = added[tap * groups + (first + lane) / own->group];
-            weight += load_part(own->base + (size_t)tap * (size_t)own->width + first, part);
-            sum = fused(weight, load_part(x - (size_t)tap * (size_t)own->width + first, part), sum);
+            floats weight = broadcast(added[tap * groups + first / op->group]);
+            for (int lane = 1; lane < part; lane++) weight[lane] = added[tap * groups + (first + lane) / op->group];
+            weight += load_part(op->base + (size_t)tap * (size_t)op->width + first, part);
+            sum = fused(weight, load_part(x - (size_t)tap * (size_t)op->width + first, part), sum);
         }
         store_part(out + first, sum, part);
     }
 }
 
-/* cap tanh(x / cap). */
-void soft_cap(const float *x, int width, float cap, float *out) {
+/* out = cap * tanh(x / cap). */
+void soft_cap_row(const float *x, int width, float cap, float *out) {
     EACH_16(column, count, width)
         store_part(out + column, broadcast(cap) * hyperbolic_tangent(load_part(x + column, count) / broadcast(cap)), count);
 }

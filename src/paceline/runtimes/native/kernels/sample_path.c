@@ -1,7 +1,7 @@
-/* Sample the target's tokens along draft trees, for requests that only use temperature, top-k, top-p and min-p.
+/* Sampling the target's tokens along draft trees, for requests that only use temperature, top-k, top-p and min-p.
  *
- * The reference is sampling/processors.py and sampling/draw.py. Sums and exponentials here differ from theirs in the last bits. If a decision is
- * within that error, the row is UNDECIDED, and the reference samples its path instead. */
+ * The reference implementation is sampling/processors.py and sampling/draw.py. Sums and exponentials here differ from it in the last bits. If a
+ * decision is closer than that error, the row is UNDECIDED, and the reference samples the path. */
 #include "block_max.h"
 #include "native.h"
 #include "noise.h"
@@ -13,34 +13,28 @@
 #include <stdatomic.h>
 
 #define UNDECIDED (-1)
-#define SLACK 0x1p-15    /* bound on the relative difference of sums here and in the reference */
-#define NEAR 0x1p-21f    /* relative difference of logits that may become equal when divided by the temperature */
-#define NEAR_WEIGHT 1e-5f
-#define NEAR_SCORE 1e-9
-#define LIGHT 14.0f      /* weights below e^-LIGHT of the largest are far below SLACK */
-#define MAX_PEAK 0x1p20f /* larger scores lose too much precision in score - log noise */
+#define SLACK 0x1p-15      /* bound on the relative difference between sums here and in the reference */
+#define NEAR 0x1p-21f      /* logits with a smaller relative difference may become equal when divided by the temperature */
+#define NEAR_WEIGHT 1e-5f  /* weights with a smaller relative difference may be ordered differently in the reference */
+#define NEAR_SCORE 1e-9    /* scores plus noise with a smaller relative difference may be ordered differently in the reference */
+#define NEGLIGIBLE_LOG 14.0f /* a total weight below e^-NEGLIGIBLE_LOG of the largest weight is far below SLACK */
+#define MAX_PEAK 0x1p20f   /* with larger scores, score - log E is too imprecise */
 
+/* A row of logits to sample from. A score is logit / temperature; a weight is exp(score - peak). */
 typedef struct {
-    const float *row;
-    float *block_max, *block_weight, *work; /* of each block the maximum logit and its weight; scratch of `columns` floats */
+    const float *logits;
+    float *block_max, *block_weight, *scratch; /* maximum logit of each block, weight of that logit; [columns] scratch memory */
     int columns, blocks;
-    float temperature, peak; /* peak: the largest score; its weight is 1 */
+    float temperature, peak; /* peak: the largest score */
     uint64_t key;
-    float min_score;        /* columns with smaller scores have weight 0 */
-    float min_weight, refused; /* columns with smaller weight, or with a logit not above `refused`, cannot win */
-    double total;           /* of the weights; 0 = not computed yet */
+    float min_score;         /* of top-k: columns with smaller scores have weight 0 */
+    float min_weight, rejected_logit; /* a column is not sampled if its weight is smaller, or its logit not larger than rejected_logit */
+    double total;            /* sum of all weights; 0 = not computed yet */
 } Row;
 
-INLINE floats load_or(const float *from, int count, float rest) {
-    if (count == LANES) return load(from);
-    floats v = broadcast(rest);
-    memcpy(&v, from, (size_t)count * sizeof(float));
-    return v;
-}
-
-static int first_at(const float *row, int columns, float target) {
+static int first_column_of(const float *row, int columns, float target) {
     for (int column = 0; column < columns; column += LANES) {
-        const floats logits = load_or(row + column, columns - column < LANES ? columns - column : LANES, -INFINITY);
+        const floats logits = load_padded(row + column, columns - column < LANES ? columns - column : LANES, -INFINITY);
         if (!__builtin_reduce_or((ints)(logits == broadcast(target)))) continue;
         for (int lane = column;; lane++)
             if (row[lane] == target) return lane;
@@ -48,23 +42,23 @@ static int first_at(const float *row, int columns, float target) {
     return UNDECIDED;
 }
 
-static int end_of(const Row *own, int block) {
+static int block_end(const Row *row, int block) {
     const int end = (block + 1) * BLOCK_COLUMNS;
-    return end < own->columns ? end : own->columns;
+    return end < row->columns ? end : row->columns;
 }
 
-INLINE floats logits_at(const Row *own, int column, int end) {
-    return load_or(own->row + column, end - column < LANES ? end - column : LANES, -INFINITY);
+INLINE floats logits_at(const Row *row, int column, int end) {
+    return load_padded(row->logits + column, end - column < LANES ? end - column : LANES, -INFINITY);
 }
 
-INLINE floats scores_of(const Row *own, floats logits) { return own->temperature == 1.0f ? logits : logits / broadcast(own->temperature); }
+INLINE floats to_scores(const Row *row, floats logits) { return row->temperature == 1.0f ? logits : logits / broadcast(row->temperature); }
 
-INLINE floats weights_of(const Row *own, floats scores) {
-    const floats weights = exponential(scores - broadcast(own->peak));
-    return (floats)((ints)weights & (ints)(scores >= broadcast(own->min_score)));
+INLINE floats to_weights(const Row *row, floats scores) {
+    const floats weights = exponential(scores - broadcast(row->peak));
+    return (floats)((ints)weights & (ints)(scores >= broadcast(row->min_score)));
 }
 
-/* Return the value at `rank` in descending order (quickselect); reorders `values`. */
+/* Return the value at index `rank` of the values in descending order (quickselect). Reorders `values`. */
 static float select_rank(float *values, int count, int rank) {
     int low = 0, high = count - 1;
     while (low < high) {
@@ -88,171 +82,172 @@ static float select_rank(float *values, int count, int rank) {
     return values[rank];
 }
 
-/* Return the smallest score that top-k keeps. The k-th largest block maximum is a lower bound: k logits reach it. */
-static float min_score_of_top_k(const Row *own, int top_k) {
-    const int size = top_k > own->blocks ? LANES : BLOCK_COLUMNS, maxima = (own->columns + size - 1) / size;
+/* Return the smallest score that top-k keeps. At least k logits are as large as the k-th largest block maximum, so smaller ones need no sorting. */
+static float min_score_of_top_k(const Row *row, int top_k) {
+    const int size = top_k > row->blocks ? LANES : BLOCK_COLUMNS, maxima = (row->columns + size - 1) / size;
     float bound = -INFINITY;
     if (top_k <= maxima) {
         if (size == LANES)
-            find_block_max(own->row, own->columns, size, own->work);
+            find_block_max(row->logits, row->columns, size, row->scratch);
         else
-            memcpy(own->work, own->block_max, (size_t)maxima * sizeof(float));
-        bound = select_rank(own->work, maxima, top_k - 1);
+            memcpy(row->scratch, row->block_max, (size_t)maxima * sizeof(float));
+        bound = select_rank(row->scratch, maxima, top_k - 1);
     }
     int count = 0;
-    for (int block = 0; block < own->blocks; block++) {
-        if (own->block_max[block] < bound) continue;
-        const int end = end_of(own, block);
+    for (int block = 0; block < row->blocks; block++) {
+        if (row->block_max[block] < bound) continue;
+        const int end = block_end(row, block);
         for (int column = block * BLOCK_COLUMNS; column < end; column += LANES) {
-            if (!__builtin_reduce_or((ints)(logits_at(own, column, end) >= broadcast(bound)))) continue;
+            if (!__builtin_reduce_or((ints)(logits_at(row, column, end) >= broadcast(bound)))) continue;
             for (int lane = column; lane < column + LANES && lane < end; lane++)
-                if (own->row[lane] >= bound) own->work[count++] = own->row[lane];
+                if (row->logits[lane] >= bound) row->scratch[count++] = row->logits[lane];
         }
     }
-    const float least = select_rank(own->work, count, top_k - 1) / own->temperature;
+    const float least = select_rank(row->scratch, count, top_k - 1) / row->temperature;
     return least > -FLT_MAX ? least : -FLT_MAX;
 }
 
-static void weigh_blocks(const Row *own) {
-    for (int block = 0; block < own->blocks; block += LANES) {
-        const int count = own->blocks - block < LANES ? own->blocks - block : LANES;
-        store_part(own->block_weight + block, weights_of(own, scores_of(own, load_or(own->block_max + block, count, -INFINITY))), count);
+static void compute_block_weights(const Row *row) {
+    for (int block = 0; block < row->blocks; block += LANES) {
+        const int count = row->blocks - block < LANES ? row->blocks - block : LANES;
+        store_part(row->block_weight + block, to_weights(row, to_scores(row, load_padded(row->block_max + block, count, -INFINITY))), count);
     }
 }
 
-/* Return whether any column of a block has noise of at most `most`. Columns after the row's end are included. */
-static int has_low_noise(uint64_t key, int block, uint32_t most) {
-    wides state = noise_state(key, block * BLOCK_COLUMNS);
+/* Return whether a column of a block has noise of at most `max_noise`. Columns after the end of the row count, too. */
+static int has_low_noise(uint64_t key, int block, uint32_t max_noise) {
+    long_words state = noise_state(key, block * BLOCK_COLUMNS);
     words low = (words){0} - 1;
     for (int column = 0; column < BLOCK_COLUMNS; column += LANES, state += 8 * NOISE_STEP)
         low = __builtin_elementwise_min(low, noise_of_state(state));
-    return __builtin_reduce_or((ints)(low <= (words){0} + most)) != 0;
+    return __builtin_reduce_or((ints)(low <= (words){0} + max_noise)) != 0;
 }
 
-static void compare_block(const Row *own, int block, GumbelMax *search) {
-    const int end = end_of(own, block);
+static void update_from_block(const Row *row, int block, GumbelMax *search) {
+    const int end = block_end(row, block);
     for (int column = block * BLOCK_COLUMNS; column < end; column += LANES) {
-        const floats logits = logits_at(own, column, end), scores = scores_of(own, logits), weights = weights_of(own, scores);
-        const ints eligible = (ints)(weights >= broadcast(own->min_weight)) & (ints)(logits > broadcast(own->refused));
-        compare_16(search, scores, weights, noise_of_state(noise_state(own->key, column)), eligible, column);
+        const floats logits = logits_at(row, column, end), scores = to_scores(row, logits), weights = to_weights(row, scores);
+        const ints eligible = (ints)(weights >= broadcast(row->min_weight)) & (ints)(logits > broadcast(row->rejected_logit));
+        update_gumbel_max(search, scores, weights, noise_of_state(noise_state(row->key, column)), eligible, column);
     }
 }
 
-/* Return the column with the largest score - log E; UNDECIDED if the second is too near. Blocks whose noise is too high to win, which are most, are
- * skipped. `leader`: the column of the largest logit. */
-static int winner_of(const Row *own, int leader) {
-    const double leader_noise = exponential_variate(noise_of_id(own->key, leader));
-    GumbelMax search = {-INFINITY, -INFINITY, limit_of(leader_noise, 1.0f), UNDECIDED};
-    for (int block = 0; block < own->blocks; block++) {
-        const float most = own->block_weight[block] * search.limit;
-        if (most < 0.5f || own->block_weight[block] < own->min_weight || own->block_max[block] <= own->refused) continue;
-        if (has_low_noise(own->key, block, most < 0x1p31f ? (uint32_t)most : UINT32_MAX)) compare_block(own, block, &search);
+/* Return the column with the largest score - log E; UNDECIDED if the second largest is too near. Most blocks are skipped, because none of their
+ * columns has noise low enough. top_column: the column of the largest logit. */
+static int gumbel_argmax(const Row *row, int top_column) {
+    const double top_noise = exponential_variate(noise_of_id(row->key, top_column));
+    GumbelMax search = {-INFINITY, -INFINITY, noise_limit(top_noise, 1.0f), UNDECIDED};
+    for (int block = 0; block < row->blocks; block++) {
+        const float max_noise = row->block_weight[block] * search.limit;
+        if (max_noise < 0.5f || row->block_weight[block] < row->min_weight || row->block_max[block] <= row->rejected_logit) continue;
+        if (has_low_noise(row->key, block, max_noise < 0x1p31f ? (uint32_t)max_noise : UINT32_MAX)) update_from_block(row, block, &search);
     }
-    return search.best - search.second > NEAR_SCORE * (1.0 + fabs(search.best)) ? search.winner : UNDECIDED;
+    return search.max_score - search.second_score > NEAR_SCORE * (1.0 + fabs(search.max_score)) ? search.argmax : UNDECIDED;
 }
 
-/* Return the weight of all blocks whose maximum is below `border`, except those too light to matter. */
-static double weight_below(const Row *own, float border) {
-    const float dust = own->peak - logf((float)own->columns) - LIGHT;
+/* Return the total weight of the blocks whose maximum logit is below `max_logit`, except blocks whose weight is negligible. */
+static double weight_below(const Row *row, float max_logit) {
+    const float min_block_score = row->peak - logf((float)row->columns) - NEGLIGIBLE_LOG;
     double total = 0.0;
-    for (int block = 0; block < own->blocks; block++) {
-        if (!(own->block_max[block] < border) || own->block_weight[block] == 0.0f || own->block_max[block] / own->temperature < dust) continue;
-        const int end = end_of(own, block);
+    for (int block = 0; block < row->blocks; block++) {
+        if (!(row->block_max[block] < max_logit) || row->block_weight[block] == 0.0f || row->block_max[block] / row->temperature < min_block_score) continue;
+        const int end = block_end(row, block);
         floats sum = broadcast(0.0f);
         for (int column = block * BLOCK_COLUMNS; column < end; column += LANES)
-            sum += weights_of(own, scores_of(own, logits_at(own, column, end)));
+            sum += to_weights(row, to_scores(row, logits_at(row, column, end)));
         total += (double)lane_sum(sum);
     }
     return total;
 }
 
-/* Return whether top-p keeps a column: 1, 0, or UNDECIDED. It depends on the total weight of larger logits. Only blocks that contain such are summed
- * first, which often suffices. */
-static int is_kept(Row *own, int column, double top_p) {
-    const float logit = own->row[column], near = fmaxf(fabsf(logit) * NEAR, FLT_MIN); /* denormals may become equal too */
+/* Return whether top-p keeps a column: 1, 0, or UNDECIDED. It does if the total weight of larger logits is less than top_p of all weight. Blocks
+ * with larger logits are summed first, because their weight alone often decides. */
+static int is_kept(Row *row, int column, double top_p) {
+    const float logit = row->logits[column], near = fmaxf(fabsf(logit) * NEAR, FLT_MIN); /* denormal numbers may become equal, too */
     const floats above = broadcast(logit + near), below = broadcast(logit - near);
-    double before = 0.0, tied = 0.0, seen = 0.0;
-    for (int block = 0; block < own->blocks; block++) {
-        if (own->block_max[block] < below[0]) continue;
-        const int end = end_of(own, block);
-        floats larger = broadcast(0.0f), alike = larger, all = larger;
+    double before = 0.0, tied = 0.0, summed = 0.0;
+    for (int block = 0; block < row->blocks; block++) {
+        if (row->block_max[block] < below[0]) continue;
+        const int end = block_end(row, block);
+        floats larger = broadcast(0.0f), equal = larger, all = larger;
         for (int at = block * BLOCK_COLUMNS; at < end; at += LANES) {
-            const floats logits = logits_at(own, at, end), weights = weights_of(own, scores_of(own, logits));
+            const floats logits = logits_at(row, at, end), weights = to_weights(row, to_scores(row, logits));
             const ints is_above = (ints)(logits > above), is_below = (ints)(logits < below);
             all += weights;
             larger += (floats)((ints)weights & is_above);
-            alike += (floats)((ints)weights & ~is_above & ~is_below);
+            equal += (floats)((ints)weights & ~is_above & ~is_below);
         }
         before += (double)lane_sum(larger);
-        tied += (double)lane_sum(alike);
-        seen += (double)lane_sum(all);
+        tied += (double)lane_sum(equal);
+        summed += (double)lane_sum(all);
     }
-    tied -= (double)weights_of(own, scores_of(own, broadcast(logit)))[0];
-    if (before + tied <= 0.0 || before + tied + SLACK * seen < top_p * seen) return 1;
-    if (own->total == 0.0) own->total = seen + weight_below(own, below[0]);
-    if (before + tied + SLACK * own->total < top_p * own->total) return 1;
-    return before - SLACK * own->total > top_p * own->total ? 0 : UNDECIDED;
+    tied -= (double)to_weights(row, to_scores(row, broadcast(logit)))[0];
+    if (before + tied <= 0.0 || before + tied + SLACK * summed < top_p * summed) return 1;
+    if (row->total == 0.0) row->total = summed + weight_below(row, below[0]);
+    if (before + tied + SLACK * row->total < top_p * row->total) return 1;
+    return before - SLACK * row->total > top_p * row->total ? 0 : UNDECIDED;
 }
 
-static int draw_from(Row *own, const SampleOptions *options, int leader) {
-    if (options->top_k > 0 && options->top_k < own->columns) own->min_score = min_score_of_top_k(own, options->top_k);
-    weigh_blocks(own);
+static int sample_token(Row *row, const SampleOptions *options, int top_column) {
+    if (options->top_k > 0 && options->top_k < row->columns) row->min_score = min_score_of_top_k(row, options->top_k);
+    compute_block_weights(row);
     const float min_p = (float)options->min_p;
-    own->min_weight = min_p * (1.0f - NEAR_WEIGHT);
+    row->min_weight = min_p * (1.0f - NEAR_WEIGHT);
     for (;;) {
-        const int winner = winner_of(own, leader);
-        if (winner == UNDECIDED) return UNDECIDED;
-        const float weight = weights_of(own, scores_of(own, broadcast(own->row[winner])))[0];
+        const int argmax = gumbel_argmax(row, top_column);
+        if (argmax == UNDECIDED) return UNDECIDED;
+        const float weight = to_weights(row, to_scores(row, broadcast(row->logits[argmax])))[0];
         if (min_p > 0.0f && fabsf(weight - min_p) <= min_p * NEAR_WEIGHT) return UNDECIDED;
-        const int kept = options->top_p < 1.0 ? is_kept(own, winner, options->top_p) : 1;
-        if (kept) return kept == 1 ? winner : UNDECIDED;
-        own->refused = own->row[winner]; /* and all columns with a logit not larger */
-        /* all columns lighter than this have less weight together than top-p drops */
-        const float light = (float)((1.0 - options->top_p) * own->total / own->columns * (1.0 - 2e-3));
-        if (light > own->min_weight) own->min_weight = light;
+        const int kept = options->top_p < 1.0 ? is_kept(row, argmax, options->top_p) : 1;
+        if (kept) return kept == 1 ? argmax : UNDECIDED;
+        row->rejected_logit = row->logits[argmax]; /* columns whose logits are not larger are rejected, too */
+        /* all columns with less weight than this one have less weight together than top-p excludes */
+        const float min_weight = (float)((1.0 - options->top_p) * row->total / row->columns * (1.0 - 2e-3));
+        if (min_weight > row->min_weight) row->min_weight = min_weight;
     }
 }
 
-static int token_of(Row *own, const SampleOptions *options) {
-    const float max_logit = max_of(own->block_max, own->blocks);
+static int choose_token(Row *row, const SampleOptions *options) {
+    const float max_logit = max_or_nan(row->block_max, row->blocks);
     if (!(max_logit > -INFINITY && max_logit < INFINITY)) return UNDECIDED;
     int block = 0;
-    while (own->block_max[block] != max_logit) block++;
-    const int begin = block * BLOCK_COLUMNS, place = first_at(own->row + begin, end_of(own, block) - begin, max_logit);
-    if (place == UNDECIDED || own->temperature == 0.0f) return place == UNDECIDED ? UNDECIDED : begin + place;
-    own->peak = max_logit / own->temperature;
-    return fabsf(own->peak) <= MAX_PEAK ? draw_from(own, options, begin + place) : UNDECIDED;
+    while (row->block_max[block] != max_logit) block++;
+    const int begin = block * BLOCK_COLUMNS, place = first_column_of(row->logits + begin, block_end(row, block) - begin, max_logit);
+    if (place == UNDECIDED || row->temperature == 0.0f) return place == UNDECIDED ? UNDECIDED : begin + place;
+    row->peak = max_logit / row->temperature;
+    return fabsf(row->peak) <= MAX_PEAK ? sample_token(row, options, begin + place) : UNDECIDED;
 }
 
-/* Set the block_max of a row. A given one may include columns beyond the vocabulary, so the last block is computed again. */
-static void set_block_max(const Row *own, const float *given) {
-    const int last = own->blocks - 1;
-    if (!given) {
-        find_block_max(own->row, own->columns, BLOCK_COLUMNS, own->block_max);
+/* Set the block maxima of a row. Maxima computed by a product may include columns beyond the vocabulary, so the last block is computed again. */
+static void set_block_max(const Row *row, const float *computed) {
+    const int last = row->blocks - 1;
+    if (!computed) {
+        find_block_max(row->logits, row->columns, BLOCK_COLUMNS, row->block_max);
         return;
     }
-    memcpy(own->block_max, given, (size_t)last * sizeof(float));
-    own->block_max[last] = max_of(own->row + last * BLOCK_COLUMNS, own->columns - last * BLOCK_COLUMNS);
+    memcpy(row->block_max, computed, (size_t)last * sizeof(float));
+    row->block_max[last] = max_or_nan(row->logits + last * BLOCK_COLUMNS, row->columns - last * BLOCK_COLUMNS);
 }
 
-/* Sample one path. Return the number of tokens, one more than accepted nodes; 0 if a row is undecided. */
-static int sample_path(const SamplePath *one, float *scratch) {
-    const SampleOptions *options = one->options;
-    const int columns = options->columns, room = (columns + LANES - 1) / LANES * LANES, num_nodes = one->num_nodes;
-    const int32_t *tokens = one->tree, *parents = one->tree + num_nodes;
+/* Sample tokens from the root on, as long as a child holds the token. Return their number, one more than accepted nodes; 0 if a row is
+ * undecided. */
+static int sample_path(const SamplePath *path, float *scratch) {
+    const SampleOptions *options = path->options;
+    const int columns = options->columns, padded = (columns + LANES - 1) / LANES * LANES, num_nodes = path->num_nodes;
+    const int32_t *tokens = path->tree, *parents = path->tree + num_nodes;
     for (int node = 0, count = 0;; count++) {
-        Row own = {.row = one->logits + node * one->stride, .block_max = scratch, .block_weight = scratch + room, .work = scratch + 2 * room,
+        Row row = {.logits = path->logits + node * path->stride, .block_max = scratch, .block_weight = scratch + padded, .scratch = scratch + 2 * padded,
                    .columns = columns, .blocks = (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS, .temperature = options->temperature,
-                   .min_score = -INFINITY, .refused = -INFINITY};
-        set_block_max(&own, one->block_max ? one->block_max + node * one->block_max_stride : NULL);
-        if (options->temperature > 0.0f) own.key = token_key(one->seed, one->sample_index, one->position + (uint64_t)count);
-        const int token = token_of(&own, options);
+                   .min_score = -INFINITY, .rejected_logit = -INFINITY};
+        set_block_max(&row, path->block_max ? path->block_max + node * path->block_max_stride : NULL);
+        if (options->temperature > 0.0f) row.key = token_key(path->seed, path->sample_index, path->position + (uint64_t)count);
+        const int token = choose_token(&row, options);
         if (token == UNDECIDED) return 0;
-        one->result[count] = token;
+        path->result[count] = token;
         int child = node + 1;
         while (child < num_nodes && !(parents[child] == node && tokens[child] == token)) child++;
         if (child >= num_nodes) return count + 1;
-        one->result[num_nodes + count] = child;
+        path->result[num_nodes + count] = child;
         node = child;
     }
 }
@@ -266,23 +261,21 @@ typedef struct {
 } Paths;
 
 static void sample_paths(void *argument, int thread, int num_threads) {
-    Paths *own = argument;
-    float *scratch = own->scratch + thread * own->scratch_floats;
+    Paths *call = argument;
+    float *scratch = call->scratch + thread * call->scratch_floats;
     (void)num_threads;
-    for (int index; (index = atomic_fetch_add(&own->next, 1)) < own->count;) {
-        SamplePath *one = own->paths + index;
-        one->num_tokens = sample_path(one, scratch);
+    for (int index; (index = atomic_fetch_add(&call->next, 1)) < call->count;) {
+        SamplePath *path = call->paths + index;
+        path->num_tokens = sample_path(path, scratch);
     }
 }
 
-static void nothing_shared(void *argument) { (void)argument; }
-
-/* Sample several paths, divided among threads. Each thread has `scratch_floats` of scratch: three times the columns, rounded up to 16. */
+/* Sample several paths, divided among threads. scratch: for each thread scratch_floats floats, three times the vocabulary size rounded up to 16. */
 void paceline_sample_paths(SamplePath *paths, int32_t count, int32_t num_threads, float *scratch, int64_t scratch_floats) {
-    Paths own = {.paths = paths, .count = count, .scratch = scratch, .scratch_floats = scratch_floats};
-    atomic_init(&own.next, 0);
+    Paths call = {.paths = paths, .count = count, .scratch = scratch, .scratch_floats = scratch_floats};
+    atomic_init(&call.next, 0);
     if (num_threads > 1)
-        run_on_threads(nothing_shared, sample_paths, &own, num_threads);
+        run_on_threads(NULL, sample_paths, &call, num_threads);
     else
-        sample_paths(&own, 0, 1);
+        sample_paths(&call, 0, 1);
 }

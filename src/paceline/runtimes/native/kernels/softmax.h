@@ -1,10 +1,10 @@
-/* Softmax weights as powers of two; the scale of the scores includes log2 e. */
+/* Softmax with powers of two instead of e^x: scores are multiplied by log2 e first. Also pairs of bfloat16, the operands of dot_bf16. */
 #ifndef PACELINE_SOFTMAX_H
 #define PACELINE_SOFTMAX_H
 
 #include "bf16.h"
 
-/* Broadcast a pair of bfloat16, as `pack_pairs` stores it, to every lane. */
+/* Broadcast a pair of bfloat16 to all lanes. Pairs are stored as `pack_pairs` does, in PAIR_FLOATS floats each. */
 #ifdef __AVX512BF16__
 #define PAIR_FLOATS 1
 INLINE bf16s broadcast_pair(const float *from) {
@@ -17,14 +17,12 @@ INLINE bf16s broadcast_pair(const float *from) {
 INLINE bf16s broadcast_pair(const float *from) { return (bf16s){broadcast(from[0]), broadcast(from[1])}; }
 #endif
 
-/* Round floats [from, end) of x, multiples of 32, to pairs of bfloat16 in place; pair i is at x[i * PAIR_FLOATS]. */
+/* Round floats [from, end) of x to pairs of bfloat16, in place. Pair i is at x[i * PAIR_FLOATS]; from and end are multiples of 32. */
 INLINE void pack_pairs(float *x, int from, int end) {
     for (int i = from; i < end; i += 2 * LANES) {
         const floats a = round_to_bf16(load(x + i)), b = round_to_bf16(load(x + i + LANES));
 #ifdef __AVX512BF16__
-        const words first = (words)SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-        const words second = (words)SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-        store(x + i / 2, (floats)(first >> 16 | second));
+        store(x + i / 2, (floats)join_bf16(EVEN_LANES(a, b), ODD_LANES(a, b)));
 #else
         store(x + i, a);
         store(x + i + LANES, b);
@@ -32,7 +30,7 @@ INLINE void pack_pairs(float *x, int from, int end) {
     }
 }
 
-/* Vectors processed together, because each step of powers_of_two waits for the one before. */
+/* Vectors computed together: in powers_of_two each instruction waits for the one before, so a single vector would be slow. */
 #ifdef __AVX512F__
 #define MAX_VECTORS 4
 #else
@@ -41,7 +39,7 @@ INLINE void pack_pairs(float *x, int from, int end) {
 
 #define LOG2_E 1.44269504088896341f
 
-/* The maximum; b if either is NaN, as the x86 instruction. */
+/* Return the maximum; b if a or b is NaN, as the instruction maxps does. */
 INLINE floats maximum(floats a, floats b) {
 #ifdef __AVX512F__
     return (floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -53,8 +51,9 @@ INLINE floats maximum(floats a, floats b) {
 
 #define EACH_VECTOR _Pragma("unroll") for (int i = 0; i < count; i++)
 
-/* x = 2^x for x <= 0: 0 below -125.5, exact for 0, NaN for NaN. Error: one unit in the last place, or 3e-6 if the result is rounded to bfloat16. The
- * integer part of x becomes the exponent; a polynomial of the fraction is scaled by 2 so that the smallest exponent gives 0. */
+/* Replace each x <= 0 by 2^x: 0 below -125.5, exact for 0, NaN for NaN. The error is one unit in the last place; with is_rounded it is 3e-6, which
+ * is enough for a result that is rounded to bfloat16. The integer part of x becomes the exponent. The polynomial computes 2 * 2^fraction, so that
+ * the smallest exponent field, 0, gives the result 0. */
 INLINE void powers_of_two(floats *x, const int count, const int is_rounded) {
     static const float exact[] = {3.0706723639e-4f, 2.6797748891e-3f, 1.9236874717e-2f, 1.1100664942e-1f, 4.8045295827e-1f, 1.3862944057f, 2.0f};
     static const float rounded[] = {1.9165705731e-2f, 1.1181284985e-1f, 4.8048197234e-1f, 1.3862483867f, 2.0f};
@@ -85,7 +84,7 @@ INLINE float largest_lane(floats v) {
     return v[0];
 }
 
-/* Return the maximum of scores [first, last), multiples of 32. */
+/* Return the maximum of scores [first, last); both are multiples of 32. */
 INLINE float largest_score(const float *scores, int first, int last) {
     floats even = load(scores + first), odd = load(scores + first + LANES);
     for (int i = first + 2 * LANES; i < last; i += 2 * LANES) {
@@ -95,23 +94,23 @@ INLINE float largest_score(const float *scores, int first, int last) {
     return largest_lane(maximum(even, odd));
 }
 
-/* Round 32 weights to bfloat16, store them as pairs (see pack_pairs), and add the rounded ones to a sum. */
+/* Round 32 weights to bfloat16, store them as pairs (see pack_pairs), and return `sum` plus the rounded weights. */
 INLINE floats keep_pairs(floats a, floats b, floats sum, float *to) {
 #ifdef __AVX512BF16__
     const words both = (words)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
     store(to, (floats)both);
-    return dot_bf16(both, (words){0} + 0x3F803F80u, sum); /* pairs of 1 */
+    return dot_bf16(both, (words){0} + 0x3F803F80u, sum); /* the weights times 1 */
 #else
     a = round_to_bf16(a);
     b = round_to_bf16(b);
     store(to, a);
     store(to + LANES, b);
-    sum += SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    return sum + SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    sum += ODD_LANES(a, b);
+    return sum + EVEN_LANES(a, b);
 #endif
 }
 
-/* Compute `count` vectors of exp2_weights; return the sum. */
+/* Compute `count` vectors of exp2_weights from scores + at on; return `sum` plus the weights. */
 INLINE floats exp2_vectors(float *scores, int at, const int count, float factor, float largest, floats sum, const int is_rounded) {
     floats x[MAX_VECTORS];
     EACH_VECTOR x[i] = load(scores + at + i * LANES) * broadcast(factor);
@@ -127,7 +126,8 @@ INLINE floats exp2_vectors(float *scores, int at, const int count, float factor,
     return sum;
 }
 
-/* Replace scores [first, last), multiples of 32, by 2^(factor * score - largest), as pairs of bfloat16 if `is_rounded`; return their sum. */
+/* Replace scores [first, last) by 2^(factor * score - largest), as pairs of bfloat16 if `is_rounded`; return their sum. first and last are
+ * multiples of 32. */
 INLINE float exp2_weights(float *scores, int first, int last, float factor, float largest, const int is_rounded) {
     floats sum = broadcast(0.0f);
     int at = first;

@@ -1,10 +1,10 @@
-/* Transpose 16 rows of 16 words in registers: 16 vectors with one word of each row. */
+/* Transpose 16 rows of 16 words in registers, to 16 vectors with one word of each row. */
 #ifndef PACELINE_TRANSPOSE_H
 #define PACELINE_TRANSPOSE_H
 
 #include "vectors.h"
 
-/* Interleave lanes of two vectors, `width` at a time, from the lower or upper halves of every 2 * width. */
+/* LOWER_width takes the lower `width` of every 2 * width lanes of a and of b in turn, UPPER_width the upper ones. */
 #define LOWER_1(a, b) SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
 #define UPPER_1(a, b) SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
 #define LOWER_2(a, b) SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
@@ -13,7 +13,7 @@
 #define UPPER_4(a, b) SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
 #define LOWER_8(a, b) SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
 #define UPPER_8(a, b) SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
-/* Exchange the upper half of row i with the lower half of row i + width, in every square of 2 * width. */
+/* One step of the transposition: transpose every square of 2 * width lanes as 2 x 2 blocks of `width` lanes. */
 #define EXCHANGE(width)                                                                  \
     _Pragma("unroll") for (int i = 0; i < LANES; i++) if (!(i & (width))) {              \
         const words a = v[i], b = v[i + (width)];                                        \
@@ -21,7 +21,7 @@
         v[i + (width)] = UPPER_##width(a, b);                                            \
     }
 
-/* Load `rows` rows of `bytes` bytes (at most 64), `stride` bytes apart, zero-padded, and transpose them: v[i] has word i of every row. */
+/* Load `rows` rows of `bytes` bytes (at most 64), `stride` bytes apart and padded with zeros, and transpose them: v[i] has word i of each row. */
 INLINE void load_transposed(const uint8_t *from, size_t stride, int rows, size_t bytes, words *v) {
     for (int row = 0; row < LANES; row++) {
         v[row] = (words){0};
@@ -34,7 +34,7 @@ INLINE void load_transposed(const uint8_t *from, size_t stride, int rows, size_t
 }
 
 /* Store a vector; return the position after it. */
-INLINE uint8_t *put(words v, uint8_t *to) {
+INLINE uint8_t *store_words(words v, uint8_t *to) {
     memcpy(to, &v, sizeof v);
     return to + sizeof v;
 }

@@ -1,5 +1,5 @@
-/* Vectors of 16 floats in the compiler's portable vector extension: one register with AVX-512, two with AVX2, four with NEON. The width determines
- * the order of sums (16 lanes), so it is the same on all machines. */
+/* Vectors of 16 floats in the compiler's portable vector extension: one register with AVX-512, two with AVX2, four with NEON. The number of lanes
+ * determines the order in which sums are added, so it is the same on all machines. */
 #ifndef PACELINE_VECTORS_H
 #define PACELINE_VECTORS_H
 
@@ -28,18 +28,38 @@ INLINE floats load(const float *from) {
 
 INLINE void store(float *to, floats v) { memcpy(to, &v, sizeof v); }
 
-/* Load the first `count` floats, padded with zeros. */
-INLINE floats load_first(const float *from, int count) {
-    floats v = broadcast(0.0f);
+/* Load `count` floats (at most 16); the other lanes are `padding`. */
+INLINE floats load_padded(const float *from, int count, float padding) {
+    if (count == LANES) return load(from);
+    floats v = broadcast(padding);
     memcpy(&v, from, (size_t)count * sizeof(float));
     return v;
 }
 
+/* Load `count` floats (at most 16), padded with zeros. */
+INLINE floats load_part(const float *from, int count) { return load_padded(from, count, 0.0f); }
+
+INLINE words load_words(const uint8_t *from) {
+    words v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+INLINE uint32_t load_word(const uint8_t *from) {
+    uint32_t word;
+    memcpy(&word, from, sizeof word);
+    return word;
+}
+
+INLINE float load_half(const uint8_t *from) {
+    _Float16 half;
+    memcpy(&half, from, sizeof half);
+    return (float)half;
+}
+
+/* Loop over the columns of a row, 16 at a time: `column` is the first one, `count` their number. */
 #define EACH_16(column, count, width) \
     for (int column = 0, count; count = (width) - column < LANES ? (width) - column : LANES, column < (width); column += LANES)
-
-/* As load_first, faster if `count` is LANES. */
-INLINE floats load_part(const float *from, int count) { return count == LANES ? load(from) : load_first(from, count); }
 
 /* Store the first `count` floats of v. */
 INLINE void store_part(float *to, floats v, int count) {
@@ -51,7 +71,7 @@ INLINE void store_part(float *to, floats v, int count) {
 
 INLINE floats fused(floats a, floats b, floats c) { return __builtin_elementwise_fma(a, b, c); }
 
-/* Return the sum of the lanes, adding halves to halves. */
+/* Return the sum of the lanes: the upper half is added to the lower half until one lane is left. */
 INLINE float lane_sum(floats v) {
     float lanes[LANES];
     memcpy(lanes, &v, sizeof v);
@@ -61,8 +81,10 @@ INLINE float lane_sum(floats v) {
 }
 
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define EVEN_LANES(a, b) SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD_LANES(a, b) SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
 
-/* Return the lane_sum of 16 vectors at once, with the same additions. */
+/* Return the lane_sum of each of 16 vectors, computed together with the same additions. */
 INLINE floats lane_sums(const floats *v) {
     floats two[8], four[4], eight[2];
 #pragma unroll
@@ -83,11 +105,11 @@ INLINE floats lane_sums(const floats *v) {
         eight[i] = SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
                    SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
     }
-    return SHUFFLE(eight[0], eight[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           SHUFFLE(eight[0], eight[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return EVEN_LANES(eight[0], eight[1]) + ODD_LANES(eight[0], eight[1]);
 }
 
-/* e^x with an error of about 2 units in the last place for x <= 88; 0 below -87; NaN for NaN. Cephes: x = n ln 2 + r and a polynomial in r. */
+/* Return e^x, with an error of about 2 units in the last place for x <= 88; 0 below -87; NaN for NaN. Method (Cephes library): x = n ln 2 + r, and
+ * a polynomial in r. */
 INLINE floats exponential(floats x) {
     const floats low = broadcast(-87.0f), high = broadcast(88.0f);
     const words too_small = (words)(x < low), not_a_number = (words)(x != x);

@@ -1,0 +1,116 @@
+"""X-LoRA: a mixture of LoRA adapters, in which each row has a scaling for each layer and each adapter.
+
+An additional pass (the scaling pass), in which all scalings are constant, computes them: its final hidden states go through a classifier.
+It has only the rows with an X-LoRA adapter, and keys and values of its own. The actual pass then multiplies the output of each adapter's
+down projection by the scalings.
+
+Source: Buehler and Buehler 2024, "X-LoRA"; PEFT 0.21, `XLoraClassifier` and `XLoraLayer.get_maybe_topk_scalings`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import ConfigError
+from paceline.models.adapters.adapter import Adapter, XLoraMixture
+from paceline.models.config import ModelConfig
+from paceline.runtimes.base import FloatArray, ForwardBatch, Network, RowRange
+
+Inputs = Mapping[str, NDArray[Any]]
+Scalings = Mapping[int, FloatArray]
+"""By adapter number: scalings [rows, L * K] of the rows with this X-LoRA adapter (L layers, K LoRA adapters)."""
+
+
+class Classifier(ABC):
+    """Computes scalings from the hidden states of the scaling pass. Each runtime implements `logits`.
+
+    Attributes:
+        pass_scaling: the constant scaling during the scaling pass; 0 = no adapter is applied in it.
+    """
+
+    def __init__(self, mixture: XLoraMixture) -> None:
+        self._mixture, self.pass_scaling = mixture, mixture.pass_scaling
+
+    @abstractmethod
+    def logits(self, hidden_states: Any) -> FloatArray:
+        """Return the classifier's output [rows, L * K] for hidden states [rows, E] after the final norm."""
+
+    def constant_scalings(self, num_rows: int) -> FloatArray:
+        """Return the constant scalings [rows, L * K] of the scaling pass."""
+        return np.full((num_rows, self._mixture.num_layers * self._mixture.num_adapters), self.pass_scaling, np.float32)
+
+    @np.errstate(over="ignore", invalid="ignore")  # the caller of the pass reports rows with NaN or infinity
+    def scalings(self, hidden_states: Any) -> FloatArray:
+        """Return the scalings [rows, L * K] of the actual pass, from the hidden states of the scaling pass."""
+        mixture, scalings = self._mixture, self.logits(hidden_states)
+        num_rows, width = scalings.shape
+        scalings = scalings.reshape(-1, mixture.num_layers, mixture.num_adapters)
+        if mixture.temperature is not None:
+            scalings = _softmax(scalings / np.float32(mixture.temperature))
+        if mixture.top_k is not None:
+            chosen = np.argsort(-scalings, axis=-1, kind="stable")[..., : mixture.top_k]  # if scalings are equal, the lower index is chosen
+            is_top = np.zeros(scalings.shape, np.bool_)
+            np.put_along_axis(is_top, chosen, values=True, axis=-1)
+            scalings = np.where(is_top, scalings, np.float32(0.0))
+        if mixture.has_softmax_of_top_k:
+            scalings = np.where(scalings != 0.0, _softmax(np.where(scalings != 0.0, scalings, np.float32(-np.inf))), np.float32(0.0))
+        return np.array(scalings.reshape(num_rows, width), np.float32, order="C")
+
+
+def compute_scalings(
+    classifiers: Mapping[int, Classifier], inputs: Inputs, batch: ForwardBatch, run_pass: Callable[[Inputs, ForwardBatch, Scalings], Any]
+) -> dict[int, FloatArray]:
+    """Run the scaling pass of a batch and return the scalings of its rows. If no row has an X-LoRA adapter, no pass is run.
+
+    Args:
+        classifiers: classifiers of all loaded X-LoRA adapters, by adapter number.
+        inputs, batch: inputs and rows of the actual pass.
+        run_pass: function that runs the scaling pass with inputs, rows and constant scalings and returns hidden states [rows, E].
+    """
+    ranges, indices, rows, start = list[RowRange](), list[NDArray[np.int32]](), dict[int, list[NDArray[np.int32]]](), 0
+    for item in batch.ranges:
+        if item.adapter in classifiers:
+            adapter = item.adapter if classifiers[item.adapter].pass_scaling != 0.0 else 0
+            ranges.append(item._replace(start=start, adapter=adapter))
+            indices.append(np.arange(item.start, item.start + item.num_rows, dtype=np.int32))
+            rows.setdefault(item.adapter, []).append(np.arange(start, start + item.num_rows, dtype=np.int32))
+            start += item.num_rows
+    if not ranges:
+        return {}
+    row_indices, rows_of_adapter = np.concatenate(indices), {adapter: np.concatenate(parts) for adapter, parts in rows.items()}
+    adapted = {adapter: own for adapter, own in rows_of_adapter.items() if classifiers[adapter].pass_scaling}
+    constants = {adapter: classifiers[adapter].constant_scalings(len(own)) for adapter, own in adapted.items()}
+    scaling_batch = ForwardBatch(batch.positions[row_indices], tuple(ranges))
+    hidden = run_pass({name: values[row_indices] for name, values in inputs.items()}, scaling_batch, constants)
+    return {adapter: classifiers[adapter].scalings(hidden[own.astype(np.int64)]) for adapter, own in rows_of_adapter.items()}
+
+
+def check_supports_xlora(config: ModelConfig) -> None:
+    """Raise ConfigError if the model has layers that do not support a scaling pass."""
+    if config.recurrent_layers:
+        raise ConfigError(
+            "X-LoRA's scaling pass would need states of its own, and the model has recurrent layers: use its adapters one by one"
+        )
+
+
+def check_xlora_enabled(network: Network, adapter: Adapter) -> None:
+    """Raise ConfigError if `adapter` is an X-LoRA adapter and the network has no cache for scaling passes."""
+    if adapter.mixture is not None and not network.supports_xlora:
+        raise ConfigError(
+            f"the X-LoRA adapter {adapter.name!r} needs a second set of keys and values, which is planned when a model is opened: give it, "
+            "or another X-LoRA adapter, in adapters= (--adapter) then"
+        )
+
+
+def _softmax(values: FloatArray) -> FloatArray:
+    """Return the softmax over the last axis. Sums are in index order, so that a row's bits do not depend on the number of rows."""
+    largest = values.max(axis=-1, keepdims=True)
+    powers: FloatArray = np.exp(values - np.where(np.isfinite(largest), largest, np.float32(0.0)))
+    total = powers[..., :1].copy()
+    for index in range(1, values.shape[-1]):
+        total += powers[..., index : index + 1]
+    total[total == 0.0] = 1.0  # all scalings are 0
+    return powers / total
