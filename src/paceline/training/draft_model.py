@@ -94,7 +94,7 @@ class TrainableDraftModel(TrainableDrafter):
     @torch.no_grad()
     def hits(self, batch: Batch) -> Tensor:
         rows, matrix = self.outputs(batch)[batch.is_root].to(self.dtype), self.lm_head.to(self.dtype)
-        best = torch.cat([(part @ matrix.T).argmax(-1) for part in rows.split(CHUNK_ROWS)])
+        best = torch.cat([(part @ matrix.T).argmax(-1) for part in torch.split(rows, CHUNK_ROWS)])
         is_right = best == token_at(batch, batch.roots + 1)[batch.is_root]  # by label: each has one root, in the same order
         labels = batch.labels_at(batch.roots[..., None] + 1 + torch.arange(self.depth, device=best.device))
         return (labels >= 0) & batch.is_root[..., None] & is_right[labels.clamp(min=0)]
@@ -130,8 +130,8 @@ def model_sizes(target: ModelConfig) -> LayerSizes:
 
 def _unsupported(target: ModelConfig, count: int) -> Iterator[str]:
     """Yield what a target has and a draft model cannot have."""
-    for name, usual in (("embedding_scale", 1.0), ("logit_scale", 1.0), ("logit_soft_cap", None)):
-        if (value := getattr(target, name)) != usual:
+    for name, neutral in (("embedding_scale", 1.0), ("logit_scale", 1.0), ("logit_soft_cap", None)):
+        if (value := getattr(target, name)) != neutral:
             yield f"{name} = {value}"
     sizes = model_sizes(target)
     rope = sizes.rope
