@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Write, dict[str, Any]]] = {
         {"final_norm": True},
     ),
 }
-FIELDS = {"final_norm": "has_final_norm"}
+FIELDS = {"final_norm": "has_final_norm", "boundaries": "layer_boundaries"}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -43,7 +43,7 @@ class AdapterFile(Kind):
         from paceline.models.config import config_from_values
 
         found = read_adapter(self.folder, name="a", config=config_from_values(LLAMA, Path("config.json")))
-        assert len(found.key) == 32
+        assert len(found.digest) == 32
 
 
 class AdapterSettingsFile(AdapterFile):

@@ -18,7 +18,7 @@ from harness.gguf_checkpoints import write_gguf
 class HeadKind(Kind):
     """A drafting head beside a target whose facts are known."""
 
-    def prepare_drafters(self) -> None:
+    def prepare(self) -> None:
         target = self.folder / "target"
         target.mkdir(exist_ok=True)
         write_model(target)
@@ -259,7 +259,7 @@ class GgufModuleFile(Kind):
 
     name, share = "module.gguf", 60
 
-    def prepare_drafters(self) -> None:
+    def prepare(self) -> None:
         import gguf
         from safetensors.numpy import save_file
 

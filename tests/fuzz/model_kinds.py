@@ -163,7 +163,7 @@ class IndexFile(Kind):
 
 
 class GgufModelFile(Kind):
-    """HeaderReader, metadata, tensors, blocks and tokenizer: all that is in the file is read."""
+    """Header, metadata, tensors, blocks and tokenizer: all that is in the file is read."""
 
     name, share = "model.gguf", 200
 

@@ -477,7 +477,7 @@ def test_block_drafter_skips_context_passes_while_drafting_does_not_pay(tmp_path
         def skip_reason(self, request: Request, drafter: Drafter) -> SkipReason | None:
             return SkipReason.UNPROFITABLE if request.num_output_tokens < num_plain else None
 
-    monkeypatch.setattr(loader_module, "_policy", lambda *_: DraftsLate(6))
+    monkeypatch.setattr(loader_module, "_make_policy", lambda *_: DraftsLate(6))
     target = write_checkpoint(tmp_path / "target", "llama")
     folder = write_random_block(tmp_path / "drafter", vocab_size=VOCAB_SIZE)
     options: dict[str, Any] = {"dtype": "f32", "draft_quantization": "none", "max_model_len": 512, "kv_cache_gb": 0.05}
