@@ -239,4 +239,4 @@ def test_saved_tokenizer_is_read_again_and_by_transformers(base: dict[str, Any],
     assert again.has_chat_template == tokenizer.has_chat_template
     if tokenizer.has_chat_template:
         messages = [{"role": "user", "content": "the"}]
-        assert again.render_chat(messages) == tokenizer.chat_text(messages) == "<|im_start|>the<|im_end|>"
+        assert again.render_chat(messages) == tokenizer.render_chat(messages) == "<|im_start|>the<|im_end|>"
