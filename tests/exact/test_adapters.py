@@ -111,7 +111,7 @@ def run_together(llm: LLM, asked: list[Asked]) -> list[Request]:
     """All of them at once, checked step by step; the others' answers are not those of the base."""
     engine, requests = llm.engine, list[Request]()
     for one in asked:
-        predicts = llm.engine.speculator.uses_predictions
+        predicts = llm.engine.speculator.uses_predicted_outputs
         options = {"adapter": one.adapter, "namespace": "one", **({"prediction": one.beyond} if predicts else {})}
         requests += llm._loaded.make_requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
     for request in requests:

@@ -75,7 +75,7 @@ class Given:
 
     def ask(self, llm: LLM, name: str, asked: Sequence[int]) -> list[RequestOutput]:
         """The answers to some of the texts as a batch, with predictions where they are read."""
-        reads = llm.engine.speculator.uses_predictions
+        reads = llm.engine.speculator.uses_predicted_outputs
         predictions = [edited(self.answers[name][index][0].token_ids) for index in asked] if reads else None
         return llm.generate([self.texts[index] for index in asked], self.params(name), prediction=predictions)
 

@@ -242,13 +242,13 @@ def spell_accepted_tokens_otherwise(patch: pytest.MonkeyPatch) -> None:
     from paceline.engine.input_processor import InputProcessor
     from paceline.speculation.request import TokenOrigin
 
-    real = InputProcessor._output_text
+    real = InputProcessor._decode_output
 
     def text(input_processor: InputProcessor, request: Any, ids: list[int]) -> str:
         shown = real(input_processor, request, ids)
         return shown.upper() if TokenOrigin.ACCEPTED in request.origins else shown
 
-    patch.setattr(InputProcessor, "_output_text", text)
+    patch.setattr(InputProcessor, "_decode_output", text)
 
 
 FAULTS = (

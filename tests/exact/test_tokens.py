@@ -145,7 +145,7 @@ def make_drafter(kind: str, plain: Plain, draft: Path, seed: int) -> str | Draft
 
 def predictions(llm: LLM, plain: Plain, name: str) -> list[list[int]] | None:
     """The answers with a token here and there replaced, left out or added, where a drafter reads predictions."""
-    if not llm.engine.speculator.uses_predictions:
+    if not llm.engine.speculator.uses_predicted_outputs:
         return None
     edits: list[Callable[[int], list[int]]] = [lambda token: [5], lambda token: [], lambda token: [token, 6, token]]
     answers = [plain.answers[name, index] for index in range(len(plain.prompts))]

@@ -95,7 +95,7 @@ class Traffic:
         """The samples of a job, as requests."""
         job, opened = self.jobs[index], self.llm._loaded
         options = RequestOptions(
-            prediction=edited(job.beyond) if self.llm.engine.speculator.uses_predictions else None,
+            prediction=edited(job.beyond) if self.llm.engine.speculator.uses_predicted_outputs else None,
             namespace="one",
             speculation=self._speculation(job),
             cache_salt=job.salt,

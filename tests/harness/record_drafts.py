@@ -41,8 +41,8 @@ def record(llm: LLM, drafter: Drafter, prompt: Sequence[int], params: SamplingPa
     engine.add_request(request)
     while not request.is_finished:
         engine.step()
-    if speculator.num_failures:
-        raise SystemExit(f"the drafter {drafter.name} failed {speculator.num_failures} times")
+    if speculator.num_drafter_failures:
+        raise SystemExit(f"the drafter {drafter.name} failed {speculator.num_drafter_failures} times")
     output = request.token_ids[len(prompt) :]
     drafts = [recorder.guesses.get(position) for position in range(len(output))]
     return Trace([int(token) for token in output], drafts, params.temperature)

@@ -118,7 +118,7 @@ class OwnModel:
     def _request(self, item: dict[str, Any]) -> EngineRequest:
         params = SamplingParams(max_tokens=item["max_tokens"], temperature=item["temperature"], seed=item["seed"], ignore_eos=True)
         options: RequestOptions = {}
-        if item.get("prediction") and self._loaded.engine.speculator.uses_predictions:
+        if item.get("prediction") and self._loaded.engine.speculator.uses_predicted_outputs:
             options["prediction"] = item["prediction"]
         (request,) = self._loaded.make_requests([list(item["prompt_ids"])], params, options, is_streamed=False)
         return request

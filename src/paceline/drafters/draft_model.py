@@ -173,7 +173,9 @@ class DraftModelDrafter(Drafter):
         for request, budget in zip(requests, budgets, strict=True):
             context = request.token_ids if self._translation is None else self._translation.draft_context(request)
             depth = min(budget.max_depth, budget.row_budget - 1, self._max_depth)
-            draft = self._start_draft(request, context, len(context), depth, self._draft_steps(request, replace(budget, max_depth=depth)))
+            draft = self._start_draft(
+                request, context, len(context), depth, self._make_draft_generator(request, replace(budget, max_depth=depth))
+            )
             if draft is not None:
                 is_drawn = budget.needs_draft_probs and not request.params.is_greedy
                 draft.uses_top_tokens = self._translation is None and request.processor.keeps_logits and not is_drawn
@@ -268,9 +270,9 @@ class DraftModelDrafter(Drafter):
                     for draft, rows in zip(ran, found, strict=True):
                         for row in rows:
                             if draft.pending_token_ids:
-                                self._send_logits(draft, row)
+                                self._resume_with_logits(draft, row)
                         if draft.pending_token_ids and self._mask_token_id is not None:
-                            self._send_logits(draft, None)
+                            self._resume_with_logits(draft, None)
         except BaseException:
             for request in requests:  # an interrupted pass may have left cache rows unwritten: drop them all
                 self.release(request)
@@ -288,7 +290,7 @@ class DraftModelDrafter(Drafter):
     def _num_mask_tokens(self, draft: _Draft[ResultT]) -> int:
         return 0 if self._mask_token_id is None else draft.depth - 1
 
-    def _send_logits(self, draft: _Draft[ResultT], row: DraftLogits | None) -> None:
+    def _resume_with_logits(self, draft: _Draft[ResultT], row: DraftLogits | None) -> None:
         """Send logits to a draft's generator, which chooses the next token to run; None ends the draft."""
         draft.num_received_rows += 1
         try:
@@ -297,7 +299,7 @@ class DraftModelDrafter(Drafter):
         except StopIteration as end:
             draft.pending_token_ids, draft.result = [], end.value
 
-    def _draft_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
+    def _make_draft_generator(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
         if budget.needs_draft_probs and not request.params.is_greedy:
             return self._rejection_sampling_steps(request, budget)
         if self._tree_width == 1 or budget.layout is TreeLayout.CHAIN:
@@ -407,7 +409,7 @@ class DraftModelDrafter(Drafter):
                 state, num_rows = draft.state, len(ids) + len(masks)
                 plans.append(self.cache.reserve(state.sequence, range(-1, num_rows - 1), num_known, pinned_len=state.num_verified))
             except CapacityError:
-                self._send_logits(draft, None)
+                self._resume_with_logits(draft, None)
                 self.release(draft.request)
                 continue
             ran.append(draft)

@@ -140,7 +140,7 @@ class PredictionDrafter(Drafter):
     """Drafts a chain from a request's prediction; drafts nothing for requests without a prediction."""
 
     name = "prediction"
-    traits = DrafterTraits("prediction (the text that a request expects its output to resemble)", is_lookup=True, uses_predictions=True)
+    traits = DrafterTraits("prediction (text that a request expects its output to resemble)", is_lookup=True, uses_predicted_outputs=True)
 
     def __init__(self) -> None:
         self._texts = RequestState[PredictedText]()

@@ -196,7 +196,7 @@ class Engine:
             stats = deepcopy(self._stats)
         stats.num_running, stats.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         stats.num_preemptions, stats.num_mixture_passes = self.scheduler.num_preemptions, self.runtime.num_xlora_passes
-        stats.drafter_failures = self.speculator.num_failures
+        stats.drafter_failures = self.speculator.num_drafter_failures
         return stats
 
     @contextmanager

@@ -247,7 +247,7 @@ class InputProcessor:
         ids = list(request.output_token_ids)
         first_token_s = request.first_token_s or request.finished_s
         return RequestOutput(
-            text=self._output_text(request, ids),
+            text=self._decode_output(request, ids),
             token_ids=ids,
             prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
             finish_reason=(request.finish_reason or FinishReason.LENGTH).value,
@@ -328,7 +328,7 @@ class InputProcessor:
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(f"{name} holds token id {token_id}; this model's ids go from 0 to {self.vocab_size - 1}", parameter=name)
 
-    def _output_text(self, request: EngineRequest, ids: list[int]) -> str:
+    def _decode_output(self, request: EngineRequest, ids: list[int]) -> str:
         if request.text_stop is not None:
             return request.text_stop.finish()
         ended_by_token = ids and ids[-1] in request.end_token_ids and not request.params.include_stop

@@ -87,7 +87,9 @@ class LoadedEngine:
         Raises:
             RequestError: an option or a sampling parameter is invalid.
         """
-        checked = self.input_processor.check_options(options, len(prompts), has_prediction_drafter=self.engine.speculator.uses_predictions)
+        checked = self.input_processor.check_options(
+            options, len(prompts), has_prediction_drafter=self.engine.speculator.uses_predicted_outputs
+        )
         for one in checked:
             self.engine.adapters.check_loaded(one.adapter)
         return [

@@ -38,14 +38,14 @@ class SamplingDefaults:
         """Parameters of conversations, by name."""
         return {"temperature": CHAT_TEMPERATURE, **self.recommended}
 
-    def completion(self, documented: Mapping[str, Any]) -> dict[str, Any]:
+    def completion_defaults(self, documented_defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the parameters of text completions, by name.
 
         Args:
-            documented: defaults that the interface documents, a temperature among them. If the model recommends parameters, only this
+            documented_defaults: those that the interface documents, a temperature among them. If the model recommends parameters, only this
                 temperature is used, unless the model recommends one.
         """
-        return {"temperature": documented["temperature"], **self.recommended} if self.recommended else dict(documented)
+        return {"temperature": documented_defaults["temperature"], **self.recommended} if self.recommended else dict(documented_defaults)
 
     def fill_chat(self, params: SamplingParams, given: Collection[str]) -> SamplingParams:
         """Return the parameters of a conversation: `params`, with defaults for all names that are not in `given`."""

@@ -266,7 +266,7 @@ def _generation(fields: RequestFields, service: Service, adapter: str | None) ->
     params = sampling_params(
         sampling,
         service.settings,
-        service.sampling_defaults.completion(DOCUMENTED) if is_raw else service.sampling_defaults.chat,
+        service.sampling_defaults.completion_defaults(DOCUMENTED) if is_raw else service.sampling_defaults.chat,
         max_tokens=limit,
         stop=options.stop,
         grammar=_grammar(fields, service),

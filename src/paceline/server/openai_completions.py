@@ -73,7 +73,7 @@ def _completion(service: Service, fields: CompletionFields) -> "_Completion":
     check_prediction(fields.prediction, is_read=service.reads_predictions)
     params = fields.params(
         settings,
-        service.sampling_defaults.completion(DOCUMENTED),
+        service.sampling_defaults.completion_defaults(DOCUMENTED),
         1 if limit == 0 else limit,  # a pass over the prompt always ends with a token, which is then not shown
         logprobs=fields.logprobs,
         prompt_logprobs=fields.logprobs if fields.echo and fields.prompt_logprobs is None else fields.prompt_logprobs,

@@ -87,7 +87,7 @@ class Service:
     @property
     def reads_predictions(self) -> bool:
         """Whether a drafter has a use for what a request predicts."""
-        return self.engine.loaded.engine.speculator.uses_predictions
+        return self.engine.loaded.engine.speculator.uses_predicted_outputs
 
     @property
     def fingerprint(self) -> str:

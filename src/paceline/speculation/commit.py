@@ -30,7 +30,7 @@ def finish_reason(request: Request, path: Sequence[int], text_stop: StopMatcher 
 
 
 def cannot_finish(request: Request, token_ids: Sequence[int]) -> bool:
-    """Return True if it is certain that none of the next tokens finishes a request. It never is with stop strings or a grammar."""
+    """Return whether it is certain that none of these next tokens finishes a request; False for requests with stop strings or a grammar."""
     return (
         request.text_stop is None
         and request.processor.grammar is None

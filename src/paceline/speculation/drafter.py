@@ -79,7 +79,7 @@ class DrafterTraits:
         description: text for the banner at load; empty = the drafter's name.
         notices: other lines for the user at load.
         is_lookup: whether it copies from texts, which takes next to no time.
-        uses_predictions: whether it copies from `Request.prediction_token_ids`. Without such a drafter, requests with predictions are
+        uses_predicted_outputs: whether it copies from `Request.prediction_token_ids`. Without such a drafter, requests with predictions are
             refused.
         cache_bytes_per_token: bytes of the drafter's own cache for one token.
     """
@@ -87,7 +87,7 @@ class DrafterTraits:
     description: str = ""
     notices: Sequence[str] = ()
     is_lookup: bool = False
-    uses_predictions: bool = False
+    uses_predicted_outputs: bool = False
     cache_bytes_per_token: int = 0
 
 

@@ -1,4 +1,4 @@
-"""Makes the drafts of one step, within the limits of requests, pass and cache. Exceptions of drafters do not fail the step.
+"""Makes the drafts of one step, within the limits of requests, pass, cache and grammars. Exceptions of drafters do not fail the step.
 
 Lookup drafters are called first because they take next to no time. A later drafter is called for a request if the policy expects more
 accepted tokens from it than from the draft that the request has; the better draft is kept. Then drafts shrink to the rows that the pass and
@@ -13,7 +13,7 @@ from types import TracebackType
 
 from paceline.errors import CapacityError, is_interrupt
 from paceline.kv_cache.cache import KVCache
-from paceline.kv_cache.row_plan import RowPlan, TreeLayout
+from paceline.kv_cache.row_plan import RowPlan, TreeLayout, num_rows
 from paceline.speculation.constrained import constrain_draft
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import DraftBudget, Drafter
@@ -79,7 +79,7 @@ class Proposer:
         for rows in batch:
             rows.skip_reason, rows.max_budget = self._skip_reason_or_budget(rows, policy, is_rejection=is_rejection)
             with self._guard:
-                constrain_draft(rows)
+                constrain_draft(rows)  # a draft of the tokens that the grammar forces; drafters must offer more
         if reason is None:
             for name, drafter in self._drafters:
                 self._call_drafter_guarded(name, drafter, batch, policy, max_rows)
@@ -87,7 +87,7 @@ class Proposer:
             if rows.max_budget is not None and rows.skip_reason is None and rows.num_draft_tokens == 0:
                 rows.skip_reason = reason or SkipReason.NO_MATCH
             with self._guard:
-                constrain_draft(rows)
+                constrain_draft(rows)  # drop what the grammar forbids in the drafters' drafts, and add what it forces
         if any(rows.num_draft_tokens for rows in batch):
             with self._guard:
                 policy.prune_drafts(batch, max_rows)
@@ -165,7 +165,8 @@ class Proposer:
             tree.check()
             depth = max(depth, tree.tree_depth)
             usable = tree.trim(vocab_size=self._vocab_size, max_depth=budget.max_depth, row_budget=budget.row_budget, layout=budget.layout)
-            if policy.prefers(rows, usable) if usable.num_draft_tokens else rows.num_draft_tokens == 0:
+            is_better = policy.prefers(rows, usable) if usable.num_draft_tokens else rows.num_draft_tokens == 0
+            if is_better:
                 rows.set_draft(usable, tree.num_draft_tokens, SkipReason.UNUSABLE)
         seconds = perf_counter() - start_s
         self.draft_s += seconds
@@ -186,7 +187,7 @@ def _may_draft(rows: RequestRows, name: str) -> bool:
 
 def fit_rows(batch: Sequence[RequestRows], available: int) -> None:
     """Prune drafts to `available` rows in total, shared as evenly as their sizes allow."""
-    sizes = [rows.num_draft_tokens for rows in batch]
+    sizes = [_num_draft_rows(rows, () if rows.tree is None else rows.tree.parents) for rows in batch]
     if sum(sizes) <= available:
         return
     shares, left = [0] * len(sizes), max(0, available)
@@ -196,8 +197,13 @@ def fit_rows(batch: Sequence[RequestRows], available: int) -> None:
         left -= len(unfilled[:left])
     for rows, size, share in zip(batch, sizes, shares, strict=True):
         if share < size and rows.tree is not None:
-            kept = rows.tree.prune(lambda parents, share=share: len(parents) <= share + 1)  # type: ignore[misc]
-            rows.set_draft(kept, size, SkipReason.PASS_FULL)
+            kept = rows.tree.prune(lambda parents, rows=rows, share=share: _num_draft_rows(rows, parents) <= share)  # type: ignore[misc]
+            rows.set_draft(kept, rows.num_draft_tokens, SkipReason.PASS_FULL)
+
+
+def _num_draft_rows(rows: RequestRows, parents: Sequence[int]) -> int:
+    """Return the rows of the pass that a draft tree with these parents takes besides the row of its root."""
+    return num_rows(parents, TreeLayout.MASK if rows.max_budget is None else rows.max_budget.layout) - 1 if len(parents) > 1 else 0
 
 
 def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:

@@ -32,9 +32,9 @@ class Acceptance(Enum):
 class StepRandomness:
     """Random decisions of the verification of one step.
 
-    Their noise is a function of the number of tokens before the step and the depth in the draft, not of the position (their sum). Noise by
-    position would be used twice: block verification uses later draft tokens to decide on earlier ones, and the next step samples tokens for
-    those later positions again.
+    Their noise is a function of two numbers, the tokens before the step and the depth in the draft. A function of the position alone, which
+    is the sum of both, would give the same noise twice: block verification uses later draft tokens to decide on earlier ones, and the next
+    step samples tokens for those later positions again.
     """
 
     def __init__(self, request: Request) -> None:

@@ -32,12 +32,12 @@ class RequestRows:
         max_budget: budget of the request in this step, for all drafters; None = nothing may be drafted.
         budget: budget of the request for the drafter that is being called; None = it may not draft.
         expected_tokens, expected_speedup: as in `StepRecord`.
-        start: position of the first row.
+        first_position: position in the request's text of the first row.
         plan: reserved cache slots.
         output: hidden states of all rows.
         logits: [N, V] of the tree's nodes.
         prompt_logits: [num_new_tokens, V] if log-probabilities of prompt tokens are needed.
-        first_row: row of the root among the logits of the whole pass.
+        root_logits_row: row of the root among the logits of the whole pass.
         sampled_path: result of the compiled sampler; None = it could not sample this tree.
         kept_nodes: nodes of the pass whose cache rows are kept: the new tokens and the accepted draft tokens.
         is_observed: whether drafters receive the rows.
@@ -51,12 +51,12 @@ class RequestRows:
     budget: DraftBudget | None = None
     expected_tokens: float | None = None
     expected_speedup: float | None = None
-    start: int = 0
+    first_position: int = 0
     plan: RowPlan | None = None
     output: PlanOutput | None = None
     logits: FloatArray = field(default_factory=lambda: NO_LOGITS)
     prompt_logits: FloatArray = field(default_factory=lambda: NO_LOGITS)
-    first_row: int = 0
+    root_logits_row: int = 0
     sampled_path: SampledPath | None = None
     kept_nodes: Sequence[int] = ()
     is_observed: bool = False
@@ -65,7 +65,7 @@ class RequestRows:
     def without_draft(cls, request: Request, num_new_tokens: int) -> "RequestRows":
         """Return the rows of the next tokens of a request, without a draft."""
         tree = DraftTree.root_only(request.token_ids[-1]) if num_new_tokens == request.num_uncached else None
-        return cls(request, num_new_tokens, tree, start=request.sequence.committed_len, kept_nodes=range(num_new_tokens))
+        return cls(request, num_new_tokens, tree, first_position=request.sequence.committed_len, kept_nodes=range(num_new_tokens))
 
     @property
     def root_node(self) -> int:
@@ -82,7 +82,7 @@ class RequestRows:
         return range(-1, self.root_node) if self.num_draft_tokens == 0 or self.tree is None else self.parents_with(self.tree.parents)
 
     def parents_with(self, tree_parents: Sequence[int]) -> Sequence[int]:
-        """Return the parent of each node of the pass for a draft tree with these parents."""
+        """Return the parent of each node of the pass: the new tokens, one after another, then a draft tree whose own parents are given."""
         if self.num_new_tokens == 1:
             return tree_parents
         return [*range(-1, self.root_node), *(self.root_node + parent for parent in tree_parents[1:])]
@@ -90,7 +90,7 @@ class RequestRows:
     @property
     def token_ids(self) -> Sequence[int]:
         """Token of each node of the pass."""
-        new_ids = self.request.token_ids[self.start : self.start + self.num_new_tokens]
+        new_ids = self.request.token_ids[self.first_position : self.first_position + self.num_new_tokens]
         return new_ids if self.num_draft_tokens == 0 or self.tree is None else [*new_ids, *self.tree.token_ids[1:]]
 
     @property
@@ -103,16 +103,16 @@ class RequestRows:
 
     def set_output(self, output: PlanOutput, logits: FloatArray) -> None:
         """Store the request's output. `logits`: [R, V] of the whole pass, without padding ids."""
-        self.output, self.first_row = output, output.first_logits_row
+        self.output, self.root_logits_row = output, output.first_logits_row
         if self.request.needs_prompt_logits:
-            self.prompt_logits = logits[self.first_row : self.first_row + self.num_new_tokens]
-            self.first_row += self.root_node
-        self.logits = logits[self.first_row : output.end_logits_row]
+            self.prompt_logits = logits[self.root_logits_row : self.root_logits_row + self.num_new_tokens]
+            self.root_logits_row += self.root_node
+        self.logits = logits[self.root_logits_row : output.end_logits_row]
 
     def keep_accepted(self, accepted_nodes: Sequence[int]) -> None:
         """Add accepted nodes of the tree to `kept_nodes`."""
         if self.tree is not None and accepted_nodes:
-            if isinstance(self.tree.parents, range):  # a chain, whose rows are contiguous
+            if isinstance(self.tree.parents, range):  # certainly a chain, whose rows are contiguous
                 self.kept_nodes = range(self.num_new_tokens + len(accepted_nodes))
             else:
                 self.kept_nodes = [*range(self.num_new_tokens), *(self.root_node + node for node in accepted_nodes)]

@@ -28,7 +28,7 @@ class Speculator:
 
     Attributes:
         drafter_names: names of the drafters, in order.
-        uses_predictions: whether a drafter copies from `Request.prediction_token_ids`.
+        uses_predicted_outputs: whether a drafter copies from `Request.prediction_token_ids`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Speculator:
         self.acceptance, self.vocab_size = acceptance, vocab_size
         self.drafters, self.policy = tuple(drafters), policy
         self.drafter_names = tuple(drafter.name for drafter in drafters)
-        self.uses_predictions = any(drafter.traits.uses_predictions for drafter in drafters)
+        self.uses_predicted_outputs = any(drafter.traits.uses_predicted_outputs for drafter in drafters)
         self._guard = ErrorGuard()
         self._proposer = Proposer(drafters, self._guard, vocab_size=vocab_size, layout=layout)
         self._observers = [drafter for drafter in drafters if type(drafter).observe is not Drafter.observe]
@@ -51,7 +51,7 @@ class Speculator:
         self._forward_s = 0.0  # seconds of the last pass
 
     @property
-    def num_failures(self) -> int:
+    def num_drafter_failures(self) -> int:
         """Number of suppressed exceptions of drafters and policy."""
         return self._guard.num_failures
 
@@ -65,7 +65,7 @@ class Speculator:
         if tree is None or sampler is None or not self._is_match(request):
             return None
         position = len(request.token_ids)
-        return PathRequest(sampler, tree.token_ids, tree.parents, request.seed, request.sample_index, position, rows.first_row)
+        return PathRequest(sampler, tree.token_ids, tree.parents, request.seed, request.sample_index, position, rows.root_logits_row)
 
     def verify(self, rows: RequestRows, tree: DraftTree) -> VerifyResult:
         """Verify a request's tree by the rule `acceptance`."""
@@ -111,7 +111,7 @@ class Speculator:
         nodes = rows.kept_nodes
         hidden = output.hidden_states(nodes) if self._needs.hidden_states else None
         collected = output.collected_hidden_states(nodes) if self._needs.layers else None
-        return CommittedRows(rows.request, rows.start, len(nodes), hidden, collected)
+        return CommittedRows(rows.request, rows.first_position, len(nodes), hidden, collected)
 
     def preempt(self, request: Request) -> None:
         """Free the drafters' state of a request whose cache rows were evicted. Its acceptance rates are kept."""

@@ -111,6 +111,8 @@ class DraftTree:
                 depths.append(depths[parent] + 1 if node else 0)
             if not depths or depths != list(self.depths) or len(depths) != count:
                 raise ValueError(f"depths {list(self.depths)} of {count} nodes do not follow from parents {list(self.parents)}")
+            if depths != sorted(depths):
+                raise ValueError(f"nodes of depths {depths} are not in breadth-first order: DraftTree.grow puts them in it")
         if len(self.sources) != count:
             raise ValueError(f"{len(self.sources)} sources of {count} nodes: give one for each")
         if self.probs is not None and (len(self.probs) != count or not all(0.0 <= prob <= 1.0 for prob in self.probs)):

@@ -16,9 +16,9 @@ def test_chat_defaults_are_recommended_values_or_temperature_0_7() -> None:
 
 def test_completion_defaults_are_recommended_or_documented_values() -> None:
     documented = {"temperature": 0.8, "top_k": 40}
-    assert OWN.completion(documented) == {"temperature": 0.6, "top_p": 0.95}
-    assert SamplingDefaults().completion(documented) == documented
-    assert SamplingDefaults({"min_p": 0.1}).completion(documented) == {"temperature": 0.8, "min_p": 0.1}
+    assert OWN.completion_defaults(documented) == {"temperature": 0.6, "top_p": 0.95}
+    assert SamplingDefaults().completion_defaults(documented) == documented
+    assert SamplingDefaults({"min_p": 0.1}).completion_defaults(documented) == {"temperature": 0.8, "min_p": 0.1}
 
 
 def test_given_sampling_parameters_override_recommended_ones() -> None:

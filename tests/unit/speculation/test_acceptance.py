@@ -41,7 +41,7 @@ def test_acceptance_rates_by_depth_are_the_accepted_share_of_each_depth(seed: in
     for _ in range(3000):
         for depth, rate in enumerate(true, 1):
             accepted = bool(random.random() < rate)
-            rates.observe(depth, None, is_first=True, accepted=accepted)
+            rates.observe(depth, None, is_first_child=True, accepted=accepted)
             if not accepted:
                 break
     assert rates.rates_by_depth(3) == pytest.approx(true, abs=0.08)
@@ -50,7 +50,7 @@ def test_acceptance_rates_by_depth_are_the_accepted_share_of_each_depth(seed: in
 def test_acceptance_rates_at_unseen_depths_resemble_the_depth_before() -> None:
     rates = AcceptanceRates()
     for _ in range(400):
-        rates.observe(1, None, is_first=True, accepted=True)
+        rates.observe(1, None, is_first_child=True, accepted=True)
     assert min(rates.rates_by_depth(8)) == pytest.approx(rates.rates_by_depth(1)[0])
 
 
@@ -58,11 +58,11 @@ def test_acceptance_by_prob_is_calibrated_separately_for_first_siblings() -> Non
     """The drafter claims 0.9; its first tokens are right half of the time, later siblings never."""
     rates = AcceptanceRates()
     for number in range(400):
-        rates.observe(1, 0.9, is_first=True, accepted=number % 2 == 0)
-        rates.observe(1, 0.9, is_first=False, accepted=False)
+        rates.observe(1, 0.9, is_first_child=True, accepted=number % 2 == 0)
+        rates.observe(1, 0.9, is_first_child=False, accepted=False)
     assert rates.has_probs
     assert rates.rate_by_prob(0.9) == pytest.approx(0.5, abs=0.05)
-    assert rates.rate_by_prob(0.9, is_first=False) < 0.05
+    assert rates.rate_by_prob(0.9, is_first_child=False) < 0.05
     assert rates.rate_by_prob(0.2) == pytest.approx(0.2), "other probabilities are counted by themselves"
 
 
@@ -70,7 +70,7 @@ def test_acceptance_rates_follow_a_change() -> None:
     rates = AcceptanceRates()
     for accepted, count in ((True, 2000), (False, 2000)):
         for _ in range(count):
-            rates.observe(1, 0.8, is_first=True, accepted=accepted)
+            rates.observe(1, 0.8, is_first_child=True, accepted=accepted)
     assert rates.rates_by_depth(1)[0] < 0.2
     assert rates.rate_by_prob(0.8) < 0.2
 
@@ -79,7 +79,7 @@ def test_optimism_of_acceptance_rates_falls_with_observations() -> None:
     rates, found = AcceptanceRates(), list[float]()
     for number in range(200):
         found.append(rates.optimism)
-        rates.observe(1, None, is_first=True, accepted=number % 2 == 0)
+        rates.observe(1, None, is_first_child=True, accepted=number % 2 == 0)
     assert found[0] > 0.5
     assert found[-1] < 0.2
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from harness.decoding_rows import VOCAB_SIZE, make_request
-from paceline.kv_cache.row_plan import TreeLayout
+from paceline.kv_cache.row_plan import TreeLayout, num_rows
 from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
@@ -224,6 +224,26 @@ def test_batch_drafts_fit_the_pass_after_the_required_token_rows() -> None:
     assert [rows.skip_reason for rows in batch] == [SkipReason.PASS_FULL] * 3
 
 
+@pytest.mark.parametrize(("layout", "num_tokens"), [(TreeLayout.MASK, 5), (TreeLayout.PATHS, 4)])
+def test_rows_of_a_tree_are_counted_in_its_layout_when_a_pass_is_full(layout: TreeLayout, num_tokens: int) -> None:
+    """With PATHS the root has a row in each of three paths."""
+    parents = [0, 0, 0, 1, 2, 3]
+    drafter = Scripted("only", lambda request: DraftTree.grow(request.token_ids[-1], [5, 6, 7, 8, 9, 10], parents, "only"))
+    policy = FixedDraftLength(4, row_budget=16)
+    speculator = Speculator([drafter], policy, vocab_size=VOCAB_SIZE, layout=layout)
+    (rows,) = propose(speculator, make_request([1, 2]), max_rows=6)
+    assert rows.tree is not None
+    assert num_rows(rows.tree.parents, layout) <= 6
+    assert rows.num_draft_tokens == num_tokens
+
+
+def test_tree_that_is_not_in_breadth_first_order_fails_like_any_error_of_a_drafter(caplog: pytest.LogCaptureFixture) -> None:
+    tree = DraftTree((2, 5, 6, 7), (-1, 0, 1, 0), (0, 1, 2, 1), ("", "only", "only", "only"))
+    (rows,) = propose(speculator_of([Scripted("only", lambda request: tree)]), make_request([1, 2]))
+    assert rows.skip_reason is SkipReason.DRAFTER_FAILED
+    assert "not in breadth-first order" in caplog.text
+
+
 # Errors
 
 
@@ -237,7 +257,7 @@ def test_failing_drafter_does_not_stop_another_one(order: tuple[str, str], caplo
             assert (source_of(rows), rows.skip_reason) == ("good", None)
     assert len(caplog.messages) == 1
     assert "RuntimeError: broken" in caplog.messages[0]
-    assert speculator.num_failures >= 1
+    assert speculator.num_drafter_failures >= 1
 
 
 def test_failing_drafter_alone_makes_plain_steps_with_growing_backoff() -> None:
@@ -246,7 +266,7 @@ def test_failing_drafter_alone_makes_plain_steps_with_growing_backoff() -> None:
     for _ in range(num_steps):
         (rows,) = propose(speculator, make_request([1, 2]))
         assert (rows.num_draft_tokens, rows.skip_reason) == (0, SkipReason.DRAFTER_FAILED)
-    assert speculator.num_failures == drafter.num_calls
+    assert speculator.num_drafter_failures == drafter.num_calls
     assert num_steps / MAX_FAILURE_BACKOFF_STEPS < drafter.num_calls < 16
     drafter.answer = chain(5, source="broken")
     assert any(source_of(propose(speculator, make_request([1, 2]))[0]) for _ in range(MAX_FAILURE_BACKOFF_STEPS + 1)), "it is tried again"
@@ -271,7 +291,7 @@ def test_invalid_draft_of_one_drafter_leaves_the_draft_of_another(garbage: str, 
         (rows,) = propose(speculator, make_request([1, 2]))
         assert rows.tree is not None
         assert list(rows.tree.token_ids[1:]) == [7, 8]
-        assert speculator.num_failures == 1
+        assert speculator.num_drafter_failures == 1
 
 
 def test_keyboard_interrupt_in_a_drafter_is_raised() -> None:
@@ -290,7 +310,7 @@ def test_policy_that_raises_leaves_drafts_or_plain_steps(call: str, monkeypatch:
     assert rows.tree is not None
     rows.tree.check()
     assert (rows.num_draft_tokens == 0) == (rows.skip_reason is not None)
-    assert speculator.num_failures == 1
+    assert speculator.num_drafter_failures == 1
 
 
 def drawn(*tokens: int) -> Answer:
@@ -352,7 +372,7 @@ def test_observe_and_release_reach_all_drafters_if_one_raises(call: str, monkeyp
     else:
         speculator.release(request)
         assert last.released == [request]
-    assert speculator.num_failures == 1
+    assert speculator.num_drafter_failures == 1
 
 
 def test_release_and_eviction_reach_all_drafters() -> None:

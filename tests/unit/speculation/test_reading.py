@@ -139,7 +139,7 @@ def test_step_without_drafter_prefill_is_skipped_as_unprofitable(monkeypatch: py
     rows = RequestRows.without_draft(make_request(), 1)
     speculator.propose([rows])
     assert (rows.skip_reason, drafter.num_reads) == (SkipReason.UNPROFITABLE, 0)
-    assert speculator.num_failures == 0
+    assert speculator.num_drafter_failures == 0
 
 
 def test_drafter_prefill_time_follows_measurements(seed: int) -> None:

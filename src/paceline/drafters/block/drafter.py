@@ -245,7 +245,7 @@ class BlockDrafter(Drafter):
             else:
                 found = [self._sample_children(draft, node, row) for node, row in zip(nodes, output.logits, strict=True)]
             if head.config.has_confidence:
-                found = [_scale_to_confidence(one, head.confidence(hidden[level], row)) for one, row in zip(found, rows, strict=True)]
+                found = [_scale_probs_to_confidence(one, head.confidence(hidden[level], row)) for one, row in zip(found, rows, strict=True)]
             draft.add_level(found, np.empty((len(nodes), 0), np.float32))
 
     def _sample_children(self, draft: GrowingDraft, node: int, row: FloatArray) -> DraftTokens:
@@ -306,7 +306,7 @@ def _target_noise_draws_of_blocks(group: Sequence[tuple[DraftBlock, GrowingDraft
     )
 
 
-def _scale_to_confidence(tokens: DraftTokens, confidence: float) -> DraftTokens:
+def _scale_probs_to_confidence(tokens: DraftTokens, confidence: float) -> DraftTokens:
     """Set the first token's probability to the confidence head's prediction, and scale the others to sum to at most 1 - confidence."""
     if (
         not tokens.token_ids or tokens.draft_probs is not None or not 0.0 <= confidence <= 1.0

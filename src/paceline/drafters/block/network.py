@@ -199,15 +199,17 @@ class BlockHead:
         known = token_id < table.shape[0]
         return as_float32(table, np.array([token_id], np.int32))[0] if known else np.zeros(self.markov_rank, np.float32)
 
-    def rescore(self, previous: Sequence[int], selector_vector: FloatArray, token_ids: IntArray, scores: FloatArray) -> FloatArray:
+    def rescore(
+        self, previous_token_ids: Sequence[int], selector_vector: FloatArray, token_ids: IntArray, scores: FloatArray
+    ) -> FloatArray:
         """Score the candidate tokens of a row again with DFlash2's selector; return [n, k] scores, given each possible token before.
 
         Args:
-            previous: [n] the possible tokens before the candidates.
+            previous_token_ids: [n] the possible tokens before the candidates.
             selector_vector: [r] result `selector_vectors` of the row.
             token_ids, scores: [k] ids and logits of the candidates.
         """
-        before = as_float32(self._tables["predecessor"], np.array(previous, np.int32)) * selector_vector
+        before = as_float32(self._tables["predecessor"], np.array(previous_token_ids, np.int32)) * selector_vector
         if self._scores_draft_ids and self.target_ids is not None:
             token_ids = self.target_ids.searchsorted(token_ids).astype(np.int32)
         return np.asarray(scores + before @ as_float32(self._tables["successor"], token_ids).T, np.float32)

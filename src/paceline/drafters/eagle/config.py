@@ -318,7 +318,7 @@ def _read_layer_boundaries(
 
 
 def _are_valid_boundaries(layer_boundaries: tuple[int, ...], num_layers: int) -> bool:
-    """Return whether the boundaries ascend and exist in a target of `num_layers` layers; False for an empty tuple."""
+    """Return whether the layers whose inputs a head reads are in ascending order and exist in a target of `num_layers`; False if empty."""
     ascend = all(below < above for below, above in pairwise(layer_boundaries))
     return bool(layer_boundaries) and ascend and layer_boundaries[0] >= 0 and layer_boundaries[-1] <= num_layers
 

@@ -217,7 +217,7 @@ class EngineUnderTest:
         else:
             name = None if spec.drafter == TOGETHER else spec.drafter
             options["speculation"] = {"drafter": name, "num_speculative_tokens": spec.num_speculative_tokens, "trees": True}
-            if self._speculator.uses_predictions:
+            if self._speculator.uses_predicted_outputs:
                 options["prediction"] = self._prediction(spec.expected)
         (request,) = self.opened.make_requests([list(spec.prompt_token_ids)], spec.params, options, is_streamed=False)
         return request

@@ -139,7 +139,10 @@ def _fill_groups(packed: PackedWeights, matrix: GroupedMatrix, num_threads: int)
 
 
 def _pack_as_groups(blocks: StoredBlocks, packed: PackedWeights, num_threads: int) -> PackedWeights:
-    """Fill the panels of a GGUF type that the kernels do not read: some rows at a time are converted to groups first."""
+    """Fill the panels of a matrix whose GGUF type the kernels cannot read.
+
+    Some rows at a time are converted to integer codes with a scale for each group of columns, which loses nothing.
+    """
 
     def fill_range(begin: int, end: int) -> None:
         rows = slice(begin * PANEL_OUTPUTS, min(end * PANEL_OUTPUTS, packed.outputs))

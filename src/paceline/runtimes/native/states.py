@@ -31,7 +31,7 @@ class PassStateRecords:
         self._arrays: list[object] = []
 
     def make_records(self, recurrent: RecurrentStateCache, batch: ForwardBatch) -> int:
-        """Make the records of one pass and return their address."""
+        """Write the C structs that tell the kernels where the states of a pass's sequences are; return the address of the first."""
         ranges = np.empty(len(batch.ranges) * _RANGE_FORMAT.size, np.uint8)
         arrays: list[object] = [ranges]
         num_temporary_states = 0

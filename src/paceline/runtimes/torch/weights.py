@@ -28,8 +28,8 @@ class TorchWeights:
     """Returns weights as tensors, and keeps them for later calls. Raises CapacityError if the device has too little memory.
 
     Args:
-        dtype: type of the tensors, except vectors.
-        norms_in_float32: norm weights are float32, too.
+        dtype: type of matrices and norm weights. Other vectors are float32.
+        norms_in_float32: norm weights are float32 instead.
     """
 
     def __init__(self, weights: Weights, *, dtype: torch.dtype, device: torch.device, norms_in_float32: bool) -> None:

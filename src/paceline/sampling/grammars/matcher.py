@@ -63,7 +63,7 @@ class GrammarMatcher:
         self._unique_items = compiled.unique_items_state()
         self._has_ended = False
         self._committed: list[int] = []  # output tokens that llguidance's matcher has consumed
-        self._path: list[int] = []  # draft tokens that llguidance's matcher has consumed after them
+        self._path: list[int] = []  # draft tokens that llguidance's matcher has consumed after the output tokens
         self._mask_words = np.zeros(self._vocabulary.num_words, np.uint32)
         self._mask_address = self._mask_words.ctypes.data
 

@@ -49,20 +49,20 @@ class AcceptanceRates:
             rates.append(rate)
         return rates
 
-    def rate_by_prob(self, prob: float, *, is_first: bool = True) -> float:
-        """Return the acceptance rate of tokens with about this probability. `is_first`: first children and other children are counted
+    def rate_by_prob(self, prob: float, *, is_first_child: bool = True) -> float:
+        """Return the acceptance rate of tokens with about this probability. `is_first_child`: first children and other children are counted
         separately."""
-        verified, accepted = self._counts.get(_prob_key(prob, is_first=is_first), (0.0, 0.0))
+        verified, accepted = self._counts.get(_prob_key(prob, is_first_child=is_first_child), (0.0, 0.0))
         return (accepted + PRIOR_WEIGHT * prob) / (verified + PRIOR_WEIGHT)
 
-    def observe(self, depth: int, prob: float | None, *, is_first: bool, accepted: bool) -> None:
-        """Count a verified token, whose probability under the drafter was `prob`. `is_first`: it is the first child of its parent."""
+    def observe(self, depth: int, prob: float | None, *, is_first_child: bool, accepted: bool) -> None:
+        """Count a verified token, whose probability under the drafter was `prob`. `is_first_child`: it is the first child of its parent."""
         self.num_observed += 1
-        if is_first:
+        if is_first_child:
             self._add_outcome(("depth", depth), accepted=accepted)
         if prob is not None:
             self.has_probs = True
-            self._add_outcome(_prob_key(prob, is_first=is_first), accepted=accepted)
+            self._add_outcome(_prob_key(prob, is_first_child=is_first_child), accepted=accepted)
 
     @property
     def optimism(self) -> float:
@@ -136,7 +136,7 @@ def match_confidence(match_len: int, count: int) -> list[float]:
     return [1.0 - 1.0 / (2.0 + length) for length in range(match_len, match_len + count)]
 
 
-def _prob_key(prob: float, *, is_first: bool) -> tuple[str, int]:
+def _prob_key(prob: float, *, is_first_child: bool) -> tuple[str, int]:
     """Return the key of a probability in `_counts`: the nearest multiple of 0.5 of its log-odds."""
     prob = clip_rate(prob)
-    return "first" if is_first else "sibling", round(2.0 * math.log(prob / (1.0 - prob)))
+    return "first" if is_first_child else "sibling", round(2.0 * math.log(prob / (1.0 - prob)))

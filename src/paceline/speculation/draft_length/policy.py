@@ -1,10 +1,11 @@
-"""Draft length policy. Each step sends the k draft tokens with the greatest expected log-speedup, averaged over the requests:
+"""Draft length policy. Of the draft tokens of all requests together, each step sends the k that give the greatest expected log-speedup:
 
     value(k) = mean over requests of log(1 + expected accepted tokens) - log(seconds(k) / seconds(0))
 
 Before drafting, `plan` maximises it with the acceptance rates by depth. This decides which requests draft, and how far. After drafting,
 `prune_drafts` maximises it with the probability of each token, and drops the tokens that do not pay. Drafting time without benefit is
-limited by an overhead budget, a token bucket that fills with a fixed share of the run time. Decisions change the speed, never a token.
+limited by an overhead budget, a token bucket in seconds that fills with a fixed share of the run time. Decisions change the speed, never a
+token.
 """
 
 import math
@@ -25,8 +26,9 @@ from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
 MIN_GAIN = 0.03  # drafts are sent if the expected speedup is at least 1 + MIN_GAIN
-MIN_PATH_PROB = 0.02  # a draft token is never sent if the probability of its path is lower
-UNMEASURED_DRAFT_LEN = 4  # maximum draft length of a drafter whose time or acceptance has few measurements
+MIN_PATH_PROB = 0.02  # pruning drops a draft token if the probability of its path is lower
+UNMEASURED_DRAFT_LEN = 4  # maximum number of draft tokens of a drafter whose time or acceptance is not measured well enough
+MIN_VERIFIED_TOKENS = 8  # number of verified tokens from which on the acceptance of a drafter counts as measured
 NEGLIGIBLE_SHARE = 0.02  # time of a draft token, as a share of a plain step, up to which drafters need not stop early
 OVERHEAD_SHARE = 0.01  # share of run time that may be spent on drafting without benefit
 OVERHEAD_STEPS = 128  # the overhead budget holds at most the share of so many steps
@@ -115,7 +117,7 @@ class DraftCounts(NamedTuple):
 
 
 def best_draft_counts(
-    gains: Sequence[Sequence[float]],
+    path_probs: Sequence[Sequence[float]],
     times: Sequence[float],
     num_requests: int,
     *,
@@ -128,16 +130,16 @@ def best_draft_counts(
     grows unevenly with its rows: after a local maximum of the speedup there may be a greater one.
 
     Args:
-        gains: [draft tokens] by request: probability that the token and all before it on its path are accepted, descending.
+        path_probs: [draft tokens] by request: probability that the token and all before it on its path are accepted, descending.
         times: seconds of the step by number of draft tokens; the length of the list limits that number.
         num_requests: number of requests that emit a token in the step, with or without draft. A longer pass delays each of them.
         draft_s: seconds of drafting to depth 0, 1, …
-        undrafted: indices of the requests whose draft tokens do not exist yet; only these need drafting time.
+        undrafted: indices of the requests for which the drafter would have to draft first; only these need drafting time.
     """
     order = list[tuple[float, int, int]]()
-    for index, request_gains in enumerate(gains):
+    for index, request_probs in enumerate(path_probs):
         expected = 1.0
-        for depth, gain in enumerate(request_gains, 1):
+        for depth, gain in enumerate(request_probs, 1):
             order.append((-math.log1p(gain / expected), depth, index))
             expected += gain
     order.sort()
@@ -150,12 +152,12 @@ def best_draft_counts(
         value = total / num_requests - math.log(seconds / times[0])
         if value > best_value:
             best_count, best_value, best_s = count, value, seconds
-    counts = [0] * len(gains)
+    counts = [0] * len(path_probs)
     if best_value < math.log1p(MIN_GAIN):
         return DraftCounts(counts, best_value, float(num_requests), times[0])
     for _, _, index in order[:best_count]:
         counts[index] += 1
-    expected = num_requests + sum(sum(request_gains[:count]) for request_gains, count in zip(gains, counts, strict=True))
+    expected = num_requests + sum(sum(request_probs[:count]) for request_probs, count in zip(path_probs, counts, strict=True))
     return DraftCounts(counts, best_value, expected, best_s)
 
 
@@ -172,11 +174,13 @@ class AdaptiveDraftLength(FixedDraftLength):
         self.cost = CostModel(profile)
         self.rates = defaultdict[tuple[str, bool], AcceptanceRates](AcceptanceRates)  # by drafter, and by whether requests are greedy
         self._step = 0
-        self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)  # while the budget is negative, no request drafts
+        self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)  # while it is negative, no drafter is called in steps that only decode
         self._next_probe_budget_s = 0.0  # amount that the budget must reach before the next probe
         self._shape = BatchShape(0, 0, False, 0.0, AdapterUse.NONE)  # batch of the current step
         self._probed: Request | None = None  # request that probes in the current step
-        self._is_charged = False  # whether this step's overhead is charged; False while no request may draft, so that the budget refills
+        self._is_charged = (
+            False  # whether a step without drafts pays for deciding so; False while no request may draft, so that the budget refills
+        )
         self._mean_output_len = 0.0
 
     def begin_step(self, batch: Sequence[RequestRows]) -> SkipReason | None:
@@ -195,20 +199,20 @@ class AdaptiveDraftLength(FixedDraftLength):
         is_timed = drafter.traits.is_lookup or self.cost.is_draft_cost_known(drafter.name)
         for rows in batch:
             rates = self.rates[drafter.name, rows.request.params.is_greedy]
-            if rows.budget is not None and not (is_timed and rates.num_observed >= 2 * UNMEASURED_DRAFT_LEN):
-                rows.budget = _limit_to_chain(rows.budget, UNMEASURED_DRAFT_LEN)
+            if rows.budget is not None and not (is_timed and rates.num_observed >= MIN_VERIFIED_TOKENS):
+                rows.budget = _limit_tokens(rows.budget, UNMEASURED_DRAFT_LEN)
         if drafter.traits.is_lookup:  # lookup drafters take next to no time; `prune_drafts` drops their drafts if they do not pay
             return
-        present_gains = [sorted(self._path_probs(rows.request, rows.tree)[1:], reverse=True) for rows in batch]
-        gains, undrafted = self._planned_gains(batch, drafter, present_gains)
-        max_tokens = max(PROBE_TOKENS, sum(map(len, gains)))
+        present_probs = [sorted(self._path_probs(rows.request, rows.tree)[1:], reverse=True) for rows in batch]
+        path_probs, undrafted = self._planned_path_probs(batch, drafter, present_probs)
+        max_tokens = max(PROBE_TOKENS, sum(map(len, path_probs)))
         if max_rows is not None:
             max_tokens = max(0, min(max_tokens, max_rows - self._shape.num_rows))
         times = self.cost.step_times(self._shape, max_tokens)
-        draft_s = [self.cost.draft_s(drafter.name, len(undrafted), depth) for depth in range(max(map(len, gains)) + 1)]
+        draft_s = [self.cost.draft_s(drafter.name, len(undrafted), depth) for depth in range(max(map(len, path_probs)) + 1)]
         num_emitting = sum(rows.tree is not None for rows in batch)
-        best = best_draft_counts(gains, times, num_emitting, draft_s=draft_s, undrafted=undrafted)
-        is_better = best.log_speedup > best_draft_counts(present_gains, times, num_emitting).log_speedup
+        best = best_draft_counts(path_probs, times, num_emitting, draft_s=draft_s, undrafted=undrafted)
+        is_better = best.log_speedup > best_draft_counts(present_probs, times, num_emitting).log_speedup
         for index, rows in enumerate(batch):
             if rows.budget is None:
                 continue
@@ -220,7 +224,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             if may_draft and self._repays_prefill(rows.request, drafter, best, times):
                 history.backoff_level = 0
                 rows.budget = self._planned_budget(rows.request, drafter.name, rows.budget, best.counts[index], best, times, len(batch))
-            elif present_gains[index]:
+            elif present_probs[index]:
                 rows.budget = None
             elif not self._try_probe(rows, drafter, times):
                 self._back_off(history, MAX_BACKOFF_LEVEL)
@@ -236,25 +240,25 @@ class AdaptiveDraftLength(FixedDraftLength):
         if not prunable:
             return
         num_fixed = sum(rows.num_draft_tokens for rows in batch) - sum(rows.num_draft_tokens for rows in prunable)
-        orders, gains = list[list[int]](), list[list[float]]()  # by request: nodes by descending path probability; these probabilities
+        orders, probs_by_request = list[list[int]](), list[list[float]]()  # nodes by descending path probability; these probabilities
         for rows in prunable:
             path_probs = self._path_probs(rows.request, rows.tree)
             nodes = [node for node, prob in enumerate(path_probs) if prob >= MIN_PATH_PROB]
             orders.append(sorted(nodes, key=path_probs.__getitem__, reverse=True))
-            gains.append([path_probs[node] for node in orders[-1][1:]])
-        max_tokens = sum(map(len, gains))
+            probs_by_request.append([path_probs[node] for node in orders[-1][1:]])
+        max_tokens = sum(map(len, probs_by_request))
         if max_rows is not None:
             max_tokens = min(max_tokens, max_rows - self._shape.num_rows - num_fixed)
             if max_tokens < 1:  # `fit_rows` removes the drafts
                 return
         times = self.cost.step_times(self._shape, num_fixed + max_tokens)[num_fixed:]
-        best = best_draft_counts(gains, times, sum(rows.tree is not None for rows in batch))
-        for rows, order, request_gains, count in zip(prunable, orders, gains, best.counts, strict=True):
+        best = best_draft_counts(probs_by_request, times, sum(rows.tree is not None for rows in batch))
+        for rows, order, request_probs, count in zip(prunable, orders, probs_by_request, best.counts, strict=True):
             rows.expected_speedup = best.speedup
             if count == 0:
                 self._drop_unprofitable_draft(rows)
             elif rows.tree is not None:
-                rows.tree, rows.expected_tokens = rows.tree.subtree(sorted(order[: count + 1])), 1.0 + sum(request_gains[:count])
+                rows.tree, rows.expected_tokens = rows.tree.subtree(sorted(order[: count + 1])), 1.0 + sum(request_probs[:count])
 
     def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         if (name := drafter_of(tree)) is None:
@@ -271,7 +275,7 @@ class AdaptiveDraftLength(FixedDraftLength):
                 if rank == 0:
                     rate = rates_by_depth[depth - 1] if prob is None else rates.rate_by_prob(prob)
                     history.observe(rate, accepted=child == accepted_child)
-                rates.observe(depth, prob, is_first=rank == 0, accepted=child == accepted_child)
+                rates.observe(depth, prob, is_first_child=rank == 0, accepted=child == accepted_child)
 
     def observe_draft_time(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
         self.cost.observe_draft_time(drafter.name, num_requests, depth, seconds)
@@ -298,23 +302,23 @@ class AdaptiveDraftLength(FixedDraftLength):
     def describe(self) -> str:
         return f"up to {self.num_speculative_tokens} draft tokens a step, as many as pay"
 
-    def _planned_gains(
-        self, batch: Sequence[RequestRows], drafter: Drafter, present_gains: Sequence[Sequence[float]]
+    def _planned_path_probs(
+        self, batch: Sequence[RequestRows], drafter: Drafter, present_probs: Sequence[Sequence[float]]
     ) -> tuple[list[Sequence[float]], set[int]]:
-        """Return the gains of each request (see `best_draft_counts`), and the indices of the requests for which this drafter should draft.
+        """Return path probabilities by request (see `best_draft_counts`), and the indices of those for which this drafter should draft.
 
-        For the latter, gains are estimated by depth. For the others, they are those of the draft that the request has, because no better
-        draft is expected (`present_gains`, empty without a draft).
+        For the latter, they are estimated by depth. For the others, they are those of the draft that the request has, because no better
+        draft is expected (`present_probs`, empty without a draft).
         """
-        gains, undrafted = list(present_gains), set[int]()
+        path_probs, undrafted = list(present_probs), set[int]()
         for index, rows in enumerate(batch):
             if rows.budget is not None:
                 rates, history = self.rates[drafter.name, rows.request.params.is_greedy], rows.request.draft_histories[drafter.name]
                 estimates = history.path_rates(rates.rates_by_depth(rows.budget.max_tokens), MIN_PATH_PROB, rates.optimism)
-                if sum(estimates) > sum(present_gains[index]):
-                    gains[index] = estimates
+                if sum(estimates) > sum(present_probs[index]):
+                    path_probs[index] = estimates
                     undrafted.add(index)
-        return gains, undrafted
+        return path_probs, undrafted
 
     def _planned_budget(
         self, request: Request, drafter: str, budget: DraftBudget, count: int, best: DraftCounts, times: Sequence[float], batch_size: int
@@ -329,12 +333,14 @@ class AdaptiveDraftLength(FixedDraftLength):
         token_s = self.cost.draft_token_s(drafter)
         stops_early = rates.has_probs and not budget.needs_draft_probs and token_s > NEGLIGIBLE_SHARE * times[0]
         if count < budget.max_depth and not (stops_early and batch_size == 1):
-            width = max(1, (budget.row_budget - 1) // max(1, budget.max_depth))
+            width = max(1, (budget.row_budget - 1) // max(1, budget.max_depth))  # draft tokens at each depth of a tree
             budget = replace(budget, row_budget=1 + count * width, max_depth=count)
         if not stops_early:
             return budget
-        num_rows = min(8, len(times) - 1)
+        num_rows = min(8, len(times) - 1)  # the time of a pass grows in steps; this is the mean slope over some rows
         row_s = max(0.0, times[num_rows] - times[0]) / max(1, num_rows)
+        # Tokens that the planned step would generate in the time of one more draft token. That token is accepted with the probability of
+        # its path times its own rate, which is about that of a first token.
         lost_tokens = best.expected_tokens / best.seconds * (row_s + (token_s if batch_size == 1 else 0.0))
         min_path_prob = min(0.9, lost_tokens / max(0.2, rates.rates_by_depth(1)[0]))
         return replace(budget, min_path_prob=min_path_prob, calibrate=lambda prob: history.request_rate(rates.rate_by_prob(prob)))
@@ -344,7 +350,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         prefill_s = drafter.prefill_s(request)
         if prefill_s <= 0.0:
             return True
-        num_output = request.num_output_tokens
+        num_output = request.num_output_tokens  # a text that is longer than the mean is expected to double
         num_expected = max(self._mean_output_len - num_output, num_output, 1.0) if self._mean_output_len else request.num_remaining_tokens
         saved_s_per_token = times[0] * (1.0 - math.exp(-best.log_speedup))
         return prefill_s <= saved_s_per_token * min(request.num_remaining_tokens, num_expected)
@@ -363,11 +369,14 @@ class AdaptiveDraftLength(FixedDraftLength):
         self._overhead_budget_s, self._next_probe_budget_s = self._overhead_budget_s - price_s - prefill_s, 0.0
         self._probed = rows.request
         rows.request.draft_histories[drafter.name].num_observed = 0.0  # a single probe must be able to correct the request's bias
-        rows.budget = _limit_to_chain(rows.budget, PROBE_TOKENS)
+        rows.budget = _limit_tokens(rows.budget, PROBE_TOKENS)
         return True
 
     def _back_off(self, history: DraftHistory, max_level: int) -> None:
-        """Wait twice as many steps as before. Requests of the same level resume in the same step, because drafting together is cheaper."""
+        """Let the drafter pause until the next step whose number is a multiple of 2 ** level, after raising the level.
+
+        Requests of the same level resume in the same step, because drafting together is cheaper.
+        """
         history.backoff_level = min(max_level, history.backoff_level + 1)
         history.resume_step = (self._step // 2**history.backoff_level + 1) * 2**history.backoff_level
 
@@ -389,7 +398,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             if child is None:
                 break
             accepted.append(child)
-        if len(accepted) == len(generated) < tree.tree_depth:  # all correct so far; the other tokens are scored later
+        if len(accepted) == len(generated) < tree.tree_depth:  # the text agrees with the draft so far, and is too short to compare the rest
             return False
         history.unsent_draft = None
         self.observe_verified(request, tree, accepted)
@@ -414,7 +423,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             elif path_probs[parent] < MIN_PATH_PROB:
                 rate = 0.0
             elif tree.probs is not None:
-                rate = history.request_rate(rates.rate_by_prob(tree.probs[node], is_first=parent not in sibling_rates))
+                rate = history.request_rate(rates.rate_by_prob(tree.probs[node], is_first_child=parent not in sibling_rates))
             elif parent in sibling_rates:
                 rate = SIBLING_FACTOR * sibling_rates[parent]
             else:
@@ -429,8 +438,8 @@ def drafter_of(tree: DraftTree) -> str | None:
     return next((source for source in tree.sources[1:] if source != FORCED_SOURCE), None)
 
 
-def _limit_to_chain(budget: DraftBudget, num_tokens: int) -> DraftBudget:
-    """Return a budget for a chain of at most `num_tokens`."""
+def _limit_tokens(budget: DraftBudget, num_tokens: int) -> DraftBudget:
+    """Return a budget for at most `num_tokens` draft tokens, in a chain or a tree."""
     depth = min(budget.max_depth, num_tokens)
     return replace(budget, row_budget=min(budget.row_budget, depth + 1), max_depth=depth)
 
