@@ -326,7 +326,9 @@ def _render_accepted_variant(conversation: _Conversation) -> tuple[str, tuple[st
             text = changed.render(changed.messages)
         except RequestError as error:
             first_error = first_error or error
-            if time.monotonic() - started_s > _MAX_RETRY_SECONDS:  # a template may take its whole time limit for each variant
+            if (
+                time.monotonic() - started_s > _MAX_RETRY_SECONDS
+            ):  # each adapted conversation is rendered anew, which may take as long as templates may
                 break
             continue
         if with_arguments_as_text not in chosen and _has_python_repr_arguments(changed.messages, text):

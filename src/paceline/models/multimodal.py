@@ -16,19 +16,19 @@ class MultimodalModel:
     Attributes:
         text_type: `model_type` of the text model; None = `text_config` names it.
         default_text_type: `model_type` of the text model if `text_config` does not name it.
-        defaults: defaults of the configuration class in transformers that differ from those of the text model's family.
+        text_config_defaults: defaults of the configuration class in transformers that differ from those of the text model's family.
         may_be_flat: old files may have no `text_config`, but the text model's fields at the top level.
     """
 
     text_type: str | None = None
     default_text_type: str = "llama"
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    text_config_defaults: Mapping[str, Any] = field(default_factory=dict)
     may_be_flat: bool = False
 
 
 _QWEN2_VL = MultimodalModel(
     "qwen2",
-    defaults={
+    text_config_defaults={
         "vocab_size": 152064,
         "hidden_size": 8192,
         "intermediate_size": 29568,
@@ -50,7 +50,7 @@ MULTIMODAL_MODELS: Mapping[str, MultimodalModel] = {
     "mistral3": MultimodalModel(default_text_type="mistral"),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
-    "qwen3_vl": MultimodalModel("qwen3", defaults={"rope_theta": 5e5, "max_position_embeddings": 128000}),
+    "qwen3_vl": MultimodalModel("qwen3", text_config_defaults={"rope_theta": 5e5, "max_position_embeddings": 128000}),
     "llava": MultimodalModel(),
     "llava_next": MultimodalModel(),
     "llava_onevision": MultimodalModel(default_text_type="qwen2"),
@@ -94,7 +94,7 @@ def text_model_fields(values: Mapping[str, Any]) -> Mapping[str, Any]:
         name: outer[name] for name in outer_names if outer.get(name) is not None and (name == "eos_token_id" or not text.get(name))
     }
     sizes = _DEFAULT_SIZES.get(text_type, {}) if isinstance(text_type, str) else {}
-    found = {**sizes, **model.defaults, **outer, **text, **from_outer, "model_type": text_type}
+    found = {**sizes, **model.text_config_defaults, **outer, **text, **from_outer, "model_type": text_type}
     for name in ("rope_scaling", "rope_parameters"):  # mrope's three positions are equal for text tokens, so it is ordinary rope
         if isinstance(found.get(name), Mapping) and _MROPE in (found[name].get("type"), found[name].get("rope_type")):
             found[name] = {**found[name], "type": "default", "rope_type": "default"}

@@ -185,7 +185,7 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
             names[name] = f"model.layers.{index}.{parts[whole]}"
             continue
         first, *others = path
-        is_expert = first in ("experts", "shared_expert")  # names of tensors in experts are the same in checkpoints
+        is_expert = first in ("experts", "shared_expert")  # checkpoints name the tensors inside an expert as we do
         others = others if is_expert else [parts.get(part, part) for part in others]
         last = [_OUTPUT_SCALE] if first == "output_scale" else [parts[first], *others]
         names[name] = ".".join(["model", "layers", index, *last])

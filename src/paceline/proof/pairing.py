@@ -75,7 +75,7 @@ def check_draft_model(target: CheckpointFacts, draft: CheckpointFacts) -> PairCh
     found = compare_pieces(target.tokenizer.pieces, draft.tokenizer.pieces, sample_ids=target.tokenizer.sample_ids)
     if found.is_unusable:
         return PairCheck(False, f"{found.why_unusable()}: use a draft model of the target's family, or the drafter ngram", found, notes)
-    return PairCheck(True, f"{found.describe_match()}; {found.describe_conversion()}", found, notes)
+    return PairCheck(True, f"{found.describe_match()}; {found.describe_token_conversion()}", found, notes)
 
 
 def _notes(target: CheckpointFacts, draft: CheckpointFacts) -> tuple[str, ...]:

@@ -304,7 +304,7 @@ class Network(ABC):
     def network_with_same_weights(self, compose: NetworkDefinition) -> "Network":
         """Return a network with another `compose` function that uses the same weights and the same cache."""
 
-    def shared_kv_reader(self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "Network":
+    def network_on_shared_kv(self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "Network":
         """Return a network with other weights whose attention reads this network's keys and values and writes none.
 
         Args:

@@ -218,7 +218,7 @@ def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
             try:
                 rows.plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
             except CapacityError:
-                _shrink_others(batch, cache, cache.num_blocks_needed(sequence, range(-1, rows.root_node)))
+                _shrink_reserved_drafts(batch, cache, cache.num_blocks_needed(sequence, range(-1, rows.root_node)))
                 _shrink(rows, cache, cache.pool.num_free)
                 rows.plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
     except BaseException:
@@ -228,7 +228,7 @@ def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
     return [rows.plan for rows in batch if rows.plan is not None]
 
 
-def _shrink_others(batch: Sequence[RequestRows], cache: KVCache, num_blocks: int) -> None:
+def _shrink_reserved_drafts(batch: Sequence[RequestRows], cache: KVCache, num_blocks: int) -> None:
     """Shrink drafts with reserved slots, beginning with the last request's, until `num_blocks` are free or no draft is left."""
     for rows in reversed(batch):
         if cache.pool.num_free >= num_blocks:

@@ -42,7 +42,7 @@ class StopMatcher(Protocol):
         """Whether there are stop strings."""
 
     def copy(self) -> Self:
-        """Return a copy, for tokens that are not committed."""
+        """Return a copy that can be advanced over draft tokens, while this one stays at the committed tokens."""
 
     def push(self, token_id: int) -> bool:
         """Add a token; return whether a stop string is complete."""

@@ -84,7 +84,7 @@ class VocabularyComparison:
             text += f" (id {token_id} is {target!r} there and {draft!r} here; {self.shared_pieces:.1%} of the pieces are shared)"
         return text
 
-    def describe_conversion(self) -> str:
+    def describe_token_conversion(self) -> str:
         """Return a clause for the user about how draft tokens are converted, and for which share of the target's pieces."""
         covered = f"{self.shared_pieces:.1%} of the target's pieces"
         if self.sample_coverage is not None:

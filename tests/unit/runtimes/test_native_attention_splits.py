@@ -11,7 +11,7 @@ from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.kv_cache.row_plan import path_to, tree_mask
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.runtimes.base import FloatArray, IntArray, RowRange
-from paceline.runtimes.native.kv_blocks import KVBlockAccess
+from paceline.runtimes.native.kv_blocks import KVBlockCodec
 from paceline.runtimes.native.library import kernels
 
 if not BUILT:
@@ -25,7 +25,7 @@ TOLERANCE = {KVCacheDtype.F32: 3e-6, KVCacheDtype.BF16: 2e-2, KVCacheDtype.F16: 
 
 def as_stored(bench: Bench, table: Sequence[int], count: int) -> tuple[FloatArray, FloatArray]:
     """Keys and values [count, K * D] of the first rows, as the cache keeps them."""
-    rows, attention = KVBlockAccess(bench.kv_cache_dtype, BLOCK_SIZE), bench.config.attention
+    rows, attention = KVBlockCodec(bench.kv_cache_dtype, BLOCK_SIZE), bench.config.attention
     found = [rows.read(bench.storage, int(table[slot // BLOCK_SIZE]), slot % BLOCK_SIZE) for slot in range(count)]
     keys, values = (np.stack([side[0, :, : attention.head_size].reshape(-1) for side in sides]) for sides in zip(*found, strict=True))
     return keys, values
@@ -175,7 +175,7 @@ def test_copied_kv_row_reads_the_same(kv_cache_dtype: KVCacheDtype, seed: int) -
     bench = Bench.make(4, 2, 24, kv_cache_dtype=kv_cache_dtype)
     rows = bench.rows(np.random.default_rng(seed), 40)
     read(bench, rows, (40,), blocks(5, 7))
-    packed = KVBlockAccess(kv_cache_dtype, BLOCK_SIZE)
+    packed = KVBlockCodec(kv_cache_dtype, BLOCK_SIZE)
     before = packed.read(bench.storage, 5, 18)
     untouched = [packed.read(bench.storage, 7, row) for row in range(8)]
     packed.copy(bench.storage, (5, 18), (7, 3))

@@ -100,7 +100,7 @@ def test_request_bias_learns_the_acceptance_rate_of_the_request(true: float, see
         history.observe(0.6, accepted=bool(random.random() < true))
         found.append(history.request_rate(0.6))
     assert float(np.mean(found[200:])) == pytest.approx(true, abs=0.1)
-    assert history.num_observed <= MAX_BIAS_TOKENS
+    assert history.num_verified_tokens <= MAX_BIAS_TOKENS
 
 
 def test_request_bias_shifts_all_acceptance_rates_by_the_same_odds() -> None:

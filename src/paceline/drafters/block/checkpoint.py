@@ -114,7 +114,7 @@ def open_block_checkpoint(files: HeadFiles, config: BlockConfig, target: ModelCo
         config,
         Weights(tensors),
         {table: files.matrix(name, num_threads) for name, table in _LOOKUP_TABLE_NAMES.items() if name in used},
-        {_small_tensor_name(name): as_float32(files.matrix(name)) for name in small_tensors},
+        {_name_of_small_tensor(name): as_float32(files.matrix(name)) for name in small_tensors},
         None if is_gguf(files.path) else _read_mask_embedding(files.config_path.with_name(MASK_EMBEDDING_FILE), config),
         read_target_ids(files, config.layers.vocab_size, target),
     )
@@ -235,6 +235,6 @@ def _internal_tensor_name(name: str, config: BlockConfig) -> str:
     return f"{_TENSOR_NAMES.get(stem, stem)}.{kind}"
 
 
-def _small_tensor_name(name: str) -> str:
+def _name_of_small_tensor(name: str) -> str:
     stem, kind = name.rsplit(".", 1)
     return _SMALL_TENSOR_NAMES[stem] if kind == "weight" else f"{_SMALL_TENSOR_NAMES[stem]}_bias"

@@ -47,7 +47,7 @@ class AssistantNetwork:
 
     def __init__(self, assistant: Assistant, target: Network, *, max_model_len: int) -> None:
         self.assistant, self._target = assistant, target
-        self._network = target.shared_kv_reader(self._compose, assistant.config.layers, assistant.weights, max_model_len=max_model_len)
+        self._network = target.network_on_shared_kv(self._compose, assistant.config.layers, assistant.weights, max_model_len=max_model_len)
 
     def forward(self, levels: Sequence[TreeLevelInput], ranking: SummaryOptions | None, draws: RowSampling | None) -> ForwardOutput:
         """Run one pass over tree levels of several requests.

@@ -80,24 +80,26 @@ def _delta_net_tensors(file: GgufFile, block: str, mixer: GatedDeltaConfig, hidd
     state, channels = mixer.state_shape, mixer.channels
     per_key_head = state.heads // state.key_heads
 
-    def head_order(size: int, first: int = 0) -> IndexMap | None:
-        """Return the order of value heads with `size` rows each, after `first` other rows; None if the file does not reorder them."""
-        return partial(_value_head_order, state.key_heads, per_key_head, size, first) if is_tiled and per_key_head > 1 else None
+    def value_head_rows(size: int, num_before: int = 0) -> IndexMap | None:
+        """Return the stored row of each row of the network: value heads of `size` rows after `num_before` rows; None if both are equal."""
+        return partial(_value_head_order, state.key_heads, per_key_head, size, num_before) if is_tiled and per_key_head > 1 else None
 
     def projection(part: str, size: int, order: IndexMap | None) -> MixerTensor:
         return MixerTensor(block + part, ((size, hidden),), rows=order)
 
     head_shapes, num_keys = ((state.heads,), (state.heads, 1)), 2 * state.key_width
     found = {
-        "conv_proj.weight": projection("attn_qkv.weight", channels, head_order(state.columns, num_keys)),
-        "z_proj.weight": projection("attn_gate.weight", state.value_width, head_order(state.columns)),
-        "b_proj.weight": projection("ssm_beta.weight", state.heads, head_order(1)),
-        "a_proj.weight": projection("ssm_alpha.weight", state.heads, head_order(1)),
-        "decay.weight": MixerTensor(f"{block}ssm_a", head_shapes, rows=head_order(1)),
-        "decay.bias": MixerTensor(f"{block}ssm_dt.bias", head_shapes, rows=head_order(1)),
-        "conv.weight": MixerTensor(f"{block}ssm_conv1d.weight", ((channels, mixer.kernel_size),), rows=head_order(state.columns, num_keys)),
+        "conv_proj.weight": projection("attn_qkv.weight", channels, value_head_rows(state.columns, num_keys)),
+        "z_proj.weight": projection("attn_gate.weight", state.value_width, value_head_rows(state.columns)),
+        "b_proj.weight": projection("ssm_beta.weight", state.heads, value_head_rows(1)),
+        "a_proj.weight": projection("ssm_alpha.weight", state.heads, value_head_rows(1)),
+        "decay.weight": MixerTensor(f"{block}ssm_a", head_shapes, rows=value_head_rows(1)),
+        "decay.bias": MixerTensor(f"{block}ssm_dt.bias", head_shapes, rows=value_head_rows(1)),
+        "conv.weight": MixerTensor(
+            f"{block}ssm_conv1d.weight", ((channels, mixer.kernel_size),), rows=value_head_rows(state.columns, num_keys)
+        ),
         "gated_norm.weight": MixerTensor(f"{block}ssm_norm.weight", ((state.columns,),)),
-        "o_proj.weight": MixerTensor(f"{block}ssm_out.weight", ((hidden, state.value_width),), columns=head_order(state.columns)),
+        "o_proj.weight": MixerTensor(f"{block}ssm_out.weight", ((hidden, state.value_width),), columns=value_head_rows(state.columns)),
     }
     if f"{block}ssm_ba.weight" in file.tensors:
         for number, part in enumerate(("b_proj", "a_proj")):
@@ -114,7 +116,7 @@ def _fused_delta_net_tensors(block: str, mixer: GatedDeltaConfig, hidden: int) -
     value_rows = state.value_width // state.key_heads
     num_rows, step = mixer.channels + state.value_width, 2 * state.rows + 2 * value_rows
     starts = ((0, state.rows), (state.rows, state.rows), (2 * state.rows, value_rows))
-    qkv = partial(_concatenated_slices, num_rows, step, starts)
+    qkv = partial(_concatenated_strided_slices, num_rows, step, starts)
     gates = partial(_strided_slices, num_rows, step, 2 * state.rows + value_rows, value_rows)
     name, shapes = f"{block}ssm_in.weight", ((num_rows, hidden),)
     return {"conv_proj.weight": MixerTensor(name, shapes, rows=qkv), "z_proj.weight": MixerTensor(name, shapes, rows=gates)}
@@ -165,15 +167,15 @@ def _strided_slices(num_rows: int, step: int, start: int, size: int) -> NDArray[
     return np.arange(num_rows).reshape(-1, step)[:, start : start + size].reshape(-1)
 
 
-def _concatenated_slices(num_rows: int, step: int, starts: tuple[tuple[int, int], ...]) -> NDArray[np.int64]:
-    """Return the concatenated row indices of `_strided_slices` for several pairs of start and size."""
-    return np.concatenate([_strided_slices(num_rows, step, start, size) for start, size in starts])
+def _concatenated_strided_slices(num_rows: int, stride: int, slices: tuple[tuple[int, int], ...]) -> NDArray[np.int64]:
+    """Return the concatenated row indices of `_strided_slices` for several `slices`, pairs of start and size."""
+    return np.concatenate([_strided_slices(num_rows, stride, start, size) for start, size in slices])
 
 
-def _value_head_order(key_heads: int, per_key_head: int, size: int, first: int) -> NDArray[np.int64]:
+def _value_head_order(key_heads: int, per_key_head: int, size: int, num_before: int) -> NDArray[np.int64]:
     """Return the stored row of each row of the network, which has the value heads of the first key head first.
 
-    The file has the first value head of every key head first. `first` other rows before them keep their order.
+    The file has the first value head of every key head first. `num_before` other rows before them keep their order.
     """
     stored = np.arange(key_heads * per_key_head * size).reshape(per_key_head, key_heads, size)
-    return np.concatenate((np.arange(first), first + stored.swapaxes(0, 1).reshape(-1)))
+    return np.concatenate((np.arange(num_before), num_before + stored.swapaxes(0, 1).reshape(-1)))

@@ -13,8 +13,8 @@ _NUMPY_TYPES = {KVCacheDtype.F32: np.float32, KVCacheDtype.BF16: np.uint16, KVCa
 
 
 @dataclass(frozen=True, slots=True)
-class KVBlockAccess:
-    """Access to rows of storage [2 * layers, num_blocks, K, bytes] uint8, with the keys of layer i at 2 * i and its values at 2 * i + 1.
+class KVBlockCodec:
+    """Copies and reads rows of storage [2 * layers, num_blocks, K, bytes] uint8: keys of layer i are at 2 * i, values at 2 * i + 1.
 
     Keys are column-major, values row-major. bfloat16 is interleaved in pairs (two columns of keys, two rows of values), int8 keys in quads
     of columns. A float32 scale for each int8 row follows the codes.

@@ -42,7 +42,7 @@ from paceline.runtimes.native.adapters import AdapterSiteNames, NativeAdapter
 from paceline.runtimes.native.aligned import aligned_zeros
 from paceline.runtimes.native.buffers import assign_buffers
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.kv_blocks import KVBlockAccess
+from paceline.runtimes.native.kv_blocks import KVBlockCodec
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.packed_weights import PackedWeights
 from paceline.runtimes.native.program import NativeBlocks, RecordedNetwork
@@ -207,8 +207,8 @@ class NativeNetwork(Network):
         self._shared.xlora_program.execution.set_cache(storage, windows, None, self.capabilities.kv_cache_dtype)
 
     @property
-    def _kv_block_access(self) -> KVBlockAccess:
-        return KVBlockAccess(self.capabilities.kv_cache_dtype, BLOCK_SIZE)
+    def _kv_block_access(self) -> KVBlockCodec:
+        return KVBlockCodec(self.capabilities.kv_cache_dtype, BLOCK_SIZE)
 
     def _allocate_storage(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
         try:
@@ -296,7 +296,9 @@ class NativeNetwork(Network):
         table = self._shared.weights.table("embedding" if self.config.tied_embeddings else "lm_head")
         return table.first_outputs(count) if isinstance(table, PackedWeights) else None
 
-    def shared_kv_reader(self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "NativeNetwork":
+    def network_on_shared_kv(
+        self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int
+    ) -> "NativeNetwork":
         return NativeNetwork(
             compose,
             config,

@@ -13,7 +13,7 @@ from paceline.models.weights import Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows
 from paceline.runtimes.native.buffers import assign_buffers
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.kv_blocks import KVBlockAccess
+from paceline.runtimes.native.kv_blocks import KVBlockCodec
 from paceline.runtimes.native.program import NativeBlocks, RecordedNetwork
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.xlora import Classifier
@@ -51,7 +51,7 @@ class NativeClassifier(Classifier):
         return self._execution.buffer_rows(self._result, num_rows, self._width)
 
 
-def add_scaling_pass_caches(cache: KVCache, rows: KVBlockAccess) -> list[PagedCache]:
+def add_scaling_pass_caches(cache: KVCache, rows: KVBlockCodec) -> list[PagedCache]:
     """Add to `cache`, for scaling passes, another cache like each of its layer caches. Return the added ones.
 
     Raises:

@@ -189,7 +189,9 @@ class TorchNetwork(Network):
             ids = torch.from_numpy(token_ids.astype(np.int64)).to(weights.device)
             return _to_numpy(scaled_rows(F.embedding(ids, weights.weight("embedding")), self.config))
 
-    def shared_kv_reader(self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "TorchNetwork":
+    def network_on_shared_kv(
+        self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int
+    ) -> "TorchNetwork":
         """See `Network`. The other network has the device and the type of this one."""
         can = self.capabilities
         return TorchNetwork(compose, config, weights, device=can.device, weight_type=can.weight_type, kv_source=self)

@@ -84,7 +84,7 @@ class DraftHistory:
 
     Attributes:
         bias: log-odds that are added to the rates over all requests.
-        num_observed: number of tokens that the bias was learned from, at most `MAX_BIAS_TOKENS`.
+        num_verified_tokens: number of tokens that the bias was learned from, at most `MAX_BIAS_TOKENS`.
         backoff_level: number of times in a row that drafting did not pay.
         resume_step: number of the first step in which the drafter may draft again.
         unsent_draft: length of the request, and a draft that was dropped before the pass of that step. Comparing it with the tokens
@@ -92,7 +92,7 @@ class DraftHistory:
     """
 
     bias: float = 0.0
-    num_observed: float = 0.0
+    num_verified_tokens: float = 0.0
     backoff_level: int = 0
     resume_step: int = 0
     unsent_draft: tuple[int, DraftTree] | None = None
@@ -117,9 +117,9 @@ class DraftHistory:
         """Update the bias with a verified token whose rate over all requests is `rate`."""
         expected = self.request_rate(rate)
         if (expected if accepted else 1.0 - expected) < MIN_OUTCOME_PROB:
-            self.num_observed = 0.0
-        self.num_observed = min(self.num_observed + 1.0, MAX_BIAS_TOKENS)
-        step = BIAS_LEARNING_RATE / (BIAS_PRIOR_WEIGHT + self.num_observed)
+            self.num_verified_tokens = 0.0
+        self.num_verified_tokens = min(self.num_verified_tokens + 1.0, MAX_BIAS_TOKENS)
+        step = BIAS_LEARNING_RATE / (BIAS_PRIOR_WEIGHT + self.num_verified_tokens)
         self.bias = min(max(self.bias + step * (accepted - expected), -MAX_BIAS), MAX_BIAS)
 
 

@@ -15,7 +15,7 @@ from paceline.speculation.request_rows import RequestRows
 
 FORGETTING_FACTOR = 0.96  # each new sample multiplies the weight of the earlier ones by it
 STALL_SPEEDUP = 3.0  # a sample so many times faster than expected means that the machine stalled during the earlier samples
-STALL_FORGETTING_FACTOR = 0.1  # forgetting factor of a sample after a stall
+STALL_FORGETTING_FACTOR = 0.1  # the first sample after a stall multiplies the weight of the earlier ones by this instead
 MAX_SLOWDOWN = 1.5  # longer samples are cut to this multiple of the expected time, because the machine probably stalled
 MIN_Y_SHARE = 1e-6  # minimum of sum(y * y) / sum(x * x) over recent samples; below it, b cannot be told apart from a
 MIN_STEP_S = 1e-7  # minimum time of a plain step, because noise can lead to a fit of zero
@@ -58,9 +58,9 @@ class LinearCost:
             x, y, seconds = weight * x, weight * y, weight * seconds
         self._xx, self._xy, self._yy = keep * self._xx + x * x, keep * self._xy + x * y, keep * self._yy + y * y
         self._xs, self._ys = keep * self._xs + x * seconds, keep * self._ys + y * seconds
-        self._fit()
+        self._update_fit()
 
-    def _fit(self) -> None:
+    def _update_fit(self) -> None:
         xx, xy = self._xx + self._ridge * self._ratio**2, self._xy - self._ridge * self._ratio
         yy = self._yy + self._ridge
         determinant = xx * yy - xy * xy
@@ -166,7 +166,10 @@ class CostModel:
         return self._draft_costs.get((drafter, nearest), LinearCost())
 
     def _profile_correction(self, adapters: AdapterUse) -> LinearCost:
-        """Return the factors a and b for passes with such adapters. Before the first sample they are those without adapters."""
+        """Return the correction of profiled forward times for passes that use adapters in this way.
+
+        Before the first such pass it is that of passes without adapters.
+        """
         correction = self._corrections.get(adapters)
         if correction is None:
             plain = self._corrections.get(AdapterUse.NONE)

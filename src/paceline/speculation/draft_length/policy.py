@@ -368,7 +368,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             return False
         self._overhead_budget_s, self._next_probe_budget_s = self._overhead_budget_s - price_s - prefill_s, 0.0
         self._probed = rows.request
-        rows.request.draft_histories[drafter.name].num_observed = 0.0  # a single probe must be able to correct the request's bias
+        rows.request.draft_histories[drafter.name].num_verified_tokens = 0.0  # a single probe must be able to correct the request's bias
         rows.budget = _limit_tokens(rows.budget, PROBE_TOKENS)
         return True
 
