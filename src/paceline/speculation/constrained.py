@@ -1,6 +1,7 @@
 """Drafts under a grammar: removes draft tokens that the grammar forbids, and adds the tokens that it forces.
 
-Verification obeys the grammar in any case, and verifies forced tokens like other draft tokens. All this only avoids useless rows.
+Verification obeys the grammar in any case, and verifies forced tokens like other draft tokens. All this only saves rows of tokens that
+would be rejected, and adds tokens that are likely to be accepted.
 """
 
 import sys
@@ -14,8 +15,8 @@ from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
-FORCED_SOURCE = "grammar"  # `DraftTree.sources` of forced tokens
-MAX_FORCED_TOKENS = 16  # maximum forced tokens in one draft, whatever the draft length
+FORCED_SOURCE = "grammar"  # value in `DraftTree.sources` that marks tokens forced by a grammar
+MAX_FORCED_TOKENS = 16  # maximum number of forced tokens in one draft, independent of the draft length
 
 
 def constrain_draft(rows: RequestRows) -> None:
@@ -57,7 +58,9 @@ def constrain(
     parents, token_ids, sources, probs = zip(*nodes, strict=True)
     if FORCED_SOURCE in sources or len(nodes) < given.num_draft_tokens:
         given = DraftTree.grow(given.token_ids[0], token_ids, parents, sources, probs=None if given.probs is None else probs)
-    return given.trim(vocab_size=sys.maxsize, max_depth=max_depth, row_budget=row_budget, layout=layout)  # a grammar allows valid ids only
+    return given.trim(
+        vocab_size=sys.maxsize, max_depth=max_depth, row_budget=row_budget, layout=layout
+    )  # tokens that a grammar forces are always in the vocabulary
 
 
 def _constrained_nodes(matcher: GrammarMatcher, given: DraftTree, max_depth: int) -> list[tuple[int, int, str, float]]:

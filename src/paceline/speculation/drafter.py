@@ -209,11 +209,11 @@ class Drafter(ABC):
         """Receive the rows that a target pass added to the cache, prompt chunks included. Work may be deferred to `propose`."""
 
     def has_candidates(self, request: Request) -> bool:
-        """Return whether `propose` may find a draft. Called in every step, so it must take microseconds."""
+        """Return False if `propose` would find no draft for the request. Called in every step, so it must take microseconds."""
         return True
 
     def prefill_s(self, request: Request) -> float:
-        """Return the seconds of prefill that the next `propose` must do first. Called in every step, so it must take microseconds."""
+        """Return the expected seconds of the drafter's own prefill before the next draft. Called in every step, in microseconds."""
         return 0.0
 
     def release(self, request: Request) -> None:

@@ -57,7 +57,7 @@ class Proposer:
     """
 
     def __init__(self, drafters: Sequence[Drafter], guard: ErrorGuard, *, vocab_size: int, layout: TreeLayout) -> None:
-        # names are read only once, because a drafter's property may raise later
+        # read once: `name` may be a property of a user's drafter that raises in a later step
         self._drafters = [(drafter.name, drafter) for drafter in sorted(drafters, key=lambda drafter: not drafter.traits.is_lookup)]
         self.draft_s = self.plan_s = 0.0
         self._guard, self._vocab_size, self._layout = guard, vocab_size, layout
@@ -79,7 +79,9 @@ class Proposer:
         for rows in batch:
             rows.skip_reason, rows.max_budget = self._skip_reason_or_budget(rows, policy, is_rejection=is_rejection)
             with self._guard:
-                constrain_draft(rows)  # a draft of the tokens that the grammar forces; drafters must offer more
+                constrain_draft(
+                    rows
+                )  # tokens that the grammar forces are the first draft; a drafter's replaces it if more is expected of it
         if reason is None:
             for name, drafter in self._drafters:
                 self._call_drafter_guarded(name, drafter, batch, policy, max_rows)
@@ -98,7 +100,7 @@ class Proposer:
     def _skip_reason_or_budget(
         self, rows: RequestRows, policy: FixedDraftLength, *, is_rejection: bool
     ) -> tuple[SkipReason | None, DraftBudget | None]:
-        """Return the maximum budget of a request, or the reason why nothing may be drafted for it."""
+        """Return the most rows and depth that a request's draft may have, or the reason why nothing may be drafted for it."""
         request = rows.request
         if rows.tree is None:
             return None, None
@@ -108,7 +110,7 @@ class Proposer:
             return SkipReason.RESUMED, None
         if not request.is_speculative or not self._drafters:
             return SkipReason.OFF, None
-        if request.num_remaining_tokens < 2:  # one of them is the bonus token
+        if request.num_remaining_tokens < 2:  # the last token of a step is always the bonus token
             return SkipReason.NO_ROOM, None
         row_budget, max_depth = request.limit_draft(policy.row_budget, policy.num_speculative_tokens)
         return None, DraftBudget(row_budget, max_depth, self._layout, is_rejection and not request.params.is_greedy)
@@ -170,7 +172,7 @@ class Proposer:
                 rows.set_draft(usable, tree.num_draft_tokens, SkipReason.UNUSABLE)
         seconds = perf_counter() - start_s
         self.draft_s += seconds
-        if not has_prefill:  # calls without a prefill take less time
+        if not has_prefill:  # a call that prefills takes longer, and would distort the time of later drafts
             policy.observe_draft_time(drafter, len(called), depth, seconds)
         return True
 
@@ -207,7 +209,7 @@ def _num_draft_rows(rows: RequestRows, parents: Sequence[int]) -> int:
 
 
 def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
-    """Reserve cache slots for all rows of a pass. If there are too few blocks, drafts shrink until the other rows fit.
+    """Reserve cache slots for all rows of a pass. If there are too few blocks, drafts shrink until the remaining rows fit.
 
     Raises:
         CapacityError: the rows without drafts do not fit; nothing was changed.

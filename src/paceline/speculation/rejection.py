@@ -25,15 +25,15 @@ from paceline.speculation.verify import VerifyResult, verify
 class Acceptance(Enum):
     """The rule that accepts draft tokens."""
 
-    MATCH = "match"  # a draft token must be the token that the target samples: the same text as plain decoding with that seed
+    MATCH = "match"  # a draft token must be the token that the target samples: the text of plain decoding with the same seed
     REJECTION = "rejection"  # rejection sampling: another text, of the same distribution
 
 
 class StepRandomness:
     """Random decisions of the verification of one step.
 
-    Their noise is a function of two numbers, the tokens before the step and the depth in the draft. A function of the position alone, which
-    is the sum of both, would give the same noise twice: block verification uses later draft tokens to decide on earlier ones, and the next
+    Their noise is a function of two numbers: how many tokens are before the step, and the depth in the draft. A function of the position
+    alone, which is the sum of both, would give the same noise twice: block verification uses later draft tokens to decide on earlier ones, and the next
     step samples tokens for those later positions again.
     """
 
@@ -75,7 +75,7 @@ class RejectionSampler:
     Args:
         target_probs: (node, tokens from the root to it, root excluded) -> the target's distribution of the next token.
         new_finish_check: makes a check that finds the token that finishes the request, after which none is accepted.
-        randomness: random decisions; tests enumerate all of them.
+        randomness: source of the random decisions; tests pass one that goes through all of them.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class RejectionSampler:
         except BaseException as error:
             if not self._accepted or is_interrupt(error):
                 raise
-            self._accepted.pop()  # its token becomes the bonus token; the next step begins with the invalid row and raises the error
+            self._accepted.pop()  # nothing can be sampled after it: its token becomes the bonus token, and the next step raises
             return None
         draft = tree.draft_probs.get(node)
         if draft is None:
@@ -114,7 +114,7 @@ class RejectionSampler:
             return self._append_token(token, tree.child(node, token))
         for index, child in enumerate(tree.children(node)):
             token = tree.token_ids[child]
-            if draft is None:  # no other token has a probability above 0 in the draft distribution
+            if draft is None:  # all tokens of the draft distribution were rejected: no further child was sampled from it
                 break
             if self._randomness.accepts(acceptance_ratio(target, draft, token), depth, index):
                 return self._append_token(token, child)
@@ -133,7 +133,9 @@ class RejectionSampler:
         for depth in range(length):
             try:
                 target = self._target_probs(depth, tree.token_ids[1 : depth + 1])
-            except BaseException as error:  # verify only the tokens before an invalid row, because the output may never reach it
+            except (
+                BaseException
+            ) as error:  # verify only the nodes before the first one with invalid logits (NaN), because the output may never reach it
                 if depth == 0 or is_interrupt(error):
                     raise
                 length = depth
@@ -143,7 +145,7 @@ class RejectionSampler:
             if depth == 0 or self._randomness.accepts(block_threshold(ratio, weights), depth - 1, 0):
                 num_accepted, target_after, weights_after = depth, target, weights
             ratio = min(1, ratio * acceptance_ratio(target, draft, tree.token_ids[depth + 1]))
-            if ratio == 0:  # neither this draft token nor a later one can be accepted
+            if ratio == 0:  # the target gives this token probability 0: neither it nor a draft token after it can be accepted
                 break
         is_whole = self._randomness.accepts(ratio, length - 1, 0)
         node: int | None = 0

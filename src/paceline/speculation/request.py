@@ -137,7 +137,7 @@ class Request:
         return self.num_speculative_tokens != 0
 
     def limit_draft(self, row_budget: int, max_depth: int) -> tuple[int, int]:
-        """Return a row budget and a depth, reduced to the request's `num_speculative_tokens` and to the tokens that it may still emit."""
+        """Return the given row budget and depth, each reduced to `num_speculative_tokens` and to the tokens that may still be emitted."""
         max_depth, limit = min(max_depth, self.num_remaining_tokens - 1), self.num_speculative_tokens
         return (row_budget, max_depth) if limit is None else (min(row_budget, limit + 1), min(max_depth, limit))
 

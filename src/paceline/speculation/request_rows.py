@@ -102,7 +102,7 @@ class RequestRows:
         return () if self.tree is None else range(self.root_node, num_nodes)
 
     def set_output(self, output: PlanOutput, logits: FloatArray) -> None:
-        """Store the request's output. `logits`: [R, V] of the whole pass, without padding ids."""
+        """Store the request's part of the pass's output. `logits`: [R, V] of all requests, without padding ids."""
         self.output, self.root_logits_row = output, output.first_logits_row
         if self.request.needs_prompt_logits:
             self.prompt_logits = logits[self.root_logits_row : self.root_logits_row + self.num_new_tokens]
@@ -110,9 +110,9 @@ class RequestRows:
         self.logits = logits[self.root_logits_row : output.end_logits_row]
 
     def keep_accepted(self, accepted_nodes: Sequence[int]) -> None:
-        """Add accepted nodes of the tree to `kept_nodes`."""
+        """Add accepted nodes, given by their number in the tree, to `kept_nodes`, which numbers nodes of the pass."""
         if self.tree is not None and accepted_nodes:
-            if isinstance(self.tree.parents, range):  # certainly a chain, whose rows are contiguous
+            if isinstance(self.tree.parents, range):  # the tree is a chain: accepted nodes follow the new tokens without a gap
                 self.kept_nodes = range(self.num_new_tokens + len(accepted_nodes))
             else:
                 self.kept_nodes = [*range(self.num_new_tokens), *(self.root_node + node for node in accepted_nodes)]

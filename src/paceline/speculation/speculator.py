@@ -17,7 +17,8 @@ from paceline.speculation.verify import VerifyResult, verify
 
 
 class Speculator:
-    """Drafts for the requests of a step, verifies the drafts and updates the policy with the outcome. If a drafter fails, steps are plain.
+    """Drafts for the requests of a step, verifies the drafts and updates the policy with the outcome. A drafter that fails gives no draft;
+    a step without any draft is plain.
 
     Args:
         drafters: empty for plain decoding.
@@ -74,7 +75,7 @@ class Speculator:
         return verify_rejection(tree, rows.logits, rows.request)
 
     def _is_match(self, request: Request) -> bool:
-        """Return whether a draft token must be the token that the target samples. At temperature 0 both rules are the same."""
+        """Return whether a request is verified by the rule MATCH. At temperature 0 always, because both rules accept the same tokens."""
         return self.acceptance is Acceptance.MATCH or request.params.is_greedy
 
     def forward(self, target: Network, arguments: Pass) -> ForwardOutput:
@@ -101,13 +102,13 @@ class Speculator:
             self.observe_rows([self._committed_rows(rows, rows.output) for rows in batch if rows.output is not None and rows.is_observed])
 
     def observe_rows(self, committed: Sequence[CommittedRows]) -> None:
-        """Pass kept rows to the drafters. Each drafter receives the hidden states that it needs."""
+        """Pass the rows that stay in the target's cache to the drafters, each with the hidden states that the drafter needs."""
         for drafter in self._observers:
             with self._guard:
                 drafter.observe([rows.with_layers(self._needs.layers, drafter.needs.layers) for rows in committed])
 
     def _committed_rows(self, rows: RequestRows, output: PlanOutput) -> CommittedRows:
-        """Return a request's kept rows with the activations that any drafter needs."""
+        """Return a request's kept rows with the hidden states that at least one drafter needs."""
         nodes = rows.kept_nodes
         hidden = output.hidden_states(nodes) if self._needs.hidden_states else None
         collected = output.collected_hidden_states(nodes) if self._needs.layers else None

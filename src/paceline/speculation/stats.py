@@ -66,7 +66,8 @@ class SpeculationStats:
 
     @property
     def num_bonus_tokens(self) -> int:
-        """Number of emitted tokens that are not accepted draft tokens: one a step. The token that finishes a request counts as one."""
+        """Number of emitted tokens that are not accepted draft tokens: one a step. The token that finishes a request counts
+        as a bonus token even if it was drafted."""
         return self.num_emitted_tokens - self.num_accepted_tokens
 
     @property

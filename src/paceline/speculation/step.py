@@ -29,7 +29,7 @@ from paceline.speculation.tree import DraftTree
 
 
 class PassInterrupted(BaseException):
-    """An interrupt during the target's pass, which is the `__cause__`. Nothing was committed: requests are as they were before the step."""
+    """The target's pass was interrupted; `__cause__` is the interrupt. Nothing was committed: requests are as they were before the step."""
 
 
 def step(
@@ -45,7 +45,7 @@ def step(
 
     Args:
         requests: unfinished requests, each with a sequence in `cache`.
-        num_new_tokens: by request, number of its tokens without cached rows that run.
+        num_new_tokens: for each request, how many of its tokens without cached rows run in this pass.
         max_rows: maximum number of rows of the pass; drafts get what the other rows leave. None = no limit.
 
     Raises:
@@ -60,7 +60,7 @@ def step(
     for rows in batch:
         try:
             _verify_and_commit(rows, cache, speculator)
-        except BaseException as error:  # such as a NaN row, or no allowed token: only this request ends
+        except BaseException as error:  # an error of one request, such as NaN logits or no allowed token: only this request ends
             if is_interrupt(error):
                 raise
             _fail(rows.request, as_exception(error), cache)
@@ -118,7 +118,7 @@ def _accept(rows: RequestRows, tree: DraftTree, speculator: Speculator) -> None:
 
 
 def _fail(request: Request, error: Exception, cache: KVCache) -> None:
-    """Finish a request with an error. If its values were NaN or infinite, its rows are removed from the prefix cache."""
+    """Finish a request with an error. If its logits were NaN or infinite, its rows are removed from the prefix cache."""
     cache.cancel(request.sequence)
     if isinstance(error, CheckpointError):
         cache.evict(request.sequence)

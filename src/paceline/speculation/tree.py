@@ -67,17 +67,17 @@ class DraftTree:
             draft_token_ids: tokens of the given nodes 1 … n.
             parents: parent of each given node, 0 = the root.
             source: name of the drafter of all given nodes, or of each.
-            draft_probs: by given node, the distribution from which its children were sampled; None = no children were sampled.
+            draft_probs: for each given node, the distribution from which its children were sampled; None = no children were sampled.
             probs: confidence in given nodes 1 … n; None = unknown.
         """
-        node_of = [0]  # by given node: the node that represents it, which is the first of its siblings with that token
-        children: list[dict[int, int]] = [{}]  # by given node: its children by token
+        node_of = [0]  # for each given node: the node that it is merged into, its first sibling with the same token
+        children: list[dict[int, int]] = [{}]  # for each given node: its children by token
         for index, (token, parent) in enumerate(zip(draft_token_ids, parents, strict=True), start=1):
             if not 0 <= parent < index:
                 raise ValueError(f"node {index} names parent {parent}: parents come before their children")
             node_of.append(children[node_of[parent]].setdefault(token, index))
             children.append({})
-        order, depths, tree_parents = [0], [0], [-1]  # one entry for each node of the result: given node, depth, parent
+        order, depths, tree_parents = [0], [0], [-1]  # for each node of the result: its number among the given nodes, its depth, its parent
         for position, node in enumerate(order):  # breadth-first: `order` grows while it is read
             for child in children[node].values():
                 order.append(child)
@@ -97,13 +97,14 @@ class DraftTree:
         )
 
     def check(self) -> None:
-        """Check that the arrays describe a tree and match in length, and that sampled tokens have a probability in `draft_probs`.
+        """Check that the arrays describe a tree and match in length, and that sampled tokens have a probability above 0 in
+        `draft_probs`.
 
         Raises:
             ValueError: one of these conditions does not hold.
         """
         count = len(self.token_ids)
-        if self.parents != range(-1, count - 1) or self.depths != range(count):  # otherwise it is a chain, valid by construction
+        if self.parents != range(-1, count - 1) or self.depths != range(count):  # a chain is valid by construction
             depths: list[int] = []
             for node, parent in enumerate(self.parents):
                 if parent != -1 if node == 0 else not 0 <= parent < node:
@@ -200,7 +201,7 @@ class DraftTree:
         A distribution in `draft_probs` with a probability for an invalid id is dropped, so that its children count as not sampled. If it
         were dropped only when an invalid id was sampled, valid ids would be accepted too often.
         """
-        kept = dict[int, None]()  # a set in the order of insertion
+        kept = dict[int, None]()  # used as a set that keeps the order of insertion
         for node, (token, parent, depth) in enumerate(zip(self.token_ids, self.parents, self.depths, strict=True)):
             if node == 0 or (parent in kept and depth <= max_depth and 0 <= token < vocab_size):
                 kept[node] = None

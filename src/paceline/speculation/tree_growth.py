@@ -36,7 +36,7 @@ def grow_tree(
     *,
     min_path_prob: float = 0.0,
 ) -> DraftTree | None:
-    """Return the tree of the candidates with the greatest path probability per row; None if no candidate is usable.
+    """Return the tree of the candidates with the greatest path probability per row; None if no candidate fits.
 
     Args:
         budget: rows, depth and layout of the tree.
@@ -85,7 +85,7 @@ def grow_tree_stepwise(root_token_id: int, budget: DraftBudget, context: Context
         is_expandable, num_added = False, added_rows(parent)
         if num_added > rows_left:
             continue
-        if -negative_value > path_prob / num_added:  # a sibling was added after this candidate was queued, so it adds more rows now
+        if -negative_value > path_prob / num_added:  # since it was queued, a sibling was added: with PATHS it now begins a path of its own
             heapq.heappush(queue, (-path_prob / num_added, arrival, path_prob, parent, candidate))
             continue
         token_id, prob, source, context = candidate

@@ -51,7 +51,7 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request, path: SampledP
         except BaseException as error:
             if not accepted or is_interrupt(error):
                 raise
-            # The last node's token becomes the bonus token. The next step begins with this row and raises the error.
+            # No token can be sampled after this node. Its own token becomes the bonus token, and the next step raises the error.
             return VerifyResult(tuple(accepted[:-1]), tuple(token_ids))
         token_ids.append(token)
         child = tree.child(node, token)
@@ -62,7 +62,7 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request, path: SampledP
 
 
 def _cut_at_finish(path: SampledPath, request: Request) -> VerifyResult:
-    """Return the result of a sampled path; the token that finishes the request is its bonus token, and later tokens are dropped."""
+    """Return the result of a path of the compiled sampler. A token that finishes the request becomes its last one, the bonus token."""
     token_ids, nodes = path
     count = len(nodes)
     if nodes and not cannot_finish(request, token_ids[:-1]):

@@ -12,18 +12,20 @@ from dataclasses import dataclass, field
 
 from paceline.speculation.tree import DraftTree
 
-PRIOR_RATE = 0.6  # acceptance rate of a drafter before any token was verified
-PRIOR_WEIGHT = 4.0  # weight of the prior rate at depth 1 or of a probability, in verified tokens
-DEEPER_PRIOR_WEIGHT = 12.0  # weight of the prior rate at a greater depth, which is the rate at the depth before it
-MAX_COUNT = 512.0  # counts are halved when they reach it, so that recent tokens weigh more
-BIAS_PRIOR_WEIGHT = 12.0  # weight of the prior that the bias is 0, in verified tokens
+PRIOR_RATE = 0.6  # assumed acceptance rate of a drafter of which no token has been verified yet
+PRIOR_WEIGHT = 4.0  # the assumed rate counts as so many verified tokens, at depth 1 and in each range of probabilities
+DEEPER_PRIOR_WEIGHT = 12.0  # at depths above 1, the rate at the previous depth counts as so many verified tokens
+MAX_COUNT = 512.0  # the counts of verified and accepted tokens are halved at so many verified tokens: recent ones weigh more
+BIAS_PRIOR_WEIGHT = 12.0  # the assumption that a request has no bias counts as so many verified tokens
 MAX_BIAS_TOKENS = 64.0  # maximum weight of earlier tokens in the bias, so that it keeps adapting
-BIAS_LEARNING_RATE = 5.0  # the step of Newton's method, 1 / (p * (1 - p)), at an acceptance rate p of 0.28 or 0.72
+BIAS_LEARNING_RATE = 5.0  # learning rate of the bias: Newton's method takes 1 / (p * (1 - p)), here for p = 0.28 or 0.72
 MAX_BIAS = 6.0
-MIN_OUTCOME_PROB = 0.06  # a less probable outcome means that the text has changed: earlier tokens lose their weight in the bias
+MIN_OUTCOME_PROB = (
+    0.06  # if a token's outcome was less probable, the kind of text has changed: earlier tokens lose their weight in the bias
+)
 MIN_RATE, MAX_RATE = 0.004, 0.995  # bounds of acceptance rates: no token is certain or impossible
-SIBLING_FACTOR = 0.3  # acceptance rate of a sibling relative to the sibling before it, if the drafter gives no probabilities
-FORCED_RATE = 0.98  # acceptance rate of tokens forced by a grammar; below 1 because the model may tokenize the text differently
+SIBLING_FACTOR = 0.3  # factor from a child's acceptance rate to its next sibling's, for drafters without probabilities
+FORCED_RATE = 0.98  # acceptance rate of tokens forced by a grammar; below 1 because the model may produce the same text in other tokens
 
 
 @dataclass(slots=True)
@@ -66,8 +68,8 @@ class AcceptanceRates:
 
     @property
     def optimism(self) -> float:
-        """Standard deviation of the estimated log-odds of acceptance at depth 1. Drafts are planned with log-odds raised by it, so that
-        a few rejected tokens do not stop drafting."""
+        """What is added to log-odds of acceptance when drafts are planned, so that a few rejected tokens do not stop drafting: the standard
+        deviation of the estimate at depth 1."""
         verified, _ = self._counts.get(("depth", 1), (0.0, 0.0))
         rate = clip_rate(self.rates_by_depth(1)[0])
         return 1.0 / math.sqrt((verified + PRIOR_WEIGHT) * rate * (1.0 - rate))
@@ -80,15 +82,15 @@ class AcceptanceRates:
 
 @dataclass(slots=True)
 class DraftHistory:
-    """Acceptance and backoff of one drafter for one request.
+    """Acceptance of one drafter for one request, and the pauses of the drafter while it does not pay (backoff).
 
     Attributes:
         bias: log-odds that are added to the rates over all requests.
         num_verified_tokens: number of tokens that the bias was learned from, at most `MAX_BIAS_TOKENS`.
         backoff_level: number of times in a row that drafting did not pay.
-        resume_step: number of the first step in which the drafter may draft again.
-        unsent_draft: length of the request, and a draft that was dropped before the pass of that step. Comparing it with the tokens
-            generated later measures acceptance without a row. None = there is none.
+        resume_step: index of the first step in which the drafter may draft again.
+        unsent_draft: the last draft that was dropped before the target's pass, and the number of the request's tokens then. Comparing it
+            with the tokens generated later measures acceptance without a row. None = there is none.
     """
 
     bias: float = 0.0
@@ -129,7 +131,7 @@ def clip_rate(rate: float) -> float:
 
 
 def match_confidence(match_len: int, count: int) -> list[float]:
-    """Return the confidence of a lookup drafter in each of `count` tokens, copied from after an earlier occurrence of the last `match_len`.
+    """Return the confidence of a lookup drafter in each of `count` tokens that follow an earlier occurrence of the last `match_len` tokens.
 
     It grows from token to token, because each copied token lengthens the match for those after it.
     """

@@ -13,15 +13,15 @@ from enum import IntEnum, auto
 from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ForwardProfile
 from paceline.speculation.request_rows import RequestRows
 
-FORGETTING_FACTOR = 0.96  # each new sample multiplies the weight of the earlier ones by it
-STALL_SPEEDUP = 3.0  # a sample so many times faster than expected means that the machine stalled during the earlier samples
-STALL_FORGETTING_FACTOR = 0.1  # the first sample after a stall multiplies the weight of the earlier ones by this instead
-MAX_SLOWDOWN = 1.5  # longer samples are cut to this multiple of the expected time, because the machine probably stalled
-MIN_Y_SHARE = 1e-6  # minimum of sum(y * y) / sum(x * x) over recent samples; below it, b cannot be told apart from a
-MIN_STEP_S = 1e-7  # minimum time of a plain step, because noise can lead to a fit of zero
-PRIOR_SAMPLES = 0.25  # weight of the expected ratio b / a in a fit, in samples
-USUAL_DRAFT_TOKENS = 4.0  # usual number of draft tokens in a step, for the fit of the host's time
-MIN_PROPOSALS = 8  # proposals of a drafter before its measured times are used; the first ones also allocate memory and load kernels
+FORGETTING_FACTOR = 0.96  # each new time sample multiplies the weight of the earlier samples in a fit by this
+STALL_SPEEDUP = 3.0  # after a sample this many times faster than expected, the samples before it count as taken in a stall
+STALL_FORGETTING_FACTOR = 0.1  # forgetting factor of the first sample after such a stall
+MAX_SLOWDOWN = 1.5  # a sample longer than this multiple of the expected time is cut to it: the machine probably stalled
+MIN_Y_SHARE = 1e-6  # in the fit seconds = a * x + b * y: if sum(y * y) / sum(x * x) is below this, samples do not determine b
+MIN_STEP_S = 1e-7  # lower limit of the predicted seconds of a step without drafts: noise can make a fit predict zero
+PRIOR_SAMPLES = 0.25  # the expected ratio b / a counts as this many samples in a fit
+USUAL_DRAFT_TOKENS = 4.0  # usual number of draft tokens in a step, for the fit of the time outside of the target's pass
+MIN_PROPOSALS = 8  # `propose` calls until a drafter's times are used: the first ones also allocate memory and load kernels
 
 
 class LinearCost:
@@ -71,7 +71,9 @@ class LinearCost:
                 self.a, self.b = 0.0, self._ys / self._yy
             elif self.b < 0.0:
                 self.a, self.b = self._xs / self._xx, 0.0
-        elif (expected := self.a * self._xx + self.b * self._xy) > 0.0:  # all samples have the same ratio y / x: a and b keep theirs
+        elif (
+            expected := self.a * self._xx + self.b * self._xy
+        ) > 0.0:  # all samples have the same y / x: scale both a and b, and keep b / a
             self.a, self.b = self.a * self._xs / expected, self.b * self._xs / expected
         else:
             self.a, self.b = (0.0, self._ys / self._yy) if self._yy > 0.0 else (self._xs / max(1e-30, self._xx), 0.0)
@@ -82,7 +84,7 @@ class AdapterUse(IntEnum):
 
     NONE = auto()
     SOME_ROWS = auto()
-    MIXTURE_PASS = auto()  # the adapter is X-LoRA: each row runs twice
+    MIXTURE_PASS = auto()  # X-LoRA: the model runs once to compute the scalings of the adapters, and again with them
 
 
 @dataclass(slots=True)
@@ -121,9 +123,11 @@ class CostModel:
         self.profile = profile
         self.host_cost = LinearCost(usual_y=USUAL_DRAFT_TOKENS)
         self._corrections: dict[AdapterUse, LinearCost] = {}
-        self._draft_costs: dict[tuple[str, int], LinearCost] = {}  # by drafter and num_requests.bit_length(): similar numbers share one
-        self._num_proposals: dict[str, int] = {}  # by drafter
-        self._profile_s: list[float] = []  # the profile's seconds by number of rows
+        self._draft_costs: dict[
+            tuple[str, int], LinearCost
+        ] = {}  # fits by drafter and num_requests.bit_length(): similar numbers of requests share one
+        self._num_proposals: dict[str, int] = {}  # number of `propose` calls by drafter
+        self._profile_s: list[float] = []  # seconds of a forward pass by number of rows, as measured at load
 
     def step_times(self, shape: BatchShape, max_drafts: int) -> list[float]:
         """Return [max_drafts + 1] seconds of a step with 0, 1, … draft tokens, without the time of drafters."""

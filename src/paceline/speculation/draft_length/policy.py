@@ -29,13 +29,16 @@ MIN_GAIN = 0.03  # drafts are sent if the expected speedup is at least 1 + MIN_G
 MIN_PATH_PROB = 0.02  # pruning drops a draft token if the probability of its path is lower
 UNMEASURED_DRAFT_LEN = 4  # maximum number of draft tokens of a drafter whose time or acceptance is not measured well enough
 MIN_VERIFIED_TOKENS = 8  # number of verified tokens from which on the acceptance of a drafter counts as measured
-NEGLIGIBLE_SHARE = 0.02  # time of a draft token, as a share of a plain step, up to which drafters need not stop early
+NEGLIGIBLE_SHARE = 0.02  # drafters whose tokens take at most this share of a plain step need not stop at improbable tokens
 OVERHEAD_SHARE = 0.01  # share of run time that may be spent on drafting without benefit
-OVERHEAD_STEPS = 128  # the overhead budget holds at most the share of so many steps
-MAX_CHARGE = 0.25  # maximum charge of one step to the overhead budget, in forward passes
+OVERHEAD_STEPS = 128  # the overhead budget holds at most what so many steps add to it
+MAX_CHARGE = 0.25  # one step takes at most the time of this many forward passes from the overhead budget
 PROBE_TOKENS = 2  # draft length of a probe, which measures whether an unprofitable drafter is profitable again
-MAX_BACKOFF_LEVEL, MAX_LOOKUP_BACKOFF_LEVEL = 6, 3  # at most 2 ** 6 = 64 steps; 8 for lookup drafters, which take next to no time
-UNSENT_TOKENS = 4  # tokens of a dropped draft that are compared with the text afterwards
+MAX_BACKOFF_LEVEL, MAX_LOOKUP_BACKOFF_LEVEL = (
+    6,
+    3,
+)  # a drafter that does not pay pauses for at most 2 ** 6 = 64 steps, a lookup drafter for 8
+UNSENT_TOKENS = 4  # tokens of a dropped draft that are compared with the text generated afterwards, which shows its acceptance
 
 
 class FixedDraftLength:
@@ -172,14 +175,14 @@ class AdaptiveDraftLength(FixedDraftLength):
     def __init__(self, num_speculative_tokens: int, profile: ForwardProfile, *, row_budget: int | None = None) -> None:
         super().__init__(num_speculative_tokens, row_budget=row_budget)
         self.cost = CostModel(profile)
-        self.rates = defaultdict[tuple[str, bool], AcceptanceRates](AcceptanceRates)  # by drafter, and by whether requests are greedy
+        self.rates = defaultdict[tuple[str, bool], AcceptanceRates](AcceptanceRates)  # by drafter, and whether requests are greedy
         self._step = 0
-        self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)  # while it is negative, no drafter is called in steps that only decode
-        self._next_probe_budget_s = 0.0  # amount that the budget must reach before the next probe
+        self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)  # while it is negative, no drafter is called in steps without prefill
+        self._next_probe_budget_s = 0.0  # seconds that the overhead budget must reach before the next probe
         self._shape = BatchShape(0, 0, False, 0.0, AdapterUse.NONE)  # batch of the current step
-        self._probed: Request | None = None  # request that probes in the current step
+        self._probed: Request | None = None  # request for which a probe is drafted in the current step
         self._is_charged = (
-            False  # whether a step without drafts pays for deciding so; False while no request may draft, so that the budget refills
+            False  # whether time to decide against drafts is charged to the overhead budget; False while no request may draft
         )
         self._mean_output_len = 0.0
 
@@ -240,7 +243,10 @@ class AdaptiveDraftLength(FixedDraftLength):
         if not prunable:
             return
         num_fixed = sum(rows.num_draft_tokens for rows in batch) - sum(rows.num_draft_tokens for rows in prunable)
-        orders, probs_by_request = list[list[int]](), list[list[float]]()  # nodes by descending path probability; these probabilities
+        orders, probs_by_request = (
+            list[list[int]](),
+            list[list[float]](),
+        )  # by request: nodes by descending path probability; their path probabilities
         for rows in prunable:
             path_probs = self._path_probs(rows.request, rows.tree)
             nodes = [node for node, prob in enumerate(path_probs) if prob >= MIN_PATH_PROB]
@@ -249,7 +255,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         max_tokens = sum(map(len, probs_by_request))
         if max_rows is not None:
             max_tokens = min(max_tokens, max_rows - self._shape.num_rows - num_fixed)
-            if max_tokens < 1:  # `fit_rows` removes the drafts
+            if max_tokens < 1:  # the other rows alone fill the pass; `fit_rows` will remove the drafts
                 return
         times = self.cost.step_times(self._shape, num_fixed + max_tokens)[num_fixed:]
         best = best_draft_counts(probs_by_request, times, sum(rows.tree is not None for rows in batch))
@@ -267,7 +273,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         rates_by_depth = rates.rates_by_depth(tree.tree_depth)
         for node, accepted_child in zip([0, *accepted_nodes], [*accepted_nodes, None], strict=True):
             if accepted_child is None and request.is_finished:
-                return  # the children of the last accepted node were not verified
+                return  # it finished at the last accepted node, whose children were compared with no token: they do not count as rejected
             for rank, child in enumerate(tree.children(node)):
                 if tree.sources[child] == FORCED_SOURCE:
                     continue
@@ -305,10 +311,10 @@ class AdaptiveDraftLength(FixedDraftLength):
     def _planned_path_probs(
         self, batch: Sequence[RequestRows], drafter: Drafter, present_probs: Sequence[Sequence[float]]
     ) -> tuple[list[Sequence[float]], set[int]]:
-        """Return path probabilities by request (see `best_draft_counts`), and the indices of those for which this drafter should draft.
+        """Return path probabilities by request, as for `best_draft_counts`, and the indices of requests for which to draft.
 
-        For the latter, they are estimated by depth. For the others, they are those of the draft that the request has, because no better
-        draft is expected (`present_probs`, empty without a draft).
+        For these requests, the probabilities are estimated from acceptance rates by depth. For the other ones, they are `present_probs`,
+        those of the draft that the request has (empty without one): this drafter is not expected to make a better one.
         """
         path_probs, undrafted = list(present_probs), set[int]()
         for index, rows in enumerate(batch):
@@ -326,8 +332,8 @@ class AdaptiveDraftLength(FixedDraftLength):
         """Return the budget of a request for which the policy chose `count` draft tokens.
 
         If drafting a token takes noticeable time and the drafter gives probabilities, the drafter stops by itself: at the path probability
-        below which another token costs more time than it saves. `count` then limits the draft in batches only, where all requests wait for
-        the longest draft.
+        below which another token costs more time than it saves. `count` then limits the draft only if the batch has several requests,
+        because all of them wait for the longest draft.
         """
         rates, history = self.rates[drafter, request.params.is_greedy], request.draft_histories[drafter]
         token_s = self.cost.draft_token_s(drafter)
@@ -337,10 +343,9 @@ class AdaptiveDraftLength(FixedDraftLength):
             budget = replace(budget, row_budget=1 + count * width, max_depth=count)
         if not stops_early:
             return budget
-        num_rows = min(8, len(times) - 1)  # the time of a pass grows in steps; this is the mean slope over some rows
+        num_rows = min(8, len(times) - 1)  # the time of a pass grows with its rows like a staircase; this is its mean slope
         row_s = max(0.0, times[num_rows] - times[0]) / max(1, num_rows)
-        # Tokens that the planned step would generate in the time of one more draft token. That token is accepted with the probability of
-        # its path times its own rate, which is about that of a first token.
+        # Drafting stops where one more token would bring less than the planned step does in the same time; its rate is that of depth 1.
         lost_tokens = best.expected_tokens / best.seconds * (row_s + (token_s if batch_size == 1 else 0.0))
         min_path_prob = min(0.9, lost_tokens / max(0.2, rates.rates_by_depth(1)[0]))
         return replace(budget, min_path_prob=min_path_prob, calibrate=lambda prob: history.request_rate(rates.rate_by_prob(prob)))
@@ -350,7 +355,9 @@ class AdaptiveDraftLength(FixedDraftLength):
         prefill_s = drafter.prefill_s(request)
         if prefill_s <= 0.0:
             return True
-        num_output = request.num_output_tokens  # a text that is longer than the mean is expected to double
+        num_output = (
+            request.num_output_tokens
+        )  # a request that is longer than the mean of finished ones is expected to reach twice its present length
         num_expected = max(self._mean_output_len - num_output, num_output, 1.0) if self._mean_output_len else request.num_remaining_tokens
         saved_s_per_token = times[0] * (1.0 - math.exp(-best.log_speedup))
         return prefill_s <= saved_s_per_token * min(request.num_remaining_tokens, num_expected)
@@ -360,7 +367,9 @@ class AdaptiveDraftLength(FixedDraftLength):
         if self._probed is not None or rows.budget is None or min(rows.budget.max_depth, len(times) - 1) < PROBE_TOKENS:
             return False
         price_s = times[PROBE_TOKENS] - times[0] + self.cost.draft_s(drafter.name, 1, PROBE_TOKENS)
-        full_s = 0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * times[0]  # a nearly full budget is always enough, because the price may be wrong
+        full_s = (
+            0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * times[0]
+        )  # a nearly full budget always pays for a probe: without one, a wrong price is never corrected
         prefill_s = drafter.prefill_s(rows.request)
         required_s = min(price_s, full_s) + prefill_s
         if self._overhead_budget_s < required_s:
@@ -368,7 +377,9 @@ class AdaptiveDraftLength(FixedDraftLength):
             return False
         self._overhead_budget_s, self._next_probe_budget_s = self._overhead_budget_s - price_s - prefill_s, 0.0
         self._probed = rows.request
-        rows.request.draft_histories[drafter.name].num_verified_tokens = 0.0  # a single probe must be able to correct the request's bias
+        rows.request.draft_histories[
+            drafter.name
+        ].num_verified_tokens = 0.0  # earlier tokens lose their weight in the bias, so that this probe can change it
         rows.budget = _limit_tokens(rows.budget, PROBE_TOKENS)
         return True
 
@@ -415,7 +426,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         name = drafter_of(tree) or FORCED_SOURCE
         rates, history = self.rates[name, request.params.is_greedy], request.draft_histories[name]
         rates_by_depth, path_probs = rates.rates_by_depth(tree.tree_depth), [1.0]
-        sibling_rates = dict[int, float]()  # by parent: acceptance rate of the child before
+        sibling_rates = dict[int, float]()  # by parent: acceptance rate of its child that was handled last
         for node in range(1, len(tree.token_ids)):
             parent = tree.parents[node]
             if tree.sources[node] == FORCED_SOURCE:
@@ -439,7 +450,7 @@ def drafter_of(tree: DraftTree) -> str | None:
 
 
 def _limit_tokens(budget: DraftBudget, num_tokens: int) -> DraftBudget:
-    """Return a budget for at most `num_tokens` draft tokens, in a chain or a tree."""
+    """Return `budget`, reduced to at most `num_tokens` draft tokens."""
     depth = min(budget.max_depth, num_tokens)
     return replace(budget, row_budget=min(budget.row_budget, depth + 1), max_depth=depth)
 
