@@ -29,7 +29,7 @@ def families() -> str:
         packed = "; MXFP4 experts" if family.has_mxfp4_experts else ""
         drafters = f"{_usable(family.bundled_drafters)} | {_usable(family.published_heads)}"
         rows.append(f"| {family.models} | `{family.name}` | f32, f16, bf16{packed} | {architecture} | {drafters} |")
-    head = "| models | `model_type` | safetensors | GGUF architecture | drafters by the publisher | heads by others |"
+    head = "| models | `model_type` | safetensors | GGUF architecture | drafters by the publisher | published heads |"
     return "\n".join([head, "|---|---|---|---|---|---|", *rows])
 
 
@@ -43,7 +43,7 @@ def forms() -> str:
             f"| {', '.join(GROUPED_TYPES)} | GGUF | the file's own values, in groups of integer codes |",
             f"| MXFP4 experts | safetensors of {_named(one.name for one in FAMILIES.values() if one.has_mxfp4_experts)} | the same |",
             *(f"| {method.title} | safetensors | {method.in_memory} |" for method in METHODS.values()),
-            "| int8, int4 (`--quantization`) | made while loading, of any of these | groups of 128 columns |",
+            "| int8, int4 (`--quantization`) | made while loading, of any of these | groups of 128 columns (64 or 32 where 128 does not divide) |",
         ]
     )
 

@@ -182,7 +182,7 @@ def test_chat_stream_usage_contains_timing(client: HttpClient) -> None:
     assert last["speculation"]["timing"]["decode_s"] > 0
 
 
-def test_chat_fields_without_effect_change_no_answer(client: HttpClient) -> None:
+def test_chat_answer_is_equal_with_ignored_fields_such_as_user(client: HttpClient) -> None:
     more = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "tools": [], "modalities": ["text"]}
     assert client.json(PATH, {**GREEDY, **more})["choices"] == client.json(PATH, GREEDY)["choices"]
 

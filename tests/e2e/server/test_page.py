@@ -64,7 +64,7 @@ def test_content_security_policy_limits_the_page_to_its_own_server(client: HttpC
     assert client.get("/health").headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
 
 
-def test_only_page_files_are_served_without_api_key(served: Served) -> None:
+def test_models_metrics_and_other_page_paths_need_an_api_key(served: Served) -> None:
     client = served(api_keys=(KEY,))
     for path in ("/v1/models", "/metrics", "/openapi.json", "/page", "/page/", "/page/index.html", "/page/vendor/README.md"):
         assert client.get(path).status_code == 401

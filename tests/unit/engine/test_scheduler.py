@@ -273,7 +273,7 @@ def test_prefix_cache_is_searched_again_after_a_block_is_freed():
     assert simulation.blocks.begun == ["first", "large", "small", "large"]
 
 
-def test_unready_sibling_sample_is_overtaken_by_later_requests():
+def test_scheduler_runs_later_requests_while_a_sample_is_not_ready():
     simulation = Simulation(100)
     sibling = Job("sibling", 3, is_ready=False)
     simulation.add(sibling, Job("a", 3, num_output=2))

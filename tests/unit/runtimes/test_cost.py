@@ -68,7 +68,7 @@ def measure(runtime: ClockedRuntime, cache: KVCache, counts: tuple[int, ...], mo
     return cost.time_passes(runtime, cache, counts, **{"max_model_len": 512, **options})  # type: ignore[arg-type]
 
 
-def test_profile_times_passes_after_cached_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_profile_measures_passes_that_follow_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, cache = ClockedRuntime(), make_cache()
     times = measure(runtime, cache, (1, 5), monkeypatch, repeats=3)
     assert times == {1: pytest.approx(1.1), 5: pytest.approx(1.5)}

@@ -161,7 +161,7 @@ def test_four_and_eight_bit_panels_share_one_input(form: str, zero_point: int, l
 
 
 @BY_LEVEL
-def test_extreme_table_values_in_panels_do_not_overflow(level: str) -> None:
+def test_table_format_product_of_extreme_codes_and_rows_is_exact(level: str) -> None:
     codes = np.array([[0], [15], [0], [15]], np.uint8) * np.ones((4, 512), np.uint8)
     codes[2, ::2] = 15
     codes[3, 256:] = 0

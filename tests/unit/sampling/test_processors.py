@@ -145,7 +145,7 @@ def test_logits_processor_is_bit_equal_for_every_output_path_split(name, seed, l
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_logits_processor_never_modifies_the_row(name):
+def test_logits_processor_leaves_the_given_logits_unchanged(name):
     row = _rows(1)[0]
     row.flags.writeable = False
     before = row.copy()

@@ -174,7 +174,7 @@ def resume(policy: AdaptiveDraftLength, request: Request) -> SkipReason | None:
     return policy.skip_reason(request, Lookup())
 
 
-def test_unsent_draft_leaves_a_plain_step_with_its_reason() -> None:
+def test_draft_too_costly_to_send_makes_the_step_plain_as_unprofitable() -> None:
     request = make_request([1, 2, 3])
     rows = hold_back(costly_rows(), request, [4, 5, 6, 7, 8])
     assert (rows.num_draft_tokens, rows.skip_reason) == (0, SkipReason.UNPROFITABLE)

@@ -201,7 +201,7 @@ def test_unsuitable_target_is_refused_by_name(values: dict[str, Any], text: str)
 
 
 @pytest.mark.parametrize(("family", "text"), [("gemma2", "embedding_scale"), ("qwen3_moe", "ExpertMLP")])
-def test_unsuitable_checkpoint_is_refused_before_recording(family: str, text: str, tmp_path: Path) -> None:
+def test_training_refuses_an_unsuitable_target_before_writing_files(family: str, text: str, tmp_path: Path) -> None:
     target, output = write_checkpoint(tmp_path / "target", family), tmp_path / "drafter"
     with pytest.raises(ConfigError, match=text):
         train(TrainSettings(drafter="draft-model", model=str(target)), output, print)

@@ -48,14 +48,14 @@ METHODS: Mapping[str, QuantizationMethod] = {
     "auto-round": QuantizationMethod("AutoRound, packed as GPTQ or AWQ", _GROUPS, auto_round_container),
     "compressed-tensors": QuantizationMethod(
         "compressed-tensors: integers of 2, 4 or 8 bits, NVFP4, MXFP4; 8-bit floats",
-        f"{_GROUPS}; 8-bit floats: {_FLOATS}",
+        f"{_GROUPS}; 8-bit floats and [some integers](quantised.md#quantised-checkpoints-of-other-tools): {_FLOATS}",
         compressed_tensors_container,
     ),
     "fp8": QuantizationMethod("FP8 by block or tensor", _FLOATS, fp8_container),
     "fbgemm_fp8": QuantizationMethod("FP8 by row (FBGEMM)", _FLOATS, fbgemm_fp8_container),
     "modelopt": QuantizationMethod("ModelOpt: NVFP4; FP8", f"{_GROUPS}; FP8: {_FLOATS}", modelopt_container),
     "bitsandbytes": QuantizationMethod("bitsandbytes: int8; nf4, fp4", f"{_GROUPS}; nf4, fp4: {_FLOATS}", bitsandbytes_container),
-    "mlx": QuantizationMethod("MLX, affine, 2 to 8 bits", _GROUPS, mlx_container),
+    "mlx": QuantizationMethod("MLX, affine, 2 to 6 or 8 bits", _GROUPS, mlx_container),
 }
 """By `quant_method`. MLX files have no such field."""
 
