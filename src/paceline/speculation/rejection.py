@@ -33,8 +33,8 @@ class StepRandomness:
     """Random decisions of the verification of one step.
 
     Their noise is a function of two numbers: how many tokens are before the step, and the depth in the draft. A function of the position
-    alone, which is the sum of both, would give the same noise twice: block verification uses later draft tokens to decide on earlier ones, and the next
-    step samples tokens for those later positions again.
+    alone, which is the sum of both, would give the same noise twice: block verification uses later draft tokens to decide on earlier ones,
+    and the next step samples tokens for those later positions again.
     """
 
     def __init__(self, request: Request) -> None:
