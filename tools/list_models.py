@@ -43,8 +43,7 @@ def forms() -> str:
             f"| {', '.join(GROUPED_TYPES)} | GGUF | the file's own values, in groups of integer codes |",
             f"| MXFP4 experts | safetensors of {_named(one.name for one in FAMILIES.values() if one.has_mxfp4_experts)} | the same |",
             *(f"| {method.title} | safetensors | {method.in_memory} |" for method in METHODS.values()),
-            "| int8, int4 (`--quantization`) | made while loading, of any of these "
-            "| groups of 128 columns (64 or 32 where 128 does not divide) |",
+            "| int8, int4 (`--quantization`) | made while loading, of any of these | groups of 128, 64 or 32 columns |",
         ]
     )
 
