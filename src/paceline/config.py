@@ -185,7 +185,7 @@ class EngineConfig:
             2048 tokens of each of `max_num_seqs` requests, at most a quarter of the machine's memory and half of its free memory.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our kernels) or "torch"; "auto" = the faster one on this machine.
-        max_num_seqs: maximum number of running requests, each of which needs a row in every pass.
+        max_num_seqs: maximum number of running requests. Each needs a row in every pass.
         max_num_batched_tokens: maximum rows of a pass, the drafts of all requests included.
         prefill_chunk_size: maximum prompt rows of a pass, of all requests together.
         enable_prefix_caching: whether cached rows of earlier requests are kept for requests with the same prefix.

@@ -335,9 +335,8 @@ def open_head_files(path: Path, kind: HeadKind | None = None, *, inside_target: 
         files = open_gguf_module(path)
     if files is None:
         return None
-    is_model_with_mtp = (
-        files.kind is HeadKind.MTP and not files.is_speculators and not inside_target
-    )  # its module works with this model only
+    # an MTP module that is part of a whole model works with this model only
+    is_model_with_mtp = files.kind is HeadKind.MTP and not files.is_speculators and not inside_target
     if kind is None and (files.kind is HeadKind.LANGUAGE_MODEL or is_model_with_mtp):
         return None
     if kind not in (None, files.kind):

@@ -326,9 +326,8 @@ def _render_accepted_variant(conversation: _Conversation) -> tuple[str, tuple[st
             text = changed.render(changed.messages)
         except RequestError as error:
             first_error = first_error or error
-            if (
-                time.monotonic() - started_s > _MAX_RETRY_SECONDS
-            ):  # each adapted conversation is rendered anew, which may take as long as templates may
+            # each adapted conversation is rendered anew, which may take as long as templates may
+            if time.monotonic() - started_s > _MAX_RETRY_SECONDS:
                 break
             continue
         if with_arguments_as_text not in chosen and _has_python_repr_arguments(changed.messages, text):

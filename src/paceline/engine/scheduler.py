@@ -86,7 +86,7 @@ class SchedulerLimits:
 
     @property
     def max_running(self) -> int:
-        """Maximum number of running requests, each of which needs a row in every pass."""
+        """Maximum number of running requests. Each needs a row in every pass."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property

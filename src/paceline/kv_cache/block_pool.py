@@ -103,7 +103,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one owner to each of `blocks`, none of which may be free."""
+        """Add one owner to each of `blocks`. No block may be free."""
         for block in blocks:
             if self._owners[block] == 0:
                 if block not in self._idle:

@@ -110,7 +110,7 @@ class KVCache:
 
         Args:
             parents: parent of each node, parents[0] = -1. A prompt chunk is a chain.
-            num_prefill: number of first nodes that are not drafted. They are a chain, all of which is kept or dropped.
+            num_prefill: number of first nodes that are not drafted. They are a chain, which is kept or dropped as a whole.
             pinned_len: number of first committed rows that will not be truncated later; None = all of them.
 
         Raises:

@@ -41,7 +41,7 @@ BLOCK_MAX = "block_max"
 
 
 class Blocks(Protocol[Value]):
-    """The functions of which networks are composed. Names are those of weights in `models/tensor_names.py`, without `.weight`.
+    """The functions that networks are composed of. Names are those of weights in `models/tensor_names.py`, without `.weight`.
 
     x, y and results are rows [T, width]. Rows of heads have the width num_heads * D.
     """

@@ -43,9 +43,8 @@ def _is_exact(network: Network) -> bool:
     random = np.random.default_rng(0)
     tokens = [random.integers(0, network.config.vocab_size, length).tolist() for length in _LENGTHS]
     decoded_alone = [_decode_alone(network, ids) for ids in tokens]
-    if any(
-        np.isnan(row).all() for rows in decoded_alone for row in rows
-    ):  # an all-NaN row is an error of the checkpoint, so no result is stored
+    # an all-NaN row is an error of the checkpoint, so no result is stored
+    if any(np.isnan(row).all() for rows in decoded_alone for row in rows):
         raise CheckpointError(
             "the target produced NaN logits when it was tested at load: its weights are damaged or overflow in this precision; "
             "verify the checkpoint's files or load it with a wider dtype"

@@ -163,7 +163,7 @@ class ModelPool:
 
     @classmethod
     def of_names(cls, names: Sequence[str], arguments: Mapping[str, Any], settings: ServerSettings) -> "ModelPool":
-        """Return the pool of several models, none of which is loaded yet.
+        """Return the pool of several models. None is loaded yet.
 
         Args:
             names: as `AsyncEngine.open` takes them.

@@ -58,9 +58,8 @@ def constrain(
     parents, token_ids, sources, probs = zip(*nodes, strict=True)
     if FORCED_SOURCE in sources or len(nodes) < given.num_draft_tokens:
         given = DraftTree.grow(given.token_ids[0], token_ids, parents, sources, probs=None if given.probs is None else probs)
-    return given.trim(
-        vocab_size=sys.maxsize, max_depth=max_depth, row_budget=row_budget, layout=layout
-    )  # tokens that a grammar forces are always in the vocabulary
+    # forced tokens are always in the vocabulary
+    return given.trim(vocab_size=sys.maxsize, max_depth=max_depth, row_budget=row_budget, layout=layout)
 
 
 def _constrained_nodes(matcher: GrammarMatcher, given: DraftTree, max_depth: int) -> list[tuple[int, int, str, float]]:

@@ -79,9 +79,7 @@ class Proposer:
         for rows in batch:
             rows.skip_reason, rows.max_budget = self._skip_reason_or_budget(rows, policy, is_rejection=is_rejection)
             with self._guard:
-                constrain_draft(
-                    rows
-                )  # tokens that the grammar forces are the first draft; a drafter's replaces it if more is expected of it
+                constrain_draft(rows)  # the first draft: tokens that the grammar forces; a drafter's draft may replace it
         if reason is None:
             for name, drafter in self._drafters:
                 self._call_drafter_guarded(name, drafter, batch, policy, max_rows)
@@ -172,8 +170,7 @@ class Proposer:
                 rows.set_draft(usable, tree.num_draft_tokens, SkipReason.UNUSABLE)
         seconds = perf_counter() - start_s
         self.draft_s += seconds
-        if not has_prefill:  # a call that prefills takes longer, and would distort the time of later drafts
-            policy.observe_draft_time(drafter, len(called), depth, seconds)
+        policy.observe_draft_time(drafter, len(called), depth, seconds, has_prefill=has_prefill)
         return True
 
 

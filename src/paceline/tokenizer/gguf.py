@@ -257,7 +257,7 @@ class _Vocabulary:
         ends = {self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles}
         by_text = {token: index for index, token in enumerate(self.tokens) if token in _END_TEXTS and self.types[index] in _ADDED}
         if {"<|return|>", "<|call|>"} <= set(by_text):
-            by_text.pop("<|end|>", None)  # in gpt-oss, an answer consists of several messages, each of which ends with <|end|>
+            by_text.pop("<|end|>", None)  # in gpt-oss, an answer consists of several messages, and each ends with <|end|>
         return tuple(sorted(ends | set(by_text.values())))
 
 

@@ -75,7 +75,7 @@ class TrainableDraftModel(TrainableDrafter):
             )
 
     def outputs(self, batch: Batch) -> Tensor:
-        """Return the normed rows [B, N, E] of the roots, each of which predicts the token after it."""
+        """Return the normed rows [B, N, E] of the roots. A row predicts the token after its root."""
         places = rows = torch.arange(batch.token_ids.shape[1], device=batch.token_ids.device).expand_as(batch.token_ids)
         x = self.embedding[batch.token_ids]
         for number, layer in enumerate(one for one in self.layers if isinstance(one, DecoderLayer)):

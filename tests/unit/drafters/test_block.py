@@ -499,3 +499,50 @@ def test_block_drafter_skips_context_passes_while_drafting_does_not_pay(tmp_path
     assert (late.rows.cached_len, late.rows.first_slot) == (first, first)
     np.testing.assert_array_equal(late.hidden_states, hidden_states[first : first + counts[1]])
     assert any(step.draft_token_ids for step in output.steps or ())
+
+
+@pytest.mark.parametrize("num_drafting", [0, 40])
+def test_follow_up_request_finds_the_context_of_a_text_whose_drafts_were_accepted(
+    num_drafting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last 100 tokens were generated without drafts, and their context rows are computed when the request ends."""
+    skip_without_kernels()
+
+    class DraftsEarly(FixedDraftLength):
+        def skip_reason(self, request: Request, drafter: Drafter) -> SkipReason | None:
+            return None if request.num_output_tokens < num_drafting else SkipReason.UNPROFITABLE
+
+    monkeypatch.setattr(loader_module, "_make_policy", lambda *_: DraftsEarly(4))
+    target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
+    folder = write_perfect_block(tmp_path / "drafter", successor, sharpness=4.0)
+    with LLM(str(target), drafter=str(folder), max_model_len=512, kv_cache_gb=0.05) as llm:
+        (drafter,) = llm.engine.speculator.drafters
+        assert isinstance(drafter, BlockDrafter)
+        passes, run_context = list[PendingContext](), drafter.head.run_context
+        prompt = [5, 6] * 40
+        (output,) = llm.generate([prompt], SamplingParams(max_tokens=num_drafting + 100, ignore_eos=True))
+        assert (output.speculation.num_accepted_tokens > 0) == (num_drafting > 0)
+        monkeypatch.setattr(drafter.head, "run_context", lambda rows: passes.extend(rows) or run_context(rows))
+        llm.generate([[*prompt, *output.token_ids, *range(5, 85)]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert (passes[0].rows.first_slot == 0) == (num_drafting > 0)
+
+
+def test_dropped_context_positions_are_unknown_to_later_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_kernels()
+    target = write_checkpoint(tmp_path / "target", "llama")
+    folder = write_random_block(tmp_path / "drafter", vocab_size=VOCAB_SIZE)
+    with LLM(str(target), drafter=str(folder), kv_cache_gb=0.05) as llm:
+        (drafter,) = llm.engine.speculator.drafters
+        assert isinstance(drafter, BlockDrafter)
+        dropped: list[int] = []
+        context, drop = drafter.context, drafter.context.drop_oldest
+
+        def drop_and_look(request: Request, num_kept: int) -> None:
+            context._hashes[:] = 7  # as if all slots held rows of other requests
+            drop(request, num_kept)
+            dropped.append(int((context._hashes == 0).sum()))
+
+        monkeypatch.setattr(context, "drop_oldest", drop_and_look)
+        monkeypatch.setattr(llm.engine.speculator.policy, "skip_reason", lambda *_: SkipReason.UNPROFITABLE)
+        llm.generate([[7, 9]], SamplingParams(max_tokens=MAX_DEFERRED_ROWS + 20, ignore_eos=True))
+    assert dropped == [MAX_PENDING_ROWS + 1]

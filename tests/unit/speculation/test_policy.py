@@ -13,7 +13,7 @@ from harness.replay import DEEPEST, Costs, Trace, best_fixed, controller, made_u
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.cost import ForwardProfile
 from paceline.speculation.draft_length.acceptance import PRIOR_RATE
-from paceline.speculation.draft_length.policy import FixedDraftLength
+from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
 from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
@@ -38,6 +38,22 @@ def plain_seconds(traces: list[Trace], costs: Costs, batch_size: int = 1) -> flo
 
 def best_fixed_seconds(traces: list[Trace], costs: Costs, *, batch_size: int = 1, deepest: int = DEEPEST) -> float:
     return min(length.seconds for length in fixed_lengths(traces, costs, batch_size=batch_size, deepest=deepest))
+
+
+def test_call_with_prefill_only_lowers_the_expected_draft_time() -> None:
+    """Its time is an upper limit of the time of a draft alone."""
+    drafter: Any = SimpleNamespace(name="head")
+    policy = AdaptiveDraftLength(8, ForwardProfile.from_samples(dict.fromkeys((1, 2, 4, 8, 16), 0.03)))
+    policy.observe_draft_time(drafter, 1, 4, 0.2, has_prefill=True)
+    assert policy.cost.draft_s("head", 1, 4) == 0.0, "not known yet"
+    for _ in range(40):
+        policy.observe_draft_time(drafter, 1, 4, 0.2)
+    known_s = policy.cost.draft_s("head", 1, 4)
+    policy.observe_draft_time(drafter, 1, 4, 0.9, has_prefill=True)
+    assert policy.cost.draft_s("head", 1, 4) == known_s
+    for _ in range(10):
+        policy.observe_draft_time(drafter, 1, 4, 0.05, has_prefill=True)
+    assert policy.cost.draft_s("head", 1, 4) < known_s / 2
 
 
 CASES = [(chance, machine, says) for chance in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0) for machine in MACHINES for says in SAYS]

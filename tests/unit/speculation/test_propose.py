@@ -99,7 +99,9 @@ def take(speculator: Speculator, monkeypatch: pytest.MonkeyPatch, **seconds: flo
     """Report these seconds a proposal instead of the measured ones."""
     observe = speculator.policy.observe_draft_time
     monkeypatch.setattr(
-        speculator.policy, "observe_draft_time", lambda drafter, count, depth, _: observe(drafter, count, depth, seconds[drafter.name])
+        speculator.policy,
+        "observe_draft_time",
+        lambda drafter, count, depth, _, **more: observe(drafter, count, depth, seconds[drafter.name], **more),
     )
 
 

@@ -88,7 +88,7 @@ def open_speculator(accepted: int, token_s: float, monkeypatch: pytest.MonkeyPat
     )
     observe = policy.observe_draft_time
     monkeypatch.setattr(
-        policy, "observe_draft_time", lambda who, count, depth, seconds: observe(who, count, depth, DRAFT_S)
+        policy, "observe_draft_time", lambda who, count, depth, seconds, **more: observe(who, count, depth, DRAFT_S, **more)
     )  # by this clock
     return Speculator([drafter], policy, vocab_size=4, layout=TreeLayout.MASK), drafter
 

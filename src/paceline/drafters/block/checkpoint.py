@@ -71,7 +71,7 @@ class BlockCheckpoint:
 
     Attributes:
         weights: weights of the networks, by the names used in `network.py`. Without lm_head if the drafter uses the target's.
-        lookup_tables: matrices of which the rows of single tokens are read: `markov_w1` [V, r], and `predecessor` and `successor` [V, r] of
+        lookup_tables: matrices that are read by the rows of single tokens: `markov_w1` [V, r], and `predecessor` and `successor` [V, r] of
             DFlash2's selector. `successor` is [Vd, r] if its rows belong to draft ids.
         small_tensors: float32 weights that NumPy multiplies: `gate` and `joint` (Markov head), `confidence`, and their biases.
         mask_embedding: [E] embedding of the mask token; None = the row of the embedding table.

@@ -8,6 +8,7 @@ prefix hit the hashes show which context rows are cached. Missing rows are not a
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.drafters.block.network import PendingContext
 from paceline.drafters.recurrent_heads.cache import HASH_FACTOR, SPARE_BLOCKS, prefix_hashes
@@ -87,6 +88,7 @@ class ContextCache:
         context = self._contexts[request]
         begin, end = context.num_cached, context.num_observed - num_kept
         hashes = prefix_hashes(request.token_ids[begin:end], self._powers[begin:], context.prefix_hash)
+        self._set_hashes(request, begin, np.zeros(end - begin, np.uint64))  # an earlier request may have left equal hashes
         context.first_cached = context.num_cached = end
         context.prefix_hash, context.pending_hidden_states = int(hashes[-1]), [pending.hidden_states[-num_kept:].copy()]
 
@@ -95,10 +97,14 @@ class ContextCache:
         context = self._contexts[request]
         begin, end = context.num_cached, context.num_observed
         hashes = prefix_hashes(request.token_ids[begin:end], self._powers[begin:], context.prefix_hash)
-        table, size = np.array(request.sequence.block_table, np.int64), self.block_size
-        slots = np.arange(begin, end)
-        self._hashes[0, table[slots // size], slots % size] = hashes
+        self._set_hashes(request, begin, hashes)
         context.prefix_hash, context.num_cached, context.pending_hidden_states = int(hashes[-1]), end, []
+
+    def _set_hashes(self, request: Request, start: int, hashes: NDArray[np.uint64]) -> None:
+        """Store hashes of the slots of positions `start`, `start` + 1, …; 0 = the slot has no context row."""
+        table, size = np.array(request.sequence.block_table, np.int64), self.block_size
+        slots = np.arange(start, start + len(hashes))
+        self._hashes[0, table[slots // size], slots % size] = hashes
 
     def draft_row_range(self, request: Request, num_rows: int, num_used_spare_blocks: int) -> RowRange | None:
         """Return the cache rows for a draft; None if context rows of the request are missing or spare blocks run out.

@@ -75,9 +75,12 @@ class BlockDrafter(Drafter):
                 raise RuntimeError(f"the target returned none of the hidden states that {self.name} reads")
             hidden_states = collected.transpose(1, 0, 2).reshape(one.num_rows, -1)
             num_pending = self.context.append_hidden_states(one.request, one.start, hidden_states)
-            is_prefill = one.start < one.request.num_prompt_tokens or one.num_rows > MAX_PENDING_ROWS
-            is_last = one.request.is_finished and num_pending <= MAX_PENDING_ROWS  # a later request may begin with this text
-            if is_last or (is_prefill and num_pending > MAX_PENDING_ROWS):
+            is_prefill = one.start < one.request.num_prompt_tokens or one.request.num_uncached > 1 or one.num_rows > MAX_PENDING_ROWS
+            if one.request.is_finished:  # a later request may begin with this text, and draft if that paid here
+                is_due = num_pending <= MAX_PENDING_ROWS or one.request.stats.num_accepted_tokens > 0
+            else:
+                is_due = is_prefill and num_pending > MAX_PENDING_ROWS
+            if is_due:
                 to_compute.append(one.request)
             elif num_pending > MAX_DEFERRED_ROWS:
                 self.context.drop_oldest(one.request, MAX_DEFERRED_ROWS - MAX_PENDING_ROWS)
@@ -308,9 +311,8 @@ def _target_noise_draws_of_blocks(group: Sequence[tuple[DraftBlock, GrowingDraft
 
 def _scale_probs_to_confidence(tokens: DraftTokens, confidence: float) -> DraftTokens:
     """Set the first token's probability to the confidence head's prediction, and scale the others to sum to at most 1 - confidence."""
-    if (
-        not tokens.token_ids or tokens.draft_probs is not None or not 0.0 <= confidence <= 1.0
-    ):  # the confidence is NaN if the file is damaged
+    is_valid = 0.0 <= confidence <= 1.0  # False for NaN, from a damaged file
+    if not tokens.token_ids or tokens.draft_probs is not None or not is_valid:
         return tokens
     rest = sum(tokens.probs[1:])
     scale = min(1.0, (1.0 - confidence) / rest) if rest > 0.0 else 0.0

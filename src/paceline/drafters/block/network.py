@@ -162,7 +162,7 @@ class BlockHead:
         self._input_names = [f"{BOUNDARY}.{index}" for index in range(len(config.layer_boundaries))]
 
     def set_ranking(self, ranking: SummaryOptions) -> None:
-        """Set how many top tokens later passes return for each row of logits (`ForwardOutput.ranked`)."""
+        """Set how many top tokens later passes return for each row of logits (`ForwardOutput.summaries`)."""
         self._ranking = ranking
 
     def run_context(self, contexts: Sequence[PendingContext]) -> None:

@@ -149,6 +149,7 @@ def read_xlora(
         )
     paths = _read_adapter_paths(fields)
     mixture, has_layerwise_scalings = _read_mixture_settings(fields, len(paths)), fields.flag("layerwise_scalings", default=False)
+    weight, (step, widths) = fields.number("global_scaling_weight", 1.0), _read_classifier_layers(fields)
     adapters = []
     for number, path in enumerate(paths):
         adapter_directory = _find_adapter_directory(directory, number, path)
@@ -163,10 +164,9 @@ def read_xlora(
     mixture = replace(
         mixture,
         num_scaled_matrices=num_scaled_matrices,
-        classifier=_read_classifier(directory, fields, len(adapters), num_scaled_matrices * len(adapters)),
+        classifier=_read_classifier(directory, fields.path, len(adapters), step, [*widths, num_scaled_matrices * len(adapters)]),
         scaling_indices={matrix: _scaling_indices(adapters, matrix, order[matrix]) for matrix in matrices},
     )
-    weight = fields.number("global_scaling_weight", 1.0)
     updates = {matrix: _concatenate_updates(adapters, matrix, weight, fields.path) for matrix in matrices}
     return Adapter(name, _digest_values(weight, adapters, mixture), updates, {}, {}, mixture)
 
@@ -228,7 +228,17 @@ def _concatenate_updates(adapters: Sequence[Adapter], matrix: str, weight: float
     return LowRank(np.concatenate([update.down for update in updates]), up)
 
 
-def _read_classifier(directory: Path, fields: JsonFields, num_adapters: int, num_scalings: int) -> tuple[tuple[Floats, Floats], ...]:
+def _read_classifier_layers(fields: JsonFields) -> tuple[int, list[int]]:
+    """Return the distance of the numbers of the classifier's linear layers in its file, and how many values each layer reads."""
+    step = 3 if fields.number("xlora_dropout_p", 0.2) > 0.0 else 2  # ReLU and dropout modules have layer numbers too
+    depth, width = fields.integer("xlora_depth", 1, most=_MAX_DEPTH), fields.integer("xlora_size", 2048, most=_MAX_WIDTH)
+    return step, [fields.integer("hidden_size", 4096), *[width] * (depth - 1)]
+
+
+def _read_classifier(
+    directory: Path, settings_path: Path, num_adapters: int, step: int, widths: Sequence[int]
+) -> tuple[tuple[Floats, Floats], ...]:
+    """Read weight and bias of each layer. `step`, `widths`: from `_read_classifier_layers`, and the number of scalings."""
     path = next(iter(adapter_files(directory)), None)
     if path is None:
         raise CheckpointError(f"{directory} holds neither {' nor '.join(ADAPTER_FILES)}, where X-LoRA's classifier is: download it again")
@@ -242,9 +252,6 @@ def _read_classifier(directory: Path, fields: JsonFields, num_adapters: int, num
         if (key := (int(found[1]), found[2])) in tensors:
             raise CheckpointError(f"{path} holds {name} and {tensors[key][0]}, which are the same: export the adapter again")
         tensors[key] = name, tensor
-    step = 3 if fields.number("xlora_dropout_p", 0.2) > 0.0 else 2  # ReLU and dropout modules have layer numbers too
-    depth, width = fields.integer("xlora_depth", 1, most=_MAX_DEPTH), fields.integer("xlora_size", 2048, most=_MAX_WIDTH)
-    widths = [fields.integer("hidden_size", 4096), *[width] * (depth - 1), num_scalings]
     expected = {
         (step * layer, kind): shape
         for layer, (columns, rows) in enumerate(pairwise(widths))
@@ -263,7 +270,7 @@ def _read_classifier(directory: Path, fields: JsonFields, num_adapters: int, num
         if any(number < num_adapters for number, _ in missing):
             wrong.append("PEFT 0.21.2 leaves such layers out, whose number is also an adapter's: write the classifier's whole state there")
         raise CheckpointError(
-            f"{path} does not hold the classifier that {fields.path} describes: {'; '.join(wrong)}; or one of the two files is another "
+            f"{path} does not hold the classifier that {settings_path} describes: {'; '.join(wrong)}; or one of the two files is another "
             "adapter's"
         )
     arrays = {key: as_float32(path, *tensors[key]) for key in expected}

@@ -189,7 +189,7 @@ def _gemma4_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[s
 
 
 def assistant_config(file: GgufFile) -> dict[str, Any]:
-    """Return the config.json fields of an assistant's layers, all of which read the target's KV cache.
+    """Return the config.json fields of an assistant's layers. All of them read the target's KV cache.
 
     Raises:
         CheckpointError: A value is missing, out of range or not supported.

@@ -17,12 +17,8 @@ from paceline.models.multimodal import text_model_fields
 from paceline.models.storage.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header
 from paceline.small_files import read_json
 
-TEXT_MODEL_PREFIXES = (
-    "model.language_model.",
-    "language_model.model.",
-    "model.text_model.",
-    "backbone.",
-)  # prefixes of newer and older multimodal models, of Idefics, and of Nemotron-H
+TEXT_MODEL_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "backbone.")
+"""Prefixes of newer and older multimodal models, of Idefics, and of Nemotron-H."""
 ENCODER_PREFIXES = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "audio_tower.", "embed_vision.",
     "embed_audio.", "vision_embedder.",

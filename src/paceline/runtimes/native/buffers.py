@@ -61,7 +61,7 @@ def pass_bytes(
     """Return the bytes that a pass needs for buffers, packed rows and rotary tables. No weight is loaded.
 
     Args:
-        weights: the network's weights, of which only names, shapes and types are read.
+        weights: the network's weights; only their names, shapes and types are read.
         quantised: names of weights that are stored as floats and will be quantised.
         num_rows: number of rows of the pass.
         num_logits_rows: number of rows whose logits are computed.

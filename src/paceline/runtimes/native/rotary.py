@@ -62,7 +62,7 @@ class PassAngles:
     If positions are consecutive, the kernels read the tables; otherwise the rows are copied to another array.
 
     Args:
-        cos, sin: ctypes arrays of addresses, of which `set_positions` writes element `index`.
+        cos, sin: ctypes arrays of addresses; `set_positions` writes element `index`.
         index: index of the variant.
         tables: tables of all variants.
     """

@@ -58,7 +58,7 @@ class TorchWeights:
         return self._weights.has(name)
 
     def rows(self, name: str, numbers: NDArray[np.int32]) -> torch.Tensor:
-        """Return rows of a matrix of which only these rows are copied to the device."""
+        """Return rows of a matrix. Only these rows are copied to the device."""
         return torch.from_numpy(self._weights.rows(name + ".weight", numbers)).to(device=self.device, dtype=self.dtype)
 
     def fused(self, names: tuple[str, ...]) -> FusedLinear:

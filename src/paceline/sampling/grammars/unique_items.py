@@ -140,7 +140,7 @@ class UniqueItemsState:
 
     @property
     def ending_bytes(self) -> bytes | None:
-        """Bytes of which the next token must contain at least one to complete a repetition; empty = any token can, None = no token can."""
+        """Bytes, at least one of them in the next token if it completes a repetition; empty = any token can, None = no token can."""
         if not any(container.items is not None for container in self._open):
             return None
         if self._open[-1].item_literals:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from paceline.speculation.tree import DraftTree
 
-PRIOR_RATE = 0.6  # assumed acceptance rate of a drafter of which no token has been verified yet
+PRIOR_RATE = 0.6  # assumed acceptance rate of a drafter until one of its tokens was verified
 PRIOR_WEIGHT = 4.0  # the assumed rate counts as so many verified tokens, at depth 1 and in each range of probabilities
 DEEPER_PRIOR_WEIGHT = 12.0  # at depths above 1, the rate at the previous depth counts as so many verified tokens
 MAX_COUNT = 512.0  # the counts of verified and accepted tokens are halved at so many verified tokens: recent ones weigh more
@@ -20,9 +20,7 @@ BIAS_PRIOR_WEIGHT = 12.0  # the assumption that a request has no bias counts as 
 MAX_BIAS_TOKENS = 64.0  # maximum weight of earlier tokens in the bias, so that it keeps adapting
 BIAS_LEARNING_RATE = 5.0  # learning rate of the bias: Newton's method takes 1 / (p * (1 - p)), here for p = 0.28 or 0.72
 MAX_BIAS = 6.0
-MIN_OUTCOME_PROB = (
-    0.06  # if a token's outcome was less probable, the kind of text has changed: earlier tokens lose their weight in the bias
-)
+MIN_OUTCOME_PROB = 0.06  # after a less probable outcome of a token, earlier tokens lose their weight in the bias: the text has changed
 MIN_RATE, MAX_RATE = 0.004, 0.995  # bounds of acceptance rates: no token is certain or impossible
 SIBLING_FACTOR = 0.3  # factor from a child's acceptance rate to its next sibling's, for drafters without probabilities
 FORCED_RATE = 0.98  # acceptance rate of tokens forced by a grammar; below 1 because the model may produce the same text in other tokens

@@ -71,9 +71,7 @@ class LinearCost:
                 self.a, self.b = 0.0, self._ys / self._yy
             elif self.b < 0.0:
                 self.a, self.b = self._xs / self._xx, 0.0
-        elif (
-            expected := self.a * self._xx + self.b * self._xy
-        ) > 0.0:  # all samples have the same y / x: scale both a and b, and keep b / a
+        elif (expected := self.a * self._xx + self.b * self._xy) > 0.0:  # all samples have the same y / x: b / a stays as it is
             self.a, self.b = self.a * self._xs / expected, self.b * self._xs / expected
         else:
             self.a, self.b = (0.0, self._ys / self._yy) if self._yy > 0.0 else (self._xs / max(1e-30, self._xx), 0.0)

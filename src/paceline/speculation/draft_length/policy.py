@@ -34,10 +34,8 @@ OVERHEAD_SHARE = 0.01  # share of run time that may be spent on drafting without
 OVERHEAD_STEPS = 128  # the overhead budget holds at most what so many steps add to it
 MAX_CHARGE = 0.25  # one step takes at most the time of this many forward passes from the overhead budget
 PROBE_TOKENS = 2  # draft length of a probe, which measures whether an unprofitable drafter is profitable again
-MAX_BACKOFF_LEVEL, MAX_LOOKUP_BACKOFF_LEVEL = (
-    6,
-    3,
-)  # a drafter that does not pay pauses for at most 2 ** 6 = 64 steps, a lookup drafter for 8
+MAX_BACKOFF_LEVEL = 6  # a drafter that does not pay pauses for at most 2 ** 6 = 64 steps
+MAX_LOOKUP_BACKOFF_LEVEL = 3  # a lookup drafter pauses for at most 2 ** 3 = 8 steps
 UNSENT_TOKENS = 4  # tokens of a dropped draft that are compared with the text generated afterwards, which shows its acceptance
 
 
@@ -83,8 +81,12 @@ class FixedDraftLength:
     def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         """Update acceptance rates from a verified tree."""
 
-    def observe_draft_time(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
-        """Update the drafting cost from the time of a `propose` call."""
+    def observe_draft_time(self, drafter: Drafter, num_requests: int, depth: int, seconds: float, *, has_prefill: bool = False) -> None:
+        """Update the drafting cost from the time of a `propose` call.
+
+        Args:
+            has_prefill: the drafter also read text first, so that a draft alone takes less than `seconds`.
+        """
 
     def observe_step_time(
         self, batch: Sequence[RequestRows], forward_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0
@@ -243,10 +245,8 @@ class AdaptiveDraftLength(FixedDraftLength):
         if not prunable:
             return
         num_fixed = sum(rows.num_draft_tokens for rows in batch) - sum(rows.num_draft_tokens for rows in prunable)
-        orders, probs_by_request = (
-            list[list[int]](),
-            list[list[float]](),
-        )  # by request: nodes by descending path probability; their path probabilities
+        orders = list[list[int]]()  # by request: nodes by descending path probability
+        probs_by_request = list[list[float]]()  # their path probabilities
         for rows in prunable:
             path_probs = self._path_probs(rows.request, rows.tree)
             nodes = [node for node, prob in enumerate(path_probs) if prob >= MIN_PATH_PROB]
@@ -283,8 +283,9 @@ class AdaptiveDraftLength(FixedDraftLength):
                     history.observe(rate, accepted=child == accepted_child)
                 rates.observe(depth, prob, is_first_child=rank == 0, accepted=child == accepted_child)
 
-    def observe_draft_time(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
-        self.cost.observe_draft_time(drafter.name, num_requests, depth, seconds)
+    def observe_draft_time(self, drafter: Drafter, num_requests: int, depth: int, seconds: float, *, has_prefill: bool = False) -> None:
+        if not has_prefill or seconds < self.cost.draft_s(drafter.name, num_requests, depth):
+            self.cost.observe_draft_time(drafter.name, num_requests, depth, seconds)
 
     def observe_step_time(
         self, batch: Sequence[RequestRows], forward_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0
@@ -355,9 +356,8 @@ class AdaptiveDraftLength(FixedDraftLength):
         prefill_s = drafter.prefill_s(request)
         if prefill_s <= 0.0:
             return True
-        num_output = (
-            request.num_output_tokens
-        )  # a request that is longer than the mean of finished ones is expected to reach twice its present length
+        # a request that is longer than the mean of finished ones is expected to reach twice its present length
+        num_output = request.num_output_tokens
         num_expected = max(self._mean_output_len - num_output, num_output, 1.0) if self._mean_output_len else request.num_remaining_tokens
         saved_s_per_token = times[0] * (1.0 - math.exp(-best.log_speedup))
         return prefill_s <= saved_s_per_token * min(request.num_remaining_tokens, num_expected)
@@ -367,9 +367,8 @@ class AdaptiveDraftLength(FixedDraftLength):
         if self._probed is not None or rows.budget is None or min(rows.budget.max_depth, len(times) - 1) < PROBE_TOKENS:
             return False
         price_s = times[PROBE_TOKENS] - times[0] + self.cost.draft_s(drafter.name, 1, PROBE_TOKENS)
-        full_s = (
-            0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * times[0]
-        )  # a nearly full budget always pays for a probe: without one, a wrong price is never corrected
+        # a nearly full budget always pays for a probe: without one, a wrong price is never corrected
+        full_s = 0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * times[0]
         prefill_s = drafter.prefill_s(rows.request)
         required_s = min(price_s, full_s) + prefill_s
         if self._overhead_budget_s < required_s:

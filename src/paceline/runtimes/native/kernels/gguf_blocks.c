@@ -89,7 +89,7 @@ static void unpack_mxfp4(const uint8_t *from, const UnpackedRows *to) {
     memcpy(to->codes, from + 1, 16);
 }
 
-/* Unpack run `run` of codes of 2 bits, of which four runs are in 32 bytes, or of 3 bits, whose third bits are in 32 other bytes (NULL = none). */
+/* Unpack run `run` of codes of 2 or 3 bits. 32 bytes hold the low bits of four runs; `third_bits` holds those of eight runs, NULL = 2-bit codes. */
 static void join_3_bits(const uint8_t *low, const uint8_t *third_bits, int run, uint8_t *to) {
     run_codes codes = MOVE_BITS(load_run(low + run / 4 * RUN_COLUMNS), run % 4 * 2, 2, 0);
     if (third_bits) codes |= MOVE_BITS(load_run(third_bits), run, 1, 2);

@@ -13,7 +13,7 @@
 #define SUMS 16 /* sums in registers: 8 outputs times two rows */
 #define EACH_INDEX(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
 
-/* Inputs and outputs of up to 8 rows, of which num_real are not padding. */
+/* Inputs and outputs of up to 8 rows; num_real of them are not padding. */
 typedef struct {
     const float *x[8];
     float *to[8];

@@ -145,7 +145,7 @@ INLINE size_t prefetch_distance(const int rows, size_t ahead) { return ahead ? a
         switch (rows) { EACH_TILE(KIND_TILE) }                                                                               \
     }
 
-/* Computes outputs [first, end) for one block of packed rows, of which `real_rows` are not padding. ahead: see prefetch_distance. */
+/* Computes outputs [first, end) for one block of packed rows; `real_rows` of them are not padding. ahead: see prefetch_distance. */
 typedef void Multiply(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead);
 Multiply multiply_super_blocks;
 

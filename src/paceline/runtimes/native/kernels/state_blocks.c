@@ -16,7 +16,7 @@
 #define MAX_VECTORS 8
 #endif
 
-/* A block: some columns of the matrix of one head, of which `width` are not padding. */
+/* A block: some columns of the matrix of one head; `width` of them are not padding. */
 typedef struct {
     int head, key_head, first, width; /* first: its first column, counted over the columns of all heads */
     size_t at;                        /* offset of the block in a state */

@@ -77,7 +77,7 @@ static void set_lane_bits(uint8_t *to, int lane, uint32_t bits) {
 }
 
 /* Return the code of one output in a column of a super-block of any format. */
-static int code_at(const uint8_t *codes, int kind, int lane, int column) {
+INLINE int code_at(const uint8_t *codes, const int kind, int lane, int column) {
     const int word = (int)sizeof(words), high_bits = FORMAT(kind)->high_bits, group = FORMAT(kind)->group;
     codes += 4 * lane + column % 4;
     if (FORMAT(kind)->low_bits == 2) { /* Q2_K and Q3_K store two groups of 16 columns together */
@@ -91,29 +91,33 @@ static int code_at(const uint8_t *codes, int kind, int lane, int column) {
     return (codes[((high_bits > 0) + quad / 2) * word] >> quad % 2 * 4 & 15) | high << 4;
 }
 
-#define DECODE(kind_constant)                                                                       \
-    case kind_constant:                                                                             \
-        decode_header(header, 0, matrix->scale_columns, scales, minimums, 1, kind_constant);        \
+/* Write one output's exact weights [SUPER_BLOCK] of the super-block at `header`. With a constant kind, divisions become shifts. */
+INLINE void write_weights(const Matrix *matrix, const uint8_t *header, int lane, float *to, const int kind) {
+    const uint8_t *codes = header + header_bytes(kind, matrix->scale_columns);
+    floats scales[1][MAX_GROUPS], minimums[1][MAX_GROUPS];
+    decode_header(header, 0, matrix->scale_columns, scales, minimums, 1, kind);
+    for (int column = 0; column < SUPER_BLOCK; column++) {
+        const int code = code_at(codes, kind, lane, column), g = column / FORMAT(kind)->group;
+        const float value = (float)(kind == PANELS_IQ4_XS ? matrix->table[code] : code - matrix->zero_point) * scales[0][g][lane];
+        to[column] = FORMAT(kind)->has_minimums ? value + minimums[0][g][lane] : value;
+    }
+}
+
+#define WRITE(kind_constant)                                            \
+    case kind_constant:                                                 \
+        write_weights(matrix, header, lane, to, kind_constant);         \
         break;
 
 /* Write the exact weights of some outputs, [count, columns]. output_indices: [count] which outputs. */
 void paceline_super_block_rows(const Matrix *matrix, const int32_t *output_indices, int32_t count, float *to) {
-    const int kind = matrix->kind;
+    const size_t bytes = header_bytes(matrix->kind, matrix->scale_columns) + codes_bytes(matrix->kind);
     for (int i = 0; i < count; i++) {
         const int lane = output_indices[i] % LANES;
         const uint8_t *header = matrix->codes + (size_t)(output_indices[i] / LANES) * (size_t)matrix->row_bytes;
-        for (int begin = 0; begin < matrix->columns; begin += SUPER_BLOCK) {
-            floats scales[1][MAX_GROUPS], minimums[1][MAX_GROUPS];
-            switch (kind) { /* decode_header needs a constant kind */
-                DECODE(PANELS_Q4_K) DECODE(PANELS_Q5_K) DECODE(PANELS_Q6_K) DECODE(PANELS_Q2_K) DECODE(PANELS_Q3_K) DECODE(PANELS_IQ4_XS)
+        for (int begin = 0; begin < matrix->columns; begin += SUPER_BLOCK, to += SUPER_BLOCK, header += bytes) {
+            switch (matrix->kind) {
+                WRITE(PANELS_Q4_K) WRITE(PANELS_Q5_K) WRITE(PANELS_Q6_K) WRITE(PANELS_Q2_K) WRITE(PANELS_Q3_K) WRITE(PANELS_IQ4_XS)
             }
-            const uint8_t *codes = header + header_bytes(kind, matrix->scale_columns);
-            for (int column = 0; column < SUPER_BLOCK; column++) {
-                const int code = code_at(codes, kind, lane, column), g = column / FORMAT(kind)->group;
-                const float value = (float)(kind == PANELS_IQ4_XS ? matrix->table[code] : code - matrix->zero_point) * scales[0][g][lane];
-                *to++ = FORMAT(kind)->has_minimums ? value + minimums[0][g][lane] : value;
-            }
-            header = codes + codes_bytes(kind);
         }
     }
 }

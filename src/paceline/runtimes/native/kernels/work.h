@@ -19,7 +19,7 @@ typedef struct {
     int index, rows, thread, num_threads; /* index of the operation, number of its rows */
 } Work;
 
-/* Return the next of the numbers 0, 1, 2, ..., each of which only one thread gets. For work whose number of pieces is not known in advance. */
+/* Return the next of the numbers 0, 1, 2, ...; no two threads get the same. For work with an unknown number of pieces. */
 static inline int next_ticket(const Work *work, int phase) {
     _Atomic int32_t *tickets = (_Atomic int32_t *)(work->program->tickets + PHASES * work->index + phase);
     return atomic_fetch_add_explicit(tickets, 1, memory_order_relaxed);
