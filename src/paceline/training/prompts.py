@@ -104,16 +104,17 @@ def read_records(path: Path) -> Iterator[Mapping[str, Any]]:
         ConfigError: the file cannot be read, or is not what its name says.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): give a text, JSON or JSON lines file") from error
-    if path.suffix not in (".json", ".jsonl"):
+    kind = path.suffix.lower()
+    if kind not in (".json", ".jsonl", ".ndjson"):
         yield {"text": text}
         return
     try:
-        records = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line.strip()]
+        records = json.loads(text) if kind == ".json" else [json.loads(line) for line in text.split("\n") if line.strip()]
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not {path.suffix[1:]} ({error}): fix the file") from error
+        raise ConfigError(f"{path} is not {kind[1:]} ({error}): fix the file") from error
     for record in records if isinstance(records, list) else [records]:
         if isinstance(record, Mapping):
             yield record

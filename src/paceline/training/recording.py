@@ -15,7 +15,7 @@ from paceline.small_files import write_atomically
 from paceline.training.prompts import SELF_MADE, Prompt, read_prompts, write_own_prompts
 from paceline.training.recorder import BATCH, FeatureRecorder, open_recorder, run
 from paceline.training.settings import TrainSettings
-from paceline.training.shards import Recorded, ShardStore
+from paceline.training.shards import Recorded, ShardStore, damaged_data
 
 Say = Callable[[str], None]
 _SHARD_BYTES = 192 << 20
@@ -95,8 +95,11 @@ def _read_kept_prompts(directory: Path) -> tuple[list[Prompt], list[Prompt]] | N
     path = directory / "prompts.json"
     if not path.is_file():
         return None
-    train, heldout = json.loads(path.read_text(encoding="utf-8"))
-    return [Prompt(**one) for one in train], [Prompt(**one) for one in heldout]
+    try:
+        train, heldout = json.loads(path.read_text(encoding="utf-8"))
+        return [Prompt(**one) for one in train], [Prompt(**one) for one in heldout]
+    except (OSError, ValueError, TypeError) as error:
+        raise damaged_data(path, error) from error
 
 
 def _keep_prompts(directory: Path, prompts: tuple[list[Prompt], list[Prompt]]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.models.config import ModelConfig
 from paceline.small_files import read_json, write_atomically
 
@@ -21,7 +21,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "max_answer_tokens": (8, 2**20), "temperatures": (0, 2), "max_repeat_share": (0, 1), "num_layers": (1, 64),
     "block_size": (2, 64), "markov_rank": (1, 4096), "num_heads": (1, 16), "ttt_steps": (1, 16), "learning_rate": (1e-8, 1),
     "batch_tokens": (16, 2**20), "minutes": (0.001, 10**6), "steps": (1, 10**9), "seed": (0, 2**63 - 1), "threads": (1, 4096),
-    "tree_width": (1, 64),
+    "tree_width": (1, 8),
 }  # fmt: skip
 _DATA_NAMES = (
     "model", "gguf_file", "data", "eval_data", "answers", "num_prompts", "self_prompts", "num_eval_prompts", "max_prompt_tokens",
@@ -156,7 +156,10 @@ class TrainSettings:
         Raises:
             ConfigError: there is none, or it is not ours.
         """
-        found = read_json(directory / SETTINGS_FILE)
+        try:
+            found = read_json(directory / SETTINGS_FILE)
+        except CheckpointError as error:
+            raise ConfigError(f"{directory / SETTINGS_FILE} is damaged: start again with another --output") from error
         if found is None:
             raise ConfigError(f"{directory} holds no {SETTINGS_FILE}: nothing to resume; leave out --resume to begin")
         return cls.of(found)

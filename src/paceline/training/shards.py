@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from paceline.errors import ConfigError
+from paceline.errors import CheckpointError, ConfigError, shortened
 from paceline.small_files import read_json, write_atomically
 
 MANIFEST = "manifest.json"
-_LARGEST_FILE = 2**22
+_LARGEST_FILE = 2**30  # bytes of a manifest
+_SHARD_KEYS = ("file", "prompts", "sequences", "tokens", "answer_tokens", "left_out", "bytes", "sha256", "sources")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,22 @@ class ShardStore:
 
     Raises:
         ConfigError: the directory holds data that depends on something else.
+        CheckpointError: its manifest is damaged.
     """
 
     def __init__(self, directory: Path, part: str, facts: Mapping[str, Any]) -> None:
         self.directory, self.part, self._facts = directory, part, facts
-        manifest = read_json(directory / f"{part}-{MANIFEST}", _LARGEST_FILE)
-        self.shards: list[dict[str, Any]] = [] if manifest is None else list(manifest["shards"])
-        if manifest is not None and manifest["facts"] != facts:
-            changed = [name for name in facts if manifest["facts"].get(name) != facts[name]]
+        path = directory / f"{part}-{MANIFEST}"
+        try:
+            manifest = read_json(path, _LARGEST_FILE)
+            self.shards: list[dict[str, Any]] = (
+                [] if manifest is None else [{key: one[key] for key in _SHARD_KEYS} for one in manifest["shards"]]
+            )
+            recorded = facts if manifest is None else dict(manifest["facts"])
+        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            raise damaged_data(path, error) from error
+        if recorded != facts:
+            changed = [name for name in facts if recorded.get(name) != facts[name]]
             raise ConfigError(
                 f"{directory} holds data recorded with other settings ({', '.join(changed)}): give the same, or another --output"
             )
@@ -89,43 +98,55 @@ class ShardStore:
             tensors["features"] = torch.from_numpy(np.concatenate(rows).view(np.int16)).view(torch.bfloat16)
         path = self.directory / name
         save_file(tensors, path)
-        digest = hashlib.sha256(ids.tobytes() + mask.tobytes()).hexdigest()
         self.shards.append(
             {
                 "file": name, "prompts": num_prompts, "sequences": len(sequences), "tokens": len(ids), "answer_tokens": int(mask.sum()),
-                "left_out": num_left_out, "bytes": path.stat().st_size, "sha256": digest, "sources": [one.source for one in sequences],
+                "left_out": num_left_out, "bytes": path.stat().st_size, "sha256": _digest(ids, mask),
+                "sources": [one.source for one in sequences],
             }
         )  # fmt: skip
         manifest = {"facts": self._facts, "shards": self.shards}
         write_atomically(self.directory / f"{self.part}-{MANIFEST}", json.dumps(manifest, indent=1) + "\n")
 
     def open(self) -> "SequenceData":
-        """Return the recorded sequences."""
-        return SequenceData([self.directory / shard["file"] for shard in self.shards], [one for s in self.shards for one in s["sources"]])
+        """Return the recorded sequences.
+
+        Raises:
+            CheckpointError: a shard is missing, damaged or not the one that was recorded.
+        """
+        return SequenceData(self.directory, self.shards)
 
 
 class SequenceData:
     """All sequences of some shards. Tokens are in memory, features are read when they are used.
 
     Args:
-        files: the shards.
-        sources: of each sequence.
+        directory: of the shards.
+        shards: their entries in the manifest.
 
     Attributes:
         token_ids, is_answer: arrays of each sequence.
     """
 
-    def __init__(self, files: Sequence[Path], sources: Sequence[str]) -> None:
-        self.sources = list(sources)
+    def __init__(self, directory: Path, shards: Sequence[Mapping[str, Any]]) -> None:
+        self.sources = [source for shard in shards for source in shard["sources"]]
         self.token_ids: list[NDArray[np.int32]] = []
         self.is_answer: list[NDArray[np.uint8]] = []
         self._places: list[tuple[int, int]] = []
-        self._files = [safe_open(file, framework="pt") for file in files]
-        for number, file in enumerate(self._files):
-            lengths = file.get_tensor("lengths").numpy()  # type: ignore[no-untyped-call]
+        self._files: list[Any] = []
+        for number, shard in enumerate(shards):
+            path = directory / shard["file"]
+            try:
+                file: Any = safe_open(path, framework="pt")
+                lengths, ids, mask = (file.get_tensor(name).numpy() for name in ("lengths", "token_ids", "is_answer"))
+            except (OSError, SafetensorError) as error:
+                raise damaged_data(path, error) from error
+            if _digest(ids, mask) != shard["sha256"] or len(lengths) != shard["sequences"]:
+                raise damaged_data(path, "it holds other sequences than were recorded")
             ends = np.cumsum(lengths)
-            self.token_ids += np.split(file.get_tensor("token_ids").numpy(), ends)[:-1]  # type: ignore[no-untyped-call]
-            self.is_answer += np.split(file.get_tensor("is_answer").numpy(), ends)[:-1]  # type: ignore[no-untyped-call]
+            self._files.append(file)
+            self.token_ids += np.split(ids, ends)[:-1]
+            self.is_answer += np.split(mask, ends)[:-1]
             self._places += [(number, int(end - length)) for end, length in zip(ends, lengths, strict=True)]
 
     def __len__(self) -> int:
@@ -134,5 +155,14 @@ class SequenceData:
     def features(self, index: int) -> torch.Tensor:
         """Return the features [n, width] bfloat16 of a sequence."""
         file, start = self._places[index]
-        found: torch.Tensor = self._files[file].get_slice("features")[start : start + len(self.token_ids[index])]  # type: ignore[no-untyped-call]
+        found: torch.Tensor = self._files[file].get_slice("features")[start : start + len(self.token_ids[index])]
         return found
+
+
+def damaged_data(path: Path, reason: object) -> CheckpointError:
+    """Return the error for a damaged file of a data directory."""
+    return CheckpointError(f"{path} is damaged ({shortened(str(reason))}): delete {path.parent} to record the data again")
+
+
+def _digest(token_ids: NDArray[np.int32], is_answer: NDArray[np.uint8]) -> str:
+    return hashlib.sha256(token_ids.tobytes() + is_answer.tobytes()).hexdigest()

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -199,8 +198,8 @@ class Trainer:
             self.drafter.load_state_dict(state["drafter"])
             self._optimizer.load_state_dict(state["optimizer"])
             self.progress = Progress(**state["progress"])
-        except (OSError, RuntimeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
-            reason = shortened(str(error).splitlines()[0])
+        except Exception as error:  # a damaged pickle may raise anything
+            reason = shortened(next(iter(str(error).splitlines()), type(error).__name__))
             raise CheckpointError(f"{path} cannot be continued ({reason}): delete it to train from the beginning") from error
 
 

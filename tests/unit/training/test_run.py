@@ -1,11 +1,14 @@
 """A whole run: from prompts to a measured drafter with its card, interrupted and resumed."""
 
 import json
+import shutil
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from harness.checkpoints import write_checkpoint
@@ -15,6 +18,7 @@ from paceline.cli import app
 from paceline.drafters import prepare_drafter
 from paceline.errors import ConfigError, PacelineError
 from paceline.training import run as running
+from paceline.training.prompts import read_records
 from paceline.training.run import train
 from paceline.training.settings import TrainSettings
 
@@ -114,3 +118,52 @@ def test_output_that_holds_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds another model, which would be overwritten"):
         train(TrainSettings(drafter="draft-model", model=str(target)), target, print)
     assert {file: file.read_bytes() for file in target.iterdir()} == before
+
+
+def _flip_a_token(path: Path) -> None:
+    tensors = load_file(path)
+    tensors["token_ids"][0] += 1
+    save_file(tensors, path)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "no shard": ("data/train-0000.safetensors", Path.unlink, "train-0000.safetensors is damaged"),
+    "half a shard": ("data/train-0000.safetensors", lambda path: path.write_bytes(path.read_bytes()[:200]), "is damaged .*record the data"),
+    "another shard": ("data/train-0000.safetensors", _flip_a_token, "holds other sequences than were recorded"),
+    "broken prompts": ("data/prompts.json", lambda path: path.write_text("[[1"), "prompts.json is damaged"),
+    "other prompts": ("data/prompts.json", lambda path: path.write_text('[[{"a": 1}], []]'), "prompts.json is damaged"),
+    "broken manifest": ("data/train-manifest.json", lambda path: path.write_text("{"), "manifest.json is damaged"),
+    "empty manifest": ("data/train-manifest.json", lambda path: path.write_text("{}"), "manifest.json is damaged"),
+    "empty checkpoint": ("checkpoint.pt", lambda path: path.write_bytes(b""), "checkpoint.pt cannot be continued"),
+    "no checkpoint": ("checkpoint.pt", lambda path: path.write_bytes(b"0" * 999), "checkpoint.pt cannot be continued"),
+    "broken settings": ("train.json", lambda path: path.write_text("{"), "start again with another --output"),
+}
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    settings = TrainSettings(
+        drafter="medusa", model=str(write_checkpoint(folder / "target", "llama")), draft_vocab_size=64, batch_tokens=100, threads=1,
+        steps=2, data=(str(write_prompts(folder / "prompts.jsonl", 12)),), max_prompt_tokens=32, max_answer_tokens=16, max_repeat_share=1.0,
+    )  # fmt: skip
+    with quick_profiles(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "measure", lambda *_: {"speeds": [], "fixed": {}, "are_texts_equal": None, "num_looping": 0})
+        assert train(settings, folder / "drafter", lambda _: None)
+    return folder / "drafter"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_file_of_a_run_is_named_on_resume(damage: str, finished_run: Path, tmp_path: Path) -> None:
+    name, change, text = DAMAGES[damage]
+    output = Path(shutil.copytree(finished_run, tmp_path / "drafter"))
+    change(output / name)
+    with quick_profiles(), pytest.raises(PacelineError, match=text):
+        train(TrainSettings(drafter="medusa"), output, lambda _: None, is_resumed=True)
+
+
+@pytest.mark.parametrize("name", ["prompts.JSONL", "prompts.ndjson"])
+def test_json_lines_are_known_by_their_endings_and_may_hold_line_separators(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text('\ufeff{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\n', encoding="utf-8")
+    assert [record["prompt"] for record in read_records(path)] == ["a\u2028b", "c"]
