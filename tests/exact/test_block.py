@@ -22,7 +22,7 @@ from paceline import LLM, SamplingParams
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.speculation import speculator as speculator_module
 from paceline.speculation.draft_length.policy import FixedDraftLength
-from paceline.speculation.tree import DraftTree, Proposal
+from paceline.speculation.tree import DraftSampling, DraftTree
 
 NUM_BLOCKS = 8  # one more than the longest request may need
 MAX_ROUNDS = 12
@@ -170,12 +170,12 @@ def exact_distribution(solo: Solo, prompt: list[int], params: SamplingParams, nu
 def test_sampled_block_drafts_keep_the_target_distribution(
     kind: str, given_of: GivenOf, large_counts: bool, seed: int, monkeypatch: pytest.MonkeyPatch, tally: "Counter[str]"
 ) -> None:
-    proposals: set[Proposal] = set()
+    proposals: set[DraftSampling] = set()
     real = speculator_module.verify_rejection
 
     def recording(tree: DraftTree, *others: object) -> object:
         if tree.num_draft_tokens:
-            proposals.add(tree.proposal)
+            proposals.add(tree.draft_sampling)
         return real(tree, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(speculator_module, "verify_rejection", recording)
@@ -192,7 +192,7 @@ def test_sampled_block_drafts_keep_the_target_distribution(
         counts.update(tuple(output.token_ids) for output in outputs)
     assert sum(prob * counts.total() >= LEAST_EXPECTED for prob in exact.values()) > 5
     assert chi_square_p_value(counts, exact) > 0.001
-    assert proposals == {Proposal.SAMPLED}
+    assert proposals == {DraftSampling.SAMPLED}
     stats = llm.stats().speculation
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     tally["texts drawn by rejection with block drafters"] += counts.total()

@@ -18,7 +18,7 @@ from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.speculation import speculator as speculator_module
 from paceline.speculation.draft_length.policy import FixedDraftLength
-from paceline.speculation.tree import DraftTree, Proposal
+from paceline.speculation.tree import DraftSampling, DraftTree
 
 NUM_BLOCKS = 7  # of the cache: the first four of the texts below while they are short, or two of them at their end
 SHAPES = {"chain": (4, 1), "tree": (6, 5)}  # depth and width; a tree may have 31 rows
@@ -197,26 +197,26 @@ def test_collecting_hidden_states_for_a_head_changes_no_token(target: str, given
 
 SAMPLED = ("eagle", "eagle3", "peagle", "medusa", "mtp-mtp", "draft_model")
 DRAWN = [
-    *(("random", kind, "chain", Proposal.SAMPLED) for kind in (*SAMPLED, "dflash", "dflash2", "dspark", "pard")),
-    *(("random", kind, "tree", Proposal.WITHOUT_REPLACEMENT) for kind in ("draft_model", "pard")),
-    ("random", "dflash2", "tree", Proposal.DETERMINISTIC),
-    ("random", "medusa", "tree", Proposal.SAMPLED),  # its heads' draws make a chain, whatever room there is
-    ("known", "suffix", "tree", Proposal.DETERMINISTIC),
-    ("known", "eagle", "chain", Proposal.SAMPLED),
-    ("known", "eagle", "tree", Proposal.DETERMINISTIC),
+    *(("random", kind, "chain", DraftSampling.SAMPLED) for kind in (*SAMPLED, "dflash", "dflash2", "dspark", "pard")),
+    *(("random", kind, "tree", DraftSampling.WITHOUT_REPLACEMENT) for kind in ("draft_model", "pard")),
+    ("random", "dflash2", "tree", DraftSampling.DETERMINISTIC),
+    ("random", "medusa", "tree", DraftSampling.SAMPLED),  # its heads' draws make a chain, whatever room there is
+    ("known", "suffix", "tree", DraftSampling.DETERMINISTIC),
+    ("known", "eagle", "chain", DraftSampling.SAMPLED),
+    ("known", "eagle", "tree", DraftSampling.DETERMINISTIC),
 ]
 
 
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize(("name", "kind", "shape", "proposal"), DRAWN, ids=["-".join(case[:3]) for case in DRAWN])
 def test_rejection_sampling_works_with_every_head(
-    name: str, kind: str, shape: str, proposal: Proposal, given_of: GivenOf, proposals: list[DraftTree], tally: "Counter[str]"
+    name: str, kind: str, shape: str, proposal: DraftSampling, given_of: GivenOf, proposals: list[DraftTree], tally: "Counter[str]"
 ) -> None:
     """Greedy texts are the plain ones; sampled ones end where they must, and are the same again for the same seed."""
     given = given_of(f"{name}-f32-native")
     llm = given.open(kind, *SHAPES[shape], acceptance="rejection")
     tally["token ids equal with heads"] += given.compare(llm, "greedy", range(4))
-    assert {tree.proposal for tree in proposals} == {Proposal.DETERMINISTIC}
+    assert {tree.draft_sampling for tree in proposals} == {DraftSampling.DETERMINISTIC}
     proposals.clear()
     sampled = given.open(kind, *SHAPES[shape], acceptance="rejection", num_blocks=40, enable_prefix_caching=False)
     params = replace(given.params("sampled"), max_tokens=32)
@@ -231,7 +231,7 @@ def test_rejection_sampling_works_with_every_head(
         if name == "random":
             assert texts[0] != [token for text in given.texts for token in given.solo.answer(text, replace(asked, seed=5))[0].token_ids]
         tally["token ids drawn by rejection"] += len(texts[0])
-    assert {tree.proposal for tree in proposals} == {proposal}
+    assert {tree.draft_sampling for tree in proposals} == {proposal}
     check_clean(sampled)
 
 

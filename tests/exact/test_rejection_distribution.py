@@ -37,7 +37,7 @@ from paceline.speculation.propose import reserve
 from paceline.speculation.rejection import verify_rejection
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
-from paceline.speculation.tree import DraftTree, Proposal
+from paceline.speculation.tree import DraftSampling, DraftTree
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ def test_rejection_distribution_cases_accept_and_reject_drafts(name, seed):
 
 
 def test_rejection_distribution_cases_contain_chains_and_trees():
-    proposals = {name: _draft(scene, _request(scene, 1)).proposal for name, scene in SCENES.items()}
-    assert proposals["chain"] is proposals["long chain over few ids"] is Proposal.SAMPLED
-    assert proposals["tree"] is proposals["wide, then a chain"] is Proposal.WITHOUT_REPLACEMENT
+    proposals = {name: _draft(scene, _request(scene, 1)).draft_sampling for name, scene in SCENES.items()}
+    assert proposals["chain"] is proposals["long chain over few ids"] is DraftSampling.SAMPLED
+    assert proposals["tree"] is proposals["wide, then a chain"] is DraftSampling.WITHOUT_REPLACEMENT
 
 
 Break = Callable[[pytest.MonkeyPatch], None]

@@ -36,7 +36,7 @@ from paceline.sampling.residual import TokenProbs, acceptance_ratio, excess
 from paceline.speculation import rejection
 from paceline.speculation.rejection import StepRandomness, verify_rejection
 from paceline.speculation.request import Request
-from paceline.speculation.tree import DraftTree, Proposal
+from paceline.speculation.tree import DraftSampling, DraftTree
 from paceline.speculation.verify import verify
 
 NUM_CASES = 6
@@ -87,7 +87,7 @@ def test_block_verification_accepts_at_least_as_much_as_token_by_token(seed, mon
 
     shape = SHAPES["chain of 2"]
     as_block = [mean_length(shape, case) for case in range(NUM_CASES)]
-    monkeypatch.setattr(DraftTree, "proposal", Proposal.WITHOUT_REPLACEMENT)
+    monkeypatch.setattr(DraftTree, "draft_sampling", DraftSampling.WITHOUT_REPLACEMENT)
     assert _is_exact(shape, seed)
     one_by_one = [mean_length(shape, case) for case in range(NUM_CASES)]
     assert all(block >= single for block, single in zip(as_block, one_by_one, strict=True))
@@ -192,7 +192,7 @@ def test_trimming_sampled_trees_keeps_the_exact_distribution(seed, tally):
     for left, trim in trims.items():
         assert distribution_of_step(shape, target, draft, cut=trim) == wanted, left
     tally["shapes of trimmed trees"] += len(trims)
-    assert {trim(whole).proposal for trim in trims.values()} == set(Proposal)
+    assert {trim(whole).draft_sampling for trim in trims.values()} == set(DraftSampling)
 
 
 def test_draft_probs_of_unknown_ids_keep_the_exact_distribution(seed, monkeypatch):

@@ -198,26 +198,26 @@ def _guess(
         depth = min(policy.num_speculative_tokens, request.num_remaining_tokens - 1)
         if depth < 1:
             continue
-        rows.max_budget = DraftBudget(policy.row_budget, depth, layout, needs_draft_probs=drawn)
+        rows.max_draft_budget = DraftBudget(policy.row_budget, depth, layout, needs_draft_probs=drawn)
         rows.skip_reason = reason or policy.skip_reason(request, player)
         if rows.skip_reason is None:
-            rows.budget = rows.max_budget
+            rows.draft_budget = rows.max_draft_budget
             num_considered += 1
     if num_considered == 0:
         return 0.0, 0.0
     plan_s = 0.0 if type(policy) is FixedDraftLength else costs.asking_s * num_considered
     policy.plan(batch, player, None)
-    asked = [rows for rows in batch if rows.budget is not None]
+    asked = [rows for rows in batch if rows.draft_budget is not None]
     if not asked:
         return 0.0, plan_s
     deepest = 0
     for rows, (request, trace) in zip(batch, running, strict=True):
-        tree = trace.guesses[request.num_output_tokens] if rows.budget is not None else None
-        if rows.budget is None or tree is None or tree.num_draft_tokens == 0:
+        tree = trace.guesses[request.num_output_tokens] if rows.draft_budget is not None else None
+        if rows.draft_budget is None or tree is None or tree.num_draft_tokens == 0:
             rows.skip_drafter(SkipReason.NO_MATCH)
             continue
-        tree = _drafted(tree, rows.budget)
-        tree = tree.trim(vocab_size=2**31, max_depth=rows.budget.max_depth, row_budget=rows.budget.row_budget, layout=layout)
+        tree = _drafted(tree, rows.draft_budget)
+        tree = tree.trim(vocab_size=2**31, max_depth=rows.draft_budget.max_depth, row_budget=rows.draft_budget.row_budget, layout=layout)
         rows.set_draft(tree, tree.num_draft_tokens, SkipReason.UNUSABLE)
         deepest = max(deepest, tree.tree_depth)
     seconds = costs.draft_s[0] + costs.draft_s[1] * deepest

@@ -150,8 +150,8 @@ FAMILIES: tuple[dict[str, float], ...] = (
 _MAX_SIBLING_SHARE = 0.5  # of the target's parameters; a larger draft model costs nearly as much as the target
 _MAX_SIBLINGS = 2
 _SMALL_NETWORK_FACTOR = 1.5
-"""Seconds a byte of a drafter's pass over those of the target's: 1.4 to 1.7 (docs/dev/experiments.md, passes of drafting heads)."""
-_PROPOSE_S = 1e-4  # host time of a proposal: 0.07 to 0.17 ms (docs/dev/experiments.md)
+"""Seconds a byte of a drafter's pass over those of the target's: 1.4 to 1.7 (docs/dev/findings.md)."""
+_PROPOSE_S = 1e-4  # host time of a proposal: 0.07 to 0.17 ms (docs/dev/findings.md)
 _PARALLEL_METHODS = (MEDUSA, PEAGLE)  # draft all positions in one pass
 _READS_LM_HEAD = (EAGLE, MTP)  # compute logits with the target's vocabulary matrix
 _EXPERT = re.compile(r"layers\.(\d+)\.experts\.")

@@ -21,7 +21,7 @@ MAX_FORCED_TOKENS = 16  # maximum number of forced tokens in one draft, independ
 
 def constrain_draft(rows: RequestRows) -> None:
     """Constrain the draft of a request by its grammar, or make a draft of forced tokens if it has none."""
-    request, limit = rows.request, rows.max_budget
+    request, limit = rows.request, rows.max_draft_budget
     if limit is None or not isinstance(request.processor.grammar, GrammarMatcher):
         return
     num_before = rows.num_draft_tokens

@@ -77,14 +77,14 @@ class Proposer:
         with self._guard:
             reason = policy.begin_step(batch)
         for rows in batch:
-            rows.skip_reason, rows.max_budget = self._skip_reason_or_budget(rows, policy, is_rejection=is_rejection)
+            rows.skip_reason, rows.max_draft_budget = self._skip_reason_or_budget(rows, policy, is_rejection=is_rejection)
             with self._guard:
                 constrain_draft(rows)  # the first draft: tokens that the grammar forces; a drafter's draft may replace it
         if reason is None:
             for name, drafter in self._drafters:
                 self._call_drafter_guarded(name, drafter, batch, policy, max_rows)
         for rows in batch:
-            if rows.max_budget is not None and rows.skip_reason is None and rows.num_draft_tokens == 0:
+            if rows.max_draft_budget is not None and rows.skip_reason is None and rows.num_draft_tokens == 0:
                 rows.skip_reason = reason or SkipReason.NO_MATCH
             with self._guard:
                 constrain_draft(rows)  # drop what the grammar forbids in the drafters' drafts, and add what it forces
@@ -131,7 +131,7 @@ class Proposer:
                 self._pauses[name] = num_failures + 1, min(MAX_FAILURE_BACKOFF_STEPS, 2 ** min(num_failures, 10) - 1)
                 is_failed = True
         for rows in batch:
-            rows.budget = None
+            rows.draft_budget = None
             if is_failed and _may_draft(rows, name):
                 rows.skip_drafter(SkipReason.DRAFTER_FAILED)
 
@@ -147,11 +147,11 @@ class Proposer:
             elif not drafter.has_candidates(rows.request):
                 rows.skip_drafter(SkipReason.NO_MATCH)
             else:
-                rows.budget = rows.max_budget
-        if all(rows.budget is None for rows in batch):
+                rows.draft_budget = rows.max_draft_budget
+        if all(rows.draft_budget is None for rows in batch):
             return False
         policy.plan(batch, drafter, max_rows)
-        called = [(rows, rows.budget) for rows in batch if rows.budget is not None]
+        called = [(rows, rows.draft_budget) for rows in batch if rows.draft_budget is not None]
         if not called:
             return False
         has_prefill = any(drafter.prefill_s(rows.request) > 0.0 for rows, _ in called)
@@ -181,7 +181,7 @@ def _may_draft(rows: RequestRows, name: str) -> bool:
     rejection sampling preserves.
     """
     is_sampled = rows.tree is not None and bool(rows.tree.draft_probs)
-    return rows.max_budget is not None and rows.request.drafter in (None, name) and not is_sampled
+    return rows.max_draft_budget is not None and rows.request.drafter in (None, name) and not is_sampled
 
 
 def fit_rows(batch: Sequence[RequestRows], available: int) -> None:
@@ -202,7 +202,9 @@ def fit_rows(batch: Sequence[RequestRows], available: int) -> None:
 
 def _num_draft_rows(rows: RequestRows, parents: Sequence[int]) -> int:
     """Return the rows of the pass that a draft tree with these parents takes besides the row of its root."""
-    return num_rows(parents, TreeLayout.MASK if rows.max_budget is None else rows.max_budget.layout) - 1 if len(parents) > 1 else 0
+    return (
+        num_rows(parents, TreeLayout.MASK if rows.max_draft_budget is None else rows.max_draft_budget.layout) - 1 if len(parents) > 1 else 0
+    )
 
 
 def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
@@ -242,5 +244,5 @@ def _shrink(rows: RequestRows, cache: KVCache, num_blocks: int) -> None:
     """Prune a draft so that the request's rows fit in `num_blocks` blocks."""
     tree, sequence = rows.tree, rows.request.cached_sequence
     if tree is not None and tree.num_draft_tokens > 0:
-        kept = tree.prune(lambda parents: cache.num_blocks_needed(sequence, rows.parents_with(parents)) <= num_blocks)
+        kept = tree.prune(lambda parents: cache.num_blocks_needed(sequence, rows.parents_of_pass(parents)) <= num_blocks)
         rows.set_draft(kept, tree.num_draft_tokens, SkipReason.NO_MEMORY)

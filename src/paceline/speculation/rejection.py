@@ -2,7 +2,7 @@
 
 Opt-in (`acceptance="rejection"`). The distribution is the same as with `verify`, but a seed gives another text than plain decoding, because
 the tokens depend on the draft. In return, more tokens of drafters that sample are accepted, especially at high temperatures. The algorithm
-depends on how the draft was made (`Proposal`):
+depends on how the draft was made (`DraftSampling`):
 
     a sampled chain               block verification: accept the longest prefix that the joint probabilities allow
     several samples at a node     accept or reject one after the other; after each rejection target_probs becomes the normalised residual
@@ -18,7 +18,7 @@ from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.residual import TokenProbs, acceptance_ratio, block_threshold, excess, residual
 from paceline.speculation.commit import FinishCheck
 from paceline.speculation.request import Request
-from paceline.speculation.tree import DraftTree, Proposal
+from paceline.speculation.tree import DraftSampling, DraftTree
 from paceline.speculation.verify import VerifyResult, verify
 
 
@@ -92,7 +92,7 @@ class RejectionSampler:
 
     def verify(self) -> VerifyResult:
         """Verify the tree."""
-        length = self._block_length() if self._tree.proposal is Proposal.SAMPLED else 0
+        length = self._block_length() if self._tree.draft_sampling is DraftSampling.SAMPLED else 0
         node = self._verify_block(length) if length else 0
         while node is not None:
             node = self._verify_children(node)

@@ -29,8 +29,8 @@ class RequestRows:
         tree: draft after the last token; only the root if there is no draft. None for a chunk of the prompt that is not its last one:
             such a chunk emits no token.
         skip_reason: why there is no draft.
-        max_budget: budget of the request in this step, for all drafters; None = nothing may be drafted.
-        budget: budget of the request for the drafter that is being called; None = it may not draft.
+        max_draft_budget: budget of the request in this step, for all drafters; None = nothing may be drafted.
+        draft_budget: budget of the request for the drafter that is being called; None = it may not draft.
         expected_tokens, expected_speedup: as in `StepRecord`.
         first_position: position in the request's text of the first row.
         row_plan: reserved cache slots, and the rows and positions of the pass that use them.
@@ -47,8 +47,8 @@ class RequestRows:
     num_new_tokens: int
     tree: DraftTree | None
     skip_reason: SkipReason | None = None
-    max_budget: DraftBudget | None = None
-    budget: DraftBudget | None = None
+    max_draft_budget: DraftBudget | None = None
+    draft_budget: DraftBudget | None = None
     expected_tokens: float | None = None
     expected_speedup: float | None = None
     first_position: int = 0
@@ -79,9 +79,9 @@ class RequestRows:
     @property
     def parents(self) -> Sequence[int]:
         """Parent of each node of the pass."""
-        return range(-1, self.root_node) if self.num_draft_tokens == 0 or self.tree is None else self.parents_with(self.tree.parents)
+        return range(-1, self.root_node) if self.num_draft_tokens == 0 or self.tree is None else self.parents_of_pass(self.tree.parents)
 
-    def parents_with(self, tree_parents: Sequence[int]) -> Sequence[int]:
+    def parents_of_pass(self, tree_parents: Sequence[int]) -> Sequence[int]:
         """Return the parent of each node of the pass: the new tokens, one after another, then a draft tree whose own parents are given."""
         if self.num_new_tokens == 1:
             return tree_parents
@@ -136,6 +136,6 @@ class RequestRows:
 
     def skip_drafter(self, reason: SkipReason) -> None:
         """Record why a drafter does not draft. The reason of a later drafter replaces only the reason NO_MATCH."""
-        self.budget = None
+        self.draft_budget = None
         if self.num_draft_tokens == 0 and self.skip_reason in (None, SkipReason.NO_MATCH):
             self.skip_reason = reason

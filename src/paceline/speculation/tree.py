@@ -8,7 +8,7 @@ from paceline.kv_cache.row_plan import TreeLayout, is_chain, num_rows
 from paceline.sampling.residual import TokenProbs
 
 
-class Proposal(Enum):
+class DraftSampling(Enum):
     """How draft tokens were chosen, which decides how `acceptance="rejection"` accepts them."""
 
     DETERMINISTIC = "deterministic"  # draft tokens are not sampled from `draft_probs`, such as the most probable tokens
@@ -128,11 +128,11 @@ class DraftTree:
                 raise ValueError(f"the children {tokens} of node {node} cannot come from its draft_probs")
 
     @property
-    def proposal(self) -> Proposal:
+    def draft_sampling(self) -> DraftSampling:
         """How the draft tokens were chosen."""
         if not self.draft_probs:
-            return Proposal.DETERMINISTIC
-        return Proposal.SAMPLED if is_chain(self.parents) else Proposal.WITHOUT_REPLACEMENT
+            return DraftSampling.DETERMINISTIC
+        return DraftSampling.SAMPLED if is_chain(self.parents) else DraftSampling.WITHOUT_REPLACEMENT
 
     @property
     def num_draft_tokens(self) -> int:

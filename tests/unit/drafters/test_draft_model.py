@@ -23,7 +23,7 @@ from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import DraftBudget, PrefillTime
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import Request
-from paceline.speculation.tree import DraftTree, Proposal
+from paceline.speculation.tree import DraftSampling, DraftTree
 
 NUM_BLOCKS = 64
 GREEDY = SamplingParams()
@@ -255,7 +255,7 @@ def test_drafts_for_rejection_are_sampled_from_the_stored_probs(runtime: Network
     (tree,) = drafter.propose([request], [DraftBudget(33, 4, needs_draft_probs=True)])
     assert tree is not None
     tree.check()
-    assert tree.proposal is (Proposal.SAMPLED if width == 1 else Proposal.WITHOUT_REPLACEMENT)
+    assert tree.draft_sampling is (DraftSampling.SAMPLED if width == 1 else DraftSampling.WITHOUT_REPLACEMENT)
     assert tree.num_draft_tokens == 4 * width
     path: list[int] = []
     for node, probs in tree.draft_probs.items():
@@ -285,7 +285,7 @@ def test_drafts_at_temperature_0_are_deterministic(drafter: DraftModelDrafter) -
     request = make_request([5, 6, 7])
     (tree,) = drafter.propose([request], [DraftBudget(5, 4, needs_draft_probs=True)])
     assert tree is not None
-    assert tree.proposal is Proposal.DETERMINISTIC
+    assert tree.draft_sampling is DraftSampling.DETERMINISTIC
     assert list(tree.token_ids[1:]) == ask(drafter, request)[0]
 
 

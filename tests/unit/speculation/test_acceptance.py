@@ -155,7 +155,7 @@ def hold_back(policy: AdaptiveDraftLength, request: Request, drafted: list[int])
     """Let the policy judge a draft for a request on a machine on which no row pays."""
     rows = RequestRows.without_draft(request, 1)
     assert policy.begin_step([rows]) is None
-    rows.max_budget = DraftBudget(17, 16)
+    rows.max_draft_budget = DraftBudget(17, 16)
     rows.tree = DraftTree.chain(request.token_ids[-1], drafted, "lookup")
     policy.prune_drafts([rows], None)
     return rows

@@ -25,7 +25,7 @@ def decoding(count: int) -> list[RequestRows]:
         params = SamplingParams()
         request = Request([1], 1, params, LogitsProcessor(params, 4, [1]), CachedSequence(), seed=0, sample_index=0, max_len=10)
         rows = RequestRows.without_draft(request, 1)
-        rows.max_budget = rows.budget = DraftBudget(5, 4)
+        rows.max_draft_budget = rows.draft_budget = DraftBudget(5, 4)
         batch.append(rows)
     return batch
 

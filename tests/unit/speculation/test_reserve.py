@@ -15,7 +15,7 @@ from paceline.speculation.propose import reserve
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import SkipReason
-from paceline.speculation.tree import DraftTree, Proposal
+from paceline.speculation.tree import DraftSampling, DraftTree
 
 BLOCK = 4
 
@@ -133,12 +133,12 @@ def uniform(*tokens: int) -> TokenProbs:
 @pytest.mark.parametrize(
     ("num_free", "expected", "proposal"),
     [
-        (0, [(50,), (50, 52)], Proposal.SAMPLED),
-        (1, [(50,), (51,), (50, 52)], Proposal.WITHOUT_REPLACEMENT),  # the chain's end would cost that block as well
-        (2, [(50,), (51,), (50, 52), (50, 52, 54)], Proposal.WITHOUT_REPLACEMENT),
+        (0, [(50,), (50, 52)], DraftSampling.SAMPLED),
+        (1, [(50,), (51,), (50, 52)], DraftSampling.WITHOUT_REPLACEMENT),  # the chain's end would cost that block as well
+        (2, [(50,), (51,), (50, 52), (50, 52, 54)], DraftSampling.WITHOUT_REPLACEMENT),
     ],
 )
-def test_sampled_trees_are_pruned_by_level(num_free: int, expected: list[tuple[int, ...]], proposal: Proposal) -> None:
+def test_sampled_trees_are_pruned_by_level(num_free: int, expected: list[tuple[int, ...]], proposal: DraftSampling) -> None:
     cache = make_cache(2 + num_free)
     rows = make_rows(cache, BLOCK + 2)
     rows.tree = DraftTree.from_nodes(
@@ -146,5 +146,5 @@ def test_sampled_trees_are_pruned_by_level(num_free: int, expected: list[tuple[i
     )
     reserve([rows], cache)
     assert paths(rows.tree) == expected
-    assert rows.tree.proposal is proposal
+    assert rows.tree.draft_sampling is proposal
     assert len(rows.tree.draft_probs) == len({len(path) for path in expected})

@@ -3,7 +3,7 @@ import pytest
 
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
 from paceline.sampling.residual import TokenProbs
-from paceline.speculation.tree import DraftTree, Proposal
+from paceline.speculation.tree import DraftSampling, DraftTree
 
 LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
 UNLIMITED = {"vocab_size": 1_000_000, "max_depth": 1_000, "row_budget": 1_000_000}
@@ -193,10 +193,12 @@ def test_draft_probs_beyond_the_vocabulary_are_dropped():
 
 def test_proposal_kind_of_a_draft_tree_follows_from_its_draft_probs():
     distribution = TokenProbs(np.array([0.5, 0.25, 0.25]))
-    assert DraftTree.chain(9, [0, 1], "ngram").proposal is Proposal.DETERMINISTIC
-    assert DraftTree.root_only(9).proposal is Proposal.DETERMINISTIC
-    assert DraftTree.from_nodes(9, [0, 1], [0, 1], "draft_model", {0: distribution, 1: distribution}).proposal is Proposal.SAMPLED
-    assert DraftTree.from_nodes(9, [0, 1], [0, 0], "draft_model", {0: distribution}).proposal is Proposal.WITHOUT_REPLACEMENT
+    assert DraftTree.chain(9, [0, 1], "ngram").draft_sampling is DraftSampling.DETERMINISTIC
+    assert DraftTree.root_only(9).draft_sampling is DraftSampling.DETERMINISTIC
+    assert (
+        DraftTree.from_nodes(9, [0, 1], [0, 1], "draft_model", {0: distribution, 1: distribution}).draft_sampling is DraftSampling.SAMPLED
+    )
+    assert DraftTree.from_nodes(9, [0, 1], [0, 0], "draft_model", {0: distribution}).draft_sampling is DraftSampling.WITHOUT_REPLACEMENT
 
 
 def test_draft_probs_follow_their_nodes_when_sorted():

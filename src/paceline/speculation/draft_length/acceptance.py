@@ -16,11 +16,11 @@ PRIOR_RATE = 0.6  # assumed acceptance rate of a drafter until one of its tokens
 PRIOR_WEIGHT = 4.0  # PRIOR_RATE counts as this many verified tokens, at depth 1 and in each range of confidences
 DEEPER_PRIOR_WEIGHT = 12.0  # at depths above 1, the rate at the previous depth counts as this many verified tokens
 MAX_COUNT = 512.0  # the counts of verified and accepted tokens are halved at this many verified tokens: recent ones weigh more
-BIAS_PRIOR_WEIGHT = 12.0  # the assumption that a request has no bias counts as this many verified tokens
-MAX_BIAS_TOKENS = 64.0  # maximum weight of earlier tokens in the bias, so that it keeps adapting
-BIAS_LEARNING_RATE = 5.0  # learning rate of the bias: Newton's method takes 1 / (p * (1 - p)), here for p = 0.28 or 0.72
+BIAS_PRIOR_WEIGHT = 12.0  # the assumption that a request is as easy to draft as others counts as this many verified tokens
+MAX_BIAS_TOKENS = 64.0  # at most this many verified tokens count in the bias of a request, so that the bias keeps adapting
+BIAS_LEARNING_RATE = 5.0  # learning rate of a request's bias: 1 / (p * (1 - p)) in Newton's method, here for p = 0.28 or 0.72
 MAX_BIAS = 6.0
-MIN_OUTCOME_PROB = 0.06  # if a token's acceptance or rejection was less probable, the bias forgets earlier tokens: the text has changed
+MIN_OUTCOME_PROB = 0.06  # if a token's acceptance or rejection was less probable, the text has changed: earlier tokens lose weight
 MIN_RATE, MAX_RATE = 0.004, 0.995  # bounds of acceptance rates: no token is certain or impossible
 SIBLING_FACTOR = 0.3  # factor from a child's acceptance rate to its next sibling's, for drafters without probabilities
 FORCED_RATE = 0.98  # acceptance rate of tokens forced by a grammar; below 1 because the model may produce the same text in other tokens
@@ -83,7 +83,7 @@ class DraftHistory:
     """Acceptance of one drafter for one request, and the pauses of the drafter while it does not pay (backoff).
 
     Attributes:
-        bias: log-odds that are added to the rates over all requests.
+        bias: log-odds that are added to the rates over all requests, because some texts are easier to draft than others.
         num_verified_tokens: number of tokens that the bias was learned from, at most `MAX_BIAS_TOKENS`.
         backoff_level: number of times in a row that drafting did not pay.
         resume_step: index of the first step in which the drafter may draft again.

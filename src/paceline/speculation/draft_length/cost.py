@@ -14,8 +14,8 @@ from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ForwardProfile
 from paceline.speculation.request_rows import RequestRows
 
 FORGETTING_FACTOR = 0.96  # each new time sample multiplies the weight of the earlier samples in a fit by this
-STALL_SPEEDUP = 3.0  # after a sample this many times faster than expected, the samples before it count as taken in a stall
-STALL_FORGETTING_FACTOR = 0.1  # forgetting factor of the first sample after such a stall
+STALL_SPEEDUP = 3.0  # a sample this many times faster than expected shows that the machine was stalled during the samples before it
+STALL_FORGETTING_FACTOR = 0.1  # the first sample after a stall of the machine multiplies the weight of earlier samples by this
 MAX_SLOWDOWN = 1.5  # a sample longer than this multiple of the expected time is cut to it: the machine probably stalled
 MIN_Y_SHARE = 1e-6  # in the fit seconds = a * x + b * y: if sum(y * y) / sum(x * x) is below this, samples do not determine b
 MIN_STEP_S = 1e-7  # lower limit of the predicted seconds of a step without drafts: noise can make a fit predict zero

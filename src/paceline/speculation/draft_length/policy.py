@@ -26,14 +26,14 @@ from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
 MIN_GAIN = 0.03  # drafts are sent if the expected speedup is at least 1 + MIN_GAIN
-MIN_PATH_PROB = 0.02  # pruning drops a draft token if the probability of its path is lower
+MIN_PATH_PROB = 0.02  # pruning drops draft tokens whose path probability is below this
 UNMEASURED_DRAFT_LEN = 4  # maximum number of draft tokens of a drafter whose time or acceptance is not measured well enough
 MIN_VERIFIED_TOKENS = 8  # number of verified tokens from which on the acceptance of a drafter counts as measured
 NEGLIGIBLE_SHARE = 0.02  # drafters whose tokens take at most this share of a plain step need not stop at improbable tokens
-OVERHEAD_SHARE = 0.01  # share of run time that may be spent on drafting without benefit: the overhead budget
-OVERHEAD_STEPS = 128  # the overhead budget holds at most what this many steps add to it
-MAX_CHARGE = 0.25  # one step takes at most the time of this many forward passes from the overhead budget
-PROBE_TOKENS = 2  # draft length of a probe, which measures whether an unprofitable drafter is profitable again
+OVERHEAD_SHARE = 0.01  # share of the run time that may be spent on drafting that does not pay; what is not spent is saved up
+OVERHEAD_STEPS = 128  # time for drafting that does not pay is saved up over at most this many steps
+MAX_CHARGE = 0.25  # one step without benefit from drafting uses up at most the time of this many forward passes of the saved time
+PROBE_TOKENS = 2  # draft length of a probe, a short draft that measures whether a drafter that did not pay pays again
 MAX_BACKOFF_LEVEL = 6  # a drafter that does not pay pauses for at most 2 ** 6 = 64 steps
 MAX_LOOKUP_BACKOFF_LEVEL = 3  # a lookup drafter pauses for at most 2 ** 3 = 8 steps
 UNSENT_TOKENS = 4  # tokens of a dropped draft that are compared with the text generated afterwards, which shows its acceptance
@@ -60,7 +60,7 @@ class FixedDraftLength:
         return None
 
     def plan(self, batch: Sequence[RequestRows], drafter: Drafter, max_rows: int | None) -> None:
-        """Reduce `rows.budget` of each request to what the drafter should draft; to None if drafting is not expected to pay.
+        """Reduce `rows.draft_budget` of each request to what the drafter should draft; to None if drafting is not expected to pay.
 
         Args:
             batch: all rows of the pass, including drafts that other drafters have made in this step.
@@ -101,16 +101,16 @@ class FixedDraftLength:
         return f"{self.num_speculative_tokens} draft tokens a step"
 
 
-class DraftCounts(NamedTuple):
-    """Numbers of draft tokens to send.
+class DraftLengths(NamedTuple):
+    """How many draft tokens to send for each request of a batch.
 
     Attributes:
-        counts: by request; all 0 if the expected speedup is below 1 + `MIN_GAIN`.
-        log_speedup: logarithm of the greatest expected speedup, also if `counts` are all 0 because it is too small.
-        expected_tokens, seconds: expected emitted tokens and time of a step with these counts.
+        draft_lengths: number of draft tokens of each request; all 0 if the expected speedup is below 1 + `MIN_GAIN`.
+        log_speedup: logarithm of the greatest expected speedup, also if `draft_lengths` are all 0 because it is too small.
+        expected_tokens, seconds: expected emitted tokens and time of a step with these drafts.
     """
 
-    counts: list[int]
+    draft_lengths: list[int]
     log_speedup: float
     expected_tokens: float
     seconds: float
@@ -121,14 +121,14 @@ class DraftCounts(NamedTuple):
         return None if self.log_speedup == -math.inf else math.exp(self.log_speedup)
 
 
-def best_draft_counts(
+def best_draft_lengths(
     path_probs: Sequence[Sequence[float]],
     times: Sequence[float],
     num_requests: int,
     *,
     draft_s: Sequence[float] = (),
     undrafted: Collection[int] = (),
-) -> DraftCounts:
+) -> DraftLengths:
     """Return the numbers of draft tokens with the greatest geometric-mean speedup of the requests.
 
     Draft tokens of all requests are sorted by marginal log-speedup. Every prefix of that order is evaluated, because the time of a pass
@@ -159,11 +159,11 @@ def best_draft_counts(
             best_count, best_value, best_s = count, value, seconds
     counts = [0] * len(path_probs)
     if best_value < math.log1p(MIN_GAIN):
-        return DraftCounts(counts, best_value, float(num_requests), times[0])
+        return DraftLengths(counts, best_value, float(num_requests), times[0])
     for _, _, index in order[:best_count]:
         counts[index] += 1
     expected = num_requests + sum(sum(request_probs[:count]) for request_probs, count in zip(path_probs, counts, strict=True))
-    return DraftCounts(counts, best_value, expected, best_s)
+    return DraftLengths(counts, best_value, expected, best_s)
 
 
 class AdaptiveDraftLength(FixedDraftLength):
@@ -180,12 +180,12 @@ class AdaptiveDraftLength(FixedDraftLength):
         # keys: name of the drafter, and whether the requests are greedy
         self.rates = defaultdict[tuple[str, bool], AcceptanceRates](AcceptanceRates)
         self._step = 0
-        # seconds left for drafting without benefit; while negative, no drafter is called in steps without prefill
+        # seconds saved up for drafting that does not pay; while negative, no drafter is called in steps without prefill
         self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)
-        self._next_probe_budget_s = 0.0  # seconds that the overhead budget must reach before the next probe
+        self._next_probe_budget_s = 0.0  # seconds that must be saved up before the next probe of a drafter that did not pay
         self._shape = BatchShape(0, 0, False, 0.0, AdapterUse.NONE)  # what the cost of the current step depends on
         self._probed: Request | None = None  # request that drafts a probe in the current step
-        # whether the time of planning a step that then has no drafts is taken from the overhead budget; not if no request may draft
+        # whether planning time of a step that then has no drafts counts as drafting that does not pay; not if no request may draft
         self._is_charged = False
         self._mean_output_len = 0.0
 
@@ -205,8 +205,8 @@ class AdaptiveDraftLength(FixedDraftLength):
         is_timed = drafter.traits.is_lookup or self.cost.is_draft_cost_known(drafter.name)
         for rows in batch:
             rates = self.rates[drafter.name, rows.request.params.is_greedy]
-            if rows.budget is not None and not (is_timed and rates.num_observed >= MIN_VERIFIED_TOKENS):
-                rows.budget = _limit_tokens(rows.budget, UNMEASURED_DRAFT_LEN)
+            if rows.draft_budget is not None and not (is_timed and rates.num_observed >= MIN_VERIFIED_TOKENS):
+                rows.draft_budget = _limit_tokens(rows.draft_budget, UNMEASURED_DRAFT_LEN)
         if drafter.traits.is_lookup:  # lookup drafters take next to no time; `prune_drafts` drops their drafts if they do not pay
             return
         present_probs = [sorted(self._path_probs(rows.request, rows.tree)[1:], reverse=True) for rows in batch]
@@ -217,21 +217,23 @@ class AdaptiveDraftLength(FixedDraftLength):
         times = self.cost.step_times(self._shape, max_tokens)
         draft_s = [self.cost.draft_s(drafter.name, len(undrafted), depth) for depth in range(max(map(len, path_probs)) + 1)]
         num_emitting = sum(rows.tree is not None for rows in batch)
-        best = best_draft_counts(path_probs, times, num_emitting, draft_s=draft_s, undrafted=undrafted)
-        is_better = best.log_speedup > best_draft_counts(present_probs, times, num_emitting).log_speedup
+        best = best_draft_lengths(path_probs, times, num_emitting, draft_s=draft_s, undrafted=undrafted)
+        is_better = best.log_speedup > best_draft_lengths(present_probs, times, num_emitting).log_speedup
         for index, rows in enumerate(batch):
-            if rows.budget is None:
+            if rows.draft_budget is None:
                 continue
             if max_tokens < 1:
                 rows.skip_drafter(SkipReason.PASS_FULL)
                 continue
             rows.expected_speedup, history = best.speedup, rows.request.draft_histories[drafter.name]
-            may_draft = is_better and index in undrafted and best.counts[index] > 0
+            may_draft = is_better and index in undrafted and best.draft_lengths[index] > 0
             if may_draft and self._repays_prefill(rows.request, drafter, best, times):
                 history.backoff_level = 0
-                rows.budget = self._planned_budget(rows.request, drafter.name, rows.budget, best.counts[index], best, times, len(batch))
+                rows.draft_budget = self._planned_budget(
+                    rows.request, drafter.name, rows.draft_budget, best.draft_lengths[index], best, times, len(batch)
+                )
             elif present_probs[index]:
-                rows.budget = None
+                rows.draft_budget = None
             elif not self._try_probe(rows, drafter, times):
                 self._back_off(history, MAX_BACKOFF_LEVEL)
                 rows.skip_drafter(SkipReason.UNPROFITABLE)
@@ -259,8 +261,8 @@ class AdaptiveDraftLength(FixedDraftLength):
             if max_tokens < 1:  # the other rows alone fill the pass; `fit_rows` will remove the drafts
                 return
         times = self.cost.step_times(self._shape, num_fixed + max_tokens)[num_fixed:]
-        best = best_draft_counts(probs_by_request, times, sum(rows.tree is not None for rows in batch))
-        for rows, order, request_probs, count in zip(prunable, orders, probs_by_request, best.counts, strict=True):
+        best = best_draft_lengths(probs_by_request, times, sum(rows.tree is not None for rows in batch))
+        for rows, order, request_probs, count in zip(prunable, orders, probs_by_request, best.draft_lengths, strict=True):
             rows.expected_speedup = best.speedup
             if count == 0:
                 self._drop_unprofitable_draft(rows)
@@ -295,7 +297,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         num_drafts = sum(rows.num_draft_tokens for rows in batch)
         if not self._shape.is_decoding:
             return
-        plain_s = min(forward_s, self.cost.step_times(self._shape, 0)[0])  # a stall of the machine must not fill the overhead budget
+        plain_s = min(forward_s, self.cost.step_times(self._shape, 0)[0])  # a stall of the machine must not count as time to save from
         if num_drafts == 0 and self._is_charged:
             self._overhead_budget_s -= min(draft_s + plan_s, MAX_CHARGE * plain_s)
         max_budget_s = max(self._next_probe_budget_s, OVERHEAD_SHARE * OVERHEAD_STEPS * plain_s)
@@ -314,23 +316,23 @@ class AdaptiveDraftLength(FixedDraftLength):
     def _planned_path_probs(
         self, batch: Sequence[RequestRows], drafter: Drafter, present_probs: Sequence[Sequence[float]]
     ) -> tuple[list[Sequence[float]], set[int]]:
-        """Return path probabilities by request, as for `best_draft_counts`, and the indices of requests for which to draft.
+        """Return path probabilities by request, as for `best_draft_lengths`, and the indices of requests for which to draft.
 
         For these requests, the probabilities are estimated from acceptance rates by depth. For the other ones, they are `present_probs`,
         those of the draft that the request has (empty without one): this drafter is not expected to make a better one.
         """
         path_probs, undrafted = list(present_probs), set[int]()
         for index, rows in enumerate(batch):
-            if rows.budget is not None:
+            if rows.draft_budget is not None:
                 rates, history = self.rates[drafter.name, rows.request.params.is_greedy], rows.request.draft_histories[drafter.name]
-                estimates = history.path_rates(rates.rates_by_depth(rows.budget.max_tokens), MIN_PATH_PROB, rates.optimism)
+                estimates = history.path_rates(rates.rates_by_depth(rows.draft_budget.max_tokens), MIN_PATH_PROB, rates.optimism)
                 if sum(estimates) > sum(present_probs[index]):
                     path_probs[index] = estimates
                     undrafted.add(index)
         return path_probs, undrafted
 
     def _planned_budget(
-        self, request: Request, drafter: str, budget: DraftBudget, count: int, best: DraftCounts, times: Sequence[float], batch_size: int
+        self, request: Request, drafter: str, budget: DraftBudget, count: int, best: DraftLengths, times: Sequence[float], batch_size: int
     ) -> DraftBudget:
         """Return the budget of a request for which the policy chose `count` draft tokens.
 
@@ -353,7 +355,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         min_path_prob = min(0.9, lost_tokens / max(0.2, rates.rates_by_depth(1)[0]))
         return replace(budget, min_path_prob=min_path_prob, calibrate=lambda prob: history.request_rate(rates.rate_by_prob(prob)))
 
-    def _repays_prefill(self, request: Request, drafter: Drafter, best: DraftCounts, times: Sequence[float]) -> bool:
+    def _repays_prefill(self, request: Request, drafter: Drafter, best: DraftLengths, times: Sequence[float]) -> bool:
         """Return whether drafting saves more time over the rest of a request than the drafter's prefill takes."""
         prefill_s = drafter.prefill_s(request)
         if prefill_s <= 0.0:
@@ -365,11 +367,11 @@ class AdaptiveDraftLength(FixedDraftLength):
         return prefill_s <= saved_s_per_token * min(request.num_remaining_tokens, num_expected)
 
     def _try_probe(self, rows: RequestRows, drafter: Drafter, times: Sequence[float]) -> bool:
-        """Reduce an unprofitable drafter's budget to a probe and charge its price; return False if the overhead budget is smaller."""
-        if self._probed is not None or rows.budget is None or min(rows.budget.max_depth, len(times) - 1) < PROBE_TOKENS:
+        """Reduce an unprofitable drafter's budget to a probe, paid from the overhead budget; return False if too little is saved up."""
+        if self._probed is not None or rows.draft_budget is None or min(rows.draft_budget.max_depth, len(times) - 1) < PROBE_TOKENS:
             return False
         price_s = times[PROBE_TOKENS] - times[0] + self.cost.draft_s(drafter.name, 1, PROBE_TOKENS)
-        # a nearly full budget always pays for a probe: without probes a cost that was measured too high would never be corrected
+        # a nearly full overhead budget always pays for a probe: without probes a cost that was measured too high would never be corrected
         full_s = 0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * times[0]
         prefill_s = drafter.prefill_s(rows.request)
         required_s = min(price_s, full_s) + prefill_s
@@ -378,9 +380,9 @@ class AdaptiveDraftLength(FixedDraftLength):
             return False
         self._overhead_budget_s, self._next_probe_budget_s = self._overhead_budget_s - price_s - prefill_s, 0.0
         self._probed = rows.request
-        # the request's bias forgets earlier tokens, so that the two tokens of the probe can change it
+        # the estimate of the request's acceptance forgets earlier tokens, so that the two tokens of the probe can change it
         rows.request.draft_histories[drafter.name].num_verified_tokens = 0.0
-        rows.budget = _limit_tokens(rows.budget, PROBE_TOKENS)
+        rows.draft_budget = _limit_tokens(rows.draft_budget, PROBE_TOKENS)
         return True
 
     def _back_off(self, history: DraftHistory, max_level: int) -> None:
@@ -462,6 +464,6 @@ def _can_prune(rows: RequestRows) -> bool:
     so that the number of rows does not follow from the number of tokens.
     """
     tree = rows.tree
-    if tree is None or rows.max_budget is None or tree.num_draft_tokens == 0 or tree.draft_probs:
+    if tree is None or rows.max_draft_budget is None or tree.num_draft_tokens == 0 or tree.draft_probs:
         return False
-    return rows.max_budget.layout is TreeLayout.MASK or is_chain(tree.parents)
+    return rows.max_draft_budget.layout is TreeLayout.MASK or is_chain(tree.parents)
