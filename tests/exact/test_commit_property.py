@@ -121,7 +121,7 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
     """The steps of one request."""
     input_processor = InputProcessor(tokenizer, case.vocab_size, case.max_model_len, case.eos_ids)
     request = input_processor.make_request(case.prompt, case.params, is_streamed=case.is_streamed)
-    request.sequence = cache.new_sequence()
+    request.cached_sequence = cache.new_sequence()
     speculator = Speculator(
         [] if drafter is None else [drafter],
         FixedDraftLength(MAX_DEPTH, row_budget=2 * MAX_DEPTH),
@@ -136,12 +136,12 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
         num_blocks += request.num_output_tokens > seen
         seen = request.num_output_tokens
         if request.num_output_tokens and not request.is_finished:
-            assert request.sequence.committed_len == len(request.token_ids) - 1
+            assert request.cached_sequence.committed_len == len(request.token_ids) - 1
     kept_last = request.origins[-1] is TokenOrigin.ACCEPTED  # by a walk that went on behind the end: its row ran
-    assert request.sequence.committed_len == len(request.token_ids) - (not kept_last)
+    assert request.cached_sequence.committed_len == len(request.token_ids) - (not kept_last)
     assert request.error is None, request.error
     output = input_processor.make_output(request, numerics="exact", drafter="none")
-    cache.release(request.sequence)
+    cache.release(request.cached_sequence)
     cache.check()
     return Ran(request, output, streamed + input_processor.make_chunk(request, seen, None).text, num_blocks)
 

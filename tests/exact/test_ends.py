@@ -127,7 +127,7 @@ def run(
 ) -> Outcome:
     """The steps of one request."""
     request = input_processor.make_request(case.prompt, case.params, is_streamed=case.seed % 2 == 0)
-    request.sequence = cache.new_sequence()
+    request.cached_sequence = cache.new_sequence()
     policy = FixedDraftLength(MAX_DEPTH, row_budget=2 * MAX_DEPTH)
     speculator = Speculator(
         [] if drafter is None else [drafter], policy, vocab_size=input_processor.vocab_size, layout=TreeLayout.PATHS, acceptance=rule
@@ -136,7 +136,7 @@ def run(
     while not request.is_finished:
         step([request], [request.num_next_tokens(3)], target, cache, speculator)
     output = input_processor.make_output(request, numerics="exact", drafter="none")
-    cache.release(request.sequence)
+    cache.release(request.cached_sequence)
     cache.check()
     stats = request.stats
     assert stats.num_emitted_tokens == stats.num_accepted_tokens + stats.num_bonus_tokens == request.num_output_tokens

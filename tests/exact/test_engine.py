@@ -190,15 +190,15 @@ def test_random_engine_events_leak_no_block_and_change_no_token(
                 patch.setattr(llm.runtime, "forward", interrupted(llm.runtime.forward, is_behind_pass=is_behind_pass))
                 engine.step()
                 continue  # there was no pass: whoever ran had to make room
-            assert not any(request.error or request.sequence.plan for request in traffic.live)
+            assert not any(request.error or request.cached_sequence.plan for request in traffic.live)
         elif event == "step":
             oldest = running[0] if running else None
             arrived = list(traffic.live)
             older = arrived[: arrived.index(oldest)] if oldest is not None else []  # preempted ones, which wait
-            before = (oldest.sequence.committed_len, oldest.num_output_tokens) if oldest is not None else (0, 0)
+            before = (oldest.cached_sequence.committed_len, oldest.num_output_tokens) if oldest is not None else (0, 0)
             engine.step()
             has_started = any(request not in engine.scheduler.waiting for request in older)
-            goes_on = oldest is None or oldest.is_finished or (oldest.sequence.committed_len, oldest.num_output_tokens) > before
+            goes_on = oldest is None or oldest.is_finished or (oldest.cached_sequence.committed_len, oldest.num_output_tokens) > before
             assert goes_on or has_started, "the oldest running request, unless an older one started"
         else:
             continue

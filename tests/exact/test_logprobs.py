@@ -139,7 +139,9 @@ def test_preempted_requests_return_complete_logprobs(target: str, kind: str, alo
 
         def preempt(number: int, running: list[Request] = scheduler.running) -> None:
             if number % 3 == 0 and number < 120 and running:
-                half_read = [request for request in running if request.needs_prompt_logits and request.sequence.committed_len] or running
+                half_read = [
+                    request for request in running if request.needs_prompt_logits and request.cached_sequence.committed_len
+                ] or running
                 scheduler.preempt(half_read[int(random.integers(len(half_read)))])  # noqa: B023
 
         requests = run_all(alone, llm, preempt)
@@ -263,7 +265,7 @@ def test_fault_of_prompt_logprobs_with_cached_prompt_rows_is_found(alone_of: Alo
     llm, name = alone.open("oracle"), "with the prompt's"
 
     def match_prefix(self: Any, request: Request) -> None:
-        self._cache.match_prefix(request.sequence, request.token_ids)
+        self._cache.match_prefix(request.cached_sequence, request.token_ids)
 
     monkeypatch.setattr("paceline.engine.scheduler.BlockManager.match_prefix", match_prefix)
     (_, output) = (llm.generate([alone.prompts[2]], alone.params(name))[0] for _ in range(2))

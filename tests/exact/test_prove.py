@@ -184,7 +184,7 @@ def drop_the_row_at_a_chunks_border(patch: pytest.MonkeyPatch) -> None:
 
     def token_ids(rows: RequestRows) -> Sequence[int]:
         ids = real(rows)
-        is_later_chunk = rows.num_new_tokens > 1 and rows.request.sequence.committed_len > 0 and rows.request.num_output_tokens == 0
+        is_later_chunk = rows.num_new_tokens > 1 and rows.request.cached_sequence.committed_len > 0 and rows.request.num_output_tokens == 0
         return [0, *ids[1:]] if is_later_chunk else ids
 
     patch.setattr(RequestRows, "token_ids", property(token_ids))

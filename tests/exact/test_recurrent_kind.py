@@ -177,7 +177,7 @@ class Knowing(Drafter):
         if not self._has_branches:
             return DraftTree.chain(request.token_ids[-1], right + wrong[:1], self.name)
         parents = [*range(len(right)), *self._random.integers(0, len(right) + 1, len(wrong)).tolist()]
-        return DraftTree.grow(request.token_ids[-1], right + wrong, parents, self.name)
+        return DraftTree.from_nodes(request.token_ids[-1], right + wrong, parents, self.name)
 
 
 @dataclass
@@ -227,7 +227,7 @@ class Traffic:
             requests = self.requests()
             for _ in engine.run(requests):
                 cache.check()
-                running = [request.sequence.id for request in engine.scheduler.running]
+                running = [request.cached_sequence.id for request in engine.scheduler.running]
                 assert set(self.toy.states.behind) <= set(running)
             for prompt, request in zip(self.prompts, requests, strict=True):
                 assert request.token_ids == self.texts[(request.seed, *prompt)], f"prompt of {len(prompt)}"

@@ -102,7 +102,7 @@ def _draft(scene: Scene, request: Request) -> DraftTree:
         drawn = draw_distinct(draft_probs[node], widths[len(path)], *key, len(path))
         paths.extend((*path, token) for token in drawn)
         parents.extend([node] * len(drawn))
-    return DraftTree.grow(request.token_ids[-1], [path[-1] for path in paths[1:]], parents, "test", draft_probs)
+    return DraftTree.from_nodes(request.token_ids[-1], [path[-1] for path in paths[1:]], parents, "test", draft_probs)
 
 
 def _rows(scene: Scene, request: Request, tree: DraftTree) -> np.ndarray:
@@ -233,9 +233,9 @@ class Room:
         self._cache = KVCache([], used + num_blocks, layout, block_size=BLOCK_SIZE)
         self._request, self._other = (_request(SCENES["tree over few ids"], 0) for _ in range(2))
         self._num_others = num_others
-        self._request.sequence, self._other.sequence = self._cache.new_sequence(), self._cache.new_sequence()
-        self._cache.reserve(self._request.sequence, range(-1, committed_len - 1))
-        self._cache.keep_path(self._request.sequence, committed_len - 1)
+        self._request.cached_sequence, self._other.cached_sequence = self._cache.new_sequence(), self._cache.new_sequence()
+        self._cache.reserve(self._request.cached_sequence, range(-1, committed_len - 1))
+        self._cache.keep_path(self._request.cached_sequence, committed_len - 1)
 
     def cut(self, tree: DraftTree) -> DraftTree:
         """What the step would keep of `tree`."""
@@ -245,7 +245,7 @@ class Room:
         reserve(batch, self._cache)
         self._cache.check()
         for rows in batch:
-            self._cache.cancel(rows.request.sequence)
+            self._cache.cancel(rows.request.cached_sequence)
         assert batch[0].tree is not None
         batch[0].tree.check()
         return batch[0].tree
@@ -299,7 +299,7 @@ def _prune_by(order: Order) -> Callable[..., DraftTree]:
             index = {node: position for position, node in enumerate(kept)}
             parents = [index[tree.parents[node]] for node in kept[1:]]
             draft_probs = {index[node]: distribution for node, distribution in tree.draft_probs.items() if index.get(node) in parents}
-            return DraftTree.grow(tree.token_ids[0], [tree.token_ids[node] for node in kept[1:]], parents, "test", draft_probs)
+            return DraftTree.from_nodes(tree.token_ids[0], [tree.token_ids[node] for node in kept[1:]], parents, "test", draft_probs)
 
         kept = [0]
         for node in order(tree):

@@ -217,13 +217,13 @@ def test_drafts_pruned_by_token_value_are_treated_as_deterministic(seed):
         return DraftTree.chain(99, [best], "test")
 
     def still_drawn(tree: DraftTree) -> DraftTree:
-        return DraftTree.grow(99, likeliest(tree).token_ids[1:], [0], "test", tree.draft_probs)
+        return DraftTree.from_nodes(99, likeliest(tree).token_ids[1:], [0], "test", tree.draft_probs)
 
     def drawn_where_nothing_changed(tree: DraftTree) -> DraftTree:
         return still_drawn(tree) if tree.token_ids[1] == likeliest(tree).token_ids[1] else likeliest(tree)
 
     def without_the_first(tree: DraftTree) -> DraftTree:
-        return DraftTree.grow(99, tree.token_ids[2:], [0], "test", tree.draft_probs)
+        return DraftTree.from_nodes(99, tree.token_ids[2:], [0], "test", tree.draft_probs)
 
     assert distribution_of_step(shape, target, draft, cut=likeliest) == wanted
     assert distribution_of_step(shape, target, draft, cut=without_the_first) != wanted
@@ -276,7 +276,7 @@ def test_rejection_at_temperature_0_equals_exact_match_verification():
     for seed in range(20):
         request = _request(target, params, seed)
         right = target.generate(params, seed, 4)
-        tree = DraftTree.grow(request.token_ids[-1], [*right[:3], 7], [0, 1, 2, 0], "test")
+        tree = DraftTree.from_nodes(request.token_ids[-1], [*right[:3], 7], [0, 1, 2, 0], "test")
         rows = _rows(target, request, tree)
         assert verify_rejection(tree, rows, request) == verify(tree, rows, request)
 
@@ -284,7 +284,7 @@ def test_rejection_at_temperature_0_equals_exact_match_verification():
 def test_logits_after_a_rejected_deterministic_draft_are_not_read():
     target = ScriptedTarget()
     request = _request(target, SamplingParams(temperature=1.0), seed=5)
-    tree = DraftTree.grow(request.token_ids[-1], range(32), [0] * 32, "test")
+    tree = DraftTree.from_nodes(request.token_ids[-1], range(32), [0] * 32, "test")
     rows = _rows(target, request, tree)
     (node,) = verify_rejection(tree, rows, request).accepted_nodes
     rows[[other for other in range(1, 33) if other != node]] = np.nan
@@ -298,7 +298,7 @@ def test_damaged_logits_rows_after_a_rejected_draft_are_ignored():
         context = (*context, int(np.argsort(-target.logits(context))[1]))
     drafts = context[len(target.prompt) :]
     draft_probs = {node: TokenProbs(np.array([0.5, 0.5]), np.array(sorted({token, 32}))) for node, token in enumerate(drafts)}
-    tree = DraftTree.grow(target.prompt[-1], drafts, range(3), "test", draft_probs)
+    tree = DraftTree.from_nodes(target.prompt[-1], drafts, range(3), "test", draft_probs)
     tree.check()
     kept = set()
     for seed in range(60):
@@ -323,7 +323,7 @@ def test_acceptance_noise_is_independent_of_other_steps(monkeypatch):
     distribution = TokenProbs.from_distribution(request.processor.process(target.logits(request.token_ids)))
     for _ in range(4):
         drafts = [int(np.argmax(distribution.probs))] * 3
-        tree = DraftTree.grow(request.token_ids[-1], drafts, range(3), "test", dict.fromkeys(range(3), distribution))
+        tree = DraftTree.from_nodes(request.token_ids[-1], drafts, range(3), "test", dict.fromkeys(range(3), distribution))
         result = verify_rejection(tree, _rows(target, request, tree), request)
         request.token_ids.append(result.token_ids[0])  # the next step draws for positions that this one drew for
     assert {key[3] for key in asked} == {Purpose.ACCEPT, Purpose.RESIDUAL}

@@ -54,7 +54,7 @@ def _two_best_a_level(context: Tokens) -> Candidate:
             children = _best((*context, *path), 2)
             paths.extend((*path, token) for token in children)
             parents.extend([parent] * len(children))
-    tree = DraftTree.grow(context[-1], [path[-1] for path in paths[1:]], parents, "two best")
+    tree = DraftTree.from_nodes(context[-1], [path[-1] for path in paths[1:]], parents, "two best")
     return tree, np.stack([TARGET.logits((*context, *path)) for path in paths])
 
 

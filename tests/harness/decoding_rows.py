@@ -18,7 +18,7 @@ def make_request(token_ids: list[int], *, num_output: int = 1, max_len: int = 40
     num_prompt = len(token_ids) - num_output
     processor = LogitsProcessor(params, VOCAB_SIZE, token_ids[:num_prompt])
     request = Request(token_ids, num_prompt, params, processor, CachedSequence(), seed=0, sample_index=0, max_len=max_len)
-    request.sequence.committed_len = len(token_ids) - 1
+    request.cached_sequence.committed_len = len(token_ids) - 1
     return request
 
 
@@ -33,5 +33,5 @@ def text_request(prompt: Sequence[int], output: Sequence[int] = (), **fields: An
 def make_rows(*, num_cached: int = 10, num_new_tokens: int = 1, length: int | None = None) -> RequestRows:
     """The rows of a request with `num_cached` cached tokens."""
     request = make_request([1] * (num_cached + num_new_tokens if length is None else length))
-    request.sequence.committed_len = num_cached
+    request.cached_sequence.committed_len = num_cached
     return RequestRows.without_draft(request, num_new_tokens)

@@ -157,9 +157,9 @@ def check_engine(engine: Engine) -> None:
     cache.check()
     running, waiting = scheduler.running, list(scheduler.waiting)
     assert len({id(request) for request in (*running, *waiting)}) == len(running) + len(waiting), "a request stands here twice"
-    assert {request.sequence.id for request in (*running, *waiting)} == set(cache._sequences), "a sequence belongs to nobody here"
+    assert {request.cached_sequence.id for request in (*running, *waiting)} == set(cache._sequences), "a sequence belongs to nobody here"
     for request in (*running, *waiting):
-        sequence = request.sequence
+        sequence = request.cached_sequence
         assert not request.is_finished
         assert sequence.plan is None
         assert 0 <= sequence.committed_len < len(request.token_ids) <= request.max_len
@@ -168,7 +168,7 @@ def check_engine(engine: Engine) -> None:
         assert request.num_cached_tokens < request.num_prompt_tokens
         assert request.num_cached_tokens % cache.block_size == 0
     for request in waiting:
-        assert not request.sequence.block_table, "who waits holds nothing"
+        assert not request.cached_sequence.block_table, "who waits holds nothing"
     stats = engine.stats
     assert (stats.num_running, stats.num_waiting) == (len(running), len(waiting))
 

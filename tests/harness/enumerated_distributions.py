@@ -127,7 +127,7 @@ def draw_tree(shape: Shape, draft: Drafts, chance: Branching) -> DraftTree:
         tokens.append(token)
         parents.append(number[parent])
         number[node] = len(tokens)
-    tree = DraftTree.grow(
+    tree = DraftTree.from_nodes(
         99, tokens, parents, "test", {number[parent]: probs for parent in left if (probs := draft(texts[parent])) is not None}
     )
     tree.check()

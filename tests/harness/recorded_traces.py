@@ -46,7 +46,7 @@ def _trace(fields: Mapping[str, Any], source: str) -> Trace:
         if parents is None:
             drafts.append(DraftTree.chain(root, tokens, source, probs))
         else:
-            drafts.append(DraftTree.grow(root, tokens, parents, source, probs=probs))
+            drafts.append(DraftTree.from_nodes(root, tokens, parents, source, confidences=probs))
     return Trace(token_ids, drafts, fields["temperature"])
 
 
@@ -60,5 +60,5 @@ def _fields(trace: Trace) -> dict[str, Any]:
 
 def _draft(tree: DraftTree) -> list[Any]:
     parents = list(tree.parents[1:])
-    thousandths = None if tree.probs is None else [round(1000 * prob) for prob in tree.probs[1:]]
+    thousandths = None if tree.confidences is None else [round(1000 * prob) for prob in tree.confidences[1:]]
     return [list(tree.token_ids[1:]), thousandths, None if parents == list(range(len(parents))) else parents]

@@ -228,12 +228,12 @@ def _guess(
 
 def _drafted(tree: DraftTree, budget: DraftBudget) -> DraftTree:
     """As far as a drafter would have gone that stops where little is expected."""
-    if tree.probs is None or budget.min_path_prob <= 0.0:
+    if tree.confidences is None or budget.min_path_prob <= 0.0:
         return tree
     reached, kept = [1.0], [0]
     for node in range(1, len(tree.parents)):
         parent = tree.parents[node]
-        reached.append(reached[parent] * budget.acceptance_rate(tree.probs[node]))
+        reached.append(reached[parent] * budget.acceptance_rate(tree.confidences[node]))
         if parent in kept and reached[parent] >= budget.min_path_prob:
             kept.append(node)
     return tree.subtree(kept)
@@ -249,7 +249,7 @@ def _commit(policy: FixedDraftLength, rows: RequestRows, request: Request, trace
         accepted.append(child)
         node = child
     request.token_ids += said[: len(accepted) + 1]
-    request.sequence.committed_len = len(request.token_ids) - 1
+    request.cached_sequence.committed_len = len(request.token_ids) - 1
     outcome.num_emitted_tokens += len(accepted) + 1
     outcome.num_draft_tokens += rows.num_draft_tokens
     outcome.num_accepted_tokens += len(accepted)

@@ -64,7 +64,7 @@ class BlockDrafter(Drafter):
         if random.random() < 0.5:
             return [DraftTree.chain(request.token_ids[-1], right + wrong, self.name)]
         parents = [*range(len(right)), *random.integers(0, len(right) + 1, len(wrong)).tolist()]
-        return [DraftTree.grow(request.token_ids[-1], right + wrong, parents, self.name)]
+        return [DraftTree.from_nodes(request.token_ids[-1], right + wrong, parents, self.name)]
 
 
 class DrawingDrafter(Drafter):
@@ -89,4 +89,4 @@ class DrawingDrafter(Drafter):
             parents += [node] * len(drawn)
             node = len(token_ids) + 1
             token_ids += drawn
-        return [DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, draft_probs)] if token_ids else [None]
+        return [DraftTree.from_nodes(request.token_ids[-1], token_ids, parents, self.name, draft_probs)] if token_ids else [None]

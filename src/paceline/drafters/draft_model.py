@@ -237,7 +237,7 @@ class DraftModelDrafter(Drafter):
         """Return the record of a request's cached tokens; create it for a new request, with the length of its cached prefix."""
         state = self._states.get(request)
         if state is None:
-            state = self._states[request] = _CachedSequenceState(self.cache.new_sequence(request.sequence.salt))
+            state = self._states[request] = _CachedSequenceState(self.cache.new_sequence(request.cached_sequence.salt))
             if self._translation is None:
                 state.num_tokens_at_last_draft = self.cache.cached_prefix_len(state.sequence, request.token_ids)
         return state
@@ -245,7 +245,7 @@ class DraftModelDrafter(Drafter):
     def _reset_cache(self, state: _CachedSequenceState, request: Request, num_excess_tokens: int, depth: int) -> None:
         """Drop the request's cached tokens. If its text is too long, later passes run only its end, about half of the context length."""
         self.cache.release(state.sequence)
-        state.sequence = self.cache.new_sequence(request.sequence.salt)
+        state.sequence = self.cache.new_sequence(request.cached_sequence.salt)
         state.token_ids.clear()
         state.num_verified = 0
         state.start = num_excess_tokens + (self.max_model_len - depth) // 2 if num_excess_tokens else 0
@@ -357,7 +357,7 @@ class DraftModelDrafter(Drafter):
             node = len(token_ids) + 1
             token_ids += tokens
             path.append(tokens[0])
-        return DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, draft_probs) if token_ids else None
+        return DraftTree.from_nodes(request.token_ids[-1], token_ids, parents, self.name, draft_probs) if token_ids else None
 
     def _sample(self, request: Request, row: DraftLogits | None, path: TokenPath, width: int) -> DraftTokens:
         """Sample up to `width` draft tokens from the logits after a path; none if `row` is None."""
@@ -465,7 +465,7 @@ def _description(runtime: Network, tree_width: int, note: str, *, in_one_pass: b
 def _tokens_per_level(width: int, depth: int, row_budget: int, layout: TreeLayout) -> tuple[int, ...]:
     """Return for each level how many tokens a chain with `width` - 1 siblings next to each token has there, within `row_budget` rows."""
     parents = [1 + (level - 1) * width if level else 0 for level in range(depth) for _ in range(width)]
-    tree = DraftTree.grow(0, [*range(width)] * depth, parents, "").trim(
+    tree = DraftTree.from_nodes(0, [*range(width)] * depth, parents, "").trim(
         vocab_size=width, max_depth=depth, row_budget=row_budget, layout=layout
     )
     return tuple(tree.depths.count(level) for level in range(1, tree.tree_depth + 1))

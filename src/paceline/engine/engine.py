@@ -335,7 +335,7 @@ class Engine:
                 self.adapters.acquire(request)
             except RequestError as error:  # the adapter was removed after `check_request`
                 request.fail(error)
-            request.sequence = self.cache.new_sequence(request.prefix_salt)
+            request.cached_sequence = self.cache.new_sequence(request.prefix_salt)
             if request.is_finished:
                 self._release(request)
             else:
@@ -385,7 +385,7 @@ class Engine:
     def _fail_pass(self, requests: Sequence[EngineRequest], error: Exception) -> None:
         """End the requests of a pass that failed as a whole. If it failed because of too few free blocks, preempt the youngest instead."""
         for request in requests:
-            self.cache.cancel(request.sequence)
+            self.cache.cancel(request.cached_sequence)
         if isinstance(error, CapacityError) and len(self.scheduler.running) > 1:
             self.scheduler.preempt(self.scheduler.running[-1])
             return
@@ -410,7 +410,7 @@ class Engine:
         first_sample = request.first_sample
         if first_sample is None or first_sample.is_finished:
             return True
-        return not self.cache.prefix_caching or first_sample.sequence.committed_len >= first_sample.num_prompt_tokens
+        return not self.cache.prefix_caching or first_sample.cached_sequence.committed_len >= first_sample.num_prompt_tokens
 
     def _num_blocks_for(self, request: EngineRequest) -> int:
         return blocks_for(request.max_len, self.cache.block_size)
@@ -427,7 +427,7 @@ class Engine:
         request.first_sample = None
         self._stats.count_request(request)
         self.adapters.release(request)
-        self.cache.release(request.sequence)
+        self.cache.release(request.cached_sequence)
         self.speculator.release(request)
         request.drafter_states.clear()  # the caller may keep the request object
 

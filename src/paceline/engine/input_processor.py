@@ -190,7 +190,7 @@ class InputProcessor:
             num_prompt_tokens=len(prompt),
             params=params,
             processor=self._logits_processor(prompt, params),
-            sequence=CachedSequence(),  # a placeholder until the engine adds the request
+            cached_sequence=CachedSequence(),  # a placeholder until the engine adds the request
             seed=resolve_seed(params) if first_sample is None else first_sample.seed,
             sample_index=0,
             max_len=min(self._max_total_len(len(prompt)), len(prompt) + params.max_tokens),

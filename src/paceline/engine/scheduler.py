@@ -41,31 +41,31 @@ class BlockManager:
 
     def num_blocks_needed(self, request: EngineRequest, num_rows: int) -> int:
         """Return the number of blocks to allocate for the next `num_rows` rows."""
-        return self._cache.num_blocks_needed(request.sequence, range(-1, num_rows - 1))
+        return self._cache.num_blocks_needed(request.cached_sequence, range(-1, num_rows - 1))
 
     def cached_prefix_len(self, request: EngineRequest) -> int:
         """Return the number of rows that `match_prefix` would find in the cache now."""
-        return 0 if request.needs_prompt_logits else self._cache.cached_prefix_len(request.sequence, request.token_ids)
+        return 0 if request.needs_prompt_logits else self._cache.cached_prefix_len(request.cached_sequence, request.token_ids)
 
     def match_prefix(self, request: EngineRequest) -> None:
         """Give a request that has no rows the longest prefix of its tokens in the prefix cache."""
         if request.needs_prompt_logits:
             return
-        num_cached = self._cache.match_prefix(request.sequence, request.token_ids)
+        num_cached = self._cache.match_prefix(request.cached_sequence, request.token_ids)
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached
 
     def release_prefix(self, request: EngineRequest) -> None:
         """Undo `match_prefix`, because too few blocks are free for the other rows of the first pass."""
-        self._cache.release_prefix(request.sequence)
+        self._cache.release_prefix(request.cached_sequence)
 
     def free_blocks(self, request: EngineRequest) -> None:
         """Free all blocks of a preempted request."""
         if request.started_s:
             self._on_preempt(request)
             request.num_preemptions += 1
-        self._cache.release(request.sequence)
-        request.sequence = self._cache.new_sequence(request.prefix_salt)
+        self._cache.release(request.cached_sequence)
+        request.cached_sequence = self._cache.new_sequence(request.prefix_salt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,7 @@ def prompt_logprobs(request: Request, logits: FloatArray) -> list[TokenLogprobs 
         request: prompt tokens already in `request.prompt_logprobs`, computed before a preemption, are skipped.
         logits: [rows, V], from position `committed_len` on.
     """
-    start, num_top = request.sequence.committed_len, request.params.prompt_logprobs or 0
+    start, num_top = request.cached_sequence.committed_len, request.params.prompt_logprobs or 0
     logprobs: list[TokenLogprobs | None] = [] if request.prompt_logprobs else [None]
     first_missing = len(request.prompt_logprobs) + len(logprobs)
     for index in range(max(first_missing, start + 1), min(start + len(logits) + 1, request.num_prompt_tokens)):

@@ -57,7 +57,9 @@ def constrain(
         return None
     parents, token_ids, sources, probs = zip(*nodes, strict=True)
     if FORCED_SOURCE in sources or len(nodes) < given.num_draft_tokens:
-        given = DraftTree.grow(given.token_ids[0], token_ids, parents, sources, probs=None if given.probs is None else probs)
+        given = DraftTree.from_nodes(
+            given.token_ids[0], token_ids, parents, sources, confidences=None if given.confidences is None else probs
+        )
     # forced tokens are always in the vocabulary
     return given.trim(vocab_size=sys.maxsize, max_depth=max_depth, row_budget=row_budget, layout=layout)
 
@@ -71,15 +73,15 @@ def _constrained_nodes(matcher: GrammarMatcher, given: DraftTree, max_depth: int
         return len(nodes)
 
     def copy_node(given_node: int, parent: int) -> int:
-        prob = 1.0 if given.probs is None else given.probs[given_node]
+        prob = 1.0 if given.confidences is None else given.confidences[given_node]
         return add_node(parent, given.token_ids[given_node], given.sources[given_node], prob)
 
     def add_descendants(given_node: int, node: int, path: list[int], forced: Sequence[int]) -> None:
-        """Add the descendants of `given_node`, whose copy is `node`.
+        """Copy the allowed descendants of `given_node`, a node of the original draft, below its copy `node`.
 
         Args:
             path: tokens from the root to the node, root excluded.
-            forced: tokens that the grammar forces after `path`.
+            forced: tokens that the grammar forces after `path`. They replace other children.
         """
         if len(path) >= max_depth:
             return

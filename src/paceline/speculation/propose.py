@@ -213,18 +213,18 @@ def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
     """
     try:
         for rows in batch:
-            sequence = rows.request.sequence
+            sequence = rows.request.cached_sequence
             try:
-                rows.plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
+                rows.row_plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
             except CapacityError:
                 _shrink_reserved_drafts(batch, cache, cache.num_blocks_needed(sequence, range(-1, rows.root_node)))
                 _shrink(rows, cache, cache.pool.num_free)
-                rows.plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
+                rows.row_plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
     except BaseException:
         for rows in batch:
-            cache.cancel(rows.request.sequence)
+            cache.cancel(rows.request.cached_sequence)
         raise
-    return [rows.plan for rows in batch if rows.plan is not None]
+    return [rows.row_plan for rows in batch if rows.row_plan is not None]
 
 
 def _shrink_reserved_drafts(batch: Sequence[RequestRows], cache: KVCache, num_blocks: int) -> None:
@@ -232,15 +232,15 @@ def _shrink_reserved_drafts(batch: Sequence[RequestRows], cache: KVCache, num_bl
     for rows in reversed(batch):
         if cache.pool.num_free >= num_blocks:
             return
-        if rows.plan is not None and rows.num_draft_tokens > 0:
-            cache.cancel(rows.request.sequence)
+        if rows.row_plan is not None and rows.num_draft_tokens > 0:
+            cache.cancel(rows.request.cached_sequence)
             _shrink(rows, cache, cache.pool.num_free - num_blocks)
-            rows.plan = cache.reserve(rows.request.sequence, rows.parents, rows.num_new_tokens)
+            rows.row_plan = cache.reserve(rows.request.cached_sequence, rows.parents, rows.num_new_tokens)
 
 
 def _shrink(rows: RequestRows, cache: KVCache, num_blocks: int) -> None:
     """Prune a draft so that the request's rows fit in `num_blocks` blocks."""
-    tree, sequence = rows.tree, rows.request.sequence
+    tree, sequence = rows.tree, rows.request.cached_sequence
     if tree is not None and tree.num_draft_tokens > 0:
         kept = tree.prune(lambda parents: cache.num_blocks_needed(sequence, rows.parents_with(parents)) <= num_blocks)
         rows.set_draft(kept, tree.num_draft_tokens, SkipReason.NO_MEMORY)

@@ -154,7 +154,7 @@ class RejectionSampler:
         return node if is_whole else self._append_token(self._randomness.draw(residual(target_after, weights_after), num_accepted), None)
 
     def _block_length(self) -> int:
-        """Return the number of sampled tokens from the root on, up to the one that finishes the request."""
+        """Return the number of draft tokens that the drafter sampled, up to and including the one that would finish the request."""
         length, finish_check = 0, self._new_finish_check()
         while length in self._tree.draft_probs:
             length += 1

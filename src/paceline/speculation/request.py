@@ -39,7 +39,7 @@ class StopMatcher(Protocol):
 
     @property
     def can_stop(self) -> bool:
-        """Whether there are stop strings."""
+        """Whether the request has stop strings."""
 
     def copy(self) -> Self:
         """Return a copy that can be advanced over draft tokens, while this one stays at the committed tokens."""
@@ -57,7 +57,7 @@ class Request:
 
     Attributes:
         token_ids: prompt and output. The last token is the root of the next draft: its key and value are not cached yet.
-        sequence: the request's rows in the target's cache.
+        cached_sequence: the request's rows in the target's cache.
         seed, sample_index: select the noise with which tokens are sampled, together with the position of the token.
         max_len: number of tokens, prompt included, at which the request ends.
         end_token_ids: ids that end the request: stop tokens, and EOS unless it is ignored.
@@ -79,7 +79,7 @@ class Request:
     num_prompt_tokens: int
     params: SamplingParams
     processor: LogitsProcessor
-    sequence: CachedSequence
+    cached_sequence: CachedSequence
     seed: int
     sample_index: int
     max_len: int
@@ -120,7 +120,7 @@ class Request:
     @property
     def num_uncached(self) -> int:
         """Number of tokens without rows in the cache; 1 when the prompt is cached and the request decodes."""
-        return len(self.token_ids) - self.sequence.committed_len
+        return len(self.token_ids) - self.cached_sequence.committed_len
 
     @property
     def needs_prompt_logits(self) -> bool:

@@ -33,7 +33,7 @@ class RequestRows:
         budget: budget of the request for the drafter that is being called; None = it may not draft.
         expected_tokens, expected_speedup: as in `StepRecord`.
         first_position: position in the request's text of the first row.
-        plan: reserved cache slots.
+        row_plan: reserved cache slots, and the rows and positions of the pass that use them.
         output: hidden states of all rows.
         logits: [N, V] of the tree's nodes.
         prompt_logits: [num_new_tokens, V] if log-probabilities of prompt tokens are needed.
@@ -52,7 +52,7 @@ class RequestRows:
     expected_tokens: float | None = None
     expected_speedup: float | None = None
     first_position: int = 0
-    plan: RowPlan | None = None
+    row_plan: RowPlan | None = None
     output: PlanOutput | None = None
     logits: FloatArray = field(default_factory=lambda: NO_LOGITS)
     prompt_logits: FloatArray = field(default_factory=lambda: NO_LOGITS)
@@ -65,11 +65,11 @@ class RequestRows:
     def without_draft(cls, request: Request, num_new_tokens: int) -> "RequestRows":
         """Return the rows of the next tokens of a request, without a draft."""
         tree = DraftTree.root_only(request.token_ids[-1]) if num_new_tokens == request.num_uncached else None
-        return cls(request, num_new_tokens, tree, first_position=request.sequence.committed_len, kept_nodes=range(num_new_tokens))
+        return cls(request, num_new_tokens, tree, first_position=request.cached_sequence.committed_len, kept_nodes=range(num_new_tokens))
 
     @property
     def root_node(self) -> int:
-        """Number of the root among the nodes of the pass."""
+        """Index of the root among the nodes of the pass."""
         return self.num_new_tokens - 1
 
     @property
@@ -110,7 +110,7 @@ class RequestRows:
         self.logits = logits[self.root_logits_row : output.end_logits_row]
 
     def keep_accepted(self, accepted_nodes: Sequence[int]) -> None:
-        """Add accepted nodes, given by their number in the tree, to `kept_nodes`, which numbers nodes of the pass."""
+        """Add accepted nodes of the tree to `kept_nodes`, as nodes of the pass."""
         if self.tree is not None and accepted_nodes:
             if isinstance(self.tree.parents, range):  # the tree is a chain: accepted nodes follow the new tokens without a gap
                 self.kept_nodes = range(self.num_new_tokens + len(accepted_nodes))

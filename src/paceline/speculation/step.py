@@ -75,7 +75,7 @@ def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, spec
         output = speculator.forward(target, arguments)
     except BaseException as error:
         for rows in batch:
-            cache.cancel(rows.request.sequence)
+            cache.cancel(rows.request.cached_sequence)
         if is_interrupt(error):
             raise PassInterrupted from error
         raise
@@ -95,8 +95,8 @@ def _verify_and_commit(rows: RequestRows, cache: KVCache, speculator: Speculator
     if rows.tree is not None:
         _accept(rows, rows.tree, speculator)
     rows.is_observed = request.is_speculative
-    cache.keep_path(request.sequence, rows.kept_nodes[-1])
-    cache.register_prefix(request.sequence, request.token_ids)
+    cache.keep_path(request.cached_sequence, rows.kept_nodes[-1])
+    cache.register_prefix(request.cached_sequence, request.token_ids)
 
 
 def _accept(rows: RequestRows, tree: DraftTree, speculator: Speculator) -> None:
@@ -119,9 +119,9 @@ def _accept(rows: RequestRows, tree: DraftTree, speculator: Speculator) -> None:
 
 def _fail(request: Request, error: Exception, cache: KVCache) -> None:
     """Finish a request with an error. If its logits were NaN or infinite, its rows are removed from the prefix cache."""
-    cache.cancel(request.sequence)
+    cache.cancel(request.cached_sequence)
     if isinstance(error, CheckpointError):
-        cache.evict(request.sequence)
+        cache.evict(request.cached_sequence)
         if request.adapter is not None:
             error = CheckpointError(f"with the adapter {request.adapter!r}, whose values may be too large, {error}")
     request.fail(error)

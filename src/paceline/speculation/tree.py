@@ -11,8 +11,8 @@ from paceline.sampling.residual import TokenProbs
 class Proposal(Enum):
     """How draft tokens were chosen, which decides how `acceptance="rejection"` accepts them."""
 
-    DETERMINISTIC = "deterministic"  # not sampled from `draft_probs`, such as the most probable tokens
-    SAMPLED = "sampled"  # a chain: one sample from `draft_probs` at each node
+    DETERMINISTIC = "deterministic"  # draft tokens are not sampled from `draft_probs`, such as the most probable tokens
+    SAMPLED = "sampled"  # the draft is a chain: one sample from `draft_probs` at each node
     WITHOUT_REPLACEMENT = "without_replacement"  # several samples at a node, each from the distribution without the earlier ones
 
 
@@ -28,8 +28,8 @@ class DraftTree:
         draft_probs: by node, the distribution over the target's ids from which its children were sampled, in the order of the children.
             Nodes whose children were not sampled have none. The number of children, and which of them were pruned, must not depend on the
             sampled tokens.
-        probs: [N] the drafter's confidence in the node's own token, given that all tokens before it are accepted (1 for the root); None =
-            unknown. Any confidence between 0 and 1 will do, because the policy calibrates it.
+        confidences: [N] the drafter's confidence in each node's token, given that all tokens before it are accepted (1 for the root);
+            None = unknown. Any value between 0 and 1 will do, because the policy calibrates it.
     """
 
     token_ids: Sequence[int]
@@ -37,7 +37,7 @@ class DraftTree:
     depths: Sequence[int]
     sources: Sequence[str]
     draft_probs: Mapping[int, TokenProbs] = field(default_factory=dict, hash=False)
-    probs: Sequence[float] | None = field(default=None, compare=False)
+    confidences: Sequence[float] | None = field(default=None, compare=False)
 
     @classmethod
     def root_only(cls, root_token_id: int) -> "DraftTree":
@@ -45,21 +45,23 @@ class DraftTree:
         return cls((root_token_id,), (-1,), (0,), ("",))
 
     @classmethod
-    def chain(cls, root_token_id: int, draft_token_ids: Sequence[int], source: str, probs: Sequence[float] | None = None) -> "DraftTree":
+    def chain(
+        cls, root_token_id: int, draft_token_ids: Sequence[int], source: str, confidences: Sequence[float] | None = None
+    ) -> "DraftTree":
         """Return a tree with one token at each depth."""
         count = len(draft_token_ids) + 1
         token_ids, sources = (root_token_id, *draft_token_ids), ("", *[source] * (count - 1))
-        return cls(token_ids, range(-1, count - 1), range(count), sources, {}, None if probs is None else (1.0, *probs))
+        return cls(token_ids, range(-1, count - 1), range(count), sources, {}, None if confidences is None else (1.0, *confidences))
 
     @classmethod
-    def grow(
+    def from_nodes(
         cls,
         root_token_id: int,
         draft_token_ids: Sequence[int],
         parents: Sequence[int],
         source: str | Sequence[str],
         draft_probs: Mapping[int, TokenProbs] | None = None,
-        probs: Sequence[float] | None = None,
+        confidences: Sequence[float] | None = None,
     ) -> "DraftTree":
         """Return a tree of nodes that are given in any order with parents before children. Siblings with the same token are merged.
 
@@ -68,7 +70,7 @@ class DraftTree:
             parents: parent of each given node, 0 = the root.
             source: name of the drafter of all given nodes, or of each.
             draft_probs: for each given node, the distribution from which its children were sampled; None = no children were sampled.
-            probs: confidence in given nodes 1 … n; None = unknown.
+            confidences: confidence in given nodes 1 … n; None = unknown.
         """
         node_of = [0]  # for each given node: the node that it is merged into, its first sibling with the same token
         children: list[dict[int, int]] = [{}]  # for each given node: its children by token
@@ -77,7 +79,7 @@ class DraftTree:
                 raise ValueError(f"node {index} names parent {parent}: parents come before their children")
             node_of.append(children[node_of[parent]].setdefault(token, index))
             children.append({})
-        order, depths, tree_parents = [0], [0], [-1]  # for each node of the result: its number among the given nodes, its depth, its parent
+        order, depths, tree_parents = [0], [0], [-1]  # for each node of the result: its index among the given nodes, its depth, its parent
         for position, node in enumerate(order):  # breadth-first: `order` grows while it is read
             for child in children[node].values():
                 order.append(child)
@@ -93,7 +95,7 @@ class DraftTree:
             tuple(depths),
             ("", *(names[node - 1] for node in order[1:])),
             {position_of[node]: token_probs for node, token_probs in (draft_probs or {}).items()},
-            None if probs is None else (1.0, *(probs[node - 1] for node in order[1:])),
+            None if confidences is None else (1.0, *(confidences[node - 1] for node in order[1:])),
         )
 
     def check(self) -> None:
@@ -113,11 +115,13 @@ class DraftTree:
             if not depths or depths != list(self.depths) or len(depths) != count:
                 raise ValueError(f"depths {list(self.depths)} of {count} nodes do not follow from parents {list(self.parents)}")
             if depths != sorted(depths):
-                raise ValueError(f"nodes of depths {depths} are not in breadth-first order: DraftTree.grow puts them in it")
+                raise ValueError(f"nodes of depths {depths} are not in breadth-first order: DraftTree.from_nodes puts them in it")
         if len(self.sources) != count:
             raise ValueError(f"{len(self.sources)} sources of {count} nodes: give one for each")
-        if self.probs is not None and (len(self.probs) != count or not all(0.0 <= prob <= 1.0 for prob in self.probs)):
-            raise ValueError(f"probs {list(self.probs)} of {count} nodes: give one for each, from 0 to 1")
+        if self.confidences is not None and (
+            len(self.confidences) != count or not all(0.0 <= confidence <= 1.0 for confidence in self.confidences)
+        ):
+            raise ValueError(f"confidences {list(self.confidences)} of {count} nodes: give one for each, from 0 to 1")
         for node, probs in self.draft_probs.items():
             tokens = [self.token_ids[child] for child in self.children(node)]
             if not tokens or not probs.is_normalised() or not all(probs.prob(token) > 0 for token in tokens):
@@ -172,7 +176,7 @@ class DraftTree:
             tuple(self.depths[node] for node in nodes),
             tuple(self.sources[node] for node in nodes),
             {position_of[node]: probs for node, probs in self.draft_probs.items() if position_of.get(node) in nodes_with_children},
-            None if self.probs is None else tuple(self.probs[node] for node in nodes),
+            None if self.confidences is None else tuple(self.confidences[node] for node in nodes),
         )
 
     def prune(self, fits: Callable[[Sequence[int]], bool]) -> "DraftTree":

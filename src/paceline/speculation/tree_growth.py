@@ -103,4 +103,4 @@ def grow_tree_stepwise(root_token_id: int, budget: DraftBudget, context: Context
         return None
     if is_chain(parents):
         return DraftTree(token_ids, parents, depths, sources, {}, probs)
-    return DraftTree.grow(root_token_id, token_ids[1:], parents[1:], sources[1:], probs=probs[1:])
+    return DraftTree.from_nodes(root_token_id, token_ids[1:], parents[1:], sources[1:], confidences=probs[1:])

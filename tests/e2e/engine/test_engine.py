@@ -39,7 +39,7 @@ class BushyDrafter(Drafter):
 
     def _tree(self, request: Request) -> DraftTree:
         known = self._answers[tuple(request.token_ids[: request.num_prompt_tokens])][request.num_output_tokens :][:2]
-        return DraftTree.grow(request.token_ids[-1], [*known, 40, 41], [*range(len(known)), 0, 0], self.name)
+        return DraftTree.from_nodes(request.token_ids[-1], [*known, 40, 41], [*range(len(known)), 0, 0], self.name)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_preempted_request_reuses_its_cached_blocks_without_counting_a_hit(open_
         llm.engine.step()
     assert len(request.token_ids) == 131
     llm.engine.scheduler.preempt(request)
-    assert request.sequence.committed_len == 0
+    assert request.cached_sequence.committed_len == 0
     rows: list[int] = []
     forward = llm.runtime.forward
     llm.runtime.forward = lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked)  # type: ignore[func-returns-value,method-assign]

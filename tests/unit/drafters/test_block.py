@@ -413,8 +413,8 @@ def test_tree_from_independent_positions_contains_the_most_probable_paths(confid
             level = [prob * own for prob in level for own in row.probs]
             every += level
         reached = [1.0]
-        assert tree.probs is not None
-        for parent, prob in zip(tree.parents[1:], tree.probs[1:], strict=True):
+        assert tree.confidences is not None
+        for parent, prob in zip(tree.parents[1:], tree.confidences[1:], strict=True):
             reached.append(reached[parent] * prob)
         np.testing.assert_allclose(sorted(reached), sorted(every)[-16:])
 

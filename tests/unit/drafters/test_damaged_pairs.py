@@ -41,8 +41,8 @@ def begun(embedding: np.ndarray, known: list[int], seed: int, *, tree_width: int
     drafter = EagleStyleDrafter(head, cache, vocab_size=VOCAB, tree_width=tree_width)
     params = SamplingParams()
     request = Request(known, len(known), params, LogitsProcessor(params, VOCAB, known), cache.new_sequence(), seed, 0, 99)
-    cache.reserve(request.sequence, range(-1, len(known) - 2))
-    cache.keep_path(request.sequence, len(known) - 2)
+    cache.reserve(request.cached_sequence, range(-1, len(known) - 2))
+    cache.keep_path(request.cached_sequence, len(known) - 2)
     drafter.observe([CommittedRows(request, 0, len(known) - 1, np.ones((len(known) - 1, HIDDEN), np.float32))])
     return drafter, request
 

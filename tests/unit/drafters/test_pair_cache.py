@@ -55,10 +55,10 @@ class Bench:
 
     def commit(self, request: Request, count: int, *, observed: bool = True) -> None:
         """The target runs `count` more of the request's tokens."""
-        start = request.sequence.committed_len
-        self.cache.reserve(request.sequence, range(-1, count - 1))
-        self.cache.keep_path(request.sequence, count - 1)
-        self.cache.register_prefix(request.sequence, request.token_ids)
+        start = request.cached_sequence.committed_len
+        self.cache.reserve(request.cached_sequence, range(-1, count - 1))
+        self.cache.keep_path(request.cached_sequence, count - 1)
+        self.cache.register_prefix(request.cached_sequence, request.token_ids)
         if observed:
             self.pairs.append_features(
                 request, start, np.stack([feature(request.token_ids[: row + 1]) for row in range(start, start + count)])
@@ -139,7 +139,7 @@ def test_eagle_drafts_after_a_prefix_hit_continue_from_its_hidden_state(shared: 
     bench.commit(first, 96)
     bench.run(first, include_root=True)
     second = bench.request([*text(97)[:shared], *text(20, seed=1)])
-    adopted = bench.cache.match_prefix(second.sequence, second.token_ids)
+    adopted = bench.cache.match_prefix(second.cached_sequence, second.token_ids)
     assert adopted == shared // BLOCK_SIZE * BLOCK_SIZE
     bench.commit(second, len(second.token_ids) - 1 - adopted)
     rows = bench.run(second, include_root=True)
@@ -154,13 +154,13 @@ def test_eagle_uses_only_the_drafted_part_of_a_cached_prefix() -> None:
     first = bench.request(text(65))
     bench.commit(first, 64, observed=False)
     second = bench.request(text(65) + text(70, seed=2))
-    assert bench.cache.match_prefix(second.sequence, second.token_ids) == 64
+    assert bench.cache.match_prefix(second.cached_sequence, second.token_ids) == 64
     bench.commit(second, 70)
     rows = bench.run(second, include_root=True)
     assert rows is not None
     assert rows.rows.first_slot == rows.rows.cached_len == 65  # the pair of token 64 needs a feature nobody has
     third = bench.request([*second.token_ids[:130], 5, 6, 7])
-    assert bench.cache.match_prefix(third.sequence, third.token_ids) == 128
+    assert bench.cache.match_prefix(third.cached_sequence, third.token_ids) == 128
     bench.commit(third, 4)
     rows = bench.run(third, include_root=True)
     assert rows is not None
@@ -172,9 +172,9 @@ def test_eagle_cache_of_a_preempted_request_starts_again() -> None:
     request = bench.request(text(90))
     bench.commit(request, 89)
     bench.run(request, include_root=True)
-    bench.cache.release(request.sequence)
-    request.sequence = bench.cache.new_sequence()
-    assert bench.cache.match_prefix(request.sequence, request.token_ids) == 64
+    bench.cache.release(request.cached_sequence)
+    request.cached_sequence = bench.cache.new_sequence()
+    assert bench.cache.match_prefix(request.cached_sequence, request.token_ids) == 64
     bench.commit(request, 25)
     rows = bench.run(request, include_root=True)
     assert rows is not None
@@ -204,20 +204,20 @@ def test_eagle_cache_rows_match_the_text_after_random_events(seed: int, large_co
         if event < 3 and bench.cache.pool.num_free > 8 and len(running) < 5:
             beginning = text(int(random.integers(1, 90)), seed=int(random.integers(0, 3)))
             request = bench.request([*beginning, *text(int(random.integers(1, 30)), seed=int(random.integers(0, 10_000)))])
-            bench.cache.match_prefix(request.sequence, request.token_ids)
+            bench.cache.match_prefix(request.cached_sequence, request.token_ids)
             running.append(request)
         elif running:
             request = running[int(random.integers(0, len(running)))]
-            due = len(request.token_ids) - 1 - request.sequence.committed_len
+            due = len(request.token_ids) - 1 - request.cached_sequence.committed_len
             if event < 8 and bench.cache.pool.num_free > 6 and len(request.token_ids) < 200:
                 bench.commit(request, max(1, min(due, int(random.integers(1, 60)))), observed=event < 7) if due else None
                 if bench.run(request, include_root=bool(random.integers(0, 2))) is not None:
                     num_seen += 1
-                if request.sequence.committed_len == len(request.token_ids) - 1:
+                if request.cached_sequence.committed_len == len(request.token_ids) - 1:
                     request.token_ids += text(int(random.integers(1, 6)), seed=int(random.integers(0, 10_000)))
             else:
                 running.remove(request)
                 bench.pairs.release(request)
-                bench.cache.release(request.sequence)
+                bench.cache.release(request.cached_sequence)
     assert num_seen > (1000 if large_counts else 80)
     assert bench.cache.stats.hit_tokens > 0

@@ -104,7 +104,7 @@ def test_path_sampler_follows_the_tree_while_nodes_hold_the_token(given: dict[st
         DraftTree.chain(3, right[:7], "one"),
         DraftTree.chain(3, [*right[:2], wrong[2], *right[3:7]], "one"),
         DraftTree.chain(3, wrong[:7], "one"),
-        DraftTree.grow(3, [wrong[0], right[0], wrong[1], 17, right[2]], [0, 0, 1, 2, 2], "one"),
+        DraftTree.from_nodes(3, [wrong[0], right[0], wrong[1], 17, right[2]], [0, 0, 1, 2, 2], "one"),
     ]
     for tree in trees:
         assert sample(logits[: len(tree.token_ids)], tree, params) == definition(logits, tree, params)

@@ -188,7 +188,7 @@ def test_unsent_draft_that_was_right_raises_rates_and_drafting_goes_on() -> None
         last = len(request.token_ids)
         hold_back(policy, request, [4, 5, 6, 7, 8])
         request.token_ids += [4, 5, 6, 7]
-        request.sequence.committed_len = len(request.token_ids) - 1
+        request.cached_sequence.committed_len = len(request.token_ids) - 1
         assert resume(policy, request) is None
         assert len(request.token_ids) == last + 4
     (rates,) = policy.rates.values()
@@ -201,7 +201,7 @@ def test_unsent_draft_that_was_wrong_lowers_rates_and_backs_off() -> None:
     for _ in range(6):
         hold_back(policy, request, [4, 5, 6, 7, 8])
         request.token_ids += [9]
-        request.sequence.committed_len = len(request.token_ids) - 1
+        request.cached_sequence.committed_len = len(request.token_ids) - 1
         assert resume(policy, request) is SkipReason.UNPROFITABLE
         history = request.draft_histories["lookup"]
         waits.append(history.resume_step - policy._step)

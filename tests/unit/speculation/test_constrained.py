@@ -127,7 +127,7 @@ def guess(generator: np.random.Generator, one: Request, right: Sequence[int]) ->
                 parent = parents[parent - 1]
             possible = possible_after(one, path) if generator.random() < 0.7 else []
             tokens.append(int(generator.choice([*possible, generator.integers(V), *EOS_IDS, V + 3])))
-    return DraftTree.grow(one.token_ids[-1], tokens, parents, "oracle") if tokens else None
+    return DraftTree.from_nodes(one.token_ids[-1], tokens, parents, "oracle") if tokens else None
 
 
 def check(tree: DraftTree | None, one: Request, max_depth: int, row_budget: int, layout: TreeLayout) -> None:
@@ -228,7 +228,7 @@ def test_constrained_step_without_draft_or_forced_tokens_is_plain() -> None:
 
 def test_draft_nodes_the_grammar_forbids_are_dropped_with_descendants() -> None:
     one = started(PERSON, '{"name": "Eve", "age":')
-    tree = DraftTree.grow(one.token_ids[-1], [*ids(" x"), *ids(" 7"), *ids(" 55"), V + 1, *ids("1")], [0, 0, 0, 3, 1], "ngram")
+    tree = DraftTree.from_nodes(one.token_ids[-1], [*ids(" x"), *ids(" 7"), *ids(" 55"), V + 1, *ids("1")], [0, 0, 0, 3, 1], "ngram")
     assert spelled(constrain(tree, one, 3, 20)) == [" 7 ngram", " 55 ngram", " 55} grammar"]
 
 
@@ -254,7 +254,7 @@ def test_sampled_draft_tree_is_not_pruned_by_the_grammar() -> None:
     one = started(PERSON)
     distribution = np.zeros(V)
     distribution[[93, 50]] = 0.5
-    tree = DraftTree.grow(one.token_ids[-1], [50], [0], "draft_model", {0: TokenProbs(distribution)})
+    tree = DraftTree.from_nodes(one.token_ids[-1], [50], [0], "draft_model", {0: TokenProbs(distribution)})
     assert constrain(tree, one, 4, 5) is tree
 
 

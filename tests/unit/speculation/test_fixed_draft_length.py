@@ -43,7 +43,7 @@ def test_fixed_length_costs_of_recorded_texts_equal_the_replay(name: str, batch_
 
 
 def test_fixed_length_costs_of_trees_equal_the_replay() -> None:
-    tree = DraftTree.grow(0, [1, 2, 3, 4, 5], [0, 0, 1, 2, 3], "player")
+    tree = DraftTree.from_nodes(0, [1, 2, 3, 4, 5], [0, 0, 1, 2, 3], "player")
     traces = [Trace([token for _ in range(9) for token in (1, 3, 2, 4)], [tree] * 36)]
     seconds = [one.seconds for one in fixed_lengths(traces, COSTS, deepest=4)]
     assert min(seconds) == pytest.approx(best_fixed(traces, COSTS, deepest=4)[1])
@@ -57,7 +57,7 @@ def test_recorded_traces_are_written_and_read_as_they_were(tmp_path: Path, trace
     again = load_traces(tmp_path)[name]
     assert again == traces[name]
     trees = [tree for trace in traces[name] for tree in trace.guesses if tree is not None]
-    assert [tree.probs for trace in again for tree in trace.guesses if tree is not None] == [tree.probs for tree in trees]
+    assert [tree.confidences for trace in again for tree in trace.guesses if tree is not None] == [tree.confidences for tree in trees]
     assert any(tree.tree_depth < tree.num_draft_tokens for tree in trees)
 
 

@@ -194,7 +194,7 @@ def test_sampled_drafts_are_sent_unchanged_by_the_policy() -> None:
 
 def test_tree_branches_with_rows_of_their_own_are_kept() -> None:
     costs = MACHINES["dear rows"]
-    tree = DraftTree.grow(0, [1, 2, 3], [0, 0, 1], "player", probs=[0.01, 0.01, 0.01])
+    tree = DraftTree.from_nodes(0, [1, 2, 3], [0, 0, 1], "player", confidences=[0.01, 0.01, 0.01])
     trace = Trace([9] * 40, [tree] * 40)
     paths = replay(controller(costs), [trace], costs, layout=TreeLayout.PATHS)
     mask = replay(controller(costs), [trace], costs, layout=TreeLayout.MASK)

@@ -88,7 +88,7 @@ def step(speculator: Speculator, request: Request, said: Sequence[int] = RIGHT, 
             break
         accepted.append(child)
     request.token_ids += [*said, 1][: len(accepted) + 1]
-    request.sequence.committed_len = len(request.token_ids) - 1
+    request.cached_sequence.committed_len = len(request.token_ids) - 1
     if rows.num_draft_tokens:
         speculator.observe_verified(request, tree, accepted)
     speculator.policy.observe_step_time([rows], forward_s, 0.0)
@@ -211,7 +211,7 @@ def test_requests_that_may_not_draft_get_their_skip_reason() -> None:
     ending.max_len = 4
     at_prompt.num_prompt_tokens = 3
     batch = [RequestRows.without_draft(request, 1) for request in (off, ending, at_prompt)]
-    resumed.sequence.committed_len = 0
+    resumed.cached_sequence.committed_len = 0
     batch.append(RequestRows.without_draft(resumed, 3))
     speculator_of([drafter]).propose(batch)
     assert [rows.skip_reason for rows in batch] == [SkipReason.OFF, SkipReason.NO_ROOM, SkipReason.PROMPT, SkipReason.RESUMED]
@@ -230,7 +230,7 @@ def test_batch_drafts_fit_the_pass_after_the_required_token_rows() -> None:
 def test_rows_of_a_tree_are_counted_in_its_layout_when_a_pass_is_full(layout: TreeLayout, num_tokens: int) -> None:
     """With PATHS the root has a row in each of three paths."""
     parents = [0, 0, 0, 1, 2, 3]
-    drafter = Scripted("only", lambda request: DraftTree.grow(request.token_ids[-1], [5, 6, 7, 8, 9, 10], parents, "only"))
+    drafter = Scripted("only", lambda request: DraftTree.from_nodes(request.token_ids[-1], [5, 6, 7, 8, 9, 10], parents, "only"))
     policy = FixedDraftLength(4, row_budget=16)
     speculator = Speculator([drafter], policy, vocab_size=VOCAB_SIZE, layout=layout)
     (rows,) = propose(speculator, make_request([1, 2]), max_rows=6)
@@ -320,7 +320,7 @@ def drawn(*tokens: int) -> Answer:
 
     def answer(request: Request) -> DraftTree:
         probs = {node: TokenProbs(np.full(2, 0.5), np.array([token, token + 1])) for node, token in enumerate(tokens)}
-        return DraftTree.grow(request.token_ids[-1], tokens, range(len(tokens)), "drawing", probs)
+        return DraftTree.from_nodes(request.token_ids[-1], tokens, range(len(tokens)), "drawing", probs)
 
     return answer
 

@@ -27,7 +27,7 @@ def make_request(num_prompt: int = 900, max_tokens: int = 256) -> Request:
     request = Request(
         [1] * (num_prompt + 1), num_prompt, params, LogitsProcessor(params, 4, [1]), CachedSequence(), 0, 0, num_prompt + max_tokens
     )
-    request.sequence.committed_len = num_prompt
+    request.cached_sequence.committed_len = num_prompt
     return request
 
 
@@ -72,7 +72,7 @@ def decode(speculator: Speculator, drafter: Clock, num_tokens: int, *, max_token
         pass_s = PLAIN_S + ROW_S * drafted
         seconds += pass_s + drafter.seconds - before
         request.token_ids.extend([2] * kept + [3])
-        request.sequence.committed_len = len(request.token_ids) - 1
+        request.cached_sequence.committed_len = len(request.token_ids) - 1
         if drafted:
             speculator.observe_verified(request, rows.tree, range(1, kept + 1))
         speculator.policy.observe_step_time([rows], pass_s, 0.0)

@@ -30,11 +30,11 @@ def make_rows(cache: KVCache, length: int, parents: Sequence[int] = (), tokens: 
     params = SamplingParams()
     request = Request(list(range(length)), length, params, LogitsProcessor(params, 99, []), cache.new_sequence(), 0, 0, 1000)
     if length > 1:
-        cache.reserve(request.sequence, range(-1, length - 2))
-        cache.keep_path(request.sequence, length - 2)
+        cache.reserve(request.cached_sequence, range(-1, length - 2))
+        cache.keep_path(request.cached_sequence, length - 2)
     rows = RequestRows.without_draft(request, request.num_uncached)
     if parents:
-        rows.tree = DraftTree.grow(request.token_ids[-1], tokens or range(50, 50 + len(parents)), parents, "test")
+        rows.tree = DraftTree.from_nodes(request.token_ids[-1], tokens or range(50, 50 + len(parents)), parents, "test")
     return rows
 
 
@@ -78,7 +78,7 @@ def test_draft_tree_without_enough_blocks_keeps_its_first_path(length: int, num_
     assert rows.request.stats.num_dropped_tokens == len(WHOLE) - len(expected)
     assert len(plan.parents) == 1 + len(expected)
     cache.check()
-    cache.keep_path(rows.request.sequence, len(expected))
+    cache.keep_path(rows.request.cached_sequence, len(expected))
     cache.check()
 
 
@@ -141,7 +141,9 @@ def uniform(*tokens: int) -> TokenProbs:
 def test_sampled_trees_are_pruned_by_level(num_free: int, expected: list[tuple[int, ...]], proposal: Proposal) -> None:
     cache = make_cache(2 + num_free)
     rows = make_rows(cache, BLOCK + 2)
-    rows.tree = DraftTree.grow(5, [50, 51, 52, 54], [0, 0, 1, 3], "test", {0: uniform(50, 51, 55), 1: uniform(52, 53), 3: uniform(54)})
+    rows.tree = DraftTree.from_nodes(
+        5, [50, 51, 52, 54], [0, 0, 1, 3], "test", {0: uniform(50, 51, 55), 1: uniform(52, 53), 3: uniform(54)}
+    )
     reserve([rows], cache)
     assert paths(rows.tree) == expected
     assert rows.tree.proposal is proposal

@@ -14,7 +14,7 @@ def _random_tree(generator: np.random.Generator, vocab_size: int = 4) -> tuple[D
     count = int(generator.integers(0, 16))
     tokens = generator.integers(0, vocab_size, count).tolist()
     parents = [int(generator.integers(0, node)) for node in range(1, count + 1)]
-    return DraftTree.grow(99, tokens, parents, "ngram"), tokens, parents
+    return DraftTree.from_nodes(99, tokens, parents, "ngram"), tokens, parents
 
 
 def _texts(tree: DraftTree) -> list[tuple[int, ...]]:
@@ -45,7 +45,7 @@ def test_root_only_draft_tree_has_no_draft_tokens():
 @pytest.mark.parametrize("tokens", [[], [5], [5, 5, 6]])
 def test_draft_tree_chain_equals_grow_with_a_line_of_parents(tokens):
     chain = DraftTree.chain(9, tokens, "ngram")
-    grown = DraftTree.grow(9, tokens, range(len(tokens)), "ngram")
+    grown = DraftTree.from_nodes(9, tokens, range(len(tokens)), "ngram")
     _check_shape(chain)
     for name in ("token_ids", "parents", "depths", "sources"):
         assert list(getattr(chain, name)) == list(getattr(grown, name))
@@ -64,14 +64,14 @@ def test_draft_tree_grow_merges_equal_paths_in_breadth_first_order(seed):
 
 
 def test_draft_tree_grow_merges_the_children_of_equal_siblings():
-    tree = DraftTree.grow(0, [5, 6, 5, 7, 8], [0, 0, 0, 3, 1], "ngram")
+    tree = DraftTree.from_nodes(0, [5, 6, 5, 7, 8], [0, 0, 0, 3, 1], "ngram")
     assert _texts(tree) == [(0,), (0, 5), (0, 6), (0, 5, 7), (0, 5, 8)]
 
 
 @pytest.mark.parametrize("parent", [1, 2, -1])
 def test_draft_tree_node_before_its_parent_is_refused(parent):
     with pytest.raises(ValueError, match="parents come before their children"):
-        DraftTree.grow(0, [5], [parent], "ngram")
+        DraftTree.from_nodes(0, [5], [parent], "ngram")
 
 
 def test_draft_tree_child_is_found_by_its_token(seed):
@@ -135,14 +135,14 @@ def test_draft_chain_is_cut_at_a_negative_id():
 
 
 def test_row_budget_fits_fewer_branches_in_the_paths_layout():
-    tree = DraftTree.grow(0, [1, 2, 3], [0, 1, 1], "ngram")
+    tree = DraftTree.from_nodes(0, [1, 2, 3], [0, 1, 1], "ngram")
     budget = {**UNLIMITED, "row_budget": 4}
     assert tree.trim(**budget, layout=TreeLayout.MASK).num_draft_tokens == 3
     assert _texts(tree.trim(**budget, layout=TreeLayout.PATHS)) == [(0,), (0, 1), (0, 1, 2)]
 
 
 def test_trim_to_a_chain_keeps_the_first_node_of_each_level():
-    tree = DraftTree.grow(0, [1, 2, 3, 4, 5], [0, 0, 1, 1, 3], "ngram")
+    tree = DraftTree.from_nodes(0, [1, 2, 3, 4, 5], [0, 0, 1, 1, 3], "ngram")
     assert _texts(tree.trim(**UNLIMITED, layout=TreeLayout.CHAIN)) == [(0,), (0, 1), (0, 1, 3), (0, 1, 3, 5)]
 
 
@@ -159,7 +159,7 @@ def _drawn_tree(generator: np.random.Generator, vocab_size: int = 6) -> DraftTre
     for parent in set(parents):
         values = generator.random(vocab_size) + 0.1
         draft_probs[parent] = TokenProbs(values / values.sum())
-    return DraftTree.grow(99, tokens, parents, "draft_model", draft_probs)
+    return DraftTree.from_nodes(99, tokens, parents, "draft_model", draft_probs)
 
 
 @pytest.mark.parametrize("layout", list(TreeLayout))
@@ -185,7 +185,7 @@ def test_trimmed_sampled_tree_keeps_the_first_draws_of_each_node(layout, seed):
 def test_draft_probs_beyond_the_vocabulary_are_dropped():
     short, long = TokenProbs(np.array([0.5, 0.5, 0.0])), TokenProbs(np.array([0.25, 0.25, 0.5]))
     listed = TokenProbs(np.array([0.5, 0.5]), np.array([1, 7]))
-    tree = DraftTree.grow(9, [0, 1, 1], [0, 1, 2], "draft_model", {0: short, 1: long, 2: listed})
+    tree = DraftTree.from_nodes(9, [0, 1, 1], [0, 1, 2], "draft_model", {0: short, 1: long, 2: listed})
     trimmed = tree.trim(**{**UNLIMITED, "vocab_size": 2}, layout=TreeLayout.MASK)
     assert list(trimmed.token_ids) == [9, 0, 1, 1]
     assert trimmed.draft_probs == {0: short}
@@ -195,13 +195,13 @@ def test_proposal_kind_of_a_draft_tree_follows_from_its_draft_probs():
     distribution = TokenProbs(np.array([0.5, 0.25, 0.25]))
     assert DraftTree.chain(9, [0, 1], "ngram").proposal is Proposal.DETERMINISTIC
     assert DraftTree.root_only(9).proposal is Proposal.DETERMINISTIC
-    assert DraftTree.grow(9, [0, 1], [0, 1], "draft_model", {0: distribution, 1: distribution}).proposal is Proposal.SAMPLED
-    assert DraftTree.grow(9, [0, 1], [0, 0], "draft_model", {0: distribution}).proposal is Proposal.WITHOUT_REPLACEMENT
+    assert DraftTree.from_nodes(9, [0, 1], [0, 1], "draft_model", {0: distribution, 1: distribution}).proposal is Proposal.SAMPLED
+    assert DraftTree.from_nodes(9, [0, 1], [0, 0], "draft_model", {0: distribution}).proposal is Proposal.WITHOUT_REPLACEMENT
 
 
 def test_draft_probs_follow_their_nodes_when_sorted():
     draft_probs = {node: TokenProbs(np.array([0.25, 0.25, 0.5])) for node in (0, 1, 3)}
-    tree = DraftTree.grow(9, [0, 1, 2, 1], [0, 1, 0, 3], "draft_model", draft_probs)
+    tree = DraftTree.from_nodes(9, [0, 1, 2, 1], [0, 1, 0, 3], "draft_model", draft_probs)
     assert list(tree.token_ids) == [9, 0, 2, 1, 1]
     assert tree.draft_probs == {0: draft_probs[0], 1: draft_probs[1], 2: draft_probs[3]}
 
@@ -209,7 +209,7 @@ def test_draft_probs_follow_their_nodes_when_sorted():
 def test_equal_sampled_siblings_are_refused():
     distribution = TokenProbs(np.array([0.5, 0.5]))
     with pytest.raises(ValueError, match="not sampled without replacement"):
-        DraftTree.grow(9, [1, 1], [0, 0], "draft_model", {0: distribution})
+        DraftTree.from_nodes(9, [1, 1], [0, 0], "draft_model", {0: distribution})
 
 
 @pytest.mark.parametrize(

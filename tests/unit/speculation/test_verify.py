@@ -42,7 +42,7 @@ def _guess(generator: np.random.Generator, root: int, right: tuple[int, ...], vo
         else:
             tokens.append(int(generator.integers(vocab_size)))
             parents.append(int(generator.integers(node)))
-    return DraftTree.grow(root, tokens, parents, "oracle")
+    return DraftTree.from_nodes(root, tokens, parents, "oracle")
 
 
 def _node_paths(tree: DraftTree) -> list[tuple[int, ...]]:
@@ -90,7 +90,7 @@ def test_verify_reads_no_logits_rows_after_a_rejection():
     request = _request(target, PARAMS["sampled"], seed=5)
     right = target.generate(PARAMS["sampled"], 5, 3)
     wrong = (right[0] + 1) % target.vocab_size
-    tree = DraftTree.grow(request.token_ids[-1], [wrong, right[0], 1, (right[1] + 1) % target.vocab_size], [0, 0, 1, 2], "oracle")
+    tree = DraftTree.from_nodes(request.token_ids[-1], [wrong, right[0], 1, (right[1] + 1) % target.vocab_size], [0, 0, 1, 2], "oracle")
     logits = _logits(target, request, tree)
     paths = _node_paths(tree)
     for node, path in enumerate(paths):

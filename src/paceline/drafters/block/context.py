@@ -56,7 +56,7 @@ class ContextCache:
     def append_hidden_states(self, request: Request, start: int, hidden_states: FloatArray) -> int:
         """Store the target's hidden states [T, F] of positions `start`, `start` + 1, …; return how many positions lack context rows."""
         context = self._contexts.get(request)
-        if context is None or context.sequence is not request.sequence or context.num_observed != start:
+        if context is None or context.sequence is not request.cached_sequence or context.num_observed != start:
             context = self._contexts[request] = self._new_context(request, start)
         context.pending_hidden_states.append(np.array(hidden_states, np.float32))
         context.num_observed = start + len(hidden_states)
@@ -73,7 +73,7 @@ class ContextCache:
             return None
         if len(context.pending_hidden_states) > 1:
             context.pending_hidden_states = [np.concatenate(context.pending_hidden_states)]
-        table = np.array(request.sequence.block_table, np.int32)
+        table = np.array(request.cached_sequence.block_table, np.int32)
         begin = context.num_cached
         return PendingContext(
             context.pending_hidden_states[0],
@@ -102,7 +102,7 @@ class ContextCache:
 
     def _set_hashes(self, request: Request, start: int, hashes: NDArray[np.uint64]) -> None:
         """Store hashes of the slots of positions `start`, `start` + 1, …; 0 = the slot has no context row."""
-        table, size = np.array(request.sequence.block_table, np.int64), self.block_size
+        table, size = np.array(request.cached_sequence.block_table, np.int64), self.block_size
         slots = np.arange(start, start + len(hashes))
         self._hashes[0, table[slots // size], slots % size] = hashes
 
@@ -116,7 +116,7 @@ class ContextCache:
         context, last_position = self._contexts.get(request), len(request.token_ids) - 1
         if context is None or context.num_cached != last_position:
             return None
-        table = request.sequence.block_table
+        table = request.cached_sequence.block_table
         missing = self.num_spare_blocks_needed(request, num_rows)
         if missing > SPARE_BLOCKS - num_used_spare_blocks:
             return None
@@ -129,7 +129,7 @@ class ContextCache:
     def has_all_hidden_states(self, request: Request) -> bool:
         """Return whether hidden states of all tokens of the request but the last have been received."""
         context = self._contexts.get(request)
-        return context is not None and context.num_observed == len(request.token_ids) - 1 and context.sequence is request.sequence
+        return context is not None and context.num_observed == len(request.token_ids) - 1 and context.sequence is request.cached_sequence
 
     def num_pending(self, request: Request) -> int:
         """Return the number of committed positions without context rows."""
@@ -139,15 +139,15 @@ class ContextCache:
     def num_spare_blocks_needed(self, request: Request, num_rows: int) -> int:
         """Return how many spare blocks a draft of `num_rows` rows needs."""
         end = len(request.token_ids) - 1 + num_rows
-        return max(0, blocks_for(end, self.block_size) - len(request.sequence.block_table))
+        return max(0, blocks_for(end, self.block_size) - len(request.cached_sequence.block_table))
 
     def _new_context(self, request: Request, start: int) -> _RequestContext:
         """Return the record of a new request whose first `start` positions are a prefix hit; their context rows may be cached."""
         if start == 0:
-            return _RequestContext(request.sequence, 0, 0, 0, 0)
+            return _RequestContext(request.cached_sequence, 0, 0, 0, 0)
         hashes = prefix_hashes(request.token_ids[:start], self._powers, 0)
         slots, size = np.arange(start), self.block_size
-        table = np.array(request.sequence.block_table, np.int64)
+        table = np.array(request.cached_sequence.block_table, np.int64)
         is_cached = self._hashes[0, table[slots // size], slots % size] == hashes
         uncached = np.flatnonzero(~is_cached)
-        return _RequestContext(request.sequence, int(uncached[-1]) + 1 if len(uncached) else 0, start, start, int(hashes[-1]))
+        return _RequestContext(request.cached_sequence, int(uncached[-1]) + 1 if len(uncached) else 0, start, start, int(hashes[-1]))

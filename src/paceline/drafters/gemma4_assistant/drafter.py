@@ -84,7 +84,12 @@ class AssistantDrafter(Drafter):
         """Return whether the target has run all tokens before the last one, and the last hidden state has been received."""
         request = draft.request
         feature, position = self._features.get(request), len(request.token_ids) - 1
-        return draft.depth > 0 and feature is not None and feature.position == position - 1 and request.sequence.committed_len == position
+        return (
+            draft.depth > 0
+            and feature is not None
+            and feature.position == position - 1
+            and request.cached_sequence.committed_len == position
+        )
 
     def _grow_drafts(self, drafts: Sequence[GrowingDraft]) -> None:
         while active := [draft for draft in drafts if draft.frontier]:
@@ -106,10 +111,10 @@ class AssistantDrafter(Drafter):
         """Return the inputs of the next pass: the frontier nodes, or the last committed token at the beginning of a draft."""
         request = draft.request
         if draft.level == 0:
-            return TreeLevelInput(request.token_ids[-1:], self._features[request].hidden_state[None], request.sequence)
+            return TreeLevelInput(request.token_ids[-1:], self._features[request].hidden_state[None], request.cached_sequence)
         pairs = draft.frontier_pairs()
         first = pairs.logit_rows[0]  # an assistant has no cache, so nodes of earlier levels need not run again
-        return TreeLevelInput(pairs.token_ids[first:], pairs.features[first:], request.sequence)
+        return TreeLevelInput(pairs.token_ids[first:], pairs.features[first:], request.cached_sequence)
 
     def _sample(self, draft: GrowingDraft, node: int, output: ForwardOutput, row: int) -> DraftTokens:
         request, path, needs_draft_probs = draft.request, draft.path(node), draft.budget.needs_draft_probs

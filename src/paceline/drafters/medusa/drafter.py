@@ -251,7 +251,9 @@ class MedusaDrafter(Drafter):
 
         if budget.needs_draft_probs and not request.params.is_greedy:
             token_ids, draft_probs = _draw_chain(request, logits_of_depth, draft.depth)
-            return DraftTree.grow(request.token_ids[-1], token_ids, range(len(token_ids)), self.name, draft_probs) if token_ids else None
+            return (
+                DraftTree.from_nodes(request.token_ids[-1], token_ids, range(len(token_ids)), self.name, draft_probs) if token_ids else None
+            )
         shape = None
         max_candidates = MAX_CANDIDATES_PER_DEPTH
         needs_probs = self._tree == "probability"
@@ -279,7 +281,7 @@ class MedusaDrafter(Drafter):
                 token_ids.append(ids[rank])
                 parents.append(node_of[parent])
                 node_of[node] = len(token_ids)
-        return DraftTree.grow(draft.request.token_ids[-1], token_ids, parents, self.name) if token_ids else None
+        return DraftTree.from_nodes(draft.request.token_ids[-1], token_ids, parents, self.name) if token_ids else None
 
     def _grow_tree(self, draft: _RequestDraft, candidates: DepthCandidates) -> DraftTree | None:
         is_greedy = draft.request.params.is_greedy

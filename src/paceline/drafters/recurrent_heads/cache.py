@@ -100,7 +100,7 @@ class FeaturePairCache:
         """
         end = start + len(features)
         pairs = self._pairs.get(request)
-        if pairs is None or pairs.sequence is not request.sequence or pairs.num_observed != start:
+        if pairs is None or pairs.sequence is not request.cached_sequence or pairs.num_observed != start:
             pairs = self._pairs[request] = self._new_cached_pairs(request, start)
         pairs.pending_features.append(np.array(features, np.float32))
         pairs.num_observed = end
@@ -127,7 +127,7 @@ class FeaturePairCache:
         begin, end = pairs.end_slot, pairs.num_observed + include_root
         if end <= begin:
             return None
-        table = request.sequence.block_table
+        table = request.cached_sequence.block_table
         missing = -(-(end + num_draft_rows) // self.block_size) - len(table)
         if missing > SPARE_BLOCKS - num_used_spare_blocks:
             return None
@@ -142,7 +142,7 @@ class FeaturePairCache:
     def mark_computed(self, request: Request, token_ids: Sequence[int] | IntArray) -> None:
         """Record that the slots of the next `token_ids` are computed. A last token in a spare block does not count: it will run again."""
         pairs = self._pairs[request]
-        table, size = request.sequence.block_table, self.block_size
+        table, size = request.cached_sequence.block_table, self.block_size
         begin = pairs.end_slot
         end = min(begin + len(token_ids), len(table) * size)
         if end == begin:
@@ -166,7 +166,7 @@ class FeaturePairCache:
     def num_spare_blocks_needed(self, request: Request, num_draft_rows: int) -> int:
         """Return how many spare blocks the last committed token and `num_draft_rows` cache rows after it need."""
         end = len(request.token_ids) + num_draft_rows
-        return max(0, blocks_for(end, self.block_size) - len(request.sequence.block_table))
+        return max(0, blocks_for(end, self.block_size) - len(request.cached_sequence.block_table))
 
     def computed_slots(self, request: Request) -> range:
         """Return the slots of a request that are computed."""
@@ -174,16 +174,18 @@ class FeaturePairCache:
 
     def _new_cached_pairs(self, request: Request, start: int) -> _CachedPairs:
         if start == 0:
-            return _CachedPairs(request.sequence, 1, 1, 0, int(self._prefix_hashes(request.token_ids[:1], 0, 0)[0]))
+            return _CachedPairs(request.cached_sequence, 1, 1, 0, int(self._prefix_hashes(request.token_ids[:1], 0, 0)[0]))
         hashes = self._prefix_hashes(request.token_ids[: start + 1], 0, 0)
-        table, size = request.sequence.block_table, self.block_size
+        table, size = request.cached_sequence.block_table, self.block_size
         block = table[start // size - 1]
         if start % size or self._feature_hashes[block] != hashes[start - 1]:
-            return _CachedPairs(request.sequence, start + 1, start + 1, start, int(hashes[start]))
+            return _CachedPairs(request.cached_sequence, start + 1, start + 1, start, int(hashes[start]))
         is_cached = self._slot_hashes[0, table[: start // size]].reshape(-1) == hashes[:start]
         is_cached[0] = False
         first = start - int(np.argmin(is_cached[::-1]))  # slots from `first` to `start` are all cached
-        return _CachedPairs(request.sequence, first, start, start, int(hashes[start - 1]), [self._features[block : block + 1].copy()])
+        return _CachedPairs(
+            request.cached_sequence, first, start, start, int(hashes[start - 1]), [self._features[block : block + 1].copy()]
+        )
 
     def _store_block_features(self, request: Request, start: int, features: FloatArray) -> None:
         """Store the feature of the last token of each full block, for requests that resume there."""
@@ -195,7 +197,7 @@ class FeaturePairCache:
         begin = pairs.end_slot
         later_hashes = self._prefix_hashes(request.token_ids[begin : start + len(features)], begin, pairs.prefix_hash)
         for position in range(last, start + len(features), size):
-            block = request.sequence.block_table[position // size]
+            block = request.cached_sequence.block_table[position // size]
             self._features[block] = features[position - start]
             self._feature_hashes[block] = pairs.prefix_hash if position < begin else later_hashes[position - begin]
 

@@ -145,7 +145,7 @@ class GrowingDraft:
             return None
         if self.width == 1:
             if self.draft_probs:
-                return DraftTree.grow(root, self.token_ids[1:], self.parents[1:], source, self.draft_probs)
+                return DraftTree.from_nodes(root, self.token_ids[1:], self.parents[1:], source, self.draft_probs)
             return DraftTree.chain(root, self.token_ids[1:], source, [min(prob, 1.0) for prob in self.probs[1:]])
         children: list[list[Candidate[int]]] = [[] for _ in self.token_ids]
         for node, (parent, token, prob) in enumerate(zip(self.parents, self.token_ids, self.probs, strict=True)):

@@ -70,7 +70,7 @@ class WrongDrafter(_AnswerDrafter):
         for distance in range(2, min(self._vocab_size, 1 + budget.row_budget - len(tokens))):
             tokens.append((upcoming[0] + distance) % self._vocab_size)
             parents.append(0)
-        return DraftTree.grow(request.token_ids[-1], tokens, parents, self.name)
+        return DraftTree.from_nodes(request.token_ids[-1], tokens, parents, self.name)
 
 
 class RandomDrafter(_AnswerDrafter):
@@ -103,7 +103,7 @@ class RandomDrafter(_AnswerDrafter):
             parents.append(parent)
             depths.append(depths[parent] + 1)
             tokens.append(self._token(upcoming, depths[node] - 1))
-        return DraftTree.grow(root, tokens, parents, self.name)
+        return DraftTree.from_nodes(root, tokens, parents, self.name)
 
     def _token(self, upcoming: Sequence[int], index: int) -> int:
         if index < len(upcoming) and self._random.random() < _RIGHT_SHARE:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from paceline.speculation.tree import DraftTree
 
 PRIOR_RATE = 0.6  # assumed acceptance rate of a drafter until one of its tokens was verified
-PRIOR_WEIGHT = 4.0  # the assumed rate counts as so many verified tokens, at depth 1 and in each range of probabilities
-DEEPER_PRIOR_WEIGHT = 12.0  # at depths above 1, the rate at the previous depth counts as so many verified tokens
-MAX_COUNT = 512.0  # the counts of verified and accepted tokens are halved at so many verified tokens: recent ones weigh more
-BIAS_PRIOR_WEIGHT = 12.0  # the assumption that a request has no bias counts as so many verified tokens
+PRIOR_WEIGHT = 4.0  # PRIOR_RATE counts as this many verified tokens, at depth 1 and in each range of confidences
+DEEPER_PRIOR_WEIGHT = 12.0  # at depths above 1, the rate at the previous depth counts as this many verified tokens
+MAX_COUNT = 512.0  # the counts of verified and accepted tokens are halved at this many verified tokens: recent ones weigh more
+BIAS_PRIOR_WEIGHT = 12.0  # the assumption that a request has no bias counts as this many verified tokens
 MAX_BIAS_TOKENS = 64.0  # maximum weight of earlier tokens in the bias, so that it keeps adapting
 BIAS_LEARNING_RATE = 5.0  # learning rate of the bias: Newton's method takes 1 / (p * (1 - p)), here for p = 0.28 or 0.72
 MAX_BIAS = 6.0

@@ -41,11 +41,11 @@ class LinearCost:
         self.is_known = False
 
     def seconds_at(self, x: float, y: float) -> float:
-        """Return the expected seconds for (x, y); 0 before the first sample."""
+        """Return a * x + b * y, the expected seconds; 0 before the first sample."""
         return self.a * x + self.b * y
 
     def observe(self, x: float, y: float, seconds: float) -> None:
-        """Add a measured time for (x, y) to the fit."""
+        """Add a measured time, with its x and y, to the fit."""
         keep = FORGETTING_FACTOR
         if self.is_known:
             expected = self.seconds_at(x, y)
@@ -108,7 +108,7 @@ class BatchShape:
             request = rows.request
             num_rows += rows.num_new_tokens
             is_decoding = is_decoding and rows.num_new_tokens == 1 and rows.tree is not None
-            cached_len += max(0, request.sequence.committed_len - PROFILED_CONTEXT_LEN)
+            cached_len += max(0, request.cached_sequence.committed_len - PROFILED_CONTEXT_LEN)
             if request.adapter_number > 0:
                 adapters = max(adapters, AdapterUse.MIXTURE_PASS if request.has_mixture_pass else AdapterUse.SOME_ROWS)
         return cls(num_rows, len(batch), is_decoding, cached_len, adapters)
@@ -123,7 +123,7 @@ class CostModel:
         self._corrections: dict[AdapterUse, LinearCost] = {}
         self._draft_costs: dict[
             tuple[str, int], LinearCost
-        ] = {}  # fits by drafter and num_requests.bit_length(): similar numbers of requests share one
+        ] = {}  # keys: drafter, num_requests.bit_length(); similar numbers of requests share a fit
         self._num_proposals: dict[str, int] = {}  # number of `propose` calls by drafter
         self._profile_s: list[float] = []  # seconds of a forward pass by number of rows, as measured at load
 

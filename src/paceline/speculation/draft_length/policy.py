@@ -31,7 +31,7 @@ UNMEASURED_DRAFT_LEN = 4  # maximum number of draft tokens of a drafter whose ti
 MIN_VERIFIED_TOKENS = 8  # number of verified tokens from which on the acceptance of a drafter counts as measured
 NEGLIGIBLE_SHARE = 0.02  # drafters whose tokens take at most this share of a plain step need not stop at improbable tokens
 OVERHEAD_SHARE = 0.01  # share of run time that may be spent on drafting without benefit
-OVERHEAD_STEPS = 128  # the overhead budget holds at most what so many steps add to it
+OVERHEAD_STEPS = 128  # the overhead budget holds at most what this many steps add to it
 MAX_CHARGE = 0.25  # one step takes at most the time of this many forward passes from the overhead budget
 PROBE_TOKENS = 2  # draft length of a probe, which measures whether an unprofitable drafter is profitable again
 MAX_BACKOFF_LEVEL = 6  # a drafter that does not pay pauses for at most 2 ** 6 = 64 steps
@@ -94,7 +94,7 @@ class FixedDraftLength:
         """Update the costs from the times of a step: the target's pass, other work, drafting, and the decisions of this policy."""
 
     def release(self, request: Request) -> None:
-        """Free the draft histories of a request that ended."""
+        """Free what is kept about the drafts of a request that ended."""
 
     def describe(self) -> str:
         """Return a description of the policy for the banner."""
@@ -177,11 +177,13 @@ class AdaptiveDraftLength(FixedDraftLength):
     def __init__(self, num_speculative_tokens: int, profile: ForwardProfile, *, row_budget: int | None = None) -> None:
         super().__init__(num_speculative_tokens, row_budget=row_budget)
         self.cost = CostModel(profile)
-        self.rates = defaultdict[tuple[str, bool], AcceptanceRates](AcceptanceRates)  # by drafter, and whether requests are greedy
+        self.rates = defaultdict[tuple[str, bool], AcceptanceRates](
+            AcceptanceRates
+        )  # keys: name of the drafter, and whether requests are greedy
         self._step = 0
         self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)  # while it is negative, no drafter is called in steps without prefill
         self._next_probe_budget_s = 0.0  # seconds that the overhead budget must reach before the next probe
-        self._shape = BatchShape(0, 0, False, 0.0, AdapterUse.NONE)  # batch of the current step
+        self._shape = BatchShape(0, 0, False, 0.0, AdapterUse.NONE)  # what the cost of the current step depends on
         self._probed: Request | None = None  # request for which a probe is drafted in the current step
         self._is_charged = (
             False  # whether time to decide against drafts is charged to the overhead budget; False while no request may draft
@@ -245,8 +247,8 @@ class AdaptiveDraftLength(FixedDraftLength):
         if not prunable:
             return
         num_fixed = sum(rows.num_draft_tokens for rows in batch) - sum(rows.num_draft_tokens for rows in prunable)
-        orders = list[list[int]]()  # by request: nodes by descending path probability
-        probs_by_request = list[list[float]]()  # their path probabilities
+        orders = list[list[int]]()  # for each request: nodes of its draft, by descending path probability
+        probs_by_request = list[list[float]]()  # for each request: the path probabilities of these nodes
         for rows in prunable:
             path_probs = self._path_probs(rows.request, rows.tree)
             nodes = [node for node, prob in enumerate(path_probs) if prob >= MIN_PATH_PROB]
@@ -273,11 +275,12 @@ class AdaptiveDraftLength(FixedDraftLength):
         rates_by_depth = rates.rates_by_depth(tree.tree_depth)
         for node, accepted_child in zip([0, *accepted_nodes], [*accepted_nodes, None], strict=True):
             if accepted_child is None and request.is_finished:
-                return  # it finished at the last accepted node, whose children were compared with no token: they do not count as rejected
+                # The request ended at the last accepted node: its children were compared with no token, and do not count as rejected.
+                return
             for rank, child in enumerate(tree.children(node)):
                 if tree.sources[child] == FORCED_SOURCE:
                     continue
-                prob, depth = None if tree.probs is None else tree.probs[child], tree.depths[child]
+                prob, depth = None if tree.confidences is None else tree.confidences[child], tree.depths[child]
                 if rank == 0:
                     rate = rates_by_depth[depth - 1] if prob is None else rates.rate_by_prob(prob)
                     history.observe(rate, accepted=child == accepted_child)
@@ -340,7 +343,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         token_s = self.cost.draft_token_s(drafter)
         stops_early = rates.has_probs and not budget.needs_draft_probs and token_s > NEGLIGIBLE_SHARE * times[0]
         if count < budget.max_depth and not (stops_early and batch_size == 1):
-            width = max(1, (budget.row_budget - 1) // max(1, budget.max_depth))  # draft tokens at each depth of a tree
+            width = max(1, (budget.row_budget - 1) // max(1, budget.max_depth))  # number of draft tokens at each depth of a tree
             budget = replace(budget, row_budget=1 + count * width, max_depth=count)
         if not stops_early:
             return budget
@@ -367,7 +370,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         if self._probed is not None or rows.budget is None or min(rows.budget.max_depth, len(times) - 1) < PROBE_TOKENS:
             return False
         price_s = times[PROBE_TOKENS] - times[0] + self.cost.draft_s(drafter.name, 1, PROBE_TOKENS)
-        # a nearly full budget always pays for a probe: without one, a wrong price is never corrected
+        # a nearly full budget always pays for a probe: without probes a cost that was measured too high would never be corrected
         full_s = 0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * times[0]
         prefill_s = drafter.prefill_s(rows.request)
         required_s = min(price_s, full_s) + prefill_s
@@ -425,15 +428,15 @@ class AdaptiveDraftLength(FixedDraftLength):
         name = drafter_of(tree) or FORCED_SOURCE
         rates, history = self.rates[name, request.params.is_greedy], request.draft_histories[name]
         rates_by_depth, path_probs = rates.rates_by_depth(tree.tree_depth), [1.0]
-        sibling_rates = dict[int, float]()  # by parent: acceptance rate of its child that was handled last
+        sibling_rates = dict[int, float]()  # for each parent node: acceptance rate of its child that was handled last
         for node in range(1, len(tree.token_ids)):
             parent = tree.parents[node]
             if tree.sources[node] == FORCED_SOURCE:
                 rate = FORCED_RATE
             elif path_probs[parent] < MIN_PATH_PROB:
                 rate = 0.0
-            elif tree.probs is not None:
-                rate = history.request_rate(rates.rate_by_prob(tree.probs[node], is_first_child=parent not in sibling_rates))
+            elif tree.confidences is not None:
+                rate = history.request_rate(rates.rate_by_prob(tree.confidences[node], is_first_child=parent not in sibling_rates))
             elif parent in sibling_rates:
                 rate = SIBLING_FACTOR * sibling_rates[parent]
             else:
