@@ -178,7 +178,7 @@ class DraftModelDrafter(Drafter):
             )
             if draft is not None:
                 is_drawn = budget.needs_draft_probs and not request.params.is_greedy
-                draft.uses_top_tokens = self._translation is None and request.processor.keeps_logits and not is_drawn
+                draft.uses_top_tokens = self._translation is None and request.processor.leaves_logits_unchanged and not is_drawn
                 draft.has_truncation = request.params.truncates
             drafts.append(draft)
         self._run_until_finished(requests, drafts)

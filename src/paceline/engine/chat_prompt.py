@@ -73,7 +73,7 @@ class ChatPrompt:
 
     Attributes:
         token_ids: the prompt.
-        notices: descriptions of the changes without which the template would not have rendered the whole conversation.
+        notices: descriptions of the changes that the template needed to render the whole conversation.
         uses_generic_tools: whether the system message describes the tools, so that the model writes calls as JSON.
     """
 

@@ -137,19 +137,19 @@ class LogitsProcessor:
         return self.grammar is not None and self.grammar.is_finished(path)
 
     @property
-    def keeps_logits(self) -> bool:
+    def leaves_logits_unchanged(self) -> bool:
         """Whether `edit` leaves the rows after the committed output unchanged, so that only temperature, top-k, top-p and min-p apply."""
         return not self._edits_every_row and self.num_output_tokens >= self._min_tokens
 
     @property
     def path_sampler(self) -> PathSampler | None:
         """The compiled sampler for rows after the committed output; None if `edit` changes these rows or there is no such sampler."""
-        return self._path_sampler if self.keeps_logits else None
+        return self._path_sampler if self.leaves_logits_unchanged else None
 
     @property
     def only_scales(self) -> bool:
         """Whether nothing but the temperature applies to the rows after the committed output."""
-        return self.keeps_logits and not self._params.truncates
+        return self.leaves_logits_unchanged and not self._params.truncates
 
     def process(self, logits: ScoreArray, path: Sequence[int] = ()) -> Distribution:
         """Return the distribution of the token after prompt + committed output + `path`; arguments and errors as for `edit`."""

@@ -77,7 +77,7 @@ class DrafterTraits:
 
     Attributes:
         description: text for the banner at load; empty = the drafter's name.
-        notices: other lines for the user at load.
+        notices: further lines to show the user when the model is loaded.
         is_lookup: whether it copies from texts, which takes next to no time.
         uses_predicted_outputs: whether it copies from `Request.prediction_token_ids`. Without such a drafter, requests with predictions are
             refused.
@@ -213,7 +213,7 @@ class Drafter(ABC):
         return True
 
     def prefill_s(self, request: Request) -> float:
-        """Return the expected seconds of the drafter's own prefill before the next draft. Called in every step, in microseconds."""
+        """Return the expected seconds of the drafter's own prefill before the next draft. Called in every step: be fast."""
         return 0.0
 
     def release(self, request: Request) -> None:

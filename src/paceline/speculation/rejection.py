@@ -25,8 +25,8 @@ from paceline.speculation.verify import VerifyResult, verify
 class Acceptance(Enum):
     """The rule that accepts draft tokens."""
 
-    MATCH = "match"  # a draft token must be the token that the target samples: the text of plain decoding with the same seed
-    REJECTION = "rejection"  # rejection sampling: another text, of the same distribution
+    MATCH = "match"  # a draft token is accepted if the target samples the same token: the text is that of plain decoding
+    REJECTION = "rejection"  # rejection sampling: the text has the same distribution as that of plain decoding, but is another
 
 
 class StepRandomness:
@@ -106,7 +106,7 @@ class RejectionSampler:
         except BaseException as error:
             if not self._accepted or is_interrupt(error):
                 raise
-            self._accepted.pop()  # nothing can be sampled after it: its token becomes the bonus token, and the next step raises
+            self._accepted.pop()  # no token can be sampled after this node: its token becomes the bonus token, and the next step raises
             return None
         draft = tree.draft_probs.get(node)
         if draft is None:
@@ -129,7 +129,7 @@ class RejectionSampler:
         with the last token that was sampled.
         """
         tree = self._tree
-        ratio: float = 1  # p_i in the paper
+        ratio: float = 1  # p_i in algorithm 2
         for depth in range(length):
             try:
                 target = self._target_probs(depth, tree.token_ids[1 : depth + 1])

@@ -112,7 +112,7 @@ class RequestRows:
     def keep_accepted(self, accepted_nodes: Sequence[int]) -> None:
         """Add accepted nodes of the tree to `kept_nodes`, as nodes of the pass."""
         if self.tree is not None and accepted_nodes:
-            if isinstance(self.tree.parents, range):  # the tree is a chain: accepted nodes follow the new tokens without a gap
+            if isinstance(self.tree.parents, range):  # the draft is a chain: its accepted nodes follow the request's own tokens
                 self.kept_nodes = range(self.num_new_tokens + len(accepted_nodes))
             else:
                 self.kept_nodes = [*range(self.num_new_tokens), *(self.root_node + node for node in accepted_nodes)]

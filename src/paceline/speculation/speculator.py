@@ -49,7 +49,7 @@ class Speculator:
         self._proposer = Proposer(drafters, self._guard, vocab_size=vocab_size, layout=layout)
         self._observers = [drafter for drafter in drafters if type(drafter).observe is not Drafter.observe]
         self._needs = DrafterNeeds.union(drafters)
-        self._forward_s = 0.0  # seconds of the last pass
+        self._forward_s = 0.0  # seconds of the last forward pass
 
     @property
     def num_drafter_failures(self) -> int:

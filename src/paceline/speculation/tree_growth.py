@@ -85,7 +85,8 @@ def grow_tree_stepwise(root_token_id: int, budget: DraftBudget, context: Context
         is_expandable, num_added = False, added_rows(parent)
         if num_added > rows_left:
             continue
-        if -negative_value > path_prob / num_added:  # since it was queued, a sibling was added: with PATHS it now begins a path of its own
+        # if a sibling was added after this candidate was queued, the candidate begins a path of its own in the layout PATHS
+        if -negative_value > path_prob / num_added:
             heapq.heappush(queue, (-path_prob / num_added, arrival, path_prob, parent, candidate))
             continue
         token_id, prob, source, context = candidate

@@ -62,7 +62,7 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request, path: SampledP
 
 
 def _cut_at_finish(path: SampledPath, request: Request) -> VerifyResult:
-    """Return the result of a path of the compiled sampler. A token that finishes the request becomes its last one, the bonus token."""
+    """Return the path that the compiled sampler took, cut at the first token that finishes the request: it becomes the bonus token."""
     token_ids, nodes = path
     count = len(nodes)
     if nodes and not cannot_finish(request, token_ids[:-1]):

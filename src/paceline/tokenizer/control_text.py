@@ -197,7 +197,7 @@ class Escaped:
 
 
 class _Placeholders:
-    """Assigns a private-use character to each replaced character. Characters in `taken` and `values` are not used."""
+    """Assigns a placeholder to each replaced character: a private-use character that neither `taken` nor any text in `values` contains."""
 
     def __init__(self, taken: set[str], values: Sequence[Any]) -> None:
         self._taken, self._values = taken, values

@@ -173,9 +173,10 @@ def _concatenated_strided_slices(num_rows: int, stride: int, slices: tuple[tuple
 
 
 def _value_head_order(key_heads: int, per_key_head: int, size: int, num_before: int) -> NDArray[np.int64]:
-    """Return the stored row of each row of the network, which has the value heads of the first key head first.
+    """Return, for each row of the network's matrix, the index of this row in the file.
 
-    The file has the first value head of every key head first. `num_before` other rows before them keep their order.
+    The network has all value heads of the first key head first; the file has the first value head of every key head first. The order of the
+    first `num_before` rows, which belong to no value head, is the same in both.
     """
     stored = np.arange(key_heads * per_key_head * size).reshape(per_key_head, key_heads, size)
     return np.concatenate((np.arange(num_before), num_before + stored.swapaxes(0, 1).reshape(-1)))

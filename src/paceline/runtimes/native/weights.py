@@ -77,7 +77,7 @@ class NativeWeights:
         return self._pack(name, self._num_threads) or self._weights[name + ".weight"]
 
     def matrix(self, name: str, out: int) -> Matrix:
-        """Return the record of `name.weight` and `name.bias`. out: number of the value or buffer for products."""
+        """Return the kernels' record of the matrix `name.weight` and its bias; `out` is the index of the buffer for the products."""
         bias = self.vector(name + ".bias") if self.has(name + ".bias") else None
         if (packed := self._pack(name, self._num_threads)) is not None:
             return packed.matrix(out, bias)

@@ -39,7 +39,7 @@ def compile_for_bytes(text: str) -> None:
 
 
 class CompileSandbox:
-    """Test compilations of grammars, one at a time, so that they take at most one core; other threads wait for their turn.
+    """Compiles grammars in another process to test them, one at a time, so that this takes at most one core.
 
     Args:
         timeout_s: time limit of one compilation.

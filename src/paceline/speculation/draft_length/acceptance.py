@@ -20,7 +20,7 @@ BIAS_PRIOR_WEIGHT = 12.0  # the assumption that a request has no bias counts as 
 MAX_BIAS_TOKENS = 64.0  # maximum weight of earlier tokens in the bias, so that it keeps adapting
 BIAS_LEARNING_RATE = 5.0  # learning rate of the bias: Newton's method takes 1 / (p * (1 - p)), here for p = 0.28 or 0.72
 MAX_BIAS = 6.0
-MIN_OUTCOME_PROB = 0.06  # after a less probable outcome of a token, earlier tokens lose their weight in the bias: the text has changed
+MIN_OUTCOME_PROB = 0.06  # if a token's acceptance or rejection was less probable, the bias forgets earlier tokens: the text has changed
 MIN_RATE, MAX_RATE = 0.004, 0.995  # bounds of acceptance rates: no token is certain or impossible
 SIBLING_FACTOR = 0.3  # factor from a child's acceptance rate to its next sibling's, for drafters without probabilities
 FORCED_RATE = 0.98  # acceptance rate of tokens forced by a grammar; below 1 because the model may produce the same text in other tokens

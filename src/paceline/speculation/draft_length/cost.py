@@ -71,7 +71,7 @@ class LinearCost:
                 self.a, self.b = 0.0, self._ys / self._yy
             elif self.b < 0.0:
                 self.a, self.b = self._xs / self._xx, 0.0
-        elif (expected := self.a * self._xx + self.b * self._xy) > 0.0:  # all samples have the same y / x: b / a stays as it is
+        elif (expected := self.a * self._xx + self.b * self._xy) > 0.0:  # samples of one ratio y / x do not determine b / a: it is kept
             self.a, self.b = self.a * self._xs / expected, self.b * self._xs / expected
         else:
             self.a, self.b = (0.0, self._ys / self._yy) if self._yy > 0.0 else (self._xs / max(1e-30, self._xx), 0.0)
@@ -124,15 +124,15 @@ class CostModel:
         self._draft_costs: dict[
             tuple[str, int], LinearCost
         ] = {}  # keys: drafter, num_requests.bit_length(); similar numbers of requests share a fit
-        self._num_proposals: dict[str, int] = {}  # number of `propose` calls by drafter
-        self._profile_s: list[float] = []  # seconds of a forward pass by number of rows, as measured at load
+        self._num_proposals: dict[str, int] = {}  # for each drafter: number of its `propose` calls
+        self._forward_times: list[float] = []  # [rows] seconds of a forward pass with 0, 1, … rows, as measured at load
 
     def step_times(self, shape: BatchShape, max_drafts: int) -> list[float]:
         """Return [max_drafts + 1] seconds of a step with 0, 1, … draft tokens, without the time of drafters."""
         plain_s, correction = self._uncorrected_forward_s(shape, 0), self._profile_correction(shape.adapters)
         fixed_s = max(MIN_STEP_S, correction.a * plain_s + self.host_cost.seconds_at(shape.num_sequences, 0.0))
         row_s = self.host_cost.b + correction.b * self.profile.cached_row_attention_s * shape.cached_len / max(1, shape.num_sequences)
-        profile_s = self._profile_s_by_rows(shape.num_rows + max_drafts)[shape.num_rows : shape.num_rows + max_drafts + 1]
+        profile_s = self._forward_times_up_to(shape.num_rows + max_drafts)[shape.num_rows : shape.num_rows + max_drafts + 1]
         return [fixed_s + correction.b * (seconds - profile_s[0]) + row_s * count for count, seconds in enumerate(profile_s)]
 
     def draft_s(self, drafter: str, num_requests: int, depth: int) -> float:
@@ -187,10 +187,10 @@ class CostModel:
         """Return the seconds of a forward pass by the profile alone."""
         num_rows = shape.num_rows + num_drafts
         cache_read_s = self.profile.cache_read_s(shape.cached_len, num_rows / max(1, shape.num_sequences))
-        return self._profile_s_by_rows(num_rows)[num_rows] + cache_read_s
+        return self._forward_times_up_to(num_rows)[num_rows] + cache_read_s
 
-    def _profile_s_by_rows(self, num_rows: int) -> list[float]:
-        """Return the profile's seconds by number of rows, [at least num_rows + 1]."""
-        while len(self._profile_s) <= num_rows:
-            self._profile_s.append(self.profile.seconds_at(len(self._profile_s)) if self._profile_s else 0.0)
-        return self._profile_s
+    def _forward_times_up_to(self, num_rows: int) -> list[float]:
+        """Return the seconds of a forward pass with 0, 1, … rows, at least up to `num_rows`, as measured at load."""
+        while len(self._forward_times) <= num_rows:
+            self._forward_times.append(self.profile.seconds_at(len(self._forward_times)) if self._forward_times else 0.0)
+        return self._forward_times

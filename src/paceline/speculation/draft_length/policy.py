@@ -30,7 +30,7 @@ MIN_PATH_PROB = 0.02  # pruning drops a draft token if the probability of its pa
 UNMEASURED_DRAFT_LEN = 4  # maximum number of draft tokens of a drafter whose time or acceptance is not measured well enough
 MIN_VERIFIED_TOKENS = 8  # number of verified tokens from which on the acceptance of a drafter counts as measured
 NEGLIGIBLE_SHARE = 0.02  # drafters whose tokens take at most this share of a plain step need not stop at improbable tokens
-OVERHEAD_SHARE = 0.01  # share of run time that may be spent on drafting without benefit
+OVERHEAD_SHARE = 0.01  # share of run time that may be spent on drafting without benefit: the overhead budget
 OVERHEAD_STEPS = 128  # the overhead budget holds at most what this many steps add to it
 MAX_CHARGE = 0.25  # one step takes at most the time of this many forward passes from the overhead budget
 PROBE_TOKENS = 2  # draft length of a probe, which measures whether an unprofitable drafter is profitable again
@@ -177,17 +177,16 @@ class AdaptiveDraftLength(FixedDraftLength):
     def __init__(self, num_speculative_tokens: int, profile: ForwardProfile, *, row_budget: int | None = None) -> None:
         super().__init__(num_speculative_tokens, row_budget=row_budget)
         self.cost = CostModel(profile)
-        self.rates = defaultdict[tuple[str, bool], AcceptanceRates](
-            AcceptanceRates
-        )  # keys: name of the drafter, and whether requests are greedy
+        # keys: name of the drafter, and whether the requests are greedy
+        self.rates = defaultdict[tuple[str, bool], AcceptanceRates](AcceptanceRates)
         self._step = 0
-        self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)  # while it is negative, no drafter is called in steps without prefill
+        # seconds left for drafting without benefit; while negative, no drafter is called in steps without prefill
+        self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)
         self._next_probe_budget_s = 0.0  # seconds that the overhead budget must reach before the next probe
         self._shape = BatchShape(0, 0, False, 0.0, AdapterUse.NONE)  # what the cost of the current step depends on
-        self._probed: Request | None = None  # request for which a probe is drafted in the current step
-        self._is_charged = (
-            False  # whether time to decide against drafts is charged to the overhead budget; False while no request may draft
-        )
+        self._probed: Request | None = None  # request that drafts a probe in the current step
+        # whether the time of planning a step that then has no drafts is taken from the overhead budget; not if no request may draft
+        self._is_charged = False
         self._mean_output_len = 0.0
 
     def begin_step(self, batch: Sequence[RequestRows]) -> SkipReason | None:
@@ -248,7 +247,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             return
         num_fixed = sum(rows.num_draft_tokens for rows in batch) - sum(rows.num_draft_tokens for rows in prunable)
         orders = list[list[int]]()  # for each request: nodes of its draft, by descending path probability
-        probs_by_request = list[list[float]]()  # for each request: the path probabilities of these nodes
+        probs_by_request = list[list[float]]()  # for each request: path probabilities of its draft tokens, in descending order
         for rows in prunable:
             path_probs = self._path_probs(rows.request, rows.tree)
             nodes = [node for node, prob in enumerate(path_probs) if prob >= MIN_PATH_PROB]
@@ -347,9 +346,9 @@ class AdaptiveDraftLength(FixedDraftLength):
             budget = replace(budget, row_budget=1 + count * width, max_depth=count)
         if not stops_early:
             return budget
-        num_rows = min(8, len(times) - 1)  # the time of a pass grows with its rows like a staircase; this is its mean slope
+        num_rows = min(8, len(times) - 1)  # the time of a pass grows with its rows in stairs: their mean slope is used
         row_s = max(0.0, times[num_rows] - times[0]) / max(1, num_rows)
-        # Drafting stops where one more token would bring less than the planned step does in the same time; its rate is that of depth 1.
+        # Drafting stops at the token that would bring fewer tokens per second than the planned step, at the acceptance rate of depth 1.
         lost_tokens = best.expected_tokens / best.seconds * (row_s + (token_s if batch_size == 1 else 0.0))
         min_path_prob = min(0.9, lost_tokens / max(0.2, rates.rates_by_depth(1)[0]))
         return replace(budget, min_path_prob=min_path_prob, calibrate=lambda prob: history.request_rate(rates.rate_by_prob(prob)))
@@ -379,9 +378,8 @@ class AdaptiveDraftLength(FixedDraftLength):
             return False
         self._overhead_budget_s, self._next_probe_budget_s = self._overhead_budget_s - price_s - prefill_s, 0.0
         self._probed = rows.request
-        rows.request.draft_histories[
-            drafter.name
-        ].num_verified_tokens = 0.0  # earlier tokens lose their weight in the bias, so that this probe can change it
+        # the request's bias forgets earlier tokens, so that the two tokens of the probe can change it
+        rows.request.draft_histories[drafter.name].num_verified_tokens = 0.0
         rows.budget = _limit_tokens(rows.budget, PROBE_TOKENS)
         return True
 
