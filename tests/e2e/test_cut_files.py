@@ -48,7 +48,7 @@ def test_truncated_file_of_a_loaded_model_fails_the_request(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
-def test_truncated_file_of_a_loaded_head_leaves_plain_decoding(tmp_path: Path) -> None:
+def test_truncated_file_of_a_loaded_head_makes_steps_plain(tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1)
     head = write_heads(tmp_path / "head", "rows", random_heads())
     done = run(target, head / "medusa_lm_head.safetensors", drafter=head)

@@ -584,7 +584,7 @@ def test_doctor_suggests_published_drafters_for_a_missing_model() -> None:
     assert "Qwen/Qwen3-0.6B draft_model on the Hugging Face hub 0.6 B 55% to 80% not measured" in said
 
 
-def test_doctor_suggests_no_speedup_for_lookup_drafters(target: Path) -> None:
+def test_doctor_predicts_no_speedup_of_lookup_drafters(target: Path) -> None:
     code, facts = ask("--model", target, "--drafter", "none", "--probe")
     assert code == 0
     assert [(one["location"], one["slowest"]) for one in facts["suggested_drafters"]] == [("built_in", None)] * 3

@@ -176,7 +176,7 @@ def test_dflash2_drafts_equal_the_shared_reference_code(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("has_all_ids", [False, True])
-def test_dflash2_scores_draft_vocabulary_candidates_by_their_own_rows(has_all_ids: bool, tmp_path: Path) -> None:
+def test_dflash2_scores_candidates_by_their_codebook_rows(has_all_ids: bool, tmp_path: Path) -> None:
     random, ids, chosen = np.random.default_rng(1), np.arange(0, VOCAB_SIZE, 2), np.array([3, 7, 20])
     embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
     after = torch.randn(VOCAB_SIZE if has_all_ids else len(ids), 8)

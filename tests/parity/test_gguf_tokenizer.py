@@ -155,7 +155,7 @@ def test_sentencepiece_gguf_tokenizer_equals_its_original_model(shared_dir: Path
         assert ours.decode(ours.encode(text)) == text
 
 
-def test_chat_template_of_a_gguf_file_renders_message_ids(opened: dict[str, Tokenizer]) -> None:
+def test_chat_template_of_a_gguf_file_renders_the_expected_tokens(opened: dict[str, Tokenizer]) -> None:
     if "phi-3" not in opened:
         pytest.skip("no vocabulary of phi-3 in ../shared")
     tokenizer = opened["phi-3"]

@@ -261,7 +261,7 @@ def test_end_of_the_engine_thread_wakes_all_callers(open_llm: Open, kind: type) 
     run(serve(open_llm), work)
 
 
-def test_failing_release_raises_in_the_caller_of_async_stats(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_async_stats_reaches_its_caller(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(engine: AsyncEngine) -> None:
         with monkeypatch.context() as patch:
             patch.setattr("paceline.engine.engine.deepcopy", FaultyDrafter(PanicException, "release").release)

@@ -79,7 +79,7 @@ def test_chat_request_without_sampling_uses_recommended_values(params: Params, a
 @pytest.mark.parametrize(
     ("path", "documented"), [("/v1/completions", {"temperature": 1.0}), ("/api/generate", {"temperature": 0.8, "top_k": 40, "top_p": 0.9})]
 )
-def test_completion_without_sampling_uses_recommended_or_documented_values(
+def test_completion_without_sampling_uses_model_or_documented_values(
     params: Params, advised: HttpClient, client: HttpClient, path: str, documented: dict[str, float]
 ) -> None:
     assert _chosen(params(advised, path, TEXTS[path])) == RECOMMENDED

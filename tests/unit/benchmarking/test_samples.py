@@ -19,7 +19,7 @@ def test_sample_decode_time_starts_after_the_first_token() -> None:
     assert (found.first_token_s, found.num_decoded, found.decoding_s) == (1.0, 3, 1.0)
 
 
-def test_tokens_that_arrive_together_have_one_gap() -> None:
+def test_tokens_that_arrive_together_count_as_one_gap() -> None:
     assert sample([1.0, 1.5, 1.5, 2.0]).gaps_s == [0.5, 0.5]
 
 

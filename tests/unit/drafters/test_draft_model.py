@@ -110,7 +110,7 @@ def test_draft_model_prefills_a_long_prompt_in_chunks(drafter: DraftModelDrafter
 
 
 @pytest.mark.parametrize("params", [GREEDY, FREE], ids=["greedy", "sampled"])
-def test_draft_model_drafts_after_rejections_equal_a_fresh_drafter(
+def test_drafts_after_rejections_equal_those_of_a_fresh_draft_model(
     drafter: DraftModelDrafter, twin: Network, params: SamplingParams, seed: int
 ) -> None:
     """After every mix of accepted, rejected and unasked steps, it proposes what it would for a text it never saw."""

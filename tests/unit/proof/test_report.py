@@ -55,7 +55,7 @@ def test_prove_html_report_escapes_text_of_the_model() -> None:
     assert {name for name, _ in made.attributes} <= {"lang", "charset", "name", "content", "class", "style", "http-equiv"}
 
 
-def test_prove_html_report_loads_nothing() -> None:
+def test_prove_html_report_loads_no_external_resource() -> None:
     text = page(proof_of("plain").as_dict())
     assert "http:" not in text
     assert "https:" not in text

@@ -132,8 +132,8 @@ def test_panel_product_bits_are_independent_of_threads(num_rows: int, seed: int)
         assert all(np.array_equal(found, wanted) for found, wanted in zip(results, alone[0], strict=True))
 
 
-def test_panel_matrices_of_all_kinds_share_one_input(seed: int) -> None:
-    """Each gets the rows packed as it wants them: other groups and other zero points are other packings."""
+def test_panels_of_all_formats_multiply_the_same_input_rows(seed: int) -> None:
+    """Formats with other groups or zero points need the rows packed in another way."""
     random = np.random.default_rng(seed)
     tensors: dict[str, AnyTensor] = {f"{form}.weight": grouped(random, form, 40, 96, 32) for form in FORMS}
     tensors["wider.weight"] = grouped(random, "s8", 40, 96, 96)
@@ -149,7 +149,7 @@ def test_panel_matrices_of_all_kinds_share_one_input(seed: int) -> None:
 
 @BY_LEVEL
 @pytest.mark.parametrize(("form", "zero_point"), [("u4", 8), ("u4-table", 127)])
-def test_four_and_eight_bit_panels_share_one_input(form: str, zero_point: int, level: str, seed: int) -> None:
+def test_four_and_eight_bit_panels_multiply_the_same_input_rows(form: str, zero_point: int, level: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     narrow = grouped(random, form, 40, 96, 32)
     codes = random.integers(0, 256, (40, 96), dtype=np.uint8)

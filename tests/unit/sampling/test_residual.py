@@ -81,7 +81,7 @@ def test_token_at_never_returns_a_token_of_probability_0(uniform, seed):
         assert values[probs.token_at(uniform)] > 0.0
 
 
-def test_token_at_uniform_quantiles_has_the_distribution(seed):
+def test_token_at_random_quantile_follows_the_distribution(seed):
     """From logits through the processors and the noise: what drafts are drawn by and what replaces a refused one."""
     params = SamplingParams(temperature=0.8, top_p=0.9)
     logits = np.random.default_rng(4).normal(0.0, 2.0, 64).astype(np.float32)

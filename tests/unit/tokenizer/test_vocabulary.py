@@ -162,7 +162,7 @@ def test_one_changed_piece_of_a_large_vocabulary_is_found_fast(seed: int) -> Non
     assert found.first_difference == (changed, pieces[changed], "other")
 
 
-def test_vocabularies_with_extra_added_tokens_are_padded() -> None:
+def test_vocabulary_with_extra_added_tokens_matches_as_padded() -> None:
     """Rows of matrices play no part: a tokenizer's pieces do."""
     pieces = [f"Ġ{index:x}" for index in range(151_665)]
     found = compare_pieces(pieces, [*pieces, *(f"<|extra_{index}|>" for index in range(4))])

@@ -65,7 +65,7 @@ def test_duplicate_items_are_found_wherever_unique_items_applies(schema: dict[st
     assert [version(schema).is_valid(json.loads(text)) for text in (unique, repeated)] == [True, False]
 
 
-def test_schema_without_unique_items_is_not_tracked() -> None:
+def test_schema_without_unique_items_needs_no_tracking() -> None:
     assert unique_items({"type": "array", "uniqueItems": False}) is None
     assert unique_items({"type": "array", "uniqueItems": True, "maxItems": 1}) is None
 
