@@ -270,9 +270,9 @@ class DraftModelDrafter(Drafter):
                     for draft, rows in zip(ran, found, strict=True):
                         for row in rows:
                             if draft.pending_token_ids:
-                                self._resume_with_logits(draft, row)
+                                self._advance_generator(draft, row)
                         if draft.pending_token_ids and self._mask_token_id is not None:
-                            self._resume_with_logits(draft, None)
+                            self._advance_generator(draft, None)
         except BaseException:
             for request in requests:  # an interrupted pass may have left cache rows unwritten: drop them all
                 self.release(request)
@@ -290,7 +290,7 @@ class DraftModelDrafter(Drafter):
     def _num_mask_tokens(self, draft: _Draft[ResultT]) -> int:
         return 0 if self._mask_token_id is None else draft.depth - 1
 
-    def _resume_with_logits(self, draft: _Draft[ResultT], row: DraftLogits | None) -> None:
+    def _advance_generator(self, draft: _Draft[ResultT], row: DraftLogits | None) -> None:
         """Send logits to a draft's generator, which chooses the next token to run; None ends the draft."""
         draft.num_received_rows += 1
         try:
@@ -409,7 +409,7 @@ class DraftModelDrafter(Drafter):
                 state, num_rows = draft.state, len(ids) + len(masks)
                 plans.append(self.cache.reserve(state.sequence, range(-1, num_rows - 1), num_known, pinned_len=state.num_verified))
             except CapacityError:
-                self._resume_with_logits(draft, None)
+                self._advance_generator(draft, None)
                 self.release(draft.request)
                 continue
             ran.append(draft)

@@ -89,7 +89,7 @@ class RowPlan:
         return len(self.row_nodes)
 
     def commit(self, node: int) -> Commit:
-        """Return the result of committing the path from the root to `node`."""
+        """Return how the cache changes if the rows from the root to `node` are committed."""
         if not 0 <= node < len(self.parents):
             raise ValueError(f"node {node} is not in the tree of {len(self.parents)} nodes")
         path, rows, moves = self.paths[0], range(node + 1), list[tuple[int, int]]()

@@ -62,7 +62,7 @@ class RopeConfig:
 
     @property
     def is_limited_to_original_len(self) -> bool:
-        """Return whether the frequencies depend on the length and are those for the original length, so no longer context may use them."""
+        """Return whether these frequencies are only right for contexts up to the original length (longrope, dynamic)."""
         return self.type.depends_on_length and self.context_len <= self.original_max_positions
 
     def rotary_size(self, head_size: int) -> int:

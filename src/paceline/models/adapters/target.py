@@ -60,15 +60,17 @@ class AdapterTargets:
         rank, alpha = self._ranks[module.name_in_file]
         return rank, self._settings.scale(rank, alpha)
 
-    def _selected_name(self, module: ModuleTensors) -> str:
-        """Return the name that settings select a module by. It ends with the parameter if a module of experts has several."""
+    def _name_for_selection(self, module: ModuleTensors) -> str:
+        """Return the name that `target_modules` and similar settings must match, with the parameter if a module of experts has several."""
         parameter, name = self._expert_parameter_name(module), without_base_layers(module.name_in_file)
         return name if parameter is None or module.name in self._expert_parameters else f"{name}.{parameter.rpartition('.')[2]}"
 
     def _read_ranks(self) -> dict[str, tuple[int, float]]:
         """Return the rank and alpha of every module, by its name in the file."""
         settings = self._settings
-        names = {module.name_in_file: self._selected_name(module) for module in self._adapter_modules if TensorRole.DOWN in module.tensors}
+        names = {
+            module.name_in_file: self._name_for_selection(module) for module in self._adapter_modules if TensorRole.DOWN in module.tensors
+        }
         ranks = first_matching_patterns(list(settings.rank_pattern), list(names.values()), settings.path)
         alphas = first_matching_patterns(list(settings.alpha_pattern), list(names.values()), settings.path)
         return {
@@ -153,7 +155,7 @@ class AdapterTargets:
     def _check_selected_modules(self) -> None:
         """Check that the file adapts exactly the modules that the settings select."""
         path, settings = self._path, self._settings
-        adapted = {self._selected_name(module): module for module in self._adapter_modules if TensorRole.DOWN in module.tensors}
+        adapted = {self._name_for_selection(module): module for module in self._adapter_modules if TensorRole.DOWN in module.tensors}
         parameter_suffixes = tuple(f".{name}" for name in settings.target_parameters)
         selected = {name for name in adapted if f".{name}".endswith(parameter_suffixes) or f".{name}.weight".endswith(parameter_suffixes)}
         selected.update(settings.targets.select(list(adapted)))

@@ -211,9 +211,10 @@ def _scaling_order(path: Path, config: ModelConfig, matrices: Sequence[str]) -> 
     return {name: index for index, name in enumerate(sorted(positions, key=lambda name: positions[name]))}
 
 
-def _scaling_indices(adapters: Sequence[Adapter], matrix: str, index: int) -> NDArray[np.int32]:
+def _scaling_indices(adapters: Sequence[Adapter], matrix: str, module_index: int) -> NDArray[np.int32]:
+    """Return, for each row of the concatenated `down` matrices, the index of its adapter's scaling among those of all modules."""
     ranks = [len(adapter.low_rank_updates[matrix].down) if matrix in adapter.low_rank_updates else 0 for adapter in adapters]
-    return np.repeat(np.arange(len(adapters), dtype=np.int32) + np.int32(index * len(adapters)), ranks)
+    return np.repeat(np.arange(len(adapters), dtype=np.int32) + np.int32(module_index * len(adapters)), ranks)
 
 
 def _concatenate_updates(adapters: Sequence[Adapter], matrix: str, weight: float, path: Path) -> LowRank:

@@ -91,7 +91,7 @@ def _view_bytes_as(blocks: Bytes, start: int, end: int, item_type: str) -> NDArr
     return np.ascontiguousarray(blocks[:, start:end]).view(item_type)
 
 
-def _odd_scales(blocks: Bytes, factors: NDArray[Any], unit: float) -> NDArray[np.float32]:
+def _scales_with_half_steps(blocks: Bytes, factors: NDArray[Any], unit: float) -> NDArray[np.float32]:
     """Return block scale * (0.5 + factor) * unit. It is exact, because all operands have few significant bits."""
     scales: NDArray[np.float32] = read_float16_as_float32(blocks) * (np.float32(0.5) + factors.astype(np.float32)) * np.float32(unit)
     return scales
@@ -104,7 +104,7 @@ def iq2_xxs(blocks: Bytes) -> Parts:
     signs = _sign_bytes()[_shift_right(words[:, 1::2], 0, 7, 14, 21) & np.uint32(127)]
     return (
         _pack_with_signs(_codebook("IQ2_XXS", (8, 25, 43))[entries], signs),
-        _odd_scales(blocks, words[:, 1::2] >> 28, 0.25),
+        _scales_with_half_steps(blocks, words[:, 1::2] >> 28, 0.25),
         None,
     )
 
@@ -113,14 +113,14 @@ def iq2_xs(blocks: Bytes) -> Parts:
     """Read blocks of 74 bytes. 8 weights have a 9-bit codebook index and a 7-bit index of signs; 16 weights share a 4-bit scale."""
     words = _view_bytes_as(blocks, 2, 66, "<u2")
     codes = _codebook("IQ2_XS", (8, 25, 43))[words & np.uint16(511)]
-    return _pack_with_signs(codes, _sign_bytes()[words >> 9]), _odd_scales(blocks, _read_nibbles(blocks[:, 66:]), 0.25), None
+    return _pack_with_signs(codes, _sign_bytes()[words >> 9]), _scales_with_half_steps(blocks, _read_nibbles(blocks[:, 66:]), 0.25), None
 
 
 def iq2_s(blocks: Bytes) -> Parts:
     """Read blocks of 82 bytes. 8 weights have a 10-bit codebook index and 8 sign bits; 16 weights share a 4-bit scale."""
     high = (_shift_right(blocks[:, 66:74], 0, 2, 4, 6) & np.uint8(3)).astype(np.uint16) << 8
     codes = _codebook("IQ2_S", (8, 25, 43))[blocks[:, 2:34] | high]
-    return _pack_with_signs(codes, blocks[:, 34:66]), _odd_scales(blocks, _read_nibbles(blocks[:, 74:]), 0.25), None
+    return _pack_with_signs(codes, blocks[:, 34:66]), _scales_with_half_steps(blocks, _read_nibbles(blocks[:, 74:]), 0.25), None
 
 
 def iq3_xxs(blocks: Bytes) -> Parts:
@@ -128,7 +128,7 @@ def iq3_xxs(blocks: Bytes) -> Parts:
     words = _view_bytes_as(blocks, 66, 98, "<u4")
     signs = _sign_bytes()[_shift_right(words, 0, 7, 14, 21) & np.uint32(127)]
     codes = _codebook("IQ3_XXS", (4, 12, 20, 28, 36, 44, 52, 62))[blocks[:, 2:66]]
-    return _pack_with_signs(codes, signs), _odd_scales(blocks, words >> 28, 0.5), None
+    return _pack_with_signs(codes, signs), _scales_with_half_steps(blocks, words >> 28, 0.5), None
 
 
 def iq3_s(blocks: Bytes) -> Parts:

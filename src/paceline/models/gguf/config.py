@@ -211,7 +211,7 @@ class _ConfigReader(GgufFields):
                 raise CheckpointError(
                     f"{self.file.path}: rope_freqs.weight together with rope.scaling.type = {shortened(kind)} is not supported"
                 )
-            return self._fields_of_stored_divisors(theta, rotary_size, max_positions)
+            return self._fields_from_rope_freqs(theta, rotary_size, max_positions)
         if kind == "none" or (kind == "linear" and factor == 1.0):
             return None
         if kind == "linear":
@@ -248,7 +248,7 @@ class _ConfigReader(GgufFields):
             scaling["attention_factor"] = stated
         return scaling
 
-    def _fields_of_stored_divisors(self, theta: float, rotary_size: int, max_positions: int) -> dict[str, Any]:
+    def _fields_from_rope_freqs(self, theta: float, rotary_size: int, max_positions: int) -> dict[str, Any]:
         """Return rope fields for stored divisors of frequencies: as llama3 if its formula gives the same ones, else as longrope."""
         divisors = self._read_divisors("rope_freqs.weight", rotary_size)
         factor = max(divisors)

@@ -93,7 +93,7 @@ class _ComputedTensors:
                 self._add_fused_rows(index, prefix + source, rows)
 
     def _add_fused_rows(self, index: int, source: str, parts: Parts) -> None:
-        """Add the weights and biases that are parts of a fused matrix and its bias."""
+        """Split a fused matrix and its bias, and add the parts to these weights under their own names."""
         name_prefix, source, count = f"layers.{index}.", f"model.layers.{index}.{source}", num_rows(parts)
         has_bias = f"{name_prefix}{next(iter(parts))}.bias" in self._shapes
         shapes: dict[str, tuple[int, ...]] = {"weight": (count, self._hidden), **({"bias": (count,)} if has_bias else {})}

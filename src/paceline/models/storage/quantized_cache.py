@@ -86,7 +86,7 @@ def quantized_weights(
         files: the files that `weights` were read from. The cache key then depends on their sizes, modification times and samples of every
             tensor. Without files the key depends on every byte of the tensors, which takes longer.
         notices: a message is appended if the cache cannot be written.
-        page_sums: function that computes the sums of pages for the checksum.
+        page_sums: function that computes the sums of the file's pages of a fixed size, from which the checksum is made.
 
     Raises:
         CheckpointError: A weight is NaN, infinite or beyond 1e37, or one of `files` can no longer be read.

@@ -30,7 +30,7 @@ from paceline.runtimes.native.records import (
 from paceline.runtimes.native.rotary import RotaryTables
 
 _MIN_CAPACITY_ROWS = 32  # minimum number of rows of a buffer
-_CLAIMS_ALIGNMENT = 16  # the claim counters of two threads are never in the same two cache lines, which some processors fetch together
+_CLAIMS_ALIGNMENT = 16  # counters of two threads are never in one pair of adjacent cache lines, which some processors fetch together
 _SPLIT_RESULTS_FLOATS = 1 << 22  # memory for attention results of splits (kernels/attention.h); only what is written is used
 
 

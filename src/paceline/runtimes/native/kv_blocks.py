@@ -40,7 +40,7 @@ class KVBlockCodec:
         return results[0], results[1]
 
     def _row_views(self, storage: NDArray[np.uint8], block: int, row: int) -> Iterator[NDArray[Any]]:
-        """Yield views of the keys and of the values of a row, then of their scales if the type is int8."""
+        """Yield views of the keys and of the values of one token, then of their scales if the type is int8."""
         size, item = self.block_size, np.dtype(_NUMPY_TYPES[self.kv_cache_dtype])
         scales = 4 * size if self.kv_cache_dtype is KVCacheDtype.INT8 else 0
         columns = (storage.shape[-1] - scales) // (size * item.itemsize)

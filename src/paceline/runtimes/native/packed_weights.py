@@ -79,7 +79,7 @@ class PackedWeights:
         object.__setattr__(self, "_record", self.matrix(0, None))
 
     def matrix(self, out: int, bias: int | None) -> Matrix:
-        """Return the matrix as a record for the kernels. out: number of the buffer for products; bias: address, None = no bias."""
+        """Return the matrix as a record for the kernels. out: index of the buffer for the products; bias: address, None = no bias."""
         address, row_bytes = self.data.ctypes.data, self.data.shape[1]
         table = None if self.table is None else self.table.ctypes.data
         sizes = self.outputs, self.columns, self.group_size, self.zero_point
