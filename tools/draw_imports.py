@@ -80,7 +80,7 @@ def _import_statements(tree: ast.AST, *, at_import: bool) -> Iterator[tuple[ast.
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node, at_import
-        else:
+        elif not isinstance(node, ast.expr):  # which contain none, and are most nodes
             deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _is_type_checking(node)
             yield from _import_statements(node, at_import=at_import and not deferred)
 

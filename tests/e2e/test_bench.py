@@ -41,7 +41,7 @@ def test_bench_measures_two_modes_of_one_workload(tmp_path: Path, monkeypatch: p
     assert files[1].read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.spread(0.5)
+@pytest.mark.long
 @pytest.mark.parametrize(("option", "begin"), [(("-o", "md"), "| model | threads | workload | mode | tokens/s |"), (("--json",), "{")])
 def test_bench_prints_its_result_as_markdown_or_json(monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], begin: str) -> None:
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):

@@ -202,7 +202,7 @@ def compare(tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor],
 def test_finish_reason_and_output_are_equal_with_and_without_drafts(
     tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor], seed: int, large_counts: bool, tally: "Counter[str]"
 ) -> None:
-    count = 20_000 if large_counts else 300
+    count = 20_000 if large_counts else 150
     met = compare(tokenizer, makers, np.random.default_rng(seed), count)
     for name in ("stop", "length", "failed", "failed behind tokens", "grammars", "raise behind the end"):
         assert met[name] > count / 30, met

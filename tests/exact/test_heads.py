@@ -219,7 +219,7 @@ def test_rejection_sampling_works_with_every_head(
     assert {tree.draft_sampling for tree in proposals} == {DraftSampling.DETERMINISTIC}
     proposals.clear()
     sampled = given.open(kind, *SHAPES[shape], acceptance="rejection", num_blocks=40, enable_prefix_caching=False)
-    params = replace(given.params("sampled"), max_tokens=32)
+    params = replace(given.params("sampled"), max_tokens=24)
     for asked in (params, replace(params, stop_token_ids=(7, 19, 31, 43, 55))):
         texts: list[list[int]] = []
         for seed in (5, 5, 6):

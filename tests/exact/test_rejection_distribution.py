@@ -76,7 +76,7 @@ FREE = SamplingParams(temperature=1.0)
 TOP_K = SamplingParams(temperature=1.0, top_k=4)
 PENALTIES = SamplingParams(temperature=0.9, top_p=0.6, repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=0.4)
 SCENES = {
-    "chain": Scene(TOP_K, (1, 1), 4_000),
+    "chain": Scene(TOP_K, (1, 1), 2_500),
     "chain with penalties": Scene(PENALTIES, (1, 1), 2_000),
     "tree": Scene(TOP_K, (2, 2), 2_500),
     "tree with penalties": Scene(PENALTIES, (2, 2), 2_000),

@@ -9,7 +9,7 @@ from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 
-NUM_SEEDS = 200_000
+NUM_SEEDS, LARGE_NUM_SEEDS = 50_000, 200_000
 NUM_TOKENS = 3
 PARAMS = {
     "top-k": SamplingParams(temperature=1.0, top_k=5),
@@ -33,18 +33,19 @@ def _seeds(first: int, count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_sampled_texts_have_the_joint_distribution_of_the_logits(name, seed):
+def test_sampled_texts_have_the_joint_distribution_of_the_logits(name, seed, large_counts):
+    num_seeds = LARGE_NUM_SEEDS if large_counts else NUM_SEEDS
     target = ScriptedTarget()
     distribution = target.exact_joint_distribution(PARAMS[name], NUM_TOKENS)
-    assert sum(mass * NUM_SEEDS >= LEAST_EXPECTED for mass in distribution.values()) > 50
-    texts = target.generate_many(PARAMS[name], _seeds(seed, NUM_SEEDS), NUM_TOKENS)
+    assert sum(mass * num_seeds >= LEAST_EXPECTED for mass in distribution.values()) > 50
+    texts = target.generate_many(PARAMS[name], _seeds(seed, num_seeds), NUM_TOKENS)
     assert chi_square_p_value(joint_counts(texts), distribution) > 0.001
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_single_request_sampling_equals_the_vectorised_sampler(name, seed):
+def test_single_request_sampling_equals_the_vectorised_sampler(name, seed, large_counts):
     target = ScriptedTarget()
-    seeds = _seeds(seed, 2_000)
+    seeds = _seeds(seed, 2_000 if large_counts else 600)
     many = target.generate_many(PARAMS[name], seeds, NUM_TOKENS)
     assert [target.generate(PARAMS[name], int(one), NUM_TOKENS) for one in seeds] == [tuple(text) for text in many.tolist()]
 
@@ -61,7 +62,7 @@ def test_single_request_sampling_equals_the_vectorised_sampler(name, seed):
 def test_fault_of_noise_without_position_is_found(name, wrong_position: NoisePosition, seed):
     target = ScriptedTarget()
     distribution = target.exact_joint_distribution(PARAMS[name], NUM_TOKENS)
-    texts = target.generate_many(PARAMS[name], _seeds(seed, NUM_SEEDS // 4), NUM_TOKENS, wrong_position)
+    texts = target.generate_many(PARAMS[name], _seeds(seed, NUM_SEEDS), NUM_TOKENS, wrong_position)
     assert chi_square_p_value(joint_counts(texts), distribution) < 1e-6
 
 
@@ -69,8 +70,7 @@ def test_samples_of_one_request_are_independent(seed):
     target = ScriptedTarget()
     params = PARAMS["top-k"]
     row = LogitsProcessor(params, target.vocab_size, target.prompt).process(target.logits(target.prompt))
-    count = NUM_SEEDS // 4
-    samples = np.stack([draw_many(row, _seeds(seed, count), sample_index, 3) for sample_index in (0, 1)], axis=1)
+    samples = np.stack([draw_many(row, _seeds(seed, NUM_SEEDS), sample_index, 3) for sample_index in (0, 1)], axis=1)
     probs = textbook_probs(target.logits(target.prompt), params)
     kept = np.flatnonzero(probs)
     distribution = {(int(one), int(other)): float(probs[one] * probs[other]) for one in kept for other in kept}
@@ -80,7 +80,7 @@ def test_samples_of_one_request_are_independent(seed):
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_sampled_tokens_of_a_large_vocabulary_have_the_distribution(top_p, seed, large_counts):
     """The 50 most probable tokens one by one, the rest as one cell: a random tail would show there."""
-    num_draws = 100_000 if large_counts else 10_000
+    num_draws = 100_000 if large_counts else 4_000
     params = SamplingParams(temperature=0.9, top_p=top_p)
     logits = (np.random.default_rng(5).standard_normal(32_000) * 3.0).astype(np.float32)
     row = LogitsProcessor(params, 32_000, ()).process(logits)

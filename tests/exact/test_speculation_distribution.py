@@ -60,7 +60,7 @@ def _two_best_a_level(context: Tokens) -> Candidate:
 
 PROPOSERS: dict[str, Proposer] = {"chain": _argmax_chain, "tree": _two_best_a_level}
 # Parameters, guesses, and seeds by default: a text takes 0.5 ms, with penalties 0.8 ms.
-NUM_SEEDS = {("top-k", "chain"): 12_000, ("penalties", "tree"): 6_000, ("top-k", "tree"): 2_000, ("penalties", "chain"): 2_000}
+NUM_SEEDS = {("top-k", "chain"): 4_000, ("penalties", "tree"): 3_000, ("top-k", "tree"): 2_000, ("penalties", "chain"): 2_000}
 LARGE_NUM_SEEDS = 50_000
 NUM_BROKEN_SEEDS = 1_500
 EVERY = [pytest.param(*names, id=", ".join(names)) for names in NUM_SEEDS]

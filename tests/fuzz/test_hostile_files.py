@@ -27,7 +27,7 @@ from paceline.models.checkpoint import open_weights, read_model_config
 
 pytest.importorskip("gguf")
 
-SMALL, LARGE = 120, 60_000
+SMALL, LARGE = 60, 60_000
 NUM_WORKERS = 2
 BATCH = 100
 WALL_S = 60.0  # for one file, on a machine that does other things; its time of a processor is limited by the worker

@@ -40,7 +40,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     return reference
 
 
-@pytest.mark.spread(0.4)
+@pytest.mark.spread(0.25)
 @pytest.mark.parametrize("case", CASES)
 @BY_BACKEND
 def test_moe_prompt_logits_equal_transformers_whole_and_in_chunks(references: Callable[[str], Reference], case: str, backend: str) -> None:

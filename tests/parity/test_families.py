@@ -145,7 +145,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     return reference
 
 
-@pytest.mark.spread(0.4)
+@pytest.mark.spread(0.25)
 @BY_CASE_AND_BACKEND
 def test_family_prompt_logits_equal_transformers_whole_and_in_chunks(
     references: Callable[[str], Reference], case: str, backend: str
@@ -153,7 +153,7 @@ def test_family_prompt_logits_equal_transformers_whole_and_in_chunks(
     check_a_prompt(references(case), backend, max_model_len=CASES[case].max_model_len)
 
 
-@pytest.mark.spread(0.4)
+@pytest.mark.spread(0.25)
 @BY_CASE_AND_BACKEND
 def test_embeddings_and_hidden_states_equal_those_of_transformers(references: Callable[[str], Reference], case: str, backend: str) -> None:
     reference = references(case)

@@ -46,7 +46,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     return reference
 
 
-@pytest.mark.spread(0.4)
+@pytest.mark.spread(0.25)
 @pytest.mark.parametrize(
     ("case", "backend"),
     [(case, backend) for backend in ("torch", "native") for case in CASES],
@@ -211,7 +211,7 @@ def test_hybrid_text_model_stored_with_encoder_and_mtp_has_equal_logits(
     assert np.array_equal(prompt_logits(loaded.runtime, plain.token_ids), expected)
 
 
-@pytest.mark.spread(0.4)
+@pytest.mark.spread(0.25)
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next", "lfm2", "granite"])
 @BY_BACKEND
 def test_bfloat16_hybrid_checkpoint_is_computed_in_float32(tmp_path: Path, case: str, backend: str) -> None:

@@ -1,11 +1,10 @@
 """Imports point down one table of arrows, and the drawing of them in ARCHITECTURE.md is the real one."""
 
 from collections.abc import Iterable
-from functools import cache
 
 import pytest
 
-from draw_imports import BLOCKS, PAGE, Import, imports, modules
+from draw_imports import BLOCKS, PACKAGE, PAGE, Import, imports, modules
 from page_blocks import with_blocks
 
 # Who may import whom. A target is a file or a folder with all its files; `x.__init__` is only what the folder x itself exports.
@@ -92,11 +91,6 @@ WITHOUT_TORCH += ["__init__", "errors", "config", "hub", "sampling.params", "spe
 WITH_TORCH = ("runtimes.torch.", "training.")
 
 
-@cache
-def _imports() -> list[Import]:
-    return imports()
-
-
 def _describe(found: Iterable[Import]) -> list[str]:
     return [f"{one.source} line {one.line} imports {one.target}" for one in found]
 
@@ -112,7 +106,7 @@ def test_import_table_contains_every_package() -> None:
 def test_imports_between_packages_follow_the_import_table() -> None:
     wrong = [
         one
-        for one in _imports()
+        for one in imports(PACKAGE)
         if one.internal
         and one.source_part != one.target_part
         and one.target_part != "errors"
@@ -131,7 +125,7 @@ def test_drafters_do_not_import_each_other() -> None:
     """Except the table, with the options of its entries."""
     wrong = [
         one
-        for one in _imports()
+        for one in imports(PACKAGE)
         if one.source.startswith("drafters.")
         and one.target.startswith("drafters.")
         and one.source.split(".")[1] not in {"__init__", "options", one.target.split(".")[1]}
@@ -153,7 +147,7 @@ def test_import_table_has_no_cycle() -> None:
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_torch_free_modules_import_torch_neither_directly_nor_indirectly(module: str) -> None:
     """Neither itself nor through anything it imports."""
-    everything = _imports()
+    everything = imports(PACKAGE)
     chains = {module: module}
     pending = [module]
     while pending:
@@ -169,7 +163,9 @@ def test_torch_free_modules_import_torch_neither_directly_nor_indirectly(module:
 
 
 def test_only_the_torch_runtime_imports_torch() -> None:
-    wrong = [one for one in _imports() if one.at_import and one.target.split(".")[0] == "torch" and not one.source.startswith(WITH_TORCH)]
+    wrong = [
+        one for one in imports(PACKAGE) if one.at_import and one.target.split(".")[0] == "torch" and not one.source.startswith(WITH_TORCH)
+    ]
     assert _describe(wrong) == []
 
 

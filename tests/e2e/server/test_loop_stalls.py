@@ -61,6 +61,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "long numbers": (CHAT, lambda: b'{"messages":[' + (b"9" * 4300 + b",") * 1700 + b"1]}"),
     "too long a number": (CHAT, lambda: b'{"seed":' + b"9" * (7 * MB) + b"}"),
     "256 tools": (CHAT, lambda: chat(tools=[tool(index) for index in range(256)])),
+    "a schema": (CHAT, lambda: chat(response_format=schema(50))),
     "a large schema": (CHAT, lambda: chat(response_format=schema(1000))),
     "a huge schema": (CHAT, lambda: chat(response_format=schema(50_000))),
     "long stop texts": (CHAT, lambda: chat(stop=["x" * 1000 + str(index) for index in range(16)])),
@@ -86,7 +87,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
 ORDINARY = (
     "blanks in a message",
     "40,000 parts of a message",
-    "a large schema",
+    "a schema",
     "tokenize",
     "streamed log-probabilities",
     "tiny chunks",

@@ -1,6 +1,7 @@
 """Several models behind one server: loaded when they are requested, and unloaded for another or when they are idle."""
 
 import asyncio
+import gc
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +21,7 @@ from harness.dialects import DIALECTS
 from harness.http_client import BASE, HttpClient
 from paceline import LLM, AsyncEngine, SamplingParams
 from paceline.errors import CapacityError, ConfigError
+from paceline.server import model_pool
 from paceline.server.app import create_pool_app
 from paceline.server.asgi_client import call_app
 from paceline.server.model_pool import ModelPool
@@ -52,8 +55,12 @@ def expected(names: list[str]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def serving(names: list[str], **settings: Any) -> AsyncIterator[tuple[ModelPool, Ask]]:
-    """A pool, and a function that sends a request to its application."""
+async def serving(names: list[str], *, collects_all: bool = False, **settings: Any) -> AsyncIterator[tuple[ModelPool, Ask]]:
+    """A pool, and a function that sends a request to its application.
+
+    Args:
+        collects_all: unloading collects the objects of all tests of this process too, which takes most of a second.
+    """
     pool = ModelPool.of_names(names, ARGUMENTS, ServerSettings(**settings))
     transport = httpx.ASGITransport(create_pool_app(pool), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url=BASE, timeout=60) as client:
@@ -61,10 +68,14 @@ async def serving(names: list[str], **settings: Any) -> AsyncIterator[tuple[Mode
         async def ask(path: str, fields: dict[str, Any] | None = None, method: str | None = None) -> httpx.Response:
             return await client.request(method or ("GET" if fields is None else "POST"), path, json=fields)
 
-        try:
-            yield pool, ask
-        finally:
-            await pool.close()
+        with pytest.MonkeyPatch.context() as patch:
+            if not collects_all:
+                quick = SimpleNamespace(get_freeze_count=lambda: 0, unfreeze=lambda: None, collect=gc.collect)
+                patch.setattr(model_pool, "gc", quick)
+            try:
+                yield pool, ask
+            finally:
+                await pool.close()
 
 
 async def states(ask: Ask) -> dict[str, str]:
@@ -199,7 +210,7 @@ def test_model_pool_unloads_a_model_if_loading_runs_out_of_memory(names: list[st
 
 def test_model_pool_unloads_an_idle_model_and_loads_it_again(names: list[str], expected: dict[str, str]) -> None:
     async def run() -> None:
-        async with serving(names, unload_after="300ms") as (pool, ask):
+        async with serving(names, unload_after="300ms", collects_all=True) as (pool, ask):
             for num_loads in (1, 2):
                 answer = await ask(PATH, {**FIELDS, "model": "alpha"})
                 assert answer.json()["choices"][0]["text"] == expected["alpha"]

@@ -12,6 +12,7 @@ import pytest
 
 from harness.http_client import HttpClient
 from paceline import AsyncEngine, ConfigError
+from paceline.server import middleware
 from paceline.server.app import create_app
 from paceline.server.settings import ServerSettings, keys_in, read_keys
 
@@ -132,7 +133,8 @@ def test_default_listen_address_is_127_0_0_1() -> None:
     assert ServerSettings().host == "127.0.0.1"
 
 
-def test_request_body_over_the_size_limit_is_status_413(engine: AsyncEngine) -> None:
+def test_request_body_over_the_size_limit_is_status_413(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "LINGER_S", 0.1)
     settings = ServerSettings(max_body_mb=0.001)
     announced = visit(engine, settings, [], content_length="1001")  # not a byte of it comes
     part = {"type": "http.request", "body": b" " * 400, "more_body": True}

@@ -27,14 +27,19 @@ def content_of(path: str) -> bytes:
     return (WEB / (place if path != "/" else "index.html") if not place.startswith("vendor/") else FOLDER / place).read_bytes()
 
 
+@pytest.fixture(scope="module")
+def without_key(served: Served) -> HttpClient:
+    """A client without the key of its server."""
+    return served(api_keys=(KEY,))
+
+
 @pytest.mark.parametrize("path", PAGE_PATHS)
-def test_page_files_are_served_unchanged_without_api_key(served: Served, path: str) -> None:
-    client = served(api_keys=(KEY,))
-    answer = client.get(path)
+def test_page_files_are_served_unchanged_without_api_key(without_key: HttpClient, path: str) -> None:
+    answer = without_key.get(path)
     first_line = answer.content.split(b"\n")[0] + b"\n" if path == SERVICE_WORKER else b""
     assert (answer.status_code, answer.content) == (200, first_line + content_of(path))
     assert answer.headers["content-type"] == MEDIA_TYPES["html" if path == "/" else path.rpartition(".")[2]]
-    head = client.ask("HEAD", path)
+    head = without_key.ask("HEAD", path)
     assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(len(answer.content)))
     assert {**head.headers, "x-request-id": ""} == {**answer.headers, "x-request-id": ""}
 
@@ -64,11 +69,10 @@ def test_content_security_policy_limits_the_page_to_its_own_server(client: HttpC
     assert client.get("/health").headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
 
 
-def test_models_metrics_and_other_page_paths_need_an_api_key(served: Served) -> None:
-    client = served(api_keys=(KEY,))
+def test_models_metrics_and_other_page_paths_need_an_api_key(without_key: HttpClient) -> None:
     for path in ("/v1/models", "/metrics", "/openapi.json", "/page", "/page/", "/page/index.html", "/page/vendor/README.md"):
-        assert client.get(path).status_code == 401
-    assert client.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+        assert without_key.get(path).status_code == 401
+    assert without_key.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_sigterm_lets_running_requests_of_the_server_finish(start: Start, tmp_pa
         assert client.get("/v1/models", headers={"x-api-key": KEY}).status_code == 401, "the file stands for the environment"
     with server.client(Authorization="Bearer key-of-the-file-two") as client:
         assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
-        with client.stream("POST", CHAT, json={**ENDLESS, "max_tokens": 300}) as stream:
+        with client.stream("POST", CHAT, json={**ENDLESS, "max_tokens": 150}) as stream:
             parts = stream.iter_text()
             text = next(parts)
             server.process.send_signal(signal.SIGTERM)

@@ -179,6 +179,7 @@ def test_required_tool_call_grammar_allows_the_format_of_the_model(mini_dir: Pat
     assert not allows(tokenizer, named, call)
 
 
+@pytest.mark.spread(0.4)
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_texts_sampled_from_a_tool_grammar_parse_as_valid_calls(mini_dir: Path, name: str, seed: int, large_counts: bool) -> None:
     """A model of random taste, which likes to come to an end."""

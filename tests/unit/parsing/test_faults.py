@@ -37,6 +37,7 @@ def name_of(case: FaultCase) -> str:
     return f"{case.parsers[0]}: {case.title}"
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize("case", FAULT_CASES, ids=name_of)
 def test_faulty_tool_call_is_repaired_in_every_split(case: FaultCase, large_counts: bool) -> None:
     for pieces in pieces_of(case.output, every_cut=large_counts or case.output in CUT):

@@ -427,6 +427,7 @@ CASES = [
 CUT = longest_of_formats((case.formats, case.output) for case in CASES)
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_json_tool_calls_are_parsed_right_in_every_split(case: Case, large_counts: bool) -> None:
     events, num_complete = events_of(case, [case.output])
@@ -437,6 +438,7 @@ def test_json_tool_calls_are_parsed_right_in_every_split(case: Case, large_count
     check(case, every_cut=large_counts or case.output in CUT)
 
 
+@pytest.mark.spread(0.3)
 @pytest.mark.parametrize("case", [one for one in CASES if any(part[0] == "call" for part in one.expected)], ids=name_of)
 def test_truncated_json_tool_call_keeps_its_complete_part(case: Case) -> None:
     wholes = [one for one in case.expected if one[0] == "call"]

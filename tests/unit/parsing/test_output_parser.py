@@ -43,6 +43,7 @@ def test_whole_answer_is_parsed_into_text_and_tool_calls(case: Case) -> None:
 CUT = longest_of_formats((case.formats, case.output) for case in CASES if len(case.output) <= 64)
 
 
+@pytest.mark.spread(0.4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.formats[0]}: {case.name}")
 def test_parser_events_are_equal_for_every_split_of_an_answer(case: Case, large_counts: bool) -> None:
     for pieces in every_split(case.output, into_three=large_counts or case.output in CUT):

@@ -51,6 +51,7 @@ def test_parse_output_ends_opened_reasoning_at_its_end_marker() -> None:
     assert parse_output("Hm.", reasoning_parser="qwen3", in_reasoning=True) == ParsedOutput("", "Hm.", ())
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize(
     "case", [case for case in FAULT_CASES if case.calls and not case.in_reasoning], ids=lambda case: f"{case.parsers[0]}: {case.title}"
 )

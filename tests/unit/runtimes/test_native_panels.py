@@ -92,6 +92,7 @@ def expected(rows: FloatArray, weight: GroupedTensor) -> tuple[np.ndarray, np.nd
     return parts.sum(axis=2), EPSILON * (parts.shape[2] + 3) * np.abs(parts).sum(axis=2)
 
 
+@pytest.mark.spread(0.5)
 @BY_LEVEL
 @BY_CASE
 def test_panel_product_is_right_and_independent_of_other_rows(form: str, columns: int, group: int, level: str, seed: int) -> None:

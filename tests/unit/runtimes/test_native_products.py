@@ -108,6 +108,7 @@ def as_stored(weight: AnyTensor, round_to: WeightType) -> AnyTensor:
     return plain_tensor(round_to_type(as_float32(weight), round_to))
 
 
+@pytest.mark.spread(0.5)
 @BY_LEVEL
 @ROUND_TO
 @BY_CASE

@@ -22,6 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
     return record_tiny(tmp_path_factory.mktemp("served"), request.param)
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize("method", METHODS)
 def test_acceptance_when_served_equals_the_training_estimate(run: TinyRun, method: str, tmp_path: Path) -> None:
     trainer = run.make_trainer(method, steps=40)

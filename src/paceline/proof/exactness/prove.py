@@ -198,8 +198,8 @@ class Prover:
         try:
             texts = yield from self._compare()
             self._engine_under_test = None
-            gc.collect()  # free our weights before transformers loads its own
             if texts:
+                gc.collect()  # free our weights before transformers loads its own
                 stored = read_model_config(self._directory).weight_type
                 self.proof.transformers = compare_with_transformers(self._directory, texts, stored)
         finally:
