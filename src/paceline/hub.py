@@ -27,7 +27,7 @@ _FILES = (
     "chat_template*",
     "*.jinja",
 )
-_HEAD_FILES = ("medusa_lm_head.*", "hydra_lm_head.pt")
+_HEAD_FILES = ("medusa_lm_head.*", "hydra_lm_head.pt", "warp_model.bin")
 _TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 _LATER_SHARD = re.compile(r".+-(?!00001)\d{5}-of-\d{5}\.gguf")
 _FIRST_SHARD = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")

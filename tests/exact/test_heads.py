@@ -30,7 +30,7 @@ SAMPLINGS = {
     "samples": SamplingParams(temperature=1.0, top_k=20, n=2, seed=24),
 }
 IN_A_NORMAL_RUN = {
-    *(("random-f32-native", kind, "tree") for kind in ("peagle", "medusa", "draft_model", "dflash", "dflash2", "pard", "all")),
+    *(("random-f32-native", kind, "tree") for kind in ("peagle", "medusa", "draft_model", "dflash", "dflash2", "pard", "pard2", "all")),
     ("random-f32-native", "suffix", "chain"),
     *(("random-bf16-native", kind, "chain") for kind in ("eagle", "mtp-extra_layer")),
     ("random-bf16-native", "eagle3", "tree"),
@@ -197,7 +197,7 @@ def test_collecting_hidden_states_for_a_head_changes_no_token(target: str, given
 
 SAMPLED = ("eagle", "eagle3", "peagle", "medusa", "mtp-mtp", "draft_model")
 DRAWN = [
-    *(("random", kind, "chain", DraftSampling.SAMPLED) for kind in (*SAMPLED, "dflash", "dflash2", "dspark", "pard")),
+    *(("random", kind, "chain", DraftSampling.SAMPLED) for kind in (*SAMPLED, "dflash", "dflash2", "dspark", "pard", "pard2")),
     *(("random", kind, "tree", DraftSampling.WITHOUT_REPLACEMENT) for kind in ("draft_model", "pard")),
     ("random", "dflash2", "tree", DraftSampling.DETERMINISTIC),
     ("random", "medusa", "tree", DraftSampling.SAMPLED),  # its heads' draws make a chain, whatever room there is

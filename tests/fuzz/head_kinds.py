@@ -243,6 +243,55 @@ class HeadTorchFile(HeadKind):
         return bytes(pick(rng, BYTES)(self.valid[0] if rng.integers(2) else pick(rng, self.valid), rng))
 
 
+PARD2 = {"pard2": True, "pard_token": 3, "pard2_scale": 0.02, "pard2_target_dim": 2 * HIDDEN, "pard2_target_layers": [-1, 2]}
+
+
+def write_pard2(head: Path) -> bytes:
+    """Write a PARD-2 draft model without its projection, and return the file of the projection."""
+    import torch
+
+    write_model(head)
+    (head / "config.json").write_text(json.dumps({**LLAMA, **PARD2}))
+    stream = BytesIO()
+    torch.save({"target_proj.weight": torch.ones(HIDDEN, 2 * HIDDEN)}, stream)
+    return stream.getvalue()
+
+
+class Pard2ConfigFile(HeadKind):
+    name, share = "head config.json", 24
+
+    def prepare_head(self) -> None:
+        (self.head / "warp_model.bin").write_bytes(write_pard2(self.head))
+
+    def undamaged(self) -> bytes:
+        return json.dumps({**LLAMA, **PARD2}).encode()
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_json_text({**LLAMA, **PARD2}, rng)
+
+
+class Pard2ProjectionFile(HeadKind):
+    """The projection of a PARD-2 draft model, a PyTorch file."""
+
+    name, share = "head warp_model.bin", 24
+
+    def prepare_head(self) -> None:
+        import torch
+
+        self.valid, self.others = write_pard2(self.head), list[bytes]()
+        sparse = torch.zeros(HIDDEN, 2 * HIDDEN).to_sparse()
+        for content in ({"target_proj.weight": sparse}, {"target_proj.weight": [1.0]}, Path("/etc/passwd")):
+            stream = BytesIO()
+            torch.save(content, stream)
+            self.others.append(stream.getvalue())
+
+    def undamaged(self) -> bytes:
+        return self.valid
+
+    def make(self, rng: Rng) -> bytes:
+        return bytes(pick(rng, BYTES)(self.valid, rng) if rng.integers(4) else pick(rng, self.others))
+
+
 GLM: dict[str, Any] = {
     "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "vocab_size": VOCAB, "hidden_size": HIDDEN,
     "intermediate_size": INNER,

@@ -10,6 +10,8 @@ from fuzz.head_kinds import (
     HeadConfigFile,
     HeadSafetensorsFile,
     HeadTorchFile,
+    Pard2ConfigFile,
+    Pard2ProjectionFile,
 )
 from fuzz.kind import Kind
 from fuzz.model_kinds import (
@@ -26,6 +28,6 @@ from fuzz.tokenizer_kinds import ChatTemplateFile, SpecialTokensFile, TokenizerC
 KINDS: tuple[type[Kind], ...] = (
     ConfigFile, GenerationConfigFile, AdapterConfigFile, SafetensorsFile, IndexFile, TokenizerFile, TokenizerConfigFile, SpecialTokensFile,
     ChatTemplateFile, GgufModelFile, HeadConfigFile, HeadSafetensorsFile, HeadTorchFile, QuantizedCacheFile, GgufModuleFile,
-    BlockConfigFile, BlockSafetensorsFile, BlockGgufFile,
+    BlockConfigFile, BlockSafetensorsFile, BlockGgufFile, Pard2ConfigFile, Pard2ProjectionFile,
     AssistantConfigFile, AssistantSafetensorsFile, AssistantGgufFile, AdapterSettingsFile, AdapterSafetensorsFile,
 )  # fmt: skip

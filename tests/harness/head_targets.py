@@ -39,6 +39,7 @@ from harness.gemma4_assistants import CLUSTERS, write_assistant, write_gguf_assi
 from harness.medusa_checkpoints import edit, perfect_blocks, perfect_heads, random_heads, write_heads, write_successor_target
 from harness.mtp_checkpoints import LAYOUTS as MTP_LAYOUTS
 from harness.mtp_checkpoints import Arrays, add_module, random_module, write_glm4_moe
+from harness.pard2_checkpoints import add_projection
 
 NUM_LAYERS = 4  # of the legible targets
 SHARPNESS = 0.5  # of the successor target: at temperature 1 it leaves its cycle now and then
@@ -216,6 +217,7 @@ def write_random_pairs(folder: Path) -> dict[str, Pair]:
         "dspark": str(write_random_block(folder / "dspark", markov="rnn")),
         "draft_model": str(draft),
         "pard": str(_with_mask_token(draft, folder / "pard")),
+        "pard2": str(add_projection(shutil.copytree(draft, folder / "pard2"), scale=0.02)),
     }
     pairs = {name: Pair(target, drafter) for name, drafter in {**heads, **_texts(heads["eagle3"])}.items()}
     for layout in MTP_LAYOUTS:
@@ -291,7 +293,7 @@ TEXTS = ("ngram", "suffix", "prediction", "ngram-and-eagle3", "all")
 KINDS = {
     "random": (
         *("eagle", "eagle3", "peagle", "medusa", *(f"mtp-{layout}" for layout in MTP_LAYOUTS)),
-        *("dflash", "dflash-sliding", "dflash2", "dspark", "draft_model", "pard", *TEXTS),
+        *("dflash", "dflash-sliding", "dflash2", "dspark", "draft_model", "pard", "pard2", *TEXTS),
     ),
     "known": ("eagle", "eagle-deaf", "eagle3", *(f"mtp-{layout}" for layout in MTP_LAYOUTS), *TEXTS),
     "cyclic": ("medusa-rows", "medusa-tgi", "medusa-vllm_map", "dspark", "medusa-and-suffix"),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from harness.always_drafts import draft_always
 from harness.checkpoints import write_checkpoint
 from harness.exact_targets import skip_without_kernels
-from paceline import LLM, IncompatibleDrafterError, SamplingParams
+from paceline import LLM, SamplingParams
 from paceline.errors import CheckpointError
 from paceline.proof.doctor import DoctorOptions, diagnose
 
@@ -59,14 +59,10 @@ def test_pard_drafts_equal_transformers_in_one_forward_pass(models: tuple[Path, 
     assert passes <= len(output.steps) + 3  # with those that measure it
 
 
-def test_pard_mask_token_out_of_range_and_pard2_are_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_pard_mask_token_out_of_range_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
     target, _ = models
     with pytest.raises(CheckpointError, match="pard_token = 100000, expected an id below"):
         LLM(str(target), drafter=str(write_pard(tmp_path / "id", pard_token=100_000)))
-    with pytest.raises(IncompatibleDrafterError, match="is a PARD-2 draft model, which is not supported"):
-        LLM(str(target), drafter=str(write_pard(tmp_path / "pard2", pard2=True)))
-    found = diagnose(DoctorOptions(model=str(target), drafters=(str(tmp_path / "pard2"),)))
-    assert any("PARD-2" in problem for problem in found.problems)
 
 
 def test_doctor_reports_a_pard_model(models: tuple[Path, Path]) -> None:

@@ -182,6 +182,7 @@ def test_head_download_prefers_safetensors(tmp_path: Path, monkeypatch: pytest.M
     assert resolve_model("owner/head", with_heads=True) == tmp_path
     first, second = (arguments["allow_patterns"] for _, arguments in download.calls)
     assert "medusa_lm_head.*" in first
+    assert "warp_model.bin" in first
     assert "pytorch_model.bin" not in first
     assert "pytorch_model.bin" in second
     with pytest.raises(CheckpointError, match=r"the model 'owner/model' holds PyTorch \*\.bin weights only"):

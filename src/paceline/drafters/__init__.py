@@ -27,6 +27,7 @@ from paceline.drafters.medusa.drafter import open_medusa
 from paceline.drafters.mtp import open_gguf_module, open_mtp
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.options import HeadOptions
+from paceline.drafters.pard2 import open_pard2, read_pard2_config
 from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.target import LoadedTarget
@@ -64,6 +65,7 @@ HEAD_OPENERS: dict[HeadKind, Callable[[HeadFiles, LoadedTarget], Drafter]] = {
     HeadKind.PEAGLE: open_eagle_drafter,
     HeadKind.MTP: open_mtp,
     HeadKind.GEMMA4_ASSISTANT: open_assistant,
+    HeadKind.PARD2: open_pard2,
     **dict.fromkeys(BLOCK_KINDS, open_block_drafter),
 }
 """Functions that create a drafter from the files of a head, by kind of head."""
@@ -187,6 +189,8 @@ def _read_layer_boundaries(head: HeadFiles, target: Path, options: HeadOptions) 
     """Return the boundaries of target layers whose hidden states a head reads; boundary b is the input of layer b."""
     if head.kind in BLOCK_KINDS:
         return read_block_config(head, read_model_config(target)).layer_boundaries
+    if head.kind is HeadKind.PARD2:
+        return read_pard2_config(head, read_model_config(target)).layer_boundaries
     is_eagle3 = head.kind in (HeadKind.EAGLE3, HeadKind.PEAGLE)
     return read_eagle_config(head, read_model_config(target), options).layer_boundaries if is_eagle3 else ()
 

@@ -535,14 +535,11 @@ def read_mask_token(directory: Path, config: ModelConfig) -> int | None:
 
     Raises:
         CheckpointError: the mask token is not an id of the model.
-        IncompatibleDrafterError: it is a PARD-2 model, which also reads the target's hidden states.
     """
     path = directory / "config.json"
     values = read_json(path) if path.is_file() else {}
     if not isinstance(values, dict) or "pard_token" not in values:
         return None
-    if any(name.startswith("pard2") for name in values):
-        raise IncompatibleDrafterError(f"{directory} is a PARD-2 draft model, which is not supported; PARD models are")
     token = values["pard_token"]
     if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < config.vocab_size:
         raise CheckpointError(f"{path}: pard_token = {token!r}, expected an id below {config.vocab_size}; download it again")

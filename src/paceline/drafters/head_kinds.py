@@ -26,6 +26,7 @@ class HeadKind(Enum):
     XPRESS = "xpress"
     LILICORR = "lilicorr"
     MLP = "mlp"
+    PARD2 = "pard2"
     LANGUAGE_MODEL = "draft_model"
 
 
@@ -73,6 +74,8 @@ def detect_head_kind(path: Path, config: Mapping[str, Any], shapes: Mapping[str,
         return _SPECULATORS_MODEL_TYPES[model_type]
     if config.get("model_type") in _ASSISTANT_MODEL_TYPES:
         return HeadKind.GEMMA4_ASSISTANT
+    if config.get("pard2") or config.get("spd_type") == HeadKind.PARD2.value:
+        return HeadKind.PARD2
     if "domino" in _projector_types(config) or any(name.startswith("prefix_gru.") for name in shapes):
         return HeadKind.DOMINO
     architecture = " ".join(_architectures(config))

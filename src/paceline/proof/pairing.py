@@ -21,13 +21,15 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.mtp import load_mtp, restrict_draft_vocab
+from paceline.drafters.pard2 import check_tokenizer, open_pard2_weights, read_pard2_config
 from paceline.drafters.recurrent_heads.head import RecurrentHeadConfig
 from paceline.models.config import WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.quantize import quantization_schemes
 from paceline.models.weights import AnyTensor, Tensor, Weights
-from paceline.proof.checkpoint_facts import CheckpointFacts
+from paceline.proof.checkpoint_facts import CheckpointFacts, read_tokenizer
 from paceline.proof.memory_estimate import ModelMemory
+from paceline.runtimes.load import default_kv_cache_dtype
 from paceline.tokenizer.vocabulary import VocabularyComparison, compare_pieces
 
 _CACHE_TYPE = KVCacheDtype.F32
@@ -158,6 +160,8 @@ def check_head(
         return _check_assistant(files, target)
     if files.kind in BLOCK_KINDS:
         return _check_block(files, target)
+    if files.kind is HeadKind.PARD2:
+        return _check_pard2(files, target)
     return _check_mtp(files, target, options, copy_quant) if files.kind is HeadKind.MTP else _check_eagle(files, target, options)
 
 
@@ -173,6 +177,19 @@ def _check_block(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, 
     facts = HeadFacts(files.path, files.kind, opened.weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000)
     facts = replace(facts, copied_bytes=sum(table.nbytes for table in opened.lookup_tables.values()))
     return facts, PairCheck(True, summary + _sizes_fit(target.config.hidden_size))
+
+
+def _check_pard2(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairCheck]:
+    config = read_pard2_config(files, target.config)
+    weights = open_pard2_weights(files, config)
+    tokenizer, found = read_tokenizer(files.config_path.parent), None
+    if target.tokenizer is not None and tokenizer is not None:
+        found = compare_pieces(target.tokenizer.pieces, tokenizer.pieces, sample_ids=target.tokenizer.sample_ids)
+        check_tokenizer(files.path, found)
+    cache_dtype = default_kv_cache_dtype(config.layers, weights)
+    facts = HeadFacts(files.path, files.kind, weights, config.layers.kv_bytes_per_token(cache_dtype) * 1000)
+    summary = f"PARD-2 draft model {_reading(config)} and drafts all tokens in one pass; {_sizes_fit(target.config.hidden_size)}"
+    return facts, PairCheck(True, summary, found)
 
 
 def _check_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairCheck]:
@@ -242,7 +259,8 @@ def _pair_facts(files: HeadFiles, config: RecurrentHeadConfig, weights: Weights)
 def _reading(config: RecurrentHeadConfig) -> str:
     if not config.layer_boundaries:
         return "that reads the final hidden states"
-    return f"that reads layer boundaries {', '.join(map(str, config.layer_boundaries))}"
+    final = " and the final hidden states" if config.appends_final_state else ""
+    return f"that reads layer boundaries {', '.join(map(str, config.layer_boundaries))}{final}"
 
 
 def _sizes_fit(hidden_size: int) -> str:

@@ -27,6 +27,7 @@ from paceline.small_files import read_json
 EAGLE, EAGLE3, PEAGLE, MEDUSA = (kind.value for kind in (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE, HeadKind.MEDUSA))
 MTP, ASSISTANT, DRAFT_MODEL = HeadKind.MTP.value, HeadKind.GEMMA4_ASSISTANT.value, HeadKind.LANGUAGE_MODEL.value
 DFLASH, DFLASH2, DSPARK = HeadKind.DFLASH.value, HeadKind.DFLASH2.value, HeadKind.DSPARK.value
+PARD2 = HeadKind.PARD2.value
 BUILT_IN_METHODS = ("ngram", "suffix", "prediction")
 
 
@@ -52,6 +53,7 @@ ACCEPTANCE: Mapping[str, AssumedAcceptance] = {
         (DFLASH, 0.55, 0.80, "as EAGLE-3, by the acceptance lengths on the model cards; not measured here"),
         (DFLASH2, 0.55, 0.80, "as DFlash; not measured here"),
         (DSPARK, 0.55, 0.80, "as DFlash; not measured here"),
+        (PARD2, 0.55, 0.80, "as DFlash; not measured here"),
         ("ngram", 0.05, 0.55, "measured here: from new prose to text that repeats its prompt"),
         ("suffix", 0.05, 0.60, "measured here: from new prose to text that repeats earlier text"),
         ("prediction", 0.0, 0.95, "the share of the output that equals the predicted text"),
@@ -114,6 +116,9 @@ PUBLISHED: tuple[tuple[str, str, str, float | None], ...] = (
     ("deepseek-ai/dspark_gemma4_12b_block7", DSPARK, "google/gemma-4-12B-it", None),
     ("LiquidAI/LFM2.5-1.2B-Instruct-DSpark", DSPARK, "LiquidAI/LFM2.5-1.2B-Instruct", None),
     ("LiquidAI/LFM2.5-8B-A1B-DSpark", DSPARK, "LiquidAI/LFM2.5-8B-A1B", None),
+    ("amd/PARD2-Llama-3.1-8B", PARD2, _LLAMA31_8B, 1.27e9),
+    ("amd/PARD2-Qwen3-8B", PARD2, "Qwen/Qwen3-8B", 0.61e9),
+    ("amd/PARD2-Qwen3-14B", PARD2, "Qwen/Qwen3-14B", None),
     ("google/gemma-4-E2B-it-assistant", ASSISTANT, "google/gemma-4-E2B-it", 0.08e9),
     ("google/gemma-4-E4B-it-assistant", ASSISTANT, "google/gemma-4-E4B-it", 0.08e9),
     ("google/gemma-4-12B-it-assistant", ASSISTANT, "google/gemma-4-12B-it", 0.42e9),
@@ -152,7 +157,7 @@ _MAX_SIBLINGS = 2
 _SMALL_NETWORK_FACTOR = 1.5
 """Seconds a byte of a drafter's pass over those of the target's: 1.4 to 1.7 (docs/dev/findings.md)."""
 _PROPOSE_S = 1e-4  # host time of a proposal: 0.07 to 0.17 ms (docs/dev/findings.md)
-_PARALLEL_METHODS = (MEDUSA, PEAGLE)  # draft all positions in one pass
+_PARALLEL_METHODS = (MEDUSA, PEAGLE, PARD2)  # draft all positions in one pass
 _READS_LM_HEAD = (EAGLE, MTP)  # compute logits with the target's vocabulary matrix
 _EXPERT = re.compile(r"layers\.(\d+)\.experts\.")
 _HUB_CACHE_FOLDER = re.compile(r"models--(.+)")  # models--OWNER--NAME/snapshots/COMMIT
@@ -224,7 +229,7 @@ def suggest_drafters(
     found += [(hub_id, DRAFT_MODEL, "hub", parameters) for hub_id, parameters in _smaller_siblings(known)]
     suggested = []
     for drafter, method, location, parameters in found:
-        quantization = model_quantization if method == DRAFT_MODEL else head_quantization
+        quantization = model_quantization if method in (DRAFT_MODEL, PARD2) else head_quantization
         ends = None if costs is None else _predict(method, parameters, costs, quantization)
         suggested.append(SuggestedDrafter(drafter, method, location, parameters, ACCEPTANCE[method], *(ends or ())))
     return sorted(suggested, key=lambda one: 0.0 if one.slowest is None else -round(one.slowest.speedup, 2))

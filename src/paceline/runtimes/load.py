@@ -248,6 +248,7 @@ def load_head(
     device: str = "cpu",
     lm_head_of: Network | None = None,
     rounds_rows: bool = False,
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32,
 ) -> Network:
     """Load a drafting head, a network that drafts from the target's hidden states. It computes in float32; weights keep their stored type.
 
@@ -263,6 +264,7 @@ def load_head(
         device: device of the torch backend, "cpu" or "cuda".
         lm_head_of: network whose `lm_head`, or the first rows of it, is the head's `lm_head`; None = the head has its own.
         rounds_rows: round rows to 8 bits for products with quantised matrices even if the head has its own `lm_head`.
+        kv_cache_dtype: type of cached keys and values. The torch backend ignores it.
 
     Raises:
         BackendUnavailableError: the backend does not exist or cannot run here.
@@ -276,7 +278,9 @@ def load_head(
         if isinstance(lm_head_of, NativeNetwork):
             shared = lm_head_of.packed_lm_head(weights.info("lm_head.weight").shape[0])
         packed = {"lm_head": shared} if shared is not None else {} if rounds_rows else None
-        return NativeNetwork(compose, config, weights, num_threads=num_threads, max_model_len=max_model_len, packed=packed)
+        return NativeNetwork(
+            compose, config, weights, num_threads=num_threads, max_model_len=max_model_len, packed=packed, kv_cache_dtype=kv_cache_dtype
+        )
     if backend == "torch":
         from paceline.runtimes.torch.network import TorchNetwork
 

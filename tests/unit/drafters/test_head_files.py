@@ -54,6 +54,7 @@ KINDS: list[tuple[HeadKind, Shapes, dict[str, Any], str]] = [
     (HeadKind.PEAGLE, EAGLE3, {"ptd_token_id": 7}, "model.safetensors"),
     (HeadKind.EAGLE3, EAGLE3, {"parallel_drafting": False}, "model.safetensors"),
     (HeadKind.LANGUAGE_MODEL, {"model.norm.weight": (8,)}, {"pard_token": 7}, "model.safetensors"),
+    (HeadKind.PARD2, {"model.norm.weight": (8,)}, {"pard_token": 7, "spd_type": "pard2"}, "model.safetensors"),
     (HeadKind.DSPARK, EAGLE3, {"architectures": ["Qwen3DSparkModel"], "dflash_config": {}}, "model.safetensors"),
     (HeadKind.DSPARK, {**EAGLE3, "markov_w1": (9, 2)}, {"dflash_config": {}}, "model.safetensors"),
     (HeadKind.DFLASH2, EAGLE3, {"architectures": ["DFlash2DraftModel"]}, "model.safetensors"),

@@ -44,9 +44,9 @@ class Bench:
     rows: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, window: int = 1000) -> "Bench":
+    def make(cls, window: int = 1000, first_slot: int = 1) -> "Bench":
         cache = KVCache([], NUM_BLOCKS, TreeLayout.MASK)
-        return cls(cache, FeaturePairCache(SilentHead(), cache, feature_size=FEATURE, window=window))
+        return cls(cache, FeaturePairCache(SilentHead(), cache, feature_size=FEATURE, window=window, first_slot=first_slot))
 
     def request(self, token_ids: list[int]) -> Request:
         params = SamplingParams()
@@ -84,7 +84,9 @@ class Bench:
 
 
 def feature(token_ids: list[int]) -> FloatArray:
-    """What a target would make of a text: another value for every one."""
+    """What a target would make of a text: another value for every one; zeros before the first token."""
+    if not token_ids:
+        return np.zeros(FEATURE, np.float32)
     return np.random.default_rng([len(token_ids), *token_ids]).normal(0, 1, FEATURE).astype(np.float32)
 
 
@@ -132,9 +134,9 @@ def test_eagle_root_without_a_hidden_state_is_not_drafted() -> None:
     assert bench.pairs.pending_pairs(bench.request(text(3)), include_root=True) is None
 
 
-@pytest.mark.parametrize("shared", [32, 40, 64, 95])
-def test_eagle_drafts_after_a_prefix_hit_continue_from_its_hidden_state(shared: int) -> None:
-    bench = Bench.make()
+@pytest.mark.parametrize(("shared", "first_slot"), [(32, 1), (40, 1), (64, 1), (64, 0), (95, 1)])
+def test_eagle_drafts_after_a_prefix_hit_continue_from_its_hidden_state(shared: int, first_slot: int) -> None:
+    bench = Bench.make(first_slot=first_slot)
     first = bench.request(text(97))
     bench.commit(first, 96)
     bench.run(first, include_root=True)
@@ -145,7 +147,7 @@ def test_eagle_drafts_after_a_prefix_hit_continue_from_its_hidden_state(shared: 
     rows = bench.run(second, include_root=True)
     assert rows is not None
     assert rows.rows.cached_len == adopted
-    assert rows.rows.first_slot == 1
+    assert rows.rows.first_slot == first_slot
 
 
 def test_eagle_uses_only_the_drafted_part_of_a_cached_prefix() -> None:
@@ -193,10 +195,11 @@ def test_eagle_window_limits_the_visible_cache_slots() -> None:
     assert rows.rows.first_slot == 40  # the root's slot is 59
 
 
-def test_eagle_cache_rows_match_the_text_after_random_events(seed: int, large_counts: bool) -> None:
+@pytest.mark.parametrize("first_slot", [1, 0])
+def test_eagle_cache_rows_match_the_text_after_random_events(first_slot: int, seed: int, large_counts: bool) -> None:
     """Prompts with common beginnings come and go, run with and without the head, are cut off and adopt one another's rows."""
     random = np.random.default_rng(seed)
-    bench = Bench.make()
+    bench = Bench.make(first_slot=first_slot)
     running: list[Request] = []
     num_seen = 0
     for _ in range(4000 if large_counts else 400):

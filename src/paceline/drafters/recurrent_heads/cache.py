@@ -7,9 +7,9 @@ depend on the tokens up to s, as the target's cache row s does. So copied, forke
     input of the target        x_0   x_1      x_2          x_n, the last committed token, which the target has not run yet
     input of the head          -     x_1 f_0  x_2 f_1      x_n f_(n-1), then the feature pairs of draft tokens, dropped after the draft
 
-Slot 0 has no feature pair and is never attended to. Each slot stores a hash of the tokens up to it. After a prefix hit the hashes show
-which slots are computed. The first feature pair after the prefix needs the feature of the prefix's last token, so one feature is kept for
-each full block.
+Slot 0 has no feature pair and is never attended to; only for PARD-2 draft models it has one, with a feature of zeros. Each slot stores a
+hash of the tokens up to it. After a prefix hit the hashes show which slots are computed. The first feature pair after the prefix needs the
+feature of the prefix's last token, so one feature is kept for each full block.
 """
 
 from collections.abc import Sequence
@@ -75,13 +75,14 @@ class FeaturePairCache:
         cache: the target's KV cache.
         feature_size: F, number of values of a feature.
         window: maximum number of slots that a feature pair attends to, its own slot included.
+        first_slot: first slot with a feature pair, 1 or 0. In slot 0 the first token of a text has a feature of zeros.
     """
 
-    def __init__(self, runtime: Network, cache: KVCache, *, feature_size: int, window: int) -> None:
+    def __init__(self, runtime: Network, cache: KVCache, *, feature_size: int, window: int, first_slot: int = 1) -> None:
         num_blocks = cache.pool.num_blocks
         rows = [PagedCache(layer_cache.storage) for layer_cache in runtime.allocate_kv(num_blocks + SPARE_BLOCKS)]
         self.block_size = cache.block_size
-        self.window = window
+        self.window, self._first_slot = window, first_slot
         self.bytes_per_token = (sum(one.num_bytes for one in rows) + feature_size * 4 * num_blocks) // max(1, cache.max_slots)
         self._spare_blocks = range(num_blocks, num_blocks + SPARE_BLOCKS)
         self._slot_hashes = np.zeros((1, num_blocks, self.block_size), np.uint64)
@@ -173,6 +174,8 @@ class FeaturePairCache:
         return range(self._pairs[request].first_slot, self._pairs[request].end_slot)
 
     def _new_cached_pairs(self, request: Request, start: int) -> _CachedPairs:
+        if start == 0 and self._first_slot == 0:
+            return _CachedPairs(request.cached_sequence, 0, 0, 0, 0, [np.zeros((1, self._features.shape[1]), np.float32)])
         if start == 0:
             return _CachedPairs(request.cached_sequence, 1, 1, 0, int(self._prefix_hashes(request.token_ids[:1], 0, 0)[0]))
         hashes = self._prefix_hashes(request.token_ids[: start + 1], 0, 0)
@@ -181,8 +184,9 @@ class FeaturePairCache:
         if start % size or self._feature_hashes[block] != hashes[start - 1]:
             return _CachedPairs(request.cached_sequence, start + 1, start + 1, start, int(hashes[start]))
         is_cached = self._slot_hashes[0, table[: start // size]].reshape(-1) == hashes[:start]
-        is_cached[0] = False
-        first = start - int(np.argmin(is_cached[::-1]))  # slots from `first` to `start` are all cached
+        is_cached[: self._first_slot] = False
+        uncached = np.flatnonzero(~is_cached)
+        first = int(uncached[-1]) + 1 if len(uncached) else 0  # slots from `first` to `start` are all cached
         return _CachedPairs(
             request.cached_sequence, first, start, start, int(hashes[start - 1]), [self._features[block : block + 1].copy()]
         )

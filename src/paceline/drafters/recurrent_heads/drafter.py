@@ -41,9 +41,11 @@ class EagleStyleDrafter(Drafter):
     def __init__(self, head: RecurrentHead, cache: KVCache, *, vocab_size: int, tree_width: int = 1) -> None:
         config = head.config
         self.name = config.kind.value
-        self.needs = DrafterNeeds(hidden_states=not config.layer_boundaries, layers=config.layer_boundaries)
+        self.needs = DrafterNeeds(hidden_states=config.has_final_state, layers=config.layer_boundaries)
         self.head = head
-        self.pairs = FeaturePairCache(head.runtime, cache, feature_size=config.feature_size, window=config.layers.max_positions)
+        self.pairs = FeaturePairCache(
+            head.runtime, cache, feature_size=config.feature_size, window=config.layers.max_positions, first_slot=config.first_slot
+        )
         self._sampler = DraftSampler(head.target_ids, vocab_size, head.num_embedded_ids)
         self._tree_width = tree_width
         head.set_ranking(self._sampler.ranking(tree_width))
@@ -87,7 +89,7 @@ class EagleStyleDrafter(Drafter):
         layers = config.layers
         parts = [f"{layers.num_layers} layer{'s' if layers.num_layers > 1 else ''}", f"hidden size {layers.hidden_size}"]
         if config.layer_boundaries:
-            parts.append(f"features of layers {', '.join(map(str, config.layer_boundaries))}")
+            parts.append(f"features of layers {config.describe_feature()}")
         if self.head.target_ids is not None:
             parts.append(f"{len(self.head.target_ids)} draft ids")
         if self.head.draft_vocab_size is not None:
@@ -105,13 +107,13 @@ class EagleStyleDrafter(Drafter):
         return depth if width == 1 else width * depth
 
     def _features(self, rows: CommittedRows) -> FloatArray:
-        """Return the features [num_rows, F]: the final hidden states, or those of several layer boundaries concatenated."""
-        collected = rows.collected_hidden_states
-        if collected is not None and self.head.config.layer_boundaries:
-            return collected.transpose(1, 0, 2).reshape(rows.num_rows, -1)
-        if rows.hidden_states is None:
+        """Return the features [num_rows, F]: the hidden states of all layer boundaries, then the final ones, whichever are needed."""
+        collected, final = rows.collected_hidden_states, rows.hidden_states
+        if (self.needs.layers and collected is None) or (self.needs.hidden_states and final is None):
             raise RuntimeError(f"the target returned no activations for {self.name}, which needs {self.needs}")
-        return rows.hidden_states
+        chunks = [collected.transpose(1, 0, 2).reshape(rows.num_rows, -1)] if self.needs.layers and collected is not None else []
+        chunks += [final] if self.needs.hidden_states and final is not None else []
+        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks, axis=1)
 
     def _compute_pending_pairs(self, requests: Sequence[Request]) -> None:
         """Run the committed tokens of these requests that the head has not run yet, without drafting."""
@@ -172,7 +174,7 @@ class EagleStyleDrafter(Drafter):
 
 
 class ParallelDrafter(EagleStyleDrafter):
-    """Drafts all positions in one pass, with a P-EAGLE head.
+    """Drafts all positions in one pass, with a P-EAGLE head or a PARD-2 draft model.
 
     The last committed token gives the first level. After it follow masked rows, with a mask token and a mask feature, which give the other
     levels. No row depends on a draft token, so all nodes of a level have the same candidates for their children.

@@ -32,6 +32,8 @@ class RecurrentHeadConfig:
         target_hidden_size: hidden size of the target.
         layer_boundaries: boundaries of target layers whose hidden states are the feature, ascending; boundary b is the input of layer b.
             Empty: the feature is the target's final hidden state.
+        appends_final_state: the final hidden state is also part of a feature that has layer boundaries, as its last chunk.
+        first_slot: first cache slot with a feature pair; its position is 0. If it is 0, the first token has a pair with a feature of zeros.
         normed_recurrence: the predicted feature is taken after the final norm, not before it.
         has_own_embedding, has_own_lm_head: whether the head has these matrices; otherwise it uses the target's.
     """
@@ -40,14 +42,30 @@ class RecurrentHeadConfig:
     layers: ModelConfig
     target_hidden_size: int
     layer_boundaries: tuple[int, ...] = ()
+    appends_final_state: bool = False
+    first_slot: int = 1
     normed_recurrence: bool = False
     has_own_embedding: bool = True
     has_own_lm_head: bool = False
 
     @property
+    def num_chunks(self) -> int:
+        """Number of hidden states of the target that a feature consists of."""
+        return len(self.layer_boundaries) + self.has_final_state
+
+    @property
+    def has_final_state(self) -> bool:
+        """Whether the target's final hidden state is the feature or a part of it."""
+        return self.appends_final_state or not self.layer_boundaries
+
+    def describe_feature(self) -> str:
+        """Return the layer boundaries of a feature, and "final" if the final hidden state is part of it, separated by commas."""
+        return ", ".join([*map(str, self.layer_boundaries), *(["final"] if self.has_final_state else [])])
+
+    @property
     def feature_size(self) -> int:
         """Number of values of a feature that the target computes."""
-        return self.target_hidden_size * max(1, len(self.layer_boundaries))
+        return self.target_hidden_size * self.num_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +88,21 @@ class DraftFeaturePairs:
 
 @dataclass(frozen=True, slots=True)
 class MaskedFeaturePair:
-    """Input of a P-EAGLE head for positions whose token and feature are not known yet: mask token and learned mask feature [F]."""
+    """Input for positions whose token and feature are not known yet: mask token, and learned mask feature [F] of a P-EAGLE head.
+
+    If `feature` is None (PARD-2), the feature of the last known token is repeated.
+    """
 
     token_id: int
-    feature: FloatArray
+    feature: FloatArray | None
 
     def append_to(self, pairs: TargetFeaturePairs, count: int) -> TargetFeaturePairs:
         """Return feature pairs followed by `count` masked ones."""
         known = len(pairs.token_ids)
         token_ids = np.empty(known + count, np.int32)
-        features = np.empty((known + count, len(self.feature)), np.float32)
+        features = np.empty((known + count, pairs.features.shape[1]), np.float32)
         token_ids[:known], token_ids[known:] = pairs.token_ids, self.token_id
-        features[:known], features[known:] = pairs.features, self.feature
+        features[:known], features[known:] = pairs.features, pairs.features[-1] if self.feature is None else self.feature
         return TargetFeaturePairs(token_ids, features, pairs.rows._replace(num_rows=known + count))
 
 
@@ -119,7 +140,7 @@ class RecurrentHead:
         target_ids: [Vd] target id of each draft id, ascending; None = the ids are equal.
         num_embedded_ids: number of rows of the embedding; token ids from this number on have no embedding.
         draft_vocab_size: if the draft vocabulary is the lowest ids, their number; otherwise None.
-        masked_pair: input of the unknown positions of a P-EAGLE head, which drafts all positions in one pass; None for other heads.
+        masked_pair: input of the unknown positions of a head that drafts all positions in one pass; None for other heads.
         notices: messages for the user, shown at load.
     """
 
@@ -142,7 +163,7 @@ class RecurrentHead:
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self.target_ids, self.notices = target_ids, notices
         self.num_embedded_ids = embedding.shape[0]
-        self._feature_names = [f"{BOUNDARY}.{chunk}" for chunk in range(len(config.layer_boundaries))] or [FEATURE]
+        self._feature_names = [f"{BOUNDARY}.{chunk}" for chunk in range(config.num_chunks)] if config.layer_boundaries else [FEATURE]
 
     def set_ranking(self, ranking: SummaryOptions) -> None:
         """Set how many top tokens later passes return for each row of logits."""
@@ -170,7 +191,7 @@ class RecurrentHead:
             pairs = [self.masked_pair.append_to(one, count) for one, count in zip(pairs, num_masked, strict=True)]
         counts = [len(one.token_ids) for one in pairs]
         starts = [0, *accumulate(counts)]
-        firsts = [one.rows.cached_len - 1 for one in pairs]
+        firsts = [one.rows.cached_len - self.config.first_slot for one in pairs]
         positions = _concatenate([np.arange(first, first + count, dtype=np.int32) for first, count in zip(firsts, counts, strict=True)])
         if needs_all_logits:
             logit_rows = np.arange(starts[-1], dtype=np.int32)

@@ -82,7 +82,7 @@ FAMILIES = (
         name="qwen3",
         architecture="Qwen3ForCausalLM",
         models="Qwen3",
-        published_heads=("eagle3", "dflash", "dspark"),
+        published_heads=("eagle3", "dflash", "dspark", "pard2"),
         layers=_qwen3_layers,
         defaults={**_DENSE_DEFAULTS, "head_dim": 128},
         gguf=GgufFormat(architectures=("qwen3",)),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import BackendUnavailableError, CheckpointError, summarize_error
+from paceline.errors import BackendUnavailableError, CheckpointError, shortened, summarize_error
 from paceline.installation import install_command
 from paceline.models.storage.safetensors_file import StoredTensor, map_file, read_header, view_tensor
 
@@ -72,6 +72,11 @@ def _read_flat_torch_file(path: Path, what: str) -> dict[str, FileTensor]:
         raise CheckpointError(
             f"{path} holds more than tensors by name: it is no {what}'s file, or a training checkpoint; export its weights"
         )
+    for name, one in content.items():
+        if one.layout is not torch.strided or one.device.type != "cpu":
+            raise CheckpointError(
+                f"{path}: tensor {shortened(name)} is sparse or has no values, expected a dense tensor; use the {what} as safetensors"
+            )
     return {str(name): FileTensor(tuple(one.shape), _safetensors_type(one), partial(_to_numpy, one)) for name, one in content.items()}
 
 
