@@ -2,7 +2,10 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -186,8 +189,52 @@ def _embedded_model() -> Path:
     return directory
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedDownload:
+    """What `resolve_model(name, with_heads=True)` would download.
+
+    Attributes:
+        num_bytes: size of all files.
+        missing_bytes: size of the files that are not in the local cache yet.
+        directory: the local cache.
+        free_bytes: free space there.
+    """
+
+    num_bytes: int
+    missing_bytes: int
+    directory: Path
+    free_bytes: int
+
+
+def plan_download(name: str, *, token: str | None = None) -> PlannedDownload:
+    """Return the size of a drafter on the Hugging Face Hub, and where its files would be stored. Nothing is downloaded.
+
+    Raises:
+        CheckpointError: the Hub cannot be reached, has no such model or does not give access to it.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    patterns = [*_FILES, *_HEAD_FILES]
+    with _hub_errors(name, revision=None, offline=False):
+        files = snapshot_download(name, token=token, allow_patterns=patterns, dry_run=True)
+        if not any(file.filename in SAFETENSORS or file.filename.startswith(_HEAD_FILES[0][:-1]) for file in files):
+            files = snapshot_download(name, token=token, allow_patterns=[*patterns, *_TORCH_FILES, f"*{_GGUF}"], dry_run=True)
+    directory = Path(constants.HF_HUB_CACHE)
+    existing = next(one for one in (directory, *directory.parents) if one.exists())
+    missing_bytes = sum(file.file_size for file in files if file.will_download)
+    return PlannedDownload(sum(file.file_size for file in files), missing_bytes, directory, shutil.disk_usage(existing).free)
+
+
 def _download(name: str, files: Sequence[str], *, revision: str | None, token: str | None, offline: bool) -> Path:
     from huggingface_hub import snapshot_download
+
+    with _hub_errors(name, revision=revision, offline=offline):
+        return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=list(files), local_files_only=offline))
+
+
+@contextmanager
+def _hub_errors(name: str, *, revision: str | None, offline: bool) -> Iterator[None]:
+    """Turn errors of the Hub's client into a CheckpointError that says what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
@@ -196,7 +243,7 @@ def _download(name: str, files: Sequence[str], *, revision: str | None, token: s
     )
 
     try:
-        return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=list(files), local_files_only=offline))
+        yield
     except GatedRepoError as error:
         raise CheckpointError(
             f"the model {name!r} is gated: ask for access at https://huggingface.co/{name}, then pass a token or run `hf auth login`"
@@ -208,7 +255,7 @@ def _download(name: str, files: Sequence[str], *, revision: str | None, token: s
     except RevisionNotFoundError as error:
         raise CheckpointError(f"the model {name!r} has no revision {revision!r}; leave it out to take the newest one") from error
     except LocalEntryNotFoundError as error:
-        advice = "run once without offline" if offline else "check the network, or give a directory"
+        advice = f"hf download {name} gets it, and so does a run without --offline" if offline else "check the network, or give a directory"
         raise CheckpointError(f"the model {name!r} is not in the local cache and was not downloaded; {advice}") from error
     except Exception as error:  # the Hub's client and its HTTP library raise exceptions of many types
         raise CheckpointError(f"the model {name!r} cannot be downloaded: {error}; check network and disk, or give a directory") from error

@@ -101,7 +101,7 @@ RESPONSE: Any = SimpleNamespace(headers={}, request=None)
 @pytest.mark.parametrize(
     ("error", "offline", "text"),
     [
-        (LocalEntryNotFoundError("no"), True, "not in the local cache.*run once without offline"),
+        (LocalEntryNotFoundError("no"), True, "not in the local cache.*hf download owner/model gets it"),
         (LocalEntryNotFoundError("no"), False, "not in the local cache.*check the network"),
         (RepositoryNotFoundError("no", response=RESPONSE), False, "no directory and no model 'owner/model'"),
         (GatedRepoError("no", response=RESPONSE), False, "is gated"),

@@ -321,7 +321,7 @@ class Run:
             whole_s = size.seconds(turn_s, size.tokens, num_cells, plan.batch_size)
             self.measured.notices.append(
                 f"{_shown(size)} would take about {whole_s / 60:.1f} minutes and --minutes is {plan.minutes:g}: measured are "
-                f"{_shown(fitting)}; --rounds, --num-prompts and --tokens insist"
+                f"{_shown(fitting)}; --rounds, --num-prompts and --max-tokens set them regardless"
             )
             self.measured.size = fitting
 

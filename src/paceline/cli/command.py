@@ -25,6 +25,7 @@ COMMON = [
     "workload",
     "peer",
     "probe",
+    "fetch",
     "memory_gb",
     "tokens",
     "max_tokens",
