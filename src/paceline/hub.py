@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, list_directory, no_model_among_error, no_model_error
-from paceline.small_files import is_file
+from paceline.small_files import is_file, open_regular_file
 
 MINI = "mini"
 """Name of the small model that is part of the package."""
@@ -35,8 +35,13 @@ _TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_mo
 _LATER_SHARD = re.compile(r".+-(?!00001)\d{5}-of-\d{5}\.gguf")
 _FIRST_SHARD = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 _GGUF = ".gguf"
+_MAGIC = b"GGUF"
 _MAX_LISTED_NAMES = 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_OTHER_ID = re.compile(  # as llama.cpp, Ollama and browsers write them
+    r"(?P<site>(?:https?://)?(?:hf\.co|(?:www\.)?huggingface\.co)/)?(?P<owner>[A-Za-z0-9][\w.-]*/)?(?P<name>[A-Za-z0-9][\w.-]*)"
+    r"(?::(?P<tag>[\w.-]+))?/?"
+)
 _BARE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
@@ -78,15 +83,27 @@ def resolve_model(
     name = str(model)
     is_local = path.suffix.lower() == _GGUF and os.path.isdir(path.parent)
     if isinstance(model, Path) or is_local or not (_HUB_ID.fullmatch(name) or _BARE_NAME.fullmatch(name)):
-        raise CheckpointError(
-            f"{shortened(name)} does not exist; give a directory, a GGUF file, {MINI!r}, or a Hugging Face id such as 'owner/name'"
-        )
+        raise CheckpointError(f"{shortened(name)} does not exist; {_name_hint(name)}")
     if "/" not in name:
         raise CheckpointError(
             f"there is no directory {shortened(name)} here, and an id on the Hugging Face hub has an owner: give 'owner/{name[:60]}', "
             f"or the path of a directory or GGUF file, or {MINI!r}"
         )
     return _find_on_hub(name, gguf_file, revision=revision, token=token, offline=offline, with_heads=with_heads)
+
+
+def _name_hint(name: str) -> str:
+    """Return what to give instead of a name that is neither a path nor an id on the Hub."""
+    match = _OTHER_ID.fullmatch(name)
+    if match is not None and match["owner"] is not None and (match["site"] or match["tag"]):
+        file = f", and with --gguf-file the file whose name has {match['tag']!r}" if match["tag"] else ""
+        return f"give the id on the Hugging Face Hub, {match['owner'] + match['name']!r}{file}"
+    if match is not None and match["tag"] is not None:
+        return (
+            "names of Ollama's library are not looked up: give a GGUF file, a directory, or an id of the Hugging Face Hub such as "
+            "'owner/name' (ollama show --modelfile NAME prints the path of a model that Ollama has)"
+        )
+    return f"give a directory, a GGUF file, {MINI!r}, or a Hugging Face id such as 'owner/name'"
 
 
 def _expand_home(path: Path) -> Path:
@@ -100,12 +117,24 @@ def _gguf_path(path: Path, gguf_file: str | None) -> Path:
     if not is_file(path):
         raise CheckpointError(f"{path} is neither a directory nor a regular file; give a model's directory or a *.gguf file")
     if path.suffix.lower() != _GGUF:
+        if _begins_as_gguf(path):  # such as Ollama's blobs
+            raise CheckpointError(
+                f"{path} is a GGUF file whose name does not end in {_GGUF}; make a link and give that: ln -s {path} MODEL{_GGUF}"
+            )
         raise CheckpointError(
             f"{path} is a file; give the directory that holds config.json, the tokenizer and model.safetensors, or a *.gguf file"
         )
     if gguf_file is not None:
         raise CheckpointError(f"the model {path} is a file and the GGUF file {gguf_file!r} is named besides; give one of them")
     return path
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with open_regular_file(path) as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except (OSError, CheckpointError):
+        return False
 
 
 def _checkpoint_in(directory: Path, gguf_file: str | None, *, with_heads: bool = False) -> Path:

@@ -41,6 +41,7 @@ CHAT_HELP = "Apply the model's chat template: the text is a message."
 PREDICTION_HELP = (
     "A text the output will resemble, such as the file that is to be edited; it is drafted from first. It changes the speed, never a token."
 )
+_ONE_WORD = re.compile(r"[\w./:-]+")  # Ollama's users begin with: run NAME
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
@@ -93,6 +94,8 @@ def run(
     text = checked_text("prompt", prompt) if prompt is not None and prompt != "-" else _read_stdin()
     if not text:
         raise RequestError("the prompt is empty: give a text, as an argument or on standard input", parameter="prompt")
+    if not settings.names_model and not settings.quiet and _ONE_WORD.fullmatch(text):
+        print_notice(f'{text!r} is taken as the text and not as a model: paceline run MODEL "TEXT" gives both')
     messages = _messages(text, system) if chat or system is not None else None
     hints: dict[str, Any] = {"speculation": {"trees": True}} if explain else {}
     if settings.adapter is not None:

@@ -142,7 +142,8 @@ class Server(uvicorn.Server):
         self._loop.set_default_executor(ThreadPoolExecutor(num_threads, "paceline-prepare"))
         host, port = self._listening.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
-        self._say(f"{self._service.model} answers at http://{name}:{port}/v1, and to people at http://{name}:{port}")
+        url = f"http://{name}:{port}"
+        self._say(f"{self._service.model} answers at {url}/v1 (OpenAI) and {url} (Anthropic, Ollama); chat page: {url}/")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1
