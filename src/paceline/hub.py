@@ -250,8 +250,8 @@ def plan_download(name: str, *, token: str | None = None) -> PlannedDownload:
             files = snapshot_download(name, token=token, allow_patterns=[*patterns, *_TORCH_FILES, f"*{_GGUF}"], dry_run=True)
     directory = Path(constants.HF_HUB_CACHE)
     existing = next(one for one in (directory, *directory.parents) if one.exists())
-    missing_bytes = sum(file.file_size for file in files if file.will_download)
-    return PlannedDownload(sum(file.file_size for file in files), missing_bytes, directory, shutil.disk_usage(existing).free)
+    missing_bytes = sum(file.file_size or 0 for file in files if file.will_download)
+    return PlannedDownload(sum(file.file_size or 0 for file in files), missing_bytes, directory, shutil.disk_usage(existing).free)
 
 
 def _download(name: str, files: Sequence[str], *, revision: str | None, token: str | None, offline: bool) -> Path:

@@ -3,6 +3,7 @@
 import re
 from copy import copy
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any, cast
 
 import typer
@@ -128,7 +129,7 @@ class Command(TyperCommand):
         wrong = _NO_NUMBER.fullmatch(text)
         if wrong is not None:
             flags = re.findall(r"'(-[^']+)'", wrong[1])
-            value = next((value for flag, value in zip(args, args[1:], strict=False) if flag in flags), None)
+            value = next((value for flag, value in pairwise(args) if flag in flags), None)
             kind = "whole number" if wrong[2] == "integer" else "number"
             return f"{flags[-1]} is {'no number' if value is None else repr(value)}: use a {kind}"
         return text + (": put a text with spaces in quotes" if text.startswith("Got unexpected extra") else "")

@@ -19,9 +19,9 @@ from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle import open_eagle_drafter
 from paceline.drafters.eagle.checkpoint import open_gguf_eagle
 from paceline.drafters.eagle.config import read_eagle_config
+from paceline.drafters.fetched import read_fetched_drafter
 from paceline.drafters.gemma4_assistant.checkpoint import fits_target, open_gguf_assistant
 from paceline.drafters.gemma4_assistant.drafter import open_assistant
-from paceline.drafters.fetched import read_fetched_drafter
 from paceline.drafters.head_files import HeadFiles, is_head_file
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.drafter import open_medusa

@@ -39,8 +39,8 @@ def record_fetched_drafter(target: Path, drafter: FetchedDrafter) -> None:
         write_atomically(path, json.dumps({"target": str(target.resolve()), "drafter": drafter.name, "path": str(drafter.path)}) + "\n")
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be written ({error.strerror}), so auto will not find {drafter.name}: set PACELINE_CACHE to a directory that can "
-            f"be written, or use --drafter {drafter.name}"
+            f"{path} cannot be written ({error.strerror}), so auto does not find {drafter.name}: set PACELINE_CACHE to a directory that "
+            f"can be written, or use --drafter {drafter.name}"
         ) from error
 
 

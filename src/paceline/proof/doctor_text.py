@@ -134,16 +134,16 @@ def _memory_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         (
             "memory",
-            f"target {format_bytes(memory['target_weights_bytes'])}, {format_bytes(memory['target_cache_bytes_per_1k_tokens'])} for every 1000 tokens"
-            f"{sliding}{state}; runtime {memory['target_backend']}",
+            f"target {format_bytes(memory['target_weights_bytes'])}, {format_bytes(memory['target_cache_bytes_per_1k_tokens'])} for every "
+            f"1000 tokens{sliding}{state}; runtime {memory['target_backend']}",
         )
     ]
     if memory["draft_weights_bytes"] is not None:
         rows.append(
             (
                 "",
-                f"drafter {format_bytes(memory['draft_weights_bytes'])}, {format_bytes(memory['draft_cache_bytes_per_1k_tokens'])} for every "
-                f"1000 tokens; runtime {memory['draft_backend']}",
+                f"drafter {format_bytes(memory['draft_weights_bytes'])}, {format_bytes(memory['draft_cache_bytes_per_1k_tokens'])} for "
+                f"every 1000 tokens; runtime {memory['draft_backend']}",
             )
         )
     full, available = format_bytes(memory["full_context_bytes"]), format_bytes(memory["available_bytes"])

@@ -59,8 +59,8 @@ def fetch_drafter(question: DoctorOptions, report: Callable[[str], None]) -> tup
     plan = plan_download(name)
     if plan.missing_bytes > plan.free_bytes:
         raise CheckpointError(
-            f"{name} needs {format_bytes(plan.missing_bytes)}, and {plan.directory} has {format_bytes(plan.free_bytes)} free: free space, or "
-            "set HF_HOME to a directory on another disk"
+            f"{name} needs {format_bytes(plan.missing_bytes)}, and {plan.directory} has {format_bytes(plan.free_bytes)} free: free space, "
+            "or set HF_HOME to a directory on another disk"
         )
     size = format_bytes(plan.num_bytes) if plan.missing_bytes else "all files are there already"
     report(f"downloading {name} from the Hugging Face Hub into {plan.directory}: {size}")
@@ -79,8 +79,8 @@ def _named_drafter(question: DoctorOptions) -> str | None:
         return None
     if len(names) > 1 or names[0] in DRAFTER_NAMES or "/" not in names[0] or Path(names[0]).exists():
         raise ConfigError(
-            f"--fetch downloads one drafter, and --drafter is {', '.join(names)}: give one id on the Hugging Face Hub (owner/name), or leave "
-            "--drafter out for the recommended one"
+            f"--fetch downloads one drafter, and --drafter is {', '.join(names)}: give one id on the Hugging Face Hub (owner/name), or "
+            "leave --drafter out for the recommended one"
         )
     return names[0]
 

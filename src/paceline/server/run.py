@@ -71,7 +71,10 @@ def _pool(models: Sequence[str], arguments: Mapping[str, Any], settings: ServerS
     if not quiet:
         defaults = engine.loaded.sampling_defaults
         say(engine.loaded.banner)
-        say(f"{defaults.describe(defaults.fill_chat(SamplingParams(), ()))}, where a conversation leaves it open")
+        if engine.loaded.input_processor.tokenizer.has_chat_template:
+            say(f"{defaults.describe(defaults.fill_chat(SamplingParams(), ()))}, where a conversation leaves it open")
+        else:
+            say("the model has no chat template: texts are completed (/v1/completions, /api/generate), messages are refused")
         say(engine.loaded.cache_banner)
     return pool
 

@@ -1,4 +1,4 @@
-"""Paths of OpenAI's, Ollama's and llama.cpp's APIs that clients call and this server does not serve: each answer names what is served instead."""
+"""Paths of other programs' APIs that clients call and this server does not serve: each answer names what is served instead."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
