@@ -422,6 +422,12 @@ def test_word_after_an_option_is_its_value_even_if_it_looks_like_an_option(fake_
     assert (llm.asked, llm.params.max_tokens, llm.arguments["threads"]) == (["-ngl"], 9, 2)
 
 
+def test_single_word_notice_says_that_it_is_the_text(fake_llm: type[FakeLLM]) -> None:
+    notice = "is taken as the text and not as a model"
+    assert f"'llama3.2:1b' {notice}" in _invoke("run", "llama3.2:1b").stderr
+    assert notice not in _invoke("run", "m", "Once").stderr + _invoke("run", "two words").stderr + _invoke("run", "Once", "--quiet").stderr
+
+
 def test_max_tokens_minus_1_means_until_the_context_is_full(fake_llm: type[FakeLLM]) -> None:
     assert _invoke("run", "m", "Once", "-n", "-1").exit_code == 0
     assert fake_llm.made[0].params.max_tokens == MAX_INT
@@ -483,7 +489,7 @@ module = types.ModuleType("paceline.llm")
 module.LLM = LLM
 sys.modules["paceline.llm"] = module
 from paceline.cli import main
-sys.argv = ["paceline", "run", "x"]
+sys.argv = ["paceline", "run", "a text"]
 main()
 """
 

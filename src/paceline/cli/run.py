@@ -94,8 +94,6 @@ def run(
     text = checked_text("prompt", prompt) if prompt is not None and prompt != "-" else _read_stdin()
     if not text:
         raise RequestError("the prompt is empty: give a text, as an argument or on standard input", parameter="prompt")
-    if not settings.names_model and not settings.quiet and _ONE_WORD.fullmatch(text):
-        print_notice(f'{text!r} is taken as the text and not as a model: paceline run MODEL "TEXT" gives both')
     messages = _messages(text, system) if chat or system is not None else None
     hints: dict[str, Any] = {"speculation": {"trees": True}} if explain else {}
     if settings.adapter is not None:
@@ -107,6 +105,8 @@ def run(
     if messages is not None:
         check_takes_messages(settings)
     llm = load(settings)
+    if not settings.names_model and not settings.quiet and _ONE_WORD.fullmatch(text):
+        print_notice(f'{text!r} is taken as the text and not as a model: paceline run MODEL "TEXT" gives both')
     if messages is not None:
         settings = replace(settings, sampling=chat_sampling(llm, settings))
     if as_json:
