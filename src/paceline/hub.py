@@ -2,13 +2,16 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, list_directory, no_model_among_error, no_model_error
-from paceline.small_files import is_file
+from paceline.small_files import is_file, open_regular_file
 
 MINI = "mini"
 """Name of the small model that is part of the package."""
@@ -32,8 +35,13 @@ _TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_mo
 _LATER_SHARD = re.compile(r".+-(?!00001)\d{5}-of-\d{5}\.gguf")
 _FIRST_SHARD = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 _GGUF = ".gguf"
+_MAGIC = b"GGUF"
 _MAX_LISTED_NAMES = 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_OTHER_ID = re.compile(  # as llama.cpp, Ollama and browsers write them
+    r"(?P<site>(?:https?://)?(?:hf\.co|(?:www\.)?huggingface\.co)/)?(?P<owner>[A-Za-z0-9][\w.-]*/)?(?P<name>[A-Za-z0-9][\w.-]*)"
+    r"(?::(?P<tag>[\w.-]+))?/?"
+)
 _BARE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
@@ -75,15 +83,27 @@ def resolve_model(
     name = str(model)
     is_local = path.suffix.lower() == _GGUF and os.path.isdir(path.parent)
     if isinstance(model, Path) or is_local or not (_HUB_ID.fullmatch(name) or _BARE_NAME.fullmatch(name)):
-        raise CheckpointError(
-            f"{shortened(name)} does not exist; give a directory, a GGUF file, {MINI!r}, or a Hugging Face id such as 'owner/name'"
-        )
+        raise CheckpointError(f"{shortened(name)} does not exist; {_name_hint(name)}")
     if "/" not in name:
         raise CheckpointError(
             f"there is no directory {shortened(name)} here, and an id on the Hugging Face hub has an owner: give 'owner/{name[:60]}', "
             f"or the path of a directory or GGUF file, or {MINI!r}"
         )
     return _find_on_hub(name, gguf_file, revision=revision, token=token, offline=offline, with_heads=with_heads)
+
+
+def _name_hint(name: str) -> str:
+    """Return what to give instead of a name that is neither a path nor an id on the Hub."""
+    match = _OTHER_ID.fullmatch(name)
+    if match is not None and match["owner"] is not None and (match["site"] or match["tag"]):
+        file = f", and with --gguf-file the file whose name has {match['tag']!r}" if match["tag"] else ""
+        return f"give the id on the Hugging Face Hub, {match['owner'] + match['name']!r}{file}"
+    if match is not None and match["tag"] is not None:
+        return (
+            "names of Ollama's library are not looked up: give a GGUF file, a directory, or an id of the Hugging Face Hub such as "
+            "'owner/name' (ollama show --modelfile NAME prints the path of a model that Ollama has)"
+        )
+    return f"give a directory, a GGUF file, {MINI!r}, or a Hugging Face id such as 'owner/name'"
 
 
 def _expand_home(path: Path) -> Path:
@@ -97,12 +117,24 @@ def _gguf_path(path: Path, gguf_file: str | None) -> Path:
     if not is_file(path):
         raise CheckpointError(f"{path} is neither a directory nor a regular file; give a model's directory or a *.gguf file")
     if path.suffix.lower() != _GGUF:
+        if _begins_as_gguf(path):  # such as Ollama's blobs
+            raise CheckpointError(
+                f"{path} is a GGUF file whose name does not end in {_GGUF}; make a link and give that: ln -s {path} MODEL{_GGUF}"
+            )
         raise CheckpointError(
             f"{path} is a file; give the directory that holds config.json, the tokenizer and model.safetensors, or a *.gguf file"
         )
     if gguf_file is not None:
         raise CheckpointError(f"the model {path} is a file and the GGUF file {gguf_file!r} is named besides; give one of them")
     return path
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with open_regular_file(path) as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except (OSError, CheckpointError):
+        return False
 
 
 def _checkpoint_in(directory: Path, gguf_file: str | None, *, with_heads: bool = False) -> Path:
@@ -186,8 +218,52 @@ def _embedded_model() -> Path:
     return directory
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedDownload:
+    """What `resolve_model(name, with_heads=True)` would download.
+
+    Attributes:
+        num_bytes: size of all files.
+        missing_bytes: size of the files that are not in the local cache yet.
+        directory: the local cache.
+        free_bytes: free space there.
+    """
+
+    num_bytes: int
+    missing_bytes: int
+    directory: Path
+    free_bytes: int
+
+
+def plan_download(name: str, *, token: str | None = None) -> PlannedDownload:
+    """Return the size of a drafter on the Hugging Face Hub, and where its files would be stored. Nothing is downloaded.
+
+    Raises:
+        CheckpointError: the Hub cannot be reached, has no such model or does not give access to it.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    patterns = [*_FILES, *_HEAD_FILES]
+    with _hub_errors(name, revision=None, offline=False):
+        files = snapshot_download(name, token=token, allow_patterns=patterns, dry_run=True)
+        if not any(file.filename in SAFETENSORS or file.filename.startswith(_HEAD_FILES[0][:-1]) for file in files):
+            files = snapshot_download(name, token=token, allow_patterns=[*patterns, *_TORCH_FILES, f"*{_GGUF}"], dry_run=True)
+    directory = Path(constants.HF_HUB_CACHE)
+    existing = next(one for one in (directory, *directory.parents) if one.exists())
+    missing_bytes = sum(file.file_size or 0 for file in files if file.will_download)
+    return PlannedDownload(sum(file.file_size or 0 for file in files), missing_bytes, directory, shutil.disk_usage(existing).free)
+
+
 def _download(name: str, files: Sequence[str], *, revision: str | None, token: str | None, offline: bool) -> Path:
     from huggingface_hub import snapshot_download
+
+    with _hub_errors(name, revision=revision, offline=offline):
+        return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=list(files), local_files_only=offline))
+
+
+@contextmanager
+def _hub_errors(name: str, *, revision: str | None, offline: bool) -> Iterator[None]:
+    """Turn errors of the Hub's client into a CheckpointError that says what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
@@ -196,7 +272,7 @@ def _download(name: str, files: Sequence[str], *, revision: str | None, token: s
     )
 
     try:
-        return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=list(files), local_files_only=offline))
+        yield
     except GatedRepoError as error:
         raise CheckpointError(
             f"the model {name!r} is gated: ask for access at https://huggingface.co/{name}, then pass a token or run `hf auth login`"
@@ -208,7 +284,7 @@ def _download(name: str, files: Sequence[str], *, revision: str | None, token: s
     except RevisionNotFoundError as error:
         raise CheckpointError(f"the model {name!r} has no revision {revision!r}; leave it out to take the newest one") from error
     except LocalEntryNotFoundError as error:
-        advice = "run once without offline" if offline else "check the network, or give a directory"
+        advice = f"hf download {name} gets it, and so does a run without --offline" if offline else "check the network, or give a directory"
         raise CheckpointError(f"the model {name!r} is not in the local cache and was not downloaded; {advice}") from error
     except Exception as error:  # the Hub's client and its HTTP library raise exceptions of many types
         raise CheckpointError(f"the model {name!r} cannot be downloaded: {error}; check network and disk, or give a directory") from error

@@ -32,6 +32,8 @@ OTHER_NAMES = {
     "num_assistant_tokens": "num_speculative_tokens",
     # llama.cpp
     "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "num_ctx": "max_model_len",
     "temp": "temperature",
     "repeat_penalty": "repetition_penalty",
     "n_ctx": "max_model_len",

@@ -26,7 +26,7 @@ from paceline.cli.rendering import Writer
 from paceline.cli.reporting import print_notice
 from paceline.errors import CapacityError, RequestError
 from paceline.outputs import StreamChunk
-from paceline.sampling.params import SamplingParams
+from paceline.sampling.params import MAX_INT, SamplingParams
 from paceline.speculation.request import TokenOrigin
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -157,6 +157,11 @@ def test_chat_message_may_start_with_a_path(fake_llm: type[FakeLLM]) -> None:
     [
         ("/nonsense", "/nonsense is not a command; /help lists them"),
         ("/sett temperature 1", "/sett is not a command; did you mean /set?"),
+        ("/show info", "/show is not a command; /set shows the sampling parameters"),
+        ("/regen", "/regen is not a command; did you mean /retry?"),
+        ("/set parameter temperature 1", "/set: leave out the word parameter: /set temperature 0.7"),
+        ("/set system Be brief", "/set: use /system TEXT"),
+        ("/set num_predict 5", "/set: there is no num_predict; did you mean max_tokens?"),
         ("/byee", "/byee is not a command; did you mean /bye?"),
         ("/retry now", "/retry takes no argument"),
         ("/retry", "/retry: nothing was said yet"),
@@ -183,6 +188,15 @@ def test_chat_set_command_shows_and_changes_sampling_parameters(fake_llm: type[F
     shown = dict(re.findall(r"^(\w+) +(\S+)$", done.stderr, re.MULTILINE))
     assert (shown["temperature"], shown["max_tokens"], shown["top_k"], shown["seed"], shown["stop"]) == ("0.5", "7", "4", "none", "none")
     assert "temperature is 0.5\n" in done.stderr
+
+
+def test_chat_max_tokens_is_the_rest_of_the_context_by_default(fake_llm: type[FakeLLM]) -> None:
+    done = chat(stdin="/?\n/set\n/set max_tokens 5\n/set max_tokens -1\nHi\n")
+    assert "/retry " in done.stderr
+    assert re.search(r"^max_tokens +-1$", done.stderr, re.MULTILINE)
+    assert done.stderr.count("max_tokens is ") == 2
+    assert "max_tokens is -1\n" in done.stderr
+    assert fake_llm.made[0].params == SamplingParams(temperature=0.7, max_tokens=MAX_INT)
 
 
 def test_chat_system_command_shows_sets_and_removes_the_system_message(fake_llm: type[FakeLLM]) -> None:

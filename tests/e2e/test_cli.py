@@ -26,7 +26,7 @@ from paceline.errors import (
     PacelineError,
     RequestError,
 )
-from paceline.sampling.params import SamplingParams
+from paceline.sampling.params import MAX_INT, SamplingParams
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "transformers", "tokenizers", "scipy", "fastapi", "uvicorn", "prometheus_client"}
@@ -367,9 +367,8 @@ def test_text_given_as_argument_and_option_is_refused(fake_llm: type[FakeLLM]) -
         ("--max-token", "--max-tokens"),
         ("--gpu-memory-utilization", "--kv-cache-gb"),
         ("--speculative-model", "--drafter"),
-        ("--n-gpu-layers", "--device"),
-        ("-ngl", "--device"),
-        ("-hf", "--model"),
+        ("-s", "--seed"),
+        ("--draft-max", "--num-speculative-tokens"),
     ],
 )
 def test_unknown_option_error_suggests_the_nearest_name(fake_llm: type[FakeLLM], option: str, meant: str) -> None:
@@ -385,7 +384,20 @@ def test_unknown_option_error_suggests_the_nearest_name(fake_llm: type[FakeLLM],
         (["my.gguf"], "No such command 'my.gguf'. Did you mean paceline chat my.gguf?"),
         (["run", "mini", "two", "words"], "(words): put a text with spaces in quotes; "),
         (["run", "mini", "-n"], "'-n' requires an argument; "),
-        (["run", "--top-k", "many"], "Invalid value for '--top-k'"),
+        (["run", "--top-k", "many"], "--top-k is 'many': use a whole number; "),
+        (["run", "--temp", "hot"], "--temperature is 'hot': use a number; "),
+        (["run", "x", "-ngl", "99"], "no option -ngl: leave it out: all layers are computed on the CPU"),
+        (["run", "x", "-ngl=99"], "no option -ngl: leave it out"),
+        (["run", "x", "--n-gpu-layers", "99"], "no option --n-gpu-layers: leave it out"),
+        (["run", "x", "-no-cnv"], "no option -no-cnv: paceline run completes a text"),
+        (["run", "x", "-nope"], "no option -nope; "),
+        (["run", "x", "-fa", "on"], "no option -fa: leave it out"),
+        (["run", "-hf", "o/n"], "no option -hf: give the id of the Hub as MODEL"),
+        (["run", "x", "--format", "json"], "no option --format: paceline serve takes a schema with each request; "),
+        (["run", "x", "--zzzzz"], "no option --zzzzz; "),
+        (["list"], "No such command 'list': models are files and directories that you name"),
+        (["pull", "llama3"], "No such command 'pull': paceline run owner/name gets a model"),
+        (["frobnicate"], "No such command 'frobnicate'. Commands: chat, run, serve, "),
     ],
 )
 def test_usage_error_is_one_line(fake_llm: type[FakeLLM], arguments: list[str], says: str) -> None:
@@ -404,16 +416,33 @@ def test_short_options_are_those_of_llama_cpp(fake_llm: type[FakeLLM]) -> None:
     assert llm.params == SamplingParams(max_tokens=9, temperature=0.5)
 
 
+def test_word_after_an_option_is_its_value_even_if_it_looks_like_an_option(fake_llm: type[FakeLLM]) -> None:
+    assert _invoke("run", "-m", "m", "-p", "-ngl", "-n9", "-qt2").exit_code == 0
+    (llm,) = fake_llm.made
+    assert (llm.asked, llm.params.max_tokens, llm.arguments["threads"]) == (["-ngl"], 9, 2)
+
+
+def test_single_word_notice_says_that_it_is_the_text(fake_llm: type[FakeLLM]) -> None:
+    notice = "is taken as the text and not as a model"
+    assert f"'llama3.2:1b' {notice}" in _invoke("run", "llama3.2:1b").stderr
+    assert notice not in _invoke("run", "m", "Once").stderr + _invoke("run", "two words").stderr + _invoke("run", "Once", "--quiet").stderr
+
+
+def test_max_tokens_minus_1_means_until_the_context_is_full(fake_llm: type[FakeLLM]) -> None:
+    assert _invoke("run", "m", "Once", "-n", "-1").exit_code == 0
+    assert fake_llm.made[0].params.max_tokens == MAX_INT
+
+
 # --- sampling of conversations ---
 
 
 def test_run_chat_uses_the_sampling_recommended_by_the_model(fake_llm: type[FakeLLM]) -> None:
     fake_llm.recommended = {"temperature": 0.6, "top_p": 0.9}
     done = _invoke("run", "Hi", "--chat")
-    assert fake_llm.made[0].params == SamplingParams(temperature=0.6, top_p=0.9)
+    assert fake_llm.made[0].params == SamplingParams(temperature=0.6, top_p=0.9, max_tokens=MAX_INT)
     assert "sampling: temperature 0.6, top_p 0.9 (the model's own)\n" in done.stderr
     done = _invoke("run", "Hi", "--chat", "--temp", "0")
-    assert fake_llm.made[1].params == SamplingParams(temperature=0, top_p=0.9)
+    assert fake_llm.made[1].params == SamplingParams(temperature=0, top_p=0.9, max_tokens=MAX_INT)
     assert "sampling: greedy, top_p 0.9\n" in done.stderr
 
 
@@ -421,7 +450,7 @@ def test_run_chat_defaults_to_temperature_0_7_and_completion_to_greedy(fake_llm:
     assert "sampling: temperature 0.7\n" in _invoke("run", "Hi", "--chat").stderr
     fake_llm.recommended = {"temperature": 0.6}
     assert "sampling" not in _invoke("run", "Hi").stderr
-    assert [llm.params for llm in fake_llm.made] == [SamplingParams(temperature=0.7), SamplingParams()]
+    assert [llm.params for llm in fake_llm.made] == [SamplingParams(temperature=0.7, max_tokens=MAX_INT), SamplingParams()]
 
 
 def test_help_all_lists_every_option_of_every_panel() -> None:
@@ -460,7 +489,7 @@ module = types.ModuleType("paceline.llm")
 module.LLM = LLM
 sys.modules["paceline.llm"] = module
 from paceline.cli import main
-sys.argv = ["paceline", "run", "x"]
+sys.argv = ["paceline", "run", "a text"]
 main()
 """
 

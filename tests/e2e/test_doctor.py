@@ -581,7 +581,9 @@ def test_doctor_suggests_published_drafters_for_a_missing_model() -> None:
     assert {"RedHatAI/Qwen3-8B-speculator.eagle3", "AngelSlim/Qwen3-8B_eagle3", "Qwen/Qwen3-0.6B", "ngram"} <= names.keys()
     assert names["AngelSlim/Qwen3-8B_eagle3"]["slowest"] is None
     said = text("--model", "Qwen/Qwen3-8B")[1]
-    assert "Qwen/Qwen3-0.6B draft_model on the Hugging Face hub 0.6 B 55% to 80% not measured" in said
+    assert "Qwen/Qwen3-0.6B draft_model 0.6 B 55 to 80%" in said
+    narrow = CliRunner(env={"COLUMNS": "40"}).invoke(app, ["doctor", "Qwen/Qwen3-30B-A3B-Instruct-2507"]).stdout
+    assert re.search(r"^lmsys/SGLang-EAGLE3-Qwen3-30B-A3B-Instruct-2507-SpecForge-Nex +eagle3 ", narrow, re.MULTILINE)
 
 
 def test_doctor_predicts_no_speedup_of_lookup_drafters(target: Path) -> None:

@@ -73,6 +73,28 @@ def test_model_name_that_looks_like_a_path_is_not_requested_from_the_hub(name: s
     assert no_download.calls == []
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("owner/model:Q4_K_M", "give the id on the Hugging Face Hub, 'owner/model', and with --gguf-file the file whose name has 'Q4_K_M'"),
+        ("hf.co/owner/model", "give the id on the Hugging Face Hub, 'owner/model'$"),
+        ("https://huggingface.co/owner/model/", "give the id on the Hugging Face Hub, 'owner/model'$"),
+        ("llama3.2:1b", "names of Ollama's library are not looked up"),
+        ("a/b/c", "give a directory, a GGUF file"),
+    ],
+)
+def test_model_name_as_other_programs_write_it_gets_a_hint(name: str, says: str, no_download: Download) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        resolve_model(name)
+    assert no_download.calls == []
+
+
+def test_gguf_file_without_its_ending_gets_a_hint(tmp_path: Path, no_download: Download) -> None:
+    (tmp_path / "sha256-1").write_bytes(b"GGUF\x03")
+    with pytest.raises(CheckpointError, match=r"does not end in \.gguf; make a link and give that: ln -s .*sha256-1 MODEL\.gguf"):
+        resolve_model(tmp_path / "sha256-1")
+
+
 @pytest.mark.parametrize("name", ["", " "])
 def test_empty_model_name_is_refused(name: str, no_download: Download) -> None:
     with pytest.raises(CheckpointError, match="name is empty"):
@@ -101,7 +123,7 @@ RESPONSE: Any = SimpleNamespace(headers={}, request=None)
 @pytest.mark.parametrize(
     ("error", "offline", "text"),
     [
-        (LocalEntryNotFoundError("no"), True, "not in the local cache.*run once without offline"),
+        (LocalEntryNotFoundError("no"), True, "not in the local cache.*hf download owner/model gets it"),
         (LocalEntryNotFoundError("no"), False, "not in the local cache.*check the network"),
         (RepositoryNotFoundError("no", response=RESPONSE), False, "no directory and no model 'owner/model'"),
         (GatedRepoError("no", response=RESPONSE), False, "is gated"),

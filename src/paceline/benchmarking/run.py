@@ -289,7 +289,8 @@ class Run:
             for order in make_worker_requests(workload, temperature, prompts[workload], self._plan.batch_size)
         ]
         rounds = self.measured.size.rounds
-        self._watcher.say(f"measuring: {1 + rounds} times {len(orders)} orders of {len(self._workers)} modes in turns")
+        count = f"{len(orders)} request{'' if len(orders) == 1 else 's'}"
+        self._watcher.say(f"measuring {len(self._workers)} modes in turns: {1 + rounds} rounds of {count}, the first to warm up")
         self._watcher.begin((1 + rounds) * len(orders))
         for number in range(1 + rounds):
             for place, order in enumerate(orders):
@@ -321,7 +322,7 @@ class Run:
             whole_s = size.seconds(turn_s, size.tokens, num_cells, plan.batch_size)
             self.measured.notices.append(
                 f"{_shown(size)} would take about {whole_s / 60:.1f} minutes and --minutes is {plan.minutes:g}: measured are "
-                f"{_shown(fitting)}; --rounds, --num-prompts and --tokens insist"
+                f"{_shown(fitting)}; --rounds, --num-prompts and --max-tokens set them regardless"
             )
             self.measured.size = fitting
 

@@ -14,14 +14,15 @@ from paceline.cli.options import SAMPLING, Settings, checked_text, with_settings
 from paceline.cli.reporting import EXIT_INTERRUPTED, exit_code, print_error, print_notice
 from paceline.cli.run import Explain, ShowDrafts, System
 from paceline.errors import CONTEXT_LENGTH_EXCEEDED, CapacityError, PacelineError, RequestError
-from paceline.sampling.params import SamplingParams
+from paceline.sampling.params import MAX_INT, SamplingParams
+from paceline.spelling import OTHER_NAMES
 
 if TYPE_CHECKING:
     from paceline.cli.message_input import Entry, MessageInput
     from paceline.cli.rendering import Answer
     from paceline.llm import LLM
 
-_COMMAND = re.compile(r"(/[A-Za-z]*)(?:\s+(.*))?", re.DOTALL)
+_COMMAND = re.compile(r"(/[A-Za-z]*|/\?)(?:\s+(.*))?", re.DOTALL)
 KEEP_SYSTEM_HELP = "When the context is full the oldest turns are not sent any more; keep the system message then."
 _NOTHING = ('""', "''")
 
@@ -100,6 +101,8 @@ def parse_command(text: str) -> tuple[str, str] | None:
             raise RequestError(f"{name} takes no argument; put a message that begins like this in triple quotes")
         return name, argument
     meant = next(iter(get_close_matches(name, [*COMMANDS, *OTHER_COMMANDS], 1, 0.75)), None)
+    if name in OTHER_PROGRAMS:
+        raise RequestError(f"{name} is not a command; {OTHER_PROGRAMS[name]}")
     if meant is not None or not argument:
         raise RequestError(f"{name} is not a command; " + (f"did you mean {meant}?" if meant else "/help lists them"))
     return None
@@ -115,18 +118,23 @@ def _set(conversation: Conversation, argument: str) -> str:
     name, _, text = argument.partition(" ")
     name = name.replace("-", "_")
     if not name:
-        return "\n".join(f"{name:<20}{_shown(getattr(conversation.params, name))}" for name in SAMPLING.options)
+        return "\n".join(f"{name:<20}{_shown(name, conversation.params)}" for name in SAMPLING.options)
+    if name in ("system", "parameter"):  # as in Ollama
+        raise RequestError("/set: " + ("use /system TEXT" if name == "system" else "leave out the word parameter: /set temperature 0.7"))
     if name not in SAMPLING.options:
-        meant = next(iter(get_close_matches(name, SAMPLING.options, 1)), None)
+        meant = OTHER_NAMES.get(name)
+        meant = meant if meant in SAMPLING.options else next(iter(get_close_matches(name, SAMPLING.options, 1)), None)
         raise RequestError(f"/set: there is no {name}; " + (f"did you mean {meant}?" if meant else "/set alone lists all"))
     if text.strip():
         value = _value(name, text.strip())
         conversation.params = replace(conversation.params, **{name: value})
-    return f"{name} is {_shown(getattr(conversation.params, name))}"
+    return f"{name} is {_shown(name, conversation.params)}"
 
 
 def _value(name: str, text: str) -> Any:
     """Parse a setting's value: JSON, "none", or, for a stop text, the text itself."""
+    if name == "max_tokens" and text in ("-1", "none"):
+        return MAX_INT
     if text == "none":
         return None
     if name == "stop" and text[0] not in '["':
@@ -137,7 +145,10 @@ def _value(name: str, text: str) -> Any:
         return text  # SamplingParams refuses it and lists allowed values
 
 
-def _shown(value: object) -> str:
+def _shown(name: str, params: SamplingParams) -> str:
+    value = getattr(params, name)
+    if name == "max_tokens" and value == MAX_INT:
+        return "-1"
     return "none" if value in (None, ()) else json.dumps(value)
 
 
@@ -179,7 +190,15 @@ COMMANDS: Mapping[str, Command] = {
     "/clear": Command("", "forget the conversation; the system message stays (also /reset)", _clear),
     "/exit": Command("", "end, as Ctrl-D does (also /quit, /bye)"),
 }
-OTHER_COMMANDS = {"/reset": "/clear", "/quit": "/exit", "/bye": "/exit"}
+OTHER_COMMANDS = {"/reset": "/clear", "/quit": "/exit", "/bye": "/exit", "/?": "/help"}
+OTHER_PROGRAMS = {
+    "/show": "/set shows the sampling parameters, /system the system message; paceline doctor MODEL shows the model",
+    "/load": "end, and begin with another model: paceline chat MODEL",
+    "/regen": "did you mean /retry?",
+    "/read": "a text of a file: paceline run --chat MODEL < FILE",
+    "/glob": "a text of a file: paceline run --chat MODEL < FILE",
+}
+"""Commands of Ollama and llama.cpp, and what to use instead."""
 
 
 @with_settings

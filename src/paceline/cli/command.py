@@ -1,12 +1,15 @@
 """How each command parses its arguments: help in two lengths, and wrong usage as one line with the nearest name."""
 
+import re
 from copy import copy
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from paceline.cli.other_programs import OTHER_COMMANDS, OTHER_OPTIONS
 from paceline.cli.reporting import EXIT_WRONG_INPUT, print_error
 from paceline.spelling import OTHER_NAMES
 
@@ -25,6 +28,7 @@ COMMON = [
     "workload",
     "peer",
     "probe",
+    "fetch",
     "memory_gb",
     "tokens",
     "max_tokens",
@@ -46,6 +50,10 @@ COMMON = [
 ]
 """Options that --help lists, in this order; --help-all lists the others too."""
 _LISTS_ALL = "paceline.lists_all_options"
+_ONE_DASH = re.compile(r"-[A-Za-z][\w-]+")
+_NO_NUMBER = re.compile(r"Invalid value for (.*'): Input should be a valid (integer|number).*")  # typer's text
+_WHOLE_NUMBERS = ("max_tokens", "threads", "max_model_len")  # options with a short form such as -n9
+_CUTOFF = 0.7  # below, the nearest name is hardly ever the one that was meant
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])  # typer exports no name for it
 
 
@@ -61,8 +69,12 @@ class Commands(TyperGroup):
         try:
             return super().resolve_command(ctx, args)
         except _UsageError as error:
-            hint = f" Did you mean paceline chat {args[0]}?" if args[0].lower().endswith(".gguf") or "/" in args[0] else ""
-            print_error(cast(Any, error).format_message() + hint)
+            text = cast(Any, error).format_message()
+            if args[0] in OTHER_COMMANDS:
+                text = f"No such command {args[0]!r}: {OTHER_COMMANDS[args[0]]}."
+            elif args[0].lower().endswith(".gguf") or "/" in args[0]:
+                text += f" Did you mean paceline chat {args[0]}?"
+            print_error(text if text.endswith("?") else f"{text} Commands: {', '.join(self.list_commands(ctx))}")
             raise typer.Exit(EXIT_WRONG_INPUT) from None
 
 
@@ -76,20 +88,54 @@ class Command(TyperCommand):
             typer.Exit: they are wrong; the error is printed.
         """
         ctx.meta[_LISTS_ALL] = "--help-all" in args
-        flags = [flag for one in self.params for flag in one.opts]
-        foreign = [word for word in args if word[:1] == "-" and word not in flags and word[1:] in OTHER_NAMES]
-        if foreign:  # such as -ngl, which would be read as -n gl
-            print_error(self._unknown_option(foreign[0]))
+        typed = list(args)  # parsing empties the list
+        foreign = self._foreign_word(args)
+        if foreign is not None:
+            print_error(self._with_pointer(ctx, self._unknown_option(foreign)))
             raise typer.Exit(EXIT_WRONG_INPUT)
         try:
             return super().parse_args(ctx, args)
         except _UsageError as error:
-            name = getattr(error, "option_name", None)
-            is_unknown = type(error).__name__ == "NoSuchOption" and name is not None
-            text = self._unknown_option(str(name)) if is_unknown else cast(Any, error).format_message().rstrip(".")
-            text += ": put a text with spaces in quotes" if text.startswith("Got unexpected extra") else ""
-            print_error(text if text.endswith("?") else f"{text}; {ctx.command_path} --help-all lists all options")
+            print_error(self._with_pointer(ctx, self._usage_text(error, typed)))
             raise typer.Exit(EXIT_WRONG_INPUT) from None
+
+    def _foreign_word(self, args: list[str]) -> str | None:
+        """Return the first word such as -ngl, which would be read as the options -n gl; None if there is none."""
+        owners = {flag: one for one in self.params for flag in (*one.opts, *one.secondary_opts)}
+        is_value = False
+        for word in args:
+            name = word.partition("=")[0]
+            owner: Any = owners.get(name)
+            if word == "--":
+                return None
+            if not is_value and owner is None and _ONE_DASH.fullmatch(name) and self._is_foreign(name, owners):
+                return name
+            is_value = not is_value and owner is not None and not owner.is_flag and "=" not in word
+        return None
+
+    def _is_foreign(self, name: str, owners: dict[str, Any]) -> bool:
+        """Return whether a word with one dash is no short option with its value, such as -n9, nor several switches."""
+        short = owners.get(name[:2])
+        if short is None or name[1:] in OTHER_OPTIONS or name[1:] in OTHER_NAMES:
+            return True
+        return short.name in _WHOLE_NUMBERS and not name[2:].isdigit()
+
+    def _usage_text(self, error: Exception, args: list[str]) -> str:
+        """Return the text for wrong usage."""
+        name = getattr(error, "option_name", None)
+        if type(error).__name__ == "NoSuchOption" and name is not None:
+            return self._unknown_option(str(name))
+        text: str = cast(Any, error).format_message().rstrip(".")
+        wrong = _NO_NUMBER.fullmatch(text)
+        if wrong is not None:
+            flags = re.findall(r"'(-[^']+)'", wrong[1])
+            value = next((value for flag, value in pairwise(args) if flag in flags), None)
+            kind = "whole number" if wrong[2] == "integer" else "number"
+            return f"{flags[-1]} is {'no number' if value is None else repr(value)}: use a {kind}"
+        return text + (": put a text with spaces in quotes" if text.startswith("Got unexpected extra") else "")
+
+    def _with_pointer(self, ctx: Any, text: str) -> str:
+        return text if text.endswith("?") else f"{text}; {ctx.command_path} --help-all lists all options"
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help: common options in one panel, or all options in panels by subject."""
@@ -113,9 +159,12 @@ class Command(TyperCommand):
 
     def _unknown_option(self, name: str) -> str:
         flags = {flag: one.name for one in self.params for flag in (*one.opts, *one.secondary_opts) if flag.startswith("-")}
+        hint = OTHER_OPTIONS.get(name.lstrip("-").replace("_", "-"), "")
+        if " " in hint:
+            return f"there is no option {name}: {hint}"
         ours = OTHER_NAMES.get(name.lstrip("-").replace("-", "_"))
         close = [flag for flag, owner in flags.items() if owner == ours and flag.startswith("--")][-1:]
-        close = close or get_close_matches(name, flags, 1, 0.6)
+        close = [flag for flag in flags if flag == hint] or close or get_close_matches(name, flags, 1, _CUTOFF)
         return f"there is no option {name}" + (f": did you mean {close[0]}?" if close else "")
 
 

@@ -20,14 +20,16 @@ from paceline.cli.options import (
     named_directories,
     named_values,
 )
-from paceline.cli.reporting import EXIT_FAILURE, reported_errors
+from paceline.cli.reporting import EXIT_FAILURE, print_notice, reported_errors
 from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, quant_options
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.proof.doctor import Diagnosis
+    from paceline.proof.fetch_drafter import Fetched
 
 MEMORY_HELP = "Judge by this much memory, in gigabytes. Default: what is free here."
+FETCH_HELP = "Download the recommended drafter, or that of --drafter, and check it; auto uses it from then on."
 PROBE_HELP = "Load everything, time passes, draft for a few short texts, and predict the speedup."
 Drafters = Annotated[
     list[str] | None, typer.Option(*flags_of("drafter"), help=SPECULATION.options["drafter"], metavar="<str>", show_default="auto")
@@ -60,12 +62,13 @@ def doctor(
     threads: Annotated[int | None, typer.Option(*flags_of("threads"), help=MODEL.options["threads"])] = None,
     memory_gb: Annotated[float | None, typer.Option("--memory-gb", help=MEMORY_HELP)] = None,
     probe: Annotated[bool, typer.Option("--probe", help=PROBE_HELP)] = False,
+    fetch: Annotated[bool, typer.Option("--fetch", help=FETCH_HELP)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks and what libraries warn about.")] = False,
 ) -> None:
     """Report the memory of a model, whether its drafter fits, and why (not).
 
-    It lists drafters published for the model. Nothing is downloaded; --probe loads weights. Exit code 1: it cannot work.
+    It lists drafters published for the model. Only --fetch downloads, and only --probe loads weights. Exit code 1: it cannot work.
     """
     with reported_errors(debug=debug):
         model = model_or_mini(model_argument, model, prints=not as_json)
@@ -90,7 +93,11 @@ def doctor(
         )  # fmt: skip
         if probe and not debug:
             _quieten()
-        _print(diagnose(question), as_json=as_json)
+        if not fetch:
+            return _print(diagnose(question), as_json=as_json)
+        from paceline.proof.fetch_drafter import fetch_drafter
+
+        _print(*fetch_drafter(question, print_notice), as_json=as_json)
 
 
 def _quieten() -> None:
@@ -115,7 +122,7 @@ def _probe_arguments(engine: EngineConfig, speculation: SpeculationConfig) -> di
     }
 
 
-def _print(found: "Diagnosis", *, as_json: bool) -> None:
+def _print(found: "Diagnosis", fetched: "Fetched | None" = None, *, as_json: bool) -> None:
     """Print a diagnosis.
 
     Raises:
@@ -126,8 +133,12 @@ def _print(found: "Diagnosis", *, as_json: bool) -> None:
     from paceline.proof.doctor_text import report
 
     if as_json:
-        print(json.dumps(found.as_dict()))
+        print(json.dumps(found.as_dict() | ({} if fetched is None else {"fetched": fetched.as_dict()})))
     else:
-        Console(file=sys.stdout, highlight=False).print(report(found), soft_wrap=False)
+        Console(file=sys.stdout, highlight=False).print(report(found), soft_wrap=False, crop=False)
+        if fetched is not None:
+            print_notice(
+                f"{fetched.drafter} is in {fetched.path}; " + ("auto uses it from now on" if fetched.is_used else "auto does not use it")
+            )
     if not found.works:
         raise typer.Exit(EXIT_FAILURE)

@@ -3,12 +3,13 @@
 import os
 import sys
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.cli.options import Settings
 from paceline.cli.reporting import print_notice
 from paceline.errors import ConfigError
-from paceline.sampling.params import SamplingParams
+from paceline.sampling.params import MAX_INT, SamplingParams
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -36,8 +37,12 @@ def load(settings: Settings) -> "LLM":
 
 
 def chat_sampling(llm: "LLM", settings: Settings) -> SamplingParams:
-    """Return the sampling parameters of conversations: those that were given, else the model's own; print them."""
-    params = llm.sampling_defaults.fill_chat(settings.sampling, settings.given_sampling)
+    """Return the sampling parameters of conversations: those that were given, else the model's own; print them.
+
+    Unless a limit was given, an answer may use the rest of the context, as in other programs for conversations.
+    """
+    params = settings.sampling if "max_tokens" in settings.given_sampling else replace(settings.sampling, max_tokens=MAX_INT)
+    params = llm.sampling_defaults.fill_chat(params, settings.given_sampling)
     if not settings.quiet:
         print_notice(llm.sampling_defaults.describe(params))
     return params

@@ -12,7 +12,7 @@ from paceline.cli.reporting import print_notice, reported_errors
 from paceline.config import ACCEPTANCE, DEVICES, DRAFT_QUANT, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError, RequestError
 from paceline.sampling.defaults import DEFAULT_NAMES
-from paceline.sampling.params import SamplingParams
+from paceline.sampling.params import MAX_INT, SamplingParams
 from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.settings import ServerSettings
 
@@ -69,7 +69,7 @@ SAMPLING = Panel(
     "Sampling",
     SamplingParams,
     {
-        "max_tokens": "Output tokens at most.",
+        "max_tokens": "Output tokens at most; -1 = until the context is full. Default: in conversations -1, for texts 256.",
         "temperature": "0 = greedy: always the most probable token. Default: in conversations the model's own, else 0.7; for texts 0.",
         "top_k": "Keep the k best tokens; 0 = off. In conversations the model's own by default.",
         "top_p": "Keep the best tokens until their mass reaches p; 1 = off. In conversations the model's own by default.",
@@ -195,6 +195,7 @@ DraftQuant = Annotated[
     str, typer.Option("--draft-quantization", help=SPECULATION.options["draft_quantization"], metavar=METAVARS["draft_quantization"])
 ]
 KVCacheDtypeName = Annotated[str, typer.Option("--kv-cache-dtype", help=MEMORY.options["kv_cache_dtype"], metavar="<str>")]
+_OPEN_NAMES = ("max_tokens", *DEFAULT_NAMES)  # their defaults depend on the command and the model
 REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts", "allow_origin", "adapters")
 
 
@@ -204,7 +205,7 @@ class Settings:
 
     Attributes:
         panels: those that the command has.
-        given_sampling: names of the sampling parameters that were given; the model may have values for the others.
+        given_sampling: names of the sampling parameters that were given, of those whose defaults depend on the command or the model.
         names_model: whether a model was named; else the embedded one is used.
         server: options of the server, checked once its keys are read.
         cluster: how many engines run, and where.
@@ -236,7 +237,9 @@ class Settings:
         if not names_model:
             given[EngineConfig].pop("model", None)
         if sampling:
-            sampling = {name: value for name, value in sampling.items() if name not in DEFAULT_NAMES or value is not None}
+            sampling = {name: value for name, value in sampling.items() if name not in _OPEN_NAMES or value is not None}
+            if sampling.get("max_tokens") == -1:  # as in llama.cpp and Ollama
+                sampling["max_tokens"] = MAX_INT
             sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
         for name in {"allowed_hosts", "allow_origin"} & set(server):
             server[name] = tuple(server[name] or ())
@@ -247,7 +250,7 @@ class Settings:
             given[EngineConfig]["adapters"] = named_directories(given[EngineConfig]["adapters"])
         configs = EngineConfig(**given[EngineConfig]), SamplingParams(**sampling), SpeculationConfig(**speculation)
         cluster = ClusterSettings(**given[ClusterSettings])
-        given_sampling = frozenset(sampling) & set(DEFAULT_NAMES)
+        given_sampling = frozenset(sampling) & set(_OPEN_NAMES)
         return cls(*configs, values.pop("quiet"), values.pop("debug"), panels, server, cluster, given_sampling, names_model)
 
     @property
@@ -377,7 +380,7 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
         hint, default = list[str], [default] if default else []
     elif name in ("quantization", "draft_quantization"):
         hint = str
-    elif name == "model" or name in DEFAULT_NAMES:
+    elif name == "model" or name in _OPEN_NAMES:
         hint, default = hint | None, None
     elif name == "num_speculative_tokens":
         hint, parser = str, _count_or_word

@@ -92,7 +92,7 @@ def _run(question: "ProofOptions", *, quiet: bool) -> "tuple[Proof, bool]":
     from paceline.proof.exactness.prove import Prover
 
     if not quiet:
-        print_notice(f"seed {question.seed}")
+        print_notice(f"comparing plain and speculative decoding, seed {question.seed}")
     prover = Prover(question)
     if not quiet:
         for notice in prover.proof.notices:

@@ -41,6 +41,7 @@ CHAT_HELP = "Apply the model's chat template: the text is a message."
 PREDICTION_HELP = (
     "A text the output will resemble, such as the file that is to be edited; it is drafted from first. It changes the speed, never a token."
 )
+_ONE_WORD = re.compile(r"[\w./:-]+")  # Ollama's users begin with: run NAME
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
@@ -104,6 +105,8 @@ def run(
     if messages is not None:
         check_takes_messages(settings)
     llm = load(settings)
+    if not settings.names_model and not settings.quiet and _ONE_WORD.fullmatch(text):
+        print_notice(f'{text!r} is taken as the text and not as a model: paceline run MODEL "TEXT" gives both')
     if messages is not None:
         settings = replace(settings, sampling=chat_sampling(llm, settings))
     if as_json:

@@ -5,7 +5,7 @@ that it returns the hidden states that heads read. `PreparedDrafters.open` creat
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle import open_eagle_drafter
 from paceline.drafters.eagle.checkpoint import open_gguf_eagle
 from paceline.drafters.eagle.config import read_eagle_config
+from paceline.drafters.fetched import read_fetched_drafter
 from paceline.drafters.gemma4_assistant.checkpoint import fits_target, open_gguf_assistant
 from paceline.drafters.gemma4_assistant.drafter import open_assistant
 from paceline.drafters.head_files import HeadFiles, is_head_file
@@ -86,7 +87,7 @@ class PreparedDrafter:
         path: path of its files; None if it needs none.
         head: its opened files if it is a head, None if it is a draft model or needs no files.
         is_optional: the user did not name this head, "auto" found it. If it cannot be used, the n-gram drafter takes its place.
-        notice: line for the user: why "auto" does not use the draft model that it found. Empty if there is nothing to say.
+        notice: line for the user: why "auto" does not use a drafter that it found. Empty if there is nothing to report.
     """
 
     name: str
@@ -128,7 +129,7 @@ class PreparedDrafters:
 
     @property
     def notices(self) -> list[str]:
-        """Lines for the user about draft models that were found and are not used."""
+        """Lines for the user about drafters that were found and are not used."""
         return [drafter.notice for drafter in self.drafters if drafter.notice]
 
     def open(self, target: LoadedTarget) -> list[Drafter]:
@@ -246,7 +247,9 @@ def prepare_drafter(name: str, target: Path, *, token: str | None = None, offlin
         return None
     if name in MODEL_FREE_DRAFTERS:
         return PreparedDrafter(name)
-    if name in ("auto", DRAFT_MODEL):
+    if name == "auto":
+        return _find_fetched_drafter(target) or _find_own_drafter(name, target)
+    if name == DRAFT_MODEL:
         return _find_own_drafter(name, target)
     own = HeadKind(name) if name in HEADS_INSIDE_TARGET else None
     path = target if own is not None else _resolve_path(name, token=token, offline=offline)
@@ -256,6 +259,18 @@ def prepare_drafter(name: str, target: Path, *, token: str | None = None, offlin
     if own is not None:
         raise IncompatibleDrafterError(f"{target} is a GGUF file that holds no {name} head: use another drafter")
     return PreparedDrafter(DRAFT_MODEL, path)
+
+
+def _find_fetched_drafter(target: Path) -> PreparedDrafter | None:
+    """Open the drafter that `paceline doctor --fetch` downloaded for a target; None if it downloaded none."""
+    fetched = read_fetched_drafter(target)
+    if fetched is None:
+        return None
+    if not fetched.path.exists():
+        notice = f"{fetched.name}, downloaded for this model, is no longer at {fetched.path}: paceline doctor MODEL --fetch gets it again"
+        return replace(_find_own_drafter("auto", target), notice=notice)
+    head = open_head_files(fetched.path)
+    return PreparedDrafter(DRAFT_MODEL if head is None else head.kind.value, fetched.path, head)
 
 
 def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:

@@ -10,7 +10,7 @@ from paceline.errors import printable
 from paceline.proof.doctor import Diagnosis
 
 _LOOKUP_MS = 0.2  # drafting a token takes less in lookups alone, whose speedup does not follow from an acceptance rate
-LOCATIONS = {"built_in": "built in", "checkpoint": "in the model's own files", "hub": "on the Hugging Face hub"}
+_COLUMN_GAP = 2
 
 
 def report(found: Diagnosis) -> Group:
@@ -42,22 +42,31 @@ def _summary(facts: dict[str, Any]) -> str:
 
 
 def _suggestions(suggested: list[dict[str, Any]]) -> list[Table | Text]:
-    """Return a table of drafters to try, and a line on its assumptions."""
+    """Return a table of drafters to try, and a line on its assumptions. An id is never broken, so that it can be copied."""
     if not suggested:
         return []
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    names = ("--drafter", "method", "where", "parameters", "assumed acceptance", "speedup")
-    for name in names:
-        table.add_column(name, header_style="bold", overflow="fold")
-    for one in suggested:
-        acceptance, slowest, fastest = one["acceptance"], one["slowest"], one["fastest"]
-        unknown = "depends on the text" if one["location"] == "built_in" else "not measured"
-        speedup = unknown if slowest is None else f"{slowest['speedup']:.2f} to {fastest['speedup']:.2f}x"
-        parameters = "" if one["parameters"] is None else f"{one['parameters'] / 1e9:.2g} B"
-        rates = f"{acceptance['low']:.0%} to {acceptance['high']:.0%}"
-        table.add_row(one["drafter"], one["method"], LOCATIONS[one["location"]], parameters, rates, speedup)
-    text = "Drafters to try. Acceptance rates are published ones; --probe predicts speedups from them for one request at a time."
+    is_predicted = any(one["slowest"] is not None for one in suggested)
+    rows = [["--drafter", "method", "size", "acceptance", "speedup"], *map(_suggestion, suggested)]
+    rows = [row if is_predicted else row[:-1] for row in rows]
+    width = sum(max(map(len, column)) + _COLUMN_GAP for column in zip(*rows, strict=True))
+    table = Table(box=None, pad_edge=False, padding=(0, _COLUMN_GAP, 0, 0), width=width)  # wider than the terminal if it must be
+    for name in rows[0]:
+        table.add_column(name, header_style="bold", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*row)
+    text = "Drafters to try. Acceptance rates are assumptions from papers and model cards. "
+    text += "" if is_predicted else "--probe predicts speedups from them. "
+    if any(one["location"] == "hub" for one in suggested):
+        text += "Names with a / are on the Hugging Face Hub; --fetch downloads one."
     return [Text(), Text(text, style="dim"), table, Text()]
+
+
+def _suggestion(one: dict[str, Any]) -> list[str]:
+    acceptance, slowest, fastest = one["acceptance"], one["slowest"], one["fastest"]
+    unknown = "by the text" if one["location"] == "built_in" else "unknown"
+    speedup = unknown if slowest is None else f"{slowest['speedup']:.2f} to {fastest['speedup']:.2f}x"
+    size = "" if one["parameters"] is None else f"{one['parameters'] / 1e9:.2g} B"
+    return [one["drafter"], one["method"], size, f"{100 * acceptance['low']:.0f} to {acceptance['high']:.0%}", speedup]
 
 
 def _notes(facts: dict[str, Any]) -> list[str]:
@@ -79,7 +88,7 @@ def _layers(count: int) -> str:
 def _network(model: dict[str, Any]) -> str:
     return (
         f"{model['family']}, {model['parameters'] / 1e6:,.4g} million parameters, {_layers(model['layers'])}, hidden size "
-        f"{model['hidden_size']}, {model['stored_as']} ({_size(model['stored_bytes'])}), context {model['max_model_len']} tokens, "
+        f"{model['hidden_size']}, {model['stored_as']} ({format_bytes(model['stored_bytes'])}), context {model['max_model_len']} tokens, "
         f"vocabulary {model['vocabulary_rows']} rows"
         + ("" if model["vocabulary_ids"] is None else f" of which the tokenizer has {model['vocabulary_ids']}")
     )
@@ -90,7 +99,7 @@ def _drafter_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     for drafter in facts["drafters"]:
         if drafter["head"] is not None:
             head = drafter["head"]
-            size = f"{head['parameters'] / 1e6:,.4g} million parameters ({_size(head['stored_bytes'])})"
+            size = f"{head['parameters'] / 1e6:,.4g} million parameters ({format_bytes(head['stored_bytes'])})"
             rows += [("drafter", head["path"]), ("", f"{drafter['name']}, {size}"), ("pair", drafter["pair"]["summary"])]
             continue
         if drafter["model"] is None:
@@ -112,7 +121,7 @@ def _adapter_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _adapter(adapter: dict[str, Any]) -> str:
     more = "".join(f", {adapter[key]} {what}" for key, what in (("num_biases", "biases"), ("num_saved", "whole matrices")) if adapter[key])
     mixed = f"X-LoRA of {adapter['num_mixed']} adapters, " if adapter["num_mixed"] else ""
-    size = f"{mixed}{adapter['num_products']} products of rank {adapter['largest_rank']} at most{more} ({_size(adapter['nbytes'])})"
+    size = f"{mixed}{adapter['num_products']} products of rank {adapter['largest_rank']} at most{more} ({format_bytes(adapter['nbytes'])})"
     return f"{adapter['name']}: fits; {size}"
 
 
@@ -121,23 +130,23 @@ def _memory_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if memory is None:
         return []
     sliding = "".join(f"; layers with a window keep at most {rows} tokens" for rows in memory["target_windows"][:1])
-    state = f"; recurrent layers keep {_size(memory['target_state_bytes'])} a text" if memory["target_state_bytes"] else ""
+    state = f"; recurrent layers keep {format_bytes(memory['target_state_bytes'])} a text" if memory["target_state_bytes"] else ""
     rows = [
         (
             "memory",
-            f"target {_size(memory['target_weights_bytes'])}, {_size(memory['target_cache_bytes_per_1k_tokens'])} for every 1000 tokens"
-            f"{sliding}{state}; runtime {memory['target_backend']}",
+            f"target {format_bytes(memory['target_weights_bytes'])}, {format_bytes(memory['target_cache_bytes_per_1k_tokens'])} for every "
+            f"1000 tokens{sliding}{state}; runtime {memory['target_backend']}",
         )
     ]
     if memory["draft_weights_bytes"] is not None:
         rows.append(
             (
                 "",
-                f"drafter {_size(memory['draft_weights_bytes'])}, {_size(memory['draft_cache_bytes_per_1k_tokens'])} for every "
-                f"1000 tokens; runtime {memory['draft_backend']}",
+                f"drafter {format_bytes(memory['draft_weights_bytes'])}, {format_bytes(memory['draft_cache_bytes_per_1k_tokens'])} for "
+                f"every 1000 tokens; runtime {memory['draft_backend']}",
             )
         )
-    full, available = _size(memory["full_context_bytes"]), _size(memory["available_bytes"])
+    full, available = format_bytes(memory["full_context_bytes"]), format_bytes(memory["available_bytes"])
     rows.append(("", f"{full} with one text of {memory['context']} tokens; {available} are free"))
     return [*rows, ("numerics", f"{facts['numerics']}: {facts['numerics_reason']}")]
 
@@ -147,7 +156,7 @@ def _probe_rows(probe: dict[str, Any] | None) -> list[tuple[str, str]]:
         return []
     passes = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in probe["pass_ms_by_rows"].items())
     rows = [
-        ("loaded", f"in {probe['load_s']:.1f} s, numerics {probe['numerics']}, at most {_size(probe['peak_bytes'])} in use"),
+        ("loaded", f"in {probe['load_s']:.1f} s, numerics {probe['numerics']}, at most {format_bytes(probe['peak_bytes'])} in use"),
         ("pass", f"milliseconds by rows: {passes}; {probe['draft_ms_per_token']:.2f} to draft a token"),
     ]
     steps, kept = probe["drafting_steps"], probe["drafting_steps_with_accepted"]
@@ -171,7 +180,8 @@ def _probe_rows(probe: dict[str, Any] | None) -> list[tuple[str, str]]:
     return rows
 
 
-def _size(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
+    """Return a size in the largest decimal unit it reaches."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"

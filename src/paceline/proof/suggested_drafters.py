@@ -7,7 +7,7 @@ Source of the tables: the publishers' model cards on the Hugging Face hub, and t
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -233,6 +233,20 @@ def suggest_drafters(
         ends = None if costs is None else _predict(method, parameters, costs, quantization)
         suggested.append(SuggestedDrafter(drafter, method, location, parameters, ACCEPTANCE[method], *(ends or ())))
     return sorted(suggested, key=lambda one: 0.0 if one.slowest is None else -round(one.slowest.speedup, 2))
+
+
+def recommend_drafter(suggested: Sequence[SuggestedDrafter]) -> SuggestedDrafter | None:
+    """Return the drafter on the Hub with the largest predicted speedup; None if none pays, or the target's own files have one.
+
+    Without predictions, the drafter with the highest assumed acceptance is returned; of equal ones, one that does not read the target's
+    LM head for each draft token.
+    """
+    published = [one for one in suggested if one.location == "hub" and (one.fastest is None or one.fastest.speedup > 1.0)]
+    if not published or any(one.location == "checkpoint" for one in suggested):
+        return None
+    if any(one.slowest is not None for one in published):
+        return max(published, key=lambda one: 0.0 if one.slowest is None else one.slowest.speedup)
+    return max(published, key=lambda one: (one.acceptance.low + one.acceptance.high, one.method not in _READS_LM_HEAD))
 
 
 def _predict(

@@ -182,7 +182,8 @@ class _Exchange:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         if self._method == "POST" and not self._is_json(headers):
-            raise HttpError(415, "the body must be JSON: send it with Content-Type: application/json", code="unsupported_media_type")
+            text = "the body must be JSON: send it with Content-Type: application/json (curl: -H 'Content-Type: application/json')"
+            raise HttpError(415, text, code="unsupported_media_type")
         if any(value.strip().lower() not in ("", "identity") for value in headers.getlist("content-encoding")):
             text = "Content-Encoding is not supported: send the JSON without compression and without that header"
             raise HttpError(415, text, code="unsupported_encoding", headers={"Accept-Encoding": "identity"})

@@ -31,7 +31,7 @@ from paceline.server.admission import AdmissionControl, shutting_down
 from paceline.server.errors import HttpError, http_error_of
 from paceline.server.metrics import EngineSnapshot, Metrics, merged_pages
 from paceline.server.model_facts import ModelFacts, template_facts
-from paceline.server.service import Service, adapter_of, is_same_model, model_not_found
+from paceline.server.service import Service, adapter_of, is_model_meant, is_same_model, model_not_found
 from paceline.server.settings import ServerSettings
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -202,10 +202,13 @@ class ModelPool:
         if len(self.models) == 1:
             self.models[0].adapter_of(name)
             return self.models[0]
-        for model in self.models:
-            if name is None or is_same_model(name, model.name):
-                return model
-        raise model_not_found(*(repr(model.name) for model in self.models))
+        if name is None:
+            return self.models[0]
+        for is_meant in (is_same_model, is_model_meant):
+            for model in self.models:
+                if is_meant(name, model.name):
+                    return model
+        raise model_not_found(name, *(repr(model.name) for model in self.models))
 
     def take_loaded(self, model: ServedModel, at_end: ExitStack) -> Service | None:
         """Return what answers a request; None = the model is not loaded, or must make room for another: `wait` for it.

@@ -207,12 +207,17 @@ def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Resp
     check_length("prompt", len(prompt) + len(system or ""), service.settings)
     generation = _generation(fields, service, adapter)
     request: ChatRequest | GenerationRequest
-    if fields.raw:
+    if _is_raw(fields, service):
         request = GenerationRequest(prompt_ids=lambda input_processor: [input_processor.prompt_ids(prompt)], **generation)
     else:
         messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
         request = ChatRequest(messages=messages, template_options=_template_options(fields, service), **generation)
     return _OllamaAnswer(service, adapter or service.model, fields, request, is_chat=False)
+
+
+def _is_raw(fields: GenerateFields, service: Service) -> bool:
+    """Return whether a prompt is continued as it is. Ollama also does so with models that have no chat template."""
+    return bool(fields.raw) or not (fields.system or service.engine.loaded.input_processor.tokenizer.has_chat_template)
 
 
 def _loaded(model: str, fields: Mapping[str, Any], reason: str = "load") -> Response:
@@ -262,7 +267,7 @@ def _generation(fields: RequestFields, service: Service, adapter: str | None) ->
     if options.num_ctx is not None and not 1 <= options.num_ctx <= longest:
         fields.ignore("options.num_ctx")  # Ollama's clients send one of their own, and Ollama clamps it
     limit, sampling = token_limit("options.num_predict", options.num_predict, unlimited=(0, -1, -2)), _sampling(fields)
-    is_raw = isinstance(fields, GenerateFields) and bool(fields.raw)
+    is_raw = isinstance(fields, GenerateFields) and _is_raw(fields, service)
     params = sampling_params(
         sampling,
         service.settings,

@@ -71,7 +71,10 @@ def _pool(models: Sequence[str], arguments: Mapping[str, Any], settings: ServerS
     if not quiet:
         defaults = engine.loaded.sampling_defaults
         say(engine.loaded.banner)
-        say(f"{defaults.describe(defaults.fill_chat(SamplingParams(), ()))}, where a conversation leaves it open")
+        if engine.loaded.input_processor.tokenizer.has_chat_template:
+            say(f"{defaults.describe(defaults.fill_chat(SamplingParams(), ()))}, where a conversation leaves it open")
+        else:
+            say("the model has no chat template: texts are completed (/v1/completions, /api/generate), messages are refused")
         say(engine.loaded.cache_banner)
     return pool
 
@@ -142,7 +145,8 @@ class Server(uvicorn.Server):
         self._loop.set_default_executor(ThreadPoolExecutor(num_threads, "paceline-prepare"))
         host, port = self._listening.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
-        self._say(f"{self._service.model} answers at http://{name}:{port}/v1, and to people at http://{name}:{port}")
+        url = f"http://{name}:{port}"
+        self._say(f"{self._service.model} answers at {url}/v1 (OpenAI) and {url} (Anthropic, Ollama); chat page: {url}/")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.inputs import RequestOptions
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, shortened
 from paceline.parsing.registry import OutputFormat
 from paceline.sampling.defaults import SamplingDefaults
 from paceline.sampling.grammars.compile_sandbox import CompileSandbox
@@ -20,6 +20,7 @@ from paceline.server.token_texts import TokenTexts
 
 LATEST = ":latest"
 """The tag of Ollama that a name means without one."""
+GGUF = ".gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Service:
 
     def is_own_name(self, name: str) -> bool:
         """Whether a name means the model itself."""
-        return is_same_model(name, self.model)
+        return is_model_meant(name, self.model)
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
@@ -100,6 +101,11 @@ def is_same_model(name: str, model: str) -> bool:
     return name.removesuffix(LATEST) == model.removesuffix(LATEST)
 
 
+def is_model_meant(name: str, model: str) -> bool:
+    """Whether a request's name means a model: as `is_same_model`, and the ending of a GGUF file may be left out."""
+    return name.removesuffix(LATEST).removesuffix(GGUF) == model.removesuffix(LATEST).removesuffix(GGUF)
+
+
 def adapter_of(name: str | None, model: str, adapters: Collection[str]) -> str | None:
     """As `Service.adapter_of`, of a model and its adapters."""
     if name is None or is_same_model(name, model):
@@ -107,10 +113,12 @@ def adapter_of(name: str | None, model: str, adapters: Collection[str]) -> str |
     for known in (name, name.removesuffix(LATEST)):
         if known in adapters:
             return known
-    raise model_not_found(repr(model), *(f"its adapter {one!r}" for one in adapters))
+    if is_model_meant(name, model):
+        return None
+    raise model_not_found(name, repr(model), *(f"its adapter {one!r}" for one in adapters))
 
 
-def model_not_found(*served: str) -> HttpError:
+def model_not_found(name: str, *served: str) -> HttpError:
     """The answer to a request that names another model than those that are served."""
-    text = f"the model of the request is not served here: send {', or '.join(served)}"
+    text = f"the model {shortened(name)} is not served here: send {', or '.join(served)}"
     return HttpError(404, text, parameter="model", code="model_not_found")

@@ -1,4 +1,4 @@
-"""Paths of OpenAI's and Ollama's APIs that clients call and this server does not serve: each answer names what is served instead."""
+"""Paths of other programs' APIs that clients call and this server does not serve: each answer names what is served instead."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -12,7 +12,11 @@ from paceline.server.model_pool import ModelPool
 _EMBEDDINGS = "embeddings are not served, only generated text: use /v1/chat/completions, /v1/completions or /api/chat here, and another "
 _EMBEDDINGS += "server for embeddings"
 _LOADING = "this server serves {models}, named at its start: use such a name, or start another server (paceline serve MODEL)"
+_COMPLETION = "llama.cpp's own completions are not served: use /v1/completions with prompt and max_tokens, as OpenAI's API has them"
 UNSERVED = {
+    "/completion": _COMPLETION,
+    "/infill": _COMPLETION,
+    "/embedding": _EMBEDDINGS,
     "/v1/embeddings": _EMBEDDINGS,
     "/embeddings": _EMBEDDINGS,
     "/api/embed": _EMBEDDINGS,

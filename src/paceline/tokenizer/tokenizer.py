@@ -179,7 +179,8 @@ class Tokenizer:
         """
         template = self._chat_template(has_tools=bool(tools))
         if template is None:
-            raise RequestError("this model has no chat template, so it cannot take messages; send a plain prompt", parameter="messages")
+            text = "this model has no chat template, so it cannot take messages: use a model trained for conversations, or complete texts "
+            raise RequestError(text + "(generate, /v1/completions, /api/generate)", parameter="messages")
         if not messages:
             raise RequestError("messages is empty; send at least one message", parameter="messages")
         return template.render(

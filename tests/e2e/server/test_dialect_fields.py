@@ -9,6 +9,7 @@ from harness.dialects import Messages, OllamaChat, Responses, Spoken
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
 from paceline.server.fields import IGNORED_HEADER
+from paceline.tokenizer.tokenizer import Tokenizer
 
 TURNS = [{"role": "user", "content": "I need a taxi to the airport."}]
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -274,6 +275,13 @@ def test_ollama_generate_applies_the_chat_template_unless_raw(client: HttpClient
     for name, value in (("suffix", "a"), ("template", "a"), ("context", [1]), ("images", ["a"])):
         answer = client.post("/api/generate", {**prompt, name: value})
         assert (answer.status_code, name in OLLAMA.message_of(answer.json())) == (400, True)
+
+
+def test_ollama_generate_without_a_chat_template_continues_the_prompt(client: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = {"model": "mini", "prompt": "def f(x):", "stream": False, **options(temperature=0, num_predict=4)}
+    raw = client.json("/api/generate", {**prompt, "raw": True})["response"]
+    monkeypatch.setattr(Tokenizer, "has_chat_template", False)
+    assert client.json("/api/generate", prompt)["response"] == raw
 
 
 def test_ollama_logprobs_equal_those_of_openai_chat(client: HttpClient) -> None:

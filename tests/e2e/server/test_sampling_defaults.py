@@ -98,5 +98,6 @@ def test_known_but_unserved_path_is_status_501_with_advice(client: HttpClient, p
     assert answer.status_code == 501
     error = answer.json()["error"]
     text = error if path.startswith("/api") else error["message"]
-    assert ("'mini'" in text) is ("embed" not in path)
+    assert ("'mini'" in text) is (path.startswith("/api") and "embed" not in path)
+    assert ("/v1/completions" in text) is (not path.startswith("/api") or "embed" in path)
     assert ("/v1/chat/completions" in text) is ("embed" in path)

@@ -102,11 +102,11 @@ def _witness_line(proof: Proof) -> str:
 
 def _verdict(proof: Proof) -> Text:
     counts = proof.tally.all
-    what = f"{counts.tokens:,} tokens and {counts.rows:,} rows of logits compared in {proof.seconds:.0f} s, numerics {proof.numerics}"
+    tokens = f"{counts.tokens:,}" + ("" if proof.is_whole or proof.bugs else f" of {proof.num_tokens:,} planned") + " tokens"
+    what = f"{tokens} and {counts.rows:,} rows of logits compared in {proof.seconds:.0f} s, numerics {proof.numerics}; seed {proof.seed}"
     if proof.bugs:
-        return Text.assemble((f"{len(proof.bugs)} BUG{'S' if len(proof.bugs) > 1 else ''}", "bold red"), f": {what}; seed {proof.seed}")
-    early = "" if proof.is_whole else f" (of {proof.num_tokens:,} wanted)"
+        return Text.assemble((f"{len(proof.bugs)} BUG{'S' if len(proof.bugs) > 1 else ''}", "bold red"), f": {what}")
     if proof.verdict == "near-ties":
         near = f"no bug, {counts.near_ties} near-ties"
-        return Text.assemble((near, "bold yellow"), f": {what}{early}; less than {proof.noise_bound:.3g} is noise; seed {proof.seed}")
-    return Text.assemble((proof.verdict, "bold green" if proof.verdict == "equal" else "bold"), f": {what}{early}; seed {proof.seed}")
+        return Text.assemble((near, "bold yellow"), f": {what}; less than {proof.noise_bound:.3g} is noise")
+    return Text.assemble((proof.verdict, "bold green" if proof.verdict == "equal" else "bold"), f": {what}")

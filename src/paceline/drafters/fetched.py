@@ -1,0 +1,61 @@
+"""The drafters that were downloaded for a target: one small file for each target in the cache directory.
+
+`paceline doctor MODEL --fetch` writes the file. The drafter "auto" reads it, so a model's own directory may be read-only.
+"""
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import cache_directory
+from paceline.errors import CheckpointError
+from paceline.small_files import read_json, write_atomically
+
+_FOLDER = "drafters"
+_NUM_HASH_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedDrafter:
+    """A downloaded drafter: its id on the Hugging Face Hub, and the path of its files."""
+
+    name: str
+    path: Path
+
+
+def record_fetched_drafter(target: Path, drafter: FetchedDrafter) -> None:
+    """Store that a drafter is to be used for a target; it replaces an earlier one.
+
+    Raises:
+        CheckpointError: the cache directory cannot be written.
+    """
+    path = _record_path(target)
+    if path is None:
+        raise CheckpointError(f"there is no cache directory to note {drafter.name} in: set PACELINE_CACHE, or use --drafter {drafter.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps({"target": str(target.resolve()), "drafter": drafter.name, "path": str(drafter.path)}) + "\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error.strerror}), so auto does not find {drafter.name}: set PACELINE_CACHE to a directory that "
+            f"can be written, or use --drafter {drafter.name}"
+        ) from error
+
+
+def read_fetched_drafter(target: Path) -> FetchedDrafter | None:
+    """Return the drafter that was downloaded for a target; None if there is none."""
+    path = _record_path(target)
+    values = None
+    with suppress(CheckpointError):  # a damaged record is as none
+        values = None if path is None else read_json(path)
+    if values is None or not isinstance(values.get("drafter"), str) or not isinstance(values.get("path"), str):
+        return None
+    return FetchedDrafter(values["drafter"], Path(values["path"]))
+
+
+def _record_path(target: Path) -> Path | None:
+    directory, resolved = cache_directory(), target.resolve()
+    digest = hashlib.sha256(str(resolved).encode("utf-8", "surrogateescape")).hexdigest()[:_NUM_HASH_DIGITS]
+    return None if directory is None else directory / _FOLDER / f"{digest}.json"
