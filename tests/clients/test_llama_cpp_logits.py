@@ -37,6 +37,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "glm4": ("glm4", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "hunyuan": ("hunyuan_v1_dense", {}),
     "ministral3": ("ministral3", MINISTRAL3),
     **{name: EXPERTS[name] for name in ("mixtral", "qwen2_moe-plain", "qwen3_moe", "glm4_moe", "gemma4-window")},
     "olmoe": ("olmoe", {**EXPERTS["olmoe"][1], "num_key_value_heads": 4}),  # there all heads have keys of their own

@@ -23,6 +23,8 @@ ARCHITECTURES = {
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
     "arcee": "arcee",
+    "ernie4_5": "ernie4_5",
+    "hunyuan_v1_dense": "hunyuan-dense",
     "glm4": "glm4",
     "ministral3": "mistral3",
     "mixtral": "llama",

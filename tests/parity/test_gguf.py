@@ -61,6 +61,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", MINISTRAL3),
     "glm4-tied-unbiased": ("glm4", {"attention_bias": False, "tie_word_embeddings": True}),
     "arcee": ("arcee", {}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "hunyuan": ("hunyuan_v1_dense", {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "seed_oss-biased-tied": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),

@@ -25,10 +25,11 @@ class ClampedSwiGLU:
 
 
 class QKNorm(Enum):
-    """How queries and keys are normalised before the rotation."""
+    """How queries and keys are normalised, before the rotation except for `HEAD_AFTER_ROPE`."""
 
     NONE = "none"
     HEAD = "head"  # one norm for each head
+    HEAD_AFTER_ROPE = "head_after_rope"
     WIDTH = "width"  # one norm over the values of all heads
 
 

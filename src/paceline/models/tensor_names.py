@@ -64,7 +64,7 @@ def _mixer_shapes(mixer: AttentionConfig | Recurrent, hidden: int) -> dict[str, 
 
 def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
-    if mixer.qk_norm is QKNorm.HEAD:
+    if mixer.qk_norm in (QKNorm.HEAD, QKNorm.HEAD_AFTER_ROPE):
         shapes |= {"q_norm.weight": (mixer.head_size,), "k_norm.weight": (mixer.head_size,)}
     elif mixer.qk_norm is QKNorm.WIDTH:
         shapes |= {"q_norm.weight": (mixer.query_size,), "k_norm.weight": (mixer.kv_size,)}

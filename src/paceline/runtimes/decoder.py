@@ -189,7 +189,8 @@ def attention_block(blocks: Blocks[Value], attention: AttentionConfig, x: Value,
             x = blocks.head_norm(x, prefix + name, num_heads)
         elif attention.qk_norm is QKNorm.WIDTH:
             x = blocks.rms_norm(x, prefix + name)
-        return blocks.rope(x, num_heads, rope) if attention.has_rope_embedding else x
+        x = blocks.rope(x, num_heads, rope) if attention.has_rope_embedding else x
+        return blocks.head_norm(x, prefix + name, num_heads) if attention.qk_norm is QKNorm.HEAD_AFTER_ROPE else x
 
     names = ["q_proj"]
     if attention.kv_layer is None:

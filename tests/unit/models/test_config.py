@@ -35,6 +35,8 @@ QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 GRANITE = {**LLAMA, "model_type": "granite", "architectures": ["GraniteForCausalLM"]}
 SEED_OSS = {**LLAMA, "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}
+ERNIE = {**LLAMA, "model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"]}
+HUNYUAN = {**LLAMA, "model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"]}
 SMOLLM3 = {**LLAMA, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5}
 MINISTRAL3 = {
     **LLAMA,
@@ -401,6 +403,10 @@ def test_multimodal_config_without_text_config_is_refused(tmp_path: Path, model_
         ({**GEMMA2, "attn_logit_softcapping": -1.0}, "attn_logit_softcapping = -1.0"),
         ({**GEMMA2, "rope_parameters": NEW_LOCAL["rope_parameters"]}, "one set for all layers"),
         ({**OLMO3, "rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}}, "one set, which transformers leaves out"),
+        ({**ERNIE, "compression_ratio": 2.0}, "compression_ratio = 2.0 is not supported for ernie4_5, only 1.0 is"),
+        ({**HUNYUAN, "use_cla": True}, "use_cla = true is not supported for hunyuan_v1_dense, only false is"),
+        ({**HUNYUAN, "head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 50.0}}, "more than 2 values rotate"),
+        ({**HUNYUAN, "rope_scaling": {"type": "dynamic", "alpha": "50"}}, "alpha = '50'"),
     ],
 )
 def test_invalid_values_of_a_family_config_are_refused(tmp_path: Path, values: dict[str, Any], text: str) -> None:

@@ -37,8 +37,6 @@ def _shared_experts(builder: LayerBuilder) -> ExpertMLP:
 
 def _qwen_hybrid_layers(builder: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
     fields, bias = builder.fields, builder.flag("attention_bias")
-    if not fields.flag("attn_output_gate", default=True):
-        raise CheckpointError(f"{fields.path}: attn_output_gate = false is not supported: attention of a {builder.family.name} has a gate")
     attention = replace(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD), is_gated=True)
     interval = fields.integer("full_attention_interval", 4)
     kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(builder.num_layers)]
@@ -125,6 +123,7 @@ _QWEN3_5 = Family(
     published_heads=("dflash", "dflash2"),
     layers=_qwen3_5_layers,
     defaults={**_DEFAULTS, "num_key_value_heads": 4},
+    fixed_fields={"attn_output_gate": True},
     has_partial_rope=True,
     has_norm_offset=True,
     recurrent_module="linear_attn",
