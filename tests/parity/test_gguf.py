@@ -61,6 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", MINISTRAL3),
     "glm4-tied-unbiased": ("glm4", {"attention_bias": False, "tie_word_embeddings": True}),
     "arcee": ("arcee", {}),
+    "apertus": ("apertus", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192}}),
     "ernie4_5": ("ernie4_5", {"use_bias": True}),
     "hunyuan": ("hunyuan_v1_dense", {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),

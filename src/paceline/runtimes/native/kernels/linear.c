@@ -7,8 +7,6 @@
 #include "float_weights.h"
 #include "linear.h"
 
-#define EACH_OUTPUT _Pragma("unroll") for (int n = 0; n < outputs; n++)
-#define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
 /* Prefetch the next tile's weights to the second-level cache. The hardware prefetcher does not foresee the next row of W. */
 #define PREFETCH_NEXT(n, offset) __builtin_prefetch(codes[n] + next_tile + (offset), 0, 2);
 
