@@ -35,6 +35,7 @@ FAMILIES = (
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
+        fixed_fields={"post_norm": False, "qk_norm": True},
         module_names={"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
         gguf=GgufFormat(architectures=("apertus",), read_extra_fields=_apertus_gguf_fields),
     ),

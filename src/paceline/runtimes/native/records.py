@@ -356,7 +356,7 @@ class Program(Structure):
     )
 
 
-VERSION = 23
+VERSION = 24
 """KERNELS_VERSION in kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 23 /* VERSION in runtimes/native/records.py is equal; increase both when a record, an enum or a function changes */
+#define KERNELS_VERSION 24 /* VERSION in runtimes/native/records.py is equal; increase both when a record, an enum or a function changes */
 
 /* Input rows that are multiplied together (a block of rows), so that each weight is loaded and decoded once for all of them. The maximum is set by
  * the registers that hold their sums. */
@@ -347,6 +347,8 @@ typedef struct {
 } Program;
 
 #define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
+/* Return the index of row `number`; row_indices NULL = 0, 1, 2, ... */
+static inline size_t row_index(const int32_t *row_indices, int number) { return (size_t)(row_indices ? row_indices[number] : number); }
 static inline int ceil_div(int total, int size) { return (total + size - 1) / size; }
 
 int tile_rows(int rows);
