@@ -37,8 +37,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "glm4": ("glm4", {}),
+    "apertus": ("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "ernie4_5": ("ernie4_5", {}),
+    "hunyuan": ("hunyuan_v1_dense", {}),
     "ministral3": ("ministral3", MINISTRAL3),
-    **{name: EXPERTS[name] for name in ("mixtral", "qwen2_moe-plain", "qwen3_moe", "glm4_moe", "gemma4-window")},
+    **{name: EXPERTS[name] for name in ("mixtral", "qwen2_moe-plain", "qwen3_moe", "glm4_moe", "ernie4_5_moe-interval", "gemma4-window")},
     "olmoe": ("olmoe", {**EXPERTS["olmoe"][1], "num_key_value_heads": 4}),  # there all heads have keys of their own
     "gpt_oss": ("gpt_oss", {**EXPERTS["gpt_oss"][1], "rope_parameters": PLAIN_YARN}),
     # there the last two layers in front of those that share are a local and a global one

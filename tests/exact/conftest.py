@@ -25,7 +25,7 @@ MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": EXPERTS["gpt_oss"],
     "qwen3_5": HYBRIDS["qwen3_5-moe"],
-    "lfm2": HYBRIDS["lfm2-moe"],
+    "lfm3": HYBRIDS["lfm3"],
     "granite": HYBRIDS["granite"],
     "nemotron_h": HYBRIDS["nemotron_h"],
     "gemma4": ("gemma4_text", {**GEMMA4, "final_logit_softcapping": 30.0}),  # layers of two sizes, and some that share keys

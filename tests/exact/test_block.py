@@ -37,7 +37,7 @@ NORMAL = {
     ("sliding-f32-native", "dflash-sliding", "chain"),
     ("gemma4-f32-native", "dspark-gated", "tree"),
     ("gpt_oss-bf16-paths", "dflash", "tree"),
-    ("lfm2-f32-native", "dspark-unaligned", "chain"),
+    ("lfm3-f32-native", "dspark-unaligned", "chain"),
     ("qwen3_5-f32-native", "dflash2", "tree"),
 }
 """Cases of a normal run."""

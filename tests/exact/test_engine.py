@@ -53,7 +53,7 @@ SAMPLE = {  # what a normal run takes of the others
     "gemma4-f32-native": ["chaos"],
     "gpt_oss-bf16-native": ["chaos"],
     "qwen3_5-f32-native": ["chaos", "draft_tree"],
-    "lfm2-f32-native": ["chaos"],
+    "lfm3-f32-native": ["chaos"],
     "granite-f32-native": ["chaos"],
     **{f"{name}-f32-native": kinds for name, kinds in HEADS.items()},
     "llama-f32-native": ["none", "ngram", "suffix_tree", "prediction", "several", "oracle", "wrong"],

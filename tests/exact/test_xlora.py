@@ -177,7 +177,7 @@ def test_x_lora_loads_later_only_if_planned_at_engine_start(given: Given, checkp
 def test_x_lora_is_refused_for_models_with_recurrent_layers(given: Given, checkpoint: Callable[[str], Path]) -> None:
     options: dict[str, Any] = {"drafter": "none", "threads": 1, "max_model_len": MAX_CONTEXT, "device": "cpu", "backend": given.backend}
     with pytest.raises(ConfigError, match="would need states of its own, and the model has recurrent layers"):
-        LLM(str(checkpoint("lfm2")), adapters={"mix": given.adapters["mix"]}, **options)
+        LLM(str(checkpoint("lfm3")), adapters={"mix": given.adapters["mix"]}, **options)
 
 
 def test_x_lora_with_sliding_windows_changes_no_token_or_logprob(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

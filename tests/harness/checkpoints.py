@@ -149,7 +149,7 @@ def _make_checkpoint(
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
                 torch.nn.init.uniform_(parameter, -3.0, 1.0)
-            elif name.endswith((".D", "conv1d.weight", "conv.conv.weight")):
+            elif name.endswith((".D", "conv1d.weight", "conv.conv.weight", ".alpha_p", ".alpha_n")):
                 torch.nn.init.normal_(parameter, std=0.5)
             elif name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=1.0 if name.endswith("sinks") else 0.3)
@@ -165,7 +165,7 @@ def _make_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 torch.nn.init.normal_(buffer, std=0.3)
-            if name.endswith("layer_scalar"):
+            if name.endswith(("layer_scalar", "act_fn.beta")):
                 torch.nn.init.uniform_(buffer, 0.6, 1.4)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     write_tokenizer(directory, values["vocab_size"])

@@ -19,6 +19,7 @@ GPT_OSS_ROPE = {
     "original_max_position_embeddings": 64,
 }
 SMALL = {"moe_intermediate_size": 32, "num_experts_per_tok": 3}
+ERNIE = {"moe_intermediate_size": 32, "moe_num_experts": 6, "moe_k": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "mixtral-window": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 1, "sliding_window": 16, "tie_word_embeddings": True}),
@@ -39,6 +40,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**SMALL, "num_experts": 20, "norm_topk_prob": True}),
     "qwen3_moe-sparse": ("qwen3_moe", {**SMALL, "num_experts": 6, "decoder_sparse_step": 2, "attention_bias": True}),
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "ernie4_5_moe": ("ernie4_5_moe", {**ERNIE, "moe_layer_end_index": 2, "num_hidden_layers": 4}),
+    "ernie4_5_moe-interval": ("ernie4_5_moe", {**ERNIE, "moe_layer_interval": 2, "moe_num_shared_experts": 0}),
     "glm4_moe": ("glm4_moe", {**SMALL, "n_routed_experts": 6, "attention_bias": True, "routed_scaling_factor": 1.5}),
     "glm4_moe-groups": (
         "glm4_moe",
@@ -63,6 +66,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """By a name: the family and values of its config; those that end in -window have one of 16 tokens."""
 
 OF_CONVERTERS = ["mixtral", "qwen2_moe-plain", "qwen3_moe", "olmoe", "glm4_moe", "glm4_moe-groups", "gpt_oss", "gemma4-window"]
+OF_CONVERTERS += ["ernie4_5_moe-interval"]
 """Those whose configs GGUF metadata has room for."""
 
 

@@ -22,7 +22,11 @@ ARCHITECTURES = {
     "granite": "granite",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
+    "apertus": "apertus",
     "arcee": "arcee",
+    "ernie4_5": "ernie4_5",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_dense": "hunyuan-dense",
     "glm4": "glm4",
     "ministral3": "mistral3",
     "mixtral": "llama",
@@ -73,6 +77,8 @@ def write_gguf(
     import gguf
 
     values = json.loads((directory / "config.json").read_text())
+    if "moe_k" in values:
+        values |= {"num_experts": values["moe_num_experts"], "num_experts_per_tok": values["moe_k"]}
     architecture = ARCHITECTURES[values["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
@@ -81,9 +87,13 @@ def write_gguf(
     _write_metadata(writer, values)
     if num_mtp_modules:
         writer.add_nextn_predict_layers(num_mtp_modules)
+    for part in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
+        writer.add_array(f"xielu.{part}", [array.item() for name, array in tensors.items() if name.endswith(f".act_fn.{part}")])
     known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(known, values["num_hidden_layers"])
     for name, array in tensors.items():
+        if ".act_fn." in name:
+            continue
         in_file = _ROUTER_SCALES.get(name.split(".", 3)[-1]) and f"blk.{name.split('.')[2]}.{_ROUTER_SCALES[name.split('.', 3)[-1]]}"
         in_file = in_file or names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert in_file is not None, name
@@ -226,7 +236,7 @@ def _as_converted(name: str, array: NDArray[np.float32], values: Mapping[str, An
         return _interleaved(array, values["num_attention_heads"])
     if values["model_type"] in INTERLEAVED and ".k_proj." in name:
         return _interleaved(array, values["num_key_value_heads"])
-    if name.endswith("shared_expert_gate.weight"):
+    if name.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction.bias")):
         return array[0]
     is_offset = values["model_type"] in ("gemma2", "gemma3_text") and name.endswith("norm.weight")
     return array + np.float32(1) if is_offset else array
@@ -277,7 +287,10 @@ def _write_experts(writer: Any, values: Mapping[str, Any]) -> None:
     family = values["model_type"]
     writer.add_expert_count(next(values[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in values))
     writer.add_expert_used_count(values["num_experts_per_tok"])
-    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe"):
+    if family == "ernie4_5_moe":
+        writer.add_leading_dense_block_count(values["moe_layer_start_index"])
+        writer.add_interleave_moe_layer_step(values["moe_layer_interval"])
+    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe"):
         writer.add_expert_feed_forward_length(values["moe_intermediate_size"])
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(values["shared_expert_intermediate_size"])

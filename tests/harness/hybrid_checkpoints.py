@@ -17,6 +17,12 @@ DELTA: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {**DELTA, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2}
 EXPERTS |= {"shared_expert_intermediate_size": 48}
 SHORT: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "tie_word_embeddings": True}
+LFM3: dict[str, Any] = {
+    **SHORT,
+    "num_hidden_layers": 6,
+    "layer_types": ["conv", "sliding_attention", "full_attention", "conv", "sliding_attention", "conv"],
+    "sliding_window": 16,
+}
 MAMBA: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
@@ -58,6 +64,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "lfm3": ("lfm3", LFM3),
+    "lfm3-plain": ("lfm3", {**LFM3, "use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True, "conv_bias": True}),
     "granite": ("granitemoehybrid", MAMBA),
     "granite-rope": (
         "granitemoehybrid",

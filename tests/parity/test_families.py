@@ -30,6 +30,7 @@ from harness.parity import (
     transformers_output,
 )
 from paceline.models.config import WeightType, read_config
+from paceline.models.layers import QKNorm
 from paceline.runtimes.base import Numerics, assemble_pass
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
@@ -110,6 +111,9 @@ CASES = {
     "granite-tied-biased": Case("granite", {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "olmo3": Case("olmo3", {"num_hidden_layers": 5, "rope_parameters": OLMO3_ROPE, "num_key_value_heads": 2}),
     "exaone4": Case("exaone4", {"num_hidden_layers": 5, "sliding_window": None, "layer_types": ["full_attention"] * 5}),
+    "ernie4_5": Case("ernie4_5", {"use_bias": True}),
+    "hunyuan": Case("hunyuan_v1_dense", {"rope_parameters": {**DYNAMIC["rope_parameters"], "alpha": 20.0}, "attention_bias": True}),
+    "apertus": Case("apertus", {"rope_parameters": LLAMA3, "attention_bias": True}),
     "arcee": Case("arcee", {"num_key_value_heads": 4}),
     "arcee-yarn": Case("arcee", {"rope_parameters": dict(YARN), "attention_bias": True, "tie_word_embeddings": True}),
     # windows that a prompt crosses many times
@@ -119,6 +123,10 @@ CASES = {
     "qwen3-window": Case("qwen3", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}),
     "smollm3-window": Case("smollm3", {"num_hidden_layers": 5, "sliding_window": 16, "use_sliding_window": True}),
     "ministral3-window": Case("ministral3", {**MINISTRAL3, "sliding_window": 16}),
+    "granite_swa-window": Case(
+        "granite_swa",
+        {**GRANITE, "num_hidden_layers": 5, "sliding_window": 16, "layer_rope_theta": [1e4, 1e4, 0, 500.0, 0], "attention_bias": True},
+    ),
     "olmo3-window": Case("olmo3", {"num_hidden_layers": 5, "sliding_window": 16, "rope_parameters": OLMO3_ROPE}),
     "exaone4-window": Case("exaone4", {"num_hidden_layers": 5, "sliding_window": 16}),
     "gemma2-window": Case("gemma2", {**LARGE_SCORES, "sliding_window": 16}),
@@ -183,6 +191,15 @@ def test_embeddings_and_hidden_states_equal_those_of_transformers(references: Ca
         ("glm4", {"rope": None}),
         ("glm4-yarn", {"rope": None}),
         ("ministral3", {"temperature": 0.0}),
+        ("apertus", {"has_rope_embedding": False}),
+        ("apertus", {"qk_norm": QKNorm.NONE}),
+        ("granite_swa-window", {"has_rope_embedding": True}),
+        ("granite_swa-window", {"has_rope_embedding": False}),
+        ("granite_swa-window", {"has_sinks": False}),
+        ("granite_swa-window", {"residual_scale": 1.0}),
+        ("granite_swa-window", {"rope": None}),
+        ("hunyuan", {"rope": None}),
+        ("hunyuan", {"qk_norm": QKNorm.HEAD}),
         ("granite", {"embedding_scale": 1.0}),
         ("granite", {"scale": 0.25}),
         ("granite", {"residual_scale": 1.0}),
@@ -199,7 +216,7 @@ def test_family_logits_change_if_a_part_is_left_out(references: Callable[[str], 
     config = read_config(reference.directory).for_context(CASES[case].max_model_len)
     if "rope" in changes:
         rope = config.layers[-1].mixer.rope
-        changes = {"rope": replace(rope, rotated_fraction=1.0, context_len=0, long_factors=(), short_factors=(1.0,) * 8)}
+        changes = {"rope": replace(rope, theta=1e4, rotated_fraction=1.0, context_len=0, long_factors=(), short_factors=(1.0,) * 8)}
     if "temperature" in changes:
         changes = {"rope": replace(config.attention.rope, **changes)}
     if "residual_scale" in changes:

@@ -19,7 +19,7 @@ from paceline.errors import CheckpointError
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import ModelConfig, WeightType, read_config
-from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Mamba2Config, QKNorm, RouterScoring
+from paceline.models.layers import AttentionConfig, AttentionGate, ExpertMLP, LayerConfig, Mamba2Config, NormOrder, QKNorm, RouterScoring
 from paceline.models.quantize import quantization_schemes
 from paceline.models.weights import as_float32
 from paceline.runtimes.base import FloatArray, Network, Numerics, assemble_pass
@@ -142,13 +142,17 @@ def routing(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
 
 
 CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
-    ("qwen3_5", mixers(lambda mixer: replace(mixer, is_gated=False))),
+    ("qwen3_5", mixers(lambda mixer: replace(mixer, gate=AttentionGate.NONE))),
     ("qwen3_5", mixers(lambda mixer: replace(mixer, qk_norm=QKNorm.NONE))),
     ("qwen3_5", mixers(lambda mixer: replace(mixer, rope=replace(mixer.rope, rotated_fraction=1.0)))),
     ("qwen3_next", routing(is_normalized=True)),
     ("qwen3_5-moe", routing(is_normalized=False)),
     ("qwen3_5-moe", layers(lambda layer: replace(layer, mlp=replace(layer.mlp, has_shared_gate=False)))),  # type: ignore[call-arg]
     ("lfm2", mixers(lambda mixer: replace(mixer, qk_norm=QKNorm.NONE))),
+    ("lfm3", mixers(lambda mixer: replace(mixer, gate=AttentionGate.NONE))),
+    ("lfm3", mixers(lambda mixer: replace(mixer, rope=replace(mixer.rope, rotated_fraction=1.0)))),
+    ("lfm3", mixers(lambda mixer: replace(mixer, window=mixer.window and 15))),
+    ("lfm3", layers(lambda layer: replace(layer, norm_order=NormOrder.PRE))),
     ("lfm2-moe", routing(scoring=RouterScoring.SOFTMAX)),
     ("lfm2-moe", routing(has_correction_bias=False)),
     ("lfm2-moe", routing(factor=1.0)),

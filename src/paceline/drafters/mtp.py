@@ -31,7 +31,7 @@ from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import num_mtp_modules, open_mtp_module
 from paceline.models.layer_builder import NUM_EXPERTS_KEYS
-from paceline.models.layers import AttentionConfig, ExpertMLP
+from paceline.models.layers import AttentionConfig, AttentionGate, ExpertMLP
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
@@ -181,7 +181,7 @@ def _read_tensors(
     size, mlp, attention = target.hidden_size, layers.layers[0].mlp, layers.attention
     if isinstance(mlp, ExpertMLP):
         files = _split_experts(files, layout.layer_prefix, mlp, size)
-    if attention.is_gated:
+    if attention.gate is AttentionGate.VALUE:
         files = _split_gates(files, layout.layer_prefix, attention, size)
     shapes = {name: shape for name, shape in tensor_shapes(layers).items() if name.startswith("layers.0.")}
     plain = checkpoint_names(layers)

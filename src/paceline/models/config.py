@@ -330,6 +330,14 @@ def _refuse_unsupported_settings(fields: JsonFields, family: Family) -> None:
         raise CheckpointError(f"{fields.path}: is_causal is false: the model embeds text, it does not generate")
     if fields.values.get("per_layer_config") and not family.has_layer_sizes:
         raise CheckpointError(f"{fields.path}: per_layer_config is not supported for {family.name}: all its layers have the same sizes")
+    for name, only in family.fixed_fields.items():
+        given = fields.values.get(name)
+        if given not in (None, only):
+            raise CheckpointError(f"{fields.path}: {name} = {_as_json(given)} is not supported for {family.name}, only {_as_json(only)} is")
+
+
+def _as_json(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else shortened(value)
 
 
 def _refuse_quantised_head(fields: JsonFields, family: Family) -> None:

@@ -1,12 +1,22 @@
 """Build `LayerConfig` objects from the fields of a config.json."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
-from paceline.models.layers import Activation, AttentionConfig, DenseMLP, ExpertMLP, ExpertRouting, LayerConfig, NormOrder, QKNorm
+from paceline.models.layers import (
+    Activation,
+    AttentionConfig,
+    DenseMLP,
+    ExpertMLP,
+    ExpertRouting,
+    LayerConfig,
+    NormOrder,
+    QKNorm,
+    share_equal,
+)
 from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 
 if TYPE_CHECKING:
@@ -87,9 +97,21 @@ class LayerBuilder:
             has_sinks=has_sinks,
         )
 
-    def mlp(self, *, bias: bool = False, width_field: str = "intermediate_size", has_gate: bool = True) -> DenseMLP:
-        """Return a dense MLP. `width_field` is the name of the config.json field for its width."""
-        field, known = self.family.activation_field, ACTIVATIONS if has_gate else _UNGATED_ACTIVATIONS
+    def mlp(
+        self,
+        *,
+        bias: bool = False,
+        width_field: str = "intermediate_size",
+        has_gate: bool = True,
+        activations: Mapping[str, Activation] | None = None,
+    ) -> DenseMLP:
+        """Return a dense MLP.
+
+        Args:
+            width_field: name of the config.json field for its width.
+            activations: supported activations by their names in config.json; None = those of most families.
+        """
+        field, known = self.family.activation_field, activations or (ACTIVATIONS if has_gate else _UNGATED_ACTIVATIONS)
         name = self.fields.values.get(field, "silu")
         activation = known.get(str(name))
         if activation is None:
@@ -133,26 +155,32 @@ class LayerBuilder:
             is_sliding: for each layer whether it has a sliding window; empty = no layer has one. A window that is not shorter than the
                 longest supported text is ignored.
         """
-        window = self.fields.integer("sliding_window") if any(is_sliding) and self.fields.values.get("sliding_window") is not None else None
-        if window is not None and window >= self.max_positions:
-            window = None
-        sliding_attention = replace(attention, window=window, rope=self.local_rope)
+        sliding_attention = self.sliding_attention(attention) if any(is_sliding) else attention
         mixers = [sliding_attention if is_sliding and is_sliding[layer] else attention for layer in range(self.num_layers)]
         mlps = mlp if isinstance(mlp, Sequence) else [mlp] * self.num_layers
-        known: dict[LayerConfig, LayerConfig] = {}
-        found = (LayerConfig(mixer=mixer, mlp=own, norm_order=norm_order) for mixer, own in zip(mixers, mlps, strict=True))
-        return tuple(known.setdefault(layer, layer) for layer in found)
+        return share_equal(LayerConfig(mixer=mixer, mlp=own, norm_order=norm_order) for mixer, own in zip(mixers, mlps, strict=True))
 
-    def sliding_layers(self, pattern: int | None = None) -> list[bool]:
+    def sliding_attention(self, attention: AttentionConfig) -> AttentionConfig:
+        """Return the same attention with the window `sliding_window` and the rotary settings of layers with a window."""
+        window = self.fields.integer("sliding_window") if self.fields.values.get("sliding_window") is not None else None
+        return replace(attention, window=None if window is None or window >= self.max_positions else window, rope=self.local_rope)
+
+    def require_rope_parameters(self) -> None:
+        """Refuse a config.json without rotary settings: those of the family have no usual values."""
+        if not any(self.fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
+            raise CheckpointError(f"{self.fields.path} has no 'rope_parameters', which a model of family {self.family.name} needs")
+
+    def sliding_layers(self, pattern: int | None = None, *, first: int | None = None) -> list[bool]:
         """Return for each layer whether it has a sliding window, from the field `layer_types`.
 
         Args:
             pattern: without `layer_types`, every `pattern`-th layer has full attention; None = read `sliding_window_pattern`.
+            first: the first of these layers; None = layer `pattern` - 1.
         """
         fields, types = self.fields, self.fields.values.get("layer_types")
         if types is None:
             pattern = pattern or fields.integer("sliding_window_pattern")
-            return [(layer + 1) % pattern > 0 for layer in range(self.num_layers)]
+            return [(layer - (pattern - 1 if first is None else first)) % pattern > 0 for layer in range(self.num_layers)]
         known = {"sliding_attention", "full_attention"}
         if not isinstance(types, list) or len(types) != self.num_layers or not set(map(str, types)) <= known:
             raise CheckpointError(

@@ -1,5 +1,6 @@
 """Settings of a decoder layer: a mixer (attention or a recurrent network), an MLP, and where their norms are."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -13,7 +14,11 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"
     SIGMOID = "sigmoid"
     RELU = "relu"
+    XIELU = "xielu"  # with the learned `XIELU_PARAMETERS`, see `Blocks.xielu`
     NONE = "none"  # the identity function
+
+
+XIELU_PARAMETERS = ("alpha_p", "alpha_n", "beta", "eps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +30,20 @@ class ClampedSwiGLU:
 
 
 class QKNorm(Enum):
-    """How queries and keys are normalised before the rotation."""
+    """How queries and keys are normalised, before the rotation except for `HEAD_AFTER_ROPE`."""
 
     NONE = "none"
     HEAD = "head"  # one norm for each head
+    HEAD_AFTER_ROPE = "head_after_rope"
     WIDTH = "width"  # one norm over the values of all heads
+
+
+class AttentionGate(Enum):
+    """Which values of an attention layer's output have a gate of their own."""
+
+    NONE = "none"
+    VALUE = "value"  # each value of each head
+    HEAD = "head"  # each head
 
 
 class NormOrder(Enum):
@@ -65,7 +79,7 @@ class AttentionConfig:
         has_sinks: each query head has a learned sink logit in the softmax.
         has_value_norm: each head of the values is normalised, without a weight.
         has_keys_as_values: there is no v projection: values are the projected keys, before norm and rotation.
-        is_gated: the input of the o projection is multiplied by the sigmoid of another projection of the layer's input.
+        gate: how the input of the o projection is multiplied by the sigmoid of another projection of the layer's input.
         kv_layer: index of the layer whose KV cache is read; None = the layer's own.
         value_scale: values are multiplied by it.
         is_causal: the layer ignores the mask of a forward pass and attends causally.
@@ -85,7 +99,7 @@ class AttentionConfig:
     has_sinks: bool = False
     has_value_norm: bool = False
     has_keys_as_values: bool = False
-    is_gated: bool = False
+    gate: AttentionGate = AttentionGate.NONE
     kv_layer: int | None = None
     value_scale: float = 1.0
     is_causal: bool = False
@@ -343,3 +357,9 @@ class LayerConfig:
         if not isinstance(self.mixer, AttentionConfig):
             raise TypeError(f"the layer's mixer is a {type(self.mixer).__name__}")
         return self.mixer
+
+
+def share_equal(layers: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """Return the layers with one object for all that are equal."""
+    known: dict[LayerConfig, LayerConfig] = {}
+    return tuple(known.setdefault(layer, layer) for layer in layers)

@@ -104,6 +104,9 @@ def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, laye
     max_positions = fields.integer("max_position_embeddings")
     if rope_type is RopeType.DEFAULT:
         return RopeConfig(theta=theta, rotated_fraction=fraction)
+    if rope_type is RopeType.DYNAMIC and family.has_rope_alpha and scaling.get("alpha"):
+        rotary_size = RopeConfig(rotated_fraction=fraction).rotary_size(head_size)
+        return RopeConfig(theta=_theta_times_alpha(theta, rope.positive_number("alpha"), rotary_size, fields))
     if rope_type is RopeType.DYNAMIC:
         return RopeConfig(theta, rope_type, rope.positive_number("factor"), max_positions, rotated_fraction=fraction)
     name = "original_max_position_embeddings"
@@ -196,6 +199,13 @@ def _read_rotated_fraction(fields: JsonFields, family: "Family", rope: JsonField
             f"{fields.path}: partial_rotary_factor = {fraction} rotates {rotary_size} of {head_size} values a head, expected an even number"
         )
     return fraction
+
+
+def _theta_times_alpha(theta: float, alpha: float, rotary_size: int, fields: JsonFields) -> float:
+    """Return the base times alpha^(R / (R - 2)), where R values of a head rotate. Source: Hunyuan's model in transformers 5.24."""
+    if rotary_size == 2:
+        raise CheckpointError(f"{fields.path}: rope parameter alpha = {alpha} needs heads of which more than 2 values rotate")
+    return float(theta * alpha ** (rotary_size / (rotary_size - 2)))
 
 
 def _read_fraction_of_pairs(rope: JsonFields) -> float:

@@ -6,7 +6,10 @@ from math import prod
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
 from paceline.models.layers import (
+    XIELU_PARAMETERS,
+    Activation,
     AttentionConfig,
+    AttentionGate,
     DenseMLP,
     ExpertMLP,
     GatedDeltaConfig,
@@ -64,7 +67,7 @@ def _mixer_shapes(mixer: AttentionConfig | Recurrent, hidden: int) -> dict[str, 
 
 def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
-    if mixer.qk_norm is QKNorm.HEAD:
+    if mixer.qk_norm in (QKNorm.HEAD, QKNorm.HEAD_AFTER_ROPE):
         shapes |= {"q_norm.weight": (mixer.head_size,), "k_norm.weight": (mixer.head_size,)}
     elif mixer.qk_norm is QKNorm.WIDTH:
         shapes |= {"q_norm.weight": (mixer.query_size,), "k_norm.weight": (mixer.kv_size,)}
@@ -74,11 +77,11 @@ def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[in
         "q_proj": (mixer.query_size, hidden, mixer.bias),
         "k_proj": (mixer.kv_size, hidden, mixer.bias),
         "v_proj": (mixer.kv_size, hidden, mixer.bias),
-        "attention_gate": (mixer.query_size, hidden, mixer.bias),
+        "attention_gate": (mixer.num_heads, hidden, False) if mixer.gate is AttentionGate.HEAD else (mixer.query_size, hidden, mixer.bias),
         "o_proj": (hidden, mixer.query_size, mixer.output_bias),
     }
     absent = [*(("k_proj", "v_proj") if mixer.kv_layer is not None else ()), *(("v_proj",) if mixer.has_keys_as_values else ())]
-    absent += [] if mixer.is_gated else ["attention_gate"]
+    absent += ["attention_gate"] if mixer.gate is AttentionGate.NONE else []
     shapes |= _projection_shapes({name: size for name, size in projections.items() if name not in absent})
     if mixer.kv_layer is not None:
         shapes.pop("k_norm.weight", None)
@@ -118,7 +121,10 @@ def _projection_shapes(projections: Mapping[str, tuple[int, int, bool]]) -> dict
 def _mlp_shapes(mlp: DenseMLP, hidden: int, prefix: str = "") -> dict[str, tuple[int, ...]]:
     inputs = dict.fromkeys(("gate_proj", "up_proj") if mlp.has_gate else ("up_proj",), (mlp.intermediate_size, hidden, mlp.bias))
     matrices = {**inputs, "down_proj": (hidden, mlp.intermediate_size, mlp.bias)}
-    return _projection_shapes({prefix + name: size for name, size in matrices.items()})
+    shapes = _projection_shapes({prefix + name: size for name, size in matrices.items()})
+    if mlp.activation is Activation.XIELU:
+        shapes |= {f"{prefix}activation.{part}": (1,) for part in XIELU_PARAMETERS}
+    return shapes
 
 
 def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -151,6 +157,7 @@ _CHECKPOINT_MODULES = {
     "input_norm": "post_per_layer_input_norm",
     **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
     **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    "activation": "mlp.act_fn",
     "router": "mlp.gate",
     "experts": "mlp.experts",
     "shared_expert": "mlp.shared_expert",

@@ -370,12 +370,13 @@ def check_shape(name: str, stored: PackedMatrix, shape: tuple[int, ...]) -> Pack
 
 
 def open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: Mapping[Path, NDArray[np.uint8]]) -> Tensor:
-    """Return a view of a stored tensor in its mapped file.
+    """Return a view of a stored tensor in its mapped file. Vectors may have further dimensions of size 1.
 
     Raises:
         CheckpointError: The tensor has another shape, or an unsupported type.
     """
-    if stored.shape != shape:
+    is_vector = len(shape) == 1 and tuple(size for size in stored.shape if size != 1) == tuple(size for size in shape if size != 1)
+    if stored.shape != shape and not is_vector:
         raise CheckpointError(
             f"{stored.path}: tensor {name!r} has shape {list(stored.shape)}, but config.json requires {list(shape)}; "
             "one of the two files belongs to another model"
@@ -386,7 +387,7 @@ def open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: 
             "use an unquantised checkpoint"
         )
     weight_type, item_type = _SUPPORTED_DTYPES[stored.dtype]
-    return Tensor(view_tensor(stored, files[stored.path], item_type), weight_type, shape)
+    return Tensor(view_tensor(stored, files[stored.path], item_type).reshape(shape), weight_type, shape)
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:

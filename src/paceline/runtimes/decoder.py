@@ -11,6 +11,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.layers import (
     Activation,
     AttentionConfig,
+    AttentionGate,
     BlockConvolution,
     ClampedSwiGLU,
     DenseMLP,
@@ -121,15 +122,19 @@ class Blocks(Protocol[Value]):
         ...
 
     def gated(self, gate: Value, up: Value, activation: Activation | ClampedSwiGLU) -> Value:
-        """Return activation(gate) * up."""
+        """Return activation(gate) * up. If the gate is narrower, each of its values is for as many adjacent columns of `up`."""
+        ...
+
+    def xielu(self, x: Value, name: str) -> Value:
+        """Return xIELU of x, whose parameters are the weights `alpha_p`, `alpha_n`, `beta` and `eps` of `name`.
+
+        With a_p = softplus(alpha_p) and a_n = beta + softplus(alpha_n): a_p x^2 + beta x for x > 0, else
+        a_n (e^min(x, eps) - 1 - x) + beta x. Source: Huang and Schlag 2024, "Deriving Activation Functions Using Integration".
+        """
         ...
 
     def experts(self, x: Value, logits: Value, mlp: ExpertMLP, prefix: str) -> Value:
         """Return the weighted sum [T, E] of the outputs of each row's experts, which are chosen by the router's logits [T, experts]."""
-        ...
-
-    def sigmoid_gate(self, x: Value, y: Value) -> Value:
-        """Return x * sigmoid(y) for y [T, 1]."""
         ...
 
     def add(self, x: Value, y: Value) -> Value: ...
@@ -189,13 +194,14 @@ def attention_block(blocks: Blocks[Value], attention: AttentionConfig, x: Value,
             x = blocks.head_norm(x, prefix + name, num_heads)
         elif attention.qk_norm is QKNorm.WIDTH:
             x = blocks.rms_norm(x, prefix + name)
-        return blocks.rope(x, num_heads, rope) if attention.has_rope_embedding else x
+        x = blocks.rope(x, num_heads, rope) if attention.has_rope_embedding else x
+        return blocks.head_norm(x, prefix + name, num_heads) if attention.qk_norm is QKNorm.HEAD_AFTER_ROPE else x
 
-    names = ["q_proj"]
+    names, is_gated = ["q_proj"], attention.gate is not AttentionGate.NONE
     if attention.kv_layer is None:
         names += ["k_proj"] if attention.has_keys_as_values else ["k_proj", "v_proj"]
-    q, *kv = blocks.linear(x, *(prefix + name for name in names), *([prefix + "attention_gate"] if attention.is_gated else []))
-    gate = kv.pop() if attention.is_gated else None
+    q, *kv = blocks.linear(x, *(prefix + name for name in names), *([prefix + "attention_gate"] if is_gated else []))
+    gate = kv.pop() if is_gated else None
     q = normed_and_rotated(q, "q_norm", attention.num_heads, attention.rope)
     if not kv:
         attended = blocks.attention(q, None, attention, layer)
@@ -258,7 +264,7 @@ def mlp_block(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer:
         return mixed
     shared = _dense_mlp(blocks, mlp.shared, x, prefix + "shared_expert.")
     if mlp.has_shared_gate:
-        shared = blocks.sigmoid_gate(shared, blocks.linear(x, prefix + "shared_gate")[0])
+        shared = blocks.gated(blocks.linear(x, prefix + "shared_gate")[0], shared, Activation.SIGMOID)
     return blocks.add(mixed, shared)
 
 
@@ -270,6 +276,8 @@ def _experts_with_norms(blocks: Blocks[Value], mlp: ExpertMLP, stream: Value, pr
 
 def _dense_mlp(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> Value:
     *gates, up = blocks.linear(x, *([prefix + "gate_proj"] if mlp.has_gate else []), prefix + "up_proj")
+    if mlp.activation is Activation.XIELU:
+        return blocks.linear(blocks.xielu(up, prefix + "activation"), prefix + "down_proj")[0]
     gate = gates[0] if gates else up
     return blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0]
 

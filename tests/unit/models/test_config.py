@@ -35,6 +35,12 @@ QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 GRANITE = {**LLAMA, "model_type": "granite", "architectures": ["GraniteForCausalLM"]}
 SEED_OSS = {**LLAMA, "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}
+ERNIE = {**LLAMA, "model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"]}
+ERNIE_MOE = {**LLAMA, "model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"]}
+APERTUS = {**LLAMA, "model_type": "apertus", "architectures": ["ApertusForCausalLM"], "rope_parameters": {"rope_theta": 1e4}}
+GRANITE_SWA = {**LLAMA, "model_type": "granite_swa", "architectures": ["GraniteSWAForCausalLM"]}
+LFM3 = {**LLAMA, "model_type": "lfm3", "architectures": ["Lfm3ForCausalLM"]}
+HUNYUAN = {**LLAMA, "model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"]}
 SMOLLM3 = {**LLAMA, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5}
 MINISTRAL3 = {
     **LLAMA,
@@ -392,7 +398,7 @@ def test_multimodal_config_without_text_config_is_refused(tmp_path: Path, model_
         ({**GEMMA3, "layer_types": ["full_attention"]}, "layer_types"),
         ({**SMOLLM3, "no_rope_layers": [1, 1, 1, 0]}, "no_rope_layers = .*, expected 0 or 1 for 5 layers"),
         ({**SMOLLM3, "no_rope_layers": [1, 1, 1, 0, 2]}, "no_rope_layers"),
-        ({**MINISTRAL3, "rope_parameters": None}, "no 'rope_parameters', which a ministral3 needs"),
+        ({**MINISTRAL3, "rope_parameters": None}, "no 'rope_parameters', which a model of family ministral3 needs"),
         ({**MINISTRAL3, "rope_parameters": {"rope_theta": 1e6, "llama_4_scaling_beta": 0.1}}, "no 'original_max_position_embeddings'"),
         ({**MINISTRAL3, "rope_parameters": {**MINISTRAL3["rope_parameters"], "llama_4_scaling_beta": 3e38}}, "are not finite"),
         ({**GRANITE, "residual_multiplier": 0}, "residual_multiplier = 0.0, expected a number above 0"),
@@ -401,6 +407,18 @@ def test_multimodal_config_without_text_config_is_refused(tmp_path: Path, model_
         ({**GEMMA2, "attn_logit_softcapping": -1.0}, "attn_logit_softcapping = -1.0"),
         ({**GEMMA2, "rope_parameters": NEW_LOCAL["rope_parameters"]}, "one set for all layers"),
         ({**OLMO3, "rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}}, "one set, which transformers leaves out"),
+        ({**ERNIE, "compression_ratio": 2.0}, "compression_ratio = 2.0 is not supported for ernie4_5, only 1.0 is"),
+        ({**ERNIE_MOE, "use_bias": True}, "use_bias = true is not supported for ernie4_5_moe, only false is"),
+        ({**ERNIE_MOE, "moe_k": 65}, "moe_k = 65, but there are only 64 experts"),
+        ({**APERTUS, "rope_parameters": None}, "no 'rope_parameters', which a model of family apertus needs"),
+        ({**APERTUS, "hidden_act": "silu"}, "hidden_act = 'silu' is not supported, only 'xielu' is"),
+        ({**GRANITE_SWA, "layer_rope_theta": [1e4, 0]}, "layer_rope_theta = .*, expected a number of 0 or more for each of 3 layers"),
+        ({**GRANITE_SWA, "layer_rope_theta": [1e4, 0, -1]}, "layer_rope_theta"),
+        ({**LFM3, "rope_parameters": None}, "no 'rope_parameters', which a model of family lfm3 needs"),
+        ({**LFM3, "layer_types": ["conv", "full_attention", "linear_attention"]}, "'linear_attention', which is not supported for lfm3"),
+        ({**HUNYUAN, "use_cla": True}, "use_cla = true is not supported for hunyuan_v1_dense, only false is"),
+        ({**HUNYUAN, "head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 50.0}}, "more than 2 values rotate"),
+        ({**HUNYUAN, "rope_scaling": {"type": "dynamic", "alpha": "50"}}, "alpha = '50'"),
     ],
 )
 def test_invalid_values_of_a_family_config_are_refused(tmp_path: Path, values: dict[str, Any], text: str) -> None:

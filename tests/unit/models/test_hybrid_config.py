@@ -12,6 +12,7 @@ from paceline.models.config import ModelConfig, WeightType, read_config
 from paceline.models.layers import (
     Activation,
     AttentionConfig,
+    AttentionGate,
     DenseMLP,
     ExpertMLP,
     GatedDeltaConfig,
@@ -56,7 +57,7 @@ def test_qwen_hybrid_config_defaults_equal_their_transformers_classes(tmp_path: 
     assert list(config.attention_layers) == [3]
     assert recurrent(config) == GatedDeltaConfig(num_key_heads=16, num_value_heads=32, key_size=128, value_size=128, kernel_size=4)
     attention = config.attention
-    assert (attention.head_size, attention.qk_norm, attention.is_gated) == (256, QKNorm.HEAD, True)
+    assert (attention.head_size, attention.qk_norm, attention.gate) == (256, QKNorm.HEAD, AttentionGate.VALUE)
     assert attention.rope.rotary_size(256) == 64
     assert config.has_norm_offset
     mlp = config.layers[0].mlp

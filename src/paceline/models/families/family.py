@@ -64,6 +64,7 @@ class Family:
         models: published models of the family, for docs.
         layers: function that builds the layers from config.json.
         defaults: fields that config.json may leave out, with the values of the configuration class in transformers.
+        fixed_fields: fields of which only this value is supported. A file with another value is refused.
         gguf: format of its GGUF files; None = see `gguf_family`, or GGUF files are not supported.
         gguf_family: another family with the same network, which reads the GGUF files of this one.
         bundled_drafters: drafters in the publisher's checkpoints, for docs.
@@ -73,6 +74,7 @@ class Family:
         has_local_rope: layers with a sliding window have rotary settings of their own.
         needs_local_rope: `rope_parameters` must have an entry for sliding_attention and one for full_attention.
         has_temperature_tuning: `llama_4_scaling_beta` scales queries by their position.
+        has_rope_alpha: `alpha` of the rope type dynamic multiplies the base, whatever the context length.
         has_partial_rope: `partial_rotary_factor` may be below 1.
         has_interleaved_rope: checkpoints have interleaved (GPT-J style) rotary embeddings; rows of q and k are reordered at load.
         rope_type_aliases: other spellings of rope types.
@@ -95,6 +97,7 @@ class Family:
     models: str
     layers: Callable[[LayerBuilder], Layers]
     defaults: Mapping[str, Any]
+    fixed_fields: Mapping[str, Any] = field(default_factory=dict)
     gguf: GgufFormat | None = None
     gguf_family: str | None = None
     bundled_drafters: tuple[str, ...] = ()
@@ -104,6 +107,7 @@ class Family:
     has_local_rope: bool = False
     needs_local_rope: bool = False
     has_temperature_tuning: bool = False
+    has_rope_alpha: bool = False
     has_partial_rope: bool = False
     has_interleaved_rope: bool = False
     rope_type_aliases: Mapping[str, str] = field(default_factory=dict)

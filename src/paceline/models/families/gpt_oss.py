@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.errors import CheckpointError
 from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
@@ -13,8 +12,7 @@ from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP
 
 def _gpt_oss_layers(builder: LayerBuilder) -> Layers:
     fields = builder.fields
-    if not any(fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
-        raise CheckpointError(f"{fields.path} has no 'rope_scaling', which a gpt_oss needs")
+    builder.require_rope_parameters()
     bias = fields.flag("attention_bias", default=True)
     activation = ClampedSwiGLU(fields.positive_number("swiglu_alpha"), fields.positive_number("swiglu_limit"))
     expert = DenseMLP(intermediate_size=fields.integer("intermediate_size"), activation=activation, bias=True)

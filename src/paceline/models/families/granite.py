@@ -1,4 +1,4 @@
-"""Granite 3, and Granite 4 with Mamba-2 layers."""
+"""Granite 3, Granite 4 with Mamba-2 layers, and Granite Swash."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,14 +17,38 @@ from paceline.models.families.hybrids import (
     mixed_layers,
 )
 from paceline.models.gguf.fields import GgufFields
+from paceline.models.json_fields import MAX_FLOAT32
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
-from paceline.models.layers import ExpertMLP, Mamba2Config
+from paceline.models.layers import AttentionConfig, ExpertMLP, Mamba2Config, share_equal
 
 
 def _granite_layers(builder: LayerBuilder) -> Layers:
     bias, scale = builder.flag("attention_bias"), builder.fields.positive_number("attention_multiplier", 1.0)
     layers = builder.layers(builder.attention(bias=bias, output_bias=bias, scale=scale), builder.mlp(bias=builder.flag("mlp_bias")))
     return (replace(layers[0], residual_scale=builder.fields.positive_number("residual_multiplier", 1.0)),) * builder.num_layers
+
+
+def _granite_swa_layers(builder: LayerBuilder) -> Layers:
+    fields, bias = builder.fields, builder.flag("attention_bias")
+    scale, residual_scale = (fields.positive_number(f"{part}_multiplier", 1.0) for part in ("attention", "residual"))
+    attention = builder.attention(bias=bias, output_bias=bias, scale=scale, has_sinks=True)
+    mlp = builder.mlp(bias=builder.flag("mlp_bias"))
+    layers, thetas = builder.layers(attention, mlp, is_sliding=builder.sliding_layers(4, first=0)), fields.values.get("layer_rope_theta")
+    thetas = [builder.rope.theta] * builder.num_layers if thetas is None else thetas
+    is_list = isinstance(thetas, list) and len(thetas) == builder.num_layers
+    if not is_list or any(type(theta) not in (int, float) or not 0 <= theta <= MAX_FLOAT32 for theta in thetas):
+        raise CheckpointError(
+            f"{fields.path}: layer_rope_theta = {shortened(thetas)}, expected a number of 0 or more for each of {builder.num_layers} layers"
+        )
+    return share_equal(
+        replace(layer, mixer=_with_theta(layer.attention, float(theta)), residual_scale=residual_scale)
+        for layer, theta in zip(layers, thetas, strict=True)
+    )
+
+
+def _with_theta(attention: AttentionConfig, theta: float) -> AttentionConfig:
+    """Return the same attention with another rotary base; 0 = no rotary embeddings."""
+    return replace(attention, rope=replace(attention.rope, theta=theta)) if theta else replace(attention, has_rope_embedding=False)
 
 
 def _granite_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,6 +130,23 @@ FAMILIES = (
         defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
         has_multipliers=True,
         gguf=GgufFormat(architectures=("granite",), read_extra_fields=_granite_gguf_fields, has_interleaved_rope=True),
+    ),
+    Family(
+        name="granite_swa",
+        architecture="GraniteSWAForCausalLM",
+        models="Granite Swash",
+        layers=_granite_swa_layers,
+        defaults={
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "tie_word_embeddings": True,
+            "bos_token_id": 100257,
+            "eos_token_id": 100257,
+        },
+        has_multipliers=True,
     ),
     Family(
         name="granitemoehybrid",

@@ -9,7 +9,7 @@ from paceline.models.families.family import Layers
 from paceline.models.gguf.fields import MTP_TENSOR, GgufFields
 from paceline.models.json_fields import MAX_FLOAT32, JsonFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
-from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, Mamba2Config, Recurrent
+from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, Mamba2Config, NormOrder, Recurrent, share_equal
 
 Mixer = AttentionConfig | Recurrent
 MLP = DenseMLP | ExpertMLP
@@ -19,7 +19,13 @@ MAX_KERNEL_SIZE = 16
 
 
 def mixed_layers(
-    builder: LayerBuilder, mixers: Mapping[str, Mixer], mlps: Sequence[MLP], *, default_types: Sequence[str], residual_scale: float = 1.0
+    builder: LayerBuilder,
+    mixers: Mapping[str, Mixer],
+    mlps: Sequence[MLP],
+    *,
+    default_types: Sequence[str],
+    residual_scale: float = 1.0,
+    norm_order: NormOrder = NormOrder.PRE,
 ) -> Layers:
     """Return layers with one of `mixers` for each name in config.json's `layer_types`, or in `default_types` if it is absent.
 
@@ -39,9 +45,10 @@ def mixed_layers(
             )
     if not any(isinstance(mixers[kind], AttentionConfig) for kind in listed):
         raise CheckpointError(f"{fields.path}: layer_types names no layer with attention: at least one of the layers needs it")
-    known: dict[LayerConfig, LayerConfig] = {}
-    found = (LayerConfig(mixer=mixers[kind], mlp=mlp, residual_scale=residual_scale) for kind, mlp in zip(listed, mlps, strict=True))
-    return tuple(known.setdefault(layer, layer) for layer in found)
+    return share_equal(
+        LayerConfig(mixer=mixers[kind], mlp=mlp, residual_scale=residual_scale, norm_order=norm_order)
+        for kind, mlp in zip(listed, mlps, strict=True)
+    )
 
 
 def mamba_mixer(builder: LayerBuilder, names: Mapping[str, str], *, head_size: int, conv_bias: bool, bias: bool) -> Mamba2Config:

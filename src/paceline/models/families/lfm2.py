@@ -1,4 +1,4 @@
-"""LFM2 and LFM2-MoE: most layers have a short convolution instead of attention."""
+"""LFM2, LFM2-MoE and LFM3: most layers have a short convolution instead of attention."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -6,10 +6,10 @@ from typing import Any
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.families.family import Family, GgufFormat, Layers
-from paceline.models.families.hybrids import MAX_KERNEL_SIZE, MLP, gguf_layer_count, layers_with_attention, mixed_layers
+from paceline.models.families.hybrids import MAX_KERNEL_SIZE, MLP, Mixer, gguf_layer_count, layers_with_attention, mixed_layers
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import DenseMLP, ExpertMLP, QKNorm, RouterScoring, ShortConvConfig
+from paceline.models.layers import AttentionGate, DenseMLP, ExpertMLP, NormOrder, QKNorm, RouterScoring, ShortConvConfig
 
 
 def _lfm2_dense_layers(builder: LayerBuilder) -> Layers:
@@ -50,14 +50,34 @@ def _lfm2_moe_layers(builder: LayerBuilder) -> Layers:
 
 def _lfm2_layers(builder: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
     fields = builder.fields
-    kernel_size = fields.integer("conv_L_cache", 3, most=MAX_KERNEL_SIZE)
-    convolution = ShortConvConfig(channels=fields.integer("hidden_size"), kernel_size=kernel_size, bias=builder.flag("conv_bias"))
     full = fields.values.get("full_attn_idxs")
     full = list(range(builder.num_layers)) if full is None else full
     if not isinstance(full, list) or any(type(layer) is not int or not 0 <= layer < builder.num_layers for layer in full):
         raise CheckpointError(f"{fields.path}: full_attn_idxs = {shortened(full)}, expected numbers of layers below {builder.num_layers}")
     kinds = ["full_attention" if layer in full else "conv" for layer in range(builder.num_layers)]
-    return mixed_layers(builder, {"conv": convolution, "full_attention": builder.attention(qk_norm=QKNorm.HEAD)}, mlps, default_types=kinds)
+    mixers: dict[str, Mixer] = {"conv": _short_convolution(builder), "full_attention": builder.attention(qk_norm=QKNorm.HEAD)}
+    return mixed_layers(builder, mixers, mlps, default_types=kinds)
+
+
+def _short_convolution(builder: LayerBuilder) -> ShortConvConfig:
+    kernel_size = builder.fields.integer("conv_L_cache", 3, most=MAX_KERNEL_SIZE)
+    return ShortConvConfig(channels=builder.fields.integer("hidden_size"), kernel_size=kernel_size, bias=builder.flag("conv_bias"))
+
+
+def _lfm3_layers(builder: LayerBuilder) -> Layers:
+    builder.require_rope_parameters()
+    fields, bias = builder.fields, builder.flag("attention_bias")
+    gate = AttentionGate.HEAD if fields.flag("use_attention_gate", default=True) else AttentionGate.NONE
+    attention = replace(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD), gate=gate)
+    mixers: dict[str, Mixer] = {
+        "conv": _short_convolution(builder),
+        "full_attention": attention,
+        "sliding_attention": builder.sliding_attention(attention),
+    }
+    usual = ("sliding_attention", "conv", "full_attention", "conv")
+    kinds = ["conv" if layer == 0 else usual[layer % 4] for layer in range(builder.num_layers)]
+    order = NormOrder.SANDWICH if fields.flag("use_sandwich_norm", default=True) else NormOrder.PRE
+    return mixed_layers(builder, mixers, [builder.mlp()] * builder.num_layers, default_types=kinds, norm_order=order)
 
 
 def _lfm2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,5 +157,37 @@ FAMILIES = (
             "expert_bias": "gate.e_score_correction_bias",
         },
         gguf=replace(_GGUF, architectures=("lfm2moe",)),
+    ),
+    replace(
+        _LFM2,
+        name="lfm3",
+        architecture="Lfm3ForCausalLM",
+        models="LFM3",
+        published_heads=(),
+        layers=_lfm3_layers,
+        defaults={
+            **_LFM2.defaults,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "conv_L_cache": 7,
+            "sliding_window": 256,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            },
+            "bos_token_id": 124894,
+            "eos_token_id": 124900,
+        },
+        has_local_rope=True,
+        needs_local_rope=True,
+        has_partial_rope=True,
+        module_names={
+            **{name: stored for name, stored in _LFM2.module_names.items() if name not in ("q_norm", "k_norm", "o_proj")},
+            "attention_output_norm": "post_operator_norm",
+            "mlp_output_norm": "post_ffn_norm",
+            "attention_gate": "self_attn.gate_proj",
+        },
+        gguf=None,
     ),
 )

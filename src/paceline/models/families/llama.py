@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.errors import CheckpointError
 from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP
+from paceline.models.layers import ExpertMLP, share_equal
 
 
 def _llama_layers(builder: LayerBuilder) -> Layers:
@@ -21,8 +20,7 @@ def _mistral_layers(builder: LayerBuilder) -> Layers:
 
 
 def _ministral3_layers(builder: LayerBuilder) -> Layers:
-    if not any(builder.fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
-        raise CheckpointError(f"{builder.fields.path} has no 'rope_parameters', which a ministral3 needs")
+    builder.require_rope_parameters()
     return _mistral_layers(builder)
 
 
@@ -58,8 +56,10 @@ def _smollm3_layers(builder: LayerBuilder) -> Layers:
         is_sliding = [builder.flag("use_sliding_window") and not has_rope for has_rope in rope_flags]
     attention, mlp = builder.attention(bias=bias, output_bias=bias), builder.mlp(bias=builder.flag("mlp_bias"))
     layers = builder.layers(attention, mlp, is_sliding=is_sliding)
-    without_rope = {layer: replace(layer, mixer=replace(layer.attention, has_rope_embedding=False)) for layer in dict.fromkeys(layers)}
-    return tuple(layer if has_rope else without_rope[layer] for layer, has_rope in zip(layers, rope_flags, strict=True))
+    return share_equal(
+        replace(layer, mixer=replace(layer.attention, has_rope_embedding=has_rope))
+        for layer, has_rope in zip(layers, rope_flags, strict=True)
+    )
 
 
 def _seed_oss_layers(builder: LayerBuilder) -> Layers:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.errors import CheckpointError, shortened
 from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
@@ -25,10 +24,6 @@ def _olmo3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[st
 
 
 def _olmoe_layers(builder: LayerBuilder) -> Layers:
-    if builder.fields.values.get("clip_qkv") is not None:
-        raise CheckpointError(
-            f"{builder.fields.path}: clip_qkv = {shortened(builder.fields.values['clip_qkv'])} is not supported, only null is"
-        )
     bias = builder.flag("attention_bias")
     attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
     return builder.layers(attention, ExpertMLP(routing=builder.routing(), expert=builder.mlp()))
@@ -86,6 +81,7 @@ FAMILIES = (
             "num_experts_per_tok": 8,
             "eos_token_id": 50279,
         },
+        fixed_fields={"clip_qkv": None},
         gguf=GgufFormat(architectures=("olmoe",), read_extra_fields=_olmoe_gguf_fields, has_untied_output=True),
     ),
 )

@@ -10,7 +10,7 @@ from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.families.hybrids import MAX_HEADS, MAX_KERNEL_SIZE, MLP, gguf_layer_count, mixed_layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
-from paceline.models.layers import ExpertMLP, GatedDeltaConfig, QKNorm
+from paceline.models.layers import AttentionGate, ExpertMLP, GatedDeltaConfig, QKNorm
 
 _DEFAULT_ATTENTION_INTERVAL = 4  # every 4th layer has attention if metadata has no interval
 
@@ -37,9 +37,7 @@ def _shared_experts(builder: LayerBuilder) -> ExpertMLP:
 
 def _qwen_hybrid_layers(builder: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
     fields, bias = builder.fields, builder.flag("attention_bias")
-    if not fields.flag("attn_output_gate", default=True):
-        raise CheckpointError(f"{fields.path}: attn_output_gate = false is not supported: attention of a {builder.family.name} has a gate")
-    attention = replace(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD), is_gated=True)
+    attention = replace(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD), gate=AttentionGate.VALUE)
     interval = fields.integer("full_attention_interval", 4)
     kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(builder.num_layers)]
     return mixed_layers(builder, {"linear_attention": _delta_net_mixer(builder), "full_attention": attention}, mlps, default_types=kinds)
@@ -125,6 +123,7 @@ _QWEN3_5 = Family(
     published_heads=("dflash", "dflash2"),
     layers=_qwen3_5_layers,
     defaults={**_DEFAULTS, "num_key_value_heads": 4},
+    fixed_fields={"attn_output_gate": True},
     has_partial_rope=True,
     has_norm_offset=True,
     recurrent_module="linear_attn",

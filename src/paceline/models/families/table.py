@@ -5,10 +5,28 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.families import exaone, gemma, gemma4, glm, gpt_oss, granite, lfm2, llama, nemotron_h, olmo, qwen, qwen_hybrid
+from paceline.models.families import (
+    apertus,
+    ernie,
+    exaone,
+    gemma,
+    gemma4,
+    glm,
+    gpt_oss,
+    granite,
+    hunyuan,
+    lfm2,
+    llama,
+    nemotron_h,
+    olmo,
+    qwen,
+    qwen_hybrid,
+)
 from paceline.models.families.family import Family
 
-_MODULES = (llama, qwen, gemma, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2, nemotron_h)
+_MODULES = (
+    llama, apertus, ernie, hunyuan, qwen, gemma, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2, nemotron_h,
+)  # fmt: skip
 FAMILIES: Mapping[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 
 

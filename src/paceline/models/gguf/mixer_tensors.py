@@ -17,7 +17,7 @@ from paceline.models.gguf.config import gguf_format
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.gguf.stored_tensor import IndexMap, TensorSource, check_stored_shape
-from paceline.models.layers import AttentionConfig, GatedDeltaConfig, Mamba2Config, ShortConvConfig
+from paceline.models.layers import AttentionConfig, AttentionGate, GatedDeltaConfig, Mamba2Config, ShortConvConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def mixer_tensors(file: GgufFile, config: ModelConfig) -> dict[str, MixerTensor]
     for index, layer in enumerate(config.layers):
         block, mixer, hidden = f"blk.{index}.", layer.mixer, config.hidden_size
         if isinstance(mixer, AttentionConfig):
-            own = _gated_query_tensors(block, mixer, hidden) if mixer.is_gated else {}
+            own = _gated_query_tensors(block, mixer, hidden) if mixer.gate is AttentionGate.VALUE else {}
         elif isinstance(mixer, GatedDeltaConfig):
             own = _delta_net_tensors(file, block, mixer, hidden, is_tiled=is_tiled)
         elif isinstance(mixer, Mamba2Config):

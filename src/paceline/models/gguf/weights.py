@@ -1,5 +1,6 @@
 """The weights of a GGUF file, by the network's internal tensor names."""
 
+import math
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
@@ -9,13 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError, name_list
+from paceline.errors import CheckpointError, name_list, shortened
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.blocks import StoredBlocks, convert_blocks_to_groups
 from paceline.models.gguf.config import ROPE_TENSORS, gguf_format
 from paceline.models.gguf.fields import MTP_TENSOR
 from paceline.models.gguf.file import GgufFile
+from paceline.models.gguf.header import BLOCK_TYPES, GgufTensor
 from paceline.models.gguf.mixer_tensors import mixer_tensors
 from paceline.models.gguf.stored_tensor import (
     UNQUANTIZED_TYPES,
@@ -28,7 +30,7 @@ from paceline.models.gguf.stored_tensor import (
     stored_rows,
     tensor_info,
 )  # fmt: skip
-from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Recurrent
+from paceline.models.layers import XIELU_PARAMETERS, AttentionConfig, ExpertMLP, LayerConfig, Recurrent
 from paceline.models.storage.mapped_files import drop_pages
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, LazyWeights, TensorInfo, half_split_order, shares_kv
@@ -79,6 +81,8 @@ _GGUF_MTP_MODULE_NAMES = {
     "final_norm.weight": "shared_head_norm",
 }
 """GGUF names of the tensors that a module for multi-token prediction (MTP) has in addition to its layer, by internal name."""
+_XIELU_NAMES = tuple(f".activation.{part}" for part in XIELU_PARAMETERS)
+_F32 = next(block_type for block_type in BLOCK_TYPES.values() if block_type.name == "F32")
 _MTP_COPIES = ("embed_tokens", "shared_head_head")
 _FUSED_PROJECTIONS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
 
@@ -227,6 +231,9 @@ def _find_sources(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tupl
     missing: list[str] = []
     mixers = mixer_tensors(file, config)
     for name, shape in shapes.items():
+        if name.endswith(_XIELU_NAMES):
+            sources[name] = _xielu_parameter(file, name, config)
+            continue
         in_file, expert = (mixers[name].name, None) if name in mixers else _gguf_name(name, modules, file)
         if name in fused:
             sources[name] = fused[name]
@@ -243,6 +250,18 @@ def _find_sources(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tupl
         else:
             missing.append(in_file)
     return sources, list(dict.fromkeys(missing))
+
+
+def _xielu_parameter(file: GgufFile, name: str, config: ModelConfig) -> TensorSource:
+    """Return a parameter of xIELU, which files have in their metadata: one number for all layers, or a list with one for each."""
+    _, layer, _, part = name.split(".")
+    key = f"xielu.{part}"
+    given = file.metadata.get(key)
+    values = given if isinstance(given, list) else [given] * config.num_layers
+    if len(values) != config.num_layers or not all(isinstance(value, float) and math.isfinite(value) for value in values):
+        raise CheckpointError(f"{file.path}: {key} = {shortened(given)}, expected a number for each of {config.num_layers} layers")
+    data = np.array([values[int(layer)]], "<f4").view(np.uint8)
+    return TensorSource(GgufTensor(file.path, key, _F32, (1,), data), (1,))
 
 
 def _gguf_name(name: str, modules: Mapping[str, str], file: GgufFile) -> tuple[str, int | None]:

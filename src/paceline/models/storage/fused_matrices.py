@@ -6,7 +6,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.families.family import Family
-from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, GatedDeltaConfig, LayerConfig, Mamba2Config, Recurrent
+from paceline.models.layers import (
+    AttentionConfig,
+    AttentionGate,
+    DenseMLP,
+    ExpertMLP,
+    GatedDeltaConfig,
+    LayerConfig,
+    Mamba2Config,
+    Recurrent,
+)
 
 Rows = slice | NDArray[np.int64]
 Parts = Mapping[str, Rows]
@@ -45,7 +54,7 @@ def _fused_in_mixer(mixer: AttentionConfig | Recurrent | None, family: Family) -
     if mixer is None or isinstance(mixer, GatedDeltaConfig):
         return {}
     if isinstance(mixer, AttentionConfig):
-        if not mixer.is_gated:
+        if mixer.gate is not AttentionGate.VALUE:
             return {}
         heads = np.arange(2 * mixer.query_size).reshape(mixer.num_heads, 2, mixer.head_size)
         return {"self_attn.q_proj": {"q_proj": heads[:, 0].reshape(-1), "attention_gate": heads[:, 1].reshape(-1)}}

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from ctypes import c_int32
 from dataclasses import dataclass
 
+import numpy as np
+
 from paceline.errors import ConfigError
 from paceline.models.adapters.network_adapter import LM_HEAD
 from paceline.models.config import ModelConfig
 from paceline.models.layers import (
+    XIELU_PARAMETERS,
     Activation,
     AttentionConfig,
     BlockConvolution,
@@ -49,7 +52,6 @@ from paceline.runtimes.native.records import (
     RouteOperation,
     RowSelection,
     ScaleOperation,
-    SigmoidGateOperation,
     SiluResidualOperation,
     SoftCapOperation,
     StateOperation,
@@ -58,6 +60,7 @@ from paceline.runtimes.native.records import (
 from paceline.runtimes.native.weights import NativeWeights
 
 _ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.SIGMOID: 3, Activation.NONE: 4, Activation.RELU: 5}
+_CLAMPED_SWIGLU, _XIELU = 2, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +223,14 @@ class NativeBlocks:
         )  # fmt: skip
 
     def gated(self, gate: Value, up: Value, activation: Activation | ClampedSwiGLU) -> Value:
-        number, slope, limit = 2, 0.0, 0.0
         if isinstance(activation, ClampedSwiGLU):
-            slope, limit = activation.slope, activation.limit
-        else:
-            number = _ACTIVATIONS[activation]
-        operation = GatedOperation(x=gate.index, up=up.index, width=gate.width, activation=number, slope=slope, limit=limit)
-        return self._append(operation, gate)
+            return self._record_gate(gate, up, _CLAMPED_SWIGLU, slope=activation.slope, limit=activation.limit)
+        return self._record_gate(gate, up, _ACTIVATIONS[activation])
+
+    def xielu(self, x: Value, name: str) -> Value:
+        alpha_p, alpha_n, beta, eps = (self._weights.scalar(f"{name}.{part}") for part in XIELU_PARAMETERS)
+        positive, negative = (float(np.logaddexp(0.0, alpha)) for alpha in (alpha_p, alpha_n))  # softplus
+        return self._record_gate(x, x, _XIELU, alpha_p=positive, alpha_n=beta + negative, beta=beta, eps=eps)
 
     def experts(self, x: Value, logits: Value, mlp: ExpertMLP, prefix: str) -> Value:
         routing = mlp.routing
@@ -239,9 +243,6 @@ class NativeBlocks:
         return self._append(
             CombineOperation(x=down.index, routes=routes.index, chosen=routing.num_experts_per_token, width=width), x, width
         )
-
-    def sigmoid_gate(self, x: Value, y: Value) -> Value:
-        return self._append(SigmoidGateOperation(x=x.index, y=y.index, width=x.width), x)
 
     def add(self, x: Value, y: Value) -> Value:
         return self._append(AddOperation(x=x.index, y=y.index, width=x.width), x)
@@ -260,6 +261,11 @@ class NativeBlocks:
 
     def soft_cap(self, x: Value, cap: float) -> Value:
         return self._append(SoftCapOperation(x=x.index, width=x.width, cap=cap), x)
+
+    def _record_gate(self, gate: Value, up: Value, activation: int, **parameters: float) -> Value:
+        parameters = {**dict.fromkeys(("slope", "limit", *XIELU_PARAMETERS), 0.0), **parameters}
+        group = up.width // gate.width
+        return self._append(GatedOperation(x=gate.index, up=up.index, width=up.width, activation=activation, group=group, **parameters), up)
 
     def _record_norm(self, x: Value, name: str | None, num_heads: int, *, weighted_heads: int) -> Value:
         config = self._config

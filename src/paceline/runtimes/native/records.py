@@ -21,7 +21,7 @@ PANEL_KINDS = frozenset(kind for kind in MatrixKind if kind.name.startswith("PAN
 
 OperationCode = IntEnum(
     "OperationCode",
-    "LINEAR NORM ROPE ATTENTION GATED ADD GATHER SOFT_CAP CONCAT SILU_RESIDUAL SUMMARIZE SCALE COLUMNS ROUTE EXPERTS COMBINE SIGMOID_GATE "
+    "LINEAR NORM ROPE ATTENTION GATED ADD GATHER SOFT_CAP CONCAT SILU_RESIDUAL SUMMARIZE SCALE COLUMNS ROUTE EXPERTS COMBINE "
     "CONVOLUTION STATE BLOCK_CONVOLUTION",
     start=0,
 )
@@ -160,10 +160,13 @@ class AttentionOperation(Operation):
 
 
 class GatedOperation(Operation):
-    """activation(x) * up. activation: 0 SiLU, 1 GELU by tanh, 2 clamped SwiGLU (slope, limit), 3 sigmoid, 4 none, 5 ReLU."""
+    """activation(x) * up, each value of x for `group` adjacent columns of `up`; xIELU ignores `up`.
+
+    activation: 0 SiLU, 1 GELU by tanh, 2 clamped SwiGLU (slope, limit), 3 sigmoid, 4 none, 5 ReLU, 6 xIELU (alpha_p, alpha_n, beta, eps).
+    """
 
     CODE, INPUTS = OperationCode.GATED, ("x", "up")
-    _fields_ = _fields("int32 x up width activation; float slope limit")
+    _fields_ = _fields("int32 x up width activation group; float slope limit alpha_p alpha_n beta eps")
 
 
 class AddOperation(Operation):
@@ -227,13 +230,6 @@ class CombineOperation(Operation):
 
     CODE, INPUTS = OperationCode.COMBINE, ("x", "routes")
     _fields_ = _fields("int32 x routes chosen width")
-
-
-class SigmoidGateOperation(Operation):
-    """x * sigmoid(y), where y has one number in each row."""
-
-    CODE, INPUTS = OperationCode.SIGMOID_GATE, ("x", "y")
-    _fields_ = _fields("int32 x y width")
 
 
 class ConvolutionOperation(Operation):
@@ -360,13 +356,13 @@ class Program(Structure):
     )
 
 
-VERSION = 22
+VERSION = 24
 """KERNELS_VERSION in kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
     Matrix, SuperBlocksRecord, GgufBlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation,
     AddOperation, SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, SummarizeOperation, ScaleOperation,
-    ColumnsOperation, RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation,
+    ColumnsOperation, RouteOperation, ExpertsOperation, CombineOperation, ConvolutionOperation,
     StateOperation, BlockConvolutionOperation, AdapterProduct, AdapterSite, PassAdapter, Range, SampleOptions, SamplePath, StateStep,
     StateSave, StateRange, Pass, Program,
 )  # fmt: skip

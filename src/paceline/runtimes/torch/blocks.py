@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.models.config import ModelConfig
 from paceline.models.layers import (
+    XIELU_PARAMETERS,
     Activation,
     AttentionConfig,
     BlockConvolution,
@@ -178,7 +179,12 @@ class TorchBlocks:
         if isinstance(activation, ClampedSwiGLU):
             gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
             return (up + 1) * gate * torch.sigmoid(gate * activation.slope)
-        return _ACTIVATIONS[activation](gate) * up
+        return _ACTIVATIONS[activation](gate).repeat_interleave(up.shape[-1] // gate.shape[-1], dim=-1) * up
+
+    def xielu(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        alpha_p, alpha_n, beta, eps = (self._weights.vector(f"{name}.{part}").to(x.dtype) for part in XIELU_PARAMETERS)
+        curve = torch.expm1(torch.minimum(x, eps)) - x
+        return torch.where(x > 0, F.softplus(alpha_p) * x * x, curve * (beta + F.softplus(alpha_n))) + beta * x
 
     def experts(self, x: torch.Tensor, logits: torch.Tensor, mlp: ExpertMLP, prefix: str) -> torch.Tensor:
         routing = mlp.routing
@@ -196,9 +202,6 @@ class TorchBlocks:
             (down,) = self._linear(self.gated(gate, up, mlp.expert.activation), (expert_prefix + "down_proj",), rows)
             mixed.index_add_(0, rows, down * routed.weights[rows, positions, None].to(x.dtype))
         return mixed
-
-    def sigmoid_gate(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x * torch.sigmoid(y)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + y

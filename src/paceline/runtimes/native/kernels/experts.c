@@ -41,17 +41,27 @@ static void exclude_groups(const RouteOperation *op, const float *compared, uint
         if (!is_marked(groups, expert / size)) mark(marked, expert);
 }
 
+/* Replace scores by e^(score - the largest one) and return their sum. */
+static float exponentiate(float *scores, int count) {
+    float largest = scores[0], sum = 0.0f;
+    for (int i = 1; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
+    EACH_16(i, some, count) store_part(scores + i, exponential(load_part(scores + i, some) - broadcast(largest)), some);
+    for (int i = 0; i < count; i++) sum += scores[i];
+    return sum;
+}
+
 /* Choose the experts of one row, in ascending order, and compute their weights.
  * Source: Shazeer et al. 2017, section 2.1; groups and the correction: DeepSeek-V3 (2024), section 2.1.2. */
 void choose_experts(const RouteOperation *op, const float *logits, int32_t *experts, float *weights) {
     const int count = op->experts;
-    float scores[MAX_EXPERTS], corrected[MAX_EXPERTS];
+    float scores[MAX_EXPERTS], corrected[MAX_EXPERTS], total = 1.0f;
     const float *compared = scores;
     uint64_t marked[MAX_EXPERTS / 64] = {0};
     memcpy(scores, logits, (size_t)count * sizeof(float));
     if (op->scoring == SIGMOID) EACH_16(i, some, count) store_part(scores + i, sigmoid(load_part(logits + i, some)), some);
     if (op->correction) {
-        for (int i = 0; i < count; i++) corrected[i] = scores[i] + op->correction[i];
+        if (op->scoring == SOFTMAX) total = exponentiate(scores, count);
+        for (int i = 0; i < count; i++) corrected[i] = scores[i] / total + op->correction[i];
         compared = corrected;
     }
     if (op->groups > 1) exclude_groups(op, compared, marked);
@@ -62,18 +72,12 @@ void choose_experts(const RouteOperation *op, const float *logits, int32_t *expe
         for (; place && experts[place - 1] > best; place--) experts[place] = experts[place - 1];
         experts[place] = best;
     }
-    if (op->scoring == SOFTMAX) {
-        float largest = scores[0];
-        for (int i = 1; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
-        EACH_16(i, some, count) store_part(scores + i, exponential(load_part(scores + i, some) - broadcast(largest)), some);
-    }
+    if (op->scoring == SOFTMAX && !op->correction) total = exponentiate(scores, count);
     float sum = op->epsilon;
     if (op->is_normalized)
         for (int i = 0; i < op->chosen; i++) sum += scores[experts[i]];
-    else if (op->scoring == SOFTMAX)
-        for (int i = 0; i < count; i++) sum += scores[i];
     else
-        sum = 1.0f;
+        sum += total;
     for (int i = 0; i < op->chosen; i++)
         weights[i] = scores[experts[i]] / sum * op->factor * (op->scales ? op->scales[experts[i]] : 1.0f);
 }

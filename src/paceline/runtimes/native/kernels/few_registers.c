@@ -182,7 +182,6 @@ typedef uint32_t octet_words __attribute__((vector_size(32)));
 #define CACHED_COLUMNS 1024 /* columns of a block that stays in the first-level cache */
 #define BLOCK_OUTPUTS 3     /* outputs whose sums are in registers */
 #define MAX_OUTPUTS 48      /* outputs whose sums are in memory */
-#define EACH_OUTPUT _Pragma("unroll") for (int n = 0; n < outputs; n++)
 
 INLINE octet load_octet(const float *from) {
     octet v;

@@ -7,8 +7,6 @@
 #include "float_weights.h"
 #include "linear.h"
 
-#define EACH_OUTPUT _Pragma("unroll") for (int n = 0; n < outputs; n++)
-#define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
 /* Prefetch the next tile's weights to the second-level cache. The hardware prefetcher does not foresee the next row of W. */
 #define PREFETCH_NEXT(n, offset) __builtin_prefetch(codes[n] + next_tile + (offset), 0, 2);
 
@@ -221,18 +219,16 @@ size_t packed_floats(int rows, int columns) {
 }
 
 /* Return 16 columns of a row from `column` on, padded with zeros. */
-INLINE floats load_columns(const float *x, int columns, int row, int column) {
+INLINE floats load_columns(const float *x, int columns, size_t row, int column) {
     const int count = columns - column < LANES ? columns - column : LANES;
-    return count > 0 ? load_part(x + (size_t)row * columns + column, count) : broadcast(0.0f);
+    return count > 0 ? load_part(x + row * (size_t)columns + column, count) : broadcast(0.0f);
 }
 
 /* Return 32 columns of a row from `column` on, rounded to bfloat16. */
-static bf16s load_columns_bf16(const float *x, int columns, int row, int column) {
+static bf16s load_columns_bf16(const float *x, int columns, size_t row, int column) {
     const floats a = round_to_bf16(load_columns(x, columns, row, column)), b = round_to_bf16(load_columns(x, columns, row, column + LANES));
     return join_bf16(EVEN_LANES(a, b), ODD_LANES(a, b));
 }
-
-INLINE int row_index(const int32_t *row_indices, int row) { return row_indices ? row_indices[row] : row; }
 
 /* Pack columns [begin, end) of a block of up to MAX_ROWS rows for products with `matrix`: [columns / step][rows][step], padded with zeros. A step
  * is 16 columns as floats, 32 as bfloat16. begin and end are multiples of the group size and of 32, or the number of columns. row_indices: the

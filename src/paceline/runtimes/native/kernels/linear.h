@@ -6,6 +6,7 @@
 #include "native.h"
 
 #define MAX_TILE_OUTPUTS 8
+#define EACH_OUTPUT _Pragma("unroll") for (int n = 0; n < outputs; n++)
 
 /* Load `count` bfloat16 numbers, padded with zeros. */
 INLINE words load_bf16_codes(const uint8_t *codes, int count) {

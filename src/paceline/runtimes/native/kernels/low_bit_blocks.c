@@ -52,10 +52,7 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
                     quad = kind == PANELS_IQ4_XS ? add_table_products(&sums, quads, table, quad, rows, panels)
                                                  : add_quad_products(&sums, quads, quad, rows, panels, number, 4);
                 }
-                EACH_PANEL {
-                    EACH_ROW sum[n][row] = fused(__builtin_convertvector(sums.dot[n][row], floats), scales[n][g] * broadcast(x[row]), sum[n][row]);
-                    if (kind == PANELS_Q2_K) EACH_ROW sum[n][row] = fused(minimums[n][g], broadcast(x[2 * rows + row]), sum[n][row]);
-                }
+                add_group(&sums, x, g, scales, minimums, sum, rows, panels, kind);
                 x = (const float *)quad;
             }
         }

@@ -50,9 +50,6 @@ INLINE void compute_down_panels(const int kind, const Matrix *matrix, int begin,
         for (int panel = begin; panel < end; panel++) compute_down_panel(kind, matrix, panel, batch, 2);
 }
 
-/* Return the index of row `number`; row_indices NULL = 0, 1, 2, ... */
-static size_t row_index(const int32_t *row_indices, int number) { return (size_t)(row_indices ? row_indices[number] : number); }
-
 /* Compute panels [begin, end) of a matrix for `count` rows of x. is_scattered: results are stored at the rows' indices; otherwise consecutively. */
 static void run_down_panels(const Matrix *matrix, int begin, int end, const float *x, const int32_t *row_indices, int count, float *to, size_t width,
                      int is_scattered) {

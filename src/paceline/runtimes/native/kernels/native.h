@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 22 /* VERSION in runtimes/native/records.py is equal; increase both when a record, an enum or a function changes */
+#define KERNELS_VERSION 24 /* VERSION in runtimes/native/records.py is equal; increase both when a record, an enum or a function changes */
 
 /* Input rows that are multiplied together (a block of rows), so that each weight is loaded and decoded once for all of them. The maximum is set by
  * the registers that hold their sums. */
@@ -61,9 +61,9 @@ typedef struct {
 
 enum {
     LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, SUMMARIZE, SCALE, COLUMNS, ROUTE, EXPERTS, COMBINE,
-    SIGMOID_GATE, CONVOLUTION, STATE, BLOCK_CONVOLUTION,
+    CONVOLUTION, STATE, BLOCK_CONVOLUTION,
 };
-enum { SILU, GELU_TANH, CLAMPED_SWIGLU, SIGMOID_OF_GATE, GATE_ITSELF, RELU };
+enum { SILU, GELU_TANH, CLAMPED_SWIGLU, SIGMOID_OF_GATE, GATE_ITSELF, RELU, XIELU };
 enum { SOFTMAX, SIGMOID }; /* the function that turns a router's logits into scores */
 /* How the input rows of a product are packed: as float32; rounded to bfloat16, if all its matrices are BF16; or rounded to 8-bit codes, if all its
  * matrices are in panels with the same group size and zero point. */
@@ -112,14 +112,14 @@ typedef struct {
 
 typedef struct {
     Operation common;
-    int32_t x, up, width, activation;
-    float slope, limit; /* of CLAMPED_SWIGLU */
+    int32_t x, up, width, activation, group;            /* each value of x is for `group` adjacent columns of `up` */
+    float slope, limit, alpha_p, alpha_n, beta, eps; /* slope and limit are of CLAMPED_SWIGLU, the others of XIELU */
 } GatedOperation;
 
 typedef struct {
     Operation common;
     int32_t x, y, width;
-} AddOperation, SiluResidualOperation, SigmoidGateOperation; /* y of the last one has one number a row */
+} AddOperation, SiluResidualOperation;
 
 typedef struct {
     Operation common;
@@ -346,6 +346,9 @@ typedef struct {
     int64_t state_floats;
 } Program;
 
+#define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
+/* Return the index of row `number`; row_indices NULL = 0, 1, 2, ... */
+static inline size_t row_index(const int32_t *row_indices, int number) { return (size_t)(row_indices ? row_indices[number] : number); }
 static inline int ceil_div(int total, int size) { return (total + size - 1) / size; }
 
 int tile_rows(int rows);
@@ -363,12 +366,11 @@ void paceline_fill_super_blocks(const SuperBlocks *from, int32_t begin, int32_t 
 
 void norm_row(const float *x, const float *weight, int width, float epsilon, float *out);
 void rotate_head(const float *x, const float *cos, const float *sin, int head_size, int half, float *out);
-void apply_gate(const GatedOperation *gated, const float *x, const float *up, int width, float *out);
+void apply_gate(const GatedOperation *gated, const float *x, const float *up, int begin, int end, float *out);
 void add_row(const float *x, const float *y, int width, float *out);
 void soft_cap_row(const float *x, int width, float cap, float *out);
 void scale_row(const float *x, int width, float factor, float *out);
 void add_scaled_row(const float *x, int width, float factor, float *sum);
-float scalar_sigmoid(float x);
 void add_silu_row(const float *x, const float *y, int width, float *out);
 void concat_columns(const float *x, int width, const float *y, int begin, int count, float *out);
 void block_convolve_row(const BlockConvolutionOperation *op, const float *x, const float *added, int earlier, int begin, int count, float *out);

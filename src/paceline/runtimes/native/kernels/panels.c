@@ -49,7 +49,7 @@ void pack_bytes(const Matrix *matrix, const float *x, const int32_t *row_indices
         for (int row = 0; row < padded; row++) {
             int32_t total, *quads = (int32_t *)packed + GROUP_HEADER * padded + row * num_words;
             const int place = first + (row < real ? row : 0);
-            const float *from = x + (size_t)(row_indices ? row_indices[place] : place) * (size_t)columns + begin;
+            const float *from = x + row_index(row_indices, place) * (size_t)columns + begin;
             const float scale = num_words == 1 ? quantize(from, group, quads, step, 1, &total) : quantize(from, group, quads, step, 2, &total);
             const int32_t offset = shift * total;
             packed[row] = scale;

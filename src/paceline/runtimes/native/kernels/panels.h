@@ -25,7 +25,6 @@
 /* Words of a packed row before the codes of a group: scale; offset, at which the integer sum of the group starts (see pack_bytes); scale * sum of
  * codes. */
 #define GROUP_HEADER 3
-#define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
 #define EACH_PANEL _Pragma("unroll") for (int n = 0; n < panels; n++)
 /* Prefetch `distance` bytes ahead, because the hardware prefetcher stops at page boundaries. With more than four rows, a tile takes so long that
  * the next lines can also be moved to the first-level cache. `rows` is a constant: a branch at run time would keep the compiler from reordering. */

@@ -229,12 +229,12 @@ static int claim_columns(const Work *work, int width, ColumnPiece *piece) {
         for (ColumnPiece piece = {{0}}; claim_columns(work, op->width, &piece);) compute;               \
     }
 #define INPUT_AT(number) (buffer(work, number) + piece.at)
-DEFINE_ELEMENTWISE(run_gated, GatedOperation, apply_gate(op, x + piece.at, INPUT_AT(op->up), piece.count, out + piece.at))
+DEFINE_ELEMENTWISE(run_gated, GatedOperation, apply_gate(op, x + piece.row * (size_t)(op->width / op->group), INPUT_AT(op->up) - piece.begin,
+          piece.begin, piece.begin + piece.count, out + piece.at - piece.begin))
 DEFINE_ELEMENTWISE(run_add, AddOperation, add_row(x + piece.at, INPUT_AT(op->y), piece.count, out + piece.at))
 DEFINE_ELEMENTWISE(run_silu_residual, SiluResidualOperation, add_silu_row(x + piece.at, INPUT_AT(op->y), piece.count, out + piece.at))
 DEFINE_ELEMENTWISE(run_soft_cap, SoftCapOperation, soft_cap_row(x + piece.at, piece.count, op->cap, out + piece.at))
 DEFINE_ELEMENTWISE(run_scale, ScaleOperation, scale_row(x + piece.at, piece.count, op->factor, out + piece.at))
-DEFINE_ELEMENTWISE(run_sigmoid_gate, SigmoidGateOperation, scale_row(x + piece.at, piece.count, scalar_sigmoid(buffer(work, op->y)[piece.row]), out + piece.at))
 DEFINE_ELEMENTWISE(run_columns, ColumnsOperation,
           memcpy(out + piece.at, x + op->begin + piece.row * (size_t)op->x_width + piece.begin, (size_t)piece.count * sizeof(float)))
 DEFINE_ELEMENTWISE(run_gather, GatherOperation,
@@ -296,8 +296,7 @@ static RunOperation *const FUNCTIONS[] = {
     [LINEAR] = run_linear,     [NORM] = run_norm, [ROPE] = run_rope,     [ATTENTION] = run_attention, [GATED] = run_gated,
     [ADD] = run_add,           [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat,
     [SILU_RESIDUAL] = run_silu_residual, [SUMMARIZE] = run_summarize, [SCALE] = run_scale, [COLUMNS] = run_columns,
-    [ROUTE] = run_route,       [EXPERTS] = run_experts, [COMBINE] = run_combine, [SIGMOID_GATE] = run_sigmoid_gate,
-    [CONVOLUTION] = run_convolution, [STATE] = run_state, [BLOCK_CONVOLUTION] = run_block_convolution,
+    [ROUTE] = run_route,       [EXPERTS] = run_experts, [COMBINE] = run_combine, [CONVOLUTION] = run_convolution, [STATE] = run_state, [BLOCK_CONVOLUTION] = run_block_convolution,
 };
 
 /* Return the index of the first operation from `index` on that has rows in this pass. */
@@ -345,7 +344,7 @@ int32_t paceline_layout(int32_t index) {
         KERNELS_VERSION, sizeof(Matrix), sizeof(SuperBlocks), sizeof(GgufBlocks), sizeof(LinearOperation), sizeof(NormOperation), sizeof(RopeOperation),
         sizeof(AttentionOperation), sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
         sizeof(ConcatOperation), sizeof(SummarizeOperation), sizeof(ScaleOperation), sizeof(ColumnsOperation), sizeof(RouteOperation),
-        sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(SigmoidGateOperation), sizeof(ConvolutionOperation),
+        sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(ConvolutionOperation),
         sizeof(StateOperation), sizeof(BlockConvolutionOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(SampleOptions),
         sizeof(SamplePath), sizeof(StateStep), sizeof(StateSave), sizeof(StateRange), sizeof(Pass), sizeof(Program), sizeof(RowSampling),
     };

@@ -29,11 +29,20 @@ void rotate_head(const float *x, const float *cos, const float *sin, int head_si
     memcpy(out + 2 * half, x + 2 * half, (size_t)(head_size - 2 * half) * sizeof(float));
 }
 
-/* out = activation(x) * up. Clamped SwiGLU (gpt-oss) is (up + 1) x sigmoid(slope x), with x clamped to <= limit and up to [-limit, limit]. */
-void apply_gate(const GatedOperation *gated, const float *x, const float *up, int width, float *out) {
+/* Load `count` values from column `column` on of a row x in which each value stands for `group` columns. */
+INLINE floats load_grouped(const float *x, int column, int count, int group) {
+    if (group == 1) return load_part(x + column, count);
+    floats v = broadcast(x[column / group]);
+    for (int lane = 1; lane < count && column / group < (column + count - 1) / group; lane++) v[lane] = x[(column + lane) / group];
+    return v;
+}
+
+/* Compute columns [begin, end) of out = activation(x) * up. Clamped SwiGLU (gpt-oss) is (up + 1) x sigmoid(slope x), with x clamped to <= limit and
+ * up to [-limit, limit]. xIELU (Apertus) does not use `up`. */
+void apply_gate(const GatedOperation *gated, const float *x, const float *up, int begin, int end, float *out) {
     const floats limit = broadcast(gated->limit), slope = broadcast(gated->slope);
-    EACH_16(column, count, width) {
-        floats v = load_part(x + column, count), u = load_part(up + column, count);
+    for (int column = begin, count; count = end - column < LANES ? end - column : LANES, column < end; column += LANES) {
+        floats v = load_grouped(x, column, count, gated->group), u = load_part(up + column, count);
         floats active;
         if (gated->activation == SILU)
             active = v * sigmoid(v);
@@ -46,7 +55,12 @@ void apply_gate(const GatedOperation *gated, const float *x, const float *up, in
             active = v;
         else if (gated->activation == RELU)
             active = (floats)((words)v & ~(words)(v < broadcast(0.0f)));
-        else {
+        else if (gated->activation == XIELU) { /* for x > 0 alpha_p x^2 + beta x, else alpha_n (e^min(x, eps) - 1 - x) + beta x */
+            const words is_positive = (words)(v > broadcast(0.0f)), square = (words)(broadcast(gated->alpha_p) * v * v);
+            const floats curve = exponential(__builtin_elementwise_min(v, broadcast(gated->eps))) - broadcast(1.0f) - v;
+            active = (floats)((square & is_positive) | ((words)(broadcast(gated->alpha_n) * curve) & ~is_positive)) + broadcast(gated->beta) * v;
+            u = broadcast(1.0f);
+        } else {
             v = __builtin_elementwise_min(v, limit);
             u = __builtin_elementwise_min(__builtin_elementwise_max(u, -limit), limit) + broadcast(1.0f);
             active = v * sigmoid(slope * v);
@@ -67,8 +81,6 @@ void add_scaled_row(const float *x, int width, float factor, float *sum) {
     EACH_16(column, count, width)
         store_part(sum + column, fused(load_part(x + column, count), broadcast(factor), load_part(sum + column, count)), count);
 }
-
-float scalar_sigmoid(float x) { return sigmoid(broadcast(x))[0]; }
 
 void add_silu_row(const float *x, const float *y, int width, float *out) {
     EACH_16(column, count, width) {
@@ -92,8 +104,7 @@ void block_convolve_row(const BlockConvolutionOperation *op, const float *x, con
         const int first = begin + column;
         floats sum = broadcast(0.0f);
         for (int tap = 0; tap < taps; tap++) {
-            floats weight = broadcast(added[tap * groups + first / op->group]);
-            for (int lane = 1; lane < part; lane++) weight[lane] = added[tap * groups + (first + lane) / op->group];
+            floats weight = load_grouped(added + tap * groups, first, part, op->group);
             weight += load_part(op->base + (size_t)tap * (size_t)op->width + first, part);
             sum = fused(weight, load_part(x - (size_t)tap * (size_t)op->width + first, part), sum);
         }
