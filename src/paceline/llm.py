@@ -145,7 +145,7 @@ class LLM(metaclass=_AttributeHints):
         self.close()
 
     def close(self) -> None:
-        """Free weights and caches. Later calls and unfinished streams raise an error. A second call does nothing."""
+        """Free weights and caches. Later calls, unfinished streams and running calls raise an error. A second call does nothing."""
         self._loaded_or_none = None
         gc.collect()  # the engine is part of a reference cycle, so only the garbage collector frees it
 
@@ -381,7 +381,7 @@ class LLM(metaclass=_AttributeHints):
             requests = loaded.make_requests(prompts, params, options, is_streamed=False)
             with closing(loaded.engine.run(requests)) as steps:  # after Ctrl-C, the run is closed here and not by the garbage collector
                 for _ in steps:
-                    pass
+                    _ = self._loaded  # raises an error if another thread closed the LLM
             return [loaded.make_output(request) for request in requests]
 
     def _stream_request(self, prompt: list[int], params: Params, options: RequestOptions) -> Iterator[StreamChunk]:

@@ -7,6 +7,7 @@ import gc
 import inspect
 import json
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -152,6 +153,31 @@ def test_open_stream_of_a_closed_llm_raises(directory: Path) -> None:
     assert list(stream) == []
     gc.collect()
     assert held() is None
+
+
+def test_call_in_another_thread_ends_when_the_llm_is_closed(directory: Path) -> None:
+    llm, errors = LLM(str(directory), **OPTIONS), list[BaseException]()
+    is_running, goes_on = threading.Event(), threading.Event()
+
+    def processor(token_ids: object, scores: Any) -> Any:
+        is_running.set()
+        assert goes_on.wait(30)
+        return scores
+
+    def generate() -> None:
+        try:
+            llm.generate("the cat", SamplingParams(max_tokens=8, ignore_eos=True, processors=[processor]))
+        except ConfigError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert is_running.wait(30)
+    llm.close()
+    goes_on.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert "this LLM is closed" in str(errors[0])
 
 
 def test_request_output_asdict_is_json(llm: LLM) -> None:

@@ -179,7 +179,7 @@ def prepare_drafters(
         raise IncompatibleDrafterError(f"drafter list {list(names)} holds 'none': name drafters only, or use 'none' alone")
     if len(names) > 1:
         drafters = _without_duplicates(names, drafters)
-    elif names[0] == "auto" and drafters[0].name != NgramDrafter.name:
+    if "auto" in names and NgramDrafter.name not in (drafter.name for drafter in drafters):
         drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # n-gram lookup costs almost no time and drafts repeated text well
     check_draft_adapter(speculation.draft_adapter, [drafter.name for drafter in drafters])
     layers = {layer for drafter in drafters if drafter.head is not None for layer in _read_layer_boundaries(drafter.head, target, options)}

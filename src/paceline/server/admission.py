@@ -4,12 +4,14 @@ import asyncio
 import math
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from paceline.server.errors import HttpError, unavailable
 
 MAX_RETRY_S = 60
 _SMOOTHING = 0.2  # weight of the newest request in the mean duration
+_CURRENT_REQUEST = ContextVar[object]("request")
 
 
 class AdmissionControl:
@@ -27,7 +29,7 @@ class AdmissionControl:
     def __init__(self, num_running: int, max_queue: int) -> None:
         self._num_running, self._max_queue = num_running, max_queue
         self.num_open = 0
-        self._num_admitted = 0  # blocks, including those without samples
+        self._admitted = set[object]()  # requests that a drain waits for
         self._requests = set["asyncio.Task[None]"]()
         self.is_draining = False
         self._mean_s = 1.0
@@ -40,7 +42,7 @@ class AdmissionControl:
 
     @contextmanager
     def admitted(self, num_samples: int, parameter: str = "n") -> Iterator[None]:
-        """Count samples during this block; a drain waits for its end, even with no samples.
+        """Count samples during this block. A drain waits until the request is answered, even if it has no samples.
 
         Args:
             parameter: the request's field that sets the number.
@@ -64,14 +66,20 @@ class AdmissionControl:
                 headers={"Retry-After": str(retry_s)},
             )
         self.num_open += num_samples
-        self._num_admitted += 1
+        own_request = object()
+        request = _CURRENT_REQUEST.get(own_request)
+        self._admitted.add(request)
         try:
             yield
         finally:
             self.num_open -= num_samples
-            self._num_admitted -= 1
-            if not self._num_admitted:
-                self._idle.set()
+            if request is own_request:  # no HTTP request: `run_request` would know its end
+                self._release(request)
+
+    def _release(self, request: object) -> None:
+        self._admitted.discard(request)
+        if not self._admitted:
+            self._idle.set()
 
     async def run_request(self, request: Coroutine[Any, Any, None]) -> None:
         """Await a request as a task that `abort` can cancel.
@@ -79,7 +87,10 @@ class AdmissionControl:
         Raises:
             HttpError: `abort` cancelled it; the status is 503.
         """
-        task, current = asyncio.ensure_future(request), asyncio.current_task()
+        admitted_request, current = object(), asyncio.current_task()
+        token = _CURRENT_REQUEST.set(admitted_request)
+        task = asyncio.ensure_future(request)  # with a copy of the context, which its own tasks copy in turn
+        _CURRENT_REQUEST.reset(token)
         self._requests.add(task)
         try:
             await task
@@ -89,6 +100,7 @@ class AdmissionControl:
             raise shutting_down() from None
         finally:
             self._requests.discard(task)
+            self._release(admitted_request)
 
     def abort(self) -> None:
         """Cancel all requests that run; each answers with `shutting_down`."""
@@ -102,7 +114,7 @@ class AdmissionControl:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the admitted ones; after `timeout_s` abort them and return False."""
         self.is_draining = True
-        if not self._num_admitted:
+        if not self._admitted:
             return True
         self._idle.clear()
         try:

@@ -109,6 +109,7 @@ def log_to_stderr(level: int) -> Iterator[DroppingQueueHandler]:
         server.setLevel(level)
         root.addHandler(queued)  # without a handler Python itself writes warnings, and blocks
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # its lines about clients are not JSON
+        logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every write to a client that has disconnected
         try:
             yield queued
         finally:

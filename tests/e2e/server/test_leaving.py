@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from harness.dialects import DIALECTS
 from harness.http_client import BASE, events_in
 from paceline import AsyncEngine
+from paceline.server import answering
 from paceline.server.app import create_app
 from paceline.server.settings import ServerSettings
 
@@ -170,6 +171,33 @@ def test_draining_server_finishes_and_refuses_new_requests(engine: AsyncEngine) 
         assert events_in(text)[-1]["choices"][0]["finish_reason"] == "length"
         assert await admission.drain(0), "there is nothing left"
 
+    run(work)
+
+
+def test_drain_waits_until_finished_responses_are_sent(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, is_made = threading.Event(), threading.Event()
+
+    def make_body_late(body: object) -> bytes:
+        is_made.set()
+        assert goes_on.wait(30)
+        return large_json(body)
+
+    async def work() -> None:
+        app = create_app(engine)
+        admission = app.state.service.admission
+        visitor = Visitor(app, CHAT, SHORT)
+        await asyncio.to_thread(is_made.wait, 30)
+        assert admission.num_open == 0, "all tokens are generated"
+        draining = asyncio.ensure_future(admission.drain(30))
+        await asyncio.sleep(0.02)
+        assert not draining.done()
+        goes_on.set()
+        assert await draining
+        await visitor.visit
+        assert visitor.sent[0]["status"] == 200
+
+    large_json = answering.large_json
+    monkeypatch.setattr(answering, "large_json", make_body_late)
     run(work)
 
 

@@ -125,6 +125,7 @@ def test_auto_in_a_drafter_list_adds_no_duplicate(directory: Path, tmp_path: Pat
     own = _with_embedded(directory, tmp_path)
     both = make_drafters(["auto", "ngram"], own)
     assert [drafter.name for drafter in both] == ["draft_model", "ngram"]
+    assert [drafter.name for drafter in make_drafters(["auto", "suffix"], own)] == ["ngram", "draft_model", "suffix"]
 
 
 def test_draft_model_drafter_without_an_embedded_model_is_refused(directory: Path) -> None:
