@@ -2,7 +2,7 @@
 
 import os
 import signal
-import sys
+from contextlib import suppress
 from types import FrameType
 
 
@@ -20,8 +20,8 @@ def main() -> None:
 
 def _leave(signal_number: int, frame: FrameType | None) -> None:
     """Nothing has begun that would have to be ended; an exception could be caught by whatever is being imported."""
-    sys.stderr.write("interrupted\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # closed, or on a full disk
+        os.write(2, b"interrupted\n")
     os._exit(128 + signal_number)
 
 

@@ -139,10 +139,14 @@ def json_object(content: bytes, source: object) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """Write a text file. If this is interrupted, the file keeps its previous content."""
+    """Write a text file. If this is interrupted or fails, the file keeps its previous content."""
     temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(content, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(content, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # a part of a file, on a disk that may be full
+        raise
 
 
 def is_file(path: Path) -> bool:

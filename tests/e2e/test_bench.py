@@ -72,7 +72,7 @@ def test_bench_prints_its_result_as_markdown_or_json(monkeypatch: pytest.MonkeyP
         (["--output", "csv"], "output is 'csv': use one of text, md, json"),
         (["--json-file", "no-such-folder/x.json"], "there is no folder"),
         (["--json-file", "same.out", "--html", "same.out"], "two reports would go to"),
-        (["--html", "."], "is a folder: give the name of a file"),
+        (["--html", "."], "it is a folder; give the name of a file"),
     ],
 )
 def test_bench_reports_invalid_options_before_measuring(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from typer.testing import CliRunner, Result
 
 import paceline
 from harness.fake_llm import TEXT, FakeLLM
-from paceline.cli import app
+from paceline.cli import app, main
 from paceline.cli.options import METAVARS, NO_MODEL, PANELS, Settings, flags_of
+from paceline.cli.standard_streams import _fill_descriptor
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import (
     BackendUnavailableError,
@@ -503,6 +504,56 @@ def test_run_ends_quietly_if_its_output_pipe_is_closed() -> None:
         running.stdout.close()
         assert running.wait(timeout=60) == 1
         assert running.stderr.read() == f"{NO_MODEL}\na banner\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device here")
+@pytest.mark.parametrize("arguments", ["--help", "--version", "run --help", "run text", "run text --json"])
+def test_full_stdout_is_one_plain_error(
+    fake_llm: type[FakeLLM], arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["paceline", *arguments.split()])
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        sys.stdout.close()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: standard output cannot be written (No space left on device)"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device here")
+def test_run_prints_the_answer_although_stderr_is_full(
+    fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["paceline", "run", "text"])
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"{TEXT}\n")
+
+
+@pytest.mark.parametrize(("arguments", "code"), [("run text", 0), ("run", 2), ("chat", 0)])
+def test_closed_standard_streams_are_empty_and_no_terminals(
+    fake_llm: type[FakeLLM], arguments: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["paceline", *arguments.split()])
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.close()
+    assert ended.value.code == code
+
+
+def test_closed_descriptor_is_filled_so_that_no_file_gets_its_number() -> None:
+    number = os.dup(1)
+    os.close(number)
+    _fill_descriptor(number)
+    with Path(os.devnull).open() as other:
+        assert other.fileno() != number
+    os.close(number)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of a terminal")

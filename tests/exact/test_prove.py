@@ -445,6 +445,22 @@ def test_prove_usage_errors_exit_with_2(arguments: tuple[str, ...], text: str, c
     assert text in result.output
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device here")
+def test_prove_prints_the_verdict_before_the_error_of_a_full_disk(checkpoint: Callable[[str], Path]) -> None:
+    skip_without_kernels()
+    result = run("--model", checkpoint("llama"), "--threads", 1, "--no-transformers", "--tokens", 1, "-q", "--json-file", "/dev/full")
+    assert result.exit_code == 2
+    verdict, error = result.output.splitlines()
+    assert verdict.startswith("equal: ")
+    assert error.startswith("error: /dev/full cannot be written: No space left on device; make room")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="no such folder here")
+def test_prove_refuses_a_folder_that_takes_no_file_before_it_loads() -> None:
+    result = run("--model", "no-such-model", "--offline", "--json-file", "/sys/kernel/report.json")
+    assert (result.exit_code, "/sys/kernel/report.json cannot be written: " in result.output) == (2, True)
+
+
 def test_prove_refuses_prompt_and_case_files_without_content(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     skip_without_kernels()
     contents = {

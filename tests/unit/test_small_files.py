@@ -1,5 +1,6 @@
 """A checkpoint's small files: read within limits, and a CheckpointError whatever they are and hold."""
 
+import errno
 import json
 import os
 import socket
@@ -12,7 +13,7 @@ import pytest
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.storage.safetensors_file import read_header
-from paceline.small_files import CONFIG_BYTES, MAX_VALUES, json_object, open_regular_file, read_json, read_small
+from paceline.small_files import CONFIG_BYTES, MAX_VALUES, json_object, open_regular_file, read_json, read_small, write_atomically
 
 MAX_SECONDS = 3.0
 MAX_BYTES = 300_000_000
@@ -165,3 +166,15 @@ def test_safetensors_header_of_20000_tensors_is_accepted(tmp_path: Path) -> None
     names = [f"model.layers.{layer}.mlp.experts.{index}.gate_proj.weight" for layer in range(200) for index in range(100)]
     entries = {name: {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]} for name in names}
     assert len(read_header(header_file(tmp_path / "model.safetensors", json.dumps(entries).encode()))) == 20_000
+
+
+def test_failed_atomic_write_leaves_the_old_content_and_no_part(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_part(file: Path, content: str, encoding: str) -> None:
+        file.write_bytes(content[:1].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path.write_bytes(b"old")
+    monkeypatch.setattr(Path, "write_text", write_part)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "new")
+    assert [(file.name, file.read_bytes()) for file in path.parent.iterdir()] == [(path.name, b"old")]

@@ -165,15 +165,6 @@ def json_text(result: BenchResult) -> str:
     return json.dumps(as_dict(result), allow_nan=False)
 
 
-def write_json(result: BenchResult, path: Path) -> None:
-    """Write it.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path.write_text(json_text(result) + "\n", encoding="utf-8")
-
-
 def _settings(result: BenchResult) -> dict[str, Any]:
     plan, size = result.plan, result.measured.size
     return {

@@ -1,6 +1,5 @@
 """The command line: one file a command. Heavy modules are imported after a command has checked its options."""
 
-import io
 import sys
 from typing import Annotated
 
@@ -13,8 +12,10 @@ from paceline.cli.chat import chat
 from paceline.cli.command import HELP_NAMES, Command, Commands
 from paceline.cli.doctor import doctor
 from paceline.cli.prove import prove
+from paceline.cli.reporting import EXIT_FAILURE, print_error
 from paceline.cli.run import run
 from paceline.cli.serve import serve
+from paceline.cli.standard_streams import StdoutError, flushed_stdout, prepare_streams
 from paceline.cli.train import train
 
 app = typer.Typer(
@@ -46,7 +47,12 @@ def _paceline(
 
 def main() -> None:
     """Run the command line and exit with its code: 0, 2 for errors the caller can fix, 130 for Ctrl-C, 1 for the rest."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character must not end the program
-            stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
-    app()
+    prepare_streams()
+    try:
+        with flushed_stdout():
+            app()
+    except StdoutError as error:
+        print_error(str(error))
+        sys.exit(EXIT_FAILURE)
+    except BrokenPipeError:
+        sys.exit(EXIT_FAILURE)

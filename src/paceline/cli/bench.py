@@ -1,7 +1,7 @@
 """`paceline bench`: measure plain decoding, speculation and other programs on this machine."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import MODEL, ModelArgument, ModelOption, flags_of, model_or_mini
-from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, check_distinct, print_notice, reported_errors
+from paceline.cli.report_files import check_report_files, write_errors, write_report
+from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, print_error, print_notice, reported_errors
 from paceline.config import QUANT
 from paceline.errors import ConfigError, printable
 
@@ -155,28 +156,26 @@ def _install(names: Sequence[str]) -> None:
 def _bench(
     plan: "BenchPlan", form: str, json_file: Path | None, html_file: Path | None, plots: Path | None, *, quiet: bool, debug: bool
 ) -> None:
-    from paceline.benchmarking.benchmark import benchmark, write_json
-    from paceline.benchmarking.report.page import write_charts, write_page
+    from paceline.benchmarking.benchmark import benchmark
     from paceline.cli.loading import quieten_libraries
 
     if not debug:
         quieten_libraries()
-    for path in (json_file, html_file, plots):
-        _check_writable(path, is_folder=path is plots)
-    check_distinct(json_file, html_file)
+    check_report_files(json_file, html_file)
+    if plots is not None and plots.exists() and not plots.is_dir():
+        raise ConfigError(f"{plots} is no folder: give a folder")
     with _watcher(quiet=quiet) as watcher:
         result = benchmark(plan, watcher, command())
-    if json_file is not None:  # first, so that nothing that follows can lose what was measured
-        _write(result, json_file, write_json, quiet=quiet)
+    failures = list(_write_reports(result, json_file, html_file, plots, quiet=quiet))  # first: stdout may fail too
     _print(result, form)
-    if html_file is not None:
-        _write(result, html_file, write_page, quiet=quiet)
-    if plots is not None:
-        _write(result, plots, write_charts, quiet=quiet)
+    for failure in failures:
+        print_error(failure)
     if result.measured.ended == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
     if result.measured.failures or not result.cells:
         raise typer.Exit(EXIT_FAILURE)
+    if failures:
+        raise typer.Exit(EXIT_WRONG_INPUT)
 
 
 def command() -> str:
@@ -186,27 +185,28 @@ def command() -> str:
     return shown_command(sys.argv[1:])
 
 
-def _check_writable(path: Path | None, *, is_folder: bool) -> None:
-    """Check before minutes of measuring.
+def _write_reports(
+    result: "BenchResult", json_file: Path | None, html_file: Path | None, plots: Path | None, *, quiet: bool
+) -> Iterator[ConfigError]:
+    """Write the report to files; yield the error of each that cannot be written."""
+    from paceline.benchmarking.benchmark import json_text
+    from paceline.benchmarking.report.page import page, write_charts
 
-    Raises:
-        ConfigError: it cannot be written there.
-    """
-    if path is None:
-        return
-    if path.exists() and path.is_dir() != is_folder:
-        raise ConfigError(f"{path} is {'no folder' if is_folder else 'a folder'}: give {'a folder' if is_folder else 'the name of a file'}")
-    if not is_folder and not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {path.absolute().parent}; make it first")
-
-
-def _write(result: "BenchResult", path: Path, write: "Callable[[BenchResult, Path], object]", *, quiet: bool) -> None:
-    try:
-        write(result, path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; give another place") from error
-    if not quiet:
-        print_notice(f"written: {path}")
+    for path, write in (
+        (json_file, lambda path: write_report(path, json_text(result) + "\n")),
+        (html_file, lambda path: write_report(path, page(result))),
+        (plots, lambda path: write_charts(result, path)),
+    ):
+        if path is None:
+            continue
+        try:
+            with write_errors(path):
+                write(path)
+        except ConfigError as error:
+            yield error
+        else:
+            if not quiet:
+                print_notice(f"written: {path}")
 
 
 def _print(result: "BenchResult", form: str) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import MEMORY, MODEL, OUTPUT, SPECULATION, Panel, Settings, with_settings
-from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, check_distinct, print_notice
+from paceline.cli.report_files import check_report_files, write_report
+from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, print_error, print_notice
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError
 
@@ -81,10 +82,14 @@ def prove(
     for line in settings.start_lines:
         print_notice(line)
     proof, was_interrupted = _run(question, quiet=settings.quiet)
-    _report(proof, json_file, html_file)
+    failures = list(_write_reports(proof, json_file, html_file))
     _print(proof, as_json=as_json, details=details)
+    for failure in failures:
+        print_error(failure)
     if was_interrupted or proof.bugs:
         raise typer.Exit(EXIT_INTERRUPTED if was_interrupted else EXIT_FAILURE)
+    if failures:
+        raise typer.Exit(EXIT_WRONG_INPUT)
 
 
 def _run(question: "ProofOptions", *, quiet: bool) -> "tuple[Proof, bool]":
@@ -140,35 +145,26 @@ def _make_ready(*paths: Path | None, debug: bool) -> None:
     """Quieten libraries, and check that reports can be written, before anything is loaded.
 
     Raises:
-        ConfigError: a folder is missing, or a path is none of a file.
+        ConfigError: a report cannot be written.
     """
     from paceline.cli.loading import quieten_libraries
 
     if not debug:
         quieten_libraries()
-    check_distinct(*paths)
-    for path in paths:
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"{path} cannot be written: give a file in a folder that is there")
+    check_report_files(*paths)
 
 
-def _report(proof: "Proof", json_file: Path | None, html_file: Path | None) -> None:
-    """Write the report to files.
-
-    Raises:
-        ConfigError: one cannot be written.
-    """
+def _write_reports(proof: "Proof", json_file: Path | None, html_file: Path | None) -> Iterator[ConfigError]:
+    """Write the report to files; yield the error of each that cannot be written."""
     from paceline.proof.exactness.report import page
 
     facts: dict[str, Any] = proof.as_dict()
-    texts = [(json_file, json.dumps(facts, indent=1, allow_nan=False)), (html_file, page(facts))]
-    for path, text in texts:
-        if path is None:
-            continue
-        try:
-            path.write_text(f"{text}\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written ({error}): give another file") from error
+    for path, form in ((json_file, partial(json.dumps, indent=1, allow_nan=False)), (html_file, page)):
+        if path is not None:
+            try:
+                write_report(path, f"{form(facts)}\n")
+            except ConfigError as error:
+                yield error
 
 
 def _print(proof: "Proof", *, as_json: bool, details: bool) -> None:

@@ -1,16 +1,15 @@
 """Print notices and errors to stderr; errors are one line and an exit code."""
 
-import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from paceline.cli.standard_streams import StdoutError, drop_stdout
 from paceline.errors import ConfigError, IncompatibleDrafterError, PacelineError, RequestError, printable
 
 EXIT_FAILURE = 1
@@ -47,6 +46,7 @@ def reported_errors(*, debug: bool) -> Iterator[None]:
 
     Raises:
         typer.Exit: 2 for errors the caller can fix, 130 for Ctrl-C, 1 for everything else; a closed pipe prints nothing.
+        StdoutError: stdout cannot be written.
     """
     try:
         yield
@@ -60,29 +60,12 @@ def reported_errors(*, debug: bool) -> Iterator[None]:
         print_notice("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
-        _drop_stdout()
+        drop_stdout()
         raise typer.Exit(EXIT_FAILURE) from None
     except Exception as error:
-        if isinstance(error, typer.Exit):
+        if isinstance(error, (typer.Exit, StdoutError)):  # `main` reports the second for all commands
             raise
         if debug:
             traceback.print_exc()
         print_error(f"{type(error).__name__}: {error} (unexpected; --debug prints where)")
         raise typer.Exit(EXIT_FAILURE) from None
-
-
-def _drop_stdout() -> None:
-    """Redirect stdout to devnull, so that the interpreter's last flush does not fail."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def check_distinct(*paths: Path | None) -> None:
-    """Check that no report would overwrite another.
-
-    Raises:
-        ConfigError: two are the same file.
-    """
-    given = [path.resolve() for path in paths if path is not None]
-    if len(set(given)) < len(given):
-        raise ConfigError(f"two reports would go to {given[0]}: give each a file of its own")

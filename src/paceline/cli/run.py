@@ -185,3 +185,5 @@ def _read_stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input is not UTF-8 text at byte {error.start}; convert it first", parameter="prompt") from None
+    except OSError as error:
+        raise RequestError(f"standard input cannot be read: {error.strerror}; give a text file", parameter="prompt") from None

@@ -13,13 +13,14 @@ import pytest
 from rich.console import Console
 
 from harness.bench_runs import fake_mode, measured
-from paceline.benchmarking.benchmark import BenchResult, as_dict, write_json
+from paceline.benchmarking.benchmark import BenchResult, as_dict, json_text
 from paceline.benchmarking.plan import BenchPlan
 from paceline.benchmarking.provenance import ModelFacts, machine_facts
 from paceline.benchmarking.report.page import Bar, bars, lines, page, write_charts
 from paceline.benchmarking.report.text import report
 from paceline.benchmarking.results import make_cells, summaries
 from paceline.benchmarking.run import WorkerFailure
+from paceline.cli.bench import _write_reports
 
 HOSTILE = '<script>alert("x")</script>'
 
@@ -100,12 +101,19 @@ def test_bench_json_has_the_documented_fields(result: BenchResult) -> None:
     assert list(found["settings"]) == settings
 
 
-def test_bench_json_round_trip_keeps_every_sample(result: BenchResult, tmp_path: Path) -> None:
-    write_json(result, tmp_path / "result.json")
-    found = json.loads((tmp_path / "result.json").read_text())
+def test_bench_json_round_trip_keeps_every_sample(result: BenchResult) -> None:
+    found = json.loads(json_text(result))
     assert set(keys_of(found)) == set(keys_of(json.loads(json.dumps(as_dict(result)))))
     assert len(found["samples"]) == len(result.measured.samples) == 4 * 2 * 4 + 1
     assert {one["refusal"] for one in found["cells"]} >= {"", "nothing was drafted"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device here")
+def test_bench_writes_the_page_although_the_json_file_has_no_room(result: BenchResult, tmp_path: Path) -> None:
+    (error,) = _write_reports(result, Path("/dev/full"), tmp_path / "page.html", None, quiet=True)
+    advice = "make room or give a place on another disk"
+    assert str(error) == f"/dev/full cannot be written: No space left on device; {advice}"
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_bench_report_contains_provenance(result: BenchResult) -> None:

@@ -129,15 +129,6 @@ def _short(text: str, most: int = 21) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def write_page(result: BenchResult, path: Path) -> None:
-    """Write it.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path.write_text(page(result), encoding="utf-8")
-
-
 def write_charts(result: BenchResult, directory: Path) -> list[Path]:
     """Write two SVG files for each temperature, speedups and tokens a second; create the directory.
 
