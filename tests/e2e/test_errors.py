@@ -118,7 +118,7 @@ def test_invalid_setting_error_names_value_and_range(directory: Path, name: str,
 
 @pytest.mark.parametrize(
     "prompt",
-    [None, 5, "", [[]], ["the", ""], [-1], [97], [10**30], [1.0], [True], [None], [[1, 2], 5], ["a", 5], b"abc", [np.float32(1)]],
+    [None, 5, "", [[]], ["the", ""], [-1], [97], [10**30], [1.0], [True], [None], [[1, 2], 5], ["a", 5], b"abc", [np.float32(1)], {"a"}],
     ids=repr,
 )
 def test_invalid_prompt_is_refused_before_a_forward_pass(llm: LLM, prompt: Any) -> None:
@@ -148,6 +148,25 @@ def test_prompt_as_long_as_the_context_is_refused(llm: LLM) -> None:
         RequestError, "512 tokens > 511 maximum", "context length is 512 tokens", "shorten the prompt (the model was made for 512 tokens)"
     ):
         llm.generate([[5], [5] * 512], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter"),
+    [
+        ({"cache_salt": "\ud800"}, "cache_salt"),
+        ({"shown_token_ids": [99999]}, "shown_token_ids"),
+        ({"shown_token_ids": 5}, "shown_token_ids"),
+        ({"tools": 5}, "tools"),
+        ({"chat_template_kwargs": 5}, "template_options"),
+        ({"chat_template_kwargs": []}, "template_options"),
+        ({"chat_template_kwargs": {5: 5}}, "template_options"),
+    ],
+    ids=repr,
+)
+def test_invalid_chat_option_is_refused_by_name(llm: LLM, options: Any, parameter: str) -> None:
+    with raises(RequestError) as caught:
+        llm.chat([{"role": "user", "content": "the cat"}], GREEDY, **options)
+    assert caught.value.parameter == parameter
 
 
 def test_stop_token_id_out_of_range_is_refused(llm: LLM) -> None:
@@ -260,6 +279,29 @@ def test_invalid_drafts_cause_plain_decoding_and_one_warning(
     assert all("a drafter failed" in warning for warning in warnings)
     monkeypatch.undo()
     assert_usable(shared_llm)
+
+
+@pytest.mark.parametrize("change", [list.clear, lambda ids: ids.__setitem__(slice(-4, None), [9] * 8)], ids=["clear", "replace"])
+def test_drafter_that_removes_tokens_fails_the_request(llm: LLM, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.engine, "speculator", llm.engine.speculator)  # restored in the end
+    set_drafters(llm, FailingDrafter(lambda requests: [change(one.token_ids) for one in requests]))
+    llm.engine.speculator.policy = FixedDraftLength(4)
+    prompt = [5, 6, 7] * 21
+    with raises(PacelineError, "the drafter failing removed or replaced tokens of this request"):
+        llm.generate([prompt], GREEDY)
+    monkeypatch.undo()
+    outputs = [llm.generate([prompt], GREEDY, cache_salt=salt)[0] for salt in (None, str(change))]
+    assert outputs[0].token_ids == outputs[1].token_ids
+
+
+def test_drafter_that_appends_tokens_changes_no_output(
+    shared_llm: LLM, plain: list[list[int]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_llm.engine, "speculator", shared_llm.engine.speculator)  # restored in the end
+    set_drafters(shared_llm, FailingDrafter(lambda requests: [one.token_ids.append(9) for one in requests]))
+    shared_llm.engine.speculator.policy = FixedDraftLength(4)
+    assert [output.token_ids for output in shared_llm.generate([[5, 6, 7], [8]], GREEDY)] == plain
+    assert "failing changed Request.token_ids" in caplog.text
 
 
 def test_damaged_draft_model_causes_plain_steps(

@@ -276,7 +276,7 @@ def test_draft_vocab_changes_no_token(
         drawn = [probs for tree in trees for probs in tree.draft_probs.values()]
         assert bool(drawn) == (acceptance == "rejection" and params is not GREEDY and tree_width == 1)  # branches are chosen
         for probs in drawn:
-            assert probs.is_normalised()
+            assert probs.is_valid()
             assert probs.probs[FIRST:].sum() == 0 if probs.token_ids is None else probs.token_ids[-1] < FIRST
     assert llm.stats().drafter_failures == 0
 

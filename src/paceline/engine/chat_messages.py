@@ -1,7 +1,7 @@
 """Converts messages and tools to the form that chat templates read, and changes messages so that a template accepts them."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from paceline.errors import RequestError
@@ -17,8 +17,10 @@ def parse_tools(given: Sequence[Tool | Mapping[str, Any]]) -> tuple[Tool, ...]:
     """Convert tools to `Tool`. A mapping describes a function as in OpenAI's API, with or without {"type": "function"}.
 
     Raises:
-        RequestError: an item does not describe a function, or two functions have the same name.
+        RequestError: `given` is no list, an item does not describe a function, or two functions have the same name.
     """
+    if not isinstance(given, Iterable):
+        raise RequestError(f"tools is {given!r}: give a list of functions", parameter="tools")
     tools = tuple(_parse_tool(index, one) for index, one in enumerate(given))
     names = [tool.name for tool in tools]
     duplicate = next((name for name in names if names.count(name) > 1), None)

@@ -174,12 +174,13 @@ def chat_prompt(
     """
     described = parse_tools(tools)
     plain = _check_messages(input_processor, messages, [described, template_options], continue_final_message=continue_final_message)
-    check_template_options(input_processor.tokenizer, template_options or {})
+    template_options = {} if template_options is None else template_options
+    check_template_options(input_processor.tokenizer, template_options)
     conversation = _Conversation(
         input_processor=input_processor,
         messages=messages_for_template(plain, has_developer_role=_has_developer_role(input_processor.tokenizer, plain)),
         tools=[tool_for_template(tool) for tool in described],
-        options=template_options or {},
+        options=template_options,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         allow_special_tokens=allow_special_tokens,
@@ -194,14 +195,16 @@ def chat_prompt(
     return _log_notices(input_processor, replace(prompt, uses_generic_tools=bool(described)))
 
 
-def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
+def check_template_options(tokenizer: Tokenizer, options: Mapping[Any, Any]) -> None:
     """Check that the chat template reads each of the options.
 
     Raises:
-        RequestError: the template does not read an option; `RequestError.parameter` is "template_options".
+        RequestError: `options` is no mapping, or the template does not read one; `RequestError.parameter` is "template_options".
     """
+    if not isinstance(options, Mapping):
+        raise RequestError(f"chat_template_kwargs is {options!r}: give a mapping of names to values", parameter="template_options")
     for name in options:
-        if name in RESERVED_OPTIONS or not tokenizer.template_uses(name):
+        if not isinstance(name, str) or name in RESERVED_OPTIONS or not tokenizer.template_uses(name):
             raise RequestError(f"{name} is no option of this model's chat template: leave it out", parameter="template_options")
 
 

@@ -74,7 +74,7 @@ class InputProcessor:
         ids = self.tokenizer.encode(given) if isinstance(given, str) else given
         if not ids:
             raise RequestError("the prompt is empty: give at least one token", parameter="prompt")
-        self._check_token_ids(ids, "prompt")
+        _check_token_ids(ids, "prompt", self.vocab_size)
         if len(ids) > self.max_model_len:
             raise self._too_long_error(len(ids))
         return ids
@@ -99,7 +99,8 @@ class InputProcessor:
         prompt = chat_prompt(self, messages, **prompt_options)
         parser = ChatOutputParser.for_prompt(self.tokenizer, formats, prompt, parse_tools(options.get("tools") or ()))
         if shown := parser.shown_token_ids(self.tokenizer):
-            request = {**request, "shown_token_ids": [*request.get("shown_token_ids", ()), *shown]}
+            given = parse_token_ids(request.get("shown_token_ids", ()), "shown_token_ids")
+            request = {**request, "shown_token_ids": [*given, *shown]}
         return self.prompt_ids(prompt.token_ids), parser, request
 
     def check_num_chars(self, num_chars: int) -> None:
@@ -143,9 +144,14 @@ class InputProcessor:
         if not isinstance(salt, str | bytes | None):
             raise RequestError(f"cache_salt is {salt!r}: give a string, or None", parameter="cache_salt")
         speculation = SpeculationOptions.parse(options.get("speculation"))
-        salt_bytes = salt.encode() if isinstance(salt, str) else salt or b""
+        try:
+            salt_bytes = salt.encode() if isinstance(salt, str) else salt or b""
+        except UnicodeEncodeError:
+            text = f"cache_salt is {salt!r}, which is no valid Unicode: give another string, or bytes"
+            raise RequestError(text, parameter="cache_salt") from None
         predictions = self._prediction_ids_of_prompts(options.get("prediction"), num_prompts, has_prediction_drafter=has_prediction_drafter)
         shown_ids = parse_token_ids(options.get("shown_token_ids", ()), "shown_token_ids")
+        _check_token_ids(shown_ids, "shown_token_ids", self.tokenizer.vocab_size)  # it may have more ids than the model
         adapters = _adapter_names(options.get("adapter"), num_prompts)
         return [
             PromptOptions(
@@ -310,7 +316,7 @@ class InputProcessor:
         if isinstance(prediction, str):
             return tuple(self._encode_fragment(prediction))
         ids = parse_token_ids(prediction, "prediction")
-        self._check_token_ids(ids, "prediction")
+        _check_token_ids(ids, "prediction", self.vocab_size)
         return tuple(ids)
 
     def _max_total_len(self, num_prompt_tokens: int) -> int:
@@ -323,16 +329,17 @@ class InputProcessor:
         text = prompt_too_long_text(num_tokens, self.max_model_len, self.too_long_advice, why=why)
         return RequestError(text, parameter="prompt", code=CONTEXT_LENGTH_EXCEEDED)
 
-    def _check_token_ids(self, ids: Sequence[int], name: str) -> None:
-        for token_id in ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise RequestError(f"{name} holds token id {token_id}; this model's ids go from 0 to {self.vocab_size - 1}", parameter=name)
-
     def _decode_output(self, request: EngineRequest, ids: list[int]) -> str:
         if request.text_stop is not None:
             return request.text_stop.finish()
         ended_by_token = ids and ids[-1] in request.end_token_ids and not request.params.include_stop
         return self.tokenizer.decode(ids[:-1] if ended_by_token else ids)
+
+
+def _check_token_ids(ids: Sequence[int], name: str, vocab_size: int) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"{name} holds token id {token_id}; this model's ids go from 0 to {vocab_size - 1}", parameter=name)
 
 
 def _adapter_names(adapter: object, num_prompts: int) -> Sequence[str | None]:

@@ -78,10 +78,18 @@ def split_chat_options(options: ChatOptions) -> tuple[dict[str, Any], RequestOpt
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts. A string, a mapping or a list of numbers is one prompt; anything else is a list of prompts."""
-    if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__") or (len(prompts) > 0 and not hasattr(prompts[0], "__len__")):
+    """Return a list of prompts. A string, a mapping or a list of numbers is one prompt; anything else is a list of prompts.
+
+    Raises:
+        RequestError: `prompts` has a length but no order, such as a set.
+    """
+    if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
         return [cast(Prompt, prompts)]
-    return cast(Sequence[Prompt], prompts)
+    try:
+        is_single = len(prompts) > 0 and not hasattr(prompts[0], "__len__")
+    except (TypeError, LookupError):
+        raise RequestError(f"prompts is {prompts!r}: give a prompt, or a list of prompts", parameter="prompt") from None
+    return [cast(Prompt, prompts)] if is_single else cast(Sequence[Prompt], prompts)
 
 
 def parse_prompt(prompt: Prompt) -> str | list[int]:

@@ -40,9 +40,12 @@ class TokenProbs:
         """The smallest vocabulary size that includes all listed ids."""
         return len(self.probs) if self.token_ids is None else int(self.token_ids[-1]) + 1
 
-    def is_normalised(self) -> bool:
-        """Return whether the values are probabilities and sum to 1."""
-        return bool(self.probs.min() >= 0) and abs(self.probs.sum() - 1) < 1e-6
+    def is_valid(self) -> bool:
+        """Return whether `probs` are probabilities that sum to 1 and `token_ids` are as many ascending ids, each once."""
+        probs, ids = self.probs, self.token_ids
+        if probs.ndim != 1 or not probs.min() >= 0 or not abs(probs.sum() - 1) < 1e-6:
+            return False
+        return ids is None or bool(ids.shape == probs.shape and ids.dtype.kind in "iu" and ids[0] >= 0 and (ids[1:] > ids[:-1]).all())
 
     def is_within(self, vocab_size: int) -> bool:
         """Return whether all ids with a probability above 0 are below `vocab_size`."""
@@ -87,7 +90,8 @@ class TokenProbs:
 def acceptance_ratio(target: TokenProbs, draft: TokenProbs, token_id: int) -> float:
     """Return target_prob / draft_prob of a draft token. Its minimum with 1 is the probability that the token is accepted."""
     draft_prob = draft.prob(token_id)
-    return target.prob(token_id) / draft_prob if draft_prob > 0 else 0  # a token that the drafter cannot sample is never accepted
+    with np.errstate(over="ignore"):  # next to a denormal probability the ratio is infinite, and its minimum with 1 exact
+        return target.prob(token_id) / draft_prob if draft_prob > 0 else 0  # a token that the drafter cannot sample is never accepted
 
 
 def excess(target: TokenProbs, draft: TokenProbs, ratio: float = 1) -> ProbArray:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from time import perf_counter
 from types import TracebackType
 
-from paceline.errors import CapacityError, is_interrupt
+from paceline.errors import CapacityError, PacelineError, is_interrupt, printable
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, num_rows
 from paceline.speculation.constrained import constrain_draft
@@ -39,7 +39,7 @@ class ErrorGuard(AbstractContextManager["ErrorGuard"]):
         if is_interrupt(error):
             return False
         if self.num_failures == 0:
-            log.warning("a drafter failed (%s: %s); steps without its drafts are plain", type(error).__name__, error)
+            log.warning("a drafter failed (%s); steps without its drafts are plain", _error_text(error))
         self.num_failures += 1
         return True
 
@@ -156,7 +156,13 @@ class Proposer:
             return False
         has_prefill = any(drafter.prefill_s(rows.request) > 0.0 for rows, _ in called)
         start_s = perf_counter()
-        trees = drafter.propose([rows.request for rows, _ in called], [budget for _, budget in called])
+        before = [(len(rows.request.token_ids), rows.request.token_ids[-1]) for rows, _ in called]
+        try:
+            trees = drafter.propose([rows.request for rows, _ in called], [budget for _, budget in called])
+        finally:
+            are_unchanged = [_restore_token_ids(rows, *state, name) for (rows, _), state in zip(called, before, strict=True)]
+        if not all(are_unchanged):
+            raise ValueError(f"{name} changed Request.token_ids, which drafters only read")
         depth = 0
         for (rows, budget), tree in zip(called, trees, strict=True):
             if tree is None or tree.num_draft_tokens == 0:
@@ -172,6 +178,33 @@ class Proposer:
         self.draft_s += seconds
         policy.observe_draft_time(drafter, len(called), depth, seconds, has_prefill=has_prefill)
         return True
+
+
+def _error_text(error: BaseException) -> str:
+    """Return the type and text of an exception as one printable line."""
+    try:
+        return printable(f"{type(error).__name__}: {error}")
+    except Exception:  # `__str__` of a user's exception may raise too
+        return type(error).__name__
+
+
+def _restore_token_ids(rows: RequestRows, num_tokens: int, last_token_id: int, name: str) -> bool:
+    """Return whether a request's tokens have the same number and the same last one as before drafter `name` was called.
+
+    If not, appended tokens are removed. A request that has lost tokens fails: it is filled up to the length that the pass reads, and `step`
+    keeps nothing of its rows.
+    """
+    token_ids = rows.request.token_ids
+    if len(token_ids) == num_tokens and token_ids[-1] == last_token_id:
+        return True
+    del token_ids[num_tokens:]
+    if len(token_ids) < num_tokens or token_ids[-1] != last_token_id:
+        token_ids[-1:] = [last_token_id] * (num_tokens + 1 - max(1, len(token_ids)))
+        text = f"the drafter {name} removed or replaced tokens of this request, which drafters only read: load the model without it"
+        rows.request.fail(PacelineError(text))
+        rows.max_draft_budget = None
+        rows.drop_draft(SkipReason.DRAFTER_FAILED)
+    return False
 
 
 def _may_draft(rows: RequestRows, name: str) -> bool:

@@ -90,6 +90,8 @@ def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, spec
 def _verify_and_commit(rows: RequestRows, cache: KVCache, speculator: Speculator) -> None:
     """Verify one request's tree, commit its tokens, keep the cache rows of the accepted path and free those of rejected tokens."""
     request = rows.request
+    if request.error is not None:  # a drafter removed tokens: these rows must not get into the prefix cache
+        raise request.error
     if request.needs_prompt_logits:
         request.prompt_logprobs.extend(prompt_logprobs(request, rows.prompt_logits))
     if rows.tree is not None:

@@ -99,8 +99,8 @@ class DraftTree:
         )
 
     def check(self) -> None:
-        """Check that the arrays describe a tree and match in length, and that sampled tokens have a probability above 0 in
-        `draft_probs`.
+        """Check that the arrays describe a tree and match in length, that `draft_probs` are distributions (`TokenProbs.is_valid`), and that
+        sampled tokens have a probability above 0 in them.
 
         Raises:
             ValueError: one of these conditions does not hold.
@@ -124,8 +124,9 @@ class DraftTree:
             raise ValueError(f"confidences {list(self.confidences)} of {count} nodes: give one for each, from 0 to 1")
         for node, probs in self.draft_probs.items():
             tokens = [self.token_ids[child] for child in self.children(node)]
-            if not tokens or not probs.is_normalised() or not all(probs.prob(token) > 0 for token in tokens):
-                raise ValueError(f"the children {tokens} of node {node} cannot come from its draft_probs")
+            if not tokens or not probs.is_valid() or not all(probs.prob(token) > 0 for token in tokens):
+                rule = "give 1-D probs that sum to 1, above 0 for each child, and ascending token_ids"
+                raise ValueError(f"the children {tokens} of node {node} cannot come from its draft_probs: {rule}")
 
     @property
     def draft_sampling(self) -> DraftSampling:

@@ -62,6 +62,13 @@ def test_probs_of_ids_outside_a_distribution_are_zero():
     assert short.prob(3) == acceptance_ratio(long, short, 3) == 0
 
 
+def test_ratio_to_a_denormal_probability_is_infinite_without_a_warning():
+    draft, target = TokenProbs(np.array([5e-324, 1.0])), TokenProbs(np.array([1.0, 0.0]))
+    with np.errstate(all="raise"):
+        assert [acceptance_ratio(target, draft, token) for token in (0, 1)] == [np.inf, 0.0]
+        assert acceptance_ratio(TokenProbs(np.array([0.0, 1.0])), draft, 0) == 0.0
+
+
 def test_block_threshold_of_equal_distributions_is_one():
     same = TokenProbs(np.array([0.25, 0.75]))
     assert block_threshold(1, excess(same, same)) == 1

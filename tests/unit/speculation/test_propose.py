@@ -275,6 +275,30 @@ def test_failing_drafter_alone_makes_plain_steps_with_growing_backoff() -> None:
     assert source_of(propose(speculator, make_request([1, 2]))[0]) == "broken", "and then in every step"
 
 
+def test_drafter_that_removes_tokens_fails_only_that_request() -> None:
+    requests = [make_request([1, 2]), make_request([1, 2])]
+
+    def clear_first(request: Request) -> DraftTree:
+        if request is requests[0]:
+            request.token_ids.clear()
+        return DraftTree.chain(2, [5, 6], "bad")
+
+    speculator = speculator_of([Scripted("bad", clear_first), Scripted("good", chain(7, source="good"))])
+    batch = propose(speculator, *requests)
+    assert [source_of(rows) for rows in batch] == [None, "good"]
+    assert "the drafter bad removed or replaced tokens" in str(requests[0].error)
+    assert (requests[1].error, requests[1].token_ids, len(requests[0].token_ids)) == (None, [1, 2], 2)
+    assert speculator.num_drafter_failures == 1
+
+
+def test_text_of_a_drafter_error_is_logged_as_one_printable_line(caplog: pytest.LogCaptureFixture) -> None:
+    def fail_in_color(request: Request) -> DraftTree:
+        raise ValueError("red\x1b[31m\nnext line")
+
+    propose(speculator_of([Scripted("only", fail_in_color)]), make_request([1, 2]))
+    assert caplog.messages == [r"a drafter failed (ValueError: red\x1b[31m next line); steps without its drafts are plain"]
+
+
 GARBAGE: dict[str, Callable[[Sequence[Request]], object]] = {
     "too few": lambda requests: [],
     "no list": lambda requests: None,

@@ -224,9 +224,17 @@ def test_equal_sampled_siblings_are_refused():
         pytest.param([float("nan"), 1.0], 1, 0, id="no number"),
         pytest.param([0.5, 0.5], 1, 1, id="a node without children"),
         pytest.param([0.5, 0.5], 1, 5, id="a node that is not there"),
+        pytest.param([[0.5, 0.5]], 0, 0, id="two dimensions"),
     ],
 )
 def test_sampled_tokens_impossible_under_their_draft_probs_are_refused(values, token, node):
     tree = DraftTree((9, token), (-1, 0), (0, 1), ("", "draft_model"), {node: TokenProbs(np.array(values))})
     with pytest.raises(ValueError, match="cannot come from its draft_probs"):
         tree.check()
+
+
+@pytest.mark.parametrize("ids", [[3, 3, 5], [5, 3, 4], [-1, 3, 5], [3, 5], [3.0, 4.0, 5.0], [[3, 4, 5]]], ids=str)
+def test_token_ids_that_are_not_ascending_ids_are_refused(ids):
+    probs = np.array([0.25, 0.5, 0.25])
+    for token_ids, is_valid in (([3, 4, 5], True), (ids, False)):
+        assert TokenProbs(probs, np.array(token_ids)).is_valid() is is_valid
