@@ -22,6 +22,7 @@ from harness.gemma4_assistants import CLUSTERS, write_assistant, write_target
 from harness.gguf_checkpoints import byte_level_vocabulary, write_gguf
 from harness.medusa_checkpoints import random_heads, write_heads
 from harness.mtp_checkpoints import add_module, random_module
+from harness.pard2_checkpoints import write_pard2
 from harness.xlora_files import write_xlora
 from paceline.cli import app
 from paceline.models.checkpoint import read_model_config
@@ -82,6 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         write_checkpoint(root / name, "llama", num_hidden_layers=3)
         write_random_block(root / block, markov=markov)
+    write_pard2(root / "amd/PARD2-Qwen3-8B")
     asked = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello", "max_tokens": 4}}
     (root / "requests.jsonl").write_text(json.dumps(asked) + "\n")
     errors = root / "src/paceline/errors.py"
@@ -122,7 +124,7 @@ COMMANDS = {
     for page in PAGES
     for language, content in blocks_of(page)
     for line in content.replace("\\\n", " ").splitlines()
-    if language == "sh" and line.strip() and not line.startswith(NOT_RUN_HERE)
+    if language == "sh" and line.strip() and not line.startswith(NOT_RUN_HERE) and "--fetch" not in line  # test_doctor_fetch.py
 }
 
 
