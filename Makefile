@@ -41,7 +41,7 @@ SCHEMA_SUITE := $(CLIENTS)/json-schema-suite/.installed
 CLIENTS_RECORD := docs/dev/test-clients.txt
 COMMIT := $$(git rev-parse HEAD 2>/dev/null || echo none)$$(test -z "$$(git status --porcelain -- src tests tools pyproject.toml 2>/dev/null)" || echo ', with uncommitted changes')
 # the record keeps what was counted, what failed or was skipped, and the times; not a line for every test
-RECORDED := '^([a-z -]+: [0-9,]+$$|FAILED|ERROR|SKIPPED|=+ slowest|[0-9.]+s (call|setup)|[0-9]+ (passed|failed)|sanitizers: )'
+RECORDED := '^([a-z -]+: [0-9,]+$$|FAILED|ERROR|SKIPPED \[|=+ slowest|[0-9.]+s (call|setup)|[0-9]+ (passed|failed)|sanitizers: )'
 
 # the oldest Python that pyproject.toml allows; the check runs in older ones too
 MIN_PYTHON := $(shell sed -n 's/^requires-python = ">=\(.*\)"$$/\1/p' pyproject.toml)
