@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,13 +91,13 @@ def test_fetch_of_a_named_drafter_reports_it_as_json(hub: Hub, models: Path, fet
     assert facts["drafters"][0]["pair"]["works"] is True
 
 
-def test_auto_uses_its_own_drafter_if_the_fetched_files_are_gone(
-    hub: Hub, models: Path, tmp_path: Path, fetch: Callable[..., Result]
+@pytest.mark.parametrize("harm", [shutil.rmtree, lambda directory: (directory / "config.json").write_text("{")], ids=["gone", "damaged"])
+def test_auto_uses_its_own_drafter_if_the_fetched_files_cannot_be_used(
+    harm: Callable[[Path], object], hub: Hub, models: Path, tmp_path: Path, fetch: Callable[..., Result]
 ) -> None:
-    (tmp_path / "small").symlink_to(models / "small")
-    hub.models[HEAD] = tmp_path / "small"
+    hub.models[HEAD] = shutil.copytree(models / "small", tmp_path / "small")
     assert fetch().exit_code == 0
-    (tmp_path / "small").unlink()
+    harm(tmp_path / "small")
     found = prepare_drafter("auto", models / "target")
     assert found is not None
     assert found.name == "ngram"

@@ -140,9 +140,11 @@ class PreparedDrafters:
         """
         if self.drafter_objects:
             return list(self.drafter_objects)
-        opened = [drafter.open(target) for drafter in self.drafters]
-        if len(self.drafters) > 1 and self.drafters[-1].is_optional and opened[-1].name == NgramDrafter.name:
-            del opened[-1]  # the n-gram drafter that replaced an unusable head: the list already has one
+        opened, has_ngram = list[Drafter](), any(one.name == NgramDrafter.name for one in self.drafters)
+        for prepared in self.drafters:
+            drafter = prepared.open(target)
+            if not (prepared.is_optional and drafter.name == NgramDrafter.name and has_ngram):  # it replaces a head that cannot be used
+                opened.append(drafter)
         names = [drafter.name for drafter in opened]
         for index, drafter in enumerate(opened):  # make names unique: requests select drafters by name
             if (number := names[:index].count(drafter.name)) > 0:
@@ -262,15 +264,23 @@ def prepare_drafter(name: str, target: Path, *, token: str | None = None, offlin
 
 
 def _find_fetched_drafter(target: Path) -> PreparedDrafter | None:
-    """Open the drafter that `paceline doctor --fetch` downloaded for a target; None if it downloaded none."""
+    """Open the drafter that `paceline doctor --fetch` downloaded for a target; None if it downloaded none.
+
+    If its files are gone or damaged, or another model is at the target's path now, the target's own drafter is used, with a notice.
+    """
     fetched = read_fetched_drafter(target)
     if fetched is None:
         return None
-    if not fetched.path.exists():
-        notice = f"{fetched.name}, downloaded for this model, is no longer at {fetched.path}: paceline doctor MODEL --fetch gets it again"
+    try:
+        head = open_head_files(fetched.path)
+        if head is None:
+            read_model_config(fetched.path)
+        else:
+            _read_layer_boundaries(head, target, HeadOptions())
+    except (CheckpointError, IncompatibleDrafterError) as error:
+        notice = f"{fetched.name}, downloaded for this model, is not used ({error}): paceline doctor MODEL --fetch gets it again"
         return replace(_find_own_drafter("auto", target), notice=notice)
-    head = open_head_files(fetched.path)
-    return PreparedDrafter(DRAFT_MODEL if head is None else head.kind.value, fetched.path, head)
+    return PreparedDrafter(DRAFT_MODEL if head is None else head.kind.value, fetched.path, head, is_optional=head is not None)
 
 
 def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:

@@ -204,7 +204,7 @@ def _read_rotated_fraction(fields: JsonFields, family: "Family", rope: JsonField
 def _theta_times_alpha(theta: float, alpha: float, rotary_size: int, fields: JsonFields) -> float:
     """Return the base times alpha^(R / (R - 2)), where R values of a head rotate. Source: Hunyuan's model in transformers 5.24."""
     if rotary_size == 2:
-        raise CheckpointError(f"{fields.path}: rope parameter alpha = {alpha} needs heads of which more than 2 values rotate")
+        raise CheckpointError(f"{fields.path}: rope parameter alpha = {alpha} needs more than 2 rotated values per head")
     return float(theta * alpha ** (rotary_size / (rotary_size - 2)))
 
 

@@ -417,7 +417,7 @@ def test_multimodal_config_without_text_config_is_refused(tmp_path: Path, model_
         ({**LFM3, "rope_parameters": None}, "no 'rope_parameters', which a model of family lfm3 needs"),
         ({**LFM3, "layer_types": ["conv", "full_attention", "linear_attention"]}, "'linear_attention', which is not supported for lfm3"),
         ({**HUNYUAN, "use_cla": True}, "use_cla = true is not supported for hunyuan_v1_dense, only false is"),
-        ({**HUNYUAN, "head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 50.0}}, "more than 2 values rotate"),
+        ({**HUNYUAN, "head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 50.0}}, "more than 2 rotated values per head"),
         ({**HUNYUAN, "rope_scaling": {"type": "dynamic", "alpha": "50"}}, "alpha = '50'"),
     ],
 )

@@ -64,7 +64,7 @@ class Family:
         models: published models of the family, for docs.
         layers: function that builds the layers from config.json.
         defaults: fields that config.json may leave out, with the values of the configuration class in transformers.
-        fixed_fields: fields of which only this value is supported. A file with another value is refused.
+        fixed_fields: values that fields must have, if they are given. A file with another value is refused.
         gguf: format of its GGUF files; None = see `gguf_family`, or GGUF files are not supported.
         gguf_family: another family with the same network, which reads the GGUF files of this one.
         bundled_drafters: drafters in the publisher's checkpoints, for docs.
