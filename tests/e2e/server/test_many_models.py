@@ -110,9 +110,13 @@ def test_alternating_models_in_a_pool_of_one_are_all_answered(names: list[str], 
     asyncio.run(run())
 
 
-def test_model_pool_loads_a_waiting_model_despite_requests_for_another(names: list[str], expected: dict[str, str]) -> None:
+def test_model_pool_loads_a_waiting_model_despite_requests_for_another(
+    names: list[str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def run() -> None:
-        async with serving(names) as (_, ask):
+        async with serving(names) as (pool, ask):
+            facts = {id(model.engine): model.facts for model in pool.models}  # while a file's headers are read, others are answered
+            monkeypatch.setattr(model_pool.ModelFacts, "read", lambda engine: facts[id(engine)])
             await ask(PATH, {**FIELDS, "model": "alpha"})
             is_over, num_after = asyncio.Event(), 0
 
