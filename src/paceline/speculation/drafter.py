@@ -14,7 +14,7 @@ from paceline.speculation.tree import DraftTree
 StateT = TypeVar("StateT")
 
 FREE_PREFILL_TOKENS = 16
-"""Number of tokens up to which a prefill costs nothing extra: a pass over so many rows takes about the time of one row."""
+"""Number of tokens up to which a prefill costs nothing extra: a pass over that many rows takes about the time of one row."""
 MAX_CATCH_UP_TOKENS = 128
 """Maximum number of new tokens that a lookup drafter reads in `has_candidates`; it leaves longer texts to `propose`."""
 NEW_SAMPLE_WEIGHT = 0.25  # weight of a new sample in the running average of prefill times
@@ -133,7 +133,7 @@ class PrefillTime:
             self.token_s += (token_s - self.token_s) * (NEW_SAMPLE_WEIGHT if self.token_s else 1.0)
 
     def expected_s(self, num_tokens: int) -> float:
-        """Return the expected seconds for so many tokens."""
+        """Return the expected seconds of a prefill of `num_tokens` tokens; 0 if it is short or none was measured."""
         return self.token_s * num_tokens if num_tokens > FREE_PREFILL_TOKENS else 0.0
 
 

@@ -117,17 +117,17 @@ class RequestRows:
             else:
                 self.kept_nodes = [*range(self.num_new_tokens), *(self.root_node + node for node in accepted_nodes)]
 
-    def set_draft(self, tree: DraftTree | None, num_before: int, reason_if_empty: SkipReason) -> None:
-        """Set the draft to `tree`, what is left of a draft of `num_before` tokens, and count the dropped tokens.
+    def set_draft(self, tree: DraftTree | None, num_drafted: int, reason_if_empty: SkipReason) -> None:
+        """Set the draft to `tree`, what is left of a draft of `num_drafted` tokens, and count the dropped tokens.
 
         Args:
             reason_if_empty: why the step is plain if no draft token is left.
         """
         num_left = 0 if tree is None else tree.num_draft_tokens
-        self.request.stats.num_dropped_tokens += max(0, num_before - num_left)
+        self.request.stats.num_dropped_tokens += max(0, num_drafted - num_left)
         if tree is not None and num_left > 0:
             self.tree, self.skip_reason = tree, None
-        elif num_before > 0:
+        elif num_drafted > 0:
             self.drop_draft(reason_if_empty)
 
     def drop_draft(self, reason: SkipReason) -> None:

@@ -136,7 +136,7 @@ class CostModel:
         return [fixed_s + correction.b * (seconds - profile_s[0]) + row_s * count for count, seconds in enumerate(profile_s)]
 
     def draft_s(self, drafter: str, num_requests: int, depth: int) -> float:
-        """Return the expected seconds of a `propose` call for so many requests with drafts of this depth; 0 while they are unknown."""
+        """Return the expected seconds of a `propose` call for this many requests with drafts of this depth; 0 while they are unknown."""
         return self._draft_cost(drafter, num_requests).seconds_at(1.0, depth)
 
     def draft_token_s(self, drafter: str) -> float:
@@ -160,7 +160,7 @@ class CostModel:
         self.host_cost.observe(shape.num_sequences, num_drafts, host_s)
 
     def _draft_cost(self, drafter: str, num_requests: int) -> LinearCost:
-        """Return the cost of `propose` calls for about so many requests, or for the nearest number that was timed."""
+        """Return the cost of `propose` calls for about this many requests, or for the nearest number that was timed."""
         if not self.is_draft_cost_known(drafter):
             return LinearCost()
         lengths = [bit_length for name, bit_length in self._draft_costs if name == drafter]
