@@ -57,11 +57,11 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
     return head
 
 
-def open_llm(head: Head, *, depth: int = DEPTH, row_budget: int | None = None, **options: object) -> LLM:
+def open_llm(head: Head, *, depth: int = DEPTH, max_rows: int | None = None, **options: object) -> LLM:
     target, files = head
     given = {"backend": "native", "threads": 1, "max_model_len": 512, "kv_cache_gb": 0.05, **options}
     llm = LLM(str(target), drafter=str(files), num_speculative_tokens=depth, **given)  # type: ignore[arg-type]
-    llm.engine.speculator.policy = FixedDraftLength(depth, row_budget=row_budget)
+    llm.engine.speculator.policy = FixedDraftLength(depth, max_rows=max_rows)
     return llm
 
 
@@ -121,7 +121,7 @@ def assert_perfect(outputs: Sequence[RequestOutput]) -> None:
 @pytest.mark.parametrize("name", WRITERS)
 def test_perfect_eagle_tree_is_accepted_in_the_paths_layout(name: str, heads: Heads, plain: PlainTargets) -> None:
     with opened_as("paths"):
-        llm = open_llm(heads(name), row_budget=24, tree_width=3)
+        llm = open_llm(heads(name), max_rows=24, tree_width=3)
     texts = prompts(31, 33, 60)
     outputs = llm.generate(texts, GREEDY)
     assert [output.token_ids for output in outputs] == plain(heads(name), texts)
@@ -219,8 +219,8 @@ def test_eagle_head_with_fewer_embeddings_than_tokens_is_refused(tmp_path: Path)
                 open_llm((target, files))
     alone = LLM(str(target), drafter="none", backend="native", threads=1, max_model_len=512, kv_cache_gb=0.05, enable_prefix_caching=False)
     texts = [np.random.default_rng(seed).integers(1, 80, 20).tolist() for seed in range(3)]
-    for row_budget, width in ((None, 1), (13, 3)):
-        llm = open_llm((target, files), row_budget=row_budget, tree_width=width)
+    for max_rows, width in ((None, 1), (13, 3)):
+        llm = open_llm((target, files), max_rows=max_rows, tree_width=width)
         for params in (GREEDY, SAMPLED, replace(SAMPLED, top_k=50)):
             expected = [alone.generate([text], params)[0].token_ids for text in texts]
             assert [output.token_ids for output in llm.generate(texts, params)] == expected
@@ -232,8 +232,8 @@ def test_eagle_head_with_fewer_embeddings_than_tokens_is_refused(tmp_path: Path)
 def test_eagle_head_with_a_window_of_one_still_drafts_right(heads: Heads, plain: PlainTargets, tmp_path: Path) -> None:
     """The reading head hears the current pair alone, so a window changes nothing but what is looked at: one of one pair stays right."""
     files = write_reading_eagle1(tmp_path / "windowed", layer_types=["sliding_attention"], sliding_window=1)
-    for row_budget, width in ((None, 1), (13, 3)):
-        llm = open_llm((heads("reading")[0], files), row_budget=row_budget, tree_width=width)
+    for max_rows, width in ((None, 1), (13, 3)):
+        llm = open_llm((heads("reading")[0], files), max_rows=max_rows, tree_width=width)
         assert drafter_of(llm).head.config.layers.attention.window == 1
         outputs = llm.generate(prompts(40, 70), GREEDY)
         assert [output.token_ids for output in outputs] == plain(heads("reading"), prompts(40, 70))

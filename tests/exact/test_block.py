@@ -56,7 +56,7 @@ class Given:
         depth, width = SHAPES[shape]
         given = {"num_blocks": NUM_BLOCKS, "num_speculative_tokens": depth, "tree_width": width, **options}
         llm = self.solo.open(str(self.drafters[kind]), **given)  # type: ignore[arg-type]
-        llm.engine.speculator.policy = FixedDraftLength(depth, row_budget=12 if width > 1 else None)
+        llm.engine.speculator.policy = FixedDraftLength(depth, max_rows=12 if width > 1 else None)
         return llm
 
 

@@ -124,7 +124,7 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
     request.cached_sequence = cache.new_sequence()
     speculator = Speculator(
         [] if drafter is None else [drafter],
-        FixedDraftLength(MAX_DEPTH, row_budget=2 * MAX_DEPTH),
+        FixedDraftLength(MAX_DEPTH, max_rows=2 * MAX_DEPTH),
         vocab_size=case.vocab_size,
         layout=TreeLayout.PATHS,
     )
@@ -365,8 +365,8 @@ def test_fault_of_min_tokens_without_the_draft_path_is_found(faulty: Callable[[]
 
 
 def test_fault_of_checking_max_tokens_once_per_step_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_limit(self: Request, row_budget: int, max_depth: int) -> tuple[int, int]:
-        return row_budget, max_depth
+    def without_limit(self: Request, max_rows: int, max_depth: int) -> tuple[int, int]:
+        return max_rows, max_depth
 
     def reason(request: Request, path: Sequence[int], text_stop: TextStop | None) -> Any:
         full = SimpleNamespace(max_len=len(request.token_ids) + 1, **{name: getattr(request, name) for name in NAMES})

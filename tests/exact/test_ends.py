@@ -128,7 +128,7 @@ def run(
     """The steps of one request."""
     request = input_processor.make_request(case.prompt, case.params, is_streamed=case.seed % 2 == 0)
     request.cached_sequence = cache.new_sequence()
-    policy = FixedDraftLength(MAX_DEPTH, row_budget=2 * MAX_DEPTH)
+    policy = FixedDraftLength(MAX_DEPTH, max_rows=2 * MAX_DEPTH)
     speculator = Speculator(
         [] if drafter is None else [drafter], policy, vocab_size=input_processor.vocab_size, layout=TreeLayout.PATHS, acceptance=rule
     )

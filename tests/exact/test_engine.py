@@ -294,7 +294,7 @@ def faulty(given_of: GivenOf, seed: int) -> Faulty:
         random = np.random.default_rng(seed)
         drafter = ChaosDrafter(known_of(jobs), given.solo.vocab_size, seed=seed, raises=False)
         llm = given.solo.open(drafter, num_speculative_tokens=4, num_blocks=num_blocks)
-        llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12)
+        llm.engine.speculator.policy = FixedDraftLength(4, max_rows=12)
         for _ in range(num_rounds):
             Traffic(llm, jobs, random).run(checks=False)
 

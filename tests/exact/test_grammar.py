@@ -124,7 +124,7 @@ def test_drafts_change_no_token_under_a_grammar(
         pytest.skip("left to make test-long: the reference itself, and one path of what is drafted as a tree")
     count = int(np.random.default_rng([seed, len(kind)]).integers(2, 9))
     llm = open_llm(reference.directory, drafter, num_speculative_tokens=count, tree_width=3 if kind == "draft_tree" else 1)
-    llm.engine.speculator.policy = FixedDraftLength(count, row_budget=12 if kind in ("draft_tree", "chaos") else None)
+    llm.engine.speculator.policy = FixedDraftLength(count, max_rows=12 if kind in ("draft_tree", "chaos") else None)
     every = 2 if kind == "chaos" and not large_counts else 1
     outputs = generate(llm, reference.cases[::every], AT_ONCE)
     for case, output, plain in zip(reference.cases[::every], outputs, reference.outputs[::every], strict=True):

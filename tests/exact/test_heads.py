@@ -69,7 +69,7 @@ class Given:
         solo.directory = pair.target
         given = {"num_blocks": NUM_BLOCKS, "num_speculative_tokens": depth, "tree_width": width, **options}
         llm = solo.open(pair.drafter, **given)  # type: ignore[arg-type]
-        llm.engine.speculator.policy = FixedDraftLength(depth, row_budget=1 + depth * width)
+        llm.engine.speculator.policy = FixedDraftLength(depth, max_rows=1 + depth * width)
         llm.engine.scheduler.limits = replace(llm.engine.scheduler.limits, spare_blocks=0)  # begin while there is any room at all
         return llm
 

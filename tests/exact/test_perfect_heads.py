@@ -125,7 +125,7 @@ class Scene:
         solo = copy(plain.solo)
         solo.directory = pair.target
         self.llm: LLM = solo.open(pair.drafter, num_blocks=NUM_BLOCKS, num_speculative_tokens=depth, tree_width=width)  # type: ignore[arg-type]
-        self.llm.engine.speculator.policy = FixedDraftLength(depth, row_budget=32 if width > 1 else None)
+        self.llm.engine.speculator.policy = FixedDraftLength(depth, max_rows=32 if width > 1 else None)
         self.num_compared = 0
         self._plain = plain
 

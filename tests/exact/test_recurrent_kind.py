@@ -220,7 +220,7 @@ class Traffic:
         """All requests at once, twice over; texts are those of plain decoding, and nothing is left behind."""
         cache = self.toy.new_cache(num_blocks)
         speculator = Speculator(
-            [drafter] if drafter is not None else [], FixedDraftLength(6, row_budget=12), vocab_size=VOCAB, layout=cache.layout
+            [drafter] if drafter is not None else [], FixedDraftLength(6, max_rows=12), vocab_size=VOCAB, layout=cache.layout
         )
         engine = Engine(self.toy, cache, speculator, SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=24, prefill_chunk_size=5))
         for _ in range(2):

@@ -175,8 +175,8 @@ def test_fault_of_verifying_siblings_in_another_order_is_found(seed, monkeypatch
     assert not _is_exact(SHAPES["two draws"], seed, NUM_WRONG_CASES)
 
 
-def _trim(layout: TreeLayout, max_depth: int, row_budget: int, vocab_size: int = 3) -> Callable[[DraftTree], DraftTree]:
-    return lambda tree: tree.trim(vocab_size=vocab_size, max_depth=max_depth, row_budget=row_budget, layout=layout)
+def _trim(layout: TreeLayout, max_depth: int, max_rows: int, vocab_size: int = 3) -> Callable[[DraftTree], DraftTree]:
+    return lambda tree: tree.trim(vocab_size=vocab_size, max_depth=max_depth, max_rows=max_rows, layout=layout)
 
 
 def test_trimming_sampled_trees_keeps_the_exact_distribution(seed, tally):

@@ -196,7 +196,7 @@ def test_drafts_of_every_drafter_change_no_token(
     for num_speculative_tokens in random.permutation(np.arange(1, 13))[: 2 if large_counts else 1].tolist():
         width = 3 if kind == "draft_tree" else 1
         llm = plain.open(make_drafter(kind, plain, draft, seed), num_speculative_tokens, tree_width=width)
-        llm.engine.speculator.policy = FixedDraftLength(num_speculative_tokens, row_budget=12 if kind in TREES else None)
+        llm.engine.speculator.policy = FixedDraftLength(num_speculative_tokens, max_rows=12 if kind in TREES else None)
         before = llm.runtime.num_passes
         tally["token ids compared with plain decoding"] += compare(llm, plain, samplings)
         assert llm.runtime.num_passes > before
@@ -263,7 +263,7 @@ def test_masked_tree_differs_from_plain_decoding_only_at_near_ties(plain_of: Pla
         kv_cache_gb=0.2,
         drafter=ChaosDrafter(answers, plain.vocab_size, seed=seed, raises=False),
     )
-    llm.engine.speculator.policy = FixedDraftLength(6, row_budget=12)
+    llm.engine.speculator.policy = FixedDraftLength(6, max_rows=12)
     for index, output in enumerate(llm.generate(plain.prompts, params("greedy", plain.max_tokens))):
         expected = plain.answers["greedy", index]
         assert output.numerics == "fast"
@@ -293,7 +293,7 @@ def faulty(plain_of: PlainOf, seed: int) -> Faulty:
     def run(backend: str) -> None:
         plain = plain_of("llama", "f32", backend)
         llm = plain.open(ChaosDrafter(plain.by_prompt(list(SAMPLINGS)), plain.vocab_size, seed=seed, raises=False), 6)
-        llm.engine.speculator.policy = FixedDraftLength(6, row_budget=12)
+        llm.engine.speculator.policy = FixedDraftLength(6, max_rows=12)
         compare(llm, plain, list(SAMPLINGS))
 
     return run

@@ -32,7 +32,7 @@ SAMPLINGS = {
 def open_llm(target: Path, drafter: str, **options: object) -> LLM:
     llm = LLM(str(target), drafter=drafter, threads=2, max_model_len=512, kv_cache_gb=0.2, offline=True, **options)  # type: ignore[arg-type]
     if drafter != "none":
-        llm.engine.speculator.policy = FixedDraftLength(4, row_budget=13)
+        llm.engine.speculator.policy = FixedDraftLength(4, max_rows=13)
     return llm
 
 

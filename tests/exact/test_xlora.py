@@ -57,7 +57,7 @@ class Given:
                 "num_speculative_tokens": 4, "kv_cache_gb": (num_blocks + 0.5) * BLOCK * row_bytes / 1e9, **options,
             },
         )  # fmt: skip
-        llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12 if kind in TREES else None)
+        llm.engine.speculator.policy = FixedDraftLength(4, max_rows=12 if kind in TREES else None)
         scheduler = llm.engine.scheduler
         scheduler.limits = replace(
             scheduler.limits, spare_blocks=0, prefill_chunk_size=40
@@ -193,7 +193,7 @@ def test_x_lora_with_sliding_windows_changes_no_token_or_logprob(checkpoint: Cal
         (expected,) = llm.generate([prompt], params, adapter="mix")
     known = {(tuple(prompt), 0): expected.token_ids}
     with LLM(str(target), drafter=make_drafter("chaos", known, config.vocab_size, target), num_speculative_tokens=4, **options) as llm:
-        llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12)
+        llm.engine.speculator.policy = FixedDraftLength(4, max_rows=12)
         for _ in range(2):
             (found,) = llm.generate([prompt], replace(params, seed=0), adapter="mix")
             assert found.token_ids == expected.token_ids

@@ -20,7 +20,7 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
     def policy(speculation: SpeculationConfig, *_: Any) -> FixedDraftLength:
         wanted = speculation.num_speculative_tokens
         count = wanted if isinstance(wanted, int) else NUM_DRAFT_TOKENS
-        return FixedDraftLength(count, row_budget=1 + count * speculation.tree_width)
+        return FixedDraftLength(count, max_rows=1 + count * speculation.tree_width)
 
     monkeypatch.setattr(loader_module, "_make_policy", policy)
 

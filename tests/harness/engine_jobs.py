@@ -280,7 +280,7 @@ def open_drafting(kind: str, solo: "Solo", known: Answers, draft: Path, *, depth
     width = 3 if kind in WIDE else 1
     drafter = make_drafter(kind, known, solo.vocab_size, draft, seed)
     llm = solo.open(drafter, num_speculative_tokens=depth, tree_width=width, **options)
-    llm.engine.speculator.policy = FixedDraftLength(depth, row_budget=12 if kind in TREES else None)
+    llm.engine.speculator.policy = FixedDraftLength(depth, max_rows=12 if kind in TREES else None)
     return llm
 
 

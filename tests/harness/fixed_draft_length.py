@@ -65,7 +65,7 @@ def _drafts(trace: Trace, right: Sequence[int], length: int) -> _Drafts:
         elif tree.tree_depth == len(tree.token_ids) - 1:  # a chain
             size = depth = min(depth, tree.tree_depth)
         else:
-            tree = tree.trim(vocab_size=2**31, max_depth=depth, row_budget=length + 1, layout=TreeLayout.MASK)
+            tree = tree.trim(vocab_size=2**31, max_depth=depth, max_rows=length + 1, layout=TreeLayout.MASK)
             size, depth, num_right = tree.num_draft_tokens, tree.tree_depth, _right_tokens(tree, trace.token_ids, position)
         sizes.append(size)
         depths.append(depth)

@@ -66,7 +66,7 @@ class Recorder(Drafter):
         self.guesses: dict[int, DraftTree | None] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        deep = [replace(budget, row_budget=self._depth + 1, max_depth=self._depth) for budget in budgets]
+        deep = [replace(budget, max_rows=self._depth + 1, max_depth=self._depth) for budget in budgets]
         for request, tree in zip(requests, self._drafter.propose(requests, deep), strict=True):
             self.guesses[request.num_output_tokens] = tree
         return [None] * len(requests)
@@ -198,7 +198,7 @@ def _guess(
         depth = min(policy.num_speculative_tokens, request.num_remaining_tokens - 1)
         if depth < 1:
             continue
-        rows.max_draft_budget = DraftBudget(policy.row_budget, depth, layout, needs_draft_probs=drawn)
+        rows.max_draft_budget = DraftBudget(policy.max_rows, depth, layout, needs_draft_probs=drawn)
         rows.skip_reason = reason or policy.skip_reason(request, player)
         if rows.skip_reason is None:
             rows.draft_budget = rows.max_draft_budget
@@ -217,7 +217,7 @@ def _guess(
             rows.skip_drafter(SkipReason.NO_MATCH)
             continue
         tree = _drafted(tree, rows.draft_budget)
-        tree = tree.trim(vocab_size=2**31, max_depth=rows.draft_budget.max_depth, row_budget=rows.draft_budget.row_budget, layout=layout)
+        tree = tree.trim(vocab_size=2**31, max_depth=rows.draft_budget.max_depth, max_rows=rows.draft_budget.max_rows, layout=layout)
         rows.set_draft(tree, tree.num_draft_tokens, SkipReason.UNUSABLE)
         deepest = max(deepest, tree.tree_depth)
     seconds = costs.draft_s[0] + costs.draft_s[1] * deepest

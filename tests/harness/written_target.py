@@ -78,7 +78,7 @@ class DrawingDrafter(Drafter):
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         (request,), (budget,), random = requests, budgets, self._random
         start, count = len(request.token_ids), 1 + int(random.random() < 0.3)
-        depth = min(budget.max_depth, (budget.row_budget - 1) // count, len(self._text) - start)
+        depth = min(budget.max_depth, (budget.max_rows - 1) // count, len(self._text) - start)
         token_ids, parents, node = list[int](), list[int](), 0
         draft_probs: dict[int, TokenProbs] = {}
         for level in range(depth):

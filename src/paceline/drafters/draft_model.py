@@ -172,7 +172,7 @@ class DraftModelDrafter(Drafter):
         drafts: list[_Draft[DraftTree | None] | None] = []
         for request, budget in zip(requests, budgets, strict=True):
             context = request.token_ids if self._translation is None else self._translation.draft_context(request)
-            depth = min(budget.max_depth, budget.row_budget - 1, self._max_depth)
+            depth = min(budget.max_depth, budget.max_rows - 1, self._max_depth)
             draft = self._start_draft(
                 request, context, len(context), depth, self._make_draft_generator(request, replace(budget, max_depth=depth))
             )
@@ -344,7 +344,7 @@ class DraftModelDrafter(Drafter):
         path, node = list[int](), 0
         key = request.seed, request.sample_index, len(request.token_ids)
         # the number of tokens of a level must not depend on drawn tokens: that would change the output's distribution
-        for count in _tokens_per_level(self._tree_width, budget.max_depth, budget.row_budget, budget.layout):
+        for count in _tokens_per_level(self._tree_width, budget.max_depth, budget.max_rows, budget.layout):
             row = yield path
             if row is None:
                 break
@@ -462,11 +462,11 @@ def _description(runtime: Network, tree_width: int, note: str, *, in_one_pass: b
 
 
 @lru_cache(maxsize=256)
-def _tokens_per_level(width: int, depth: int, row_budget: int, layout: TreeLayout) -> tuple[int, ...]:
-    """Return for each level how many tokens a chain with `width` - 1 siblings next to each token has there, within `row_budget` rows."""
+def _tokens_per_level(width: int, depth: int, max_rows: int, layout: TreeLayout) -> tuple[int, ...]:
+    """Return for each level how many tokens a chain with `width` - 1 siblings next to each token has there, within `max_rows` rows."""
     parents = [1 + (level - 1) * width if level else 0 for level in range(depth) for _ in range(width)]
     tree = DraftTree.from_nodes(0, [*range(width)] * depth, parents, "").trim(
-        vocab_size=width, max_depth=depth, row_budget=row_budget, layout=layout
+        vocab_size=width, max_depth=depth, max_rows=max_rows, layout=layout
     )
     return tuple(tree.depths.count(level) for level in range(1, tree.tree_depth + 1))
 

@@ -292,9 +292,9 @@ def _max_draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
 
 def _make_policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_model_len: int) -> FixedDraftLength:
     """Return the draft length policy, which uses measured times of the target's forward passes on this machine."""
-    count, row_budget = _max_draft_size(speculation)
+    count, max_rows = _max_draft_size(speculation)
     profile = profile_forward(runtime, cache, ProfileCache(cache_directory()), max_model_len=max_model_len)
-    return AdaptiveDraftLength(count, profile, row_budget=row_budget)
+    return AdaptiveDraftLength(count, profile, max_rows=max_rows)
 
 
 def _unused_head_notice(loaded: LoadedNetwork, directory: Path, drafters: Sequence[Drafter]) -> list[str]:

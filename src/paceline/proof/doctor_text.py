@@ -32,7 +32,7 @@ def report(found: Diagnosis) -> Group:
 def _summary(facts: dict[str, Any]) -> str:
     """Return one sentence on what the loaded drafters bring, and what the best published one may."""
     parts = [f"{one['kind']}: about {one['speedup']:.1f}x" for one in facts["probe"]["measured"]]
-    text = f"{', '.join(parts)}; measured here on a few short texts, so yours may differ"
+    text = f"{', '.join(parts)}; measured here on short texts, so yours may differ"
     published = [one for one in facts["suggested_drafters"] if one["slowest"] is not None]
     if not published:
         return text
@@ -167,7 +167,7 @@ def _probe_rows(probe: dict[str, Any] | None) -> list[tuple[str, str]]:
             (
                 one["kind"],
                 f"{one['speedup']:.2f}x measured; {one['draft_share']:.0%} of steps used a draft, of which {one['acceptance_rate']:.0%} of "
-                "tokens were accepted",
+                f"tokens were accepted ({one['num_texts']} text{'s' * (one['num_texts'] != 1)} of up to {one['num_tokens']} tokens)",
             )
         )
     for one in probe["predictions"] if probe["draft_ms_per_token"] > _LOOKUP_MS else ():

@@ -1,27 +1,37 @@
 """Measure the speedup of loaded drafters on two kinds of text: new prose, and text that copies its prompt.
 
-A draft brings nothing where there is none, so a speedup cannot be predicted from acceptance rates alone. Both kinds are generated plainly
-and with drafts in turns; the tokens are the same, so the ratio of decoding times is the speedup.
+A draft brings nothing where there is none, so a speedup cannot be predicted from acceptance rates alone. Texts of both kinds are generated
+plainly and with drafts in turns. Their tokens are the same, so the ratio of decoding times is the speedup. Texts differ more than repeated
+measurements of one text do: each text is generated once.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline.sampling.params import SamplingParams
-from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.outputs import RequestOutput
 
 NEW_PROSE, COPYING = "new prose", "copying"
-_NUM_TEXTS, _PROMPT_WORDS, _PASSAGE_WORDS, _TOKENS = 3, 8, 40, 40
-_ROUNDS = 3  # counted; one more comes first, in which costs and acceptance are learnt
-_SECONDS = 30.0  # no round begins later
+_PROSE_TOKENS = 128
+_PASSAGE_TOKENS = 64  # of a passage that is copied: it is in the prompt twice, and its first _COPIED_BEFORE tokens a third time
+_COPIED_BEFORE, _COPIED_TOKENS = 12, 48
+_WARM_UP_TEXTS = 2  # of each kind, not counted: in them costs and acceptance are learnt
+_SECONDS = 20.0  # for each kind: no text begins later
 _TEMPERATURE = 0.7  # of new prose: greedy texts of small models repeat themselves, which is easy to draft
+_STARTS = (
+    "The old lighthouse keeper had never", "Most people think that bread is",
+    "In the spring of that year, the village", "My first week at the new job was", "A volcano is a mountain that",
+    "There was once a boy who wanted", "The meeting began late because", "When the rain finally stopped, we",
+    "To plant a small garden, you", "She opened the letter and read", "The history of the bicycle starts",
+    "Our teacher told us that the moon", "On the last day of the journey", "If you have trouble sleeping, it",
+    "The dog looked at the door and", "Every morning the fisherman went", "The museum in the old town shows",
+    "Nobody knew why the bridge had",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +40,18 @@ class MeasuredSpeedup:
 
     Attributes:
         kind: "new prose" or "copying".
-        speedup: median over texts and rounds.
+        speedup: decoding time of all texts without drafts, divided by that with drafts.
         draft_share: share of steps that used a draft.
         acceptance_rate: accepted share of draft tokens.
-        num_tokens: tokens of one text and mode.
+        num_texts: number of texts.
+        num_tokens: maximum number of tokens of a text.
     """
 
     kind: str
     speedup: float
     draft_share: float
     acceptance_rate: float
+    num_texts: int
     num_tokens: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -48,38 +60,36 @@ class MeasuredSpeedup:
 
 
 def measure_speedups(llm: "LLM") -> tuple[MeasuredSpeedup, ...]:
-    """Measure both kinds; a kind that does not fit the context is left out, and all without drafters."""
-    if llm.drafter is None or llm.max_model_len < 4 * _TOKENS:
+    """Measure both kinds; none without drafters, or if the context is too short. The texts to copy are beginnings of the new prose."""
+    if llm.drafter is None or llm.max_model_len < 2 * _PROSE_TOKENS:
         return ()
-    words = SAMPLE_TEXT.split(" ")
-    starts = [len(words) * index // _NUM_TEXTS for index in range(_NUM_TEXTS)]
-    prose = [" ".join(words[start:][:_PROMPT_WORDS]) for start in starts]
-    passages = [" ".join(words[start:][:_PASSAGE_WORDS]) for start in starts]
-    copies = [f"{passage}\n\n{passage}\n\n{' '.join(passage.split(' ')[:_PROMPT_WORDS])}" for passage in passages]
-    kinds = [(NEW_PROSE, prose, _TEMPERATURE), (COPYING, copies, 0.0)]
-    return tuple(_measure(llm, kind, prompts, temperature) for kind, prompts, temperature in kinds)
+    params = SamplingParams(max_tokens=_PROSE_TOKENS, temperature=_TEMPERATURE, ignore_eos=True)
+    prose, texts = _measure(llm, NEW_PROSE, _STARTS, params)
+    copies = [2 * text[:_PASSAGE_TOKENS] + text[:_COPIED_BEFORE] for text in texts]
+    copying, _ = _measure(llm, COPYING, copies, SamplingParams(max_tokens=_COPIED_TOKENS, temperature=0.0, ignore_eos=True))
+    return prose, copying
 
 
-def _measure(llm: "LLM", kind: str, prompts: Sequence[str], temperature: float) -> MeasuredSpeedup:
-    ratios: list[float] = []
-    drafted: list[RequestOutput] = []
-    start = time.perf_counter()
-    for number in range(1 + _ROUNDS):
-        if number > 1 and time.perf_counter() - start > _SECONDS / 2:
+def _measure(llm: "LLM", kind: str, prompts: Sequence[str | list[int]], params: SamplingParams) -> tuple[MeasuredSpeedup, list[list[int]]]:
+    """Return the speedup of a kind, and the token ids that were generated."""
+    plain_s = drafted_s = 0.0
+    drafted, texts = list["RequestOutput"](), list[list[int]]()
+    begin = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        if drafted and time.perf_counter() - begin > _SECONDS:
             break
-        params = SamplingParams(max_tokens=_TOKENS, temperature=temperature, seed=number, ignore_eos=True)
-        for prompt in prompts:
-            (plain,) = llm.generate(prompt, params, speculation={"enabled": False})
-            (output,) = llm.generate(prompt, params)
-            if number > 0:
-                drafted.append(output)
-                ratios.append(plain.timing.decode_s / output.timing.decode_s)
+        (plain,) = llm.generate(prompt, params, speculation={"enabled": False})
+        (output,) = llm.generate(prompt, params)
+        texts.append(list(output.token_ids))
+        if index >= min(_WARM_UP_TEXTS, len(prompts) - 1):
+            drafted.append(output)
+            plain_s, drafted_s = plain_s + plain.timing.decode_s, drafted_s + output.timing.decode_s
     stats = [output.speculation for output in drafted]
-    num_drafted = sum(one.num_draft_tokens for one in stats)
     return MeasuredSpeedup(
         kind,
-        median(ratios),
+        plain_s / drafted_s if drafted_s else 1.0,
         1 - sum(one.plain_steps for one in stats) / max(1, sum(one.steps for one in stats)),
-        sum(one.num_accepted_tokens for one in stats) / max(1, num_drafted),
-        _TOKENS,
-    )
+        sum(one.num_accepted_tokens for one in stats) / max(1, sum(one.num_draft_tokens for one in stats)),
+        len(drafted),
+        params.max_tokens or 0,
+    ), texts

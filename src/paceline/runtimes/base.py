@@ -145,10 +145,9 @@ class ForwardOutput:
         return self.results[HIDDEN_STATES]
 
     @cached_property
-    def collected_hidden_states(self) -> FloatArray | None:
-        """Hidden states at collected layer boundaries, [num_collected, T, E], see `decoder.decoder`; None = none are collected."""
-        names = [name for name in self.results if name.startswith(f"{COLLECTED}.")]
-        return np.stack([self.results[name] for name in names]) if names else None
+    def collected_hidden_states(self) -> tuple[FloatArray, ...]:
+        """Hidden states [T, E] at each collected layer boundary, see `decoder.decoder`."""
+        return tuple(self.results[name] for name in self.results if name.startswith(f"{COLLECTED}."))
 
     def split_by_plan(self, plans: Sequence[RowPlan], logits_nodes: Sequence[Sequence[int]]) -> "list[PlanOutput]":
         """Return the results for each plan. `plans` and `logits_nodes` are the arguments with which `assemble_pass` made this pass."""
@@ -185,10 +184,10 @@ class PlanOutput(NamedTuple):
         """Return the final hidden states of these nodes of the draft tree, [len(nodes), E]; overwritten by the next pass."""
         return self.pass_output.hidden_states[self._rows(nodes)]
 
-    def collected_hidden_states(self, nodes: Sequence[int]) -> FloatArray | None:
-        """Return the collected hidden states of these nodes, [num_collected, len(nodes), E]; None = the network collects none."""
-        collected = self.pass_output.collected_hidden_states
-        return None if collected is None else collected[:, self._rows(nodes)]
+    def collected_hidden_states(self, nodes: Sequence[int]) -> tuple[FloatArray, ...]:
+        """Return the hidden states of these nodes at each collected layer boundary, [len(nodes), E]."""
+        rows = self._rows(nodes)
+        return tuple(collected[rows] for collected in self.pass_output.collected_hidden_states)
 
     def _rows(self, nodes: Sequence[int]) -> slice | list[int]:
         """Return which rows of the pass these nodes are."""

@@ -25,14 +25,14 @@ def constrain_draft(rows: RequestRows) -> None:
     if limit is None or not isinstance(request.processor.grammar, GrammarMatcher):
         return
     num_before = rows.num_draft_tokens
-    row_budget, max_depth = request.limit_draft(MAX_FORCED_TOKENS + 1, MAX_FORCED_TOKENS)
-    row_budget, max_depth = max(limit.row_budget, row_budget), max(limit.max_depth, max_depth)
-    tree = constrain(rows.tree if num_before > 0 else None, request, max_depth, row_budget, layout=limit.layout)
+    max_rows, max_depth = request.limit_draft(MAX_FORCED_TOKENS + 1, MAX_FORCED_TOKENS)
+    max_rows, max_depth = max(limit.max_rows, max_rows), max(limit.max_depth, max_depth)
+    tree = constrain(rows.tree if num_before > 0 else None, request, max_depth, max_rows, layout=limit.layout)
     rows.set_draft(tree, num_before, SkipReason.UNUSABLE)
 
 
 def constrain(
-    tree: DraftTree | None, request: Request, max_depth: int, row_budget: int, *, layout: TreeLayout = TreeLayout.PATHS
+    tree: DraftTree | None, request: Request, max_depth: int, max_rows: int, *, layout: TreeLayout = TreeLayout.PATHS
 ) -> DraftTree | None:
     """Return a draft tree without the nodes that the request's grammar forbids, and with the tokens that it forces.
 
@@ -50,7 +50,7 @@ def constrain(
         return tree
     given = tree if tree is not None else DraftTree.root_only(request.token_ids[-1])
     try:
-        nodes = _constrained_nodes(matcher, given, min(max_depth, row_budget - 1))
+        nodes = _constrained_nodes(matcher, given, min(max_depth, max_rows - 1))
     except RequestError:
         return None
     if not nodes:
@@ -61,7 +61,7 @@ def constrain(
             given.token_ids[0], token_ids, parents, sources, confidences=None if given.confidences is None else probs
         )
     # forced tokens are always in the vocabulary
-    return given.trim(vocab_size=sys.maxsize, max_depth=max_depth, row_budget=row_budget, layout=layout)
+    return given.trim(vocab_size=sys.maxsize, max_depth=max_depth, max_rows=max_rows, layout=layout)
 
 
 def _constrained_nodes(matcher: GrammarMatcher, given: DraftTree, max_depth: int) -> list[tuple[int, int, str, float]]:

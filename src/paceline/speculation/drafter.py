@@ -26,7 +26,7 @@ class DraftBudget:
     """How much to draft for one request in one step.
 
     Attributes:
-        row_budget: maximum number of rows of the target's pass that the tree takes, root included.
+        max_rows: maximum number of rows of the target's pass that the tree takes, root included.
         max_depth: maximum number of tokens on a path, root excluded.
         layout: how the tree is laid out in the cache, which decides the rows of a branch (`num_rows` of kv_cache/row_plan.py).
         needs_draft_probs: whether `acceptance="rejection"` requires sampled drafts. Tokens are then sampled with `draw_distinct`
@@ -36,7 +36,7 @@ class DraftBudget:
         calibrate: maps the drafter's probability of a token to its acceptance rate; None = both are equal.
     """
 
-    row_budget: int
+    max_rows: int
     max_depth: int
     layout: TreeLayout = TreeLayout.PATHS
     needs_draft_probs: bool = False
@@ -46,7 +46,7 @@ class DraftBudget:
     @property
     def max_tokens(self) -> int:
         """Number of tokens of the longest chain within the budget."""
-        return min(self.max_depth, self.row_budget - 1)
+        return min(self.max_depth, self.max_rows - 1)
 
     def acceptance_rate(self, prob: float) -> float:
         """Return the acceptance rate of a token with this probability under the drafter, given that the tokens before it are accepted."""
@@ -93,27 +93,27 @@ class DrafterTraits:
 
 @dataclass(frozen=True, slots=True)
 class CommittedRows:
-    """Rows of one request that stay in the cache after a target pass.
+    """Rows of a target pass that stay in the cache: those of a request's prompt tokens, its last token and its accepted draft tokens.
 
     Attributes:
         request: the request; its `token_ids` already include the emitted tokens.
-        start: position of the first row; row i belongs to token `request.token_ids[start + i]`.
+        first_position: position of the first row; row i belongs to token `request.token_ids[first_position + i]`.
         hidden_states: [num_rows, E] or None, valid during the call.
-        collected_hidden_states: [num_layers, num_rows, E] or None, valid during the call.
+        collected_hidden_states: [num_rows, E] at each layer boundary of `DrafterNeeds.layers`, valid during the call.
     """
 
     request: Request
-    start: int
+    first_position: int
     num_rows: int
     hidden_states: FloatArray | None = None
-    collected_hidden_states: FloatArray | None = None
+    collected_hidden_states: tuple[FloatArray, ...] = ()
 
-    def with_layers(self, collected: Sequence[int], wanted: Sequence[int]) -> "CommittedRows":
-        """Return the rows with the hidden states of the layer boundaries `wanted` only. `collected`: boundaries that the rows have."""
-        if self.collected_hidden_states is None or tuple(collected) == tuple(wanted):
+    def select_layers(self, collected_layers: Sequence[int], wanted_layers: Sequence[int]) -> "CommittedRows":
+        """Return the rows with the hidden states of the layer boundaries `wanted_layers` only, a part of `collected_layers`."""
+        if tuple(collected_layers) == tuple(wanted_layers):
             return self
-        indices = [collected.index(layer) for layer in wanted]
-        return replace(self, collected_hidden_states=self.collected_hidden_states[indices] if indices else None)
+        wanted = tuple(self.collected_hidden_states[collected_layers.index(layer)] for layer in wanted_layers)
+        return replace(self, collected_hidden_states=wanted)
 
 
 class PrefillTime:

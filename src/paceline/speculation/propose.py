@@ -110,8 +110,8 @@ class Proposer:
             return SkipReason.OFF, None
         if request.num_remaining_tokens < 2:  # the last token of a step is always the bonus token
             return SkipReason.NO_ROOM, None
-        row_budget, max_depth = request.limit_draft(policy.row_budget, policy.num_speculative_tokens)
-        return None, DraftBudget(row_budget, max_depth, self._layout, is_rejection and not request.params.is_greedy)
+        max_rows, max_depth = request.limit_draft(policy.max_rows, policy.num_speculative_tokens)
+        return None, DraftBudget(max_rows, max_depth, self._layout, is_rejection and not request.params.is_greedy)
 
     def _call_drafter_guarded(
         self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
@@ -170,7 +170,7 @@ class Proposer:
                 continue
             tree.check()
             depth = max(depth, tree.tree_depth)
-            usable = tree.trim(vocab_size=self._vocab_size, max_depth=budget.max_depth, row_budget=budget.row_budget, layout=budget.layout)
+            usable = tree.trim(vocab_size=self._vocab_size, max_depth=budget.max_depth, max_rows=budget.max_rows, layout=budget.layout)
             is_better = policy.prefers(rows, usable) if usable.num_draft_tokens else rows.num_draft_tokens == 0
             if is_better:
                 rows.set_draft(usable, tree.num_draft_tokens, SkipReason.UNUSABLE)

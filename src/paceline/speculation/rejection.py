@@ -26,7 +26,7 @@ class Acceptance(Enum):
     """The rule that accepts draft tokens."""
 
     MATCH = "match"  # a draft token is accepted if the target samples the same token: the text is that of plain decoding
-    REJECTION = "rejection"  # rejection sampling: the text has the same distribution as that of plain decoding, but is another
+    REJECTION = "rejection"  # rejection sampling: the text differs from that of plain decoding, but has the same distribution
 
 
 class StepRandomness:

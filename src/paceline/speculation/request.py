@@ -136,10 +136,10 @@ class Request:
         """Whether drafts are allowed. If not, drafters do not receive the rows of the request either."""
         return self.num_speculative_tokens != 0
 
-    def limit_draft(self, row_budget: int, max_depth: int) -> tuple[int, int]:
+    def limit_draft(self, max_rows: int, max_depth: int) -> tuple[int, int]:
         """Return the given row budget and depth, each reduced to `num_speculative_tokens` and to the tokens that may still be emitted."""
         max_depth, limit = min(max_depth, self.num_remaining_tokens - 1), self.num_speculative_tokens
-        return (row_budget, max_depth) if limit is None else (min(row_budget, limit + 1), min(max_depth, limit))
+        return (max_rows, max_depth) if limit is None else (min(max_rows, limit + 1), min(max_depth, limit))
 
     def fail(self, error: Exception) -> None:
         """End the request with an error, which its caller receives."""

@@ -60,21 +60,21 @@ class Speculator:
         """Set the draft of every request, or the reason why it has none. `max_rows`: as for `Proposer.propose`."""
         self._proposer.propose(batch, self.policy, max_rows, is_rejection=self.acceptance is Acceptance.REJECTION)
 
-    def path_request(self, rows: RequestRows) -> PathRequest | None:
+    def sampler_input(self, rows: RequestRows) -> PathRequest | None:
         """Return the input of the compiled sampler; None if it cannot sample the request's tree, which is then verified row by row."""
         request, tree, sampler = rows.request, rows.tree, rows.request.processor.path_sampler
-        if tree is None or sampler is None or not self._is_match(request):
+        if tree is None or sampler is None or not self._verifies_by_match(request):
             return None
         position = len(request.token_ids)
         return PathRequest(sampler, tree.token_ids, tree.parents, request.seed, request.sample_index, position, rows.root_logits_row)
 
     def verify(self, rows: RequestRows, tree: DraftTree) -> VerifyResult:
         """Verify a request's tree by the rule `acceptance`."""
-        if self._is_match(rows.request):
+        if self._verifies_by_match(rows.request):
             return verify(tree, rows.logits, rows.request, rows.sampled_path)
         return verify_rejection(tree, rows.logits, rows.request)
 
-    def _is_match(self, request: Request) -> bool:
+    def _verifies_by_match(self, request: Request) -> bool:
         """Return whether a request is verified by the rule MATCH. At temperature 0 always, because both rules accept the same tokens."""
         return self.acceptance is Acceptance.MATCH or request.params.is_greedy
 
@@ -105,13 +105,13 @@ class Speculator:
         """Pass the rows that stay in the target's cache to the drafters, each with the hidden states that the drafter needs."""
         for drafter in self._observers:
             with self._guard:
-                drafter.observe([rows.with_layers(self._needs.layers, drafter.needs.layers) for rows in committed])
+                drafter.observe([rows.select_layers(self._needs.layers, drafter.needs.layers) for rows in committed])
 
     def _committed_rows(self, rows: RequestRows, output: PlanOutput) -> CommittedRows:
         """Return a request's kept rows with the hidden states that at least one drafter needs."""
         nodes = rows.kept_nodes
         hidden = output.hidden_states(nodes) if self._needs.hidden_states else None
-        collected = output.collected_hidden_states(nodes) if self._needs.layers else None
+        collected = output.collected_hidden_states(nodes) if self._needs.layers else ()
         return CommittedRows(rows.request, rows.first_position, len(nodes), hidden, collected)
 
     def preempt(self, request: Request) -> None:

@@ -82,7 +82,7 @@ def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, spec
     view = LogitsView(output.logits[:, : speculator.vocab_size], output.block_max, output.logits_address, output.block_max_address)
     for rows, plan_output in zip(batch, output.split_by_plan(plans, nodes), strict=True):
         rows.set_output(plan_output, view.logits)
-    paths = sample_paths([speculator.path_request(rows) for rows in batch], view)
+    paths = sample_paths([speculator.sampler_input(rows) for rows in batch], view)
     for rows, path in zip(batch, paths, strict=True):
         rows.sampled_path = path
 

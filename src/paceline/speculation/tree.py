@@ -200,8 +200,8 @@ class DraftTree:
                 kept_nodes = nodes
         return self.subtree(kept_nodes)
 
-    def trim(self, *, vocab_size: int, max_depth: int, row_budget: int, layout: TreeLayout) -> "DraftTree":
-        """Return the tree without invalid ids and nodes deeper than `max_depth`, pruned to `row_budget` rows in `layout`.
+    def trim(self, *, vocab_size: int, max_depth: int, max_rows: int, layout: TreeLayout) -> "DraftTree":
+        """Return the tree without invalid ids and nodes deeper than `max_depth`, pruned to `max_rows` rows in `layout`.
 
         A distribution in `draft_probs` with a probability for an invalid id is dropped, so that its children count as not sampled. If it
         were dropped only when an invalid id was sampled, valid ids would be accepted too often.
@@ -216,6 +216,6 @@ class DraftTree:
             tree = replace(tree, draft_probs=draft_probs)
 
         def fits(parents: Sequence[int]) -> bool:
-            return num_rows(parents, layout) <= row_budget and (layout is not TreeLayout.CHAIN or is_chain(parents))
+            return num_rows(parents, layout) <= max_rows and (layout is not TreeLayout.CHAIN or is_chain(parents))
 
         return tree.prune(fits)

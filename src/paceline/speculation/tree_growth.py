@@ -68,7 +68,7 @@ def grow_tree_stepwise(root_token_id: int, budget: DraftBudget, context: Context
             return 1
         return depths[parent] + 2 if budget.layout is TreeLayout.PATHS else sys.maxsize
 
-    rows_left = budget.row_budget - 1
+    rows_left = budget.max_rows - 1
     # (-path probability per row, order of arrival, path probability, parent, candidate); the order of arrival makes ties deterministic
     queue: list[tuple[float, int, float, int, Candidate[ContextT]]] = []
     num_arrived, node, path_prob, is_expandable = 0, 0, 1.0, budget.max_depth > 0

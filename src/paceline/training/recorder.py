@@ -46,12 +46,11 @@ class FeatureRecorder(Drafter):
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:
-            collected = one.collected_hidden_states if self.needs.layers else ()
-            if one.hidden_states is None or collected is None:
+            if one.hidden_states is None:
                 raise RuntimeError("the target returned no hidden states")
-            joined = np.concatenate([*collected, one.hidden_states], axis=1)
+            joined = np.concatenate([*one.collected_hidden_states, one.hidden_states], axis=1)
             kept = self._rows.setdefault(id(one.request), [])
-            if one.start == 0:
+            if one.first_position == 0:
                 kept.clear()  # evicted rows are computed again
             kept.append(to_bf16(joined))
 

@@ -97,7 +97,7 @@ def test_drafts_never_take_blocks_of_committed_tokens(open_llm: Open, solo: list
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, solo, strict=True)}
     with opened_as("paths"):  # each with blocks of its own
         llm = open_llm(num_blocks, BushyDrafter(answers), max_model_len=110)
-    llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12)
+    llm.engine.speculator.policy = FixedDraftLength(4, max_rows=12)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == solo
     assert (sum(output.speculation.num_dropped_tokens for output in outputs) > 20) == (num_blocks <= 9)

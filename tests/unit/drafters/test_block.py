@@ -395,7 +395,7 @@ def marginals(random: np.random.Generator, confidence: float, num_rows: int = 15
 
 
 def best_first(rows: Sequence[DraftTokens], num_rows: int) -> DraftTree:
-    budget = DraftBudget(row_budget=num_rows, max_depth=len(rows), layout=TreeLayout.MASK)
+    budget = DraftBudget(max_rows=num_rows, max_depth=len(rows), layout=TreeLayout.MASK)
     tree = best_first_tree(9, budget, len(rows), lambda path: rows[len(path)], "test")
     assert tree is not None
     tree.check()

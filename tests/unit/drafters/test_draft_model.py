@@ -228,19 +228,19 @@ def test_draft_model_stops_after_an_unlikely_token(runtime: Network, width: int)
 
 @pytest.mark.parametrize("layout", TreeLayout)
 @pytest.mark.parametrize("needs_draft_probs", [False, True], ids=["grown", "drawn"])
-def test_draft_tree_fills_the_row_budget_and_drafts_no_deeper(runtime: Network, layout: TreeLayout, needs_draft_probs: bool) -> None:
+def test_draft_tree_fills_the_rows_and_drafts_no_deeper(runtime: Network, layout: TreeLayout, needs_draft_probs: bool) -> None:
     """What the engine would cut is not drafted: neither nodes beyond the rows nor passes behind the last level that has one."""
     random = np.random.default_rng(5)
     num_passes = num_levels = 0
-    for width, row_budget, depth in itertools.product((2, 4), (2, 3, 5, 9, 17, 33), (1, 4, 8)):
+    for width, max_rows, depth in itertools.product((2, 4), (2, 3, 5, 9, 17, 33), (1, 4, 8)):
         drafter = make_drafter(runtime, tree_width=width)
         request = make_request(random.integers(0, VOCAB_SIZE, 20).tolist(), FREE)
-        (tree,) = drafter.propose([request], [DraftBudget(row_budget, depth, layout, needs_draft_probs)])
+        (tree,) = drafter.propose([request], [DraftBudget(max_rows, depth, layout, needs_draft_probs)])
         assert tree is not None
         tree.check()
-        assert tree.trim(vocab_size=VOCAB_SIZE, max_depth=depth, row_budget=row_budget, layout=layout) is tree
+        assert tree.trim(vocab_size=VOCAB_SIZE, max_depth=depth, max_rows=max_rows, layout=layout) is tree
         if layout is TreeLayout.MASK:
-            assert tree.num_draft_tokens == min(row_budget - 1, width * depth)
+            assert tree.num_draft_tokens == min(max_rows - 1, width * depth)
         assert runtime.num_passes == tree.tree_depth or (not needs_draft_probs and runtime.num_passes == tree.tree_depth + 1)
         num_passes, num_levels = num_passes + runtime.num_passes, num_levels + tree.tree_depth
     assert num_passes <= 1.15 * num_levels  # a row whose guesses turn out to be worth less than a sibling's was needed to know it

@@ -38,9 +38,9 @@ def test_lookup_drafter_drafts_each_request_from_its_own_text(drafter: Drafter) 
     assert drafter.propose([text_request([1, 2, 3])], [DraftBudget(9, 4)]) == [None]
 
 
-@pytest.mark.parametrize(("row_budget", "max_depth", "count"), [(9, 2, 2), (3, 9, 2), (1, 5, 0), (2, 1, 1)])
-def test_lookup_draft_stays_within_its_budget(drafter: Drafter, row_budget: int, max_depth: int, count: int) -> None:
-    (tree,) = drafter.propose([looping(drafter)], [DraftBudget(row_budget, max_depth)])
+@pytest.mark.parametrize(("max_rows", "max_depth", "count"), [(9, 2, 2), (3, 9, 2), (1, 5, 0), (2, 1, 1)])
+def test_lookup_draft_stays_within_its_budget(drafter: Drafter, max_rows: int, max_depth: int, count: int) -> None:
+    (tree,) = drafter.propose([looping(drafter)], [DraftBudget(max_rows, max_depth)])
     assert (0 if tree is None else tree.num_draft_tokens) == count
 
 

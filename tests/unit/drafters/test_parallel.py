@@ -44,10 +44,10 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recalling_peagle(tmp_path_factory.mktemp("head"))
 
 
-def open_llm(target: Path, head: Path, *, row_budget: int | None = None, **options: object) -> LLM:
+def open_llm(target: Path, head: Path, *, max_rows: int | None = None, **options: object) -> LLM:
     given = {"backend": "native", "threads": 1, "max_model_len": 256, "kv_cache_gb": 0.05, "num_speculative_tokens": DEPTH, **options}
     llm = LLM(str(target), drafter=str(head), **given)  # type: ignore[arg-type]
-    llm.engine.speculator.policy = FixedDraftLength(DEPTH, row_budget=row_budget)
+    llm.engine.speculator.policy = FixedDraftLength(DEPTH, max_rows=max_rows)
     return llm
 
 
@@ -63,7 +63,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_peagle_proposal_is_one_pass_for_all_requests(width: int, target: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = open_llm(target, head, row_budget=1 + width * DEPTH, tree_width=width)
+    llm = open_llm(target, head, max_rows=1 + width * DEPTH, tree_width=width)
     drafter = drafter_of(llm)
     runtime, propose, depths = drafter.head.runtime, drafter.propose, []
 
@@ -88,8 +88,8 @@ def test_peagle_drafts_follow_the_sampling_parameters(changes: dict[str, float],
     texts = prompts(40, 33)
     plain = LLM(str(target), drafter="none", backend="native", threads=1, max_model_len=256, enable_prefix_caching=False)
     expected = [plain.generate([text], params)[0].token_ids for text in texts]
-    for row_budget, width in ((None, 1), (16, 3)):
-        outputs = open_llm(target, head, row_budget=row_budget, tree_width=width).generate(texts, params)
+    for max_rows, width in ((None, 1), (16, 3)):
+        outputs = open_llm(target, head, max_rows=max_rows, tree_width=width).generate(texts, params)
         assert [output.token_ids for output in outputs] == expected
         assert width > 1 or all(output.speculation.acceptance_rate == 1.0 for output in outputs)
 

@@ -60,7 +60,7 @@ def search(text: Sequence[int], budget: DraftBudget, min_match: int, max_match: 
 
     offer((), 1.0)
     while offered:
-        offered = [one for one in offered if rows([one[0]]) <= budget.row_budget]
+        offered = [one for one in offered if rows([one[0]]) <= budget.max_rows]
         if not offered:
             break
         best = max(offered, key=lambda one: one[1] / (rows([one[0]]) - rows()))
@@ -100,7 +100,7 @@ def test_suffix_proposals_equal_counting_in_the_whole_text(vocab_size: int, layo
             assert paths(tree) == search(request.token_ids, budget, min_match, max_match), (request.token_ids, budget)
             if tree is not None:
                 tree.check()
-                assert num_rows(tree.parents, layout) <= budget.row_budget
+                assert num_rows(tree.parents, layout) <= budget.max_rows
                 assert tree.token_ids[0] == request.token_ids[-1]
                 num_proposals += 1
                 num_branching += list(tree.parents) != list(range(-1, tree.num_draft_tokens))

@@ -150,7 +150,7 @@ def test_interrupt_while_a_ranked_program_is_built_leaves_none(token_ids: list[i
 def test_collected_hidden_states_come_in_requested_order(token_ids: list[int], seed: int) -> None:
     runtime = open_runtime(seed, collect_layers=(2, 0, 1))
     output = run_prompt(runtime, token_ids[:40])
-    last, first, middle = output.collected_hidden_states  # type: ignore[misc]
+    last, first, middle = output.collected_hidden_states
     assert np.array_equal(first, runtime.embed(np.array(token_ids[:40], np.int32)))
     norm = as_float32(make_weights(CONFIG, seed)["final_norm.weight"])
     assert np.allclose(last / np.sqrt((last**2).mean(axis=1, keepdims=True) + 1e-5) * norm, output.hidden_states, atol=1e-5)

@@ -47,7 +47,7 @@ def test_torch_computes_logits_of_requested_rows_only(directory: Path) -> None:
     output = runtime.forward(*assemble_pass([plan], [[1, 2, 3, 4, 5]], [[]]))
     assert output.logits.shape == (0, VOCAB_SIZE)
     assert output.hidden_states.shape == (5, 64)
-    assert output.collected_hidden_states is None
+    assert output.collected_hidden_states == ()
     assert runtime.num_passes == 1
 
 

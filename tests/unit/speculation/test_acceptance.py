@@ -1,4 +1,4 @@
-"""The acceptance model: rates over all requests, a bias for each, and drafts that are compared with the text."""
+"""The acceptance model: rates over all requests, an offset for each, and drafts that are compared with the text."""
 
 import math
 
@@ -8,8 +8,8 @@ import pytest
 from harness.decoding_rows import make_request
 from paceline.runtimes.cost import ForwardProfile
 from paceline.speculation.draft_length.acceptance import (
-    MAX_BIAS,
-    MAX_BIAS_TOKENS,
+    MAX_OFFSET,
+    MAX_OFFSET_TOKENS,
     MAX_RATE,
     MIN_RATE,
     PRIOR_RATE,
@@ -88,8 +88,8 @@ def test_optimism_of_acceptance_rates_falls_with_observations() -> None:
 
 
 def test_draft_history_without_observations_has_the_global_rate() -> None:
-    assert DraftHistory().request_rate(0.7) == pytest.approx(0.7)
-    assert DraftHistory().request_rate(0.7, optimism=1.0) > 0.8
+    assert DraftHistory().rate_for_request(0.7) == pytest.approx(0.7)
+    assert DraftHistory().rate_for_request(0.7, optimism=1.0) > 0.8
 
 
 @pytest.mark.parametrize("true", [0.1, 0.4, 0.9])
@@ -98,15 +98,15 @@ def test_request_bias_learns_the_acceptance_rate_of_the_request(true: float, see
     found = list[float]()
     for _ in range(600):
         history.observe(0.6, accepted=bool(random.random() < true))
-        found.append(history.request_rate(0.6))
+        found.append(history.rate_for_request(0.6))
     assert float(np.mean(found[200:])) == pytest.approx(true, abs=0.1)
-    assert history.num_verified_tokens <= MAX_BIAS_TOKENS
+    assert history.num_verified_tokens <= MAX_OFFSET_TOKENS
 
 
 def test_request_bias_shifts_all_acceptance_rates_by_the_same_odds() -> None:
-    history = DraftHistory(bias=math.log(3.0))
+    history = DraftHistory(log_odds_offset=math.log(3.0))
     for rate in (0.1, 0.5, 0.9):
-        found = history.request_rate(rate)
+        found = history.rate_for_request(rate)
         assert found / (1.0 - found) == pytest.approx(3.0 * rate / (1.0 - rate))
 
 
@@ -114,8 +114,8 @@ def test_request_bias_is_bounded_and_rates_stay_below_one() -> None:
     history = DraftHistory()
     for _ in range(5000):
         history.observe(0.6, accepted=True)
-    assert abs(history.bias) <= MAX_BIAS
-    assert history.request_rate(0.6) <= MAX_RATE
+    assert abs(history.log_odds_offset) <= MAX_OFFSET
+    assert history.rate_for_request(0.6) <= MAX_RATE
     assert (clip_rate(0.0), clip_rate(1.0), clip_rate(0.5)) == (MIN_RATE, MAX_RATE, 0.5)
 
 
@@ -125,7 +125,7 @@ def test_request_bias_follows_a_changed_text_faster_after_surprises() -> None:
         history.observe(0.6, accepted=True)
     for _ in range(12):
         history.observe(0.6, accepted=False)
-    assert history.request_rate(0.6) < 0.6
+    assert history.rate_for_request(0.6) < 0.6
 
 
 def test_path_rates_multiply_and_stop_below_the_minimum_rate() -> None:
@@ -193,7 +193,7 @@ def test_unsent_draft_that_was_right_raises_rates_and_drafting_goes_on() -> None
         assert len(request.token_ids) == last + 4
     (rates,) = policy.rates.values()
     assert min(rates.rates_by_depth(4)) > 0.8
-    assert request.draft_histories["lookup"].bias > 0.0
+    assert request.draft_histories["lookup"].log_odds_offset > 0.0
 
 
 def test_unsent_draft_that_was_wrong_lowers_rates_and_backs_off() -> None:
@@ -208,7 +208,7 @@ def test_unsent_draft_that_was_wrong_lowers_rates_and_backs_off() -> None:
     (rates,) = policy.rates.values()
     assert rates.num_observed == 6, "tokens after a wrong one are not counted"
     assert rates.rates_by_depth(1)[0] < 0.3
-    assert history.bias < 0.0
+    assert history.log_odds_offset < 0.0
     assert max(waits) <= 2**3, "of lookup drafters"
 
 

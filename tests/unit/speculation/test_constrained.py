@@ -130,14 +130,14 @@ def guess(generator: np.random.Generator, one: Request, right: Sequence[int]) ->
     return DraftTree.from_nodes(one.token_ids[-1], tokens, parents, "oracle") if tokens else None
 
 
-def check(tree: DraftTree | None, one: Request, max_depth: int, row_budget: int, layout: TreeLayout) -> None:
+def check(tree: DraftTree | None, one: Request, max_depth: int, max_rows: int, layout: TreeLayout) -> None:
     """A tree that obeys grammar and budget."""
     if tree is None:
         return
     tree.check()
     assert tree.num_draft_tokens >= 1
     assert tree.tree_depth <= max_depth
-    assert num_rows(tree.parents, layout) <= row_budget
+    assert num_rows(tree.parents, layout) <= max_rows
     matcher = one.processor.grammar
     assert matcher is not None
     paths: list[tuple[int, ...]] = [()]
@@ -167,9 +167,9 @@ def test_tree_under_a_grammar_gives_the_tokens_of_plain_decoding(
         layout = TreeLayout.MASK if case % 2 else TreeLayout.PATHS
 
         def propose(one: Request, plain: list[int] = plain, layout: TreeLayout = layout) -> DraftTree | None:
-            max_depth, row_budget = min(6, one.num_remaining_tokens - 1), int(generator.integers(1, 14))
-            tree = constrain(guess(generator, one, plain), one, max_depth, row_budget, layout=layout)
-            check(tree, one, max_depth, row_budget, layout)
+            max_depth, max_rows = min(6, one.num_remaining_tokens - 1), int(generator.integers(1, 14))
+            tree = constrain(guess(generator, one, plain), one, max_depth, max_rows, layout=layout)
+            check(tree, one, max_depth, max_rows, layout)
             nonlocal num_branched
             num_branched += tree is not None and not is_chain(tree.parents)
             return tree

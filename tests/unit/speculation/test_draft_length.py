@@ -52,10 +52,10 @@ def test_fit_rows_with_short_drafts_gives_the_rest_to_long_ones() -> None:
     assert kept_of([1, 4, 0, 4], 99) == [1, 4, 0, 4]
 
 
-@pytest.mark.parametrize(("row_budget", "rows"), [(None, 6), (12, 12)])
-def test_fixed_length_without_row_budget_drafts_a_chain(row_budget: int | None, rows: int) -> None:
-    policy = FixedDraftLength(5, row_budget=row_budget)
-    assert (policy.row_budget, policy.num_speculative_tokens) == (rows, 5)
+@pytest.mark.parametrize(("max_rows", "rows"), [(None, 6), (12, 12)])
+def test_fixed_length_without_row_budget_drafts_a_chain(max_rows: int | None, rows: int) -> None:
+    policy = FixedDraftLength(5, max_rows=max_rows)
+    assert (policy.max_rows, policy.num_speculative_tokens) == (rows, 5)
 
 
 def test_fit_rows_beyond_the_pass_keeps_first_tokens_and_counts_the_rest() -> None:

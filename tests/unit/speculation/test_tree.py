@@ -6,7 +6,7 @@ from paceline.sampling.residual import TokenProbs
 from paceline.speculation.tree import DraftSampling, DraftTree
 
 LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
-UNLIMITED = {"vocab_size": 1_000_000, "max_depth": 1_000, "row_budget": 1_000_000}
+UNLIMITED = {"vocab_size": 1_000_000, "max_depth": 1_000, "max_rows": 1_000_000}
 
 
 def _random_tree(generator: np.random.Generator, vocab_size: int = 4) -> tuple[DraftTree, list[int], list[int]]:
@@ -90,14 +90,14 @@ def test_trimmed_draft_tree_is_a_subset_within_the_limits(layout, seed):
     generator = np.random.default_rng(seed)
     for _ in range(500):
         tree, _, _ = _random_tree(generator, vocab_size=6)
-        vocab_size, max_depth, row_budget = int(generator.integers(1, 8)), int(generator.integers(0, 7)), int(generator.integers(1, 20))
-        trimmed = tree.trim(vocab_size=vocab_size, max_depth=max_depth, row_budget=row_budget, layout=layout)
+        vocab_size, max_depth, max_rows = int(generator.integers(1, 8)), int(generator.integers(0, 7)), int(generator.integers(1, 20))
+        trimmed = tree.trim(vocab_size=vocab_size, max_depth=max_depth, max_rows=max_rows, layout=layout)
         _check_shape(trimmed)
         assert set(_texts(trimmed)) <= set(_texts(tree))
         assert trimmed.token_ids[0] == 99
         assert all(token < vocab_size for token in trimmed.token_ids[1:])
         assert trimmed.tree_depth <= max_depth
-        assert num_rows(trimmed.parents, layout) <= row_budget
+        assert num_rows(trimmed.parents, layout) <= max_rows
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -106,11 +106,11 @@ def test_trimming_a_draft_tree_drops_nothing_that_fits(layout, seed):
     for _ in range(200):
         tree, _, _ = _random_tree(generator, vocab_size=6)
         assert tree.trim(**UNLIMITED, layout=layout) is tree
-        exact = {"vocab_size": 6, "max_depth": tree.tree_depth, "row_budget": num_rows(tree.parents, layout)}
+        exact = {"vocab_size": 6, "max_depth": tree.tree_depth, "max_rows": num_rows(tree.parents, layout)}
         trimmed = tree.trim(**exact, layout=layout)
         assert set(_texts(trimmed)) == set(_texts(tree))
         kept = [text for text in _texts(tree) if len(text) <= 3 and all(token < 4 for token in text[1:])]
-        assert _texts(tree.trim(vocab_size=4, max_depth=2, row_budget=1_000, layout=layout)) == kept
+        assert _texts(tree.trim(vocab_size=4, max_depth=2, max_rows=1_000, layout=layout)) == kept
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_trimming_a_draft_tree_drops_nothing_that_fits(layout, seed):
     [
         pytest.param({"vocab_size": 6}, [5], id="an id past the vocabulary and what follows it"),
         pytest.param({"max_depth": 2}, [5, 6], id="too deep"),
-        pytest.param({"row_budget": 2}, [5], id="over budget"),
-        pytest.param({"row_budget": 0}, [], id="no budget"),
+        pytest.param({"max_rows": 2}, [5], id="over budget"),
+        pytest.param({"max_rows": 0}, [], id="no budget"),
         pytest.param({"vocab_size": 0}, [], id="no vocabulary"),
     ],
 )
@@ -136,7 +136,7 @@ def test_draft_chain_is_cut_at_a_negative_id():
 
 def test_row_budget_fits_fewer_branches_in_the_paths_layout():
     tree = DraftTree.from_nodes(0, [1, 2, 3], [0, 1, 1], "ngram")
-    budget = {**UNLIMITED, "row_budget": 4}
+    budget = {**UNLIMITED, "max_rows": 4}
     assert tree.trim(**budget, layout=TreeLayout.MASK).num_draft_tokens == 3
     assert _texts(tree.trim(**budget, layout=TreeLayout.PATHS)) == [(0,), (0, 1), (0, 1, 2)]
 
@@ -169,7 +169,7 @@ def test_trimmed_sampled_tree_keeps_the_first_draws_of_each_node(layout, seed):
     for _ in range(300):
         tree = _drawn_tree(generator)
         tree.check()
-        limits = {"vocab_size": 6, "max_depth": int(generator.integers(0, 5)), "row_budget": int(generator.integers(1, 16))}
+        limits = {"vocab_size": 6, "max_depth": int(generator.integers(0, 5)), "max_rows": int(generator.integers(1, 16))}
         trimmed = tree.trim(**limits, layout=layout)
         trimmed.check()
         num_cut += trimmed is not tree

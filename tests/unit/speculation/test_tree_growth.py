@@ -32,7 +32,7 @@ PROBS: dict[Path, dict[int, float]] = {(): {1: 0.6, 2: 0.3}, (1,): {3: 0.9}, (1,
 
 
 @pytest.mark.parametrize(
-    ("layout", "row_budget", "expected"),
+    ("layout", "max_rows", "expected"),
     [
         (TreeLayout.MASK, 4, [(1,), (1, 3), (1, 3, 4)]),
         (TreeLayout.MASK, 5, [(1,), (2,), (1, 3), (1, 3, 4)]),
@@ -43,8 +43,8 @@ PROBS: dict[Path, dict[int, float]] = {(): {1: 0.6, 2: 0.3}, (1,): {3: 0.9}, (1,
         (TreeLayout.PATHS, 2, [(1,)]),
     ],
 )
-def test_tree_growth_adds_a_branch_if_it_is_worth_its_rows(layout: TreeLayout, row_budget: int, expected: list[Path]) -> None:
-    tree = grow_tree(9, DraftBudget(row_budget, 8, layout), (), expand_by(PROBS))
+def test_tree_growth_adds_a_branch_if_it_is_worth_its_rows(layout: TreeLayout, max_rows: int, expected: list[Path]) -> None:
+    tree = grow_tree(9, DraftBudget(max_rows, 8, layout), (), expand_by(PROBS))
     assert tree is not None
     assert paths(tree) == expected
     assert list(tree.sources[1:]) == [f"from {len(path) - 1}" for path in expected]
@@ -61,23 +61,23 @@ def test_tree_growth_is_bounded_by_depth_and_probability() -> None:
 
 def test_tree_growth_stops_with_the_last_row() -> None:
     probs_behind: dict[Path, dict[int, float]] = {(): {1: 0.3, 2: 0.28}, (1,): {3: 0.4}, (1, 3): {4: 0.9}, (2,): {5: 0.1}}
-    for row_budget, layout, expected, last_asked in (
+    for max_rows, layout, expected, last_asked in (
         (3, TreeLayout.MASK, [(1,), (2,)], [(), (1,)]),
         (4, TreeLayout.MASK, [(1,), (2,), (1, 3)], [(), (1,), (2,)]),
         (4, TreeLayout.PATHS, [(1,), (2,)], [(), (1,)]),
         (1, TreeLayout.MASK, None, []),
     ):
         asked: list[Path] = []
-        tree = grow_tree(9, DraftBudget(row_budget, 8, layout), (), expand_by(probs_behind, asked))
+        tree = grow_tree(9, DraftBudget(max_rows, 8, layout), (), expand_by(probs_behind, asked))
         assert (None if tree is None else paths(tree)) == expected
         assert asked == last_asked
 
 
-@pytest.mark.parametrize(("row_budget", "max_depth", "probs_behind"), [(1, 4, PROBS), (5, 0, PROBS), (5, 4, {}), (5, 4, {(): {1: 0.0}})])
+@pytest.mark.parametrize(("max_rows", "max_depth", "probs_behind"), [(1, 4, PROBS), (5, 0, PROBS), (5, 4, {}), (5, 4, {(): {1: 0.0}})])
 def test_tree_growth_without_candidates_or_rows_returns_no_tree(
-    row_budget: int, max_depth: int, probs_behind: dict[Path, dict[int, float]]
+    max_rows: int, max_depth: int, probs_behind: dict[Path, dict[int, float]]
 ) -> None:
-    assert grow_tree(9, DraftBudget(row_budget, max_depth), (), expand_by(probs_behind)) is None
+    assert grow_tree(9, DraftBudget(max_rows, max_depth), (), expand_by(probs_behind)) is None
 
 
 @pytest.mark.parametrize("layout", TreeLayout)
@@ -95,7 +95,7 @@ def test_random_grown_trees_stay_within_their_budget(layout: TreeLayout, seed: i
         tree = grow_tree(9, budget, (), expand_by(probs_behind))
         if tree is not None:
             assert set(paths(tree)) <= set(open_paths)
-            assert num_rows(tree.parents, layout) <= budget.row_budget
+            assert num_rows(tree.parents, layout) <= budget.max_rows
             assert max(tree.depths) <= budget.max_depth
             assert layout is not TreeLayout.CHAIN or is_chain(tree.parents)
-            assert tree.trim(vocab_size=10, max_depth=budget.max_depth, row_budget=budget.row_budget, layout=layout) is tree
+            assert tree.trim(vocab_size=10, max_depth=budget.max_depth, max_rows=budget.max_rows, layout=layout) is tree

@@ -58,7 +58,7 @@ class ContextCache:
         context = self._contexts.get(request)
         if context is None or context.sequence is not request.cached_sequence or context.num_observed != start:
             context = self._contexts[request] = self._new_context(request, start)
-        context.pending_hidden_states.append(np.array(hidden_states, np.float32))
+        context.pending_hidden_states.append(hidden_states)
         context.num_observed = start + len(hidden_states)
         return context.num_observed - context.num_cached
 

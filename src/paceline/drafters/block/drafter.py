@@ -59,6 +59,7 @@ class BlockDrafter(Drafter):
         self._sampler = DraftSampler(head.target_ids, vocab_size, head.num_embedded_ids)
         self._tree_width = tree_width
         self._prefill_time = PrefillTime()
+        self._is_useful = True  # whether draft tokens of the request that finished last were accepted
         ranking = self._sampler.ranking(tree_width)
         head.set_ranking(replace(ranking, count=config.num_candidates) if config.num_candidates else ranking)
         self._is_alignment_unknown = config.sample_from_anchor is None
@@ -70,20 +71,22 @@ class BlockDrafter(Drafter):
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         to_compute = []
         for one in rows:
-            collected = one.collected_hidden_states
-            if collected is None:
+            if len(one.collected_hidden_states) != len(self.needs.layers):
                 raise RuntimeError(f"the target returned none of the hidden states that {self.name} reads")
-            hidden_states = collected.transpose(1, 0, 2).reshape(one.num_rows, -1)
-            num_pending = self.context.append_hidden_states(one.request, one.start, hidden_states)
-            is_prefill = one.start < one.request.num_prompt_tokens or one.request.num_uncached > 1 or one.num_rows > MAX_PENDING_ROWS
-            if one.request.is_finished:  # a later request may begin with this text, and draft if that paid here
-                is_due = num_pending <= MAX_PENDING_ROWS or one.request.stats.num_accepted_tokens > 0
+            hidden_states = np.concatenate(one.collected_hidden_states, axis=1)
+            num_pending = self.context.append_hidden_states(one.request, one.first_position, hidden_states)
+            request, stats = one.request, one.request.stats
+            if request.is_finished:  # a later request may begin with this text, and draft if that paid here
+                is_due = num_pending <= MAX_PENDING_ROWS or stats.num_accepted_tokens > 0
+                if stats.num_draft_tokens > 0:
+                    self._is_useful = stats.num_accepted_tokens > 0
             else:
-                is_due = is_prefill and num_pending > MAX_PENDING_ROWS
+                is_prefill = one.first_position < request.num_prompt_tokens or request.num_uncached > 1 or one.num_rows > MAX_PENDING_ROWS
+                is_due = is_prefill and self._is_useful and num_pending > MAX_PENDING_ROWS
             if is_due:
-                to_compute.append(one.request)
+                to_compute.append(request)
             elif num_pending > MAX_DEFERRED_ROWS:
-                self.context.drop_oldest(one.request, MAX_DEFERRED_ROWS - MAX_PENDING_ROWS)
+                self.context.drop_oldest(request, MAX_DEFERRED_ROWS - MAX_PENDING_ROWS)
         self._compute_pending_contexts(to_compute)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:

@@ -56,7 +56,7 @@ class AssistantDrafter(Drafter):
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:
-            last = one.start + one.num_rows - 1
+            last = one.first_position + one.num_rows - 1
             if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # the last row that the target has run
                 self._features[one.request] = _LastHiddenState(last, np.array(one.hidden_states[-1], np.float32))
 

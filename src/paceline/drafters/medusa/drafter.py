@@ -211,7 +211,7 @@ class MedusaDrafter(Drafter):
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:
             self._update_accuracy(one.request)
-            last = one.start + one.num_rows - 1
+            last = one.first_position + one.num_rows - 1
             if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # the last row that the target has run
                 self._features[one.request] = _LastHiddenState(last, np.array(one.hidden_states[-1], np.float32))
 
@@ -235,7 +235,7 @@ class MedusaDrafter(Drafter):
 
     def _new_request_draft(self, request: Request, budget: DraftBudget) -> _RequestDraft | None:
         feature = self._features.get(request)
-        depth = min(budget.max_depth, budget.row_budget - 1, self._network.heads.num_heads)
+        depth = min(budget.max_depth, budget.max_rows - 1, self._network.heads.num_heads)
         if feature is None or feature.position != len(request.token_ids) - 2 or depth < 1:
             return None
         is_greedy = request.params.is_greedy
@@ -258,10 +258,10 @@ class MedusaDrafter(Drafter):
         max_candidates = MAX_CANDIDATES_PER_DEPTH
         needs_probs = self._tree == "probability"
         if self._tree in STATIC_TREES:
-            shape = static_tree_nodes(self._tree, draft.depth, budget.row_budget, budget.layout)
+            shape = static_tree_nodes(self._tree, draft.depth, budget.max_rows, budget.layout)
             max_candidates = 1 + max((rank for _, _, rank in shape), default=0)
         elif needs_probs:  # more candidates would exceed the row budget
-            max_candidates = 1 if budget.layout is TreeLayout.CHAIN else min(MAX_CANDIDATES_PER_DEPTH, budget.row_budget - 1)
+            max_candidates = 1 if budget.layout is TreeLayout.CHAIN else min(MAX_CANDIDATES_PER_DEPTH, budget.max_rows - 1)
         top_tokens = [rows_of_head[row] for rows_of_head in outputs.top_tokens] if draft.uses_top_tokens else None
         candidates = DepthCandidates(request, logits_of_depth, max_candidates, needs_probs=needs_probs, top_tokens=top_tokens)
         tree = self._grow_tree(draft, candidates) if shape is None else self._fill_static_tree(draft, candidates, shape)
@@ -294,7 +294,7 @@ class MedusaDrafter(Drafter):
                 by_depth.append([(token, prob, self.name, depth + 1) for token, prob in zip(tokens.token_ids, probs, strict=True)])
             return by_depth[depth]
 
-        budget = DraftBudget(draft.budget.row_budget, draft.depth, draft.budget.layout)
+        budget = DraftBudget(draft.budget.max_rows, draft.depth, draft.budget.layout)
         return grow_tree(draft.request.token_ids[-1], budget, 0, expand)
 
     def _acceptance_rates(self, depth: int, probs: Sequence[float], *, is_greedy: bool) -> Sequence[float]:

@@ -42,13 +42,13 @@ STATIC_TREES = {
 
 
 @lru_cache(maxsize=256)
-def static_tree_nodes(name: str, max_depth: int, row_budget: int, layout: TreeLayout) -> tuple[tuple[int, int, int], ...]:
+def static_tree_nodes(name: str, max_depth: int, max_rows: int, layout: TreeLayout) -> tuple[tuple[int, int, int], ...]:
     """Return the nodes of a published tree that fit a budget.
 
     Args:
         name: key of `STATIC_TREES`.
         max_depth: maximum number of levels below the root.
-        row_budget: maximum number of rows of the target's pass, the root's row included.
+        max_rows: maximum number of rows of the target's pass, the root's row included.
         layout: layout of the tree in the target's pass.
 
     Returns:
@@ -59,7 +59,7 @@ def static_tree_nodes(name: str, max_depth: int, row_budget: int, layout: TreeLa
     nodes: list[tuple[int, int, int]] = []
     for path in STATIC_TREES[name].split():
         parent = node_of.get(path[:-1])
-        if parent is None or len(path) > max_depth or not _fits_budget(parents, parent, row_budget, layout):
+        if parent is None or len(path) > max_depth or not _fits_budget(parents, parent, max_rows, layout):
             continue
         node_of[path] = len(parents)
         parents.append(parent)
@@ -67,7 +67,7 @@ def static_tree_nodes(name: str, max_depth: int, row_budget: int, layout: TreeLa
     return tuple(nodes)
 
 
-def _fits_budget(parents: Sequence[int], parent: int, row_budget: int, layout: TreeLayout) -> bool:
+def _fits_budget(parents: Sequence[int], parent: int, max_rows: int, layout: TreeLayout) -> bool:
     if layout is TreeLayout.CHAIN and parent != len(parents) - 1:
         return False
-    return num_rows([*parents, parent], layout) <= row_budget
+    return num_rows([*parents, parent], layout) <= max_rows

@@ -54,7 +54,7 @@ class EagleStyleDrafter(Drafter):
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         with_many_pending = []
         for one in rows:
-            num_pending = self.pairs.append_features(one.request, one.start, self._features(one))
+            num_pending = self.pairs.append_features(one.request, one.first_position, self._features(one))
             if num_pending > MAX_PENDING_PAIRS or one.request.is_finished:
                 with_many_pending.append(one.request)
         self._compute_pending_pairs(with_many_pending)
@@ -108,11 +108,11 @@ class EagleStyleDrafter(Drafter):
 
     def _features(self, rows: CommittedRows) -> FloatArray:
         """Return the features [num_rows, F]: the hidden states of all layer boundaries, then the final ones, whichever are needed."""
-        collected, final = rows.collected_hidden_states, rows.hidden_states
-        if (self.needs.layers and collected is None) or (self.needs.hidden_states and final is None):
+        chunks = [*rows.collected_hidden_states]
+        if self.needs.hidden_states and rows.hidden_states is not None:
+            chunks.append(rows.hidden_states)
+        if len(chunks) != len(self.needs.layers) + self.needs.hidden_states:
             raise RuntimeError(f"the target returned no activations for {self.name}, which needs {self.needs}")
-        chunks = [collected.transpose(1, 0, 2).reshape(rows.num_rows, -1)] if self.needs.layers and collected is not None else []
-        chunks += [final] if self.needs.hidden_states and final is not None else []
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks, axis=1)
 
     def _compute_pending_pairs(self, requests: Sequence[Request]) -> None:

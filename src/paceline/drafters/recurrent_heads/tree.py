@@ -174,5 +174,5 @@ def frontier_noise_draws(drafts: Sequence[GrowingDraft]) -> RowSampling | None:
 def draft_depth_and_width(budget: DraftBudget, tree_width: int) -> tuple[int, int]:
     """Return depth and width of a draft: `tree_width` if the budget has rows for more than the longest chain, else 1."""
     depth = budget.max_tokens
-    has_room = budget.row_budget > budget.max_depth + 1 and budget.layout is not TreeLayout.CHAIN
+    has_room = budget.max_rows > budget.max_depth + 1 and budget.layout is not TreeLayout.CHAIN
     return depth, tree_width if has_room else 1

@@ -67,7 +67,7 @@ class WrongDrafter(_AnswerDrafter):
             return None
         tokens = [(token + 1) % self._vocab_size for token in upcoming]
         parents = list(range(len(tokens)))
-        for distance in range(2, min(self._vocab_size, 1 + budget.row_budget - len(tokens))):
+        for distance in range(2, min(self._vocab_size, 1 + budget.max_rows - len(tokens))):
             tokens.append((upcoming[0] + distance) % self._vocab_size)
             parents.append(0)
         return DraftTree.from_nodes(request.token_ids[-1], tokens, parents, self.name)
@@ -89,10 +89,10 @@ class RandomDrafter(_AnswerDrafter):
         upcoming = self._upcoming(request)
         if budget.max_tokens < 1 or not upcoming:
             return None
-        if budget.row_budget <= budget.max_depth + 1:
+        if budget.max_rows <= budget.max_depth + 1:
             tokens = [self._token(upcoming, index) for index in range(min(budget.max_tokens, len(upcoming)))]
             return DraftTree.chain(request.token_ids[-1], tokens, self.name)
-        return self._grow(request.token_ids[-1], upcoming, budget.row_budget - 1, budget.max_depth)
+        return self._grow(request.token_ids[-1], upcoming, budget.max_rows - 1, budget.max_depth)
 
     def _grow(self, root: int, upcoming: Sequence[int], num_drafts: int, max_depth: int) -> DraftTree:
         tokens, parents, depths = list[int](), list[int](), [0]
@@ -128,7 +128,7 @@ class ChaosDrafter(RandomDrafter):
         return super().propose(requests, budgets)
 
     def _tree(self, request: Request, budget: DraftBudget) -> DraftTree | None:
-        num_drafts = int(self._random.integers(0, budget.row_budget + 4))
+        num_drafts = int(self._random.integers(0, budget.max_rows + 4))
         if num_drafts == 0:
             return None if self._random.random() < 0.5 else DraftTree.root_only(request.token_ids[-1])
         root = request.token_ids[-1] if self._random.random() < 0.9 else 0

@@ -231,7 +231,7 @@ class EngineUnderTest:
         if setting.num_speculative_tokens == "auto":
             return self._default_policy
         count = int(setting.num_speculative_tokens)
-        return FixedDraftLength(count, row_budget=1 + count * (_TREE_ROWS if setting.shape == "tree" else 1))
+        return FixedDraftLength(count, max_rows=1 + count * (_TREE_ROWS if setting.shape == "tree" else 1))
 
     def _limits_of(self, setting: Setting, random: np.random.Generator) -> SchedulerLimits:
         if setting.event == "chunked":

@@ -1,9 +1,9 @@
 """Acceptance model: the probability that a draft token is accepted, given that all tokens before it in the draft are.
 
-    acceptance rate of a token = sigmoid(logit(rate over all requests) + bias of the request)
+    acceptance rate of a token = sigmoid(logit(rate over all requests) + log_odds_offset of the request)
 
 The rate over all requests is counted for each drafter: by the drafter's own probability of the token if it gives one, otherwise by depth.
-The bias is learned for each request, because some texts are easier to draft than others (online logistic regression with one weight).
+The offset is learned for each request, because some texts are easier to draft than others (online logistic regression with one weight).
 """
 
 import math
@@ -16,10 +16,10 @@ PRIOR_RATE = 0.6  # assumed acceptance rate of a drafter until one of its tokens
 PRIOR_WEIGHT = 4.0  # PRIOR_RATE counts as this many verified tokens, at depth 1 and in each range of confidences
 DEEPER_PRIOR_WEIGHT = 12.0  # at depths above 1, the rate at the previous depth counts as this many verified tokens
 MAX_COUNT = 512.0  # the counts of verified and accepted tokens are halved at this many verified tokens: recent ones weigh more
-BIAS_PRIOR_WEIGHT = 12.0  # the assumption that a request is as easy to draft as others counts as this many verified tokens
-MAX_BIAS_TOKENS = 64.0  # at most this many verified tokens count in the bias of a request, so that the bias keeps adapting
-BIAS_LEARNING_RATE = 5.0  # learning rate of a request's bias: 1 / (p * (1 - p)) in Newton's method, here for p = 0.28 or 0.72
-MAX_BIAS = 6.0
+OFFSET_PRIOR_WEIGHT = 12.0  # the assumption that a request is as easy to draft as others counts as this many verified tokens
+MAX_OFFSET_TOKENS = 64.0  # at most this many verified tokens count in the offset of a request, so that it keeps adapting
+OFFSET_LEARNING_RATE = 5.0  # learning rate of a request's offset: 1 / (p * (1 - p)) in Newton's method, here for p = 0.28 or 0.72
+MAX_OFFSET = 6.0
 MIN_OUTCOME_PROB = 0.06  # if a token's acceptance or rejection was less probable, the text has changed: earlier tokens lose weight
 MIN_RATE, MAX_RATE = 0.004, 0.995  # bounds of acceptance rates: no token is certain or impossible
 SIBLING_FACTOR = 0.3  # factor from a child's acceptance rate to its next sibling's, for drafters without probabilities
@@ -83,44 +83,44 @@ class DraftHistory:
     """Acceptance of one drafter for one request, and the pauses of the drafter while it does not pay (backoff).
 
     Attributes:
-        bias: log-odds that are added to the rates over all requests, because some texts are easier to draft than others.
-        num_verified_tokens: number of tokens that the bias was learned from, at most `MAX_BIAS_TOKENS`.
+        log_odds_offset: added to the log-odds of the rates over all requests, because some texts are easier to draft than others.
+        num_verified_tokens: number of tokens that the offset was learned from, at most `MAX_OFFSET_TOKENS`.
         backoff_level: number of times in a row that drafting did not pay.
         resume_step: index of the first step in which the drafter may draft again.
         unsent_draft: the last draft that was dropped before the target's pass, and the number of the request's tokens then. Comparing it
             with the tokens generated later measures acceptance without a row. None = there is none.
     """
 
-    bias: float = 0.0
+    log_odds_offset: float = 0.0
     num_verified_tokens: float = 0.0
     backoff_level: int = 0
     resume_step: int = 0
     unsent_draft: tuple[int, DraftTree] | None = None
 
-    def request_rate(self, rate: float, optimism: float = 0.0) -> float:
-        """Return the request's acceptance rate, given the rate over all requests. `optimism` is added to the bias."""
+    def rate_for_request(self, rate: float, optimism: float = 0.0) -> float:
+        """Return the request's acceptance rate, given the rate over all requests. `optimism` is added to the offset."""
         rate = clip_rate(rate)
-        odds = rate / (1.0 - rate) * math.exp(self.bias + optimism)
+        odds = rate / (1.0 - rate) * math.exp(self.log_odds_offset + optimism)
         return clip_rate(odds / (1.0 + odds))
 
     def path_rates(self, rates: Sequence[float], min_rate: float, optimism: float = 0.0) -> list[float]:
         """Return the probabilities that a chain is accepted up to depth 1, 2, …, without those below `min_rate`. `rates`: by depth."""
         prob, path_rates = 1.0, list[float]()
         for rate in rates:
-            prob *= self.request_rate(rate, optimism)
+            prob *= self.rate_for_request(rate, optimism)
             if prob < min_rate:
                 break
             path_rates.append(prob)
         return path_rates
 
     def observe(self, rate: float, *, accepted: bool) -> None:
-        """Update the bias with a verified token whose rate over all requests is `rate`."""
-        expected = self.request_rate(rate)
+        """Update the offset with a verified token whose rate over all requests is `rate`."""
+        expected = self.rate_for_request(rate)
         if (expected if accepted else 1.0 - expected) < MIN_OUTCOME_PROB:
             self.num_verified_tokens = 0.0
-        self.num_verified_tokens = min(self.num_verified_tokens + 1.0, MAX_BIAS_TOKENS)
-        step = BIAS_LEARNING_RATE / (BIAS_PRIOR_WEIGHT + self.num_verified_tokens)
-        self.bias = min(max(self.bias + step * (accepted - expected), -MAX_BIAS), MAX_BIAS)
+        self.num_verified_tokens = min(self.num_verified_tokens + 1.0, MAX_OFFSET_TOKENS)
+        step = OFFSET_LEARNING_RATE / (OFFSET_PRIOR_WEIGHT + self.num_verified_tokens)
+        self.log_odds_offset = min(max(self.log_odds_offset + step * (accepted - expected), -MAX_OFFSET), MAX_OFFSET)
 
 
 def clip_rate(rate: float) -> float:

@@ -37,7 +37,7 @@ def explain_policy(policy: FixedDraftLength) -> list[str]:
         return [f"always {policy.num_speculative_tokens} draft tokens, whether or not they pay"]
     profile, host_cost = policy.cost.profile, policy.cost.host_cost
     shown = ", ".join(
-        f"{count} row{'s' * (count > 1)} {1e3 * profile.seconds_at(count):.2f} ms" for count in _SHOWN_ROWS if count <= policy.row_budget
+        f"{count} row{'s' * (count > 1)} {1e3 * profile.seconds_at(count):.2f} ms" for count in _SHOWN_ROWS if count <= policy.max_rows
     )
     lines = [f"profiled at load: a pass of {shown}"]
     lines.append(

@@ -33,7 +33,7 @@ NEGLIGIBLE_SHARE = 0.02  # drafters whose tokens take at most this share of a pl
 OVERHEAD_SHARE = 0.01  # share of the run time that may be spent on drafting that does not pay; what is not spent is saved up
 OVERHEAD_STEPS = 128  # time for drafting that does not pay is saved up over at most this many steps
 MAX_CHARGE = 0.25  # one step without benefit from drafting uses up at most the time of this many forward passes of the saved time
-PROBE_TOKENS = 2  # draft length of a probe, a short draft that measures whether a drafter that did not pay pays again
+TRIAL_TOKENS = 2  # draft length of a trial, a short draft that measures whether a drafter that did not pay pays again
 MAX_BACKOFF_LEVEL = 6  # a drafter that does not pay pauses for at most 2 ** 6 = 64 steps
 MAX_LOOKUP_BACKOFF_LEVEL = 3  # a lookup drafter pauses for at most 2 ** 3 = 8 steps
 UNSENT_TOKENS = 4  # tokens of a dropped draft that are compared with the text generated afterwards, which shows its acceptance
@@ -44,12 +44,12 @@ class FixedDraftLength:
 
     Args:
         num_speculative_tokens: maximum depth of a draft.
-        row_budget: maximum number of rows of the target's pass that a tree takes, root included; None = as many as a chain.
+        max_rows: maximum number of rows of the target's pass that a tree takes, root included; None = as many as a chain.
     """
 
-    def __init__(self, num_speculative_tokens: int, *, row_budget: int | None = None) -> None:
+    def __init__(self, num_speculative_tokens: int, *, max_rows: int | None = None) -> None:
         self.num_speculative_tokens = num_speculative_tokens
-        self.row_budget = row_budget if row_budget is not None else num_speculative_tokens + 1
+        self.max_rows = max_rows if max_rows is not None else num_speculative_tokens + 1
 
     def begin_step(self, batch: Sequence[RequestRows]) -> SkipReason | None:
         """Start a step. Return the reason if no request may draft in it, else None."""
@@ -170,28 +170,28 @@ class AdaptiveDraftLength(FixedDraftLength):
     """Chooses the draft length of every step from measured costs and acceptance.
 
     Args:
-        num_speculative_tokens, row_budget: limits, as for `FixedDraftLength`.
+        num_speculative_tokens, max_rows: limits, as for `FixedDraftLength`.
         profile: the target's forward times.
     """
 
-    def __init__(self, num_speculative_tokens: int, profile: ForwardProfile, *, row_budget: int | None = None) -> None:
-        super().__init__(num_speculative_tokens, row_budget=row_budget)
+    def __init__(self, num_speculative_tokens: int, profile: ForwardProfile, *, max_rows: int | None = None) -> None:
+        super().__init__(num_speculative_tokens, max_rows=max_rows)
         self.cost = CostModel(profile)
         # keys: name of the drafter, and whether the requests are greedy
         self.rates = defaultdict[tuple[str, bool], AcceptanceRates](AcceptanceRates)
         self._step = 0
         # seconds saved up for drafting that does not pay; while negative, no drafter is called in steps without prefill
         self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)
-        self._next_probe_budget_s = 0.0  # seconds that must be saved up before the next probe of a drafter that did not pay
+        self._next_trial_budget_s = 0.0  # seconds that must be saved up before the next trial of a drafter that did not pay
         self._shape = BatchShape(0, 0, False, 0.0, AdapterUse.NONE)  # what the cost of the current step depends on
-        self._probed: Request | None = None  # request that drafts a probe in the current step
+        self._trial_request: Request | None = None  # request that drafts a trial in the current step
         # whether planning time of a step that then has no drafts counts as drafting that does not pay; not if no request may draft
         self._is_charged = False
         self._mean_output_len = 0.0
 
     def begin_step(self, batch: Sequence[RequestRows]) -> SkipReason | None:
         self._step += 1
-        self._shape, self._probed, self._is_charged = BatchShape.from_batch(batch), None, False
+        self._shape, self._trial_request, self._is_charged = BatchShape.from_batch(batch), None, False
         return SkipReason.UNPROFITABLE if self._overhead_budget_s < 0.0 and self._shape.is_decoding else None
 
     def skip_reason(self, request: Request, drafter: Drafter) -> SkipReason | None:
@@ -211,7 +211,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             return
         present_probs = [sorted(self._path_probs(rows.request, rows.tree)[1:], reverse=True) for rows in batch]
         path_probs, undrafted = self._planned_path_probs(batch, drafter, present_probs)
-        max_tokens = max(PROBE_TOKENS, sum(map(len, path_probs)))
+        max_tokens = max(TRIAL_TOKENS, sum(map(len, path_probs)))
         if max_rows is not None:
             max_tokens = max(0, min(max_tokens, max_rows - self._shape.num_rows))
         times = self.cost.step_times(self._shape, max_tokens)
@@ -234,7 +234,7 @@ class AdaptiveDraftLength(FixedDraftLength):
                 )
             elif present_probs[index]:
                 rows.draft_budget = None
-            elif not self._try_probe(rows, drafter, times):
+            elif not self._plan_trial(rows, drafter, times):
                 self._back_off(history, MAX_BACKOFF_LEVEL)
                 rows.skip_drafter(SkipReason.UNPROFITABLE)
 
@@ -244,7 +244,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         return sum(self._path_probs(rows.request, tree)) > sum(self._path_probs(rows.request, rows.tree))
 
     def prune_drafts(self, batch: Sequence[RequestRows], max_rows: int | None) -> None:
-        prunable = [rows for rows in batch if rows.request is not self._probed and _can_prune(rows)]
+        prunable = [rows for rows in batch if rows.request is not self._trial_request and _can_prune(rows)]
         if not prunable:
             return
         num_fixed = sum(rows.num_draft_tokens for rows in batch) - sum(rows.num_draft_tokens for rows in prunable)
@@ -300,7 +300,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         plain_s = min(forward_s, self.cost.step_times(self._shape, 0)[0])  # a stall of the machine must not count as time to save from
         if num_drafts == 0 and self._is_charged:
             self._overhead_budget_s -= min(draft_s + plan_s, MAX_CHARGE * plain_s)
-        max_budget_s = max(self._next_probe_budget_s, OVERHEAD_SHARE * OVERHEAD_STEPS * plain_s)
+        max_budget_s = max(self._next_trial_budget_s, OVERHEAD_SHARE * OVERHEAD_STEPS * plain_s)
         self._overhead_budget_s = min(self._overhead_budget_s + OVERHEAD_SHARE * plain_s, max_budget_s)
         self.cost.observe_step_time(self._shape, num_drafts, forward_s, host_s)
 
@@ -344,16 +344,17 @@ class AdaptiveDraftLength(FixedDraftLength):
         token_s = self.cost.draft_token_s(drafter)
         stops_early = rates.has_probs and not budget.needs_draft_probs and token_s > NEGLIGIBLE_SHARE * times[0]
         if count < budget.max_depth and not (stops_early and batch_size == 1):
-            width = max(1, (budget.row_budget - 1) // max(1, budget.max_depth))  # number of draft tokens at each depth of a tree
-            budget = replace(budget, row_budget=1 + count * width, max_depth=count)
+            width = max(1, (budget.max_rows - 1) // max(1, budget.max_depth))  # number of draft tokens at each depth of a tree
+            budget = replace(budget, max_rows=1 + count * width, max_depth=count)
         if not stops_early:
             return budget
         num_rows = min(8, len(times) - 1)  # the time of a pass grows with its rows in stairs: their mean slope is used
         row_s = max(0.0, times[num_rows] - times[0]) / max(1, num_rows)
-        # Drafting stops at the token that would bring fewer tokens per second than the planned step, at the acceptance rate of depth 1.
+        # Drafting stops before a token that is expected to bring fewer accepted tokens per second of added time than the planned step does.
+        # The rate at depth 1 stands for the token's own acceptance rate.
         lost_tokens = best.expected_tokens / best.seconds * (row_s + (token_s if batch_size == 1 else 0.0))
         min_path_prob = min(0.9, lost_tokens / max(0.2, rates.rates_by_depth(1)[0]))
-        return replace(budget, min_path_prob=min_path_prob, calibrate=lambda prob: history.request_rate(rates.rate_by_prob(prob)))
+        return replace(budget, min_path_prob=min_path_prob, calibrate=lambda prob: history.rate_for_request(rates.rate_by_prob(prob)))
 
     def _repays_prefill(self, request: Request, drafter: Drafter, best: DraftLengths, times: Sequence[float]) -> bool:
         """Return whether drafting saves more time over the rest of a request than the drafter's prefill takes."""
@@ -366,23 +367,23 @@ class AdaptiveDraftLength(FixedDraftLength):
         saved_s_per_token = times[0] * (1.0 - math.exp(-best.log_speedup))
         return prefill_s <= saved_s_per_token * min(request.num_remaining_tokens, num_expected)
 
-    def _try_probe(self, rows: RequestRows, drafter: Drafter, times: Sequence[float]) -> bool:
-        """Reduce an unprofitable drafter's budget to a probe, paid from the overhead budget; return False if too little is saved up."""
-        if self._probed is not None or rows.draft_budget is None or min(rows.draft_budget.max_depth, len(times) - 1) < PROBE_TOKENS:
+    def _plan_trial(self, rows: RequestRows, drafter: Drafter, times: Sequence[float]) -> bool:
+        """Reduce an unprofitable drafter's budget to a trial, paid from the overhead budget; return False if too little is saved up."""
+        if self._trial_request is not None or rows.draft_budget is None or min(rows.draft_budget.max_depth, len(times) - 1) < TRIAL_TOKENS:
             return False
-        price_s = times[PROBE_TOKENS] - times[0] + self.cost.draft_s(drafter.name, 1, PROBE_TOKENS)
-        # a nearly full overhead budget always pays for a probe: without probes a cost that was measured too high would never be corrected
+        price_s = times[TRIAL_TOKENS] - times[0] + self.cost.draft_s(drafter.name, 1, TRIAL_TOKENS)
+        # a nearly unspent overhead budget always pays for a trial: without trials a cost that was measured too high would stay
         full_s = 0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * times[0]
         prefill_s = drafter.prefill_s(rows.request)
         required_s = min(price_s, full_s) + prefill_s
         if self._overhead_budget_s < required_s:
-            self._next_probe_budget_s = required_s
+            self._next_trial_budget_s = required_s
             return False
-        self._overhead_budget_s, self._next_probe_budget_s = self._overhead_budget_s - price_s - prefill_s, 0.0
-        self._probed = rows.request
-        # the estimate of the request's acceptance forgets earlier tokens, so that the two tokens of the probe can change it
+        self._overhead_budget_s, self._next_trial_budget_s = self._overhead_budget_s - price_s - prefill_s, 0.0
+        self._trial_request = rows.request
+        # the estimate of the request's acceptance forgets earlier tokens, so that the two tokens of the trial can change it
         rows.request.draft_histories[drafter.name].num_verified_tokens = 0.0
-        rows.draft_budget = _limit_tokens(rows.draft_budget, PROBE_TOKENS)
+        rows.draft_budget = _limit_tokens(rows.draft_budget, TRIAL_TOKENS)
         return True
 
     def _back_off(self, history: DraftHistory, max_level: int) -> None:
@@ -436,11 +437,11 @@ class AdaptiveDraftLength(FixedDraftLength):
             elif path_probs[parent] < MIN_PATH_PROB:
                 rate = 0.0
             elif tree.confidences is not None:
-                rate = history.request_rate(rates.rate_by_prob(tree.confidences[node], is_first_child=parent not in sibling_rates))
+                rate = history.rate_for_request(rates.rate_by_prob(tree.confidences[node], is_first_child=parent not in sibling_rates))
             elif parent in sibling_rates:
                 rate = SIBLING_FACTOR * sibling_rates[parent]
             else:
-                rate = history.request_rate(rates_by_depth[tree.depths[node] - 1])
+                rate = history.rate_for_request(rates_by_depth[tree.depths[node] - 1])
             sibling_rates[parent] = rate
             path_probs.append(path_probs[parent] * rate)
         return path_probs
@@ -454,7 +455,7 @@ def drafter_of(tree: DraftTree) -> str | None:
 def _limit_tokens(budget: DraftBudget, num_tokens: int) -> DraftBudget:
     """Return `budget`, reduced to at most `num_tokens` draft tokens."""
     depth = min(budget.max_depth, num_tokens)
-    return replace(budget, row_budget=min(budget.row_budget, depth + 1), max_depth=depth)
+    return replace(budget, max_rows=min(budget.max_rows, depth + 1), max_depth=depth)
 
 
 def _can_prune(rows: RequestRows) -> bool:
