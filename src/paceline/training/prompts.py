@@ -8,7 +8,7 @@ Source: Magpie (Xu et al. 2024, arXiv:2406.08464). Deviation: turns are drawn at
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,9 @@ _PROMPT_KEYS = ("prompt", "question", "instruction", "query")
 _ANSWER_KEYS = ("response", "answer", "output", "completion")
 _PIECE_TOKENS = 64  # of a text, which the target continues
 _CHARACTERS = 4  # of a token, about
+Say = Callable[[str], None]  # shows a line of progress to the user
 _ROUND = 256  # user turns written in one call
+_ROUNDS_BETWEEN_LINES = 4  # of progress
 _MAX_ROUNDS = 4  # times the number of rounds that would do if every turn were usable
 _MAX_TURN_TOKENS, _LEAST_TURN_TOKENS = 96, 4
 
@@ -181,10 +183,12 @@ def _from_text(text: str, source: str, loaded: LoadedEngine, settings: TrainSett
     return Prompt(ids[:length], source, [False] + [True] * (length - 1) if keeps else None)
 
 
-def write_own_prompts(loaded: LoadedEngine, settings: TrainSettings, count: int, *, first_seed: int = 0) -> list[Prompt]:
+def write_own_prompts(
+    loaded: LoadedEngine, settings: TrainSettings, count: int, say: Callable[[str], None] = lambda _: None
+) -> list[Prompt]:
     """Return `count` user turns that the target writes itself, or as many as it writes that end and differ.
 
-    Without a chat template they are beginnings of texts.
+    Without a chat template they are beginnings of texts. `say` gets a line of progress now and then.
 
     Raises:
         ConfigError: the target has neither a chat template nor a first token to continue.
@@ -193,7 +197,7 @@ def write_own_prompts(loaded: LoadedEngine, settings: TrainSettings, count: int,
     header = _user_header(loaded)
     found: dict[str, Prompt] = {}
     for number in range(_MAX_ROUNDS * -(-count // _ROUND)):
-        seeds = range(first_seed + number * _ROUND, first_seed + (number + 1) * _ROUND)
+        seeds = range(number * _ROUND, (number + 1) * _ROUND)
         length = _MAX_TURN_TOKENS if tokenizer.has_chat_template else min(32, settings.max_prompt_tokens // 2)
         params = [SamplingParams(max_tokens=length, temperature=1.0, top_p=0.95, seed=settings.seed * 2**20 + seed) for seed in seeds]
         for request in run(loaded, [header] * _ROUND, params):
@@ -208,6 +212,8 @@ def write_own_prompts(loaded: LoadedEngine, settings: TrainSettings, count: int,
                 found.setdefault(text, Prompt([*header, *output], SELF_MADE))
         if len(found) >= count:
             break
+        if number % _ROUNDS_BETWEEN_LINES == 0:
+            say(f"prompts: the target wrote {len(found):,} of {count:,}")
     return [one for one in found.values() if len(one.token_ids) <= settings.max_prompt_tokens][:count]
 
 

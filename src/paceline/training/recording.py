@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,12 +12,11 @@ from paceline.errors import CapacityError, ConfigError
 from paceline.models.config import ModelConfig
 from paceline.sampling.params import SamplingParams
 from paceline.small_files import write_atomically
-from paceline.training.prompts import SELF_MADE, Prompt, read_prompts, write_own_prompts
+from paceline.training.prompts import SELF_MADE, Prompt, Say, read_prompts, write_own_prompts
 from paceline.training.recorder import BATCH, FeatureRecorder, open_recorder, run
 from paceline.training.settings import TrainSettings
 from paceline.training.shards import Recorded, ShardStore, damaged_data
 
-Say = Callable[[str], None]
 _SHARD_BYTES = 192 << 20
 _HELDOUT_SHARE = 0.05
 _MAX_HELDOUT = 64
@@ -71,7 +70,7 @@ def _choose_prompts(loaded: LoadedEngine, settings: TrainSettings, say: Say) -> 
     own: list[Prompt] = []
     if num_own:
         start = time.monotonic()
-        own = write_own_prompts(loaded, settings, num_own)
+        own = write_own_prompts(loaded, settings, num_own, say)
         say(f"prompts: the target wrote {len(own)} in {time.monotonic() - start:.0f} s")
     given = read_prompts(settings.data, loaded, settings, most=settings.num_prompts - len(own))
     prompts = _merge(own, given)

@@ -23,9 +23,9 @@ from paceline.drafters.head_files import GGUF_LAYER_MODULE_NAMES, LAYER_MODULE_N
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig
-from paceline.models.gguf.blocks import convert_blocks_to_groups
 from paceline.models.gguf.file import GgufFile, open_gguf
 from paceline.models.gguf.header import GgufTensor
+from paceline.models.gguf.stored_tensor import TensorSource
 from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 
@@ -42,7 +42,7 @@ _INTERNAL_TENSOR_NAMES = {
 }  # fmt: skip
 
 _GGUF_ARCHITECTURE = "eagle3"
-_GGUF_ITEM_TYPES = {"F32": ("F32", "<f4"), "F16": ("F16", "<f2"), "BF16": ("BF16", "<u2"), "I64": ("I64", "<i8"), "I32": ("I32", "<i4")}
+_GGUF_ITEM_TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
 _GGUF_LAYER_TENSOR_NAMES = {"attn_norm_2": "hidden_norm", **GGUF_LAYER_MODULE_NAMES}
 _GGUF_NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "ffn_norm": "layers.0.post_attention_layernorm"}
 _GGUF_CONFIG_KEYS = {
@@ -91,7 +91,7 @@ def open_eagle_checkpoint(files: HeadFiles, config: EagleConfig, target: ModelCo
     used = [name for name in (*required, *optional) if name in files.tensors]
     id_tables = ("token_map",) if config.is_eagle1 else ("d2t", "t2d")
     files.check_all_used([*used, *id_tables], ignored=lambda name: _is_ignored_tensor(files, name))
-    tensors: dict[str, AnyTensor] = {internal_tensor_name(name): files.weight(name) for name in used if name != _MASK_FEATURE_TENSOR}
+    tensors: dict[str, AnyTensor] = {internal_tensor_name(name): files.matrix(name) for name in used if name != _MASK_FEATURE_TENSOR}
     mask = as_float32(files.weight(_MASK_FEATURE_TENSOR)).reshape(-1) if _MASK_FEATURE_TENSOR in used else None
     ids = read_target_ids(files, config.layers.vocab_size, target)
     if "token_map" in files.tensors:
@@ -215,7 +215,7 @@ def open_gguf_eagle(path: Path) -> HeadFiles | None:
     """Open the EAGLE-3 head in a GGUF file, with tensors and config fields as in safetensors files; None if it contains something else.
 
     GGUF differs in three ways. `d2t` contains target ids, not offsets. The rows of the query and key projections are interleaved for
-    rotary embeddings of neighbours. `extract_layers` lists layer inputs. Quantised matrices are dequantised to float16.
+    rotary embeddings of neighbours. `extract_layers` lists layer inputs. Quantised matrices stay quantised.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -224,11 +224,13 @@ def open_gguf_eagle(path: Path) -> HeadFiles | None:
     if file.metadata.get("general.architecture") != _GGUF_ARCHITECTURE:
         return None
     config = _read_gguf_config(file)
-    tensors = {_canonical_name(name): _open_gguf_tensor(tensor, config) for name, tensor in file.tensors.items()}
+    sources = {_canonical_name(name): _tensor_source(tensor, config) for name, tensor in file.tensors.items()}
+    tensors = {name: _file_tensor(source) for name, source in sources.items()}
     if "d2t" in tensors:
         ids = tensors["d2t"]
         tensors["d2t"] = FileTensor(ids.shape, ids.dtype, lambda: ids.open() - np.arange(ids.shape[0]))
-    return HeadFiles(path, config, tensors, HeadKind.EAGLE3, (path,))
+    quantised = {name: source for name, source in sources.items() if source.tensor.block_type.name not in _GGUF_ITEM_TYPES}
+    return HeadFiles(path, config, tensors, HeadKind.EAGLE3, (path,), quantised)
 
 
 def _read_gguf_config(file: GgufFile) -> dict[str, Any]:
@@ -255,21 +257,28 @@ def _canonical_name(name: str) -> str:
     return f"{_GGUF_NAMES.get(stem, stem)}.{kind}"
 
 
-def _open_gguf_tensor(stored: GgufTensor, config: dict[str, Any]) -> FileTensor:
-    dtype, _ = _GGUF_ITEM_TYPES.get(stored.block_type.name, ("F16", ""))
+def _tensor_source(stored: GgufTensor, config: dict[str, Any]) -> TensorSource:
+    """Return where a tensor is stored. The rows of query and key projections are interleaved."""
     part = stored.name.rsplit(".", 2)[-2] if "." in stored.name else ""
     heads = {"attn_q": config.get("num_attention_heads"), "attn_k": config.get("num_key_value_heads", config.get("num_attention_heads"))}
-    return FileTensor(stored.shape, dtype, partial(_read_gguf_tensor, stored, heads.get(part)))
+    num_heads = heads.get(part)
+    if not isinstance(num_heads, int) or num_heads < 1 or stored.shape[0] % (2 * num_heads):  # wrong numbers are refused with the config
+        return TensorSource(stored, stored.shape)
+    return TensorSource(stored, stored.shape, rows=lambda: np.arange(stored.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1))
 
 
-def _read_gguf_tensor(stored: GgufTensor, num_heads: int | None) -> NDArray[Any]:
-    """Read a tensor; undo the interleaving of the rows of a query or key projection with `num_heads` heads."""
-    if stored.block_type.name in _GGUF_ITEM_TYPES:
-        values = stored.data.view(_GGUF_ITEM_TYPES[stored.block_type.name][1]).reshape(stored.shape)
-    else:
-        rows = stored.data.reshape(stored.shape[0], -1)
-        values = convert_blocks_to_groups(rows, stored.block_type, str(stored)).values().astype(np.float16)
-    if num_heads is None or stored.shape[0] % (2 * num_heads):
-        return values if values.flags.aligned else values.copy()
-    order = np.arange(stored.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    return values[order]
+def _file_tensor(source: TensorSource) -> FileTensor:
+    """Return a tensor of numbers, or the shape of a quantised one, which is read by `HeadFiles.matrix`."""
+    item_type = _GGUF_ITEM_TYPES.get(source.tensor.block_type.name, "")
+    return FileTensor(source.shape, source.tensor.block_type.name, partial(_read_values, source, item_type))
+
+
+def _read_values(source: TensorSource, item_type: str) -> NDArray[Any]:
+    if not item_type:
+        raise CheckpointError(
+            f"{source.tensor} of type {source.tensor.block_type.name} holds no numbers of its own; download the file again"
+        )
+    values = source.tensor.data.view(item_type).reshape(source.shape)
+    if source.rows is not None:
+        return values[source.rows()]
+    return values if values.flags.aligned else values.copy()
