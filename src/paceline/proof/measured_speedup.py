@@ -7,8 +7,8 @@ measurements of one text do: each text is generated once.
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paceline.sampling.params import SamplingParams
 
@@ -53,10 +53,6 @@ class MeasuredSpeedup:
     acceptance_rate: float
     num_texts: int
     num_tokens: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        return asdict(self)
 
 
 def measure_speedups(llm: "LLM") -> tuple[MeasuredSpeedup, ...]:

@@ -53,7 +53,7 @@ def test_fit_rows_with_short_drafts_gives_the_rest_to_long_ones() -> None:
 
 
 @pytest.mark.parametrize(("max_rows", "rows"), [(None, 6), (12, 12)])
-def test_fixed_length_without_row_budget_drafts_a_chain(max_rows: int | None, rows: int) -> None:
+def test_fixed_length_without_max_rows_drafts_a_chain(max_rows: int | None, rows: int) -> None:
     policy = FixedDraftLength(5, max_rows=max_rows)
     assert (policy.max_rows, policy.num_speculative_tokens) == (rows, 5)
 

@@ -134,7 +134,7 @@ def test_draft_chain_is_cut_at_a_negative_id():
     assert DraftTree.chain(99, [-1, 5], "ngram").trim(**UNLIMITED, layout=TreeLayout.MASK).num_draft_tokens == 0
 
 
-def test_row_budget_fits_fewer_branches_in_the_paths_layout():
+def test_max_rows_fits_fewer_branches_in_the_paths_layout():
     tree = DraftTree.from_nodes(0, [1, 2, 3], [0, 1, 1], "ngram")
     budget = {**UNLIMITED, "max_rows": 4}
     assert tree.trim(**budget, layout=TreeLayout.MASK).num_draft_tokens == 3
