@@ -28,6 +28,11 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "glm4": "glm4",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "starcoder2": "starcoder2",
+    "stablelm": "stablelm",
+    "phi": "phi2",
     "ministral3": "mistral3",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
@@ -258,13 +263,18 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
         writer.add_head_count_kv(values["num_key_value_heads"])
         writer.add_key_length(head_size)
         writer.add_value_length(head_size)
-    writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
+    if "rms_norm_eps" in values:
+        writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(values.get("norm_epsilon", values.get("layer_norm_eps")))
     for name in ("bos", "eos"):
         token_id = values.get(f"{name}_token_id")
         token_id = token_id[0] if isinstance(token_id, list) else token_id  # converters find the other ends by their texts
         if token_id is not None:
             writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
-    if values["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+    if "logit_scale" in values:
+        writer.add_logit_scale(values["logit_scale"])
+    if values["model_type"] in ("gemma2", "gemma3_text", "phi3", "cohere2"):
         writer.add_sliding_window(values.get("sliding_window") or 0)
     if values["model_type"] in ("olmo3", "exaone4") and values.get("sliding_window"):
         writer.add_sliding_window(values["sliding_window"])

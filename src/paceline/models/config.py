@@ -72,6 +72,7 @@ class ModelConfig:
     Attributes:
         max_positions: number of tokens of the longest supported text.
         has_norm_offset: checkpoints store norm weights minus 1, and `Weights.open` adds 1.
+        has_lm_head_bias: the lm_head has a bias.
         embedding_scale, logit_scale: factors of embedding rows and of logits.
         per_layer_vocab_size: number of rows of Gemma's per-layer embedding table; 0 = the model has none.
         suppressed_token_ids: tokens that are never sampled.
@@ -87,6 +88,7 @@ class ModelConfig:
     weight_type: WeightType
     tied_embeddings: bool = False
     has_norm_offset: bool = False
+    has_lm_head_bias: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
@@ -113,7 +115,7 @@ class ModelConfig:
     @property
     def recurrent_layers(self) -> dict[int, Recurrent]:
         """Return the settings of recurrent mixers, by layer index."""
-        return {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, Recurrent)}
+        return {index: mixer for index, layer in enumerate(self.layers) for mixer in layer.mixers if isinstance(mixer, Recurrent)}
 
     @property
     def per_layer_input_size(self) -> int:
@@ -266,8 +268,9 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
         weight_type=weight_type or _parse_weight_type(_dtype_name(fields.values), path),
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
         has_norm_offset=family.has_norm_offset,
+        has_lm_head_bias=family.has_lm_head_bias,
         embedding_scale=_read_embedding_scale(fields, family),
-        logit_scale=1 / fields.positive_number("logits_scaling", 1.0) if family.has_multipliers else 1.0,
+        logit_scale=_read_logit_scale(fields) if family.has_multipliers else 1.0,
         logit_soft_cap=builder.soft_cap("final_logit_softcapping") if family.has_logit_soft_cap else None,
         bos_token_id=_read_bos_token_id(generation, fields.values),
         eos_token_ids=_read_eos_token_ids(generation_fields, fields),
@@ -293,6 +296,10 @@ def _read_per_layer_vocab_size(fields: JsonFields) -> int:
             f"{fields.path}: vocab_size_per_layer_input = {size} is below vocab_size = {vocab_size}: some tokens have no input"
         )
     return size
+
+
+def _read_logit_scale(fields: JsonFields) -> float:
+    return fields.positive_number("lm_head_multiplier", 1.0) / fields.positive_number("logits_scaling", 1.0)
 
 
 def _read_embedding_scale(fields: JsonFields, family: Family) -> float:

@@ -50,6 +50,7 @@ class NormOrder(Enum):
     """Position of a layer's norms relative to its mixer and its MLP."""
 
     PRE = "pre"  # x + mixer(norm(x))
+    PARALLEL = "parallel"  # x + mixer(norm(x)) + mlp(norm(x)), with one norm
     POST = "post"  # x + norm(mixer(x))
     SANDWICH = "sandwich"  # x + norm(mixer(norm(x)))
 
@@ -61,7 +62,7 @@ class NormOrder(Enum):
     @property
     def has_output_norm(self) -> bool:
         """Return whether the output of a mixer or an MLP is normalised before it is added to the residual stream."""
-        return self is not NormOrder.PRE
+        return self in (NormOrder.POST, NormOrder.SANDWICH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +146,14 @@ class GatedDeltaConfig:
     """A gated delta net after a short convolution of queries, keys and values, concatenated in this order.
 
     Value head j has a state S [key_size, value_size] and uses key head j // (value heads / key heads). q and k are L2-normalised, and q is
-    divided by sqrt(key_size). With g = exp(decay * softplus(a + bias)) and beta = sigmoid(b), a token computes
+    divided by sqrt(key_size). With g = exp(decay * softplus(a + bias)) and beta = beta_scale * sigmoid(b), a token computes
     S' = g S + k (beta (v - g S^T k))^T and outputs S'^T q.
 
     Attributes:
         kernel_size: number of tokens that the convolution spans, the current one included.
+        beta_scale: 2 allows negative eigenvalues of the state's transition.
+        has_separate_projections: queries, keys and values have a projection and a convolution each. False = they share both.
+        norm_eps: epsilon of the output's norm; None = that of the network's other norms.
 
     Source: Yang et al. 2024, "Gated Delta Networks", section 3.
     """
@@ -159,6 +163,9 @@ class GatedDeltaConfig:
     key_size: int
     value_size: int
     kernel_size: int
+    beta_scale: float = 1.0
+    has_separate_projections: bool = False
+    norm_eps: float | None = None
 
     @property
     def state_shape(self) -> RecurrentStateShape:
@@ -168,6 +175,14 @@ class GatedDeltaConfig:
     def channels(self) -> int:
         """Return the number of channels of the convolution: queries, keys and values."""
         return 2 * self.state_shape.key_width + self.state_shape.value_width
+
+
+class GatedNorm(Enum):
+    """Position of the norm of a recurrent mixer's output relative to its gate."""
+
+    AFTER_GATE = "after_gate"  # norm(silu(z) * y)
+    BEFORE_GATE = "before_gate"  # silu(z) * norm(y)
+    NONE = "none"  # silu(z) * y
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +196,9 @@ class Mamba2Config:
         kernel_size: as in `GatedDeltaConfig`.
         conv_bias: the convolution has a bias.
         bias: the projections have a bias.
-        norm_groups: the gated output is split into this many groups, which are normalised separately.
+        norm_groups: the output is split into this many groups, which are normalised separately.
+        gate_scale, dt_scale, output_scale: factors of the gate z, of dt before its bias is added, and of the mixer's output.
+        conv_scales: factors of the convolution's weights for x, B and C, which are multiplied when they are loaded.
 
     Source: Dao and Gu 2024, "Transformers are SSMs", section 7.
     """
@@ -191,10 +208,15 @@ class Mamba2Config:
     num_groups: int
     state_size: int
     kernel_size: int
+    norm: GatedNorm = GatedNorm.AFTER_GATE
     norm_groups: int = 1
     conv_bias: bool = True
     bias: bool = False
     dt_limits: tuple[float, float] = (0.0, float("inf"))
+    gate_scale: float = 1.0
+    dt_scale: float = 1.0
+    output_scale: float = 1.0
+    conv_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     @property
     def state_shape(self) -> RecurrentStateShape:
@@ -237,13 +259,17 @@ class DenseMLP:
     """A dense MLP: down(activation(gate(x)) * up(x)).
 
     Attributes:
-        has_gate: there is a gate projection. False = the MLP computes down(activation(up(x)) * up(x)): with ReLU, squared ReLU.
+        has_gate: there is a gate projection. False = the MLP computes down(activation(up(x))) with GELU, else
+            down(activation(up(x)) * up(x)): with ReLU, squared ReLU.
+        gate_scale, output_scale: factors of the gate projection's result, before the activation, and of the MLP's output.
     """
 
     intermediate_size: int
     activation: Activation | ClampedSwiGLU = Activation.SILU
     bias: bool = False
     has_gate: bool = True
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
 
 
 class RouterScoring(Enum):
@@ -333,19 +359,30 @@ class LayerConfig:
 
     Attributes:
         mixer, mlp: one of the two may be None: the layer then has neither this part nor its norm.
+        parallel_mixer: a second mixer of the same input, whose output is added to that of `mixer`, an attention; None = there is none.
         residual_scale: outputs of mixer and MLP are multiplied by it before they are added to the residual stream.
         per_layer_input: settings of the per-layer input; None = there is none.
         has_output_scale: the residual stream after the layer is multiplied by a learned scalar.
+        has_layer_norm: norms of the residual stream, and of what is added to it, are layer norms. False = RMS norms.
+        has_norm_bias: these norms have a bias.
         convolution: settings of convolutions before and after mixer and MLP; None = there are none.
     """
 
     mixer: AttentionConfig | Recurrent | None
     mlp: DenseMLP | ExpertMLP | None
+    parallel_mixer: Recurrent | None = None
     norm_order: NormOrder = NormOrder.PRE
     residual_scale: float = 1.0
     per_layer_input: PerLayerInput | None = None
     has_output_scale: bool = False
+    has_layer_norm: bool = False
+    has_norm_bias: bool = False
     convolution: BlockConvolution | None = None
+
+    @property
+    def mixers(self) -> "tuple[AttentionConfig | Recurrent, ...]":
+        """Return the layer's mixers: none, one, or an attention and a recurrent one."""
+        return tuple(mixer for mixer in (self.mixer, self.parallel_mixer) if mixer is not None)
 
     @property
     def attention(self) -> AttentionConfig:

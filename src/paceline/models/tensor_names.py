@@ -13,6 +13,7 @@ from paceline.models.layers import (
     DenseMLP,
     ExpertMLP,
     GatedDeltaConfig,
+    GatedNorm,
     LayerConfig,
     NormOrder,
     QKNorm,
@@ -35,9 +36,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {"layer_inputs_proj.weight": (config.num_layers * size, hidden), "layer_inputs_norm.weight": (size,)}
     for index, layer in enumerate(config.layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(layer, hidden).items()}
-    shapes["final_norm.weight"] = (hidden,)
+    shapes |= {f"final_norm.{kind}": (hidden,) for kind in _norm_kinds(config.layers[-1])}
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    if config.has_lm_head_bias:
+        shapes["lm_head.bias"] = (config.vocab_size,)
     return shapes
 
 
@@ -45,13 +48,14 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
     mlp = layer.mlp
     shapes: dict[str, tuple[int, ...]] = {}
     parts = [*(["attention"] if layer.mixer is not None else []), *(["mlp"] if mlp is not None else [])]
+    norms = []
     if layer.norm_order.has_input_norm:
-        shapes |= {f"{part}_norm.weight": (hidden,) for part in parts}
+        norms += ["attention_norm"] if layer.norm_order is NormOrder.PARALLEL else [f"{part}_norm" for part in parts]
     if layer.norm_order.has_output_norm:
-        shapes |= {f"{part}_output_norm.weight": (hidden,) for part in parts}
-    if layer.mixer is not None:
-        mixer = layer.mixer
-        shapes |= _attention_shapes(mixer, hidden) if isinstance(mixer, AttentionConfig) else _recurrent_shapes(mixer, hidden)
+        norms += [f"{part}_output_norm" for part in parts]
+    shapes |= {f"{norm}.{kind}": (hidden,) for norm in norms for kind in _norm_kinds(layer)}
+    for mixer in layer.mixers:
+        shapes |= _mixer_shapes(mixer, hidden)
     if mlp is not None:
         shapes |= _expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden)
     if layer.per_layer_input is not None:
@@ -60,6 +64,14 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
     if layer.has_output_scale:
         shapes["output_scale.weight"] = (1,)
     return shapes
+
+
+def _norm_kinds(layer: LayerConfig) -> tuple[str, ...]:
+    return ("weight", "bias") if layer.has_norm_bias else ("weight",)
+
+
+def _mixer_shapes(mixer: AttentionConfig | Recurrent, hidden: int) -> dict[str, tuple[int, ...]]:
+    return _attention_shapes(mixer, hidden) if isinstance(mixer, AttentionConfig) else _recurrent_shapes(mixer, hidden)
 
 
 def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -91,7 +103,7 @@ def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...
     shapes: dict[str, tuple[int, ...]] = {"conv.weight": (channels, mixer.kernel_size)}
     if isinstance(mixer, ShortConvConfig):
         shapes |= {"conv.bias": (channels,)} if mixer.bias else {}
-        return shapes | _projection_shapes(dict.fromkeys(("conv_proj", "b_proj", "c_proj", "o_proj"), (hidden, hidden, mixer.bias)))
+        return shapes | _projection_shapes(dict.fromkeys(("conv_proj", "b_proj", "c_proj", "out_proj"), (hidden, hidden, mixer.bias)))
     state = mixer.state_shape
     shapes |= {"decay.weight": (state.heads,), "decay.bias": (state.heads,)}
     if isinstance(mixer, GatedDeltaConfig):
@@ -99,10 +111,14 @@ def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...
         gates, bias = {"b_proj": (state.heads, hidden, False), "a_proj": (state.heads, hidden, False)}, False
     else:
         shapes |= {"conv.bias": (channels,)} if mixer.conv_bias else {}
-        shapes |= {"skip.weight": (state.heads,), "gated_norm.weight": (state.value_width,)}
+        shapes |= {"skip.weight": (state.heads,)}
+        shapes |= {} if mixer.norm is GatedNorm.NONE else {"gated_norm.weight": (state.value_width,)}
         gates, bias = {"dt_proj": (state.heads, hidden, mixer.bias)}, mixer.bias
-    matrices = {"conv_proj": (channels, hidden, bias), "z_proj": (state.value_width, hidden, bias), **gates}
-    return shapes | _projection_shapes({**matrices, "o_proj": (hidden, state.value_width, bias)})
+    sizes = {"conv_proj": channels}
+    if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_projections:
+        sizes = {"q_proj": state.key_width, "k_proj": state.key_width, "v_proj": state.value_width}
+    matrices = {name: (size, hidden, bias) for name, size in {**sizes, "z_proj": state.value_width}.items()} | gates
+    return shapes | _projection_shapes({**matrices, "out_proj": (hidden, state.value_width, bias)})
 
 
 def _projection_shapes(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
@@ -169,6 +185,7 @@ _OUTPUT_SCALE = "layer_scalar"  # checkpoint name of `output_scale.weight`, with
 _OUTPUT_NORMS = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 _NORMS = {
     NormOrder.PRE: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    NormOrder.PARALLEL: {"attention_norm": "input_layernorm"},
     NormOrder.POST: _OUTPUT_NORMS,
     NormOrder.SANDWICH: {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_OUTPUT_NORMS},
 }
@@ -199,16 +216,20 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
 def _layer_checkpoint_names(layer: LayerConfig, config: ModelConfig) -> dict[str, str]:
     """Return the checkpoint names of a layer's modules, and of tensors whose checkpoint name does not follow from their module."""
     family = FAMILIES[config.family]
-    recurrent = _recurrent_checkpoint_names(layer.mixer, family.recurrent_module) if isinstance(layer.mixer, Recurrent) else {}
-    return {**_CHECKPOINT_MODULES, **_NORMS[layer.norm_order], **family.module_names, **recurrent}
+    recurrent = [_recurrent_checkpoint_names(mixer, family.recurrent_module) for mixer in layer.mixers if isinstance(mixer, Recurrent)]
+    return {**_CHECKPOINT_MODULES, **_NORMS[layer.norm_order], **family.module_names, **(recurrent[0] if recurrent else {})}
 
 
 def _recurrent_checkpoint_names(mixer: Recurrent, prefix: str) -> dict[str, str]:
     """Return the checkpoint names of a recurrent mixer. Projections that are fused in one matrix all have that matrix's name."""
-    if isinstance(mixer, GatedDeltaConfig):
+    outputs = {"gated_norm": "norm", "out_proj": "out_proj"}
+    if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_projections:
+        projections = {**{name: name for name in ("q_proj", "k_proj", "v_proj", "b_proj", "a_proj")}, "z_proj": "g_proj"}
+        outputs = {"gated_norm": "o_norm", "out_proj": "o_proj"}
+    elif isinstance(mixer, GatedDeltaConfig):
         projections = {"conv_proj": "in_proj_qkv", "z_proj": "in_proj_z", "b_proj": "in_proj_b", "a_proj": "in_proj_a"}
     else:
         projections = dict.fromkeys(("conv_proj", "z_proj", "b_proj", "c_proj", "dt_proj"), "in_proj")
-    names = {"decay.weight": "A_log", "decay.bias": "dt_bias", "skip.weight": "D", "gated_norm": "norm", "o_proj": "out_proj"}
+    names = {"decay.weight": "A_log", "decay.bias": "dt_bias", "skip.weight": "D", **outputs}
     names["conv"] = "conv" if isinstance(mixer, ShortConvConfig) else "conv1d"
     return {name: f"{prefix}.{stored}" for name, stored in {**projections, **names}.items()}

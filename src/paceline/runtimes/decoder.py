@@ -4,6 +4,7 @@ Each runtime implements `Blocks`. The torch runtime computes tensors; the native
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Protocol, TypeVar
 
 from paceline.errors import ConfigError
@@ -17,8 +18,10 @@ from paceline.models.layers import (
     DenseMLP,
     ExpertMLP,
     GatedDeltaConfig,
+    GatedNorm,
     LayerConfig,
     Mamba2Config,
+    NormOrder,
     QKNorm,
     Recurrent,
     ShortConvConfig,
@@ -67,8 +70,12 @@ class Blocks(Protocol[Value]):
         """Return x / rms(x) * weight. With `config.has_norm_offset` the product is rounded only once, after it is computed in float32."""
         ...
 
-    def head_norm(self, x: Value, name: str | None, num_heads: int) -> Value:
-        """Return the RMS norm of the D values of each head, times a weight [D]; name None = no weight."""
+    def layer_norm(self, x: Value, name: str) -> Value:
+        """Return (x - mean(x)) / std(x) * weight, plus a bias if there is one."""
+        ...
+
+    def head_norm(self, x: Value, name: str | None, num_heads: int, *, epsilon: float | None = None) -> Value:
+        """Return the RMS norm of the D values of each head, times a weight [D]; name None = no weight, epsilon None = `norm_eps`."""
         ...
 
     def rope(self, x: Value, num_heads: int, rope: RopeConfig) -> Value:
@@ -123,6 +130,10 @@ class Blocks(Protocol[Value]):
 
     def gated(self, gate: Value, up: Value, activation: Activation | ClampedSwiGLU) -> Value:
         """Return activation(gate) * up. If the gate is narrower, each of its values is for as many adjacent columns of `up`."""
+        ...
+
+    def activated(self, x: Value, activation: Activation) -> Value:
+        """Return activation(x)."""
         ...
 
     def xielu(self, x: Value, name: str) -> Value:
@@ -209,12 +220,15 @@ def attention_block(blocks: Blocks[Value], attention: AttentionConfig, x: Value,
         k, v = normed_and_rotated(kv[0], "k_norm", attention.num_kv_heads, attention.key_rope), kv[-1]
         if attention.has_value_norm:
             v = blocks.head_norm(v, None, attention.num_kv_heads)
-        if attention.value_scale != 1.0:
-            v = blocks.scale(v, attention.value_scale)
-        attended = blocks.attention(q, (k, v), attention, layer)
+        attended = blocks.attention(q, (k, _scaled(blocks, v, attention.value_scale)), attention, layer)
     if gate is not None:
         attended = blocks.gated(gate, attended, Activation.SIGMOID)
     return blocks.linear(attended, prefix + "o_proj")[0]
+
+
+def _scaled(blocks: Blocks[Value], x: Value, factor: float) -> Value:
+    """Return x * factor, without an operation if the factor is 1."""
+    return x if factor == 1.0 else blocks.scale(x, factor)
 
 
 def recurrent_block(blocks: Blocks[Value], mixer: Recurrent, x: Value, layer: int) -> Value:
@@ -229,21 +243,30 @@ def recurrent_block(blocks: Blocks[Value], mixer: Recurrent, x: Value, layer: in
         mixed = blocks.convolution(blocks.gated(b, taken, Activation.NONE), mixer, layer)
         mixed = blocks.gated(c, mixed, Activation.NONE)
     elif isinstance(mixer, GatedDeltaConfig):
-        taken, z, b, a = projected("conv_proj", "z_proj", "b_proj", "a_proj")
-        mixed = blocks.delta_rule(blocks.convolution(taken, mixer, layer), b, a, mixer, layer)
-        mixed = blocks.gated(z, blocks.head_norm(mixed, prefix + "gated_norm", mixer.num_value_heads), Activation.SILU)
+        names = ("q_proj", "k_proj", "v_proj") if mixer.has_separate_projections else ("conv_proj",)
+        *parts, z, b, a = projected(*names, "z_proj", "b_proj", "a_proj")
+        mixed = blocks.delta_rule(blocks.convolution(blocks.concat(*parts), mixer, layer), b, a, mixer, layer)
+        normed = blocks.head_norm(mixed, prefix + "gated_norm", mixer.num_value_heads, epsilon=mixer.norm_eps)
+        mixed = blocks.gated(z, normed, Activation.SILU)
     else:
         taken, z, dt = projected("conv_proj", "z_proj", "dt_proj")
-        mixed = blocks.mamba2(blocks.convolution(taken, mixer, layer), dt, mixer, layer)
-        mixed = blocks.group_norm(blocks.gated(z, mixed, Activation.SILU), prefix + "gated_norm", mixer.norm_groups)
-    return blocks.linear(mixed, prefix + "o_proj")[0]
+        mixed = blocks.mamba2(blocks.convolution(taken, mixer, layer), _scaled(blocks, dt, mixer.dt_scale), mixer, layer)
+        if mixer.norm is GatedNorm.BEFORE_GATE:
+            mixed = blocks.group_norm(mixed, prefix + "gated_norm", mixer.norm_groups)
+        mixed = blocks.gated(_scaled(blocks, z, mixer.gate_scale), mixed, Activation.SILU)
+        if mixer.norm is GatedNorm.AFTER_GATE:
+            mixed = blocks.group_norm(mixed, prefix + "gated_norm", mixer.norm_groups)
+        return _scaled(blocks, blocks.linear(mixed, prefix + "out_proj")[0], mixer.output_scale)
+    return blocks.linear(mixed, prefix + "out_proj")[0]
 
 
-def token_mixer(blocks: Blocks[Value], mixer: AttentionConfig | Recurrent, x: Value, layer: int) -> Value:
-    """Return the output of a layer's token mixer, attention or recurrent, for rows x."""
-    if isinstance(mixer, AttentionConfig):
-        return attention_block(blocks, mixer, x, layer)
-    return recurrent_block(blocks, mixer, x, layer)
+def token_mixer(blocks: Blocks[Value], mixers: Sequence[AttentionConfig | Recurrent], x: Value, layer: int) -> Value:
+    """Return the sum of the outputs of a layer's token mixers, attention or recurrent, for rows x."""
+    outputs = [
+        attention_block(blocks, mixer, x, layer) if isinstance(mixer, AttentionConfig) else recurrent_block(blocks, mixer, x, layer)
+        for mixer in mixers
+    ]
+    return reduce(blocks.add, outputs)
 
 
 def mlp_block(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int, stream: Value) -> Value:
@@ -278,8 +301,15 @@ def _dense_mlp(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> V
     *gates, up = blocks.linear(x, *([prefix + "gate_proj"] if mlp.has_gate else []), prefix + "up_proj")
     if mlp.activation is Activation.XIELU:
         return blocks.linear(blocks.xielu(up, prefix + "activation"), prefix + "down_proj")[0]
-    gate = gates[0] if gates else up
-    return blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0]
+    if not gates and mlp.activation is Activation.GELU_TANH:
+        return blocks.linear(blocks.activated(up, mlp.activation), prefix + "down_proj")[0]
+    gate = _scaled(blocks, gates[0] if gates else up, mlp.gate_scale)
+    return _scaled(blocks, blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0], mlp.output_scale)
+
+
+def stream_norm(blocks: Blocks[Value], config: LayerConfig, x: Value, name: str) -> Value:
+    """Return the norm of rows of the residual stream, or of what is added to it: a layer norm or an RMS norm."""
+    return blocks.layer_norm(x, name) if config.has_layer_norm else blocks.rms_norm(x, name)
 
 
 def decoder_layer(
@@ -295,11 +325,11 @@ def decoder_layer(
     prefix, order = f"layers.{layer}.", config.norm_order
 
     def input_norm(x: Value, name: str) -> Value:
-        return blocks.rms_norm(x, prefix + name) if order.has_input_norm else x
+        return stream_norm(blocks, config, x, prefix + name) if order.has_input_norm else x
 
     def output_norm(x: Value, name: str) -> Value:
-        x = blocks.rms_norm(x, prefix + name) if order.has_output_norm else x
-        return x if config.residual_scale == 1.0 else blocks.scale(x, config.residual_scale)
+        x = stream_norm(blocks, config, x, prefix + name) if order.has_output_norm else x
+        return _scaled(blocks, x, config.residual_scale)
 
     def with_convolutions(x: Value, name: str, compute: Callable[[Value], Value]) -> Value:
         if config.convolution is None:
@@ -308,14 +338,15 @@ def decoder_layer(
         out = compute(blocks.block_convolution(x, added, config.convolution, f"{prefix}{name}_base", 0))
         return blocks.block_convolution(out, added, config.convolution, f"{prefix}{name}_base", 1)
 
-    mixer, mlp = config.mixer, config.mlp
-    if mixer is not None:
+    mixers, mlp = config.mixers, config.mlp
+    if mixers:
         normed = input_norm(x, "attention_norm") if normed is None else normed
-        mixed = with_convolutions(normed, "attention_convolution", lambda n: token_mixer(blocks, mixer, n, layer))
+        mixed = with_convolutions(normed, "attention_convolution", lambda n: token_mixer(blocks, mixers, n, layer))
         x = blocks.add(x, output_norm(mixed, "attention_output_norm"))
     if mlp is not None:
         stream = x
-        mixed = with_convolutions(input_norm(x, "mlp_norm"), "mlp_convolution", lambda n: mlp_block(blocks, mlp, n, layer, stream))
+        mlp_input = normed if order is NormOrder.PARALLEL and normed is not None else input_norm(x, "mlp_norm")
+        mixed = with_convolutions(mlp_input, "mlp_convolution", lambda n: mlp_block(blocks, mlp, n, layer, stream))
         x = blocks.add(x, output_norm(mixed, "mlp_output_norm"))
     if config.per_layer_input is not None and layer_input is not None:
         (gate,) = blocks.linear(x, prefix + "input_gate")
@@ -352,10 +383,9 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> NetworkD
         for index, layer in enumerate(config.layers):
             layer_input = None if inputs is None else blocks.columns(inputs, index * size, size)
             boundaries.append(decoder_layer(blocks, layer, boundaries[-1], index, layer_input=layer_input))
-        hidden = blocks.rms_norm(boundaries[-1], "final_norm")
+        hidden = stream_norm(blocks, config.layers[-1], boundaries[-1], "final_norm")
         logits = blocks.lm_head(blocks.logits_rows(hidden), "embedding" if config.tied_embeddings else "lm_head")
-        if config.logit_scale != 1.0:
-            logits = blocks.scale(logits, config.logit_scale)
+        logits = _scaled(blocks, logits, config.logit_scale)
         if config.logit_soft_cap is not None:
             logits = blocks.soft_cap(logits, config.logit_soft_cap)
         collected = {f"{COLLECTED}.{place}": boundaries[layer] for place, layer in enumerate(collect_layers)}

@@ -134,13 +134,13 @@ def _name_in_adapter(module: str, stems: list[str]) -> str:
 def _fused_modules(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
     """Return the fused matrices that some checkpoints of the family have, with the rows of each part."""
     family, found = FAMILIES[config.family], dict[str, Parts]()
-    if isinstance(layer.mixer, GatedDeltaConfig):
+    if isinstance(layer.mixer, GatedDeltaConfig) and not layer.mixer.has_separate_projections:
         found |= {f"{family.recurrent_module}.{source}": parts for source, parts in fused_by_key_head(layer.mixer).items()}
     if family.has_fused_projections:
         attention = layer.attention
         sizes = {"q_proj": attention.query_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size}
         found["self_attn.qkv_proj"] = consecutive_rows(sizes)
-        if isinstance(layer.mlp, DenseMLP):
+        if isinstance(layer.mlp, DenseMLP) and layer.mlp.has_gate:
             found["mlp.gate_up_proj"] = consecutive_rows(dict.fromkeys(("gate_proj", "up_proj"), layer.mlp.intermediate_size))
     return found
 

@@ -79,6 +79,7 @@ class Family:
         has_interleaved_rope: checkpoints have interleaved (GPT-J style) rotary embeddings; rows of q and k are reordered at load.
         rope_type_aliases: other spellings of rope types.
         module_names: checkpoint names of modules or tensors that differ from those in `tensor_names.py`.
+        module_aliases: maps other names of modules in checkpoints to the usual ones.
         mlp_module: name of the module with the experts in checkpoints, if it is not `mlp`.
         mlp_tensors: maps names of tensors in `mlp_module` to the names that most families use in `mlp`.
         has_fused_projections: checkpoints hold q, k and v in one matrix, gate and up in another.
@@ -86,10 +87,10 @@ class Family:
         count_layers: function that returns how many layers config.json describes; None = `num_hidden_layers`.
         field_aliases: maps other names of config.json fields to the usual ones. If a file has both, the alias is read.
         has_mxfp4_experts: checkpoints stack all experts of a layer in two tensors, in MXFP4 or as transposed bfloat16.
-        has_norm_offset: as in `ModelConfig`.
+        has_norm_offset, has_lm_head_bias: as in `ModelConfig`.
         has_scaled_embedding: embedding rows are multiplied by the square root of the hidden size.
         has_logit_soft_cap: `final_logit_softcapping` is applied to logits.
-        has_multipliers: embedding rows are multiplied by `embedding_multiplier`, logits divided by `logits_scaling`.
+        has_multipliers: embedding rows are multiplied by `embedding_multiplier`, logits by `lm_head_multiplier` / `logits_scaling`.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Family:
     has_interleaved_rope: bool = False
     rope_type_aliases: Mapping[str, str] = field(default_factory=dict)
     module_names: Mapping[str, str] = field(default_factory=dict)
+    module_aliases: Mapping[str, str] = field(default_factory=dict)
     mlp_module: str = ""
     mlp_tensors: Mapping[str, str] = field(default_factory=dict)
     has_fused_projections: bool = False
@@ -120,6 +122,7 @@ class Family:
     field_aliases: Mapping[str, str] = field(default_factory=dict)
     has_mxfp4_experts: bool = False
     has_norm_offset: bool = False
+    has_lm_head_bias: bool = False
     has_scaled_embedding: bool = False
     has_logit_soft_cap: bool = False
     has_multipliers: bool = False

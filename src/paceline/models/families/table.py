@@ -9,12 +9,14 @@ from paceline.models.families import (
     apertus,
     ernie,
     exaone,
+    falcon_h1,
     gemma,
     gemma4,
     glm,
     gpt_oss,
     granite,
     hunyuan,
+    layer_norm,
     lfm2,
     llama,
     nemotron_h,
@@ -26,6 +28,7 @@ from paceline.models.families.family import Family
 
 _MODULES = (
     llama, apertus, ernie, hunyuan, qwen, gemma, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2, nemotron_h,
+    falcon_h1, layer_norm,
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 

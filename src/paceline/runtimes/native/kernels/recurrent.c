@@ -9,8 +9,7 @@
 /* Return input i of a convolution. Input 0 is that of the first pending row; negative ones are stored in the state (state_inputs). */
 static const float *input_at(const StateRange *range, const ConvolutionOperation *op, const float *x, const float *state_inputs, int i, int channel) {
     if (i < 0) return state_inputs + (op->kernel_size - 1 + i) * PIECE_CHANNELS;
-    if (i < range->num_pending)
-        return record_of(range, range->pending[i]) + op->record_at + channel;
+    if (i < range->num_pending) return record_of(range, range->pending[i]) + op->record_at + channel;
     return x + (size_t)(i - range->num_pending) * (size_t)op->channels + channel;
 }
 
@@ -115,7 +114,7 @@ void prepare_gates(const StateOperation *op, const float *a, const float *b, flo
         time = (floats)(((words)time & ~not_a_number) | ((words)input & not_a_number));
         const floats decays = exponential(load_part(op->decay + head, left) * time);
         store_part(row.decays + head, decays, left);
-        store_part(row.steps + head, op->is_delta ? sigmoid(load_part(b + head, left)) : time, left);
+        store_part(row.steps + head, op->is_delta ? broadcast(op->beta_scale) * sigmoid(load_part(b + head, left)) : time, left);
     }
     if (record) memcpy(record + record_offsets(op).decays, row.decays, (size_t)op->heads * sizeof(float));
 }
