@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import httpx
+import pytest
 
 from harness.http_client import events_in
 from harness.live_server import until
@@ -17,9 +18,7 @@ from harness.server_process import Server
 from harness.two_models import write_two_models
 from paceline import LLM, SamplingParams
 
-SECONDS = {False: 0.0, True: 600.0}
-"""By whether the counts are large."""
-MIN_ROUNDS = 3
+SECONDS = 600.0
 NUM_CLIENTS, REQUESTS_PER_ROUND = 6, 40
 MAX_GROWTH = 1.05
 """Of the memory between two rounds, when no model is loaded, since the second round."""
@@ -73,8 +72,9 @@ async def load(url: str, random: Random, expected: dict[str, list[list[int]]], c
         await asyncio.gather(*(compare(client) for _ in range(REQUESTS_PER_ROUND)))
 
 
+@pytest.mark.long
 def test_models_that_switch_under_load_answer_exactly_in_flat_memory(
-    mini_dir: Path, tmp_path: Path, seed: int, large_counts: bool, tally: "Counter[str]"
+    mini_dir: Path, tmp_path: Path, seed: int, tally: "Counter[str]"
 ) -> None:
     names = write_two_models(mini_dir, tmp_path)
     expected = {Path(name).name: expected_ids(name) for name in names}
@@ -82,14 +82,15 @@ def test_models_that_switch_under_load_answer_exactly_in_flat_memory(
     random, counts, faults, rounds = Random(seed), Counter[str](), list[str](), list[int]()
     settings = ("--max-loaded", "1", "--unload-after", "200ms", "--drafter", "ngram", "--max-model-len", "256")
     with closing(Server(*names, *settings)) as server:
-        end_s = time.monotonic() + SECONDS[large_counts]
-        while not faults and (time.monotonic() < end_s or len(rounds) < MIN_ROUNDS):
+        end_s = time.monotonic() + SECONDS
+        while not faults and (time.monotonic() < end_s or len(rounds) < 3):
             asyncio.run(load(server.url, random, expected, counts, faults))
             until(lambda: set(httpx.get(server.url + "/health").json()["models"].values()) == {"unloaded"})
             rounds.append(server.resident_bytes())
         metrics = httpx.get(server.url + "/metrics").text
     loads = [int(float(count)) for count in re.findall(r"^paceline:model_loads_total{.*} (\S+)$", metrics, re.MULTILINE)]
     tally.update({"switching models: requests": sum(counts.values()), "switching models: loads": sum(loads)})
+    tally.update({"switching models: MB after two rounds": rounds[1] // 10**6, "switching models: MB at the end": rounds[-1] // 10**6})
     assert not faults, faults[:3]
     assert counts == {"compared": REQUESTS_PER_ROUND * len(rounds)}
     assert min(loads) >= len(rounds), "both were loaded again in each round"
