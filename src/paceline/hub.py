@@ -73,13 +73,13 @@ def resolve_model(
     """
     if not str(model).strip():
         raise CheckpointError(f"the model's name is empty; give a directory, {MINI!r}, or a Hugging Face id such as 'owner/name'")
+    if model == MINI:  # also where there is a directory of this name: ./mini
+        return _checkpoint_in(_embedded_model(), gguf_file)
     path = _expand_home(Path(model))
     if os.path.isdir(path):
         return _checkpoint_in(path, gguf_file, with_heads=with_heads)
     if os.path.exists(path):
         return _gguf_path(path, gguf_file)
-    if model == MINI:
-        return _checkpoint_in(_embedded_model(), gguf_file)
     name = str(model)
     is_local = path.suffix.lower() == _GGUF and os.path.isdir(path.parent)
     if isinstance(model, Path) or is_local or not (_HUB_ID.fullmatch(name) or _BARE_NAME.fullmatch(name)):

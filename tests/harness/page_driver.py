@@ -61,6 +61,7 @@ def open_settings(page: Any) -> None:
 def show_tokens(page: Any) -> None:
     """Open the tokens of the newest answer, as soon as it has one."""
     page.locator(".answer details.tokens > summary").last.click()
+    page.locator(".answer details.tokens").last.locator(".strip").wait_for()
 
 
 def wait(page: Any) -> None:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import httpx
 
@@ -41,6 +42,10 @@ class Server:
 
     def client(self, **headers: str) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, headers=headers)
+
+    def resident_bytes(self) -> int:
+        """Memory of the process."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def wait(self) -> int:
         """Its exit code."""

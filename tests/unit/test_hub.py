@@ -51,6 +51,10 @@ def test_model_name_mini_resolves_to_the_embedded_model(tmp_path: Path, monkeypa
         resolve_model("mini")
     touch(target, "config.json", "model.safetensors")
     assert resolve_model("mini") == target
+    (tmp_path / "mini").mkdir()
+    assert resolve_model("mini") == target
+    with pytest.raises(CheckpointError, match="holds no files"):
+        resolve_model("./mini")
 
 
 def test_hub_model_is_downloaded_with_the_needed_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ _BOTH = "--kv-cache-dtype sets the type of keys and values together"
 _MANY = "paceline serve has --max-num-seqs"
 OTHER_OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("ngl", "gpu-layers", "n-gpu-layers", "num-gpu", "ngld", "gpu-layers-draft", "sm", "ts", "mg", "main-gpu"), _CPU),
+    **dict.fromkeys(("cpu-moe", "cmoe", "n-cpu-moe", "ncmoe", "override-tensor", "ot"), _CPU),
     **dict.fromkeys(("fa", "flash-attn", "no-kv-offload", "nkvo", "numa", "poll", "prio"), _LEAVE_OUT + "there is no such choice"),
     **dict.fromkeys(("mlock", "no-mmap", "mmap", "no-repack"), _MAPPED),
     **dict.fromkeys(("b", "batch-size", "ub", "ubatch-size"), _ROWS),
@@ -36,6 +37,11 @@ OTHER_OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("np", "parallel", "cb", "cont-batching"), _MANY),
     **dict.fromkeys(("f", "file"), "standard input is the text: paceline run MODEL < FILE"),
     **dict.fromkeys(("jinja", "e", "escape", "color", "co", "chat-template", "simple-io", "no-warmup"), _LEAVE_OUT + "it needs no option"),
+    **dict.fromkeys(("metrics", "slots", "props", "nowordwrap"), _LEAVE_OUT + "it needs no option"),
+    **dict.fromkeys(("rope-freq-base", "rope-freq-scale", "rope-scale", "rope-scaling"), _LEAVE_OUT + "the files of the model have it"),
+    **dict.fromkeys(("mm", "mmproj", "image", "audio"), "only texts are read, no images and no sound"),
+    **dict.fromkeys(("embedding", "embeddings", "reranking", "rerank"), "only texts are generated: another server gives embeddings"),
+    **dict.fromkeys(("spec-type",), "--drafter"),
     **dict.fromkeys(("s", "seed-value"), "--seed"),
     **dict.fromkeys(("r", "reverse-prompt"), "--stop"),
     **dict.fromkeys(("sys", "system-prompt"), "--system"),

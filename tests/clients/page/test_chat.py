@@ -261,6 +261,20 @@ def test_server_accepts_every_page_setting(page: Any) -> None:
     assert page.locator(".markdown").inner_text() in ('"yes"', '"no"')
 
 
+def test_page_shows_why_an_answer_was_cut(page: Any) -> None:
+    cut = scripted_stream(HELLO, finish_reason="length")
+    script(page, cut, cut, scripted_stream(HELLO))
+    notes = page.locator(".answer > .note")
+    open_settings(page)
+    limit, context = "Cut after 5 tokens: raise Max tokens in the settings for more.", "Cut where the context is full."
+    for max_tokens, shown in (("5", [limit]), ("", [context]), ("5", [])):
+        page.get_by_label("Max tokens").fill(max_tokens)
+        send(page)
+        wait(page)
+        assert notes.all_inner_texts() == shown
+        page.get_by_role("button", name="New chat").click()
+
+
 def test_invalid_json_in_a_page_setting_is_reported_and_keeps_the_message(page: Any) -> None:
     open_settings(page)
     field = page.get_by_label("JSON schema of")

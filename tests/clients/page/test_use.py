@@ -49,6 +49,8 @@ def test_page_race_fits_on_one_screen(open_page: Any, server: Any, viewport: dic
     wait(page)
     page.get_by_role("button", name="Compare without drafts").click()
     page.locator(".verdict.same").wait_for()
+    left, right = page.locator(".lane").evaluate_all("nodes => nodes.map(node => node.getBoundingClientRect().toJSON())")
+    assert (left["top"] == right["top"]) == (viewport["width"] > 390), "side by side where there is room"
     top = page.locator("header.top").evaluate("node => node.getBoundingClientRect().bottom")
     for part in (".verdict", ".lane:first-child", ".lane:last-child"):
         box = page.locator(part).bounding_box()
@@ -102,6 +104,18 @@ def test_page_refuses_binary_and_too_long_attachments(page: Any) -> None:
     said = page.get_by_role("alert").inner_text()
     assert said == "Not attached: image.png is not a text file in UTF-8; long.txt has 1.0 MB; a file may have 1.0 MB."
     assert page.get_by_label("Attached files").locator("li").count() == 1
+
+
+def test_text_file_dropped_on_the_page_message_is_attached(page: Any) -> None:
+    dropped = page.evaluate_handle(
+        """() => {
+          const data = new DataTransfer();
+          data.items.add(new File(["One"], "notes.txt", {type: "text/plain"}));
+          return data;
+        }"""
+    )
+    page.get_by_label("Message", exact=True).dispatch_event("drop", {"dataTransfer": dropped})
+    page.get_by_label("Attached files").get_by_text("notes.txt 3 bytes").wait_for()
 
 
 def test_page_header_stays_visible_while_scrolling(page: Any) -> None:
@@ -169,6 +183,8 @@ def test_page_can_be_installed_and_opens_while_the_server_is_down(open_page: Any
     wait(page)
     manifest = page.context.new_cdp_session(page).send("Page.getAppManifest")
     assert manifest["errors"] == []
+    errors = page.context.new_cdp_session(page).send("Page.getInstallabilityErrors")["installabilityErrors"]
+    assert {error["errorId"] for error in errors} <= {"in-incognito"}, "a test's pages are"
     assert json.loads(manifest["data"])["name"] == "paceline"
     page.evaluate("() => navigator.serviceWorker.ready.then(() => true)")
     page.locator(".chats .title").wait_for()

@@ -19,6 +19,7 @@ import pytest
 
 from harness.dialects import DIALECTS
 from harness.http_client import BASE, HttpClient
+from harness.two_models import write_two_models
 from paceline import LLM, AsyncEngine, SamplingParams
 from paceline.errors import CapacityError, ConfigError
 from paceline.server import model_pool
@@ -37,12 +38,7 @@ Ask = Callable[..., Awaitable[httpx.Response]]
 @pytest.fixture(scope="module")
 def names(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two models with one tokenizer and different weights: the mini, and its draft model."""
-    folder = tmp_path_factory.mktemp("models")
-    for name, weights in {"alpha": mini_dir, "beta": mini_dir / "draft"}.items():
-        shutil.copytree(weights, folder / name, ignore=shutil.ignore_patterns("draft"))
-        for file in mini_dir.glob("tokenizer*"):
-            shutil.copy(file, folder / name)
-    return [str(folder / name) for name in ("alpha", "beta")]
+    return write_two_models(mini_dir, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -110,10 +109,6 @@ def num_open(metrics: str) -> int:
     return sum(int(float(count)) for count in found)
 
 
-def resident_bytes(process_id: int) -> int:
-    return int(Path(f"/proc/{process_id}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
     path: str
@@ -211,12 +206,12 @@ def test_overloaded_server_refuses_some_requests_and_answers_the_rest(
     with closing(Server("--model", str(model), "--drafter", "ngram", *limits, *SMALL_CACHE)) as server:
         soak = Soak(server.url, "talking", num_questions=len(QUESTIONS) if large_counts else 1)
         asyncio.run(soak.run(SECONDS[False]))
-        before = resident_bytes(server.process.pid)
+        before = server.resident_bytes()
         if large_counts:
             asyncio.run(soak.run(SECONDS[True]))
         assert httpx.get(server.url + "/health").status_code == 200
         until(lambda: num_open(httpx.get(server.url + "/metrics").text) == 0)
-        assert resident_bytes(server.process.pid) - before < MAX_GROWTH_BYTES
+        assert server.resident_bytes() - before < MAX_GROWTH_BYTES
     tally.update({f"soak: {name}": count for name, count in soak.counts.items()})
     assert not soak.faults, soak.faults[:3]
     assert [(case.path, case.fields) for case in soak.cases if len(case.content) < 4] == []

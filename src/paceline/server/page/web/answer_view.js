@@ -38,7 +38,7 @@ export class AnswerView extends Component {
       ${answer.status === WAITING && html`<p class="waiting">…</p>`}
       ${answer.thoughts && html`<details class="thoughts"><summary>Thoughts</summary><${Markdown} text=${answer.thoughts} /></details>`}
       <${Markdown} text=${answer.text} />
-      <${Fault} answer=${answer} />
+      <${Ending} answer=${answer} />
       ${hasSteps &&
       html`<details class="tokens" open=${showsTokens} onToggle=${(event) => this.setState({ showsTokens: event.currentTarget.open })}>
         <summary title="Tokens by step">${summaryOf(answer)}</summary>
@@ -64,8 +64,15 @@ function canCompare(answer) {
   return [DONE, STOPPED, LOST].includes(answer.status) && answer.steps.length > 0 && !isPlain(answer.fields);
 }
 
-function Fault({ answer: { status, error } }) {
+// Why an answer ended before the model's own end.
+function Ending({ answer }) {
+  const { status, error, finishReason, fields } = answer;
   if (status === STOPPED) return html`<p class="note">Stopped.</p>`;
+  if (status === DONE && finishReason === "length") {
+    const isLimited = numbersOf(answer).numTokens >= fields.max_tokens;
+    const limit = `after ${fields.max_tokens} tokens: raise Max tokens in the settings for more`;
+    return html`<p class="note">Cut ${isLimited ? limit : "where the context is full"}.</p>`;
+  }
   if (status !== LOST && status !== FAILED) return null;
   const way = status === LOST ? "Is it running? Then retry." : "Change what is wrong, then retry.";
   const what = status === LOST ? `The connection was lost: ${error}.` : `The server refused: ${error}.`;

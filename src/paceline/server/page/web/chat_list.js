@@ -10,15 +10,32 @@ export class ChatList extends Component {
   constructor() {
     super();
     this.state = { search: "", marked: null }; // `marked` is the chat whose deletion is to be confirmed, or ALL
+    this.searchField = createRef();
   }
 
-  render({ list, chat, isBusy, keepsChats, open, remove, close }, { search, marked }) {
+  mark = (id) => this.setState({ marked: id });
+
+  cancel = () => {
+    const { marked } = this.state;
+    this.setState({ marked: null }, () => document.querySelector(`#chats [data-deletes="${marked}"]`).focus());
+  };
+
+  remove = () => {
+    const { marked } = this.state;
+    this.setState({ marked: null }, () => {
+      this.searchField.current.focus(); // what was pressed is gone
+      this.props.remove(marked === ALL ? null : marked);
+    });
+  };
+
+  render({ list, chat, isBusy, keepsChats, open, close }, { search, marked }) {
     const words = search.toLowerCase().split(/\s+/).filter(Boolean);
     const found = withOpen(list, chat).filter(({ title, text }) => words.every((word) => `${title}\n${text}`.toLowerCase().includes(word)));
-    const mark = (id) => this.setState({ marked: id });
+    const { mark, cancel, remove } = this;
     return html`<${Panel} id="chats" title="Chats" close=${close}>
       <input
         type="search"
+        ref=${this.searchField}
         aria-label="Search chats"
         placeholder="Search"
         value=${search}
@@ -28,15 +45,15 @@ export class ChatList extends Component {
       html`<ul class="chats">
         ${found.map((entry) => {
           const own = { entry, chat: entry.id === chat.id ? chat : null, isMarked: marked === entry.id };
-          return html`<${Item} key=${entry.id} ...${{ ...own, isBusy, open, remove, mark }} />`;
+          return html`<${Item} key=${entry.id} ...${{ ...own, isBusy, open, mark, cancel, remove }} />`;
         })}
       </ul>`}
       ${found.length === 0 && html`<p class="note">${words.length ? "No chat has these words." : "No chats yet."}</p>`}
       <p class="note">${keepsChats ? "Kept in this browser only." : "New chats are not kept: see the settings."}</p>
       ${list.length > 0 &&
       (marked === ALL
-        ? html`<${Confirm} question="Delete all chats?" accept=${() => remove()} end=${() => mark(null)} />`
-        : html`<button type="button" class="quiet" disabled=${isBusy} onClick=${() => mark(ALL)}>Delete all</button>`)}
+        ? html`<${Confirm} question="Delete all chats?" ...${{ isBusy, cancel, remove }} />`
+        : html`<button type="button" class="quiet" data-deletes=${ALL} disabled=${isBusy} onClick=${() => mark(ALL)}>Delete all</button>`)}
     <//>`;
   }
 }
@@ -47,18 +64,18 @@ function withOpen(list, chat) {
   return [{ id: chat.id, title: titleOf(chat), updatedAt: Date.now(), text: "" }, ...list];
 }
 
-function Item({ entry: { id, title, updatedAt }, chat, isBusy, isMarked, open, remove, mark }) {
-  if (isMarked) {
-    return html`<li><${Confirm} question="Delete “${title}”?" accept=${() => remove(id)} end=${() => mark(null)} /></li>`;
-  }
+function Item({ entry: { id, title, updatedAt }, chat, isBusy, isMarked, open, mark, cancel, remove }) {
+  if (isMarked) return html`<li><${Confirm} question="Delete “${title}”?" ...${{ isBusy, cancel, remove }} /></li>`;
+  const deletion = { "aria-label": `Delete “${title}”`, "data-deletes": id };
   return html`<li class=${chat ? "current" : ""}>
     <button type="button" class="open" aria-current=${chat ? "true" : undefined} disabled=${isBusy} onClick=${() => open(id)}>
       <span class="title">${title}</span>
       <time class="note">${whenOf(updatedAt)}</time>
     </button>
-    <button type="button" class="quiet" disabled=${isBusy} aria-label="Delete “${title}”" onClick=${() => mark(id)}>✕</button>
+    <button type="button" class="quiet" ...${deletion} disabled=${isBusy} onClick=${() => mark(id)}>✕</button>
     ${chat &&
-    html`<div class="actions" role="group" aria-label="Export">
+    html`<div class="actions export" role="group" aria-label="Export">
+      <span class="note" aria-hidden="true">Export</span>
       <${Export} chat=${chat} name="Markdown" ending="md" type="text/markdown" make=${markdownOf} />
       <${Export} chat=${chat} name="JSON" ending="json" type="application/json" make=${jsonOf} />
     </div>`}
@@ -82,16 +99,18 @@ class Confirm extends Component {
     this.button.current.focus();
   }
 
-  render({ question, accept, end }) {
-    const done = () => {
-      end();
-      accept();
-    };
-    return html`<div class="confirm" role="group" aria-label=${question}>
+  byKey = (event) => {
+    if (event.key !== "Escape") return;
+    event.preventDefault(); // the panel stays open
+    this.props.cancel();
+  };
+
+  render({ question, isBusy, cancel, remove }) {
+    return html`<div class="confirm" role="group" aria-label=${question} onKeyDown=${this.byKey}>
       <p>${question}</p>
       <div class="actions">
-        <button type="button" ref=${this.button} onClick=${end}>Cancel</button>
-        <button type="button" class="danger" onClick=${done}>Delete</button>
+        <button type="button" ref=${this.button} onClick=${cancel}>Cancel</button>
+        <button type="button" class="danger" disabled=${isBusy} onClick=${remove}>Delete</button>
       </div>
     </div>`;
   }

@@ -22,9 +22,13 @@ export class ComparisonView extends Component {
 
   componentDidUpdate({ plain }) {
     if (!isRunning(plain)) return;
-    this.section.current.scrollIntoView({ block: "nearest" }); // it grows
-    if (!isRunning(this.props.plain)) this.stop();
+    if (isRunning(this.props.plain)) this.scrollTo();
+    else this.stop(this.scrollTo); // all of both answers is shown then
   }
+
+  scrollTo = () => {
+    this.section.current?.scrollIntoView({ block: "nearest" }); // it has grown
+  };
 
   componentWillUnmount() {
     clearInterval(this.timer);
@@ -40,9 +44,9 @@ export class ComparisonView extends Component {
     }, FRAME_MS);
   }
 
-  stop() {
+  stop(afterwards) {
     clearInterval(this.timer);
-    this.setState({ elapsedMs: null });
+    this.setState({ elapsedMs: null }, afterwards);
   }
 
   replay = (times) => {

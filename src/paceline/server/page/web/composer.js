@@ -67,7 +67,7 @@ export class Composer extends Component {
       </ul>`}
       <input type="file" multiple hidden aria-label="Text files" ref=${this.chooser} onChange=${this.choose} />
       <button type="button" aria-label="Attach text files" title="Attach text files" onClick=${() => this.chooser.current.click()}>
-        <span aria-hidden="true">+</span>
+        <svg viewBox="0 0 24 24" aria-hidden="true"><path d="M20 11.5 12 19.5a5 5 0 0 1-7-7l8.5-8.5a3.4 3.4 0 0 1 4.8 4.8L10 17a1.7 1.7 0 0 1-2.4-2.4l7.4-7.4" /></svg>
       </button>
       <label class="visually-hidden" for="message">Message</label>
       <textarea

@@ -19,8 +19,10 @@ export function Header({ model, theme, changeTheme, panels, showPanel, startChat
   return html`<header class="top">
     <a class="skip" href="#message">Skip to the message</a>
     ${toggle("chats", "☰", "Chats")}
-    <h1>paceline</h1>
-    <p class="model" title=${model?.id}>${model ? model.id : ""}</p>
+    <div class="name">
+      <h1>paceline</h1>
+      <p class="model" title=${model?.id}>${model ? model.id : ""}</p>
+    </div>
     <div class="actions">
       <button type="button" aria-label="New chat" disabled=${!canStart} onClick=${startChat}>
         <span aria-hidden="true">+</span><span class="words">New chat</span>

@@ -27,6 +27,7 @@ markdown.renderer.rules.link_open = (tokens, index, options, _, renderer) => {
   tokens[index].attrSet("rel", "noopener noreferrer nofollow");
   return renderer.renderToken(tokens, index, options);
 };
+markdown.renderer.rules.table_open = () => '<table tabindex="0">\n'; // it may scroll
 markdown.renderer.rules.fence = (tokens, index) => codeBlock(tokens[index].content, tokens[index].info.trim().split(/\s+/)[0]);
 markdown.renderer.rules.code_block = (tokens, index) => codeBlock(tokens[index].content, "");
 

@@ -28,7 +28,9 @@ export class Tree extends Component {
   }
 
   closeByKey = (event) => {
-    if (event.key === "Escape") this.props.close();
+    if (event.key !== "Escape") return;
+    event.preventDefault(); // the settings stay open
+    this.props.close();
   };
 
   render({ step, root, number, close }) {
@@ -76,5 +78,5 @@ function summary(step) {
   if (step.skipReason) return `No draft: ${SKIP_REASONS[step.skipReason] ?? step.skipReason}.`;
   const accepted = step.drafts.filter((draft) => draft.isAccepted).length;
   const sources = [...new Set(step.drafts.map((draft) => draft.source))].join(", ");
-  return `${step.drafts.length} drafted by ${sources}, ${accepted} accepted; one pass of the model gave ${step.tokens.length} tokens.`;
+  return `${step.drafts.length} drafted by ${sources}, ${accepted} accepted; one pass of the model gave ${step.tokens.length} ${step.tokens.length === 1 ? "token" : "tokens"}.`;
 }
