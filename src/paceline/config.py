@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.machine import usable_processors
+from paceline.machine import performance_processors, usable_processors
 
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "bf16", "f16", "f32")
@@ -176,7 +176,7 @@ class EngineConfig:
         dtype: type of activations; "auto" = as the weights are stored. Except with "f32", activations are rounded to 8 bits before they are
             multiplied by a quantised matrix on the CPU.
         quantization: how weight matrices are quantised during loading: "none", "int8", "int4" or `QuantOptions`.
-        threads: CPU threads, at most the number of processors that this process may use; None = that number.
+        threads: CPU threads, at most the number of processors that this process may use; None = that number, without efficiency cores.
         oversubscribe: use `threads` threads even if there are fewer processors.
         max_model_len: maximum number of tokens of prompt and output together; None = the model's maximum.
         kv_cache_dtype: type of keys and values in the cache: "f32", "bf16", "f16" or "int8" (one scale per row and head); "auto" =
@@ -254,7 +254,7 @@ class EngineConfig:
     def num_threads(self) -> int:
         """Number of CPU threads that kernels use."""
         if self.threads is None:
-            return usable_processors()
+            return performance_processors()
         return self.threads if self.oversubscribe else min(self.threads, usable_processors())
 
     @property
