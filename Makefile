@@ -8,6 +8,9 @@
 # make sanitize [ARGS="--only thread"]
 #               the kernels' tests with sanitizers for addresses, undefined behaviour and data races; takes a clang of the system (16 or
 #               later; Debian: clang-19 libclang-rt-19-dev), CC=clang-19 names one
+# make wheels [ARGS=--compare]
+#               the wheels of all platforms and the source distribution, built and checked on this machine, in dist; --compare builds
+#               them twice
 # make test-clients
 #               tests beside foreign programs, each in an environment of its own that is built the first time; record:
 #               docs/dev/test-clients.txt. llama.cpp takes ten minutes, a C++ compiler and OpenBLAS with its headers (Debian: g++
@@ -29,6 +32,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q -rs --durations=10
 comma := ,
 LONG_RECORD := docs/dev/test-long.txt
+BUILDER := .venv-wheels
 CLIENTS := .venv-clients
 LLAMA_CPP := $(CLIENTS)/llama-cpp/.installed
 SPECULATORS := $(CLIENTS)/speculators/.installed
@@ -49,7 +53,7 @@ CHECK_PYTHON := import sys; sys.exit("paceline needs Python $(MIN_PYTHON) or lat
 
 SANITIZE := $(BIN)/python tools/sanitize_kernels.py $(if $(filter command environment,$(firstword $(origin CC))),--compiler $(CC))
 
-.PHONY: all demo test test-long sanitize test-clients check format clean
+.PHONY: all demo test test-long sanitize wheels test-clients check format clean
 
 all: $(STAMP)
 	@sed -n '/^# make/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -89,6 +93,16 @@ test-long: $(STAMP)
 
 sanitize: $(STAMP)
 	$(SANITIZE) $(ARGS)
+
+# Other versions of the compiler write other bytes.
+$(BUILDER)/.installed: Makefile
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet build==1.6.1 hatchling==1.33.0 ziglang==0.17.1 lief==1.0.0 auditwheel==6.8.2 \
+	  twine==7.0.0
+	touch $@
+
+wheels: $(BUILDER)/.installed
+	$(BUILDER)/bin/python tools/build_wheels.py dist $(ARGS)
 
 # With a BLAS llama.cpp multiplies whole batches by a quantised file's own values; its other kernels round the rows first. Built afresh
 # because an earlier build without one may be in pip's cache.
@@ -178,4 +192,4 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache dist build
+	rm -rf $(VENV) $(BUILDER) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache dist build

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.machine import usable_processors
+from paceline.machine import performance_processors, usable_processors
 
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "bf16", "f16", "f32")
@@ -208,7 +208,7 @@ class EngineConfig:
     @property
     def num_threads(self) -> int:
         """Number of CPU threads that kernels use."""
-        return min(self.threads or usable_processors(), usable_processors())
+        return performance_processors() if self.threads is None else min(self.threads, usable_processors())
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 CGROUPS = Path("/sys/fs/cgroup")  # directory of all cgroups
 MEMBERSHIP = Path("/proc/self/cgroup")  # file that lists the cgroups of this process
 CPU_INFO = Path("/proc/cpuinfo")
+CPU_DEVICES = Path("/sys/devices/system/cpu")
 DEFAULT_MEMORY_BYTES = 8 << 30  # default if the system does not report its memory
 
 
@@ -21,18 +22,53 @@ def usable_processors() -> int:
     return count if quota is None else max(1, min(count, int(quota)))
 
 
+def performance_processors() -> int:
+    """Return how many of the usable processors are not slow ones, where the system reports that: the default number of threads.
+
+    All threads wait for the last one after each operation. Slow are those with less than half of the highest capacity (Linux on Arm), and
+    the efficiency cores of a Mac.
+
+    Source: the kernel's Documentation/devicetree/bindings/arm/cpu-capacity.txt; sysctl(3) of macOS, hw.perflevel0.
+    """
+    if platform.system() == "Darwin":
+        fast = _sysctl("hw.perflevel0.physicalcpu")
+        return min(usable_processors(), int(fast)) if fast.isdigit() and int(fast) else usable_processors()
+    affinity = getattr(os, "sched_getaffinity", None)
+    words = [_words(CPU_DEVICES / f"cpu{number}" / "cpu_capacity") for number in (affinity(0) if affinity is not None else ())]
+    capacities = [int(word[0]) if word and word[0].isdigit() else 0 for word in words]
+    num_fast = sum(2 * capacity >= max(capacities) for capacity in capacities)
+    return min(usable_processors(), num_fast) if num_fast else usable_processors()
+
+
 def available_memory_bytes() -> int:
     """Return the memory that can be allocated without swapping and within the limits of this process's cgroups."""
-    free = _read_number(Path("/proc/meminfo"), "MemAvailable:", 1024)
+    _, free = _system_memory_bytes()
     left = memory_left_bytes()
-    return min(amount for amount in (DEFAULT_MEMORY_BYTES if free is None else free, left) if amount is not None)
+    return min(amount for amount in (free, left) if amount is not None)
 
 
 def total_memory_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
     """Return the memory of the machine, or the limit of a cgroup of this process if that is less."""
-    installed = _read_number(Path("/proc/meminfo"), "MemTotal:", 1024)
-    limits = [limit for limit, _, _ in _memory_limits(cgroups, membership)]
-    return min([DEFAULT_MEMORY_BYTES if installed is None else installed, *limits])
+    total, _ = _system_memory_bytes()
+    return min([total, *(limit for limit, _, _ in _memory_limits(cgroups, membership))])
+
+
+def _system_memory_bytes() -> tuple[int, int]:
+    """Return the memory of the machine and what of it is free or can be freed without swapping.
+
+    Source: macOS's memory_pressure(1), which prints kern.memorystatus_level, a percentage; sysinfoapi.h, GlobalMemoryStatusEx.
+    """
+    if platform.system() == "Darwin":
+        total, level = _sysctl("hw.memsize"), _sysctl("kern.memorystatus_level")
+        if total.isdigit() and level.isdigit():
+            return int(total), int(total) * int(level) // 100
+    elif platform.system() == "Windows":
+        status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX: its size and the load in the first 64 bits, then seven sizes
+        if vars(ctypes)["windll"].kernel32.GlobalMemoryStatusEx(status):
+            return status[1], status[2]
+    amounts = [_read_number(Path("/proc/meminfo"), name, 1024) for name in ("MemTotal:", "MemAvailable:")]
+    total_on_linux, free = (DEFAULT_MEMORY_BYTES if amount is None else amount for amount in amounts)
+    return total_on_linux, free
 
 
 def processor_quota(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
@@ -108,27 +144,51 @@ def processor_flags() -> frozenset[str]:
         return _flags_on_macos()
     if platform.system() == "Windows":
         return _flags_on_windows()
-    line = next((line for line in _lines(CPU_INFO) if line.startswith(("flags", "Features"))), "")
+    if platform.machine() == "aarch64":
+        return _flags_of_linux_on_arm()
+    line = next((line for line in _lines(CPU_INFO) if line.startswith("flags")), "")
     return frozenset(line.partition(":")[2].split())
+
+
+def _flags_of_linux_on_arm() -> frozenset[str]:
+    """Return those flags that kernels are compiled for. Emulators set them, while /proc/cpuinfo may be that of the emulating machine.
+
+    Source: the kernel's arch/arm64/include/uapi/asm/hwcap.h and include/uapi/linux/auxvec.h (AT_HWCAP).
+    """
+    try:
+        auxiliary_value = ctypes.CDLL(None).getauxval
+    except (OSError, AttributeError):
+        return frozenset()
+    auxiliary_value.restype, auxiliary_value.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    capabilities = auxiliary_value(16)
+    return frozenset(name for name, bit in (("asimd", 1), ("asimddp", 20)) if capabilities >> bit & 1)
 
 
 def _flags_on_macos() -> frozenset[str]:
     if platform.machine() == "arm64":
-        return frozenset({"asimd", "asimddp"})  # all ARM processors of Apple have these
-    command = ["sysctl", "-n", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
+        return frozenset({"asimd", "asimddp"})  # all Macs with an ARM processor have these; macOS 11 does not report them
+    words = f"{_sysctl('machdep.cpu.features')} {_sysctl('machdep.cpu.leaf7_features')}".lower().split()
+    return frozenset("avx512_vnni" if word == "avx512vnni" else word for word in words)
+
+
+def _sysctl(name: str) -> str:
+    """Return a value of the system on macOS as text; empty if there is none of this name."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
-        return frozenset()
-    return frozenset(done.stdout.lower().split())
+        return ""
 
 
 def _flags_on_windows() -> frozenset[str]:
-    """Return AVX2, AVX-512 and the instruction sets that come with them. Windows does not report VNNI and bfloat16.
+    """Return AVX2, AVX-512 and the instruction sets that come with them, or Arm's dot product.
 
-    Source: winnt.h, PF_AVX2_INSTRUCTIONS_AVAILABLE and PF_AVX512F_INSTRUCTIONS_AVAILABLE.
+    Windows reports neither VNNI nor bfloat16. `native/library.py` reads these from the processor.
+
+    Source: winnt.h, PF_AVX2_INSTRUCTIONS_AVAILABLE, PF_AVX512F_INSTRUCTIONS_AVAILABLE and PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE.
     """
     is_present = vars(ctypes)["windll"].kernel32.IsProcessorFeaturePresent
+    if platform.machine() == "ARM64":
+        return frozenset({"asimd", "asimddp"} if is_present(43) else {"asimd"})
     flags = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"} if is_present(40) else set()
     return frozenset(flags | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"} if is_present(41) else flags)
 

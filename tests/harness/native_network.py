@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,12 +21,12 @@ from paceline.runtimes.native.rotary import RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
 
 Build = Callable[[NativeBlocks, list[Value]], Sequence[Value]]
-BUILT = [level for level in library.supported_levels() if Path(library.__file__).with_name(f"kernels.{level}.so").is_file()]
+BUILT = [level for level in library.supported_levels() if library.library_path(level).is_file()]
 
 
 def open_kernels(level: str) -> ctypes.CDLL:
     """The library that was built for an instruction set this machine has."""
-    return library.open_kernels(Path(library.__file__).with_name(f"kernels.{level}.so"))
+    return library.open_kernels(library.library_path(level))
 
 
 def native_config(

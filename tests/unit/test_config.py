@@ -10,7 +10,7 @@ from paceline.cli.options import Settings
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory
 from paceline.drafters import LoadedTarget
 from paceline.errors import ConfigError
-from paceline.machine import usable_processors
+from paceline.machine import performance_processors, usable_processors
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,14 @@ def test_valid_settings_are_kept_unchanged() -> None:
         assert SpeculationConfig(num_speculative_tokens=count, drafter=("ngram", "a/b"), tree_width=8).num_speculative_tokens == count
 
 
-def test_threads_default_to_the_usable_processors() -> None:
-    assert EngineConfig().num_threads == usable_processors() >= 1
+def test_threads_default_to_the_performance_processors() -> None:
+    assert 1 <= EngineConfig().num_threads == performance_processors() <= usable_processors()
 
 
 def test_threads_are_capped_at_the_usable_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.config.usable_processors", lambda: 3)
-    assert [EngineConfig(threads=count).num_threads for count in (None, 1, 3, 64)] == [3, 1, 3, 3]
+    monkeypatch.setattr("paceline.config.performance_processors", lambda: 2)
+    assert [EngineConfig(threads=count).num_threads for count in (None, 1, 3, 64)] == [2, 1, 3, 3]
     (notice,) = EngineConfig(threads=64).notices
     assert "threads is 64, and 3 are used" in notice
     for settled in (EngineConfig(), EngineConfig(threads=3)):

@@ -1,11 +1,20 @@
 """What a process may use: the system's own answer, and the limits of its cgroups, of either version, its own or an ancestor's."""
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paceline import machine
-from paceline.machine import available_memory_bytes, memory_left_bytes, processor_quota, usable_processors
+from paceline.machine import (
+    available_memory_bytes,
+    memory_left_bytes,
+    performance_processors,
+    processor_quota,
+    total_memory_bytes,
+    usable_processors,
+)
 
 GIB = 1 << 30
 
@@ -87,3 +96,45 @@ def test_cgroup_limit_caps_the_available_memory(monkeypatch: pytest.MonkeyPatch)
     assert 1 << 24 < available_memory_bytes() < 1 << 50
     monkeypatch.setattr(machine, "memory_left_bytes", lambda: 12_345)
     assert available_memory_bytes() == 12_345
+
+
+@pytest.mark.parametrize(
+    ("capacities", "wanted"),
+    [([1024] * 4, 4), ([250] * 4 + [768] * 3 + [1024], 4), ([], 8), ([512, 1024], 2), ([0] * 8, 8)],
+)
+def test_linux_performance_processors_have_half_the_capacity(
+    tmp_path: Path, capacities: list[int], wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, {f"cpu{number}/cpu_capacity": f"{capacity}\n" for number, capacity in enumerate(capacities)})
+    monkeypatch.setattr(machine, "CPU_DEVICES", tmp_path)
+    monkeypatch.setattr(machine, "processor_quota", lambda: None)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(len(capacities) or 8)), raising=False)
+    assert performance_processors() == wanted
+
+
+def sysctl(values: dict[str, str]) -> Callable[..., SimpleNamespace]:
+    """A command that prints the values of a Mac, and nothing for other names."""
+    return lambda command, **_: SimpleNamespace(stdout=values.get(command[-1], "") + "\n")
+
+
+def test_macos_performance_cores_and_memory_come_from_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(machine, "usable_processors", lambda: 10)
+    values = {"hw.perflevel0.physicalcpu": "4", "hw.memsize": str(24 * GIB), "kern.memorystatus_level": "75"}
+    monkeypatch.setattr(machine.subprocess, "run", sysctl(values))
+    monkeypatch.setattr(machine, "_memory_limits", lambda *_: iter(()))
+    assert (performance_processors(), total_memory_bytes(), available_memory_bytes()) == (4, 24 * GIB, 18 * GIB)
+    monkeypatch.setattr(machine.subprocess, "run", sysctl({}))
+    assert performance_processors() == 10
+
+
+def test_windows_memory_comes_from_the_system_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(status: list[int]) -> int:
+        status[1], status[2] = 24 * GIB, 18 * GIB
+        return 1
+
+    monkeypatch.setattr(machine.platform, "system", lambda: "Windows")
+    kernel32 = SimpleNamespace(GlobalMemoryStatusEx=fill)
+    monkeypatch.setattr(machine.ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
+    monkeypatch.setattr(machine, "_memory_limits", lambda *_: iter(()))
+    assert (total_memory_bytes(), available_memory_bytes()) == (24 * GIB, 18 * GIB)

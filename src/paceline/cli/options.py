@@ -40,7 +40,7 @@ MODEL = Panel(
         "numerics": "exact: a token never depends on what else is in the pass. fast: what the hardware does best.",
         "dtype": "Type to compute in; auto = as stored. Only f32 leaves rows unrounded before quantised matrices.",
         "quantization": "Quantise the weights while loading; the result is cached on disk. It changes tokens: another target.",
-        "threads": "CPU threads. Default: the processors this process may use; more are not used.",
+        "threads": "CPU threads. Default and maximum: the processors this process may use; efficiency cores are used on request only.",
         "merge_adapter": "Directory of a LoRA adapter that is added to the weights before they are rounded or quantised: another target.",
         "device": "Where to run.",
         "backend": "What computes: native (our own CPU kernels) or torch; auto = the faster one for this machine.",

@@ -28,6 +28,9 @@ _REQUIRED_FLAGS = {
 }
 """The processor flags that each library needs, by instruction set, fastest first."""
 
+_FLAGS_OF_CPUID = (("avx512_vnni", 0, 2, 11), ("avx_vnni", 1, 0, 4), ("avx512_bf16", 1, 0, 5))
+"""Flags that Windows does not report: name, subleaf of leaf 7 of the instruction cpuid, number of the register, bit."""
+
 LANES = 16
 """Floats of a vector; the same as in kernels/vectors.h."""
 
@@ -85,15 +88,35 @@ def open_kernels(path: Path) -> ctypes.CDLL:
 
 def kernels_path() -> Path | None:
     """Return the fastest library that was built and that this processor can run; None = there is none."""
-    suffix = "dll" if platform.system() == "Windows" else "so"
-    paths = (Path(__file__).with_name(f"kernels.{level}.{suffix}") for level in supported_levels())
-    return next((path for path in paths if path.is_file()), None)
+    return next((path for path in map(library_path, supported_levels()) if path.is_file()), None)
+
+
+def library_path(level: str) -> Path:
+    """Return the path of the library for an instruction set, which need not exist."""
+    suffix = {"Windows": "dll", "Darwin": "dylib"}.get(platform.system(), "so")
+    return Path(__file__).with_name(f"kernels.{level}.{suffix}")
 
 
 def supported_levels() -> list[str]:
     """Return the instruction sets of libraries that this processor can run, fastest first."""
     flags = processor_flags()
+    if platform.system() == "Windows" and _REQUIRED_FLAGS["x86_64_v3"] <= flags:
+        flags |= _flags_of_cpuid(library_path("x86_64_v3"))
     return [level for level, required in _REQUIRED_FLAGS.items() if required <= flags]
+
+
+@cache
+def _flags_of_cpuid(path: Path) -> frozenset[str]:
+    """Return those of `_FLAGS_OF_CPUID` that the processor has, read with a library that it can run; empty if there is no library."""
+    if not path.is_file():
+        return frozenset()
+    library, registers = ctypes.CDLL(str(path)), (ctypes.c_uint32 * 4)()
+    flags = set()
+    for name, subleaf, register, bit in _FLAGS_OF_CPUID:
+        library.paceline_cpuid(7, subleaf, registers)
+        if registers[register] >> bit & 1:
+            flags.add(name)
+    return frozenset(flags)
 
 
 def fastest_page_sums() -> PageSums:

@@ -5,7 +5,6 @@
 
 #include <math.h>
 
-INLINE floats max_floats(floats a, floats b) { return __builtin_elementwise_max(a, b); }
 /* Return the bits of |x|, which as integers are in the order of |x|; NaN is larger than infinity. */
 INLINE words magnitude_bits(floats x) { return (words)x & 0x7FFFFFFFu; }
 
@@ -17,18 +16,18 @@ float max_or_nan(const float *x, int count) {
     for (; at + 4 * LANES <= count; at += 4 * LANES)
         for (int part = 0; part < 4; part++) {
             const floats numbers = load(x + at + part * LANES);
-            maxima[part] = max_floats(maxima[part], numbers);
+            maxima[part] = __builtin_elementwise_max(maxima[part], numbers);
             magnitudes[part] = __builtin_elementwise_max(magnitudes[part], magnitude_bits(numbers));
         }
     for (; at < count; at += LANES) {
         const floats numbers = load_padded(x + at, count - at < LANES ? count - at : LANES, -INFINITY);
-        maxima[0] = max_floats(maxima[0], numbers);
+        maxima[0] = __builtin_elementwise_max(maxima[0], numbers);
         magnitudes[0] = __builtin_elementwise_max(magnitudes[0], magnitude_bits(numbers));
     }
     const words largest =
         __builtin_elementwise_max(__builtin_elementwise_max(magnitudes[0], magnitudes[1]), __builtin_elementwise_max(magnitudes[2], magnitudes[3]));
     if (__builtin_reduce_or((ints)(largest > (words){0} + 0x7F800000u))) return NAN;
-    return __builtin_reduce_max(max_floats(max_floats(maxima[0], maxima[1]), max_floats(maxima[2], maxima[3])));
+    return __builtin_reduce_max(__builtin_elementwise_max(__builtin_elementwise_max(maxima[0], maxima[1]), __builtin_elementwise_max(maxima[2], maxima[3])));
 }
 
 /* Compute the maximum of each block of `size` numbers; the last block may be shorter. */

@@ -11,10 +11,12 @@
 
 #include "vectors.h"
 
-#if defined(__AVX2__) || defined(__AVX512F__)
+#ifdef __AVX2__
 #include <immintrin.h>
-#elif defined(__ARM_FEATURE_DOTPROD)
+#define DOT_SHIFT 0
+#else
 #include <arm_neon.h>
+#define DOT_SHIFT (128 * HAS_DOT)
 #endif
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
@@ -36,11 +38,6 @@
 #define DOT_WORDS (HAS_DOT ? 1 : 2)
 #define NARROW_WORDS (HAS_PAIRS ? 1 : DOT_WORDS)
 #define TABLE_WORDS (HAS_SIGNS ? 1 : DOT_WORDS)
-#if defined(__ARM_FEATURE_DOTPROD)
-#define DOT_SHIFT 128
-#else
-#define DOT_SHIFT 0
-#endif
 #define TABLE_SHIFT (HAS_SIGNS ? 128 : DOT_SHIFT)
 
 typedef int16_t shorts __attribute__((vector_size(64)));
@@ -72,10 +69,10 @@ INLINE words look_up(words indices, bytes table) {
     memcpy(&indices, parts, sizeof indices);
     return indices;
 #else
-    uint8_t at[sizeof(words)];
-    memcpy(at, &indices, sizeof at);
-    for (size_t i = 0; i < sizeof at; i++) at[i] = table[at[i]];
-    memcpy(&indices, at, sizeof at);
+    uint8x16_t parts[4];
+    memcpy(parts, &indices, sizeof parts);
+    for (int i = 0; i < 4; i++) parts[i] = vqtbl1q_u8((uint8x16_t)table, parts[i]);
+    memcpy(&indices, parts, sizeof parts);
     return indices;
 #endif
 }

@@ -8,10 +8,15 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <time.h>
 
 #if defined(__x86_64__)
 #define SPIN_PAUSE() __builtin_ia32_pause()
+/* Run the instruction cpuid. Windows does not report all instruction sets of a processor. */
+void paceline_cpuid(uint32_t leaf, uint32_t subleaf, uint32_t *result) {
+    __asm__("cpuid" : "=a"(result[0]), "=b"(result[1]), "=c"(result[2]), "=d"(result[3]) : "a"(leaf), "c"(subleaf));
+}
 #else
 #define SPIN_PAUSE() ((void)0)
 #endif

@@ -1,14 +1,18 @@
-"""The kernels compiled for Windows compute, under Wine, the bits they compute here: a recorded pass, run again by a small program."""
+"""Kernels compiled for Windows (under Wine) and Arm (under qemu) compute the bits they compute here.
+
+A small program runs a recorded pass again.
+"""
 
 import ctypes
 import gc
 import importlib.util
 import os
+import platform
 import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -28,11 +32,18 @@ REPOSITORY = Path(__file__).parents[3]
 KERNELS = REPOSITORY / "src/paceline/runtimes/native/kernels"
 PROGRAM = REPOSITORY / "tests/harness/run_recorded.c"
 WINE = shutil.which("wine64") or shutil.which("wine64", path="/usr/lib/wine") or shutil.which("wine")
+QEMU = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+NEEDS_QEMU = pytest.mark.skipif(QEMU is None, reason="needs qemu (apt install qemu-user)")
 
 pytestmark = [
-    pytest.mark.skipif(not BUILT, reason="no native kernels for this machine"),
-    pytest.mark.skipif(WINE is None, reason="needs Wine (apt install wine64)"),
+    pytest.mark.skipif(not BUILT or platform.machine() != "x86_64", reason="no native kernels for x86-64 here"),
     pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="needs the compiler that builds wheels (pip install ziglang)"),
+]
+SYSTEMS = [
+    pytest.param(("windows", "x86_64_v3"), id="windows", marks=pytest.mark.skipif(WINE is None, reason="needs Wine (apt install wine64)")),
+    # a C library for Arm is compiled, too: a minute
+    pytest.param(("cortex-a72", "armv8"), id="arm", marks=[NEEDS_QEMU, pytest.mark.long]),
+    pytest.param(("max", "armv8_dotprod"), id="arm_dotprod", marks=[NEEDS_QEMU, pytest.mark.long]),
 ]
 
 
@@ -85,36 +96,45 @@ def record_pass(network: NativeNetwork, record: Path) -> tuple[dict[int, int], d
     return regions, {array.ctypes.data: array.tobytes() for array in results}
 
 
-def compiled(output: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu", *arguments, "-o", str(output)]
+def compile_for(target: str, output: Path, *arguments: str) -> None:
+    command = [sys.executable, "-m", "ziglang", "cc", "-target", target, *arguments, "-o", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `kernels.dll`, compiled as for a wheel, and `run_recorded.exe`."""
+def run_with(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sequence[str]]:
+    """A folder with kernels as in a wheel and a program that runs `record` there, and the command that starts it."""
     pytest.importorskip("hatchling")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(REPOSITORY)
-        from hatch_build import FLAGS, WINDOWS_FLAGS, X86_64
-    folder = tmp_path_factory.mktemp("windows")
+        from hatch_build import ARM_64, FLAGS, POSIX_FLAGS, WINDOWS_FLAGS, X86_64
+    system, level = request.param
+    folder = tmp_path_factory.mktemp(system)
     sources = [str(path) for path in sorted(KERNELS.glob("*.c"))]
-    compiled(folder / "kernels.dll", *FLAGS, *WINDOWS_FLAGS, *X86_64["x86_64_v3"], *sources)
-    options = ("-O1", "-g0", "-s", "-nostdlib", "-fno-builtin", "-fno-stack-protector")
-    compiled(folder / "run_recorded.exe", *options, str(PROGRAM), "-lkernel32")
-    return folder
+    if system == "windows":
+        compile_for("x86_64-windows-gnu", folder / "kernels.dll", *FLAGS, *WINDOWS_FLAGS, *X86_64[level], *sources)
+        options = ("-O1", "-g0", "-s", "-nostdlib", "-fno-builtin", "-fno-stack-protector")
+        compile_for("x86_64-windows-gnu", folder / "run.exe", *options, str(PROGRAM), "-lkernel32")
+        return folder, (str(WINE), "run.exe")
+    flags = [flag for flag in (*FLAGS, *POSIX_FLAGS) if flag != "-shared"]
+    compile_for("aarch64-linux-musl", folder / "run", *flags, *ARM_64[level], "-static", *sources, str(PROGRAM))
+    return folder, (str(QEMU), "-cpu", system, "./run")
 
 
+@pytest.mark.parametrize("run_with", SYSTEMS, indirect=True)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_recorded_pass_is_bit_equal_with_the_windows_kernels(dtype: str, built: Path, tmp_path: Path) -> None:
+def test_recorded_pass_is_bit_equal_with_kernels_of_another_system(
+    dtype: str, run_with: tuple[Path, Sequence[str]], tmp_path: Path
+) -> None:
+    built, command = run_with
     target = write_checkpoint(tmp_path / "target", "qwen2", hidden_size=128, intermediate_size=256, num_hidden_layers=2)
     network = load_runtime(target, RuntimeOptions(backend="native", num_threads=4, dtype=WeightType(dtype))).runtime
     assert isinstance(network, NativeNetwork)
     record, result = built / "record", built / "result"
     regions, expected = record_pass(network, record)
     environment = {**os.environ, "WINEPREFIX": str(built / "wine"), "WINEDEBUG": "-all"}
-    subprocess.run([str(WINE), "run_recorded.exe"], check=True, env=environment, cwd=built)
+    subprocess.run(command, check=True, env=environment, cwd=built)
     content, at, compared = result.read_bytes(), 0, 0
     for address, size in regions.items():
         if address in expected:
