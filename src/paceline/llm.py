@@ -55,7 +55,7 @@ class LLM(metaclass=_AttributeHints):
         dtype: type of activations: "auto" (as the weights are stored), "bf16", "f16" or "f32". Except with "f32", activations are rounded
             to 8 bits before they are multiplied by a quantised matrix on the CPU.
         quantization: quantise the weights while loading: "none", "int8", "int4" or `QuantOptions`; the result is cached on disk.
-        threads: CPU threads, at most the number of processors that this process may use; None = that number.
+        threads: CPU threads, at most the number of processors that this process may use; None = that number, without efficiency cores.
         max_model_len: maximum number of tokens of prompt and output together; None = the model's maximum.
         kv_cache_dtype: type of keys and values: "f32", "bf16", "f16" or "int8" (one scale per row and head); "auto" = `dtype`, f16 for
             quantised GGUF files.
