@@ -28,6 +28,7 @@ MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm3": HYBRIDS["lfm3"],
     "granite": HYBRIDS["granite"],
     "nemotron_h": HYBRIDS["nemotron_h"],
+    "falcon_h1": HYBRIDS["falcon_h1"],
     "gemma4": ("gemma4_text", {**GEMMA4, "final_logit_softcapping": 30.0}),  # layers of two sizes, and some that share keys
 }
 """Targets that are more than a family: its name, and values of the config. Windows of less than a block move within and across blocks."""

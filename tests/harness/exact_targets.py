@@ -11,7 +11,7 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.network import NativeNetwork
 
-HYBRIDS = ["qwen3_5", "lfm3", "granite"]
+HYBRIDS = ["qwen3_5", "lfm3", "granite", "falcon_h1"]
 """Those with recurrent layers, which take no trees as paths."""
 TARGETS = ["llama", "qwen2", "qwen3", "mini", "sliding", "gpt_oss", "gemma4", *HYBRIDS]
 DTYPES = ["f32", "bf16"]

@@ -45,6 +45,24 @@ NEMOTRON: dict[str, Any] = {
     "n_groups": 2,
     "ssm_state_size": 24,
 }
+FALCON: dict[str, Any] = {
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+}
+FALCON_FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.7,
+    "ssm_multipliers": [0.6, 1.4, 0.7, 1.3, 0.5],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.8,
+    "mlp_multipliers": [1.6, 0.5],
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", DELTA),
     "qwen3_5-tied": ("qwen3_5_text", {**DELTA, "tie_word_embeddings": True, "linear_key_head_dim": 24, "linear_value_head_dim": 32}),
@@ -88,6 +106,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_bias": True,
         },
     ),
+    "falcon_h1": ("falcon_h1", {**FALCON, **FALCON_FACTORS}),
+    "falcon_h1-normed": ("falcon_h1", {**FALCON, **FALCON_FACTORS, "mamba_rms_norm": True, "mlp_bias": True, "time_step_limit": [0.3, 0.6]}),
+    "falcon_h1-normed-last": ("falcon_h1", {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False}),
 }
 """By a name: the family and values of its config."""
 

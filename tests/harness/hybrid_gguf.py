@@ -20,18 +20,21 @@ ARCHITECTURES = {
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
     "nemotron_h": "nemotron_h",
+    "falcon_h1": "falcon-h1",
 }
 _PLAIN = {
     "backbone.embeddings.weight": "token_embd.weight",
     "backbone.norm_f.weight": "output_norm.weight",
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
+    "model.final_layernorm.weight": "output_norm.weight",
     "model.embedding_norm.weight": "token_embd_norm.weight",
     "lm_head.weight": "output.weight",
 }
 _PARTS = {
     "input_layernorm.weight": "attn_norm.weight",
     "operator_norm.weight": "attn_norm.weight",
+    "pre_ff_layernorm.weight": "ffn_norm.weight",
     "ffn_norm.weight": "ffn_norm.weight",
     "self_attn.q_proj.weight": "attn_q.weight",
     "self_attn.k_proj.weight": "attn_k.weight",
@@ -172,6 +175,8 @@ def _metadata(values: Mapping[str, Any], tensors: Mapping[str, Floats]) -> dict[
         return found | _qwen_metadata(values)
     if family == "nemotron_h":
         return found | _nemotron_metadata(values)
+    if family == "falcon_h1":
+        return found | _mamba_metadata(values) | {"{a}.ssm.inner_size": values["mamba_d_ssm"]}
     counts = [0 if kind in ("conv", "linear_attention", "mamba") else values["num_key_value_heads"] for kind in values["layer_types"]]
     own = _granite_metadata(values) if family == "granitemoehybrid" else _lfm2_metadata(values, len(tensors["blk.0.ffn_gate.weight"]))
     return found | {"{a}.attention.head_count_kv": counts} | own
@@ -213,14 +218,20 @@ def _lfm2_metadata(values: Mapping[str, Any], width: int) -> dict[str, Any]:
     }
 
 
-def _granite_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
-    has_experts = values["num_local_experts"] > 0
-    found = {
+def _mamba_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "{a}.ssm.conv_kernel": values["mamba_d_conv"],
         "{a}.ssm.state_size": values["mamba_d_state"],
         "{a}.ssm.group_count": values["mamba_n_groups"],
         "{a}.ssm.time_step_rank": values["mamba_n_heads"],
         "{a}.ssm.inner_size": values["mamba_n_heads"] * values["mamba_d_head"],
+    }
+
+
+def _granite_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
+    has_experts = values["num_local_experts"] > 0
+    found = {
+        **_mamba_metadata(values),
         "{a}.feed_forward_length": values["intermediate_size" if has_experts else "shared_intermediate_size"],
         "{a}.attention.scale": float(values["attention_multiplier"]),
         "{a}.embedding_scale": float(values["embedding_multiplier"]),
@@ -275,6 +286,7 @@ def hybrid_tensors(tensors: Mapping[str, Floats], values: Mapping[str, Any], *, 
     for name, array in tensors.items():
         is_offset = values["model_type"].startswith("qwen") and name.endswith("norm.weight") and "linear_attn" not in name
         stored = array + np.float32(1) if is_offset or name.startswith("mtp.pre_fc_norm") else array
+        stored = _times_falcon_factors(name, stored, values) if values["model_type"] == "falcon_h1" else stored
         module = re.fullmatch(r"(?:model\.)?mtp\.(fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm)\.weight", name)
         layer = re.fullmatch(r"(model\.layers|backbone\.layers|mtp\.layers|model\.mtp\.layers)\.(\d+)\.(.*)", name)
         if module is not None:
@@ -293,6 +305,27 @@ def hybrid_tensors(tensors: Mapping[str, Floats], values: Mapping[str, Any], *, 
     return found | {name: np.stack([stack[number] for number in sorted(stack)]) for name, stack in experts.items()}
 
 
+def _times_falcon_factors(name: str, array: Floats, values: Mapping[str, Any]) -> Floats:
+    """Falcon-H1's factors are in the weights of its GGUF files."""
+    attention_in, key = (np.float32(values[f"{part}_multiplier"]) for part in ("attention_in", "key"))
+    factors = {
+        "embed_tokens.weight": values["embedding_multiplier"],
+        "lm_head.weight": values["lm_head_multiplier"],
+        "q_proj.weight": attention_in,
+        "k_proj.weight": attention_in * key,
+        "v_proj.weight": attention_in,
+        "self_attn.o_proj.weight": values["attention_out_multiplier"],
+        "gate_proj.weight": values["mlp_multipliers"][0],
+        "down_proj.weight": values["mlp_multipliers"][1],
+        "mamba.out_proj.weight": values["ssm_out_multiplier"],
+    }
+    if name.endswith("mamba.in_proj.weight"):
+        inner, keys = values["mamba_d_ssm"], values["mamba_n_groups"] * values["mamba_d_state"]
+        rows = np.repeat(np.float32(values["ssm_multipliers"]), (inner, inner, keys, keys, values["mamba_n_heads"]))
+        return array * (rows * np.float32(values["ssm_in_multiplier"]))[:, None]
+    return array * next((np.float32(factor) for part, factor in factors.items() if name.endswith(part)), np.float32(1))
+
+
 def _layer_tensors(block: str, part: str, array: Floats, values: Mapping[str, Any], *, fuses_inputs: bool) -> dict[str, Floats]:
     family = values["model_type"]
     if part == "post_attention_layernorm.weight":
@@ -305,6 +338,8 @@ def _layer_tensors(block: str, part: str, array: Floats, values: Mapping[str, An
         return {f"{block}ffn_{_MLP[mlp[2]]}{'_shexp' if 'shared' in mlp[1] else ''}.weight": array}
     if part == "mlp.shared_expert_gate.weight":
         return {f"{block}ffn_gate_inp_shexp.weight": array[0]}
+    if family == "falcon_h1":
+        return {block + _PARTS[part]: _mamba_values(part, array, values["mamba_n_groups"])}
     if part.startswith("linear_attn."):
         return _delta_tensors(block, part, array, values, fuses_inputs=fuses_inputs)
     return {block + _PARTS[part]: array.reshape(len(array), -1) if part.endswith("conv.weight") else array}

@@ -26,7 +26,7 @@ WIDE = {**DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": 32}
 """Three value heads a key head, each of them one run of columns."""
 NARROW = {**DELTA, "linear_num_value_heads": 4, "linear_value_head_dim": 24}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
-SHORT, NEMOTRON = hybrid_checkpoints.SHORT, hybrid_checkpoints.NEMOTRON
+SHORT, NEMOTRON, FALCON = hybrid_checkpoints.SHORT, hybrid_checkpoints.NEMOTRON, hybrid_checkpoints.FALCON
 MAMBA = {**hybrid_checkpoints.MAMBA, "shared_intermediate_size": 64}  # runs of 32 columns
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35": ("qwen3_5_text", WIDE),
@@ -64,6 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_bias": True,
         },
     ),
+    "falcon-h1": ("falcon_h1", {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
 }
 QWEN = [case for case in CASES if case.startswith("qwen")]
 BY_CASE = pytest.mark.parametrize("case", CASES)
@@ -111,6 +112,13 @@ def test_hybrid_gguf_has_the_config_tensors_and_logits_of_its_directory(checkpoi
     assert differ(logits(path, BACKENDS[-1]), logits(directory, BACKENDS[-1])) <= 1e-5
 
 
+def test_falcon_h1_gguf_with_factors_in_its_weights_has_equal_logits(tmp_path: Path) -> None:
+    family, values = hybrid_checkpoints.CASES["falcon_h1"]
+    directory = write_checkpoint(tmp_path / "model", family, **values)
+    path = write_hybrid_gguf(directory, tmp_path / "model.gguf")
+    assert differ(logits(path, BACKENDS[-1]), logits(directory, BACKENDS[-1])) <= 1e-5
+
+
 def test_early_qwen3_next_gguf_with_fused_ssm_inputs_is_read(checkpoint: Make, tmp_path: Path) -> None:
     directory = checkpoint("qwen3next")
     path = write_hybrid_gguf(directory, tmp_path / "model.gguf", fuses_inputs=True)
@@ -138,7 +146,7 @@ def test_quantised_hybrid_gguf_values_equal_those_of_the_gguf_package(checkpoint
         assert (facts.shape, facts.nbytes) == (found[name].shape, found[name].nbytes), name
     if block_type != "F16" and case in QWEN:
         is_moved_by_runs = CASES[case][1]["linear_value_head_dim"] == 32
-        assert isinstance(found["layers.0.o_proj.weight"], GroupedTensor) is is_moved_by_runs
+        assert isinstance(found["layers.0.out_proj.weight"], GroupedTensor) is is_moved_by_runs
         assert isinstance(found["layers.0.conv_proj.weight"], GroupedTensor)
         assert isinstance(found["layers.3.attention_gate.weight"], GroupedTensor)
     for backend in BACKENDS if case in ("qwen35", "lfm2moe", "granitehybrid") else ("torch",):

@@ -19,7 +19,17 @@ from paceline.errors import CheckpointError
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import ModelConfig, WeightType, read_config
-from paceline.models.layers import AttentionConfig, AttentionGate, ExpertMLP, LayerConfig, Mamba2Config, NormOrder, QKNorm, RouterScoring
+from paceline.models.layers import (
+    AttentionConfig,
+    AttentionGate,
+    ExpertMLP,
+    GatedNorm,
+    LayerConfig,
+    Mamba2Config,
+    NormOrder,
+    QKNorm,
+    RouterScoring,
+)
 from paceline.models.quantize import quantization_schemes
 from paceline.models.weights import as_float32
 from paceline.runtimes.base import FloatArray, Network, Numerics, assemble_pass
@@ -122,11 +132,11 @@ def test_hybrid_tree_rows_continue_from_the_state_of_their_parent(references: Ca
 def mixers(change: Callable[[Any], Any], kind: type = AttentionConfig) -> Callable[[ModelConfig], ModelConfig]:
     """Another mixer in every layer with one of this kind."""
 
-    def changed(config: ModelConfig) -> ModelConfig:
-        layers = (replace(layer, mixer=change(layer.mixer)) if isinstance(layer.mixer, kind) else layer for layer in config.layers)
-        return replace(config, layers=tuple(layers))
+    def changed(layer: LayerConfig) -> LayerConfig:
+        places = [place for place in ("mixer", "parallel_mixer") if isinstance(getattr(layer, place), kind)]
+        return replace(layer, **{place: change(getattr(layer, place)) for place in places})
 
-    return changed
+    return layers(changed)
 
 
 def layers(change: Callable[[LayerConfig], LayerConfig]) -> Callable[[ModelConfig], ModelConfig]:
@@ -169,6 +179,18 @@ CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("nemotron_h-moe", routing(factor=1.0)),
     ("nemotron_h-moe", routing(has_correction_bias=False)),
     ("granite-rope", mixers(lambda mixer: replace(mixer, dt_limits=(0.0, 1e9)), Mamba2Config)),
+    ("falcon_h1", lambda config: replace(config, embedding_scale=1.0)),
+    ("falcon_h1", lambda config: replace(config, logit_scale=1.0)),
+    ("falcon_h1", mixers(lambda mixer: replace(mixer, scale=0.25))),
+    ("falcon_h1", mixers(lambda mixer: replace(mixer, value_scale=1.0))),
+    ("falcon_h1", mixers(lambda mixer: replace(mixer, gate_scale=1.0), Mamba2Config)),
+    ("falcon_h1", mixers(lambda mixer: replace(mixer, conv_scales=(1.0, 1.0, 1.0)), Mamba2Config)),
+    ("falcon_h1", mixers(lambda mixer: replace(mixer, dt_scale=1.0), Mamba2Config)),
+    ("falcon_h1", mixers(lambda mixer: replace(mixer, output_scale=1.0), Mamba2Config)),
+    ("falcon_h1", layers(lambda layer: replace(layer, mlp=replace(layer.mlp, gate_scale=1.0)))),  # type: ignore[call-arg]
+    ("falcon_h1", layers(lambda layer: replace(layer, mlp=replace(layer.mlp, output_scale=1.0)))),  # type: ignore[call-arg]
+    ("falcon_h1-normed", mixers(lambda mixer: replace(mixer, norm=GatedNorm.AFTER_GATE), Mamba2Config)),
+    ("falcon_h1-normed-last", mixers(lambda mixer: replace(mixer, norm=GatedNorm.BEFORE_GATE), Mamba2Config)),
 ]
 
 
@@ -251,6 +273,7 @@ def test_shape_and_size_of_derived_hybrid_tensors_are_known_before_reading(refer
         ("granite-moe", "model.layers.2.shared_mlp.output_linear.weight"),
         ("nemotron_h-moe", "model.layers.1.mixer.fc1_latent_proj.weight"),
         ("nemotron_h-moe", "model.norm_f.weight"),
+        ("falcon_h1-normed", "model.layers.2.mamba.out_proj.weight"),
     ],
 )
 def test_missing_or_misshapen_hybrid_tensor_is_named(references: Callable[[str], Reference], tmp_path: Path, case: str, name: str) -> None:

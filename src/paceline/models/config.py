@@ -113,7 +113,7 @@ class ModelConfig:
     @property
     def recurrent_layers(self) -> dict[int, Recurrent]:
         """Return the settings of recurrent mixers, by layer index."""
-        return {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, Recurrent)}
+        return {index: mixer for index, layer in enumerate(self.layers) for mixer in layer.mixers if isinstance(mixer, Recurrent)}
 
     @property
     def per_layer_input_size(self) -> int:
@@ -267,7 +267,7 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
         has_norm_offset=family.has_norm_offset,
         embedding_scale=_read_embedding_scale(fields, family),
-        logit_scale=1 / fields.positive_number("logits_scaling", 1.0) if family.has_multipliers else 1.0,
+        logit_scale=_read_logit_scale(fields) if family.has_multipliers else 1.0,
         logit_soft_cap=builder.soft_cap("final_logit_softcapping") if family.has_logit_soft_cap else None,
         bos_token_id=_read_bos_token_id(generation, fields.values),
         eos_token_ids=_read_eos_token_ids(generation_fields, fields),
@@ -293,6 +293,10 @@ def _read_per_layer_vocab_size(fields: JsonFields) -> int:
             f"{fields.path}: vocab_size_per_layer_input = {size} is below vocab_size = {vocab_size}: some tokens have no input"
         )
     return size
+
+
+def _read_logit_scale(fields: JsonFields) -> float:
+    return fields.positive_number("lm_head_multiplier", 1.0) / fields.positive_number("logits_scaling", 1.0)
 
 
 def _read_embedding_scale(fields: JsonFields, family: Family) -> float:

@@ -170,6 +170,14 @@ class GatedDeltaConfig:
         return 2 * self.state_shape.key_width + self.state_shape.value_width
 
 
+class GatedNorm(Enum):
+    """Position of the norm of a recurrent mixer's output relative to its gate."""
+
+    AFTER_GATE = "after_gate"  # norm(silu(z) * y)
+    BEFORE_GATE = "before_gate"  # silu(z) * norm(y)
+    NONE = "none"  # silu(z) * y
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config:
     """A Mamba-2 mixer after a short convolution of x, B and C, concatenated in this order.
@@ -181,7 +189,9 @@ class Mamba2Config:
         kernel_size: as in `GatedDeltaConfig`.
         conv_bias: the convolution has a bias.
         bias: the projections have a bias.
-        norm_groups: the gated output is split into this many groups, which are normalised separately.
+        norm_groups: the output is split into this many groups, which are normalised separately.
+        gate_scale, dt_scale, output_scale: factors of the gate z, of dt before its bias is added, and of the mixer's output.
+        conv_scales: factors of the convolution's weights for x, B and C, which are multiplied when they are loaded.
 
     Source: Dao and Gu 2024, "Transformers are SSMs", section 7.
     """
@@ -191,10 +201,15 @@ class Mamba2Config:
     num_groups: int
     state_size: int
     kernel_size: int
+    norm: GatedNorm = GatedNorm.AFTER_GATE
     norm_groups: int = 1
     conv_bias: bool = True
     bias: bool = False
     dt_limits: tuple[float, float] = (0.0, float("inf"))
+    gate_scale: float = 1.0
+    dt_scale: float = 1.0
+    output_scale: float = 1.0
+    conv_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     @property
     def state_shape(self) -> RecurrentStateShape:
@@ -238,12 +253,15 @@ class DenseMLP:
 
     Attributes:
         has_gate: there is a gate projection. False = the MLP computes down(activation(up(x)) * up(x)): with ReLU, squared ReLU.
+        gate_scale, output_scale: factors of the gate projection's result, before the activation, and of the MLP's output.
     """
 
     intermediate_size: int
     activation: Activation | ClampedSwiGLU = Activation.SILU
     bias: bool = False
     has_gate: bool = True
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
 
 
 class RouterScoring(Enum):
@@ -333,6 +351,7 @@ class LayerConfig:
 
     Attributes:
         mixer, mlp: one of the two may be None: the layer then has neither this part nor its norm.
+        parallel_mixer: a second mixer of the same input, whose output is added to that of `mixer`, an attention; None = there is none.
         residual_scale: outputs of mixer and MLP are multiplied by it before they are added to the residual stream.
         per_layer_input: settings of the per-layer input; None = there is none.
         has_output_scale: the residual stream after the layer is multiplied by a learned scalar.
@@ -341,11 +360,17 @@ class LayerConfig:
 
     mixer: AttentionConfig | Recurrent | None
     mlp: DenseMLP | ExpertMLP | None
+    parallel_mixer: Recurrent | None = None
     norm_order: NormOrder = NormOrder.PRE
     residual_scale: float = 1.0
     per_layer_input: PerLayerInput | None = None
     has_output_scale: bool = False
     convolution: BlockConvolution | None = None
+
+    @property
+    def mixers(self) -> "tuple[AttentionConfig | Recurrent, ...]":
+        """Return the layer's mixers: none, one, or an attention and a recurrent one."""
+        return tuple(mixer for mixer in (self.mixer, self.parallel_mixer) if mixer is not None)
 
     @property
     def attention(self) -> AttentionConfig:

@@ -13,6 +13,7 @@ from paceline.models.layers import (
     DenseMLP,
     ExpertMLP,
     GatedDeltaConfig,
+    GatedNorm,
     LayerConfig,
     NormOrder,
     QKNorm,
@@ -49,8 +50,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         shapes |= {f"{part}_norm.weight": (hidden,) for part in parts}
     if layer.norm_order.has_output_norm:
         shapes |= {f"{part}_output_norm.weight": (hidden,) for part in parts}
-    if layer.mixer is not None:
-        shapes |= _mixer_shapes(layer.mixer, hidden)
+    for mixer in layer.mixers:
+        shapes |= _mixer_shapes(mixer, hidden)
     if mlp is not None:
         shapes |= _expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden)
     if layer.per_layer_input is not None:
@@ -94,7 +95,7 @@ def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...
     shapes: dict[str, tuple[int, ...]] = {"conv.weight": (channels, mixer.kernel_size)}
     if isinstance(mixer, ShortConvConfig):
         shapes |= {"conv.bias": (channels,)} if mixer.bias else {}
-        return shapes | _projection_shapes(dict.fromkeys(("conv_proj", "b_proj", "c_proj", "o_proj"), (hidden, hidden, mixer.bias)))
+        return shapes | _projection_shapes(dict.fromkeys(("conv_proj", "b_proj", "c_proj", "out_proj"), (hidden, hidden, mixer.bias)))
     state = mixer.state_shape
     shapes |= {"decay.weight": (state.heads,), "decay.bias": (state.heads,)}
     if isinstance(mixer, GatedDeltaConfig):
@@ -102,10 +103,11 @@ def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...
         gates, bias = {"b_proj": (state.heads, hidden, False), "a_proj": (state.heads, hidden, False)}, False
     else:
         shapes |= {"conv.bias": (channels,)} if mixer.conv_bias else {}
-        shapes |= {"skip.weight": (state.heads,), "gated_norm.weight": (state.value_width,)}
+        shapes |= {"skip.weight": (state.heads,)}
+        shapes |= {} if mixer.norm is GatedNorm.NONE else {"gated_norm.weight": (state.value_width,)}
         gates, bias = {"dt_proj": (state.heads, hidden, mixer.bias)}, mixer.bias
     matrices = {"conv_proj": (channels, hidden, bias), "z_proj": (state.value_width, hidden, bias), **gates}
-    return shapes | _projection_shapes({**matrices, "o_proj": (hidden, state.value_width, bias)})
+    return shapes | _projection_shapes({**matrices, "out_proj": (hidden, state.value_width, bias)})
 
 
 def _projection_shapes(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
@@ -202,8 +204,8 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
 def _layer_checkpoint_names(layer: LayerConfig, config: ModelConfig) -> dict[str, str]:
     """Return the checkpoint names of a layer's modules, and of tensors whose checkpoint name does not follow from their module."""
     family = FAMILIES[config.family]
-    recurrent = _recurrent_checkpoint_names(layer.mixer, family.recurrent_module) if isinstance(layer.mixer, Recurrent) else {}
-    return {**_CHECKPOINT_MODULES, **_NORMS[layer.norm_order], **family.module_names, **recurrent}
+    recurrent = [_recurrent_checkpoint_names(mixer, family.recurrent_module) for mixer in layer.mixers if isinstance(mixer, Recurrent)]
+    return {**_CHECKPOINT_MODULES, **_NORMS[layer.norm_order], **family.module_names, **(recurrent[0] if recurrent else {})}
 
 
 def _recurrent_checkpoint_names(mixer: Recurrent, prefix: str) -> dict[str, str]:
@@ -212,6 +214,6 @@ def _recurrent_checkpoint_names(mixer: Recurrent, prefix: str) -> dict[str, str]
         projections = {"conv_proj": "in_proj_qkv", "z_proj": "in_proj_z", "b_proj": "in_proj_b", "a_proj": "in_proj_a"}
     else:
         projections = dict.fromkeys(("conv_proj", "z_proj", "b_proj", "c_proj", "dt_proj"), "in_proj")
-    names = {"decay.weight": "A_log", "decay.bias": "dt_bias", "skip.weight": "D", "gated_norm": "norm", "o_proj": "out_proj"}
+    names = {"decay.weight": "A_log", "decay.bias": "dt_bias", "skip.weight": "D", "gated_norm": "norm", "out_proj": "out_proj"}
     names["conv"] = "conv" if isinstance(mixer, ShortConvConfig) else "conv1d"
     return {name: f"{prefix}.{stored}" for name, stored in {**projections, **names}.items()}

@@ -4,6 +4,7 @@ Each runtime implements `Blocks`. The torch runtime computes tensors; the native
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Protocol, TypeVar
 
 from paceline.errors import ConfigError
@@ -17,6 +18,7 @@ from paceline.models.layers import (
     DenseMLP,
     ExpertMLP,
     GatedDeltaConfig,
+    GatedNorm,
     LayerConfig,
     Mamba2Config,
     QKNorm,
@@ -209,12 +211,15 @@ def attention_block(blocks: Blocks[Value], attention: AttentionConfig, x: Value,
         k, v = normed_and_rotated(kv[0], "k_norm", attention.num_kv_heads, attention.key_rope), kv[-1]
         if attention.has_value_norm:
             v = blocks.head_norm(v, None, attention.num_kv_heads)
-        if attention.value_scale != 1.0:
-            v = blocks.scale(v, attention.value_scale)
-        attended = blocks.attention(q, (k, v), attention, layer)
+        attended = blocks.attention(q, (k, _scaled(blocks, v, attention.value_scale)), attention, layer)
     if gate is not None:
         attended = blocks.gated(gate, attended, Activation.SIGMOID)
     return blocks.linear(attended, prefix + "o_proj")[0]
+
+
+def _scaled(blocks: Blocks[Value], x: Value, factor: float) -> Value:
+    """Return x * factor, without an operation if the factor is 1."""
+    return x if factor == 1.0 else blocks.scale(x, factor)
 
 
 def recurrent_block(blocks: Blocks[Value], mixer: Recurrent, x: Value, layer: int) -> Value:
@@ -234,16 +239,23 @@ def recurrent_block(blocks: Blocks[Value], mixer: Recurrent, x: Value, layer: in
         mixed = blocks.gated(z, blocks.head_norm(mixed, prefix + "gated_norm", mixer.num_value_heads), Activation.SILU)
     else:
         taken, z, dt = projected("conv_proj", "z_proj", "dt_proj")
-        mixed = blocks.mamba2(blocks.convolution(taken, mixer, layer), dt, mixer, layer)
-        mixed = blocks.group_norm(blocks.gated(z, mixed, Activation.SILU), prefix + "gated_norm", mixer.norm_groups)
-    return blocks.linear(mixed, prefix + "o_proj")[0]
+        mixed = blocks.mamba2(blocks.convolution(taken, mixer, layer), _scaled(blocks, dt, mixer.dt_scale), mixer, layer)
+        if mixer.norm is GatedNorm.BEFORE_GATE:
+            mixed = blocks.group_norm(mixed, prefix + "gated_norm", mixer.norm_groups)
+        mixed = blocks.gated(_scaled(blocks, z, mixer.gate_scale), mixed, Activation.SILU)
+        if mixer.norm is GatedNorm.AFTER_GATE:
+            mixed = blocks.group_norm(mixed, prefix + "gated_norm", mixer.norm_groups)
+        return _scaled(blocks, blocks.linear(mixed, prefix + "out_proj")[0], mixer.output_scale)
+    return blocks.linear(mixed, prefix + "out_proj")[0]
 
 
-def token_mixer(blocks: Blocks[Value], mixer: AttentionConfig | Recurrent, x: Value, layer: int) -> Value:
-    """Return the output of a layer's token mixer, attention or recurrent, for rows x."""
-    if isinstance(mixer, AttentionConfig):
-        return attention_block(blocks, mixer, x, layer)
-    return recurrent_block(blocks, mixer, x, layer)
+def token_mixer(blocks: Blocks[Value], mixers: Sequence[AttentionConfig | Recurrent], x: Value, layer: int) -> Value:
+    """Return the sum of the outputs of a layer's token mixers, attention or recurrent, for rows x."""
+    outputs = [
+        attention_block(blocks, mixer, x, layer) if isinstance(mixer, AttentionConfig) else recurrent_block(blocks, mixer, x, layer)
+        for mixer in mixers
+    ]
+    return reduce(blocks.add, outputs)
 
 
 def mlp_block(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int, stream: Value) -> Value:
@@ -278,8 +290,8 @@ def _dense_mlp(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> V
     *gates, up = blocks.linear(x, *([prefix + "gate_proj"] if mlp.has_gate else []), prefix + "up_proj")
     if mlp.activation is Activation.XIELU:
         return blocks.linear(blocks.xielu(up, prefix + "activation"), prefix + "down_proj")[0]
-    gate = gates[0] if gates else up
-    return blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0]
+    gate = _scaled(blocks, gates[0] if gates else up, mlp.gate_scale)
+    return _scaled(blocks, blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0], mlp.output_scale)
 
 
 def decoder_layer(
@@ -299,7 +311,7 @@ def decoder_layer(
 
     def output_norm(x: Value, name: str) -> Value:
         x = blocks.rms_norm(x, prefix + name) if order.has_output_norm else x
-        return x if config.residual_scale == 1.0 else blocks.scale(x, config.residual_scale)
+        return _scaled(blocks, x, config.residual_scale)
 
     def with_convolutions(x: Value, name: str, compute: Callable[[Value], Value]) -> Value:
         if config.convolution is None:
@@ -308,10 +320,10 @@ def decoder_layer(
         out = compute(blocks.block_convolution(x, added, config.convolution, f"{prefix}{name}_base", 0))
         return blocks.block_convolution(out, added, config.convolution, f"{prefix}{name}_base", 1)
 
-    mixer, mlp = config.mixer, config.mlp
-    if mixer is not None:
+    mixers, mlp = config.mixers, config.mlp
+    if mixers:
         normed = input_norm(x, "attention_norm") if normed is None else normed
-        mixed = with_convolutions(normed, "attention_convolution", lambda n: token_mixer(blocks, mixer, n, layer))
+        mixed = with_convolutions(normed, "attention_convolution", lambda n: token_mixer(blocks, mixers, n, layer))
         x = blocks.add(x, output_norm(mixed, "attention_output_norm"))
     if mlp is not None:
         stream = x
@@ -354,8 +366,7 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> NetworkD
             boundaries.append(decoder_layer(blocks, layer, boundaries[-1], index, layer_input=layer_input))
         hidden = blocks.rms_norm(boundaries[-1], "final_norm")
         logits = blocks.lm_head(blocks.logits_rows(hidden), "embedding" if config.tied_embeddings else "lm_head")
-        if config.logit_scale != 1.0:
-            logits = blocks.scale(logits, config.logit_scale)
+        logits = _scaled(blocks, logits, config.logit_scale)
         if config.logit_soft_cap is not None:
             logits = blocks.soft_cap(logits, config.logit_soft_cap)
         collected = {f"{COLLECTED}.{place}": boundaries[layer] for place, layer in enumerate(collect_layers)}

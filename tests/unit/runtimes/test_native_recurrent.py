@@ -64,7 +64,7 @@ class Reference:
             else:
                 mixed = self._mamba(mixer, taken, self._of("dt_proj", x)).reshape(len(x), -1) * z
                 mixed = self._normed(mixed.reshape(len(x), mixer.norm_groups, -1)).reshape(len(x), -1) * self._weights["gated_norm.weight"]
-        return self._of("o_proj", mixed)
+        return self._of("out_proj", mixed)
 
     def _of(self, name: str, x: Doubles) -> Doubles:
         product: Doubles = x @ self._weights[f"{name}.weight"].T + self._weights.get(f"{name}.bias", 0.0)

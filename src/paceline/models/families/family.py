@@ -89,7 +89,7 @@ class Family:
         has_norm_offset: as in `ModelConfig`.
         has_scaled_embedding: embedding rows are multiplied by the square root of the hidden size.
         has_logit_soft_cap: `final_logit_softcapping` is applied to logits.
-        has_multipliers: embedding rows are multiplied by `embedding_multiplier`, logits divided by `logits_scaling`.
+        has_multipliers: embedding rows are multiplied by `embedding_multiplier`, logits by `lm_head_multiplier` / `logits_scaling`.
     """
 
     name: str

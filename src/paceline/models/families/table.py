@@ -9,6 +9,7 @@ from paceline.models.families import (
     apertus,
     ernie,
     exaone,
+    falcon_h1,
     gemma,
     gemma4,
     glm,
@@ -26,6 +27,7 @@ from paceline.models.families.family import Family
 
 _MODULES = (
     llama, apertus, ernie, hunyuan, qwen, gemma, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2, nemotron_h,
+    falcon_h1,
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 

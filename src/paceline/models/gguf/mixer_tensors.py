@@ -52,16 +52,17 @@ def mixer_tensors(file: GgufFile, config: ModelConfig) -> dict[str, MixerTensor]
     found: dict[str, MixerTensor] = {}
     is_tiled = gguf_format(FAMILIES[config.family]).has_tiled_value_heads
     for index, layer in enumerate(config.layers):
-        block, mixer, hidden = f"blk.{index}.", layer.mixer, config.hidden_size
-        if isinstance(mixer, AttentionConfig):
-            own = _gated_query_tensors(block, mixer, hidden) if mixer.gate is AttentionGate.VALUE else {}
-        elif isinstance(mixer, GatedDeltaConfig):
-            own = _delta_net_tensors(file, block, mixer, hidden, is_tiled=is_tiled)
-        elif isinstance(mixer, Mamba2Config):
-            own = _mamba2_tensors(block, mixer, hidden)
-        else:
-            own = {} if mixer is None else _short_convolution_tensors(block, mixer)
-        found |= {f"layers.{index}.{name}": tensor for name, tensor in own.items()}
+        block, hidden = f"blk.{index}.", config.hidden_size
+        for mixer in layer.mixers:
+            if isinstance(mixer, AttentionConfig):
+                own = _gated_query_tensors(block, mixer, hidden) if mixer.gate is AttentionGate.VALUE else {}
+            elif isinstance(mixer, GatedDeltaConfig):
+                own = _delta_net_tensors(file, block, mixer, hidden, is_tiled=is_tiled)
+            elif isinstance(mixer, Mamba2Config):
+                own = _mamba2_tensors(block, mixer, hidden)
+            else:
+                own = _short_convolution_tensors(block, mixer)
+            found |= {f"layers.{index}.{name}": tensor for name, tensor in own.items()}
     return found
 
 
@@ -99,7 +100,7 @@ def _delta_net_tensors(file: GgufFile, block: str, mixer: GatedDeltaConfig, hidd
             f"{block}ssm_conv1d.weight", ((channels, mixer.kernel_size),), rows=value_head_rows(state.columns, num_keys)
         ),
         "gated_norm.weight": MixerTensor(f"{block}ssm_norm.weight", ((state.columns,),)),
-        "o_proj.weight": MixerTensor(f"{block}ssm_out.weight", ((hidden, state.value_width),), columns=value_head_rows(state.columns)),
+        "out_proj.weight": MixerTensor(f"{block}ssm_out.weight", ((hidden, state.value_width),), columns=value_head_rows(state.columns)),
     }
     if f"{block}ssm_ba.weight" in file.tensors:
         for number, part in enumerate(("b_proj", "a_proj")):
@@ -133,8 +134,8 @@ def _mamba2_tensors(block: str, mixer: Mamba2Config, hidden: int) -> dict[str, M
         "decay.bias": MixerTensor(f"{block}ssm_dt.bias", head_shapes),
         "skip.weight": MixerTensor(f"{block}ssm_d", head_shapes),
         "gated_norm.weight": MixerTensor(f"{block}ssm_norm.weight", norm_shapes),
-        "o_proj.weight": MixerTensor(f"{block}ssm_out.weight", ((hidden, state.value_width),)),
-        "o_proj.bias": MixerTensor(f"{block}ssm_out.bias", ((hidden,),)),
+        "out_proj.weight": MixerTensor(f"{block}ssm_out.weight", ((hidden, state.value_width),)),
+        "out_proj.bias": MixerTensor(f"{block}ssm_out.bias", ((hidden,),)),
     }
     first_rows = {"z_proj": 0, "conv_proj": state.value_width, "dt_proj": state.value_width + channels}
     return found | _consecutive_parts(f"{block}ssm_in", (num_rows, hidden), first_rows)
@@ -145,8 +146,8 @@ def _short_convolution_tensors(block: str, mixer: ShortConvConfig) -> dict[str, 
     found = {
         "conv.weight": MixerTensor(f"{block}shortconv.conv.weight", ((size, mixer.kernel_size),)),
         "conv.bias": MixerTensor(f"{block}shortconv.conv.bias", ((size,),)),
-        "o_proj.weight": MixerTensor(f"{block}shortconv.out_proj.weight", ((size, size),)),
-        "o_proj.bias": MixerTensor(f"{block}shortconv.out_proj.bias", ((size,),)),
+        "out_proj.weight": MixerTensor(f"{block}shortconv.out_proj.weight", ((size, size),)),
+        "out_proj.bias": MixerTensor(f"{block}shortconv.out_proj.bias", ((size,),)),
     }
     first_rows = {"b_proj": 0, "c_proj": size, "conv_proj": 2 * size}
     return found | _consecutive_parts(f"{block}shortconv.in_proj", (3 * size, size), first_rows)

@@ -23,7 +23,8 @@ Parts = Mapping[str, Rows]
 
 def fused_in_layer(layer: LayerConfig, family: Family) -> dict[str, Parts]:
     """Return the fused matrices of a layer with recurrent mixer or gated attention, by checkpoint name, each with the rows of its parts."""
-    return {**_fused_in_mixer(layer.mixer, family), **_fused_in_mlp(layer.mlp, family)}
+    mixers = (item for mixer in layer.mixers for item in _fused_in_mixer(mixer, family).items())
+    return {**dict(mixers), **_fused_in_mlp(layer.mlp, family)}
 
 
 def fused_by_key_head(mixer: GatedDeltaConfig) -> dict[str, Parts]:
@@ -50,8 +51,8 @@ def consecutive_rows(sizes: Mapping[str, int]) -> dict[str, Rows]:
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
-def _fused_in_mixer(mixer: AttentionConfig | Recurrent | None, family: Family) -> dict[str, Parts]:
-    if mixer is None or isinstance(mixer, GatedDeltaConfig):
+def _fused_in_mixer(mixer: AttentionConfig | Recurrent, family: Family) -> dict[str, Parts]:
+    if isinstance(mixer, GatedDeltaConfig):
         return {}
     if isinstance(mixer, AttentionConfig):
         if mixer.gate is not AttentionGate.VALUE:

@@ -12,7 +12,7 @@ from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.containers.module import StoredWeight
 from paceline.models.families.table import FAMILIES
-from paceline.models.layers import GatedDeltaConfig, LayerConfig, Recurrent, ShortConvConfig
+from paceline.models.layers import GatedDeltaConfig, LayerConfig, Mamba2Config, Recurrent, ShortConvConfig
 from paceline.models.storage.fused_matrices import Parts, Rows, fused_by_key_head, fused_in_layer, num_rows
 from paceline.models.storage.mapped_files import drop_pages
 from paceline.models.storage.packed_matrix import PackedMatrix
@@ -80,9 +80,11 @@ class _ComputedTensors:
         """Add the computed tensors of the layer with this index."""
         for source, rows in fused_in_layer(layer, self._family).items():
             self._add_fused_rows(index, source, rows)
-        mixer = layer.mixer
-        if not isinstance(mixer, Recurrent):
-            return
+        for mixer in layer.mixers:
+            if isinstance(mixer, Recurrent):
+                self._add_mixer(index, mixer)
+
+    def _add_mixer(self, index: int, mixer: Recurrent) -> None:
         prefix = f"{self._family.recurrent_module}."
         name_prefix, stored_prefix = f"layers.{index}.", f"model.layers.{index}.{prefix}"
         self._add_convolution(name_prefix, stored_prefix + ("conv" if isinstance(mixer, ShortConvConfig) else "conv1d"), mixer)
@@ -110,8 +112,10 @@ class _ComputedTensors:
 
     def _add_convolution(self, name_prefix: str, stored_name: str, mixer: Recurrent) -> None:
         whole = self._take_tensor(stored_name + ".weight", (mixer.channels, 1, mixer.kernel_size))
-        array = whole.array[:, 0]
-        self.tensors[name_prefix + "conv.weight"] = _lazy_tensor(whole.array, array.shape, whole.weight_type, lambda: array)
+        is_scaled = isinstance(mixer, Mamba2Config) and mixer.conv_scales != (1.0, 1.0, 1.0)
+        make: Callable[[], NDArray[Any]] = partial(_scaled_convolution, whole, mixer) if is_scaled else lambda: whole.array[:, 0]
+        weight_type, shape = WeightType.F32 if is_scaled else whole.weight_type, (mixer.channels, mixer.kernel_size)
+        self.tensors[name_prefix + "conv.weight"] = _lazy_tensor(whole.array, shape, weight_type, make)
 
     def _add_decay(self, name_prefix: str, stored_name: str, heads: int) -> None:
         whole = self._take_tensor(stored_name, (heads,))
@@ -123,6 +127,14 @@ class _ComputedTensors:
         if not isinstance(stored, StoredTensor):
             raise CheckpointError(f"{self._directory} lacks {name} that its config.json requires: config.json may belong to another model")
         return open_tensor(name, stored, shape, self._files)
+
+
+def _scaled_convolution(whole: Tensor, mixer: Mamba2Config) -> NDArray[np.float32]:
+    """Return the weights of a convolution, times `mixer.conv_scales`."""
+    state = mixer.state_shape
+    scales = np.repeat(np.array(mixer.conv_scales, np.float32), (state.value_width, state.key_width, state.key_width))
+    weights: NDArray[np.float32] = as_float32(whole)[:, 0] * scales[:, None]
+    return weights
 
 
 def _decays_from_logarithms(logarithms: Tensor) -> NDArray[np.float32]:

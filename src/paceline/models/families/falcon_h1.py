@@ -1,0 +1,115 @@
+"""Falcon-H1: every layer has attention and a Mamba-2 mixer next to each other, with the same input."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.families.hybrids import MAX_HEADS, mamba_gguf_fields, mamba_mixer
+from paceline.models.gguf.fields import GgufFields
+from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
+from paceline.models.layers import Activation, GatedNorm, LayerConfig, Mamba2Config
+
+_SILU = {"silu": Activation.SILU, "swish": Activation.SILU}
+"""The activation of MLP and convolution, which config.json names once."""
+
+
+def _falcon_h1_layers(builder: LayerBuilder) -> Layers:
+    """Return equal layers. Factors of the attention's input and keys become factors of scores and values, which gives the same output.
+
+    Source: Falcon-H1's model in transformers 5.23.
+    """
+    fields = builder.fields
+    input_scale, output_scale, key_scale = (
+        fields.positive_number(name, 1.0) for name in ("attention_in_multiplier", "attention_out_multiplier", "key_multiplier")
+    )
+    attention = builder.attention()
+    attention = replace(attention, scale=attention.scale * input_scale**2 * key_scale, value_scale=input_scale * output_scale)
+    gate_scale, mlp_scale = _multipliers(builder, "mlp_multipliers", 2)
+    mlp = replace(builder.mlp(bias=builder.flag("mlp_bias"), activations=_SILU), gate_scale=gate_scale, output_scale=mlp_scale)
+    return (LayerConfig(mixer=attention, mlp=mlp, parallel_mixer=_mamba_mixer(builder)),) * builder.num_layers
+
+
+def _mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
+    fields = builder.fields
+    width = fields.integer("mamba_d_ssm", null=fields.integer("mamba_expand") * fields.integer("hidden_size"))
+    heads, given = fields.integer("mamba_n_heads", most=MAX_HEADS), fields.values.get("mamba_d_head")
+    size = max(width // heads, 1) if given in (None, "auto") else fields.integer("mamba_d_head", most=MAX_HEAD_SIZE)
+    if heads * size != width:
+        raise CheckpointError(
+            f"{fields.path}: mamba_n_heads = {heads} of mamba_d_head = {shortened(given)} values, but mamba_d_ssm = {width}"
+        )
+    names = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state": "mamba_d_state", "kernel": "mamba_d_conv"}
+    conv_bias = fields.flag("mamba_conv_bias", default=True)
+    norm = GatedNorm.BEFORE_GATE if fields.flag("mamba_norm_before_gate", default=True) else GatedNorm.AFTER_GATE
+    input_scale = fields.positive_number("ssm_in_multiplier", 1.0)
+    gate, x, b, c, dt = (input_scale * scale for scale in _multipliers(builder, "ssm_multipliers", 5))
+    return replace(
+        mamba_mixer(builder, names, head_size=size, conv_bias=conv_bias, bias=False),
+        norm=norm if builder.flag("mamba_rms_norm") else GatedNorm.NONE,
+        gate_scale=gate,
+        conv_scales=(x, b, c),
+        dt_scale=dt,
+        output_scale=fields.positive_number("ssm_out_multiplier", 1.0),
+    )
+
+
+def _multipliers(builder: LayerBuilder, name: str, count: int) -> tuple[float, ...]:
+    return (1.0,) * count if builder.fields.values.get(name) is None else builder.fields.positive_numbers(name, count)
+
+
+def _falcon_h1_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Falcon-H1's own config.json fields. llama.cpp's converter multiplies weights by all factors, and normalises after the gate."""
+    num_layers = config["num_hidden_layers"]
+    values = mamba_gguf_fields(fields, num_layers, "mamba_n_heads", "mamba_d_head", "mamba_d_state")
+    return {
+        **values,
+        "mamba_d_ssm": fields.count("ssm.inner_size"),
+        "mamba_rms_norm": fields.has_in_any_block("ssm_norm.weight", num_layers),
+        "mamba_norm_before_gate": False,
+    }
+
+
+FAMILIES = (
+    Family(
+        name="falcon_h1",
+        architecture="FalconH1ForCausalLM",
+        models="Falcon-H1",
+        layers=_falcon_h1_layers,
+        defaults={
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "mamba_d_ssm": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        fixed_fields={"attention_bias": False, "mamba_proj_bias": False, "projectors_bias": False},
+        module_names={
+            "final_norm": "model.final_layernorm",
+            "mlp_norm": "pre_ff_layernorm",
+            **{name: f"feed_forward.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+        },
+        has_multipliers=True,
+        recurrent_module="mamba",
+        gguf=GgufFormat(
+            architectures=("falcon-h1",),
+            read_extra_fields=_falcon_h1_gguf_fields,
+            metadata_keys={
+                "mamba_n_heads": "ssm.time_step_rank",
+                "mamba_n_groups": "ssm.group_count",
+                "mamba_d_state": "ssm.state_size",
+                "mamba_d_head": "ssm.inner_size",
+                "mamba_d_ssm": "ssm.inner_size",
+                "mamba_d_conv": "ssm.conv_kernel",
+            },
+        ),
+    ),
+)
