@@ -28,6 +28,7 @@ MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm3": HYBRIDS["lfm3"],
     "granite": HYBRIDS["granite"],
     "nemotron_h": HYBRIDS["nemotron_h"],
+    "olmo_hybrid": HYBRIDS["olmo_hybrid"],
     "falcon_h1": HYBRIDS["falcon_h1"],
     "gemma4": ("gemma4_text", {**GEMMA4, "final_logit_softcapping": 30.0}),  # layers of two sizes, and some that share keys
 }

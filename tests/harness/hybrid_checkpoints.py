@@ -45,6 +45,7 @@ NEMOTRON: dict[str, Any] = {
     "n_groups": 2,
     "ssm_state_size": 24,
 }
+OLMO: dict[str, Any] = {**DELTA, "rope_parameters": {"rope_type": "default", "rope_theta": None}, "rms_norm_eps": 0.1}
 FALCON: dict[str, Any] = {
     "mamba_d_ssm": 96,
     "mamba_n_heads": 6,
@@ -106,8 +107,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_bias": True,
         },
     ),
+    "olmo_hybrid": ("olmo_hybrid", OLMO),
+    "olmo_hybrid-rope": (
+        "olmo_hybrid",
+        {
+            "num_hidden_layers": 4,
+            "attention_bias": True,
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "falcon_h1": ("falcon_h1", {**FALCON, **FALCON_FACTORS}),
-    "falcon_h1-normed": ("falcon_h1", {**FALCON, **FALCON_FACTORS, "mamba_rms_norm": True, "mlp_bias": True, "time_step_limit": [0.3, 0.6]}),
+    "falcon_h1-normed": (
+        "falcon_h1",
+        {**FALCON, **FALCON_FACTORS, "mamba_rms_norm": True, "mlp_bias": True, "time_step_limit": [0.3, 0.6]},
+    ),
     "falcon_h1-normed-last": ("falcon_h1", {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False}),
 }
 """By a name: the family and values of its config."""
@@ -117,7 +131,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def row_by_row() -> Iterator[None]:
     """Lets transformers compute every row by the recurrence. The chunks it takes for prompts are the same function, but round more."""
     with ExitStack() as stack:
-        for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+        for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"):
             module = import_module(f"transformers.models.{name}.modeling_{name}")
             stack.enter_context(patch.object(module, "torch_chunk_gated_delta_rule", module.torch_recurrent_gated_delta_rule))
         mixer = import_module("transformers.models.nemotron_h.modeling_nemotron_h").NemotronHMamba2Mixer

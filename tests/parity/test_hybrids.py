@@ -23,6 +23,7 @@ from paceline.models.layers import (
     AttentionConfig,
     AttentionGate,
     ExpertMLP,
+    GatedDeltaConfig,
     GatedNorm,
     LayerConfig,
     Mamba2Config,
@@ -33,9 +34,11 @@ from paceline.models.layers import (
 from paceline.models.quantize import quantization_schemes
 from paceline.models.weights import as_float32
 from paceline.runtimes.base import FloatArray, Network, Numerics, assemble_pass
+from paceline.runtimes.decoder import decoder
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
 torch = pytest.importorskip("torch")
+TorchNetwork = pytest.importorskip("paceline.runtimes.torch.network").TorchNetwork
 AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 
 BOUND = 1e-4
@@ -179,12 +182,17 @@ CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("nemotron_h-moe", routing(factor=1.0)),
     ("nemotron_h-moe", routing(has_correction_bias=False)),
     ("granite-rope", mixers(lambda mixer: replace(mixer, dt_limits=(0.0, 1e9)), Mamba2Config)),
+    ("olmo_hybrid", mixers(lambda mixer: replace(mixer, beta_scale=1.0), GatedDeltaConfig)),
+    ("olmo_hybrid", mixers(lambda mixer: replace(mixer, norm_eps=None), GatedDeltaConfig)),
+    ("olmo_hybrid", mixers(lambda mixer: replace(mixer, has_rope_embedding=True))),
+    ("olmo_hybrid", mixers(lambda mixer: replace(mixer, qk_norm=QKNorm.NONE))),
+    ("olmo_hybrid-rope", mixers(lambda mixer: replace(mixer, has_rope_embedding=False))),
+    ("olmo_hybrid-rope", mixers(lambda mixer: replace(mixer, beta_scale=2.0), GatedDeltaConfig)),
     ("falcon_h1", lambda config: replace(config, embedding_scale=1.0)),
     ("falcon_h1", lambda config: replace(config, logit_scale=1.0)),
     ("falcon_h1", mixers(lambda mixer: replace(mixer, scale=0.25))),
     ("falcon_h1", mixers(lambda mixer: replace(mixer, value_scale=1.0))),
     ("falcon_h1", mixers(lambda mixer: replace(mixer, gate_scale=1.0), Mamba2Config)),
-    ("falcon_h1", mixers(lambda mixer: replace(mixer, conv_scales=(1.0, 1.0, 1.0)), Mamba2Config)),
     ("falcon_h1", mixers(lambda mixer: replace(mixer, dt_scale=1.0), Mamba2Config)),
     ("falcon_h1", mixers(lambda mixer: replace(mixer, output_scale=1.0), Mamba2Config)),
     ("falcon_h1", layers(lambda layer: replace(layer, mlp=replace(layer.mlp, gate_scale=1.0)))),  # type: ignore[call-arg]
@@ -201,6 +209,14 @@ def test_hybrid_logits_change_if_a_part_is_computed_differently(
     """What the parity above can see: with it, it would fail by far more than its bound."""
     reference = references(case)
     assert difference(torch_logits(change(read_config(reference.directory)), reference), reference.logits) > 0.1
+
+
+def test_logits_change_if_convolution_weights_are_not_scaled(references: Callable[[str], Reference]) -> None:
+    reference = references("falcon_h1")
+    config = read_config(reference.directory)
+    unscaled = mixers(lambda mixer: replace(mixer, conv_scales=(1.0, 1.0, 1.0)), Mamba2Config)(config)
+    network = TorchNetwork(decoder(config), config, open_weights(reference.directory, unscaled))
+    assert difference(prompt_logits(network, reference.token_ids), reference.logits) > 0.1
 
 
 @pytest.mark.parametrize("case", ["qwen3_5-moe", "qwen3_next", "lfm2-moe", "granite-moe", "nemotron_h-moe"])
@@ -273,6 +289,7 @@ def test_shape_and_size_of_derived_hybrid_tensors_are_known_before_reading(refer
         ("granite-moe", "model.layers.2.shared_mlp.output_linear.weight"),
         ("nemotron_h-moe", "model.layers.1.mixer.fc1_latent_proj.weight"),
         ("nemotron_h-moe", "model.norm_f.weight"),
+        ("olmo_hybrid", "model.layers.1.linear_attn.q_conv1d.weight"),
         ("falcon_h1-normed", "model.layers.2.mamba.out_proj.weight"),
     ],
 )

@@ -145,11 +145,14 @@ class GatedDeltaConfig:
     """A gated delta net after a short convolution of queries, keys and values, concatenated in this order.
 
     Value head j has a state S [key_size, value_size] and uses key head j // (value heads / key heads). q and k are L2-normalised, and q is
-    divided by sqrt(key_size). With g = exp(decay * softplus(a + bias)) and beta = sigmoid(b), a token computes
+    divided by sqrt(key_size). With g = exp(decay * softplus(a + bias)) and beta = beta_scale * sigmoid(b), a token computes
     S' = g S + k (beta (v - g S^T k))^T and outputs S'^T q.
 
     Attributes:
         kernel_size: number of tokens that the convolution spans, the current one included.
+        beta_scale: 2 allows negative eigenvalues of the state's transition.
+        has_separate_projections: queries, keys and values have a projection and a convolution each. False = they share both.
+        norm_eps: epsilon of the output's norm; None = that of the network's other norms.
 
     Source: Yang et al. 2024, "Gated Delta Networks", section 3.
     """
@@ -159,6 +162,9 @@ class GatedDeltaConfig:
     key_size: int
     value_size: int
     kernel_size: int
+    beta_scale: float = 1.0
+    has_separate_projections: bool = False
+    norm_eps: float | None = None
 
     @property
     def state_shape(self) -> RecurrentStateShape:

@@ -106,7 +106,10 @@ def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...
         shapes |= {"skip.weight": (state.heads,)}
         shapes |= {} if mixer.norm is GatedNorm.NONE else {"gated_norm.weight": (state.value_width,)}
         gates, bias = {"dt_proj": (state.heads, hidden, mixer.bias)}, mixer.bias
-    matrices = {"conv_proj": (channels, hidden, bias), "z_proj": (state.value_width, hidden, bias), **gates}
+    sizes = {"conv_proj": channels}
+    if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_projections:
+        sizes = {"q_proj": state.key_width, "k_proj": state.key_width, "v_proj": state.value_width}
+    matrices = {name: (size, hidden, bias) for name, size in {**sizes, "z_proj": state.value_width}.items()} | gates
     return shapes | _projection_shapes({**matrices, "out_proj": (hidden, state.value_width, bias)})
 
 
@@ -210,10 +213,14 @@ def _layer_checkpoint_names(layer: LayerConfig, config: ModelConfig) -> dict[str
 
 def _recurrent_checkpoint_names(mixer: Recurrent, prefix: str) -> dict[str, str]:
     """Return the checkpoint names of a recurrent mixer. Projections that are fused in one matrix all have that matrix's name."""
-    if isinstance(mixer, GatedDeltaConfig):
+    outputs = {"gated_norm": "norm", "out_proj": "out_proj"}
+    if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_projections:
+        projections = {**{name: name for name in ("q_proj", "k_proj", "v_proj", "b_proj", "a_proj")}, "z_proj": "g_proj"}
+        outputs = {"gated_norm": "o_norm", "out_proj": "o_proj"}
+    elif isinstance(mixer, GatedDeltaConfig):
         projections = {"conv_proj": "in_proj_qkv", "z_proj": "in_proj_z", "b_proj": "in_proj_b", "a_proj": "in_proj_a"}
     else:
         projections = dict.fromkeys(("conv_proj", "z_proj", "b_proj", "c_proj", "dt_proj"), "in_proj")
-    names = {"decay.weight": "A_log", "decay.bias": "dt_bias", "skip.weight": "D", "gated_norm": "norm", "out_proj": "out_proj"}
+    names = {"decay.weight": "A_log", "decay.bias": "dt_bias", "skip.weight": "D", **outputs}
     names["conv"] = "conv" if isinstance(mixer, ShortConvConfig) else "conv1d"
     return {name: f"{prefix}.{stored}" for name, stored in {**projections, **names}.items()}

@@ -69,8 +69,8 @@ class Blocks(Protocol[Value]):
         """Return x / rms(x) * weight. With `config.has_norm_offset` the product is rounded only once, after it is computed in float32."""
         ...
 
-    def head_norm(self, x: Value, name: str | None, num_heads: int) -> Value:
-        """Return the RMS norm of the D values of each head, times a weight [D]; name None = no weight."""
+    def head_norm(self, x: Value, name: str | None, num_heads: int, *, epsilon: float | None = None) -> Value:
+        """Return the RMS norm of the D values of each head, times a weight [D]; name None = no weight, epsilon None = `norm_eps`."""
         ...
 
     def rope(self, x: Value, num_heads: int, rope: RopeConfig) -> Value:
@@ -234,9 +234,11 @@ def recurrent_block(blocks: Blocks[Value], mixer: Recurrent, x: Value, layer: in
         mixed = blocks.convolution(blocks.gated(b, taken, Activation.NONE), mixer, layer)
         mixed = blocks.gated(c, mixed, Activation.NONE)
     elif isinstance(mixer, GatedDeltaConfig):
-        taken, z, b, a = projected("conv_proj", "z_proj", "b_proj", "a_proj")
-        mixed = blocks.delta_rule(blocks.convolution(taken, mixer, layer), b, a, mixer, layer)
-        mixed = blocks.gated(z, blocks.head_norm(mixed, prefix + "gated_norm", mixer.num_value_heads), Activation.SILU)
+        names = ("q_proj", "k_proj", "v_proj") if mixer.has_separate_projections else ("conv_proj",)
+        *parts, z, b, a = projected(*names, "z_proj", "b_proj", "a_proj")
+        mixed = blocks.delta_rule(blocks.convolution(blocks.concat(*parts), mixer, layer), b, a, mixer, layer)
+        normed = blocks.head_norm(mixed, prefix + "gated_norm", mixer.num_value_heads, epsilon=mixer.norm_eps)
+        mixed = blocks.gated(z, normed, Activation.SILU)
     else:
         taken, z, dt = projected("conv_proj", "z_proj", "dt_proj")
         mixed = blocks.mamba2(blocks.convolution(taken, mixer, layer), _scaled(blocks, dt, mixer.dt_scale), mixer, layer)

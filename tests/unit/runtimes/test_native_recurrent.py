@@ -14,7 +14,7 @@ from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.recurrent_state import MIN_UNRECORDED_ROWS, CheckpointConfig, RecurrentStateCache
 from paceline.kv_cache.row_plan import path_to
 from paceline.models.config import ModelConfig
-from paceline.models.layers import GatedDeltaConfig, Mamba2Config, Recurrent, ShortConvConfig
+from paceline.models.layers import GatedDeltaConfig, GatedNorm, Mamba2Config, Recurrent, ShortConvConfig
 from paceline.models.weights import Weights, as_float32
 from paceline.runtimes.base import FloatArray, assemble_pass
 from paceline.runtimes.decoder import HIDDEN_STATES, NetworkDefinition, decoder, recurrent_block
@@ -55,23 +55,32 @@ class Reference:
         if isinstance(mixer, ShortConvConfig):
             mixed = self._of("c_proj", x) * self._convolved(self._of("b_proj", x) * self._of("conv_proj", x))
         else:
-            taken = self._convolved(self._of("conv_proj", x))
+            is_separate = isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_projections
+            parts = ("q_proj", "k_proj", "v_proj") if is_separate else ("conv_proj",)
+            taken = self._convolved(np.concatenate([self._of(part, x) for part in parts], axis=1))
             taken, z = taken / (1 + np.exp(-taken)), self._of("z_proj", x)
+            z = z * mixer.gate_scale if isinstance(mixer, Mamba2Config) else z
             z = z / (1 + np.exp(-z))
             if isinstance(mixer, GatedDeltaConfig):
                 mixed = self._delta(mixer, taken, self._of("b_proj", x), self._of("a_proj", x))
-                mixed = (self._normed(mixed) * self._weights["gated_norm.weight"]).reshape(len(x), -1) * z
+                mixed = (self._normed(mixed, mixer.norm_eps or 1e-5) * self._weights["gated_norm.weight"]).reshape(len(x), -1) * z
             else:
-                mixed = self._mamba(mixer, taken, self._of("dt_proj", x)).reshape(len(x), -1) * z
-                mixed = self._normed(mixed.reshape(len(x), mixer.norm_groups, -1)).reshape(len(x), -1) * self._weights["gated_norm.weight"]
+                mixed = self._mamba(mixer, taken, self._of("dt_proj", x) * mixer.dt_scale).reshape(len(x), -1)
+                mixed = (
+                    self._grouped_norm(mixer, mixed) * z if mixer.norm is GatedNorm.BEFORE_GATE else self._grouped_norm(mixer, mixed * z)
+                )
+                return self._of("out_proj", mixed) * mixer.output_scale
         return self._of("out_proj", mixed)
+
+    def _grouped_norm(self, mixer: Mamba2Config, x: Doubles) -> Doubles:
+        return self._normed(x.reshape(len(x), mixer.norm_groups, -1)).reshape(len(x), -1) * self._weights["gated_norm.weight"]
 
     def _of(self, name: str, x: Doubles) -> Doubles:
         product: Doubles = x @ self._weights[f"{name}.weight"].T + self._weights.get(f"{name}.bias", 0.0)
         return product
 
-    def _normed(self, x: Doubles) -> Doubles:
-        normed: Doubles = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    def _normed(self, x: Doubles, epsilon: float = 1e-5) -> Doubles:
+        normed: Doubles = x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
         return normed
 
     def _convolved(self, x: Doubles) -> Doubles:
@@ -91,7 +100,7 @@ class Reference:
         )
         q, k = (part / np.sqrt((part**2).sum(-1, keepdims=True) + 1e-6) for part in (q, k))
         v = taken[:, 2 * width :].reshape(len(taken), mixer.num_value_heads, -1)
-        decays, betas = np.exp(self._weights["decay.weight"] * self._times(a)), 1 / (1 + np.exp(-b))
+        decays, betas = np.exp(self._weights["decay.weight"] * self._times(a)), mixer.beta_scale / (1 + np.exp(-b))
         state, rows = np.zeros((mixer.num_value_heads, mixer.key_size, mixer.value_size)), []
         for row in range(len(taken)):
             state = decays[row][:, None, None] * state

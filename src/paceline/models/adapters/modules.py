@@ -134,7 +134,7 @@ def _name_in_adapter(module: str, stems: list[str]) -> str:
 def _fused_modules(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
     """Return the fused matrices that some checkpoints of the family have, with the rows of each part."""
     family, found = FAMILIES[config.family], dict[str, Parts]()
-    if isinstance(layer.mixer, GatedDeltaConfig):
+    if isinstance(layer.mixer, GatedDeltaConfig) and not layer.mixer.has_separate_projections:
         found |= {f"{family.recurrent_module}.{source}": parts for source, parts in fused_by_key_head(layer.mixer).items()}
     if family.has_fused_projections:
         attention = layer.attention

@@ -6,13 +6,10 @@ from typing import Any
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.families.family import Family, GgufFormat, Layers
-from paceline.models.families.hybrids import MAX_HEADS, mamba_gguf_fields, mamba_mixer
+from paceline.models.families.hybrids import MAX_HEADS, SILU_ONLY, mamba_gguf_fields, mamba_mixer
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
-from paceline.models.layers import Activation, GatedNorm, LayerConfig, Mamba2Config
-
-_SILU = {"silu": Activation.SILU, "swish": Activation.SILU}
-"""The activation of MLP and convolution, which config.json names once."""
+from paceline.models.layers import GatedNorm, LayerConfig, Mamba2Config
 
 
 def _falcon_h1_layers(builder: LayerBuilder) -> Layers:
@@ -27,7 +24,7 @@ def _falcon_h1_layers(builder: LayerBuilder) -> Layers:
     attention = builder.attention()
     attention = replace(attention, scale=attention.scale * input_scale**2 * key_scale, value_scale=input_scale * output_scale)
     gate_scale, mlp_scale = _multipliers(builder, "mlp_multipliers", 2)
-    mlp = replace(builder.mlp(bias=builder.flag("mlp_bias"), activations=_SILU), gate_scale=gate_scale, output_scale=mlp_scale)
+    mlp = replace(builder.mlp(bias=builder.flag("mlp_bias"), activations=SILU_ONLY), gate_scale=gate_scale, output_scale=mlp_scale)
     return (LayerConfig(mixer=attention, mlp=mlp, parallel_mixer=_mamba_mixer(builder)),) * builder.num_layers
 
 

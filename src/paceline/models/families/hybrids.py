@@ -1,4 +1,4 @@
-"""Functions for families that mix attention layers with recurrent layers: their layer types, and the Mamba-2 mixer."""
+"""Functions for families that mix attention layers with recurrent layers: their layer types and their recurrent mixers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,24 @@ from paceline.models.families.family import Layers
 from paceline.models.gguf.fields import MTP_TENSOR, GgufFields
 from paceline.models.json_fields import MAX_FLOAT32, JsonFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
-from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, Mamba2Config, NormOrder, Recurrent, share_equal
+from paceline.models.layers import (
+    Activation,
+    AttentionConfig,
+    DenseMLP,
+    ExpertMLP,
+    GatedDeltaConfig,
+    LayerConfig,
+    Mamba2Config,
+    NormOrder,
+    Recurrent,
+    share_equal,
+)
 
 Mixer = AttentionConfig | Recurrent
 MLP = DenseMLP | ExpertMLP
 
+SILU_ONLY = {"silu": Activation.SILU, "swish": Activation.SILU}
+"""Activations of families in which one field of config.json is that of MLPs and of convolutions."""
 MAX_HEADS = 4096
 MAX_KERNEL_SIZE = 16
 
@@ -48,6 +61,22 @@ def mixed_layers(
     return share_equal(
         LayerConfig(mixer=mixers[kind], mlp=mlp, residual_scale=residual_scale, norm_order=norm_order)
         for kind, mlp in zip(listed, mlps, strict=True)
+    )
+
+
+def delta_net_mixer(fields: JsonFields) -> GatedDeltaConfig:
+    """Return a gated delta net."""
+    key_heads, value_heads = (fields.integer(f"linear_num_{part}_heads", most=MAX_HEADS) for part in ("key", "value"))
+    if value_heads % key_heads:
+        raise CheckpointError(
+            f"{fields.path}: linear_num_value_heads = {value_heads} must be a multiple of linear_num_key_heads = {key_heads}"
+        )
+    return GatedDeltaConfig(
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_size=fields.integer("linear_key_head_dim", most=MAX_HEAD_SIZE),
+        value_size=fields.integer("linear_value_head_dim", most=MAX_HEAD_SIZE),
+        kernel_size=fields.integer("linear_conv_kernel_dim", most=MAX_KERNEL_SIZE),
     )
 
 

@@ -1,12 +1,15 @@
-"""OLMo 2, OLMo 3 and OLMoE."""
+"""OLMo 2, OLMo 3, OLMoE and Olmo Hybrid."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields
+from paceline.models.families.hybrids import SILU_ONLY, Mixer, delta_net_mixer, mixed_layers
 from paceline.models.gguf.fields import GgufFields
+from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP, NormOrder, QKNorm
+from paceline.models.layers import AttentionConfig, ExpertMLP, GatedDeltaConfig, NormOrder, QKNorm, share_equal
 
 
 def _olmo2_layers(builder: LayerBuilder, is_sliding: Sequence[bool] = ()) -> Layers:
@@ -21,6 +24,35 @@ def _olmo3_layers(builder: LayerBuilder) -> Layers:
 
 def _olmo3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**sliding_window_gguf_fields(fields, config), "rope_local_base_freq": config["rope_theta"]}
+
+
+def _olmo_hybrid_layers(builder: LayerBuilder) -> Layers:
+    """Return layers with gated delta nets, whose norms are before each part, and layers with attention, whose norms are after it."""
+    fields, bias = builder.fields, builder.flag("attention_bias")
+    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
+    rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
+    has_rope = {**fields.values, **rope}.get("rope_theta", 1e4) is not None  # only an explicit null leaves out rotary embeddings
+    attention = replace(attention, has_rope_embedding=has_rope)
+    mixers: dict[str, Mixer] = {"linear_attention": _separate_delta_net(builder), "full_attention": attention}
+    kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(builder.num_layers)]
+    kinds[-1] = kinds[-1] if "full_attention" in kinds else "full_attention"
+    layers = mixed_layers(builder, mixers, [builder.mlp(activations=SILU_ONLY)] * builder.num_layers, default_types=kinds)
+    return share_equal(replace(layer, norm_order=NormOrder.POST) if isinstance(layer.mixer, AttentionConfig) else layer for layer in layers)
+
+
+def _separate_delta_net(builder: LayerBuilder) -> GatedDeltaConfig:
+    """Return the gated delta net with the sizes that config.json may leave out. Source: Olmo Hybrid's model in transformers 5.23."""
+    values = {name: value for name, value in builder.fields.values.items() if value is not None}
+    values = {**dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), builder.num_heads), **values}
+    fields = JsonFields(values, builder.fields.path)
+    values.setdefault("linear_key_head_dim", int(0.75 * fields.integer("hidden_size") / fields.integer("linear_num_key_heads")))
+    values.setdefault("linear_value_head_dim", 2 * fields.integer("linear_key_head_dim"))
+    return replace(
+        delta_net_mixer(fields),
+        beta_scale=2.0 if fields.flag("linear_allow_neg_eigval", default=True) else 1.0,
+        has_separate_projections=True,
+        norm_eps=1e-5,  # the only norm whose epsilon is not that of config.json
+    )
 
 
 def _olmoe_layers(builder: LayerBuilder) -> Layers:
@@ -83,5 +115,19 @@ FAMILIES = (
         },
         fixed_fields={"clip_qkv": None},
         gguf=GgufFormat(architectures=("olmoe",), read_extra_fields=_olmoe_gguf_fields, has_untied_output=True),
+    ),
+    Family(
+        name="olmo_hybrid",
+        architecture="OlmoHybridForCausalLM",
+        models="Olmo Hybrid",
+        layers=_olmo_hybrid_layers,
+        defaults={
+            "max_position_embeddings": 65536,
+            "num_attention_heads": 30,
+            "linear_conv_kernel_dim": 4,
+            "eos_token_id": 100257,
+        },
+        module_aliases={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
+        recurrent_module="linear_attn",
     ),
 )

@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.errors import CheckpointError
 from paceline.models.families.experts import mlps_with_experts
 from paceline.models.families.family import Family, GgufFormat, Layers
-from paceline.models.families.hybrids import MAX_HEADS, MAX_KERNEL_SIZE, MLP, gguf_layer_count, mixed_layers
+from paceline.models.families.hybrids import MLP, delta_net_mixer, gguf_layer_count, mixed_layers
 from paceline.models.gguf.fields import GgufFields
-from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
-from paceline.models.layers import AttentionGate, ExpertMLP, GatedDeltaConfig, QKNorm
+from paceline.models.layer_builder import LayerBuilder
+from paceline.models.layers import AttentionGate, ExpertMLP, QKNorm
 
 _DEFAULT_ATTENTION_INTERVAL = 4  # every 4th layer has attention if metadata has no interval
 
@@ -40,23 +39,7 @@ def _qwen_hybrid_layers(builder: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
     attention = replace(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD), gate=AttentionGate.VALUE)
     interval = fields.integer("full_attention_interval", 4)
     kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(builder.num_layers)]
-    return mixed_layers(builder, {"linear_attention": _delta_net_mixer(builder), "full_attention": attention}, mlps, default_types=kinds)
-
-
-def _delta_net_mixer(builder: LayerBuilder) -> GatedDeltaConfig:
-    fields = builder.fields
-    key_heads, value_heads = (fields.integer(f"linear_num_{part}_heads", most=MAX_HEADS) for part in ("key", "value"))
-    if value_heads % key_heads:
-        raise CheckpointError(
-            f"{fields.path}: linear_num_value_heads = {value_heads} must be a multiple of linear_num_key_heads = {key_heads}"
-        )
-    return GatedDeltaConfig(
-        num_key_heads=key_heads,
-        num_value_heads=value_heads,
-        key_size=fields.integer("linear_key_head_dim", most=MAX_HEAD_SIZE),
-        value_size=fields.integer("linear_value_head_dim", most=MAX_HEAD_SIZE),
-        kernel_size=fields.integer("linear_conv_kernel_dim", most=MAX_KERNEL_SIZE),
-    )
+    return mixed_layers(builder, {"linear_attention": delta_net_mixer(fields), "full_attention": attention}, mlps, default_types=kinds)
 
 
 def _qwen_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:

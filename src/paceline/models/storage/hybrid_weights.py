@@ -1,6 +1,6 @@
 """Weights of models with recurrent layers. Some of their tensors are computed from stored ones: parts of fused matrices, and decays."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ class _ComputedTensors:
     def _add_mixer(self, index: int, mixer: Recurrent) -> None:
         prefix = f"{self._family.recurrent_module}."
         name_prefix, stored_prefix = f"layers.{index}.", f"model.layers.{index}.{prefix}"
-        self._add_convolution(name_prefix, stored_prefix + ("conv" if isinstance(mixer, ShortConvConfig) else "conv1d"), mixer)
+        self._add_convolution(name_prefix, stored_prefix, mixer)
         if mixer.state_shape is not None:
             self._add_decay(name_prefix, stored_prefix + "A_log", mixer.state_shape.heads)
         if isinstance(mixer, GatedDeltaConfig) and stored_prefix + "in_proj_qkvz.weight" in self._stored:
@@ -110,17 +110,34 @@ class _ComputedTensors:
             for name, rows in parts.items():
                 self.tensors[f"{name_prefix}{name}.{kind}"] = _lazy_rows(whole, rows)
 
-    def _add_convolution(self, name_prefix: str, stored_name: str, mixer: Recurrent) -> None:
-        whole = self._take_tensor(stored_name + ".weight", (mixer.channels, 1, mixer.kernel_size))
-        is_scaled = isinstance(mixer, Mamba2Config) and mixer.conv_scales != (1.0, 1.0, 1.0)
-        make: Callable[[], NDArray[Any]] = partial(_scaled_convolution, whole, mixer) if is_scaled else lambda: whole.array[:, 0]
-        weight_type, shape = WeightType.F32 if is_scaled else whole.weight_type, (mixer.channels, mixer.kernel_size)
-        self.tensors[name_prefix + "conv.weight"] = _lazy_tensor(whole.array, shape, weight_type, make)
+    def _add_convolution(self, name_prefix: str, stored_prefix: str, mixer: Recurrent) -> None:
+        """Add the weights of a convolution: a stored tensor, or several that are concatenated or scaled."""
+        wholes, scales = self._take_convolutions(stored_prefix, mixer), None
+        if isinstance(mixer, Mamba2Config) and mixer.conv_scales != (1.0, 1.0, 1.0):
+            sizes = mixer.state_shape.value_width, mixer.state_shape.key_width, mixer.state_shape.key_width
+            scales = np.repeat(np.array(mixer.conv_scales, np.float32), sizes)
+        is_stored = len(wholes) == 1 and scales is None
+        make = partial(_without_middle_axis, wholes[0]) if is_stored else partial(_convolution_weights, wholes, scales)
+        arrays, weight_type = tuple(whole.array for whole in wholes), wholes[0].weight_type if is_stored else WeightType.F32
+        self.tensors[name_prefix + "conv.weight"] = _lazy_tensor(arrays, (mixer.channels, mixer.kernel_size), weight_type, make)
+
+    def _take_convolutions(self, stored_prefix: str, mixer: Recurrent) -> list[Tensor]:
+        """Return the stored weights [C, 1, kernel_size] of a convolution, or of those of queries, keys and values.
+
+        transformers divides the channels of the latter into three equal parts when it saves them. Then all that matters is their order.
+        """
+        sizes = {"conv" if isinstance(mixer, ShortConvConfig) else "conv1d": mixer.channels}
+        if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_projections:
+            sizes = dict.fromkeys(("q_conv1d", "k_conv1d"), mixer.state_shape.key_width) | {"v_conv1d": mixer.state_shape.value_width}
+        stored = [self._stored[name] for part in sizes if (name := f"{stored_prefix}{part}.weight") in self._stored]
+        if len(stored) == len(sizes) and sum(one.shape[0] for one in stored if one.shape) == mixer.channels:
+            sizes = {part: one.shape[0] for part, one in zip(sizes, stored, strict=True)}
+        return [self._take_tensor(f"{stored_prefix}{part}.weight", (size, 1, mixer.kernel_size)) for part, size in sizes.items()]
 
     def _add_decay(self, name_prefix: str, stored_name: str, heads: int) -> None:
         whole = self._take_tensor(stored_name, (heads,))
         make = partial(_decays_from_logarithms, whole)
-        self.tensors[name_prefix + "decay.weight"] = _lazy_tensor(whole.array, (heads,), WeightType.F32, make)
+        self.tensors[name_prefix + "decay.weight"] = _lazy_tensor((whole.array,), (heads,), WeightType.F32, make)
 
     def _take_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         stored = self._stored.pop(name, None)
@@ -129,12 +146,16 @@ class _ComputedTensors:
         return open_tensor(name, stored, shape, self._files)
 
 
-def _scaled_convolution(whole: Tensor, mixer: Mamba2Config) -> NDArray[np.float32]:
-    """Return the weights of a convolution, times `mixer.conv_scales`."""
-    state = mixer.state_shape
-    scales = np.repeat(np.array(mixer.conv_scales, np.float32), (state.value_width, state.key_width, state.key_width))
-    weights: NDArray[np.float32] = as_float32(whole)[:, 0] * scales[:, None]
-    return weights
+def _without_middle_axis(whole: Tensor) -> NDArray[Any]:
+    """Return the stored weights [C, 1, kernel_size] of a convolution as [C, kernel_size]."""
+    array: NDArray[Any] = whole.array[:, 0]
+    return array
+
+
+def _convolution_weights(wholes: Sequence[Tensor], scales: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    """Return the weights of several convolutions as one, times a factor for each channel."""
+    weights = np.concatenate([as_float32(whole)[:, 0] for whole in wholes])
+    return weights if scales is None else weights * scales[:, None]
 
 
 def _decays_from_logarithms(logarithms: Tensor) -> NDArray[np.float32]:
@@ -146,10 +167,12 @@ def _decays_from_logarithms(logarithms: Tensor) -> NDArray[np.float32]:
 def _lazy_rows(tensor: Tensor, rows: Rows) -> LazyTensor:
     count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
     array = tensor.array[rows] if isinstance(rows, slice) else tensor.array
-    return _lazy_tensor(array, (count, *tensor.shape[1:]), tensor.weight_type, lambda: tensor.array[rows])
+    return _lazy_tensor((array,), (count, *tensor.shape[1:]), tensor.weight_type, lambda: tensor.array[rows])
 
 
-def _lazy_tensor(stored: NDArray[Any], shape: tuple[int, ...], weight_type: WeightType, make: Callable[[], NDArray[Any]]) -> LazyTensor:
+def _lazy_tensor(
+    stored: tuple[NDArray[Any], ...], shape: tuple[int, ...], weight_type: WeightType, make: Callable[[], NDArray[Any]]
+) -> LazyTensor:
     item_bytes = 4 if weight_type is WeightType.F32 else 2
     info = TensorInfo(shape, weight_type, None, int(np.prod(shape)) * item_bytes)
-    return LazyTensor(info, (stored,), lambda: Tensor(make(), weight_type, shape))
+    return LazyTensor(info, stored, lambda: Tensor(make(), weight_type, shape))

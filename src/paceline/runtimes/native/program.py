@@ -172,8 +172,8 @@ class NativeBlocks:
     def rms_norm(self, x: Value, name: str) -> Value:
         return self.head_norm(x, name, 1)
 
-    def head_norm(self, x: Value, name: str | None, num_heads: int) -> Value:
-        return self._record_norm(x, name, num_heads, weighted_heads=1)
+    def head_norm(self, x: Value, name: str | None, num_heads: int, *, epsilon: float | None = None) -> Value:
+        return self._record_norm(x, name, num_heads, weighted_heads=1, epsilon=epsilon)
 
     def group_norm(self, x: Value, name: str, num_groups: int) -> Value:
         return self._record_norm(x, name, num_groups, weighted_heads=num_groups)
@@ -267,14 +267,16 @@ class NativeBlocks:
         group = up.width // gate.width
         return self._append(GatedOperation(x=gate.index, up=up.index, width=up.width, activation=activation, group=group, **parameters), up)
 
-    def _record_norm(self, x: Value, name: str | None, num_heads: int, *, weighted_heads: int) -> Value:
+    def _record_norm(
+        self, x: Value, name: str | None, num_heads: int, *, weighted_heads: int, epsilon: float | None = None
+    ) -> Value:
         config = self._config
         weight = None if name is None else self._weights.vector(name + ".weight", exact=config.has_norm_offset)
         operation = NormOperation(
             x=x.index,
             heads=num_heads,
             head_size=x.width // num_heads,
-            epsilon=config.norm_eps,
+            epsilon=config.norm_eps if epsilon is None else epsilon,
             weighted_heads=weighted_heads,
             weight=weight,
         )
@@ -289,6 +291,7 @@ class NativeBlocks:
             key_heads=state.key_heads, rows_of_state=state.rows, columns=state.columns, block_columns=layout.block,
             is_delta=isinstance(mixer, GatedDeltaConfig), matrices_at=layout.matrices_offset, keys_at=layout.record_offset + mixer.channels,
             prepared_floats=prepared.width, min_step=min_step, max_step=max_step,
+            beta_scale=mixer.beta_scale if isinstance(mixer, GatedDeltaConfig) else 1.0,
             decay=self._weights.vector(prefix + "decay.weight", exact=True), bias=self._weights.vector(prefix + "decay.bias", exact=True),
             skip=self._weights.vector(prefix + "skip.weight", exact=True) if isinstance(mixer, Mamba2Config) else None,
         )  # fmt: skip

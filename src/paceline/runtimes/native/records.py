@@ -245,7 +245,7 @@ class StateOperation(Operation):
     CODE, INPUTS, OUTPUTS = OperationCode.STATE, ("x", "a", "b", "prepared"), ("out", "prepared")
     _fields_ = _fields(
         "int32 x a b prepared channels heads key_heads rows_of_state columns block_columns is_delta matrices_at keys_at prepared_floats;"
-        "float min_step max_step; pointer decay bias skip"
+        "float min_step max_step beta_scale; pointer decay bias skip"
     )
 
 
@@ -356,7 +356,7 @@ class Program(Structure):
     )
 
 
-VERSION = 24
+VERSION = 25
 """KERNELS_VERSION in kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (

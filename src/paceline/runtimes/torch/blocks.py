@@ -113,13 +113,14 @@ class TorchBlocks:
 
     def rms_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """See `Blocks`. x / rms(x) is computed in float32, and converted to the type of x before or after the product with the weight."""
-        scaled = _rms_normed(x, self._config.norm_eps)
-        weight = self._weights.weight(name)
-        return (scaled * weight).to(x.dtype) if self._config.has_norm_offset else weight * scaled.to(x.dtype)
+        return self.head_norm(x, name, 1)
 
-    def head_norm(self, x: torch.Tensor, name: str | None, num_heads: int) -> torch.Tensor:
-        heads = _split_heads(x, num_heads)
-        return (_rms_normed(heads, self._config.norm_eps).to(x.dtype) if name is None else self.rms_norm(heads, name)).flatten(-2)
+    def head_norm(self, x: torch.Tensor, name: str | None, num_heads: int, *, epsilon: float | None = None) -> torch.Tensor:
+        normed = _rms_normed(_split_heads(x, num_heads), self._config.norm_eps if epsilon is None else epsilon)
+        if name is None:
+            return normed.to(x.dtype).flatten(-2)
+        weight = self._weights.weight(name)
+        return ((normed * weight).to(x.dtype) if self._config.has_norm_offset else weight * normed.to(x.dtype)).flatten(-2)
 
     def rope(self, x: torch.Tensor, num_heads: int, rope: RopeConfig) -> torch.Tensor:
         """See `Blocks`. The rotated pairs are (j, j + R/2) of the first R values of each head."""

@@ -59,7 +59,9 @@ class RecurrentPass:
         gate = F.softplus(a.float() + weights.vector(f"layers.{layer}.decay.bias"))
         decays = torch.exp(weights.vector(f"layers.{layer}.decay.weight") * gate)
         values = v.reshape(num_rows, state.heads, -1)
-        part = _Matrices(self._layout.layers[layer], k, q * mixer.key_size**-0.5, values, decays, torch.sigmoid(b.float()))
+        part = _Matrices(
+            self._layout.layers[layer], k, q * mixer.key_size**-0.5, values, decays, mixer.beta_scale * torch.sigmoid(b.float())
+        )
         self._run(part)
         return part.out.flatten(-2).to(x.dtype)
 

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 24 /* VERSION in runtimes/native/records.py is equal; increase both when a record, an enum or a function changes */
+#define KERNELS_VERSION 25 /* VERSION in runtimes/native/records.py is equal; increase both when a record, an enum or a function changes */
 
 /* Input rows that are multiplied together (a block of rows), so that each weight is loaded and decoded once for all of them. The maximum is set by
  * the registers that hold their sums. */
@@ -196,7 +196,7 @@ typedef struct {
     int32_t x, a, b, prepared; /* prepared: buffer for keys, queries and gates (state_rows.h), `prepared_floats` a row */
     int32_t channels, heads, key_heads, rows_of_state, columns, block_columns, is_delta; /* a block: block_columns columns of a matrix */
     int32_t matrices_at, keys_at, prepared_floats; /* offsets: of the matrices in a state, of the keys in a replay record */
-    float min_step, max_step;         /* limits of Mamba-2's step size dt */
+    float min_step, max_step, beta_scale; /* limits of Mamba-2's step size dt; factor of the delta rule's rates */
     const float *decay, *bias, *skip; /* [heads]; skip: D of Mamba-2, NULL = none */
 } StateOperation;
 

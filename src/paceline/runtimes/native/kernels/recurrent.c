@@ -115,7 +115,7 @@ void prepare_gates(const StateOperation *op, const float *a, const float *b, flo
         time = (floats)(((words)time & ~not_a_number) | ((words)input & not_a_number));
         const floats decays = exponential(load_part(op->decay + head, left) * time);
         store_part(row.decays + head, decays, left);
-        store_part(row.steps + head, op->is_delta ? sigmoid(load_part(b + head, left)) : time, left);
+        store_part(row.steps + head, op->is_delta ? broadcast(op->beta_scale) * sigmoid(load_part(b + head, left)) : time, left);
     }
     if (record) memcpy(record + record_offsets(op).decays, row.decays, (size_t)op->heads * sizeof(float));
 }
