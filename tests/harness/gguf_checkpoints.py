@@ -28,6 +28,9 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "glm4": "glm4",
+    "starcoder2": "starcoder2",
+    "stablelm": "stablelm",
+    "phi": "phi2",
     "ministral3": "mistral3",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
@@ -258,7 +261,10 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
         writer.add_head_count_kv(values["num_key_value_heads"])
         writer.add_key_length(head_size)
         writer.add_value_length(head_size)
-    writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
+    if "rms_norm_eps" in values:
+        writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(values.get("norm_epsilon", values.get("layer_norm_eps")))
     for name in ("bos", "eos"):
         token_id = values.get(f"{name}_token_id")
         token_id = token_id[0] if isinstance(token_id, list) else token_id  # converters find the other ends by their texts

@@ -116,6 +116,10 @@ CASES = {
     "apertus": Case("apertus", {"rope_parameters": LLAMA3, "attention_bias": True}),
     "arcee": Case("arcee", {"num_key_value_heads": 4}),
     "arcee-yarn": Case("arcee", {"rope_parameters": dict(YARN), "attention_bias": True, "tie_word_embeddings": True}),
+    "starcoder2": Case("starcoder2", {}),
+    "stablelm": Case("stablelm", {"use_qkv_bias": True}),
+    "stablelm-parallel": Case("stablelm", {"use_parallel_residual": True, "tie_word_embeddings": True}),
+    "phi": Case("phi", {"layer_norm_eps": 0.1}),
     # windows that a prompt crosses many times
     "mistral-window": Case("mistral", {"sliding_window": 16}),
     "phi3-window": Case("phi3", {"sliding_window": 16}),
@@ -123,6 +127,7 @@ CASES = {
     "qwen3-window": Case("qwen3", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}),
     "smollm3-window": Case("smollm3", {"num_hidden_layers": 5, "sliding_window": 16, "use_sliding_window": True}),
     "ministral3-window": Case("ministral3", {**MINISTRAL3, "sliding_window": 16}),
+    "starcoder2-window": Case("starcoder2", {"sliding_window": 16, "use_bias": False, "tie_word_embeddings": False}),
     "granite_swa-window": Case(
         "granite_swa",
         {**GRANITE, "num_hidden_layers": 5, "sliding_window": 16, "layer_rope_theta": [1e4, 1e4, 0, 500.0, 0], "attention_bias": True},
@@ -200,6 +205,9 @@ def test_embeddings_and_hidden_states_equal_those_of_transformers(references: Ca
         ("granite_swa-window", {"rope": None}),
         ("hunyuan", {"rope": None}),
         ("hunyuan", {"qk_norm": QKNorm.HEAD}),
+        *((name, {"has_layer_norm": False}) for name in ("starcoder2", "stablelm", "phi")),
+        *((name, {"rope": None}) for name in ("stablelm", "phi")),
+        ("phi", {"norm_eps": 1e-5}),
         ("granite", {"embedding_scale": 1.0}),
         ("granite", {"scale": 0.25}),
         ("granite", {"residual_scale": 1.0}),
@@ -219,9 +227,9 @@ def test_family_logits_change_if_a_part_is_left_out(references: Callable[[str], 
         changes = {"rope": replace(rope, theta=1e4, rotated_fraction=1.0, context_len=0, long_factors=(), short_factors=(1.0,) * 8)}
     if "temperature" in changes:
         changes = {"rope": replace(config.attention.rope, **changes)}
-    if "residual_scale" in changes:
+    if changes.keys() <= {"residual_scale", "has_layer_norm"}:
         changes = {"layers": tuple(replace(layer, **changes) for layer in config.layers)}
-    is_of_whole = changes.keys() <= {"logit_soft_cap", "logit_scale", "embedding_scale", "layers"}
+    is_of_whole = changes.keys() <= {"logit_soft_cap", "logit_scale", "embedding_scale", "norm_eps", "layers"}
     if "window" in changes:
         changed = config.map_attention(lambda attention: replace(attention, window=attention.window and changes["window"]))
     else:

@@ -119,7 +119,7 @@ class LayerBuilder:
             raise CheckpointError(
                 f"{self.fields.path}: {field} = {shortened(name)} is not supported, only {', '.join(map(repr, known))} {verb}"
             )
-        if not has_gate and self.flag("mlp_bias"):
+        if not has_gate and not bias and self.flag("mlp_bias"):
             raise CheckpointError(f"{self.fields.path}: mlp_bias = true is not supported for {self.family.name}, only false is")
         return DenseMLP(intermediate_size=self.fields.integer(width_field), activation=activation, bias=bias, has_gate=has_gate)
 

@@ -50,6 +50,7 @@ class NormOrder(Enum):
     """Position of a layer's norms relative to its mixer and its MLP."""
 
     PRE = "pre"  # x + mixer(norm(x))
+    PARALLEL = "parallel"  # x + mixer(norm(x)) + mlp(norm(x)), with one norm
     POST = "post"  # x + norm(mixer(x))
     SANDWICH = "sandwich"  # x + norm(mixer(norm(x)))
 
@@ -61,7 +62,7 @@ class NormOrder(Enum):
     @property
     def has_output_norm(self) -> bool:
         """Return whether the output of a mixer or an MLP is normalised before it is added to the residual stream."""
-        return self is not NormOrder.PRE
+        return self in (NormOrder.POST, NormOrder.SANDWICH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +259,8 @@ class DenseMLP:
     """A dense MLP: down(activation(gate(x)) * up(x)).
 
     Attributes:
-        has_gate: there is a gate projection. False = the MLP computes down(activation(up(x)) * up(x)): with ReLU, squared ReLU.
+        has_gate: there is a gate projection. False = the MLP computes down(activation(up(x))) with GELU, else
+            down(activation(up(x)) * up(x)): with ReLU, squared ReLU.
         gate_scale, output_scale: factors of the gate projection's result, before the activation, and of the MLP's output.
     """
 
@@ -361,6 +363,8 @@ class LayerConfig:
         residual_scale: outputs of mixer and MLP are multiplied by it before they are added to the residual stream.
         per_layer_input: settings of the per-layer input; None = there is none.
         has_output_scale: the residual stream after the layer is multiplied by a learned scalar.
+        has_layer_norm: norms of the residual stream, and of what is added to it, are layer norms. False = RMS norms.
+        has_norm_bias: these norms have a bias.
         convolution: settings of convolutions before and after mixer and MLP; None = there are none.
     """
 
@@ -371,6 +375,8 @@ class LayerConfig:
     residual_scale: float = 1.0
     per_layer_input: PerLayerInput | None = None
     has_output_scale: bool = False
+    has_layer_norm: bool = False
+    has_norm_bias: bool = False
     convolution: BlockConvolution | None = None
 
     @property

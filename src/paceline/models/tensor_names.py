@@ -36,9 +36,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {"layer_inputs_proj.weight": (config.num_layers * size, hidden), "layer_inputs_norm.weight": (size,)}
     for index, layer in enumerate(config.layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(layer, hidden).items()}
-    shapes["final_norm.weight"] = (hidden,)
+    shapes |= {f"final_norm.{kind}": (hidden,) for kind in _norm_kinds(config.layers[-1])}
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    if config.has_lm_head_bias:
+        shapes["lm_head.bias"] = (config.vocab_size,)
     return shapes
 
 
@@ -46,10 +48,12 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
     mlp = layer.mlp
     shapes: dict[str, tuple[int, ...]] = {}
     parts = [*(["attention"] if layer.mixer is not None else []), *(["mlp"] if mlp is not None else [])]
+    norms = []
     if layer.norm_order.has_input_norm:
-        shapes |= {f"{part}_norm.weight": (hidden,) for part in parts}
+        norms += ["attention_norm"] if layer.norm_order is NormOrder.PARALLEL else [f"{part}_norm" for part in parts]
     if layer.norm_order.has_output_norm:
-        shapes |= {f"{part}_output_norm.weight": (hidden,) for part in parts}
+        norms += [f"{part}_output_norm" for part in parts]
+    shapes |= {f"{norm}.{kind}": (hidden,) for norm in norms for kind in _norm_kinds(layer)}
     for mixer in layer.mixers:
         shapes |= _mixer_shapes(mixer, hidden)
     if mlp is not None:
@@ -60,6 +64,10 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
     if layer.has_output_scale:
         shapes["output_scale.weight"] = (1,)
     return shapes
+
+
+def _norm_kinds(layer: LayerConfig) -> tuple[str, ...]:
+    return ("weight", "bias") if layer.has_norm_bias else ("weight",)
 
 
 def _mixer_shapes(mixer: AttentionConfig | Recurrent, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -177,6 +185,7 @@ _OUTPUT_SCALE = "layer_scalar"  # checkpoint name of `output_scale.weight`, with
 _OUTPUT_NORMS = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 _NORMS = {
     NormOrder.PRE: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    NormOrder.PARALLEL: {"attention_norm": "input_layernorm"},
     NormOrder.POST: _OUTPUT_NORMS,
     NormOrder.SANDWICH: {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_OUTPUT_NORMS},
 }

@@ -293,7 +293,7 @@ def _split_fused_projections(stored: Mapping[str, StoredWeight], config: ModelCo
     for index, layer in enumerate(config.layers):
         query_size, kv_size = layer.attention.query_size, layer.attention.kv_size
         stacks = {"self_attn.qkv_proj": {"self_attn.q_proj": query_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}}
-        if isinstance(layer.mlp, DenseMLP):
+        if isinstance(layer.mlp, DenseMLP) and layer.mlp.has_gate:
             stacks["mlp.gate_up_proj"] = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), layer.mlp.intermediate_size)
         for stack, sizes in stacks.items():
             name = f"model.layers.{index}.{stack}.weight"

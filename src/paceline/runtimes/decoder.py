@@ -21,6 +21,7 @@ from paceline.models.layers import (
     GatedNorm,
     LayerConfig,
     Mamba2Config,
+    NormOrder,
     QKNorm,
     Recurrent,
     ShortConvConfig,
@@ -67,6 +68,10 @@ class Blocks(Protocol[Value]):
 
     def rms_norm(self, x: Value, name: str) -> Value:
         """Return x / rms(x) * weight. With `config.has_norm_offset` the product is rounded only once, after it is computed in float32."""
+        ...
+
+    def layer_norm(self, x: Value, name: str) -> Value:
+        """Return (x - mean(x)) / std(x) * weight, plus a bias if there is one."""
         ...
 
     def head_norm(self, x: Value, name: str | None, num_heads: int, *, epsilon: float | None = None) -> Value:
@@ -125,6 +130,10 @@ class Blocks(Protocol[Value]):
 
     def gated(self, gate: Value, up: Value, activation: Activation | ClampedSwiGLU) -> Value:
         """Return activation(gate) * up. If the gate is narrower, each of its values is for as many adjacent columns of `up`."""
+        ...
+
+    def activated(self, x: Value, activation: Activation) -> Value:
+        """Return activation(x)."""
         ...
 
     def xielu(self, x: Value, name: str) -> Value:
@@ -292,8 +301,15 @@ def _dense_mlp(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> V
     *gates, up = blocks.linear(x, *([prefix + "gate_proj"] if mlp.has_gate else []), prefix + "up_proj")
     if mlp.activation is Activation.XIELU:
         return blocks.linear(blocks.xielu(up, prefix + "activation"), prefix + "down_proj")[0]
+    if not gates and mlp.activation is Activation.GELU_TANH:
+        return blocks.linear(blocks.activated(up, mlp.activation), prefix + "down_proj")[0]
     gate = _scaled(blocks, gates[0] if gates else up, mlp.gate_scale)
     return _scaled(blocks, blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0], mlp.output_scale)
+
+
+def stream_norm(blocks: Blocks[Value], config: LayerConfig, x: Value, name: str) -> Value:
+    """Return the norm of rows of the residual stream, or of what is added to it: a layer norm or an RMS norm."""
+    return blocks.layer_norm(x, name) if config.has_layer_norm else blocks.rms_norm(x, name)
 
 
 def decoder_layer(
@@ -309,10 +325,10 @@ def decoder_layer(
     prefix, order = f"layers.{layer}.", config.norm_order
 
     def input_norm(x: Value, name: str) -> Value:
-        return blocks.rms_norm(x, prefix + name) if order.has_input_norm else x
+        return stream_norm(blocks, config, x, prefix + name) if order.has_input_norm else x
 
     def output_norm(x: Value, name: str) -> Value:
-        x = blocks.rms_norm(x, prefix + name) if order.has_output_norm else x
+        x = stream_norm(blocks, config, x, prefix + name) if order.has_output_norm else x
         return _scaled(blocks, x, config.residual_scale)
 
     def with_convolutions(x: Value, name: str, compute: Callable[[Value], Value]) -> Value:
@@ -329,7 +345,8 @@ def decoder_layer(
         x = blocks.add(x, output_norm(mixed, "attention_output_norm"))
     if mlp is not None:
         stream = x
-        mixed = with_convolutions(input_norm(x, "mlp_norm"), "mlp_convolution", lambda n: mlp_block(blocks, mlp, n, layer, stream))
+        mlp_input = normed if order is NormOrder.PARALLEL and normed is not None else input_norm(x, "mlp_norm")
+        mixed = with_convolutions(mlp_input, "mlp_convolution", lambda n: mlp_block(blocks, mlp, n, layer, stream))
         x = blocks.add(x, output_norm(mixed, "mlp_output_norm"))
     if config.per_layer_input is not None and layer_input is not None:
         (gate,) = blocks.linear(x, prefix + "input_gate")
@@ -366,7 +383,7 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> NetworkD
         for index, layer in enumerate(config.layers):
             layer_input = None if inputs is None else blocks.columns(inputs, index * size, size)
             boundaries.append(decoder_layer(blocks, layer, boundaries[-1], index, layer_input=layer_input))
-        hidden = blocks.rms_norm(boundaries[-1], "final_norm")
+        hidden = stream_norm(blocks, config.layers[-1], boundaries[-1], "final_norm")
         logits = blocks.lm_head(blocks.logits_rows(hidden), "embedding" if config.tied_embeddings else "lm_head")
         logits = _scaled(blocks, logits, config.logit_scale)
         if config.logit_soft_cap is not None:

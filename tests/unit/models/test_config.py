@@ -40,6 +40,9 @@ ERNIE_MOE = {**LLAMA, "model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_
 APERTUS = {**LLAMA, "model_type": "apertus", "architectures": ["ApertusForCausalLM"], "rope_parameters": {"rope_theta": 1e4}}
 GRANITE_SWA = {**LLAMA, "model_type": "granite_swa", "architectures": ["GraniteSWAForCausalLM"]}
 LFM3 = {**LLAMA, "model_type": "lfm3", "architectures": ["Lfm3ForCausalLM"]}
+STARCODER2 = {**LLAMA, "model_type": "starcoder2", "architectures": ["Starcoder2ForCausalLM"]}
+STABLELM = {**LLAMA, "model_type": "stablelm", "architectures": ["StableLmForCausalLM"]}
+PHI = {**LLAMA, "model_type": "phi", "architectures": ["PhiForCausalLM"]}
 HUNYUAN = {**LLAMA, "model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"]}
 SMOLLM3 = {**LLAMA, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5}
 MINISTRAL3 = {
@@ -416,6 +419,10 @@ def test_multimodal_config_without_text_config_is_refused(tmp_path: Path, model_
         ({**GRANITE_SWA, "layer_rope_theta": [1e4, 0, -1]}, "layer_rope_theta"),
         ({**LFM3, "rope_parameters": None}, "no 'rope_parameters', which a model of family lfm3 needs"),
         ({**LFM3, "layer_types": ["conv", "full_attention", "linear_attention"]}, "'linear_attention', which is not supported for lfm3"),
+        ({**STARCODER2, "hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'gelu_pytorch_tanh', 'gelu_new' are"),
+        ({**STARCODER2, "norm_epsilon": 2.0}, "norm_epsilon = 2.0"),
+        ({**STABLELM, "qk_layernorm": True}, "qk_layernorm = true is not supported for stablelm, only false is"),
+        ({**PHI, "qk_layernorm": True}, "qk_layernorm = true is not supported for phi, only false is"),
         ({**HUNYUAN, "use_cla": True}, "use_cla = true is not supported for hunyuan_v1_dense, only false is"),
         ({**HUNYUAN, "head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 50.0}}, "more than 2 rotated values per head"),
         ({**HUNYUAN, "rope_scaling": {"type": "dynamic", "alpha": "50"}}, "alpha = '50'"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from paceline.models.layers import (
     DenseMLP,
     ExpertMLP,
     GatedDeltaConfig,
+    GatedNorm,
     Mamba2Config,
+    NormOrder,
     QKNorm,
     Recurrent,
     ShortConvConfig,
@@ -39,6 +42,11 @@ NEMOTRON: dict[str, Any] = {
     **SIZES, "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-*EM",
     "num_hidden_layers": 9,
 }  # fmt: skip
+
+FALCON: dict[str, Any] = {
+    **SIZES, "model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 96, "mamba_n_heads": 6,
+}  # fmt: skip
+OLMO: dict[str, Any] = {**SIZES, "model_type": "olmo_hybrid", "architectures": ["OlmoHybridForCausalLM"]}
 
 
 def read(directory: Path, values: dict[str, Any]) -> ModelConfig:
@@ -180,6 +188,33 @@ def test_nemotron_h_layer_is_either_a_mixer_or_an_mlp(tmp_path: Path, spelling: 
     assert mlps[3].latent_size == 16
 
 
+def test_falcon_h1_layers_have_attention_and_a_mixer_without_norm(tmp_path: Path) -> None:
+    config = read(tmp_path, FALCON)
+    assert list(config.attention_layers) == list(config.recurrent_layers) == [0, 1, 2, 3]
+    mixer = Mamba2Config(num_heads=6, head_size=16, num_groups=1, state_size=256, kernel_size=4, norm=GatedNorm.NONE)
+    assert recurrent(config) == mixer
+    assert recurrent(read(tmp_path, {**FALCON, "mamba_d_ssm": None, "mamba_n_heads": 8})) == replace(mixer, num_heads=8)
+
+
+@pytest.mark.parametrize(
+    ("rope", "has_rope_embedding"),
+    [
+        ({}, True),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, False),
+        ({"rope_theta": None}, False),
+        ({"rope_theta": 5e5}, True),
+    ],
+)
+def test_olmo_hybrid_sizes_and_rope_default_to_those_of_transformers(
+    tmp_path: Path, rope: dict[str, Any], has_rope_embedding: bool
+) -> None:
+    config = read(tmp_path, {**OLMO, **rope})
+    sizes = {"num_key_heads": 4, "num_value_heads": 4, "key_size": 12, "value_size": 24, "kernel_size": 4}
+    assert recurrent(config) == GatedDeltaConfig(**sizes, beta_scale=2.0, has_separate_projections=True, norm_eps=1e-5)
+    assert [layer.norm_order for layer in config.layers] == [*[NormOrder.PRE] * 3, NormOrder.POST]
+    assert config.attention.has_rope_embedding is has_rope_embedding
+
+
 @pytest.mark.parametrize(
     ("values", "changes", "text"),
     [
@@ -214,6 +249,13 @@ def test_nemotron_h_layer_is_either_a_mixer_or_an_mlp(tmp_path: Path, spelling: 
         (GRANITE, {"time_step_limit": [10**400, math.inf]}, "time_step_limit"),
         (GRANITE, {"layer_types": None}, "layer_types names no layer with attention"),
         (GRANITE, {"num_local_experts": -1}, "num_local_experts = -1"),
+        (FALCON, {"mamba_d_head": 24}, "mamba_n_heads = 6 of mamba_d_head = 24 values, but mamba_d_ssm = 96"),
+        (FALCON, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh' is not supported, only 'silu'"),
+        (FALCON, {"ssm_multipliers": [1.0, 1.0]}, "ssm_multipliers holds 2 values, expected 5 numbers above 0"),
+        (FALCON, {"mlp_multipliers": [1.0, 0]}, "mlp_multipliers holds 2 values, expected 2 numbers above 0"),
+        (FALCON, {"attention_bias": True}, "attention_bias = true"),
+        (OLMO, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh' is not supported, only 'silu'"),
+        (OLMO, {"linear_key_head_dim": "12"}, "linear_key_head_dim = '12'"),
         (NEMOTRON, {"hybrid_override_pattern": "M-M"}, "no layer has attention"),
         (NEMOTRON, {"hybrid_override_pattern": "M|*"}, "names a layer '|', which is not supported; supported are linear_attention, full"),
         (NEMOTRON, {"hybrid_override_pattern": None}, "layers_block_type = None, expected a list"),

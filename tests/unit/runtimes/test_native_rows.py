@@ -50,6 +50,13 @@ def test_native_gated_activation_equals_its_definition(activation: Activation, w
 
 
 @pytest.mark.parametrize("activation", GATES)
+def test_native_activation_without_gate_equals_a_product_with_ones(activation: Activation, level: str, seed: int) -> None:
+    x = values(3, 50, seed)
+    (found,) = Network([50], lambda blocks, inputs: [blocks.activated(inputs[0], activation)], level=level)(x)
+    assert np.array_equal(found, gate_of(activation, level, 50)(x, np.ones_like(x)))
+
+
+@pytest.mark.parametrize("activation", GATES)
 def test_native_gated_activation_is_right_at_the_range_of_exp(activation: Activation, level: str) -> None:
     x = np.array([[value for value in LARGE if value < 1e38]], np.float32)
     found = gate_of(activation, level, x.shape[1])(x, np.ones_like(x))
@@ -128,6 +135,18 @@ def test_native_rms_norm_equals_its_definition(num_heads: int, width: int, level
     wide = x.astype(np.float64).reshape(11, num_heads, width)
     expected = (wide / np.sqrt((wide**2).mean(axis=2, keepdims=True) + 1e-5) * weight).reshape(x.shape)
     assert np.allclose(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("width", [1, 50, 1000])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_native_layer_norm_equals_its_definition(has_bias: bool, width: int, level: str, seed: int) -> None:
+    x, weight, bias = values(11, width, seed) + np.float32(5), *values(2, width, seed + 1)
+    tensors = {"n.weight": plain_tensor(weight), **({"n.bias": plain_tensor(bias)} if has_bias else {})}
+    (found,) = Network([width], lambda blocks, inputs: [blocks.layer_norm(inputs[0], "n")], tensors=tensors, level=level)(x)
+    wide = x.astype(np.float64)
+    centered = wide - wide.mean(axis=1, keepdims=True)
+    expected = centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + 1e-5) * weight + (bias if has_bias else 0.0)
+    assert np.allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("num_heads", "width"), [(1, 50), (3, 16), (2, 80)])

@@ -140,7 +140,7 @@ def _fused_modules(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
         attention = layer.attention
         sizes = {"q_proj": attention.query_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size}
         found["self_attn.qkv_proj"] = consecutive_rows(sizes)
-        if isinstance(layer.mlp, DenseMLP):
+        if isinstance(layer.mlp, DenseMLP) and layer.mlp.has_gate:
             found["mlp.gate_up_proj"] = consecutive_rows(dict.fromkeys(("gate_proj", "up_proj"), layer.mlp.intermediate_size))
     return found
 

@@ -87,7 +87,7 @@ class Family:
         count_layers: function that returns how many layers config.json describes; None = `num_hidden_layers`.
         field_aliases: maps other names of config.json fields to the usual ones. If a file has both, the alias is read.
         has_mxfp4_experts: checkpoints stack all experts of a layer in two tensors, in MXFP4 or as transposed bfloat16.
-        has_norm_offset: as in `ModelConfig`.
+        has_norm_offset, has_lm_head_bias: as in `ModelConfig`.
         has_scaled_embedding: embedding rows are multiplied by the square root of the hidden size.
         has_logit_soft_cap: `final_logit_softcapping` is applied to logits.
         has_multipliers: embedding rows are multiplied by `embedding_multiplier`, logits by `lm_head_multiplier` / `logits_scaling`.
@@ -122,6 +122,7 @@ class Family:
     field_aliases: Mapping[str, str] = field(default_factory=dict)
     has_mxfp4_experts: bool = False
     has_norm_offset: bool = False
+    has_lm_head_bias: bool = False
     has_scaled_embedding: bool = False
     has_logit_soft_cap: bool = False
     has_multipliers: bool = False

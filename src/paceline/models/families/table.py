@@ -16,6 +16,7 @@ from paceline.models.families import (
     gpt_oss,
     granite,
     hunyuan,
+    layer_norm,
     lfm2,
     llama,
     nemotron_h,
@@ -27,7 +28,7 @@ from paceline.models.families.family import Family
 
 _MODULES = (
     llama, apertus, ernie, hunyuan, qwen, gemma, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2, nemotron_h,
-    falcon_h1,
+    falcon_h1, layer_norm,
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 

@@ -305,16 +305,19 @@ def _fused_projection_sources(file: GgufFile, config: ModelConfig, shapes: Mappi
     sources: dict[str, TensorSource] = {}
     for layer in range(config.num_layers):
         for stack, parts in _FUSED_PROJECTIONS.items():
-            tensor = file.tensors.get(f"blk.{layer}.{stack}.weight")
-            if tensor is None or f"blk.{layer}.{_GGUF_MODULE_NAMES[parts[0]]}.weight" in file.tensors:
+            if f"blk.{layer}.{_GGUF_MODULE_NAMES[parts[0]]}.weight" in file.tensors:
                 continue  # the file does not fuse these matrices
-            names = [f"layers.{layer}.{part}.weight" for part in parts]
-            num_rows, columns = sum(shapes[name][0] for name in names), shapes[names[0]][1]
-            first_row = 0
-            for name in names:
-                sources[name] = TensorSource(tensor, shapes[name], first_row=first_row)
-                first_row += shapes[name][0]
-            check_stored_shape(sources[names[0]], (num_rows, columns))
+            for kind in ("weight", "bias"):
+                names = [f"layers.{layer}.{part}.{kind}" for part in parts]
+                tensor = file.tensors.get(f"blk.{layer}.{stack}.{kind}")
+                if tensor is None or any(name not in shapes for name in names):
+                    continue
+                num_rows, *columns = sum(shapes[name][0] for name in names), *shapes[names[0]][1:]
+                first_row = 0
+                for name in names:
+                    sources[name] = TensorSource(tensor, shapes[name], first_row=first_row)
+                    first_row += shapes[name][0]
+                check_stored_shape(sources[names[0]], (num_rows, *columns))
     return sources
 
 

@@ -172,6 +172,9 @@ class NativeBlocks:
     def rms_norm(self, x: Value, name: str) -> Value:
         return self.head_norm(x, name, 1)
 
+    def layer_norm(self, x: Value, name: str) -> Value:
+        return self._record_norm(x, name, 1, weighted_heads=1, is_centered=True)
+
     def head_norm(self, x: Value, name: str | None, num_heads: int, *, epsilon: float | None = None) -> Value:
         return self._record_norm(x, name, num_heads, weighted_heads=1, epsilon=epsilon)
 
@@ -227,10 +230,13 @@ class NativeBlocks:
             return self._record_gate(gate, up, _CLAMPED_SWIGLU, slope=activation.slope, limit=activation.limit)
         return self._record_gate(gate, up, _ACTIVATIONS[activation])
 
+    def activated(self, x: Value, activation: Activation) -> Value:
+        return self._record_gate(x, None, _ACTIVATIONS[activation])
+
     def xielu(self, x: Value, name: str) -> Value:
         alpha_p, alpha_n, beta, eps = (self._weights.scalar(f"{name}.{part}") for part in XIELU_PARAMETERS)
         positive, negative = (float(np.logaddexp(0.0, alpha)) for alpha in (alpha_p, alpha_n))  # softplus
-        return self._record_gate(x, x, _XIELU, alpha_p=positive, alpha_n=beta + negative, beta=beta, eps=eps)
+        return self._record_gate(x, None, _XIELU, alpha_p=positive, alpha_n=beta + negative, beta=beta, eps=eps)
 
     def experts(self, x: Value, logits: Value, mlp: ExpertMLP, prefix: str) -> Value:
         routing = mlp.routing
@@ -262,23 +268,30 @@ class NativeBlocks:
     def soft_cap(self, x: Value, cap: float) -> Value:
         return self._append(SoftCapOperation(x=x.index, width=x.width, cap=cap), x)
 
-    def _record_gate(self, gate: Value, up: Value, activation: int, **parameters: float) -> Value:
-        parameters = {**dict.fromkeys(("slope", "limit", *XIELU_PARAMETERS), 0.0), **parameters}
-        group = up.width // gate.width
-        return self._append(GatedOperation(x=gate.index, up=up.index, width=up.width, activation=activation, group=group, **parameters), up)
+    def _record_gate(self, gate: Value, up: Value | None, activation: int, **parameters: float) -> Value:
+        """Record activation(gate) * up; up None = activation(gate)."""
+        parameters, like = {**dict.fromkeys(("slope", "limit", *XIELU_PARAMETERS), 0.0), **parameters}, up or gate
+        operation = GatedOperation(
+            x=gate.index, up=-1 if up is None else up.index, width=like.width, activation=activation, group=like.width // gate.width,
+            **parameters,
+        )  # fmt: skip
+        return self._append(operation, like)
 
     def _record_norm(
-        self, x: Value, name: str | None, num_heads: int, *, weighted_heads: int, epsilon: float | None = None
+        self, x: Value, name: str | None, num_heads: int, *, weighted_heads: int, epsilon: float | None = None, is_centered: bool = False
     ) -> Value:
         config = self._config
         weight = None if name is None else self._weights.vector(name + ".weight", exact=config.has_norm_offset)
+        has_bias = name is not None and self._weights.has(name + ".bias")
         operation = NormOperation(
             x=x.index,
             heads=num_heads,
             head_size=x.width // num_heads,
             epsilon=config.norm_eps if epsilon is None else epsilon,
             weighted_heads=weighted_heads,
+            is_centered=is_centered,
             weight=weight,
+            bias=self._weights.vector(f"{name}.bias") if has_bias else None,
         )
         return self._append(operation, x)
 

@@ -135,10 +135,10 @@ class LinearOperation(Operation):
 
 
 class NormOperation(Operation):
-    """RMS norm of each head of a row; with one head, of the whole row. weight None = no weight."""
+    """RMS norm or, if `is_centered`, layer norm of each head of a row; with one head, of the whole row. None = no weight, no bias."""
 
     CODE, INPUTS = OperationCode.NORM, ("x",)
-    _fields_ = _fields("int32 x heads head_size; float epsilon; int32 weighted_heads; pointer weight")
+    _fields_ = _fields("int32 x heads head_size; float epsilon; int32 weighted_heads is_centered; pointer weight bias")
 
 
 class RopeOperation(Operation):
@@ -160,7 +160,7 @@ class AttentionOperation(Operation):
 
 
 class GatedOperation(Operation):
-    """activation(x) * up, each value of x for `group` adjacent columns of `up`; xIELU ignores `up`.
+    """activation(x) * up, each value of x for `group` adjacent columns of `up`; up -1 = activation(x).
 
     activation: 0 SiLU, 1 GELU by tanh, 2 clamped SwiGLU (slope, limit), 3 sigmoid, 4 none, 5 ReLU, 6 xIELU (alpha_p, alpha_n, beta, eps).
     """

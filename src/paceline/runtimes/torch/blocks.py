@@ -115,6 +115,9 @@ class TorchBlocks:
         """See `Blocks`. x / rms(x) is computed in float32, and converted to the type of x before or after the product with the weight."""
         return self.head_norm(x, name, 1)
 
+    def layer_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:], self._weights.weight(name), self._bias(name), self._config.norm_eps)
+
     def head_norm(self, x: torch.Tensor, name: str | None, num_heads: int, *, epsilon: float | None = None) -> torch.Tensor:
         normed = _rms_normed(_split_heads(x, num_heads), self._config.norm_eps if epsilon is None else epsilon)
         if name is None:
@@ -182,6 +185,9 @@ class TorchBlocks:
             return (up + 1) * gate * torch.sigmoid(gate * activation.slope)
         return _ACTIVATIONS[activation](gate).repeat_interleave(up.shape[-1] // gate.shape[-1], dim=-1) * up
 
+    def activated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return _ACTIVATIONS[activation](x)
+
     def xielu(self, x: torch.Tensor, name: str) -> torch.Tensor:
         alpha_p, alpha_n, beta, eps = (self._weights.vector(f"{name}.{part}").to(x.dtype) for part in XIELU_PARAMETERS)
         curve = torch.expm1(torch.minimum(x, eps)) - x
@@ -217,10 +223,13 @@ class TorchBlocks:
         return x[self._logits_rows]
 
     def lm_head(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self._adapted.apply_to_logits(x, F.linear(x, self._weights.weight(name)).float())
+        return self._adapted.apply_to_logits(x, F.linear(x, self._weights.weight(name), self._bias(name)).float())
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return soft_cap(x, cap)
+
+    def _bias(self, name: str) -> torch.Tensor | None:
+        return self._weights.vector(f"{name}.bias").to(self._weights.dtype) if self._weights.has(f"{name}.bias") else None
 
     def _linear(self, x: torch.Tensor, names: tuple[str, ...], chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Return products after adapters are applied. chosen: indices of the rows of the pass that x has; None = all."""

@@ -89,8 +89,8 @@ typedef struct {
     Operation common;
     int32_t x, heads, head_size; /* 1 head = the whole row */
     float epsilon;
-    int32_t weighted_heads; /* heads with different weights; later heads use the same weights again */
-    const float *weight;    /* [weighted_heads, head_size]; NULL = none */
+    int32_t weighted_heads, is_centered; /* heads with different weights, which later heads use again; 1 = layer norm */
+    const float *weight, *bias;          /* [weighted_heads, head_size]; NULL = none */
 } NormOperation;
 
 typedef struct {
@@ -112,7 +112,7 @@ typedef struct {
 
 typedef struct {
     Operation common;
-    int32_t x, up, width, activation, group;            /* each value of x is for `group` adjacent columns of `up` */
+    int32_t x, up, width, activation, group;            /* each value of x is for `group` adjacent columns of `up`, -1 = ones */
     float slope, limit, alpha_p, alpha_n, beta, eps; /* slope and limit are of CLAMPED_SWIGLU, the others of XIELU */
 } GatedOperation;
 
@@ -364,7 +364,7 @@ void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packe
 void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t sign_mask, int32_t begin, int32_t end, uint8_t *to);
 void paceline_fill_super_blocks(const SuperBlocks *from, int32_t begin, int32_t end, uint8_t *to);
 
-void norm_row(const float *x, const float *weight, int width, float epsilon, float *out);
+void norm_row(const NormOperation *op, const float *x, int head, float *out);
 void rotate_head(const float *x, const float *cos, const float *sin, int head_size, int half, float *out);
 void apply_gate(const GatedOperation *gated, const float *x, const float *up, int begin, int end, float *out);
 void add_row(const float *x, const float *y, int width, float *out);

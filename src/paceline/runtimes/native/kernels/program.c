@@ -184,8 +184,7 @@ static void run_norm(const Work *work, const Operation *operation) {
     for (int item, end; claim_heads(work, op->heads, 8, &queue, &item, &end);)
         for (; item < end; item++) {
             const size_t at = (size_t)item * (size_t)op->head_size;
-            const size_t weight = (size_t)(item % op->weighted_heads) * (size_t)op->head_size;
-            norm_row(x + at, op->weight ? op->weight + weight : NULL, op->head_size, op->epsilon, out + at);
+            norm_row(op, x + at, item, out + at);
         }
 }
 
@@ -229,8 +228,8 @@ static int claim_columns(const Work *work, int width, ColumnPiece *piece) {
         for (ColumnPiece piece = {{0}}; claim_columns(work, op->width, &piece);) compute;               \
     }
 #define INPUT_AT(number) (buffer(work, number) + piece.at)
-DEFINE_ELEMENTWISE(run_gated, GatedOperation, apply_gate(op, x + piece.row * (size_t)(op->width / op->group), INPUT_AT(op->up) - piece.begin,
-          piece.begin, piece.begin + piece.count, out + piece.at - piece.begin))
+DEFINE_ELEMENTWISE(run_gated, GatedOperation, apply_gate(op, x + piece.row * (size_t)(op->width / op->group),
+          op->up < 0 ? NULL : INPUT_AT(op->up) - piece.begin, piece.begin, piece.begin + piece.count, out + piece.at - piece.begin))
 DEFINE_ELEMENTWISE(run_add, AddOperation, add_row(x + piece.at, INPUT_AT(op->y), piece.count, out + piece.at))
 DEFINE_ELEMENTWISE(run_silu_residual, SiluResidualOperation, add_silu_row(x + piece.at, INPUT_AT(op->y), piece.count, out + piece.at))
 DEFINE_ELEMENTWISE(run_soft_cap, SoftCapOperation, soft_cap_row(x + piece.at, piece.count, op->cap, out + piece.at))

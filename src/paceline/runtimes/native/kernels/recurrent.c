@@ -9,8 +9,7 @@
 /* Return input i of a convolution. Input 0 is that of the first pending row; negative ones are stored in the state (state_inputs). */
 static const float *input_at(const StateRange *range, const ConvolutionOperation *op, const float *x, const float *state_inputs, int i, int channel) {
     if (i < 0) return state_inputs + (op->kernel_size - 1 + i) * PIECE_CHANNELS;
-    if (i < range->num_pending)
-        return record_of(range, range->pending[i]) + op->record_at + channel;
+    if (i < range->num_pending) return record_of(range, range->pending[i]) + op->record_at + channel;
     return x + (size_t)(i - range->num_pending) * (size_t)op->channels + channel;
 }
 

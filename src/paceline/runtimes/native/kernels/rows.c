@@ -4,17 +4,26 @@
 
 #include <math.h>
 
-/* RMS norm: out = x / sqrt(mean(x^2) + epsilon) * weight; weight NULL = 1. */
-void norm_row(const float *x, const float *weight, int width, float epsilon, float *out) {
-    floats squares = broadcast(0.0f);
+/* RMS norm: out = x / sqrt(mean(x^2) + epsilon) * weight (NULL = 1). Layer norm: the same of x - mean(x), plus a bias (NULL = 0). */
+void norm_row(const NormOperation *op, const float *x, int head, float *out) {
+    const int width = op->head_size, at = head % op->weighted_heads * width;
+    floats sum = broadcast(0.0f), squares = broadcast(0.0f);
+    if (op->is_centered) {
+        EACH_16(column, count, width) sum += load_part(x + column, count);
+        const floats mean = broadcast(lane_sum(sum) / (float)width);
+        EACH_16(column, count, width) store_part(out + column, load_part(x + column, count) - mean, count);
+        x = out;
+    }
     EACH_16(column, count, width) {
         const floats v = load_part(x + column, count);
         squares = fused(v, v, squares);
     }
-    const floats scale = broadcast(1.0f / sqrtf(lane_sum(squares) / (float)width + epsilon));
+    const floats scale = broadcast(1.0f / sqrtf(lane_sum(squares) / (float)width + op->epsilon));
     EACH_16(column, count, width) {
-        const floats v = load_part(x + column, count) * scale;
-        store_part(out + column, weight ? v * load_part(weight + column, count) : v, count);
+        floats v = load_part(x + column, count) * scale;
+        if (op->weight) v *= load_part(op->weight + at + column, count);
+        if (op->bias) v += load_part(op->bias + at + column, count);
+        store_part(out + column, v, count);
     }
 }
 
@@ -37,29 +46,24 @@ INLINE floats load_grouped(const float *x, int column, int count, int group) {
     return v;
 }
 
-/* Compute columns [begin, end) of out = activation(x) * up. Clamped SwiGLU (gpt-oss) is (up + 1) x sigmoid(slope x), with x clamped to <= limit and
- * up to [-limit, limit]. xIELU (Apertus) does not use `up`. */
+/* Compute columns [begin, end) of out = activation(x) * up; up NULL = 1. Clamped SwiGLU (gpt-oss) is (up + 1) x sigmoid(slope x), with x clamped
+ * to <= limit and up to [-limit, limit]. */
 void apply_gate(const GatedOperation *gated, const float *x, const float *up, int begin, int end, float *out) {
     const floats limit = broadcast(gated->limit), slope = broadcast(gated->slope);
     for (int column = begin, count; count = end - column < LANES ? end - column : LANES, column < end; column += LANES) {
-        floats v = load_grouped(x, column, count, gated->group), u = load_part(up + column, count);
+        floats v = load_grouped(x, column, count, gated->group), u = up ? load_part(up + column, count) : broadcast(1.0f);
         floats active;
-        if (gated->activation == SILU)
-            active = v * sigmoid(v);
+        if (gated->activation == SILU) active = v * sigmoid(v);
         else if (gated->activation == GELU_TANH) {
             const floats inner = broadcast(0.7978845608028654f) * (v + broadcast(0.044715f) * v * v * v);
             active = broadcast(0.5f) * v * (broadcast(1.0f) + hyperbolic_tangent(inner));
-        } else if (gated->activation == SIGMOID_OF_GATE)
-            active = sigmoid(v);
-        else if (gated->activation == GATE_ITSELF)
-            active = v;
-        else if (gated->activation == RELU)
-            active = (floats)((words)v & ~(words)(v < broadcast(0.0f)));
+        } else if (gated->activation == SIGMOID_OF_GATE) active = sigmoid(v);
+        else if (gated->activation == GATE_ITSELF) active = v;
+        else if (gated->activation == RELU) active = (floats)((words)v & ~(words)(v < broadcast(0.0f)));
         else if (gated->activation == XIELU) { /* for x > 0 alpha_p x^2 + beta x, else alpha_n (e^min(x, eps) - 1 - x) + beta x */
             const words is_positive = (words)(v > broadcast(0.0f)), square = (words)(broadcast(gated->alpha_p) * v * v);
             const floats curve = exponential(__builtin_elementwise_min(v, broadcast(gated->eps))) - broadcast(1.0f) - v;
             active = (floats)((square & is_positive) | ((words)(broadcast(gated->alpha_n) * curve) & ~is_positive)) + broadcast(gated->beta) * v;
-            u = broadcast(1.0f);
         } else {
             v = __builtin_elementwise_min(v, limit);
             u = __builtin_elementwise_min(__builtin_elementwise_max(u, -limit), limit) + broadcast(1.0f);

@@ -1,0 +1,114 @@
+"""Families with layer norms in place of RMS norms: StarCoder2, StableLM, Phi-1 and Phi-2."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.gguf.fields import GgufFields
+from paceline.models.layer_builder import LayerBuilder
+from paceline.models.layers import Activation, AttentionConfig, DenseMLP, NormOrder
+
+_GELU = {"gelu_pytorch_tanh": Activation.GELU_TANH, "gelu_new": Activation.GELU_TANH}
+"""Names of GELU by tanh. "gelu" is another function."""
+_EPSILON_KEY = "attention.layer_norm_epsilon"
+
+
+def _starcoder2_layers(builder: LayerBuilder) -> Layers:
+    bias = builder.fields.flag("use_bias", default=True)
+    mlp = builder.mlp(bias=bias, has_gate=False, activations=_GELU)
+    layers = builder.layers(builder.attention(bias=bias, output_bias=bias), mlp, is_sliding=[True] * builder.num_layers)
+    return (replace(layers[0], has_layer_norm=True, has_norm_bias=True),) * builder.num_layers
+
+
+def _stablelm_layers(builder: LayerBuilder) -> Layers:
+    attention = builder.attention(bias=builder.flag("use_qkv_bias"))
+    return _with_layer_norms(builder, attention, builder.mlp(), is_parallel=builder.flag("use_parallel_residual"))
+
+
+def _phi_layers(builder: LayerBuilder) -> Layers:
+    mlp = builder.mlp(bias=True, has_gate=False, activations=_GELU)
+    return _with_layer_norms(builder, builder.attention(bias=True, output_bias=True), mlp, is_parallel=True)
+
+
+def _with_layer_norms(builder: LayerBuilder, attention: AttentionConfig, mlp: DenseMLP, *, is_parallel: bool) -> Layers:
+    layers = builder.layers(attention, mlp, norm_order=NormOrder.PARALLEL if is_parallel else NormOrder.PRE)
+    return (replace(layers[0], has_layer_norm=True, has_norm_bias=True),) * builder.num_layers
+
+
+def _starcoder2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `use_bias`. Files do not state the window of 4096 positions, which llama.cpp leaves out."""
+    return {"use_bias": config["attention_bias"]}
+
+
+def _stablelm_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_qkv_bias": config["attention_bias"], "use_parallel_residual": not fields.has_tensor("blk.0.ffn_norm.weight")}
+
+
+FAMILIES = (
+    Family(
+        name="starcoder2",
+        architecture="Starcoder2ForCausalLM",
+        models="StarCoder2",
+        layers=_starcoder2_layers,
+        defaults={
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "bos_token_id": 50256,
+            "eos_token_id": 50256,
+        },
+        module_names={"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
+        field_aliases={"norm_epsilon": "rms_norm_eps"},
+        gguf=GgufFormat(architectures=("starcoder2",), read_extra_fields=_starcoder2_gguf_fields, norm_eps_key=_EPSILON_KEY),
+    ),
+    Family(
+        name="stablelm",
+        architecture="StableLmForCausalLM",
+        models="StableLM 3B, StableLM 2",
+        layers=_stablelm_layers,
+        defaults={
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+        fixed_fields={"qk_layernorm": False},
+        has_partial_rope=True,
+        field_aliases={"layer_norm_eps": "rms_norm_eps"},
+        gguf=GgufFormat(architectures=("stablelm",), read_extra_fields=_stablelm_gguf_fields, norm_eps_key=_EPSILON_KEY),
+    ),
+    Family(
+        name="phi",
+        architecture="PhiForCausalLM",
+        models="Phi-1, Phi-1.5, Phi-2",
+        layers=_phi_layers,
+        defaults={
+            "max_position_embeddings": 2048,
+            "num_attention_heads": 32,
+            "partial_rotary_factor": 0.5,
+            "hidden_act": "gelu_new",
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        fixed_fields={"qk_layernorm": False, "tie_word_embeddings": False},  # a tied lm_head would have no bias here
+        module_names={
+            "final_norm": "model.final_layernorm",
+            "o_proj": "self_attn.dense",
+            "up_proj": "mlp.fc1",
+            "down_proj": "mlp.fc2",
+        },
+        has_lm_head_bias=True,
+        has_partial_rope=True,
+        has_fused_projections=True,
+        field_aliases={"layer_norm_eps": "rms_norm_eps"},
+        gguf=GgufFormat(architectures=("phi2",), norm_eps_key=_EPSILON_KEY),
+    ),
+)
