@@ -4,10 +4,12 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, convert_library_errors, shortened
+from paceline.installation import install_command
 from paceline.model_directory import list_directory
 from paceline.small_files import TOKENIZER_BYTES, check_small, is_file, read_json, read_small
 
@@ -17,6 +19,8 @@ MAX_ADDED_ID = 1 << 21
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".bpe", ".tiktoken", ".vocab")
 _TEMPLATES = "additional_chat_templates"
+_SENTENCEPIECE_START = b"\n"  # field 1 of a protobuf message, the pieces; files named tokenizer.model may also be of tiktoken
+_CONVERTERS = ("sentencepiece", "google.protobuf")
 
 
 def open_pretrained(directory: Path) -> Any:
@@ -26,6 +30,7 @@ def open_pretrained(directory: Path) -> Any:
         CheckpointError: the directory contains no tokenizer, or it cannot be read.
     """
     settings = _check_files(directory)
+    _check_libraries(directory)
     with convert_library_errors(f"{directory} contains no readable tokenizer; it needs a complete tokenizer.json", CheckpointError):
         with _suppress_torch_warning():
             tokenizer_class = _tokenizer_class(directory, settings)
@@ -75,6 +80,26 @@ def _check_files(directory: Path) -> dict[str, Any]:
             tokenizer = json.loads(content)
             _check_names(tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None, directory / "tokenizer.json")
     return settings
+
+
+def _check_libraries(directory: Path) -> None:
+    """Refuse a directory whose only tokenizer is a SentencePiece model if the libraries with which transformers converts it are missing."""
+    path = directory / "tokenizer.model"
+    if is_file(directory / "tokenizer.json") or not is_file(path):
+        return
+    if not (read_small(path, TOKENIZER_BYTES) or b"").startswith(_SENTENCEPIECE_START) or all(map(_is_installed, _CONVERTERS)):
+        return
+    raise CheckpointError(
+        f"{directory} has no tokenizer.json, and its tokenizer.model needs the packages sentencepiece and protobuf: "
+        f"{install_command('sentencepiece')}"
+    )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that contains the module is missing
+        return False
 
 
 def _check_names(values: object, path: Path) -> None:

@@ -76,7 +76,7 @@ FAMILIES = (
     Family(
         name="llama",
         architecture="LlamaForCausalLM",
-        models="Llama 1 to 3.3, and what has their shape (Vicuna, TinyLlama, SmolLM2, Yi)",
+        models="Llama 1 to 3.3, and what has their shape (Vicuna, TinyLlama, SmolLM2, Yi, MiniCPM5)",
         published_heads=("medusa", "eagle", "eagle3", "dflash", "pard2"),
         layers=_llama_layers,
         defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
