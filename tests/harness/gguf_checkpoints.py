@@ -28,6 +28,8 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "glm4": "glm4",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
     "starcoder2": "starcoder2",
     "stablelm": "stablelm",
     "phi": "phi2",
@@ -270,7 +272,9 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
         token_id = token_id[0] if isinstance(token_id, list) else token_id  # converters find the other ends by their texts
         if token_id is not None:
             writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
-    if values["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+    if "logit_scale" in values:
+        writer.add_logit_scale(values["logit_scale"])
+    if values["model_type"] in ("gemma2", "gemma3_text", "phi3", "cohere2"):
         writer.add_sliding_window(values.get("sliding_window") or 0)
     if values["model_type"] in ("olmo3", "exaone4") and values.get("sliding_window"):
         writer.add_sliding_window(values["sliding_window"])

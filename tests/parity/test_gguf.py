@@ -61,6 +61,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", MINISTRAL3),
     "glm4-tied-unbiased": ("glm4", {"attention_bias": False, "tie_word_embeddings": True}),
     "arcee": ("arcee", {}),
+    "cohere": ("cohere", {"tie_word_embeddings": True}),
+    "cohere2": ("cohere2", {"num_hidden_layers": 5, "sliding_window": 16, "tie_word_embeddings": True}),
     "starcoder2": ("starcoder2", {}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),

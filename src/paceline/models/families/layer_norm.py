@@ -1,13 +1,13 @@
-"""Families with layer norms in place of RMS norms: StarCoder2, StableLM, Phi-1 and Phi-2."""
+"""Families with layer norms in place of RMS norms: StarCoder2, StableLM, Phi-1 and Phi-2, Command R and Aya."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import Activation, AttentionConfig, DenseMLP, NormOrder
+from paceline.models.layers import Activation, AttentionConfig, DenseMLP, NormOrder, share_equal
 
 _GELU = {"gelu_pytorch_tanh": Activation.GELU_TANH, "gelu_new": Activation.GELU_TANH}
 """Names of GELU by tanh. "gelu" is another function."""
@@ -36,6 +36,34 @@ def _with_layer_norms(builder: LayerBuilder, attention: AttentionConfig, mlp: De
     return (replace(layers[0], has_layer_norm=True, has_norm_bias=True),) * builder.num_layers
 
 
+def _cohere_layers(builder: LayerBuilder) -> Layers:
+    return _cohere_layers_with(builder, is_sliding=[False] * builder.num_layers, has_rope=[True] * builder.num_layers)
+
+
+def _cohere2_layers(builder: LayerBuilder) -> Layers:
+    """Return layers of which only those with a sliding window have rotary embeddings."""
+    is_sliding, has_window = builder.sliding_layers(4), builder.fields.values.get("sliding_window") is not None
+    return _cohere_layers_with(builder, is_sliding=is_sliding, has_rope=[sliding and has_window for sliding in is_sliding])
+
+
+def _cohere_layers_with(builder: LayerBuilder, *, is_sliding: Sequence[bool], has_rope: Sequence[bool]) -> Layers:
+    bias = builder.flag("attention_bias")
+    attention = builder.attention(bias=bias, output_bias=bias)
+    layers = builder.layers(attention, builder.mlp(), norm_order=NormOrder.PARALLEL, is_sliding=is_sliding)
+    return share_equal(
+        replace(layer, mixer=replace(layer.attention, has_rope_embedding=rotates), has_layer_norm=True)
+        for layer, rotates in zip(layers, has_rope, strict=True)
+    )
+
+
+def _cohere_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"logit_scale": fields.number("logit_scale")}
+
+
+def _cohere2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_cohere_gguf_fields(fields, config), **sliding_window_gguf_fields(fields, config)}
+
+
 def _starcoder2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `use_bias`. Files do not state the window of 4096 positions, which llama.cpp leaves out."""
     return {"use_bias": config["attention_bias"]}
@@ -45,7 +73,42 @@ def _stablelm_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict
     return {"use_qkv_bias": config["attention_bias"], "use_parallel_residual": not fields.has_tensor("blk.0.ffn_norm.weight")}
 
 
+_COHERE = Family(
+    name="cohere",
+    architecture="CohereForCausalLM",
+    models="Command R, Aya 23, Aya Expanse",
+    layers=_cohere_layers,
+    defaults={
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 64,
+        "lm_head_multiplier": 0.0625,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 5,
+        "eos_token_id": 255001,
+    },
+    fixed_fields={"use_qk_norm": False},
+    has_multipliers=True,
+    has_interleaved_rope=True,
+    field_aliases={"layer_norm_eps": "rms_norm_eps", "logit_scale": "lm_head_multiplier"},
+    gguf=GgufFormat(
+        architectures=("command-r",), read_extra_fields=_cohere_gguf_fields, has_interleaved_rope=True, norm_eps_key=_EPSILON_KEY
+    ),
+)
 FAMILIES = (
+    _COHERE,
+    replace(
+        _COHERE,
+        name="cohere2",
+        architecture="Cohere2ForCausalLM",
+        models="Command R7B, Command A",
+        layers=_cohere2_layers,
+        defaults={**_COHERE.defaults, "sliding_window": 4096},
+        fixed_fields={},
+        gguf=GgufFormat(
+            architectures=("cohere2",), read_extra_fields=_cohere2_gguf_fields, has_interleaved_rope=True, norm_eps_key=_EPSILON_KEY
+        ),
+    ),
     Family(
         name="starcoder2",
         architecture="Starcoder2ForCausalLM",
