@@ -16,6 +16,22 @@ class BuildCallGrammar(Protocol):
     def __call__(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str: ...
 
 
+def call_list(call: Callable[[ToolCallGrammar, Tool], str], between: str = "", before: str = "", after: str = "") -> BuildCallGrammar:
+    """Return a function that builds the grammar of a list of calls.
+
+    Args:
+        call: builds the grammar of one call of a tool.
+        between: text between two calls.
+        before, after: texts around all calls.
+    """
+
+    def build(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+        calls = grammar.listed([call(grammar, tool) for tool in tools], between, several=several)
+        return " ".join([*([grammar.literal(before)] if before else []), calls, *([grammar.literal(after)] if after else [])])
+
+    return build
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
     """Describes a format of tool calls: its parsers, signs, tokens and grammar.

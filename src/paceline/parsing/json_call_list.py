@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat
+from paceline.parsing.formats import BuildCallGrammar, ToolCallFormat, call_list
 from paceline.parsing.json_call import read_json_calls
-from paceline.parsing.output_parser import Markers, ParseMarkup
+from paceline.parsing.markers import Markers, including_mark
 from paceline.parsing.text_stream import Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
 
@@ -42,16 +41,7 @@ class JsonCallList:
     @property
     def markers(self) -> Markers:
         """The marks with their parsers; each begins calls anywhere in an answer."""
-        return Markers(anywhere={mark: self.reader(1 if mark.endswith("[") else 0) for mark in self.open_marks})
-
-    def reader(self, num_back: int = 0) -> ParseMarkup:
-        """Return a function that parses calls that begin with the last `num_back` characters of the mark."""
-
-        def read(stream: TextStream, sink: EventSink) -> Parse[None]:
-            stream.at -= num_back
-            yield from self.read_calls(stream, sink)
-
-        return read
+        return Markers(anywhere={mark: including_mark(self.read_calls, mark.endswith("[")) for mark in self.open_marks})
 
     def read_calls(self, stream: TextStream, sink: EventSink) -> Parse[None]:
         """Parse the calls and the end mark.
@@ -67,14 +57,13 @@ class JsonCallList:
         """Return the format of these calls, which begin with the first of `tokens`."""
         return ToolCallFormat(self.markers, signs, tokens, self.calls_grammar, tokens[0])
 
-    def calls_grammar(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-        """Build the grammar of the calls and of the marks around them."""
+    @property
+    def calls_grammar(self) -> BuildCallGrammar:
+        """Function that builds the grammar of the calls and of the marks around them."""
         before, after = self.open_marks[0].removesuffix("[") + self.before, self.after
         if not self.before:  # no text surrounds a list of calls, so that each call is between marks of its own
-            calls = [grammar.call(before + self.head_of(tool), tool, self.tail + after) for tool in tools]
-            return grammar.listed(calls, self.between, several=several)
-        calls = [grammar.call(self.head_of(tool), tool, self.tail) for tool in tools]
-        return f"{grammar.literal(before)} {grammar.listed(calls, self.between, several=several)} {grammar.literal(after)}"
+            return call_list(lambda grammar, tool: grammar.call(before + self.head_of(tool), tool, self.tail + after), self.between)
+        return call_list(lambda grammar, tool: grammar.call(self.head_of(tool), tool, self.tail), self.between, before, after)
 
     def head_of(self, tool: Tool) -> str:
         """Return the text before the arguments of a call."""

@@ -10,6 +10,16 @@ ParseMarkup = Callable[[TextStream, EventSink], Parse[None]]
 """Parses what follows a mark. After MalformedError, what was passed and not emitted is text, the mark included."""
 
 
+def including_mark(parse: ParseMarkup, num_chars: int) -> ParseMarkup:
+    """Return a parser of markup that begins with the last `num_chars` characters of the mark."""
+
+    def parse_from_mark(stream: TextStream, sink: EventSink) -> Parse[None]:
+        stream.at -= num_chars
+        yield from parse(stream, sink)
+
+    return parse_from_mark
+
+
 @dataclass(frozen=True, slots=True)
 class Markers:
     """The opening marks of a format, with their parsers.

@@ -256,7 +256,7 @@ class OutputFormat:
 
     def tokens(self, tools: Sequence[Tool]) -> tuple[str, ...]:
         """Return the special tokens that the parser of an answer needs to see."""
-        of_calls = TOOL_CALL_FORMATS[self.tool_call_parser].tokens if self._parses_calls(tools) else ()
+        of_calls = TOOL_CALL_FORMATS[self.tool_call_parser].tokens if tools and self.tool_call_parser != NONE else ()
         return of_calls + (self.reasoning_format.tokens if self.reasoning_format else ())
 
     def has_opened_reasoning(self, prompt: str) -> bool:
@@ -299,6 +299,3 @@ class OutputFormat:
             one.opened if one and in_reasoning else None,
         )
         return StreamParser(stream, parser.read(stream, sink))
-
-    def _parses_calls(self, tools: Sequence[Tool]) -> bool:
-        return self.tool_call_parser != NONE and bool(tools)

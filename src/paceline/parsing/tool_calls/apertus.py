@@ -3,16 +3,12 @@
 Reasoning is between <|inner_prefix|> and <|inner_suffix|>; a call within it ends it.
 """
 
-from collections.abc import Sequence
-
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
 from paceline.parsing.lenient_json import emit_json_object, read_short_string
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
-from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
 THINK = ("<|inner_prefix|>", "<|inner_suffix|>")
@@ -64,12 +60,6 @@ def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 MARKERS = Markers(anywhere={OPEN: read_calls})
 THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: drop_mark})
-
-
-def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [grammar.call(f'{{"{tool.name}": ', tool, "}") for tool in tools]
-    return f"{grammar.literal(f'{OPEN}[')} {grammar.listed(calls, ', ', several=several)} {grammar.literal(f']{CLOSE}')}"
-
-
+calls_grammar = call_list(lambda grammar, tool: grammar.call(f'{{"{tool.name}": ', tool, "}"), ", ", f"{OPEN}[", f"]{CLOSE}")
 FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE), calls_grammar, OPEN)
 REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, THINK[:1], THINK, *THINK, read_reasoning)

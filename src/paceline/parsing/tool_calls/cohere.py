@@ -3,19 +3,15 @@
 Command R and R+ write the objects without an id, in a code block after "Action:".
 """
 
-from collections.abc import Sequence
-
-from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
 from paceline.parsing.json_call_list import JsonCallList
 from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import drop_mark, reasoning_until
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
-from paceline.parsing.tools import Tool
 
 THINK = ("<|START_THINKING|>", "<|END_THINKING|>")
 ANSWER = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
-_BETWEEN = ",\n"
+_ID_HEAD = '    {"tool_call_id": "'
 CALLS = JsonCallList(open_marks=(OPEN,), close_marks=(CLOSE,), head='", "tool_name": NAME, "parameters": ')
 COMMAND_R = JsonCallList(
     open_marks=("Action:",),
@@ -28,16 +24,13 @@ COMMAND_R = JsonCallList(
 )
 read_reasoning = reasoning_until(THINK[1])
 THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, **dict.fromkeys(ANSWER, drop_mark)})
-
-
-def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    """Build the grammar of a list whose objects begin with an id, which counts the calls of the conversation."""
-    before, after = grammar.literal(f"{OPEN}[\n"), grammar.literal(f"\n]{CLOSE}")
-    id_head = grammar.literal('    {"tool_call_id": "')
-    calls = [f"{id_head} /[0-9]{{1,3}}/ {grammar.call(CALLS.head_of(tool), tool, '}')}" for tool in tools]
-    return f"{before} {grammar.listed(calls, _BETWEEN, several=several)} {after}"
-
-
+# the id counts the calls of the conversation
+calls_grammar = call_list(
+    lambda grammar, tool: f"{grammar.literal(_ID_HEAD)} /[0-9]{{1,3}}/ {grammar.call(CALLS.head_of(tool), tool, '}')}",
+    ",\n",
+    f"{OPEN}[\n",
+    f"\n]{CLOSE}",
+)
 FORMAT = ToolCallFormat(CALLS.markers, (OPEN,), (OPEN, CLOSE), calls_grammar, OPEN)
 COMMAND_R_FORMAT = ToolCallFormat(COMMAND_R.markers, ("json-formatted list of actions",), (), COMMAND_R.calls_grammar)
 REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, THINK[:1], (*THINK, *ANSWER), *THINK, read_reasoning)

@@ -1,17 +1,13 @@
 """Marks around type, name and fenced JSON, or name and bare JSON (V3.1): DeepSeek V3, R1 and V3.1."""
 
-from collections.abc import Sequence
-
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat
+from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import take_fence
 from paceline.parsing.json_call_list import take_any
 from paceline.parsing.lenient_json import emit_json_object
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers, including_mark
 from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
-from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -60,25 +56,16 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     stream.mark_emitted()
 
 
-def read_bare_call(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Parse calls whose outer mark is missing."""
-    stream.at -= len(CALL)
-    yield from read_calls(stream, sink)
-
-
-MARKERS = Markers(anywhere={**dict.fromkeys((OPEN, *_OTHER_OPENS), read_calls), CALL: read_bare_call, **dict.fromkeys(_OUTPUTS, drop_mark)})
-
-
-def calls_grammar_v3(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    heads = [f"{CALL}{TYPE}{SEPARATOR}{tool.name}\n```json\n" for tool in tools]
-    calls = [grammar.call(head, tool, f"\n```{CALL_END}") for head, tool in zip(heads, tools, strict=True)]
-    return f"{grammar.literal(OPEN)} {grammar.listed(calls, chr(10), several=several)} {grammar.literal(CLOSE)}"
-
-
-def calls_grammar_v31(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [grammar.call(f"{CALL}{tool.name}{SEPARATOR}", tool, CALL_END) for tool in tools]
-    return f"{grammar.literal(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
-
-
+MARKERS = Markers(
+    anywhere={
+        **dict.fromkeys((OPEN, *_OTHER_OPENS), read_calls),
+        CALL: including_mark(read_calls, len(CALL)),  # the outer mark is missing
+        **dict.fromkeys(_OUTPUTS, drop_mark),
+    }
+)
+calls_grammar_v3 = call_list(
+    lambda grammar, tool: grammar.call(f"{CALL}{TYPE}{SEPARATOR}{tool.name}\n```json\n", tool, f"\n```{CALL_END}"), "\n", OPEN, CLOSE
+)
+calls_grammar_v31 = call_list(lambda grammar, tool: grammar.call(f"{CALL}{tool.name}{SEPARATOR}", tool, CALL_END), "", OPEN, CLOSE)
 FORMAT_V3 = ToolCallFormat(MARKERS, (OPEN, "```json"), TOKENS, calls_grammar_v3, OPEN)
 FORMAT_V31 = ToolCallFormat(MARKERS, (OPEN,), TOKENS, calls_grammar_v31, OPEN)

@@ -5,7 +5,7 @@ import string
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
 from paceline.parsing.lenient_json import emit_json_object
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.reasoning import drop_mark
@@ -61,9 +61,7 @@ MARKERS_V32 = Markers(
 )
 
 
-def calls_grammar_v31(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [grammar.call(f"{FUNCTION}{tool.name}>", tool, FUNCTION_END) for tool in tools]
-    return grammar.listed(calls, "", several=several)
+calls_grammar_v31 = call_list(lambda grammar, tool: grammar.call(f"{FUNCTION}{tool.name}>", tool, FUNCTION_END))
 
 
 def calls_grammar_v32(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:

@@ -1,20 +1,18 @@
 """<start_function_call>call:f{city:<escape>Paris<escape>,days:3}<end_function_call>: FunctionGemma."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from paceline.parsing.argument_types import admits_text, coerce_argument, parameter_schema
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat
+from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.held_call import HeldCall
 from paceline.parsing.lenient_json import MAX_DEPTH, escape_json, json_word, read_short_string
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.schema_grammar import quoted_object_grammar
 from paceline.parsing.text_stream import Emit, MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
-from paceline.parsing.tools import Tool
 
 OPEN, CLOSE, QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"
 _NAME = re.compile(r"[\w.\-]")
@@ -137,15 +135,9 @@ def _read_text(stream: TextStream, emit: Emit, schema: Mapping[str, Any] | None)
 
 
 MARKERS = Markers(anywhere={OPEN: read_call})
-
-
-def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    """Return a grammar of calls with properties in the schema's order."""
-    calls = [
-        f"{grammar.literal(f'{OPEN}call:{tool.name}')} {quoted_object_grammar(grammar, tool, QUOTE)} {grammar.literal(CLOSE)}"
-        for tool in tools
-    ]
-    return grammar.listed(calls, "", several=several)
-
-
+calls_grammar = call_list(
+    lambda grammar, tool: " ".join(
+        (grammar.literal(f"{OPEN}call:{tool.name}"), quoted_object_grammar(grammar, tool, QUOTE), grammar.literal(CLOSE))
+    )
+)
 FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE, QUOTE), calls_grammar, OPEN)

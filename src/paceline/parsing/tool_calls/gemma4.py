@@ -1,11 +1,10 @@
 """<|tool_call>call:name{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>: Gemma 4."""
 
 import re
-from collections.abc import Sequence
 
 from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
 from paceline.parsing.json_call import skip_closers
 from paceline.parsing.lenient_json import RawQuotes, emit_json_object
 from paceline.parsing.markers import Markers
@@ -75,16 +74,14 @@ def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
 THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: drop_mark})
 
 
-def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    """Return a grammar of calls with properties in alphabetical order, as in the model's training data.
+def call_grammar(grammar: ToolCallGrammar, tool: Tool) -> str:
+    """Return a grammar of a call with properties in alphabetical order, as in the model's training data.
 
     Of texts only their `enum` is enforced, of lists no length.
     """
-    heads = [grammar.literal(f"{OPEN}call:{tool.name}") for tool in tools]
-    values = [quoted_object_grammar(grammar, tool, QUOTE, is_sorted=True) for tool in tools]
-    calls = [f"{head} {value} {grammar.literal(CLOSE)}" for head, value in zip(heads, values, strict=True)]
-    return grammar.listed(calls, "", several=several)
+    head = grammar.literal(f"{OPEN}call:{tool.name}")
+    return f"{head} {quoted_object_grammar(grammar, tool, QUOTE, is_sorted=True)} {grammar.literal(CLOSE)}"
 
 
-FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE, QUOTE), calls_grammar, OPEN)
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE, QUOTE), call_list(call_grammar), OPEN)
 REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, THINK[:1], THINK, "<|channel>thought\n", THINK[1])

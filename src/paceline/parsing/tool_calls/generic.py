@@ -5,13 +5,11 @@ The prompt explains the tools and the form in the system message, with the text 
 
 import json
 from collections.abc import Sequence
+from functools import partial
 
-from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat
+from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import json_call_head, read_json_calls
-from paceline.parsing.output_parser import Markers, ParseMarkup
-from paceline.parsing.text_stream import Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.markers import Markers, including_mark
 from paceline.parsing.tools import Tool
 
 _HEAD = '{"tool_call"'
@@ -32,25 +30,10 @@ def generic_tool_prompt(tools: Sequence[Tool]) -> str:
     return GENERIC_TOOL_PROMPT.format(tools="\n".join(lines))
 
 
-def _parser_after(mark: str) -> ParseMarkup:
-    """Return a parser of calls that begin with the mark."""
-
-    def read(stream: TextStream, sink: EventSink) -> Parse[None]:
-        stream.at -= len(mark)
-        yield from read_json_calls(stream, sink, only_known=True)
-
-    return read
-
-
+_read_calls = partial(read_json_calls, only_known=True)
 MARKERS = Markers(
-    anywhere={mark: _parser_after(mark) for mark in (_HEAD, *(fence + _HEAD for fence in _FENCES))},
-    first={mark: _parser_after(mark) for mark in "{[`"},
+    anywhere={mark: including_mark(_read_calls, len(mark)) for mark in (_HEAD, *(fence + _HEAD for fence in _FENCES))},
+    first=dict.fromkeys("{[`", including_mark(_read_calls, 1)),
 )
-
-
-def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [grammar.call(f"{_HEAD}: {json_call_head(tool.name)}", tool, "}}") for tool in tools]
-    return grammar.listed(calls, "\n", several=several)
-
-
+calls_grammar = call_list(lambda grammar, tool: grammar.call(f"{_HEAD}: {json_call_head(tool.name)}", tool, "}}"), "\n")
 FORMAT = ToolCallFormat(MARKERS, (), (), calls_grammar)

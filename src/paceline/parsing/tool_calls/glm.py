@@ -1,16 +1,13 @@
 """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>, with line ends or without: GLM 4.5 to 4.7."""
 
 import re
-from collections.abc import Sequence
 
 from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat
+from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
-from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -38,12 +35,8 @@ def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 MARKERS = Markers(anywhere={OPEN: read_call})
-
-
-def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    """Return a grammar of calls, with arguments in the schema's order. Of a string's keywords only `enum` is enforced."""
-    calls = [f"{grammar.literal(OPEN + tool.name)} {TAGS.pairs_grammar(grammar, tool)} {grammar.literal(CLOSE)}" for tool in tools]
-    return grammar.listed(calls, "\n", several=several)
-
-
+# arguments come in the schema's order; of a string's keywords only `enum` is enforced
+calls_grammar = call_list(
+    lambda grammar, tool: f"{grammar.literal(OPEN + tool.name)} {TAGS.pairs_grammar(grammar, tool)} {grammar.literal(CLOSE)}", "\n"
+)
 FORMAT = ToolCallFormat(MARKERS, (OPEN, KEY), TOKENS, calls_grammar, OPEN)

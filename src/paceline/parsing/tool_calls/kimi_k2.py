@@ -1,16 +1,13 @@
 """A section of calls, each with an id (functions.name:0) and arguments: Kimi-K2."""
 
 import re
-from collections.abc import Sequence
 
 from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat
+from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import emit_arguments, skip_closers
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
-from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -52,13 +49,9 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 MARKERS = Markers(anywhere={OPEN: read_calls, CALL: read_bare_calls})
-
-
-def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [
-        f"{grammar.literal(f'{CALL}functions.{tool.name}:')} /[0-9]{{1,3}}/ {grammar.call(ARGUMENTS, tool, CALL_END)}" for tool in tools
-    ]
-    return f"{grammar.literal(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
-
-
+calls_grammar = call_list(
+    lambda grammar, tool: f"{grammar.literal(f'{CALL}functions.{tool.name}:')} /[0-9]{{1,3}}/ {grammar.call(ARGUMENTS, tool, CALL_END)}",
+    before=OPEN,
+    after=CLOSE,
+)
 FORMAT = ToolCallFormat(MARKERS, (OPEN, ARGUMENTS), TOKENS, calls_grammar, OPEN)

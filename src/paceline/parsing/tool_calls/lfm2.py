@@ -1,17 +1,13 @@
 """<|tool_call_start|>[f(a='x', n=3), g()]<|tool_call_end|>, or a JSON list between the tokens: LFM2 and LFM2.5."""
 
-from collections.abc import Sequence
-
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat
+from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import read_json_calls
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.python_calls import CallListReader
 from paceline.parsing.schema_grammar import python_call_grammar
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tool_calls.pythonic import read_list
-from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 SIGNS = (f"{OPEN} | List of tools: ",)  # some of its templates show no call
@@ -32,11 +28,5 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 # the model sometimes leaves out the token
 MARKERS = Markers(anywhere={OPEN: read_calls}, first={"[": read_list})
-
-
-def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [python_call_grammar(grammar, tool) for tool in tools]
-    return f"{grammar.literal(f'{OPEN}[')} {grammar.listed(calls, ', ', several=several)} {grammar.literal(f']{CLOSE}')}"
-
-
+calls_grammar = call_list(python_call_grammar, ", ", f"{OPEN}[", f"]{CLOSE}")
 FORMAT = ToolCallFormat(MARKERS, SIGNS, (OPEN, CLOSE), calls_grammar, OPEN)

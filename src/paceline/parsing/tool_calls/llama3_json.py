@@ -1,14 +1,10 @@
 """{"name": …, "parameters": {…}}, alone or after <|python_tag|>, separated by semicolons: Llama 3.1 to 3.3."""
 
-from collections.abc import Sequence
-
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat
+from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import json_call_head, read_json_calls
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers, including_mark
 from paceline.parsing.text_stream import Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
-from paceline.parsing.tools import Tool
 
 PYTHON_TAG = "<|python_tag|>"
 
@@ -18,19 +14,8 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from read_json_calls(stream, sink, only_known=True)
 
 
-def read_bare_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Parse calls that begin with the character before."""
-    stream.at -= 1
-    yield from read_calls(stream, sink)
-
-
+read_bare_calls = including_mark(read_calls, 1)
 BARE = dict.fromkeys("{[`", read_bare_calls)
 MARKERS = Markers(anywhere={PYTHON_TAG: read_calls}, first=BARE)
-
-
-def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [grammar.call(json_call_head(tool.name, "parameters"), tool, "}") for tool in tools]
-    return grammar.listed(calls, "; ", several=several)
-
-
+calls_grammar = call_list(lambda grammar, tool: grammar.call(json_call_head(tool.name, "parameters"), tool, "}"), "; ")
 FORMAT = ToolCallFormat(MARKERS, ("<|start_header_id|>", '"parameters"'), (PYTHON_TAG,), calls_grammar)

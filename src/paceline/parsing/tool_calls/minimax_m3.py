@@ -5,13 +5,13 @@ answer without reasoning begins with </mm:think>.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.parsing.argument_types import admits_text, coerce_argument, parameter_schema, resolve_ref
 from paceline.parsing.end_mark import pass_end_mark
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat
+from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.lenient_json import MAX_DEPTH, escape_json
 from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import reasoning_format
@@ -105,15 +105,11 @@ def _option(schema: Mapping[str, Any] | None, keyword: str) -> Mapping[str, Any]
 MARKERS = Markers(anywhere={OPEN: read_calls})
 
 
-def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    """Return a grammar of calls with parameters in the schema's order. Of texts only their `enum` is enforced, of lists no length."""
-    calls = []
-    for tool in tools:
-        root = arguments_schema(tool)
-        head, end = grammar.literal(f'{INVOKE}{tool.name}">'), grammar.literal(f"{INVOKE_END}\n")
-        calls.append(f"{head} {_properties(grammar, root, root, 0)} {end}")
-    opening = grammar.literal(f"{OPEN}\n")
-    return f"{opening} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
+def call_grammar(grammar: ToolCallGrammar, tool: Tool) -> str:
+    """Return a grammar of a call with parameters in the schema's order. Of texts only their `enum` is enforced, of lists no length."""
+    root = arguments_schema(tool)
+    head, end = grammar.literal(f'{INVOKE}{tool.name}">'), grammar.literal(f"{INVOKE_END}\n")
+    return f"{head} {_properties(grammar, root, root, 0)} {end}"
 
 
 def _properties(grammar: ToolCallGrammar, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
@@ -135,5 +131,5 @@ def _element(grammar: ToolCallGrammar, name: str, schema: Any, root: Mapping[str
     return f"{opening} {value_grammar(grammar, root, schema, end)}"
 
 
-FORMAT = ToolCallFormat(MARKERS, (MARK,), (MARK,), calls_grammar)
+FORMAT = ToolCallFormat(MARKERS, (MARK,), (MARK,), call_list(call_grammar, before=f"{OPEN}\n", after=CLOSE))
 REASONING_FORMAT = reasoning_format(*THINK)

@@ -1,14 +1,10 @@
 """Calls between marks as DeepSeek's, each a <steptml:invoke> element: Step 3."""
 
-from collections.abc import Sequence
-
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat
+from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.markers import Markers
 from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
-from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>"
@@ -46,11 +42,9 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 MARKERS = Markers(anywhere={OPEN: read_calls})
-
-
-def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [f"{grammar.literal(_HEAD)} {TAGS.call_grammar(grammar, tool, '')} {grammar.literal(CALL_END + chr(10))}" for tool in tools]
-    return f"{grammar.literal(OPEN + chr(10))} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
-
-
+calls_grammar = call_list(
+    lambda grammar, tool: f"{grammar.literal(_HEAD)} {TAGS.call_grammar(grammar, tool, '')} {grammar.literal(CALL_END + chr(10))}",
+    before=f"{OPEN}\n",
+    after=CLOSE,
+)
 FORMAT = ToolCallFormat(MARKERS, (TAGS.function,), TOKENS, calls_grammar, OPEN)
