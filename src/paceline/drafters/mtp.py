@@ -26,7 +26,7 @@ from paceline.drafters.recurrent_heads.head import EMBEDDING, FEATURE, Recurrent
 from paceline.drafters.target import LoadedTarget
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import is_gguf, open_weights
-from paceline.models.config import ModelConfig, WeightType, config_from_values
+from paceline.models.config import ModelConfig, config_from_values
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import num_mtp_modules, open_mtp_module
@@ -35,7 +35,7 @@ from paceline.models.layers import AttentionConfig, AttentionGate, ExpertMLP
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
-from paceline.models.weights import AnyTensor, LazyWeights, Tensor, Weights, as_float32, take_rows
+from paceline.models.weights import AnyTensor, LazyWeights, Tensor, Weights, add_norm_offset, take_rows
 from paceline.runtimes.base import Network
 from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
 from paceline.runtimes.load import load_head
@@ -193,7 +193,7 @@ def _read_tensors(
     files.check_shapes({names[name]: shape for name, shape in shapes.items()}, optional)
     tensors: dict[str, AnyTensor] = {name: files.weight(theirs) for name, theirs in names.items()}
     if layout.has_norm_offset:
-        tensors |= {name: _add_norm_offset(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
+        tensors |= {name: add_norm_offset(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
     later = _check_all_used(files, layout, {*names.values(), *layout.own_matrix_names.values()}, target.num_layers)
     own = {name: files.weight(theirs) for name, theirs in layout.own_matrix_names.items() if theirs in files.tensors}
     return tensors, own, later
@@ -434,7 +434,3 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> EagleStyleDrafter:
     shared, max_model_len = target.lm_head_runtime, target.max_model_len
     head = open_mtp_head(module, num_threads=num_threads, max_model_len=max_model_len, device=target.device, lm_head_of=shared)
     return EagleStyleDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width)
-
-
-def _add_norm_offset(tensor: AnyTensor) -> Tensor:
-    return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)

@@ -68,6 +68,11 @@ def stored_type(path: Path, weights: Weights, config: ModelConfig) -> str:
     """Return a name for how the weights are stored: the most common GGUF type by bytes, the container's name, or the float type."""
     if not is_gguf(path):
         return weights.container or config.weight_type.value
+    return main_block_type(path)
+
+
+def main_block_type(path: Path) -> str:
+    """Return the name of the block type that most bytes of a GGUF file have."""
     sizes: dict[str, int] = {}
     for tensor in open_gguf(path).tensors.values():
         sizes[tensor.block_type.name] = sizes.get(tensor.block_type.name, 0) + tensor.data.nbytes

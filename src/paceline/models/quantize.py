@@ -1,7 +1,6 @@
 """Quantise float matrices to groups of 4- or 8-bit codes at load.
 
-Scales are rounded to 12 significant bits, and minimums are multiples of the scale. So `scale * code` and `scale * code + minimum` are
-exact in float32, and every runtime computes with the same values.
+Scales are rounded to 12 significant bits. So `scale * code` is exact in float32, and every runtime computes with the same values.
 """
 
 import math
@@ -20,8 +19,6 @@ from paceline.models.grouped import GroupedMatrix, pack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo, Weights, as_float32
 
 FloatArray = NDArray[np.float32]
-Bounds = tuple[FloatArray | np.float32, FloatArray | np.float32]
-
 GROUPS = (128, 64, 32)
 _CHUNK_VALUES = 1 << 17  # number of values quantised at a time: temporary arrays then fit in the CPU cache
 _SCALE_BITS_DROPPED = 12  # low bits of a float32 scale that rounding clears: 12 of 24 significant bits
@@ -31,7 +28,6 @@ _MIN_GROUP_MAGNITUDE = np.float32(1e-30)  # groups with only smaller values beco
 # Scales to try for a group, as the code that its largest value gets before clipping, which often lowers the total error. -7 clips nothing,
 # so no group gets worse than by plain rounding. A finer search lowers the error of int4 by 0.3 % and takes a third longer.
 _SIGNED_STEPS = (-8.0, -7.0, -8.6, -9.3)
-_AFFINE_STEPS = (1.0, 1.06, 1.12, 1.2)
 
 
 def mean_weight_bits(weights: Weights, quantization: QuantOptions | None = None) -> float:
@@ -48,37 +44,34 @@ def mean_weight_bits(weights: Weights, quantization: QuantOptions | None = None)
 
 @dataclass(frozen=True, slots=True)
 class QuantizationScheme:
-    """How one matrix is quantised.
+    """How one matrix is quantised: 8-bit codes are -127 to 127, 4-bit codes 0 to 15 with zero point 8.
 
     Attributes:
         group_size: number of columns that share a scale.
-        symmetric: groups have no minimums. 8-bit codes are -127 to 127, 4-bit codes 0 to 15 with zero point 8.
     """
 
     bits: int
     group_size: int
-    symmetric: bool
 
     @property
     def zero_point(self) -> int:
-        return 8 if self.symmetric and self.bits == 4 else 0
+        return 8 if self.bits == 4 else 0
 
     @property
     def code_type(self) -> "np.dtype[Any]":
-        return np.dtype(np.int8 if self.symmetric and self.bits == 8 else np.uint8)
+        return np.dtype(np.int8 if self.bits == 8 else np.uint8)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Return the size in bytes of a quantised matrix of this shape."""
         values = math.prod(shape)
-        return values * self.bits // 8 + values // self.group_size * (4 if self.symmetric else 8)
+        return values * self.bits // 8 + values // self.group_size * 4
 
 
-def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, symmetric: bool = True, name: str = "the matrix") -> GroupedMatrix:
+def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, name: str = "the matrix") -> GroupedMatrix:
     """Quantise `values` [N, K]. Each group gets the scale with the least squared error among a few, a group of zeros the scale 1.
 
     Args:
         group_size: 32, 64 or 128, and a divisor of K.
-        symmetric: groups have no minimums. False = groups have a minimum, which is a multiple of the scale.
         name: name of the matrix, for errors.
 
     Raises:
@@ -91,13 +84,10 @@ def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, symmetric
             f"{name} of width {columns} fits no {bits}-bit groups of {group_size}: use 4 or 8 bits and groups of 32, 64 or 128 "
             "that divide it"
         )
-    scheme = QuantizationScheme(bits, group_size, symmetric)
-    grouped = values.reshape(rows, columns // group_size, group_size)
-    offsets, scales, zero_points = (_quantize_affine if not symmetric else _quantize_symmetric)(grouped, bits, name)
-    minimums = None if zero_points is None else -scales * zero_points
-    shift = np.float32(scheme.zero_point) if zero_points is None else zero_points[..., None]
-    codes = (offsets + shift).astype(scheme.code_type).reshape(rows, columns)
-    return GroupedMatrix(pack_nibbles(codes) if bits == 4 else codes, scales, minimums, bits, scheme.zero_point)
+    scheme = QuantizationScheme(bits, group_size)
+    signed, scales = _quantize_groups(values.reshape(rows, columns // group_size, group_size), bits, name)
+    codes = (signed + np.float32(scheme.zero_point)).astype(scheme.code_type).reshape(rows, columns)
+    return GroupedMatrix(pack_nibbles(codes) if bits == 4 else codes, scales, None, bits, scheme.zero_point)
 
 
 def quantization_scheme(name: str, info: TensorInfo, options: QuantOptions, *, is_also_lm_head: bool) -> QuantizationScheme | None:
@@ -112,7 +102,7 @@ def quantization_scheme(name: str, info: TensorInfo, options: QuantOptions, *, i
     group_size = largest_group_size(info.shape[1], options.group)
     if bits is None or group_size is None or (info.bits is not None and info.bits <= bits):
         return None
-    return QuantizationScheme(bits, group_size, options.symmetric)
+    return QuantizationScheme(bits, group_size)
 
 
 def quantization_schemes(weights: Weights, options: QuantOptions) -> dict[str, QuantizationScheme]:
@@ -139,13 +129,9 @@ def quantize_tensor(name: str, tensor: AnyTensor, scheme: QuantizationScheme, *,
 
     def quantize_rows(start: int) -> None:
         part = slice(start, min(rows, start + step))
-        chunk = quantize_matrix(
-            _read_float_rows(tensor, part), bits=scheme.bits, group_size=scheme.group_size, symmetric=scheme.symmetric, name=name
-        )
+        chunk = quantize_matrix(_read_float_rows(tensor, part), bits=scheme.bits, group_size=scheme.group_size, name=name)
         matrix.codes[part] = chunk.codes
         matrix.scales[part] = chunk.scales
-        if matrix.minimums is not None and chunk.minimums is not None:
-            matrix.minimums[part] = chunk.minimums
 
     with ThreadPoolExecutor(max(1, num_threads)) as pool:
         for _ in pool.map(quantize_rows, range(0, rows, step)):
@@ -169,8 +155,7 @@ def _target_bits(name: str, options: QuantOptions, *, is_also_lm_head: bool) -> 
 def _empty_tensor(rows: int, columns: int, scheme: QuantizationScheme) -> GroupedMatrix:
     groups = (rows, columns // scheme.group_size)
     codes = np.empty((rows, columns * scheme.bits // 8), scheme.code_type)
-    minimums = None if scheme.symmetric else np.empty(groups, np.float32)
-    return GroupedMatrix(codes, np.empty(groups, np.float32), minimums, scheme.bits, scheme.zero_point)
+    return GroupedMatrix(codes, np.empty(groups, np.float32), None, scheme.bits, scheme.zero_point)
 
 
 def _read_float_rows(tensor: AnyTensor, part: slice) -> FloatArray:
@@ -180,33 +165,18 @@ def _read_float_rows(tensor: AnyTensor, part: slice) -> FloatArray:
     return as_float32(Tensor(array, tensor.weight_type, array.shape))
 
 
-def _quantize_symmetric(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray, None]:
+def _quantize_groups(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray]:
     """Return signed codes [N, G, group_size] and scales [N, G]. The sign of a 4-bit scale makes the code of the largest value negative."""
     low, high = groups.min(axis=2), groups.max(axis=2)
     _check_range(low, high, name)
     extreme = np.where(-low > high, low, high) if bits == 4 else np.maximum(-low, high)
     steps, bounds = (_SIGNED_STEPS, (-8.0, 7.0)) if bits == 4 else ((127.0,), (-127.0, 127.0))
-    codes, scales = _choose_scales(groups, extreme, steps, (np.float32(bounds[0]), np.float32(bounds[1])))
-    return codes, scales, None
+    return _choose_scales(groups, extreme, steps, bounds)
 
 
-def _quantize_affine(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return codes minus zero point [N, G, group_size], scales [N, G] and integer zero points [N, G]."""
-    low, high = groups.min(axis=2), groups.max(axis=2)
-    _check_range(low, high, name)
-    low, high = np.minimum(low, 0), np.maximum(high, 0)  # with 0 in the range, the zero point is one of the codes
-    levels = np.float32(2**bits - 1)
-    half_range = (high - low) / 2
-    is_zero = half_range < _MIN_GROUP_MAGNITUDE
-    share_below_zero = np.where(is_zero, np.float32(0), (-low / 2) / np.where(is_zero, np.float32(1), half_range))
-    zero_points = np.rint(share_below_zero * levels)
-    bounds = (-zero_points[..., None], (levels - zero_points)[..., None])
-    steps = tuple(factor * float(levels) / 2 for factor in (_AFFINE_STEPS if bits == 4 else (1.0,)))
-    codes, scales = _choose_scales(groups, half_range, steps, bounds)
-    return codes, scales, zero_points
-
-
-def _choose_scales(groups: FloatArray, extreme: FloatArray, steps: Sequence[float], bounds: Bounds) -> tuple[FloatArray, FloatArray]:
+def _choose_scales(
+    groups: FloatArray, extreme: FloatArray, steps: Sequence[float], bounds: tuple[float, float]
+) -> tuple[FloatArray, FloatArray]:
     """Return the codes round(value / extreme * step), clipped to `bounds`, and their best scales, for the best step of each group."""
     is_zero = np.abs(extreme) < _MIN_GROUP_MAGNITUDE
     inverse = np.where(is_zero, np.float32(0), np.float32(1) / np.where(is_zero, np.float32(1), extreme))
@@ -231,7 +201,7 @@ def _choose_scales(groups: FloatArray, extreme: FloatArray, steps: Sequence[floa
     return codes, np.where(is_zero, np.float32(1), scales)
 
 
-def _round_to_codes(unit: FloatArray, step: FloatArray | np.float32, bounds: Bounds, out: FloatArray) -> None:
+def _round_to_codes(unit: FloatArray, step: FloatArray | np.float32, bounds: tuple[float, float], out: FloatArray) -> None:
     np.multiply(unit, step, out=out)
     np.rint(out, out=out)
     np.clip(out, *bounds, out=out)

@@ -50,7 +50,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
     if layer.norm_order.has_output_norm:
         shapes |= {f"{part}_output_norm.weight": (hidden,) for part in parts}
     if layer.mixer is not None:
-        shapes |= _mixer_shapes(layer.mixer, hidden)
+        mixer = layer.mixer
+        shapes |= _attention_shapes(mixer, hidden) if isinstance(mixer, AttentionConfig) else _recurrent_shapes(mixer, hidden)
     if mlp is not None:
         shapes |= _expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden)
     if layer.per_layer_input is not None:
@@ -59,10 +60,6 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
     if layer.has_output_scale:
         shapes["output_scale.weight"] = (1,)
     return shapes
-
-
-def _mixer_shapes(mixer: AttentionConfig | Recurrent, hidden: int) -> dict[str, tuple[int, ...]]:
-    return _attention_shapes(mixer, hidden) if isinstance(mixer, AttentionConfig) else _recurrent_shapes(mixer, hidden)
 
 
 def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -163,7 +163,7 @@ class Weights(Mapping[str, AnyTensor]):
         if config.tied_embeddings and "lm_head.weight" in stored:
             _check_tied(tensors.get("embedding.weight", packed.get("embedding.weight")), stored["lm_head.weight"], files)
         if config.has_norm_offset:
-            tensors |= {name: _add_norm_offset_of_one(tensor) for name, tensor in tensors.items() if _is_stored_minus_one(name)}
+            tensors |= {name: add_norm_offset(tensor) for name, tensor in tensors.items() if _is_stored_minus_one(name)}
         if FAMILIES[config.family].has_interleaved_rope:
             _reorder_rope_rows(tensors, packed, config)
         weights = cls(tensors)
@@ -327,7 +327,7 @@ def _is_stored_minus_one(name: str) -> bool:
     return name.endswith("norm.weight") and not name.endswith("gated_norm.weight")
 
 
-def _add_norm_offset_of_one(tensor: AnyTensor) -> Tensor:
+def add_norm_offset(tensor: AnyTensor) -> Tensor:
     """Return a norm weight plus 1. The result is float32, because the sum may need more bits than the file's type has."""
     return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)
 

@@ -157,7 +157,9 @@ def read_xlora(
         _check_scalable(adapter_directory, adapter)
         adapters.append(adapter)
         if memory_bytes is not None:
-            memory_bytes = max(0, memory_bytes - NUM_COPIES * _adapter_bytes(adapter))
+            memory_bytes = max(
+                0, memory_bytes - NUM_COPIES * sum(one.down.nbytes + one.up.nbytes for one in adapter.low_rank_updates.values())
+            )
     matrices = dict.fromkeys(matrix for adapter in adapters for matrix in adapter.low_rank_updates)
     order = _scaling_order(fields.path, config, list(matrices)) if has_layerwise_scalings else dict.fromkeys(matrices, 0)
     num_scaled_matrices = len(order) if has_layerwise_scalings else 1
@@ -277,10 +279,6 @@ def _read_classifier(
     arrays = {key: as_float32(path, *tensors[key]) for key in expected}
     numbers = sorted({number for number, _ in expected})
     return tuple((arrays[number, "weight"], arrays[number, "bias"]) for number in numbers)
-
-
-def _adapter_bytes(adapter: Adapter) -> int:
-    return sum(update.down.nbytes + update.up.nbytes for update in adapter.low_rank_updates.values())
 
 
 def _digest_values(weight: float, adapters: Sequence[Adapter], mixture: XLoraMixture) -> bytes:

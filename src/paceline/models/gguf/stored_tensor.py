@@ -134,7 +134,7 @@ def _requantization_scheme(source: TensorSource) -> QuantizationScheme | None:
     """Return how to requantise a matrix: block types of at most 4 bits to 4 bits, others to 8. None = no group size fits its width."""
     has_four_bits = source.tensor.block_type.name.startswith(("Q4", "IQ4", "Q2", "Q3"))
     group_size = largest_group_size(source.shape[1], _REGROUPED_GROUP_SIZE)
-    return None if group_size is None else QuantizationScheme(4 if has_four_bits else 8, group_size, symmetric=True)
+    return None if group_size is None else QuantizationScheme(4 if has_four_bits else 8, group_size)
 
 
 def _column_run_order(columns: NDArray[np.int64]) -> NDArray[np.int64] | None:

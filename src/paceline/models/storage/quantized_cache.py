@@ -182,7 +182,6 @@ def _file_layout(weights: Weights, schemes: _Schemes, key: str) -> _FileLayout:
         rows, columns = weights.info(name).shape
         groups = (rows, columns // scheme.group_size)
         arrays = [("codes", scheme.code_type, (rows, columns * scheme.bits // 8)), ("scales", np.dtype("<f4"), groups)]
-        arrays += [] if scheme.symmetric else [("minimums", np.dtype("<f4"), groups)]
         for part_name, item_type, shape in arrays:
             end = offset + shape[0] * shape[1] * item_type.itemsize
             relative.setdefault(name, []).append(_StoredArray(f"{name}.{part_name}", item_type, shape, offset, end))
@@ -251,7 +250,7 @@ def _read_file(
     for name, scheme in schemes.items():
         arrays = [content[part.begin : part.end].view(part.item_type).reshape(part.shape) for part in layout.parts[name]]
         codes, scales = arrays[:2]
-        matrix = GroupedMatrix(codes, scales, None if scheme.symmetric else arrays[2], scheme.bits, scheme.zero_point)
+        matrix = GroupedMatrix(codes, scales, None, scheme.bits, scheme.zero_point)
         found[name] = GroupedTensor(matrix, weights.info(name).weight_type)
     return found
 
