@@ -6,7 +6,7 @@ removed. PyTorch files are read with `weights_only=True`, so that code in them d
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,24 @@ class HeadFiles:
     def is_speculators(self) -> bool:
         """Whether the files have the format of the speculators library."""
         return "speculators_model_type" in self.config
+
+    def with_canonical_names(self, aliases: Mapping[str, str]) -> "HeadFiles":
+        """Return the files with tensor names of other formats converted to one set of names.
+
+        Args:
+            aliases: prefixes of tensor names in other formats, and ours.
+
+        Raises:
+            CheckpointError: the files contain a tensor under two names.
+        """
+        renamed: dict[str, FileTensor] = {}
+        for name, tensor in self.tensors.items():
+            alias = next((alias for alias in aliases if name.startswith(alias)), None)
+            canonical = name if alias is None else aliases[alias] + name.removeprefix(alias)
+            if canonical in renamed:
+                raise CheckpointError(f"{self.path} holds {canonical} under two names, one of them {name}: the file is damaged")
+            renamed[canonical] = tensor
+        return replace(self, tensors=renamed)
 
     def matrix_shape(self, name: str) -> tuple[int, int] | None:
         """Return the numbers of rows and columns of a matrix; None if there is no tensor of this name.

@@ -13,7 +13,7 @@ from harness.eagle_checkpoints import DRAFT_IDS, EAGLE1, EAGLE3, VOCAB_SIZE, Ten
 from harness.model_configs import make_config
 from paceline.drafters import open_head_files
 from paceline.drafters.eagle.checkpoint import EagleCheckpoint, internal_tensor_name, open_eagle_checkpoint
-from paceline.drafters.eagle.config import read_eagle_config, with_canonical_names
+from paceline.drafters.eagle.config import TENSOR_NAME_ALIASES, read_eagle_config
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
@@ -186,7 +186,9 @@ def test_eagle_head_without_config_is_refused(tmp_path: Path) -> None:
 
 def test_eagle3_layer_name_prefixes_are_equivalent(tmp_path: Path) -> None:
     files = [
-        with_canonical_names(HeadFiles.open(write_head(tmp_path / name.strip("."), EAGLE3, eagle3_tensors(first_layer=name))))
+        HeadFiles.open(write_head(tmp_path / name.strip("."), EAGLE3, eagle3_tensors(first_layer=name))).with_canonical_names(
+            TENSOR_NAME_ALIASES
+        )
         for name in ("midlayer.", "layers.0.", "model.midlayer.")
     ]
     assert all(one.kind is HeadKind.EAGLE3 for one in files)

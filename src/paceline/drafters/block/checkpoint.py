@@ -13,11 +13,11 @@ from paceline.drafters.block.config import (
     CONVOLUTION_NAMES,
     SELECTOR_PREFIX,
     SINK_TENSOR_NAMES,
+    TENSOR_NAME_ALIASES,
     BlockConfig,
     MarkovKind,
     is_neox_rope,
     merged_config_fields,
-    with_canonical_names,
 )  # fmt: skip
 from paceline.drafters.head_files import LAYER_MODULE_NAMES, HeadFiles, Shapes, add_layer_shapes, read_target_ids
 from paceline.errors import CheckpointError, shortened
@@ -95,7 +95,7 @@ def open_block_checkpoint(files: HeadFiles, config: BlockConfig, target: ModelCo
     Raises:
         CheckpointError: tensors are missing, unknown, or of the wrong shape; the error lists all of them.
     """
-    files = with_canonical_names(files)
+    files = files.with_canonical_names(TENSOR_NAME_ALIASES)
     required, optional, ignored = _tensor_shapes(files, config)
     files.check_shapes(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]

@@ -23,7 +23,6 @@ from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import ACTIVATIONS
 from paceline.models.layers import AttentionConfig, BlockConvolution, DenseMLP, LayerConfig, NormOrder, QKNorm
 from paceline.models.rope_config import RopeConfig, read_rope
-from paceline.models.storage.tensor_file import FileTensor
 
 BLOCK_KINDS = (HeadKind.DFLASH, HeadKind.DFLASH2, HeadKind.DSPARK)
 GGUF_ARCHITECTURE = "dflash"
@@ -48,7 +47,7 @@ CONVOLUTION_NAMES = ("attention_conv", "mlp_conv")
 SELECTOR_PREFIX = "candidate_selector."
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_TENSOR_NAME_ALIASES = {
+TENSOR_NAME_ALIASES = {
     "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.",
     **{f"{SELECTOR_PREFIX}{name}_codebook.weight": f"{SELECTOR_PREFIX}{name}_codebook" for name in ("predecessor", "successor")},
 }  # fmt: skip
@@ -144,7 +143,7 @@ def fits_target(files: HeadFiles, target: ModelConfig) -> bool:
 
 def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
     _check_supported(files)
-    files = with_canonical_names(files)
+    files = files.with_canonical_names(TENSOR_NAME_ALIASES)
     fields = merged_config_fields(files)
     fc = files.matrix_shape("fc.weight")
     if fc is None or fc[1] % target.hidden_size or not fc[1]:
@@ -265,15 +264,6 @@ def _check_supported(files: HeadFiles) -> None:
 def _first_architecture(files: HeadFiles) -> str:
     named = files.config.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else ""
-
-
-def with_canonical_names(files: HeadFiles) -> HeadFiles:
-    """Return the files with tensor names of other exporters replaced by those of z-lab's files."""
-    renamed: dict[str, FileTensor] = {}
-    for name, tensor in files.tensors.items():
-        alias = next((alias for alias in _TENSOR_NAME_ALIASES if name.startswith(alias)), None)
-        renamed[name if alias is None else _TENSOR_NAME_ALIASES[alias] + name.removeprefix(alias)] = tensor
-    return replace(files, tensors=renamed)
 
 
 def merged_config_fields(files: HeadFiles) -> JsonFields:

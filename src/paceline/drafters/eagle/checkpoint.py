@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from paceline.drafters.eagle.config import (
     FIRST_NORM,
     LAST_NORM,
+    TENSOR_NAME_ALIASES,
     EagleConfig,
     config_fields,
     has_final_norm_disabled,
     has_nested_config,
-    with_canonical_names,
 )
 from paceline.drafters.head_files import GGUF_LAYER_MODULE_NAMES, LAYER_MODULE_NAMES, HeadFiles, Shapes, add_layer_shapes, read_target_ids
 from paceline.drafters.head_kinds import HeadKind
@@ -85,7 +85,7 @@ def open_eagle_checkpoint(files: HeadFiles, config: EagleConfig, target: ModelCo
         CheckpointError: tensors are missing, unknown, or of the wrong shape; the error lists all of them.
         IncompatibleDrafterError: the head has another vocabulary than the target, or its mask token has no embedding.
     """
-    files = with_canonical_names(files)
+    files = files.with_canonical_names(TENSOR_NAME_ALIASES)
     required, optional = _tensor_shapes(files, config, target)
     files.check_shapes(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]

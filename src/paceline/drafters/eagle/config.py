@@ -24,7 +24,6 @@ from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import ACTIVATIONS
 from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig, QKNorm
 from paceline.models.rope_config import RopeConfig, RopeType, read_rope
-from paceline.models.storage.tensor_file import FileTensor
 
 EAGLE_KINDS = (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE)
 DEFAULT_MAX_POSITIONS = 2048  # assumed context length of a head whose config does not state it
@@ -34,7 +33,7 @@ _FC_INPUT_NORMS = ("embedding_layernorm.weight", "hidden_states_layernorm.weight
 _LAYER_TYPES = ("llama", "qwen3")  # model types of decoder layers that are supported in EAGLE-3 heads
 _EAGLE1_LAYER_TYPES = (*_LAYER_TYPES, "qwen2", "mistral")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_TENSOR_NAME_ALIASES = {
+TENSOR_NAME_ALIASES = {
     "midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc.",
     "embed_layernorm.": "embedding_layernorm.", "enorm.": "embedding_layernorm.",
     "hidden_layernorm.": "hidden_states_layernorm.", "hnorm.": "hidden_states_layernorm.",
@@ -89,7 +88,7 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
     """
     if files.kind not in EAGLE_KINDS:
         raise IncompatibleDrafterError(f"{files.path} is a {files.kind.value} head, not an EAGLE one; name its method's drafter")
-    files, options = with_canonical_names(files), options or HeadOptions()
+    files, options = files.with_canonical_names(TENSOR_NAME_ALIASES), options or HeadOptions()
     fields = config_fields(files)
     if fields.number("logit_scale", 1.0) != 1.0:
         scale = fields.values["logit_scale"]
@@ -116,22 +115,6 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
             f"hidden size {layers.hidden_size}: the file is not complete"
         )
     return config
-
-
-def with_canonical_names(files: HeadFiles) -> HeadFiles:
-    """Return the files with the tensor names of all formats converted to one set of names.
-
-    Raises:
-        CheckpointError: the files contain a tensor under two names.
-    """
-    renamed: dict[str, FileTensor] = {}
-    for name, tensor in files.tensors.items():
-        alias = next((alias for alias in _TENSOR_NAME_ALIASES if name.startswith(alias)), None)
-        canonical = name if alias is None else _TENSOR_NAME_ALIASES[alias] + name.removeprefix(alias)
-        if canonical in renamed:
-            raise CheckpointError(f"{files.path} holds {canonical} under two names, one of them {name}: the file is damaged")
-        renamed[canonical] = tensor
-    return replace(files, tensors=renamed)
 
 
 def ambiguous_options(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> list[tuple[str, list[object]]]:
