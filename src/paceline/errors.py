@@ -157,6 +157,15 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else " " if one in "\n\r\t" else one.encode("unicode_escape").decode("ascii") for one in text)
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be encoded: bytes that are not UTF-8, and some JSON escapes, become halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def is_interrupt(error: BaseException) -> bool:
     """Return whether an exception was raised by a signal and so must end the program: Ctrl-C, or a SystemExit of a signal handler.
 

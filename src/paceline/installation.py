@@ -1,12 +1,22 @@
-"""Builds the pip command that adds an optional dependency (an extra) to this installation of the package."""
+"""What is installed: versions of packages, and the pip command that adds an optional dependency (an extra) to this package."""
 
 import json
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+
+def package_versions(*names: str) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found = {}
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def install_command(extra: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")  # directory of all cgroups
 MEMBERSHIP = Path("/proc/self/cgroup")  # file that lists the cgroups of this process
+CPU_INFO = Path("/proc/cpuinfo")
 DEFAULT_MEMORY_BYTES = 8 << 30  # default if the system does not report its memory
 
 
@@ -107,11 +108,7 @@ def processor_flags() -> frozenset[str]:
         return _flags_on_macos()
     if platform.system() == "Windows":
         return _flags_on_windows()
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
-            line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        return frozenset()
+    line = next((line for line in _lines(CPU_INFO) if line.startswith(("flags", "Features"))), "")
     return frozenset(line.partition(":")[2].split())
 
 
@@ -136,11 +133,14 @@ def _flags_on_windows() -> frozenset[str]:
     return frozenset(flags | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"} if is_present(41) else flags)
 
 
+def processor_model() -> str:
+    """Return the name of the processor for reports."""
+    names = [line.partition(":")[2].strip() for line in _lines(CPU_INFO) if line.startswith("model name")]
+    return next(filter(None, names), "") or platform.processor() or platform.machine()
+
+
 def processor_name() -> str:
     """Return a text that identifies the processor model and its instruction sets."""
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
-            prefixes = ("model name", "flags", "Features", "CPU part")
-            return "".join(sorted({line for line in lines if line.startswith(prefixes)}))
-    except OSError:
-        return platform.processor()
+    prefixes = ("model name", "flags", "Features", "CPU part")
+    lines = {f"{line}\n" for line in _lines(CPU_INFO) if line.startswith(prefixes)}
+    return "".join(sorted(lines)) or platform.processor()

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ConfigError
 
 CONFIG_BYTES = 4 << 20
 """Limit for config.json and similar files, which usually have a few kilobytes."""
@@ -17,6 +17,8 @@ INDEX_BYTES = 32 << 20
 """Limit for the index of safetensors shards, and for a safetensors header. For 100,000 tensors they have about 12 million bytes."""
 TOKENIZER_BYTES = 64 << 20
 """Limit for one file of a tokenizer. With a vocabulary of 262,144 pieces it has 33 million bytes."""
+PROMPTS_BYTES = 256 << 20
+"""Limit for a file of prompts."""
 MAX_VALUES = 1 << 20
 """Maximum number of values in a JSON file, because each takes much more memory than its text."""
 MAX_DEPTH = 64
@@ -86,6 +88,24 @@ def read_small(path: Path, limit: int) -> bytes | None:
     if len(content) > limit:
         raise _too_large_error(path, limit)
     return content
+
+
+def prompt_lines(path: Path) -> list[tuple[int, str]]:
+    """Return the lines of a user's file of prompts that are not blank, with their numbers from 1.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be read as UTF-8.
+    """
+    try:
+        content = read_small(path, PROMPTS_BYTES)
+        text = None if content is None else content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text at byte {error.start}: convert it first") from None
+    except CheckpointError as error:
+        raise ConfigError(f"the prompts cannot be read: {error}") from error
+    if text is None:
+        raise ConfigError(f"there is no file {path}: give a file of prompts, a text or a JSON object a line")
+    return [(number, line.strip("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def check_small(path: Path, limit: int) -> None:

@@ -366,7 +366,7 @@ def test_doctor_names_an_x_lora_mix_with_its_memory(target: Path, tmp_path: Path
     assert plain.memory is not None
     assert mixed.memory is not None
     assert mixed.works
-    assert mixed.adapters[0].as_dict()["num_mixed"] == 3
+    assert mixed.adapters[0].num_mixed == 3
     assert mixed.memory.cache_bytes(100) == 2 * plain.memory.cache_bytes(100)
     assert any("X-LoRA ('mix'): a step with it takes two passes, and keys and values are kept twice" in one for one in mixed.notes)
     shown = CliRunner().invoke(app, ["doctor", "--model", str(target), "--adapter", f"mix={directory}"])

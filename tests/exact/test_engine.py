@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.answer_drafters import ChaosDrafter
 from harness.engine_jobs import HEADS, SAMPLINGS, Job, JobMaker, Solo, known_of, open_drafting, write_heads_and_target
 from harness.engine_traffic import Traffic, check_clean, check_engine
 from harness.exact_targets import HYBRIDS, skip_without_kernels
@@ -19,7 +20,6 @@ from paceline.engine.engine import Engine
 from paceline.engine.input_processor import InputProcessor
 from paceline.kv_cache.block_pool import BlockHash, BlockPool
 from paceline.kv_cache.cache import KVCache
-from paceline.proof.exactness.adversaries import ChaosDrafter
 from paceline.runtimes.base import ForwardOutput
 from paceline.runtimes.native.path_sampler import CompiledBatchPathSampler
 from paceline.sampling.processors import EditedRow

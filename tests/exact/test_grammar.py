@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from harness.always_drafts import set_drafters
+from harness.answer_drafters import ChaosDrafter
 from harness.grammar_schemas import random_schema
 from paceline import LLM, SamplingParams
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
-from paceline.proof.exactness.adversaries import ChaosDrafter
 from paceline.runtimes.native.library import kernels_path
 from paceline.sampling.grammars.compiler import GrammarCompiler
 from paceline.sampling.grammars.grammar import Grammar

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from harness.always_drafts import draft_always
+from harness.answer_drafters import ChaosDrafter
 from harness.checkpoints import write_checkpoint
 from harness.exact_targets import skip_without_kernels
 from paceline import LLM, SamplingParams
 from paceline.errors import ConfigError
 from paceline.models.kv_cache_dtype import KVCacheDtype
-from paceline.proof.exactness.adversaries import ChaosDrafter
 from paceline.speculation.drafter import Drafter
 
 BY_TYPE = pytest.mark.parametrize("kv_cache_dtype", [one.value for one in KVCacheDtype])

@@ -426,7 +426,7 @@ WRONG_USE = [
     (("--drafter", "none"), "nothing to compare"),
     (("--tokens", "0"), "tokens is 0"),
     (("--seed", "-1"), "seed is -1"),
-    (("--prompts", "missing.txt"), "no such file"),
+    (("--prompts", "missing.txt"), "there is no file"),
     (("--prompts", "."), "a directory"),
     (("--case", "missing.json"), "no such file"),
     (("--case", "1234567"), "at most 6 digits"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from harness.always_drafts import draft_always
+from harness.answer_drafters import ChaosDrafter, OracleDrafter
 from harness.exact_targets import BACKENDS, EVERYTHING, HYBRIDS, opened_as, skip_without_kernels
 from paceline import LLM, SamplingParams
 from paceline.drafters.ngram import NgramDrafter
@@ -17,7 +18,7 @@ from paceline.drafters.suffix import SuffixDrafter, SuffixStore
 from paceline.kv_cache import cache as cache_module
 from paceline.kv_cache.recurrent_state import RecurrentStateCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
-from paceline.proof.exactness.adversaries import ChaosDrafter, OracleDrafter, WrongDrafter
+from paceline.proof.exactness.adversaries import WrongDrafter
 from paceline.sampling.processors import EditedRow, LogitsProcessor
 from paceline.speculation import speculator as speculator_module
 from paceline.speculation import verify as verify_module

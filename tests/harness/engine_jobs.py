@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.answer_drafters import ChaosDrafter, OracleDrafter
 from harness.exact_targets import opened_as
 from paceline import LLM, BackendUnavailableError, RequestError, SamplingParams
 from paceline.config import EngineConfig
@@ -21,7 +22,7 @@ from paceline.models.checkpoint import read_model_config
 from paceline.models.config import ModelConfig
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.outputs import RequestOutput
-from paceline.proof.exactness.adversaries import Answers, ChaosDrafter, OracleDrafter, WrongDrafter
+from paceline.proof.exactness.adversaries import Answers, WrongDrafter
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter

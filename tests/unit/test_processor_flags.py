@@ -1,6 +1,5 @@
 """What a processor can do is read from the flags the system lists."""
 
-import io
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,25 +13,22 @@ X86 = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu sse avx2 {}\n\n
 ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd {}\nCPU part\t: 0xd40\n"
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
-    def opened(path: str, **options: str) -> io.StringIO:
-        assert Path(path) == Path("/proc/cpuinfo")
-        if text is None:
-            raise FileNotFoundError(path)
-        return io.StringIO(text)
-
-    monkeypatch.setattr(processor, "open", opened, raising=False)
+def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "cpuinfo"
+    if text is not None:
+        path.write_text(text, encoding="ascii")
+    monkeypatch.setattr(processor, "CPU_INFO", path)
 
 
 @pytest.mark.parametrize("text", [X86, ARM])
-def test_processor_flags_are_those_of_the_first_processor_listed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, text.format("avx512_bf16 bf16"))
+def test_processor_flags_are_those_of_the_first_processor_listed(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, tmp_path, text.format("avx512_bf16 bf16"))
     assert {"avx512_bf16", "bf16"} <= processor.processor_flags()
     assert "amx_bf16" not in processor.processor_flags()
 
 
-def test_processor_flags_without_cpuinfo_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, None)
+def test_processor_flags_without_cpuinfo_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, tmp_path, None)
     assert processor.processor_flags() == frozenset()
     assert isinstance(processor.processor_name(), str)
 
@@ -65,9 +61,9 @@ def test_processor_flags_on_windows_come_from_the_system_call(
     assert path is None if level is None else path is not None and path.name == f"kernels.{level}.dll"
 
 
-def test_processor_name_depends_on_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_name_depends_on_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
     for text in (X86.format("avx512f"), X86.format("avx512_bf16"), ARM.format("bf16")):
-        pretend(monkeypatch, text)
+        pretend(monkeypatch, tmp_path, text)
         names.add(processor.processor_name())
     assert len(names) == 3

@@ -92,10 +92,6 @@ class AdapterDiagnosis:
         num_mixed = 0 if mixture is None else mixture.num_adapters
         return cls(adapter.name, *counts, largest, sum(array.nbytes for array in arrays), num_mixed)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        return asdict(self)
-
 
 @dataclass(slots=True)
 class DrafterDiagnosis:
@@ -114,7 +110,7 @@ class DrafterDiagnosis:
             "model": None if self.facts is None else self.facts.as_dict(),
             "head": None if self.head is None else self.head.as_dict(),
             "pair": None if self.pair is None else self.pair.as_dict(),
-            "adapter": None if self.adapter is None else self.adapter.as_dict(),
+            "adapter": None if self.adapter is None else asdict(self.adapter),
         }
 
 
@@ -147,13 +143,13 @@ class Diagnosis:
             "model": self.model,
             "target": None if self.target is None else self.target.as_dict(),
             "drafters": [drafter.as_dict() for drafter in self.drafters],
-            "adapters": [adapter.as_dict() for adapter in self.adapters],
-            "merged_adapter": None if self.merged is None else self.merged.as_dict(),
+            "adapters": [asdict(adapter) for adapter in self.adapters],
+            "merged_adapter": None if self.merged is None else asdict(self.merged),
             "memory": None if self.memory is None else self.memory.as_dict(),
             "numerics": self.numerics,
             "numerics_reason": self.numerics_reason,
             "probe": None if self.probe is None else self.probe.as_dict(),
-            "suggested_drafters": [drafter.as_dict() for drafter in self.suggested],
+            "suggested_drafters": [asdict(drafter) for drafter in self.suggested],
             "problems": self.problems,
             "notes": self.notes,
         }

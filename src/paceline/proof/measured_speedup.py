@@ -6,9 +6,9 @@ and with drafts in turns; the tokens are the same, so the ratio of decoding time
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.sampling.params import SamplingParams
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT
@@ -41,10 +41,6 @@ class MeasuredSpeedup:
     draft_share: float
     acceptance_rate: float
     num_tokens: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        return asdict(self)
 
 
 def measure_speedups(llm: "LLM") -> tuple[MeasuredSpeedup, ...]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -86,13 +86,10 @@ class ProbeResult:
             "pass_ms_by_rows": {str(rows): 1000 * seconds for rows, seconds in self.pass_s.items()},
             "draft_ms_per_token": 1000 * self.draft_s,
             "peak_bytes": self.peak_bytes,
-            "predictions": [
-                {"acceptance_rate": one.acceptance_rate, "num_draft_tokens": one.num_draft_tokens, "speedup": one.speedup}
-                for one in self.predictions
-            ],
+            "predictions": [asdict(one) for one in self.predictions],
             "drafting_steps": 0 if self.trial is None else self.trial.num_steps,
             "drafting_steps_with_accepted": 0 if self.trial is None else self.trial.num_kept,
-            "measured": [one.as_dict() for one in self.measured],
+            "measured": [asdict(one) for one in self.measured],
             "notices": list(self.notices),
         }
 

@@ -8,9 +8,8 @@ Source of the tables: the publishers' model cards on the Hugging Face hub, and t
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.config import QuantOptions
 from paceline.drafters.head_kinds import HeadKind
@@ -199,10 +198,6 @@ class SuggestedDrafter:
     acceptance: AssumedAcceptance
     slowest: Prediction | None = None
     fastest: Prediction | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        return asdict(self)
 
 
 def suggest_drafters(

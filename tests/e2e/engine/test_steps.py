@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from harness.answer_drafters import ChaosDrafter, OracleDrafter
 from harness.checkpoints import VOCAB_SIZE
 from harness.engine_targets import Open, assert_clean
 from paceline import AsyncEngine, RequestError, RequestOutput, SamplingParams, SpeculationOptions
 from paceline.drafters.draft_model import DraftModelDrafter
-from paceline.proof.exactness.adversaries import ChaosDrafter, OracleDrafter
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import TokenOrigin

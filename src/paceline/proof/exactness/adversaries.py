@@ -16,13 +16,14 @@ from paceline.speculation.tree import DraftTree
 Answers: TypeAlias = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
 """Output tokens of plain decoding, by prompt and seed."""
 
-_RIGHT_SHARE = 0.65
+RIGHT_SHARE = 0.65
 _OUT_OF_RANGE_SHARE = 0.1  # of the wrong tokens
 _EXTEND_SHARE = 0.6  # of new nodes that extend the previous node
-_EXCEPTION_SHARE = 0.02
 
 
-class _AnswerDrafter(Drafter):
+class AnswerDrafter(Drafter):
+    """Drafts with knowledge of the output of plain decoding."""
+
     def __init__(self, answers: Answers, vocab_size: int, seed: int = 0) -> None:
         self._answers, self._vocab_size = answers, vocab_size
         self._random = np.random.default_rng(seed)
@@ -39,24 +40,7 @@ class _AnswerDrafter(Drafter):
         return self._answers.get((prompt, request.seed), ())[request.num_output_tokens :]
 
 
-class OracleDrafter(_AnswerDrafter):
-    """Drafts chains of the tokens of plain decoding; each is right with probability `accuracy`."""
-
-    name = "oracle"
-
-    def __init__(self, answers: Answers, *, accuracy: float = 1.0, vocab_size: int = 0, seed: int = 0) -> None:
-        super().__init__(answers, vocab_size, seed)
-        self._accuracy = accuracy
-
-    def _tree(self, request: Request, budget: DraftBudget) -> DraftTree | None:
-        drafts = list(self._upcoming(request)[: budget.max_tokens])
-        for index in range(len(drafts)):
-            if self._accuracy < 1.0 and self._random.random() >= self._accuracy:
-                drafts[index] = (drafts[index] + 1) % self._vocab_size
-        return DraftTree.chain(request.token_ids[-1], drafts, self.name) if drafts else None
-
-
-class WrongDrafter(_AnswerDrafter):
+class WrongDrafter(AnswerDrafter):
     """Drafts only tokens that the target will reject: a chain of shifted ids, and siblings of its first token if rows are left."""
 
     name = "always_wrong"
@@ -73,7 +57,7 @@ class WrongDrafter(_AnswerDrafter):
         return DraftTree.from_nodes(request.token_ids[-1], tokens, parents, self.name)
 
 
-class RandomDrafter(_AnswerDrafter):
+class RandomDrafter(AnswerDrafter):
     """Drafts random trees of right and wrong tokens: duplicate siblings, ids out of range, several paths that may be accepted.
 
     Chains where the budget has no rows for branches.
@@ -106,36 +90,8 @@ class RandomDrafter(_AnswerDrafter):
         return DraftTree.from_nodes(root, tokens, parents, self.name)
 
     def _token(self, upcoming: Sequence[int], index: int) -> int:
-        if index < len(upcoming) and self._random.random() < _RIGHT_SHARE:
+        if index < len(upcoming) and self._random.random() < RIGHT_SHARE:
             return upcoming[index]
         if self._random.random() < _OUT_OF_RANGE_SHARE:
             return self._vocab_size + int(self._random.integers(0, 8))
         return int(self._random.integers(0, self._vocab_size))
-
-
-class ChaosDrafter(RandomDrafter):
-    """Breaks the drafter interface too: trees above the budget, wrong roots, end tokens, negative ids, exceptions."""
-
-    name = "chaos"
-
-    def __init__(self, answers: Answers, vocab_size: int, *, seed: int = 0, eos: int = 0, raises: bool = True) -> None:
-        super().__init__(answers, vocab_size, seed)
-        self._eos, self._raises = eos, raises
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        if self._raises and self._random.random() < _EXCEPTION_SHARE:
-            raise RuntimeError("chaos")
-        return super().propose(requests, budgets)
-
-    def _tree(self, request: Request, budget: DraftBudget) -> DraftTree | None:
-        num_drafts = int(self._random.integers(0, budget.row_budget + 4))
-        if num_drafts == 0:
-            return None if self._random.random() < 0.5 else DraftTree.root_only(request.token_ids[-1])
-        root = request.token_ids[-1] if self._random.random() < 0.9 else 0
-        return self._grow(root, self._upcoming(request), num_drafts, max_depth=num_drafts)
-
-    def _token(self, upcoming: Sequence[int], index: int) -> int:
-        if self._random.random() < _RIGHT_SHARE:
-            return upcoming[index] if index < len(upcoming) else self._eos
-        wrong = [self._eos, -1, self._vocab_size, self._vocab_size + 7, int(self._random.integers(0, self._vocab_size))]
-        return wrong[int(self._random.integers(len(wrong)))]

@@ -20,7 +20,7 @@ from paceline.engine.input_processor import InputProcessor
 from paceline.errors import CheckpointError, ConfigError, RequestError
 from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.sampling.params import SamplingParams
-from paceline.small_files import read_small
+from paceline.small_files import prompt_lines, read_small
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
 Item = TypeVar("Item")
@@ -157,17 +157,7 @@ def read_prompts(path: Path, input_processor: InputProcessor, *, longest: int) -
         ConfigError: there is no such file, or no prompt in it.
         RequestError: a line is no prompt that the model takes.
     """
-    try:
-        content = read_small(path, _FILE_BYTES)
-    except CheckpointError as error:
-        raise ConfigError(f"--prompts {path} cannot be read ({error}): give a text file with a prompt a line") from error
-    if content is None:
-        raise ConfigError(f"--prompts {path}: there is no such file; give a text file with a prompt a line")
-    try:
-        lines = content.decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompts {path} is not UTF-8 text at byte {error.start}: convert it first") from None
-    prompts = [_ids_of(line, f"{path} line {number}", input_processor) for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [_ids_of(line, f"{path} line {number}", input_processor) for number, line in prompt_lines(path)]
     if not prompts:
         raise ConfigError(f"--prompts {path} holds no prompt: give a text file with a prompt a line")
     for number, prompt in enumerate(prompts, 1):

@@ -134,7 +134,8 @@ class Proof:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object; findings carry their cases, which `paceline prove --case` repeats."""
-        findings = [{**one.as_dict(), "repeat": self.repeat(one), "replay": self._case_of(one)} for one in self.findings]
+        cases: dict[int | None, Any] = {number: case.as_dict() for number, case in self.cases.items()}
+        findings = [{**one.as_dict(), "repeat": self.repeat(one), "replay": cases.get(one.case)} for one in self.findings]
         return {
             "format": 1,
             "verdict": self.verdict,
@@ -161,9 +162,6 @@ class Proof:
             return command
         given = [one for at, one in enumerate(command) if one != "--seed" and (at == 0 or command[at - 1] != "--seed")]
         return [*given, "--seed", str(self.seed), "--case", str(finding.case)]
-
-    def _case_of(self, finding: Finding) -> dict[str, Any] | None:
-        return None if finding.case is None or finding.case not in self.cases else self.cases[finding.case].as_dict()
 
 
 class Prover:

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import printable
-from paceline.machine import processor_name, usable_processors
+from paceline.installation import package_versions
+from paceline.machine import processor_model, usable_processors
 from paceline.models.checkpoint import weight_files
 from paceline.proof.exactness.engine_under_test import EngineUnderTest
 from paceline.runtimes.native.library import kernels_path
@@ -52,11 +52,11 @@ def provenance(
         "kernels": runtime.version or f"torch on {runtime.capabilities.device}",
         "kernel_library": None if kernels is None or not runtime.version else kernels.name,
         "drafters": list(engine_under_test.drafter_names),
-        "processor": _processor(),
+        "processor": processor_model(),
         "processors_used": usable_processors(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": dict.fromkeys(_PACKAGES) | package_versions(*_PACKAGES),
         "engine": settings,
         "speculation": asdict(speculation),
     }
@@ -68,19 +68,6 @@ def _without_token(command: Sequence[str]) -> list[str]:
         "--hf-token=…" if one.startswith("--hf-token=") else "…" if before == "--hf-token" else one
         for before, one in zip(["", *command], command, strict=False)
     ]
-
-
-def _processor() -> str:
-    """Return the name of the processor."""
-    line = next((line for line in processor_name().splitlines() if line.startswith("model name")), "")
-    return line.partition(":")[2].strip() or platform.processor() or platform.machine()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def page(facts: Mapping[str, Any]) -> str:
