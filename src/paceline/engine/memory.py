@@ -174,7 +174,10 @@ class _CacheBytes:
         self._limits = limits
 
     def __call__(self, num_blocks: int) -> int:
-        counts = {window: self._num_blocks_with_window(window, num_blocks) for window in self._block_bytes}
+        counts = {
+            window: num_blocks if window is None else num_window_blocks(window, num_blocks, self._limits, BLOCK_SIZE)
+            for window in self._block_bytes
+        }
         return sum(count * self._block_bytes[window] for window, count in counts.items())
 
     def num_blocks_that_fit(self, num_bytes: int, *, max_blocks: int) -> int:
@@ -185,9 +188,6 @@ class _CacheBytes:
         """Return an upper bound for `num_blocks_that_fit`; `wanted` if all layers have windows, because then any number may fit."""
         bytes_per_block = self._block_bytes.get(None, 0) if self._limits else self(1)
         return max(wanted, num_bytes // bytes_per_block) if bytes_per_block else wanted
-
-    def _num_blocks_with_window(self, window: int | None, num_blocks: int) -> int:
-        return num_blocks if window is None else num_window_blocks(window, num_blocks, self._limits, BLOCK_SIZE)
 
 
 def _too_long_advice(model: ModelConfig, context: int) -> str:

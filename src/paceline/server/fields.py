@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
+from paceline.errors import is_unicode
 from paceline.server.errors import FIELD_ERROR, HttpError, check_count, field_error, field_name, invalid
 from paceline.server.field_table import TABLE, FieldRules
 from paceline.server.json_body import MAX_INLINE_BYTES, parse_json
@@ -250,10 +251,10 @@ def _check_characters(body: Mapping[str, Any]) -> None:
     left: list[tuple[tuple[str | int, ...], Any]] = [((), body)]
     while left:
         place, one = left.pop()
-        if isinstance(one, str) and not _is_unicode(one):
+        if isinstance(one, str) and not is_unicode(one):
             break
         if isinstance(one, dict):
-            if not all(map(_is_unicode, one)):
+            if not all(map(is_unicode, one)):
                 break
             left += [((*place, key), inner) for key, inner in one.items()][::-1]
         elif isinstance(one, list):
@@ -261,16 +262,6 @@ def _check_characters(body: Mapping[str, Any]) -> None:
     else:
         return
     raise invalid(field_name(place) or "", "holds half of a surrogate pair, which is no character: send both halves, or leave it out")
-
-
-def _is_unicode(text: str) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class SpeculationFields(Fields, at=("chat", "speculation")):

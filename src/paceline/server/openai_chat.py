@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from paceline.engine.inputs import RequestOptions
 from paceline.outputs import RequestOutput
-from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
+from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCallArguments, ToolCallStart
 from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import FormFields
@@ -452,15 +452,13 @@ def usage_of(outputs: Sequence[RequestOutput], *, counts_output: bool = True) ->
 
 def _message(answer: Answer) -> dict[str, Any]:
     """The whole message. It has reasoning and calls only if the model wrote some."""
-    calls = [_called(call) for call in answer.tool_calls]
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in answer.tool_calls
+    ]
     message = {"role": "assistant", "content": answer.text if answer.text or not calls else None, "refusal": None}
     if answer.reasoning:
         message |= _reasoning(answer.reasoning)
     return {**message, "tool_calls": calls} if calls else message
-
-
-def _called(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _reasoning(text: str) -> dict[str, str]:

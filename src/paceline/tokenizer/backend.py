@@ -35,7 +35,7 @@ class TokenizerBackend:
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         self.added_token_ids: dict[str, int] = {token.content: token_id for token_id, token in added}
         check_token_ids(self.vocabulary.values())
-        self.has_byte_pieces = "<0x41>" in self.vocabulary and self._decodes_byte_pieces()
+        self.has_byte_pieces = "<0x41>" in self.vocabulary and library.decoder is not None and self.join(["<0x41>"]) == "A"
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids, as the tokenizers library decodes them."""
@@ -76,9 +76,6 @@ class TokenizerBackend:
         except BaseException as error:
             _raise_request_error("be written as JSON", error)
         return text
-
-    def _decodes_byte_pieces(self) -> bool:
-        return self._library.decoder is not None and self.join(["<0x41>"]) == "A"
 
 
 def check_token_ids(ids: Collection[int]) -> None:

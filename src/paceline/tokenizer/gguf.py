@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from paceline.errors import CheckpointError, convert_library_errors, shortened
+from paceline.errors import CheckpointError, convert_library_errors, is_unicode, shortened
 
 MAX_TOKENS = 1 << 20
 _MAX_MERGED_CHARACTERS = 1024
@@ -118,7 +118,7 @@ class _MetadataFields:
         value = default if value is None else value
         if value is None:
             raise self.missing_error(name)
-        if not isinstance(value, str) or not _is_unicode(value):
+        if not isinstance(value, str) or not is_unicode(value):
             raise self.error(name, value, "not a text in UTF-8")
         return value
 
@@ -147,7 +147,7 @@ class _MetadataFields:
         try:
             "".join(items).encode("utf-8")
         except (TypeError, UnicodeEncodeError):
-            index = next(index for index, item in enumerate(items) if not isinstance(item, str) or not _is_unicode(item))
+            index = next(index for index, item in enumerate(items) if not isinstance(item, str) or not is_unicode(item))
             raise self.error(f"{name}[{index}]", items[index], "not a text in UTF-8") from None
         return items
 
@@ -174,15 +174,6 @@ class _MetadataFields:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_tokens:
             raise self.error(name, value, f"not a token id from 0 to {num_tokens - 1}")
         return value
-
-
-def _is_unicode(text: str) -> bool:
-    # When the file was read, bytes that are not UTF-8 became halves of surrogate pairs, which cannot be encoded.
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _chat_templates(fields: _MetadataFields) -> dict[str, str]:

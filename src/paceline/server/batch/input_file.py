@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, RequestError
+from paceline.errors import ConfigError, RequestError, is_unicode
 from paceline.server.batch.output_file import Finished
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
@@ -94,7 +94,7 @@ def _request_error(fields: Any) -> str | None:
     if unknown := sorted(set(fields) - set(_FIELDS)):
         return f"{unknown[0]} is no field of a batch line: fields of the request belong into its body"
     custom_id = fields["custom_id"]
-    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS or not _is_unicode(custom_id):
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS or not is_unicode(custom_id):
         return f"custom_id is no text of 1 to {MAX_ID_CHARS} characters: name the line"
     if fields["method"] != "POST":
         return "method is not POST: write POST"
@@ -103,14 +103,6 @@ def _request_error(fields: Any) -> str | None:
     if not isinstance(fields["body"], dict):
         return "body is no JSON object: write the fields of the request"
     return "body requests a stream, which a file cannot hold: leave stream out" if fields["body"].get("stream") else None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 _SHOWN = 5  # duplicates that an error names
