@@ -43,8 +43,9 @@ if "--processor-clock" in sys.argv:  # before any module of paceline imports the
     time.perf_counter = time.thread_time
 sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 
+from harness.answer_drafters import OracleDrafter  # noqa: E402
 from paceline.benchmarking.intervals import paired_ratio  # noqa: E402
-from paceline.benchmarking.workloads import builtin_workloads  # noqa: E402
+from paceline.benchmarking.workloads import builtin_workload  # noqa: E402
 from paceline.drafters.ngram import NgramDrafter  # noqa: E402
 from paceline.drafters.prediction import PredictionDrafter  # noqa: E402
 from paceline.drafters.suffix import SuffixDrafter  # noqa: E402
@@ -53,7 +54,7 @@ from paceline.engine.inputs import RequestOptions  # noqa: E402
 from paceline.engine.loader import DEFAULT_DRAFT_TOKENS  # noqa: E402
 from paceline.engine.request import EngineRequest  # noqa: E402
 from paceline.llm import LLM  # noqa: E402
-from paceline.proof.exactness.adversaries import OracleDrafter, WrongDrafter  # noqa: E402
+from paceline.proof.exactness.adversaries import WrongDrafter  # noqa: E402
 from paceline.runtimes.cost import time_passes  # noqa: E402
 from paceline.sampling.params import SamplingParams  # noqa: E402
 from paceline.speculation.draft_length.explain import explain_policy  # noqa: E402
@@ -214,7 +215,7 @@ def workload_prompts(llm: LLM, kind: str, count: int, num_tokens: int, random: n
     """Prompts of a kind, drawn with replacement; texts differ by their seeds where they are sampled."""
     if kind == "random":
         return random_prompts(llm, count, num_tokens, random)
-    (workload,) = builtin_workloads((kind,))
+    workload = builtin_workload(kind)
     input_processor, found = llm._loaded.input_processor, []
     for _ in range(count):
         prompt = workload.prompts[int(random.integers(len(workload.prompts)))]

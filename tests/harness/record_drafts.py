@@ -16,7 +16,7 @@ from itertools import product
 from harness.recorded_traces import FOLDER, write_traces
 from harness.replay import DEEPEST, Recorder, Trace
 from paceline.benchmarking.requests import EncodedPrompt, encode, make_copy_prompts
-from paceline.benchmarking.workloads import builtin_workloads
+from paceline.benchmarking.workloads import builtin_workload
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import Engine
@@ -50,7 +50,7 @@ def record(llm: LLM, drafter: Drafter, prompt: Sequence[int], params: SamplingPa
 
 def prompts_of(llm: LLM, kind: str, count: int, max_tokens: int) -> list[EncodedPrompt]:
     """Prompts of the package, as token ids."""
-    (workload,) = builtin_workloads((kind,))
+    workload = builtin_workload(kind)
     tokenizer = llm.tokenizer
     prompts = [encode(prompt, tokenizer, llm.vocab_size) for prompt in workload.prompts[:count]]
     if workload.makes_copies:

@@ -2,11 +2,9 @@
 
 import json
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,7 +84,7 @@ def benchmark(plan: BenchPlan, watcher: RunProgress, command: str) -> BenchResul
         date=date.strftime("%Y-%m-%dT%H:%M:%SZ"),
         seconds=time.monotonic() - started_s,
         model=facts,
-        draft_model=_draft_facts(draft, plan),
+        draft_model=None if draft is None else model_facts(plan.draft_model or draft.name, draft, plan.quantization),
         num_threads=num_threads,
         machine=machine_facts(),
         bandwidth=bandwidth,
@@ -96,10 +94,6 @@ def benchmark(plan: BenchPlan, watcher: RunProgress, command: str) -> BenchResul
         cells=cells,
         summaries=summaries(cells, measured.modes),
     )
-
-
-def _draft_facts(path: Path | None, plan: BenchPlan) -> ModelFacts | None:
-    return None if path is None else model_facts(plan.draft_model or path.name, path, plan.quantization)
 
 
 def read_bandwidth(num_threads: int) -> float:
@@ -116,11 +110,6 @@ def read_bandwidth(num_threads: int) -> float:
             list(pool.map(np.max, parts))
             best = min(best, time.perf_counter() - start)
     return memory.nbytes / best
-
-
-def mode_names(result: BenchResult) -> Sequence[str]:
-    """Return the names of the modes, in their order."""
-    return [mode.name for mode in result.measured.modes]
 
 
 def as_dict(result: BenchResult) -> dict[str, Any]:

@@ -67,14 +67,9 @@ def own_modes(plan: BenchPlan, target: Path, *, context: int, has_predictions: b
 
 def own_order(plan: BenchPlan, target: Path, name: str, drafters: Sequence[str], context: int) -> dict[str, Any]:
     """Return the first line for our own worker."""
-    engine = EngineConfig(threads=plan.threads)
     return {
-        "model": str(target),
+        **_order(plan, target, name, context),
         "draft": plan.draft_model,
-        "mode": name,
-        "threads": engine.num_threads,
-        "num_speculative_tokens": plan.num_speculative_tokens,
-        "context": context,
         "precision": plan.quantization,
         "drafters": list(drafters),
         "options": {"quantization": plan.quantization, "offline": plan.offline, "max_num_seqs": max(16, plan.batch_size)},
@@ -173,23 +168,19 @@ def peer_modes(plan: BenchPlan, target: Path, precision: str, *, context: int) -
         for kind in (PLAIN, *(mode for mode in peer.modes if mode != PLAIN)):
             if kind == "draft_model" and draft is None:
                 continue
-            modes.append(_mode(peer, kind, python, _order(plan, target, draft, kind, precision, context)))
+            order = {**_order(plan, target, kind, context), "draft": str(draft) if kind == "draft_model" else None, "precision": precision}
+            modes.append(Mode(f"{peer.name} {kind}", peer.name, (str(python), str(peer.worker)), order, f"{peer.name} {PLAIN}"))
     return modes, draft
 
 
-def _mode(peer: Peer, kind: str, python: Path, order: dict[str, Any]) -> Mode:
-    return Mode(f"{peer.name} {kind}", peer.name, (str(python), str(peer.worker)), order, f"{peer.name} {PLAIN}")
-
-
-def _order(plan: BenchPlan, target: Path, draft: Path | None, kind: str, precision: str, context: int) -> dict[str, Any]:
+def _order(plan: BenchPlan, target: Path, mode: str, context: int) -> dict[str, Any]:
+    """Return what the first line for every worker has."""
     return {
         "model": str(target),
-        "draft": None if draft is None or kind != "draft_model" else str(draft),
-        "mode": kind,
+        "mode": mode,
         "threads": EngineConfig(threads=plan.threads).num_threads,
         "num_speculative_tokens": plan.num_speculative_tokens,
         "context": context,
-        "precision": precision,
     }
 
 

@@ -5,16 +5,13 @@ options being arguments of `paceline.LLM`. Every further one is a request, {"pro
 "prediction"}, or a batch of them, {"batch": [request, ...]}; end tokens are ignored. Each request starts with empty caches.
 """
 
-import json
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Any, TextIO
+from typing import Any
 
 from paceline import __version__
+from paceline.benchmarking.peers.worker_loop import memory_bytes, serve
 from paceline.engine.inputs import RequestOptions
 from paceline.engine.loader import LoadedEngine, load_engine, parse_settings
 from paceline.engine.request import EngineRequest
@@ -109,10 +106,7 @@ class OwnModel:
         answer = self._counts(requests, num_passes) | {"seconds": seconds}
         if self._inside is not None and isinstance(self._loaded.engine.runtime, NativeNetwork):
             answer["host_s"] = max(0.0, seconds - (self._inside.seconds - inside))
-        outputs = [
-            {"token_ids": list(request.output_token_ids), "times_s": own, "first_token_s": own[0]}
-            for request, own in zip(requests, times, strict=True)
-        ]
+        outputs = [{"token_ids": list(request.output_token_ids), "times_s": own} for request, own in zip(requests, times, strict=True)]
         return answer | ({"outputs": outputs} if "batch" in order else outputs[0])
 
     def _request(self, item: dict[str, Any]) -> EngineRequest:
@@ -151,50 +145,5 @@ class OwnModel:
         }
 
 
-def memory_bytes() -> tuple[int, int]:
-    """Return resident memory of this process, now and at its peak; 0 where the system does not report it."""
-    fields = {}
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
-            fields = dict(line.split(":", 1) for line in lines if line.startswith("Vm"))
-    except OSError:
-        return 0, 0
-    now, peak = (int(fields.get(name, "0").split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-    return now, peak
-
-
-def serve(orders: TextIO, answers: TextIO) -> None:
-    """Open the model of the first line and run the requests of the others."""
-
-    def say(answer: dict[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-    start = time.perf_counter()
-    try:
-        model = OwnModel(json.loads(orders.readline()))
-    except PacelineError as error:
-        say({"error": str(error)})
-        return
-    say({"ready": True, "load_s": time.perf_counter() - start, **model.facts()})
-    for line in orders:
-        order = json.loads(line)
-        if order.get("wait"):
-            return
-        try:
-            say(model.answer(order))
-        except Exception as error:
-            if not isinstance(error, PacelineError):
-                traceback.print_exc()
-            say({"error": str(error) or type(error).__name__})
-
-
-def main() -> None:
-    """Serve stdin; output of libraries goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    serve(sys.stdin, answers)
-
-
 if __name__ == "__main__":
-    main()
+    serve(OwnModel, PacelineError)

@@ -4,17 +4,16 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from paceline import __version__
 from paceline.config import QuantOptions
 from paceline.errors import PacelineError
-from paceline.machine import available_memory_bytes, processor_flags, usable_processors
-from paceline.models.checkpoint import is_gguf, read_model_config, weight_files
+from paceline.installation import package_versions
+from paceline.machine import available_memory_bytes, processor_flags, processor_model, usable_processors
+from paceline.models.checkpoint import is_gguf, main_block_type, read_model_config, weight_files
 from paceline.models.gguf.file import open_gguf
 from paceline.small_files import read_json
 
@@ -64,18 +63,11 @@ def model_facts(name: str, path: Path, quantization: str | QuantOptions) -> Mode
         CheckpointError: a file is missing or damaged.
     """
     files = [*weight_files(path), *(path / one for one in _SMALL_FILES if not is_gguf(path) and (path / one).is_file())]
-    precision = str(quantization) if quantization != "none" else stored_type(path)
+    if quantization != "none":
+        precision = str(quantization)
+    else:
+        precision = main_block_type(path).lower() if is_gguf(path) else read_model_config(path).weight_type.value
     return ModelFacts(name, path, precision, is_grown(path), tuple(_file_facts(file) for file in files))
-
-
-def stored_type(path: Path) -> str:
-    """Return the type that most bytes of a checkpoint have, in small letters, such as bf16 or q4_0."""
-    if not is_gguf(path):
-        return read_model_config(path).weight_type.value
-    sizes: dict[str, int] = {}
-    for tensor in open_gguf(path).tensors.values():
-        sizes[tensor.block_type.name] = sizes.get(tensor.block_type.name, 0) + tensor.data.nbytes
-    return max(sizes, key=sizes.__getitem__, default="none").lower()
 
 
 def is_grown(path: Path) -> bool:
@@ -92,14 +84,14 @@ def is_grown(path: Path) -> bool:
 def machine_facts() -> dict[str, Any]:
     """Return processor, memory, versions and the commit of a checkout."""
     return {
-        "cpu": cpu_name(),
+        "cpu": processor_model(),
         "flags": [flag for flag in _FLAGS if flag in processor_flags()],
         "cores": usable_processors(),
         "memory_bytes": memory_bytes(),
         "available_memory_bytes": available_memory_bytes(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "versions": {"paceline": __version__, **_versions()},
+        "versions": {"paceline": __version__, **package_versions(*_PACKAGES)},
         "commit": commit(),
     }
 
@@ -111,16 +103,6 @@ def load_average() -> tuple[float, float, float] | None:
     except (OSError, AttributeError):
         return None
     return round(one, 2), round(five, 2), round(fifteen, 2)
-
-
-def cpu_name() -> str:
-    """Return the model name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names and names[0] else platform.processor() or platform.machine()
 
 
 def memory_bytes() -> int | None:
@@ -148,24 +130,7 @@ def _git(directory: Path, *arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _file_facts(file: Path) -> dict[str, Any]:
     with open(file, "rb") as content:
         digest = hashlib.sha256(content.read(_HEADER_BYTES)).hexdigest()
     return {"name": file.name, "bytes": file.stat().st_size, "sha256_of_first_mib": digest}
-
-
-def shown_command(arguments: Sequence[str]) -> str:
-    """Return the command line, quoted for a shell."""
-    import shlex
-
-    return shlex.join(["paceline", *arguments])

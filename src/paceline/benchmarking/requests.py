@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from paceline.benchmarking.plan import BenchPlan
-from paceline.benchmarking.workloads import RANDOM, Prompt, Workload, builtin_workloads, file_workload, spec_bench_workloads
+from paceline.benchmarking.workloads import RANDOM, Prompt, Workload, builtin_workload, read_prompts, read_spec_bench
 from paceline.errors import ConfigError, RequestError
 from paceline.models.config import ModelConfig
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -161,11 +161,11 @@ def select_workloads(plan: BenchPlan) -> list[Workload]:
     Raises:
         ConfigError: one is unknown, a file cannot be read, or two have one name.
     """
-    chosen = builtin_workloads(plan.workload_names)
+    chosen = [builtin_workload(name) for name in dict.fromkeys(plan.workload_names)]
     if plan.prompts is not None:
-        chosen.append(file_workload(plan.prompts))
+        chosen.append(Workload(plan.prompts.stem, tuple(read_prompts(plan.prompts))))
     if plan.spec_bench is not None:
-        chosen += spec_bench_workloads(plan.spec_bench)
+        chosen += [Workload(category, tuple(prompts)) for category, prompts in read_spec_bench(plan.spec_bench).items()]
     names = [workload.name for workload in chosen]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -2,20 +2,28 @@
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.always_drafts import draft_always
-from paceline.benchmarking.own_worker import OwnModel, TimedCall, memory_bytes, serve
+from paceline.benchmarking.own_worker import OwnModel, TimedCall
+from paceline.benchmarking.peers.worker_loop import answer_orders, memory_bytes
 from paceline.benchmarking.samples import Sample
+from paceline.errors import PacelineError
 from paceline.llm import LLM
 from paceline.runtimes.native import library
 from paceline.sampling.params import SamplingParams
 
 PROMPT = [40, 50, 60, 70, 80, 90, 100]
 OPTIONS = {"quantization": "none", "max_num_seqs": 4}
+
+
+@pytest.fixture(autouse=True)
+def environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
 
 
 @pytest.fixture
@@ -39,12 +47,14 @@ def request(**fields: Any) -> dict[str, Any]:
     return {"prompt_ids": PROMPT, "max_tokens": 24, "temperature": 0.0, "seed": 5, **fields}
 
 
-def test_own_bench_worker_reports_the_model_and_its_counters(own_kernels: None) -> None:
+def answered(*orders: dict[str, Any]) -> list[dict[str, Any]]:
     answers = io.StringIO()
-    serve(
-        io.StringIO("\n".join(map(json.dumps, [order("ngram"), request(), request(temperature=0.8), {"wait": True}, request()]))), answers
-    )
-    ready, *found = map(json.loads, answers.getvalue().splitlines())
+    answer_orders(OwnModel, io.StringIO("\n".join(map(json.dumps, orders))), answers, PacelineError)
+    return [json.loads(line) for line in answers.getvalue().splitlines()]
+
+
+def test_own_bench_worker_reports_the_model_and_its_counters(own_kernels: None) -> None:
+    ready, *found = answered(order("ngram"), request(), request(temperature=0.8))
     assert ready["ready"] is True
     assert (ready["name"], ready["drafter"], ready["numerics"]) == ("paceline", "ngram", "exact")
     assert len(found) == 2
@@ -92,17 +102,13 @@ def test_own_bench_worker_drafts_from_a_prediction(own_kernels: None) -> None:
 
 
 def test_bench_worker_answers_an_invalid_request_with_an_error(own_kernels: None) -> None:
-    answers = io.StringIO()
-    orders = [order(), request(prompt_ids=[]), request(max_tokens=10_000), {"nonsense": 1}, request(max_tokens=2)]
-    serve(io.StringIO("\n".join(map(json.dumps, orders))), answers)
-    _, *found = map(json.loads, answers.getvalue().splitlines())
+    _, *found = answered(order(), request(prompt_ids=[]), request(max_tokens=10_000), {"nonsense": 1}, request(max_tokens=2))
     assert [list(one) == ["error"] for one in found] == [True, True, True, False]
 
 
 def test_bench_worker_reports_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
-    answers = io.StringIO()
-    serve(io.StringIO(json.dumps(order() | {"model": str(tmp_path)}) + "\n"), answers)
-    assert "error" in json.loads(answers.getvalue())
+    (found,) = answered(order() | {"model": str(tmp_path)})
+    assert "error" in found
 
 
 def test_timed_call_returns_the_result_and_its_seconds() -> None:

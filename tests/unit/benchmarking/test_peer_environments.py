@@ -1,14 +1,13 @@
 """Each peer has an environment of its own, whole or not there."""
 
 import ast
-import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from paceline.benchmarking.peers import PEERS, RECORD, Peer, environment_python, installed_versions, make_environment
+from paceline.benchmarking.peers import PEERS, RECORD, Peer, environment_python, make_environment
 from paceline.errors import BackendUnavailableError
 
 PEER = Peer("fake", ("torch==2.13.0+cpu", "fake==1.0"), frozenset({"gguf"}), ("plain",), Path("fake.py"), ("alone==2.0",), "a compiler")
@@ -21,7 +20,7 @@ class Commands:
         self.run: list[list[str]] = []
         self._refused = refused
 
-    def __call__(self, command: Sequence[str]) -> str:
+    def __call__(self, command: Sequence[str]) -> None:
         self.run.append(list(command))
         if self._refused and self._refused in command:
             raise subprocess.CalledProcessError(1, list(command), stderr=f"noise\nERROR: no {self._refused}\nhint: read the log\n")
@@ -29,7 +28,6 @@ class Commands:
             python = Path(command[3]) / "bin" / "python"
             python.parent.mkdir(parents=True)
             python.touch()
-        return json.dumps([{"name": "fake", "version": "1.0"}]) if "list" in command else ""
 
     @property
     def installed(self) -> list[list[str]]:
@@ -48,7 +46,6 @@ def test_peer_environment_installs_torch_first(cache: Path) -> None:
     python = make_environment(PEER, commands)
     assert python == environment_python(PEER) == cache / "peers" / "fake" / "bin" / "python"
     assert commands.installed == [["torch==2.13.0+cpu"], ["torch==2.13.0+cpu", "fake==1.0"], ["--no-deps", "alone==2.0"]]
-    assert installed_versions(PEER) == {"fake": "1.0"}
 
 
 def test_peer_environment_falls_back_to_torch_of_the_default_index() -> None:

@@ -61,14 +61,13 @@ def test_bench_peer_worker_reports_ready_and_answers_requests() -> None:
         assert (answer["num_draft_tokens"], answer["num_accepted_tokens"]) == (4, 2)
         times = answer["times_s"]
         assert times[1] == times[2]  # they came together
-        assert answer["first_token_s"] == times[0] <= times[1] - 0.01 <= answer["seconds"]
+        assert times[0] <= times[1] - 0.01 <= answer["seconds"]
         assert 0 < answer["rss_bytes"] <= answer["peak_rss_bytes"] or not Path("/proc/self/status").exists()
 
 
 def test_token_times_reported_by_a_peer_are_used() -> None:
     _, answer = said(lambda *_: Generated([1, 2, 3], times_s=[0.5, 1.0, 1.5]), REQUEST)
     assert answer["times_s"] == [0.5, 1.0, 1.5]
-    assert answer["first_token_s"] == 0.5
 
 
 @pytest.mark.parametrize(("num_tokens", "num_arrived"), [(2, 3), (4, 3), (3, 2)])
@@ -99,10 +98,6 @@ def test_peer_that_cannot_open_the_model_reports_one_error_and_ends() -> None:
     answers = io.StringIO()
     answer_orders(fails, io.StringIO(json.dumps(FIRST) + "\n" + json.dumps(REQUEST) + "\n"), answers)
     assert json.loads(answers.getvalue()) == {"error": "mtp is not to be had"}
-
-
-def test_wait_message_ends_a_peer_worker() -> None:
-    assert len(said(in_two_parts, {"wait": True}, REQUEST)) == 1
 
 
 def test_peer_thread_variables_are_set_before_the_model_is_opened() -> None:

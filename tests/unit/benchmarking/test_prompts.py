@@ -18,7 +18,7 @@ from paceline.benchmarking.requests import (
     replace_tokens,
     select_workloads,
 )
-from paceline.benchmarking.workloads import NAMES, Prompt, builtin_workloads, file_workload, spec_bench_workloads
+from paceline.benchmarking.workloads import NAMES, Prompt, Workload, builtin_workload, read_prompts, read_spec_bench
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import read_model_config
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -39,20 +39,19 @@ def written(path: Path, *lines: object) -> Path:
 # --- files ---
 
 
-@pytest.mark.parametrize("workload", [one for one in builtin_workloads(NAMES) if one.name != "random"], ids=lambda one: one.name)
+@pytest.mark.parametrize("workload", [builtin_workload(name) for name in NAMES if name != "random"], ids=lambda one: one.name)
 def test_builtin_workload_has_eight_different_prompts(workload: Any) -> None:
     assert len({str(prompt) for prompt in workload.prompts}) == 8
 
 
 def test_unknown_workload_error_lists_the_known_workloads() -> None:
     with pytest.raises(ConfigError, match=r"workload is 'poems': use one of chat, code, .*--prompts"):
-        builtin_workloads(("chat", "poems"))
+        builtin_workload("poems")
 
 
 def test_each_line_of_a_text_file_is_a_bench_prompt(tmp_path: Path) -> None:
-    found = file_workload(written(tmp_path / "mine.txt", "One", "", '{"prompt": "not JSON here"}'))
-    assert found.name == "mine"
-    assert [prompt.text for prompt in found.prompts] == ["One", '{"prompt": "not JSON here"}']
+    found = read_prompts(written(tmp_path / "mine.txt", "One", "", '{"prompt": "not JSON here"}'))
+    assert [prompt.text for prompt in found] == ["One", '{"prompt": "not JSON here"}']
 
 
 def test_jsonl_prompts_are_texts_messages_or_token_ids(tmp_path: Path) -> None:
@@ -63,11 +62,11 @@ def test_jsonl_prompts_are_texts_messages_or_token_ids(tmp_path: Path) -> None:
         {"messages": messages, "prediction": [4, 5]},
         {"prompt_ids": [1, 2, 3]},
     )
-    assert file_workload(path).prompts == (
+    assert read_prompts(path) == [
         Prompt(text="One", prediction="Two"),
         Prompt(messages=tuple(messages), prediction=(4, 5)),
         Prompt(token_ids=(1, 2, 3)),
-    )
+    ]
 
 
 @pytest.mark.parametrize(
@@ -85,23 +84,23 @@ def test_jsonl_prompts_are_texts_messages_or_token_ids(tmp_path: Path) -> None:
 )
 def test_invalid_line_of_a_prompt_file_is_named(tmp_path: Path, line: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        file_workload(written(tmp_path / "mine.jsonl", {"prompt": "fine"}, line))
+        read_prompts(written(tmp_path / "mine.jsonl", {"prompt": "fine"}, line))
 
 
 def test_missing_or_empty_prompt_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no file .*none.jsonl"):
-        file_workload(tmp_path / "none.jsonl")
+        read_prompts(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match=r"cannot be read: .* is a directory"):
-        file_workload(tmp_path)
+        read_prompts(tmp_path)
     with pytest.raises(ConfigError, match="holds no prompt"):
-        file_workload(written(tmp_path / "empty.txt", ""))
+        read_prompts(written(tmp_path / "empty.txt", ""))
 
 
 def test_spec_bench_file_gives_one_workload_per_category(tmp_path: Path) -> None:
     other = {**QUESTION, "category": "math", "turns": ["1 + 1?"]}
-    found = spec_bench_workloads(written(tmp_path / "question.jsonl", QUESTION, other, QUESTION))
-    assert [(one.name, len(one.prompts)) for one in found] == [("writing", 2), ("math", 1)]
-    assert found[0].prompts[0].messages == ({"role": "user", "content": "Write a letter."},)
+    found = read_spec_bench(written(tmp_path / "question.jsonl", QUESTION, other, QUESTION))
+    assert [(name, len(prompts)) for name, prompts in found.items()] == [("writing", 2), ("math", 1)]
+    assert found["writing"][0].messages == ({"role": "user", "content": "Write a letter."},)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +115,14 @@ def test_spec_bench_file_gives_one_workload_per_category(tmp_path: Path) -> None
 )
 def test_invalid_line_of_a_spec_bench_file_is_named(tmp_path: Path, line: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        spec_bench_workloads(written(tmp_path / "question.jsonl", QUESTION, line))
+        read_spec_bench(written(tmp_path / "question.jsonl", QUESTION, line))
 
 
 def test_published_spec_bench_file_has_480_questions(shared_dir: Path) -> None:
     path = shared_dir / "data" / "prompts" / "spec_bench_question.jsonl"
     if not path.is_file():
         pytest.skip("no prompts in ../shared")
-    found = {one.name: len(one.prompts) for one in spec_bench_workloads(path)}
+    found = {name: len(prompts) for name, prompts in read_spec_bench(path).items()}
     assert sum(found.values()) == 480
     assert found["translation"] == 80
 
@@ -199,7 +198,7 @@ def test_bench_prompts_longer_than_the_context_are_left_out_with_a_notice(tmp_pa
     assert [len(one.prompt_ids) for one in found.prompts["mine"]] == [9]
     assert found.notices == ("1 of 2 prompts of 'mine' are longer than the context: left out",)
     with pytest.raises(ConfigError, match="no prompt of 'mine' leaves room for 96 tokens in a context of 2048: lower --max-tokens"):
-        encode_workloads(BenchPlan(), [file_workload(path)], config, tokenizer, (1, 96))
+        encode_workloads(BenchPlan(), [Workload("mine", tuple(read_prompts(path)))], config, tokenizer, (1, 96))
 
 
 def test_last_bench_batch_is_filled_with_the_first_prompts() -> None:

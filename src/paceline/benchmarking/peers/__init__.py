@@ -11,12 +11,13 @@ from pathlib import Path
 
 from paceline.config import cache_directory
 from paceline.errors import BackendUnavailableError
+from paceline.small_files import write_atomically
 
 _HERE = Path(__file__).resolve().parent
 RECORD = "installed.json"
-"""Written last, into an environment: its requirements and the versions that were installed."""
+"""Written last, into an environment: its requirements."""
 
-Run = Callable[[Sequence[str]], str]
+Run = Callable[[Sequence[str]], object]
 _CPU_BUILD = "+cpu"
 
 
@@ -89,24 +90,17 @@ PEERS: dict[str, Peer] = {
 def environment_python(peer: Peer) -> Path | None:
     """Return the Python of a peer's environment; None where it is missing, incomplete, or made for other requirements."""
     directory = _directory(peer)
-    if directory is None or _read_record(directory).get("packages") != _requirements(peer):
+    if directory is None or _read_record(directory) != _requirements(peer):
         return None
     python = _python(directory)
     return python if python.is_file() else None
-
-
-def installed_versions(peer: Peer) -> dict[str, str]:
-    """Versions of the packages in a peer's environment, by name; empty where it is not installed."""
-    directory = _directory(peer)
-    versions = _read_record(directory).get("versions") if directory is not None else None
-    return {str(name): str(version) for name, version in versions.items()} if isinstance(versions, dict) else {}
 
 
 def make_environment(peer: Peer, run: Run | None = None) -> Path:
     """Install a peer, unless it is; returns its Python. What is there of an earlier attempt is thrown away.
 
     Args:
-        run: runs a command and returns what it printed.
+        run: runs a command.
 
     Raises:
         BackendUnavailableError: it cannot be installed here.
@@ -123,16 +117,12 @@ def make_environment(peer: Peer, run: Run | None = None) -> Path:
         directory.parent.mkdir(parents=True, exist_ok=True)
         run([sys.executable, "-m", "venv", str(directory)])
         _install(peer, str(_python(directory)), run)
-        listed = json.loads(run([str(_python(directory)), "-m", "pip", "list", "--format", "json"]))
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+    except (OSError, subprocess.CalledProcessError) as error:
         needs = f"; it needs {peer.needs}" if peer.needs else ""
         raise BackendUnavailableError(
             f"{peer.name} cannot be installed here: {_reason(error)}{needs}; leave out --peer {peer.name}"
         ) from error
-    record = {"packages": _requirements(peer), "versions": {item["name"]: item["version"] for item in listed}}
-    partial = directory / f"{RECORD}.part"
-    partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    partial.replace(directory / RECORD)
+    write_atomically(directory / RECORD, json.dumps(_requirements(peer)))
     return _python(directory)
 
 
@@ -165,16 +155,15 @@ def _python(directory: Path) -> Path:
     return directory / "Scripts" / "python.exe" if os.name == "nt" else directory / "bin" / "python"
 
 
-def _read_record(directory: Path) -> dict[str, object]:
+def _read_record(directory: Path) -> object:
     try:
-        record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+        return json.loads((directory / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
+        return None
 
 
-def _run(command: Sequence[str]) -> str:
-    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
+def _run(command: Sequence[str]) -> None:
+    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,6 @@
-"""Main loop of every peer's worker: requests and replies as lines of JSON, times, memory.
+"""Main loop of every worker, our own and those of peers: requests and replies as lines of JSON, times, memory.
 
-Runs in the peer's own environment next to the worker's script, so it imports nothing but the standard library.
+Runs in a peer's own environment next to the worker's script, so it imports nothing but the standard library.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 WorkerRequest = Mapping[str, Any]
 Arrived = Callable[[int], None]
@@ -37,6 +37,16 @@ class Generated:
     times_s: list[float] | None = None
 
 
+class OpenModel(Protocol):
+    """A model in a worker."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the reply to the first line has in addition."""
+
+    def answer(self, order: Any, /) -> dict[str, Any]:
+        """Run a request and return the reply."""
+
+
 @dataclass(frozen=True)
 class Opened:
     """A model that a peer has opened.
@@ -51,19 +61,46 @@ class Opened:
     note: str
     generate: Callable[[WorkerRequest, Arrived], Generated]
 
+    def facts(self) -> dict[str, Any]:
+        return {"name": self.name, "version": self.version, "note": self.note}
+
+    def answer(self, order: WorkerRequest) -> dict[str, Any]:
+        times: list[float] = []
+        start = time.perf_counter()
+        generated = self.generate(order, lambda count: times.extend([time.perf_counter() - start] * count))
+        seconds = time.perf_counter() - start
+        times = generated.times_s or times
+        wanted = order["max_tokens"]
+        if len(generated.token_ids) != wanted or len(times) != wanted:
+            raise PeerError(f"{self.name} gave {len(generated.token_ids)} tokens, {len(times)} of them in time, expected {wanted}")
+        resident, peak = memory_bytes()
+        return {
+            "token_ids": generated.token_ids,
+            "seconds": seconds,
+            "times_s": times,
+            "num_draft_tokens": generated.num_draft_tokens,
+            "num_accepted_tokens": generated.num_accepted_tokens,
+            "rss_bytes": resident,
+            "peak_rss_bytes": peak,
+        }
+
 
 class PeerError(Exception):
     """This peer does not support the request; the text has the reason."""
 
 
-def serve(open_model: Callable[[WorkerRequest], Opened]) -> None:
-    """Open what the first line of stdin names and answer the others; whatever the library prints goes to stderr."""
+def serve(open_model: Callable[[Any], OpenModel], expected: type[Exception] = PeerError) -> None:
+    """Open what the first line of stdin names and answer the others; whatever the library prints goes to stderr.
+
+    Args:
+        expected: errors of this type have no traceback.
+    """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    answer_orders(open_model, sys.stdin, answers)
+    answer_orders(open_model, sys.stdin, answers, expected)
 
 
-def answer_orders(open_model: Callable[[WorkerRequest], Opened], orders: TextIO, answers: TextIO) -> None:
+def answer_orders(open_model: Callable[[Any], OpenModel], orders: TextIO, answers: TextIO, expected: type[Exception] = PeerError) -> None:
     """Run `serve` on two given streams."""
 
     def say(answer: Mapping[str, Any]) -> None:
@@ -71,7 +108,7 @@ def answer_orders(open_model: Callable[[WorkerRequest], Opened], orders: TextIO,
         answers.flush()
 
     def failed(error: Exception) -> None:
-        if not isinstance(error, PeerError):
+        if not isinstance(error, expected):
             traceback.print_exc()
         say({"error": (str(error).strip() or type(error).__name__).splitlines()[0]})
 
@@ -83,38 +120,12 @@ def answer_orders(open_model: Callable[[WorkerRequest], Opened], orders: TextIO,
     except Exception as error:
         failed(error)
         return
-    load_s = time.perf_counter() - start
-    say({"ready": True, "name": opened.name, "version": opened.version, "load_s": load_s, "note": opened.note})
+    say({"ready": True, "load_s": time.perf_counter() - start, **opened.facts()})
     for line in orders:
-        order = json.loads(line)
-        if order.get("wait"):
-            return
         try:
-            say(_answer(opened, order))
+            say(opened.answer(json.loads(line)))
         except Exception as error:
             failed(error)
-
-
-def _answer(opened: Opened, order: WorkerRequest) -> dict[str, Any]:
-    times: list[float] = []
-    start = time.perf_counter()
-    generated = opened.generate(order, lambda count: times.extend([time.perf_counter() - start] * count))
-    seconds = time.perf_counter() - start
-    times = generated.times_s or times
-    wanted = order["max_tokens"]
-    if len(generated.token_ids) != wanted or len(times) != wanted:
-        raise PeerError(f"{opened.name} gave {len(generated.token_ids)} tokens, {len(times)} of them in time, expected {wanted}")
-    resident, peak = memory_bytes()
-    return {
-        "token_ids": generated.token_ids,
-        "seconds": seconds,
-        "first_token_s": times[0] if times else seconds,
-        "times_s": times,
-        "num_draft_tokens": generated.num_draft_tokens,
-        "num_accepted_tokens": generated.num_accepted_tokens,
-        "rss_bytes": resident,
-        "peak_rss_bytes": peak,
-    }
 
 
 def memory_bytes() -> tuple[int, int]:

@@ -7,7 +7,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from paceline.benchmarking.benchmark import BenchResult, mode_names
+from paceline.benchmarking.benchmark import BenchResult
 from paceline.benchmarking.modes import PLAIN
 from paceline.benchmarking.report import text
 from paceline.benchmarking.results import Cell
@@ -150,7 +150,7 @@ def write_charts(result: BenchResult, directory: Path) -> list[Path]:
 
 
 def _tones(result: BenchResult) -> Tones:
-    return {name: f"mode-{index % NUM_TONES}" for index, name in enumerate(mode_names(result))}
+    return {mode.name: f"mode-{index % NUM_TONES}" for index, mode in enumerate(result.measured.modes)}
 
 
 def _styles() -> str:

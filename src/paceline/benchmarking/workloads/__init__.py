@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError, ConfigError, shortened
-from paceline.small_files import read_small
+from paceline.errors import ConfigError, shortened
+from paceline.small_files import prompt_lines
 
-FILE_BYTES = 256 << 20
 _FORMS = ("prompt", "messages", "prompt_ids")
-__all__ = ["NAMES", "RANDOM", "REWRITING", "Prompt", "Workload", "of_file", "of_spec_bench", "own_workloads"]
 
 COPYING = "copying"
 REWRITING = "rewriting"
@@ -43,7 +41,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         ConfigError: there is no such file, a line is none of these, or there is no line.
     """
     if path.suffix.lower() != ".jsonl":
-        prompts = [Prompt(text=line) for _, line in _lines(path)]
+        prompts = [Prompt(text=line) for _, line in prompt_lines(path)]
     else:
         prompts = [_prompt(fields, f"line {number} of {path}") for number, fields in _objects(path)]
     if not prompts:
@@ -105,7 +103,7 @@ def _are_ids(value: object) -> bool:
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for number, line in _lines(path):
+    for number, line in prompt_lines(path):
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -113,22 +111,6 @@ def _objects(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         if not isinstance(fields, dict):
             raise ConfigError(f"line {number} of {path} is {shortened(fields)}: give an object a line")
         yield number, fields
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, with their numbers from 1."""
-    try:
-        content = read_small(path, FILE_BYTES)
-        text = None if content is None else content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text at byte {error.start}: convert it first") from None
-    except CheckpointError as error:
-        raise ConfigError(f"the prompts cannot be read: {error}") from error
-    if text is None:
-        raise ConfigError(f"there is no file {path}: give a file of prompts, a text or a JSON object a line")
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield number, line.strip("\r")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,34 +127,12 @@ class Workload:
     makes_copies: bool = False
 
 
-def builtin_workloads(names: tuple[str, ...]) -> list[Workload]:
-    """Return workloads of the table by name.
+def builtin_workload(name: str) -> Workload:
+    """Return a workload of the table.
 
     Raises:
-        ConfigError: one is unknown.
+        ConfigError: there is none of this name.
     """
-    return [_own_workload(name) for name in dict.fromkeys(names)]
-
-
-def file_workload(path: Path) -> Workload:
-    """Return the prompts of a user's file as one workload with the file's name.
-
-    Raises:
-        ConfigError: it cannot be read, or a line is no prompt.
-    """
-    return Workload(path.stem, tuple(read_prompts(path)))
-
-
-def spec_bench_workloads(path: Path) -> list[Workload]:
-    """Return a file of questions in Spec-Bench's format as one workload per category.
-
-    Raises:
-        ConfigError: it cannot be read, or a line is no question.
-    """
-    return [Workload(category, tuple(prompts)) for category, prompts in read_spec_bench(path).items()]
-
-
-def _own_workload(name: str) -> Workload:
     if name not in NAMES:
         raise ConfigError(f"workload is {name!r}: use one of {', '.join(NAMES)}, or name a file with --prompts or --spec-bench")
     if name == RANDOM:
