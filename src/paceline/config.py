@@ -37,7 +37,6 @@ class QuantOptions:
         bits: bits per value of matrices for which no other attribute sets them.
         group: number of columns that share a scale: 32, 64 or 128. For a matrix whose width it does not divide, the next smaller of these
             is used that does.
-        symmetric: True = value is scale * code, with signed codes; False = value is scale * code + minimum of the group.
         embedding_bits, lm_head_bits: bits of these two matrices. If they are tied, the larger number is used.
         overrides: (pattern, bits) pairs or a mapping, such as {"layers.*.down_proj.weight": 8}. For a tensor whose name matches, the first
             matching pattern sets the bits.
@@ -45,7 +44,6 @@ class QuantOptions:
 
     bits: int = 8
     group: int = 128
-    symmetric: bool = True
     embedding_bits: int | None = 8
     lm_head_bits: int | None = 8
     overrides: tuple[tuple[str, int | None], ...] = ()
@@ -123,22 +121,7 @@ def lm_head_copy_options(draft: QuantOptions | None, target: QuantOptions | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """Settings of speculative decoding.
-
-    Attributes:
-        drafter: "auto", "none", a name in the table of drafters/__init__.py, the directory or id of a draft model or of heads, or a tuple
-            of several.
-        num_speculative_tokens: maximum draft tokens per step, or "auto" (16). The length of each draft is chosen from measured costs.
-        tree_width: candidates per position of draft models and heads; 1 = a chain, or the default tree of Medusa heads.
-        draft_quantization: how draft models and heads are quantised during loading: "none", "int8", "int4" or `QuantOptions`. "auto":
-            draft models and block drafters on the CPU get 4 bits if the target has at most 10 bits per value, or 8 bits if the target has
-            16. A head's copy of rows of the target's LM head is quantised in the same way; its other matrices are not quantised.
-        draft_adapter: directory of a LoRA adapter for the draft model; None = no adapter.
-        drafter_options: settings of a drafting method by name, such as {"tree": "accuracy"}; see drafters/options.py.
-        acceptance: rule that accepts draft tokens. "match": accept a token that the target itself samples, so a seed gives the same text
-            as without drafts. "rejection": rejection sampling, which accepts more tokens from the same distribution, but a seed gives
-            another text. At temperature 0 both give the same text.
-    """
+    """Settings of speculative decoding: the arguments of `paceline.LLM` of these names, with a tuple for several drafters."""
 
     drafter: str | tuple[str, ...] = "auto"
     num_speculative_tokens: int | str = "auto"
@@ -166,34 +149,7 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings for loading and running a target.
-
-    Attributes:
-        model: "mini", a directory, a GGUF file, or a Hugging Face id.
-        gguf_file: name of the GGUF file, if the directory or the model on the Hub has several.
-        gguf_weights: "exact" (the values of the file) or "regroup" (quantise them again in larger groups, for speed).
-        numerics: "exact" (a token never depends on the rest of the batch) or "fast".
-        dtype: type of activations; "auto" = as the weights are stored. Except with "f32", activations are rounded to 8 bits before they are
-            multiplied by a quantised matrix on the CPU.
-        quantization: how weight matrices are quantised during loading: "none", "int8", "int4" or `QuantOptions`.
-        threads: CPU threads, at most the number of processors that this process may use; None = that number.
-        oversubscribe: use `threads` threads even if there are fewer processors.
-        max_model_len: maximum number of tokens of prompt and output together; None = the model's maximum.
-        kv_cache_dtype: type of keys and values in the cache: "f32", "bf16", "f16" or "int8" (one scale per row and head); "auto" =
-            `dtype`, f16 for quantised GGUF files.
-        kv_cache_gb: maximum memory for keys and values, which is allocated when it is first used; None = enough for 4 full contexts or for
-            2048 tokens of each of `max_num_seqs` requests, at most a quarter of the machine's memory and half of its free memory.
-        device: "auto", "cpu" or "cuda".
-        backend: "native" (our kernels) or "torch"; "auto" = the faster one on this machine.
-        max_num_seqs: maximum number of running requests. Each needs a row in every pass.
-        max_num_batched_tokens: maximum rows of a pass, the drafts of all requests included.
-        prefill_chunk_size: maximum prompt rows of a pass, of all requests together.
-        enable_prefix_caching: whether cached rows of earlier requests are kept for requests with the same prefix.
-        state_interval: number of rows between checkpoints of recurrent states, a multiple of 32.
-        adapters: directories of LoRA adapters by name.
-        merge_adapter: directory of a LoRA adapter that is merged into the weights before they are rounded or quantised.
-        revision, hf_token, offline: for models from the Hugging Face Hub.
-    """
+    """Settings for loading and running a target: the arguments of `paceline.LLM` of these names."""
 
     model: str = "mini"
     gguf_file: str | None = None
@@ -202,7 +158,6 @@ class EngineConfig:
     dtype: str = "auto"
     quantization: Quantization = "none"
     threads: int | None = None
-    oversubscribe: bool = False
     max_model_len: int | None = None
     kv_cache_dtype: str = "auto"
     kv_cache_gb: float | None = None
@@ -240,7 +195,7 @@ class EngineConfig:
         if not isinstance(adapters, Mapping) or not all(isinstance(one, str) and one for pair in adapters.items() for one in pair):
             raise ConfigError(f"adapters is {adapters!r}: use a mapping of names to directories, such as {{'sql': 'adapters/sql'}}")
         _check_directory("merge_adapter", self.merge_adapter)
-        for name in ("enable_prefix_caching", "oversubscribe", "offline"):
+        for name in ("enable_prefix_caching", "offline"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: use true or false")
         if self.threads is not None:
@@ -253,19 +208,14 @@ class EngineConfig:
     @property
     def num_threads(self) -> int:
         """Number of CPU threads that kernels use."""
-        if self.threads is None:
-            return usable_processors()
-        return self.threads if self.oversubscribe else min(self.threads, usable_processors())
+        return min(self.threads or usable_processors(), usable_processors())
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Messages to the user about settings that have no effect, one line each."""
         if self.threads is None or self.num_threads == self.threads:
             return ()
-        return (
-            f"threads is {self.threads}, and {self.num_threads} are used: more than the processors this process may use make it slower "
-            "(oversubscribe insists)",
-        )
+        return (f"threads is {self.threads}, and {self.num_threads} are used, as many as the processors that this process may use",)
 
 
 def cache_directory() -> Path | None:

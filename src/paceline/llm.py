@@ -56,24 +56,27 @@ class LLM(metaclass=_AttributeHints):
             to 8 bits before they are multiplied by a quantised matrix on the CPU.
         quantization: quantise the weights while loading: "none", "int8", "int4" or `QuantOptions`; the result is cached on disk.
         threads: CPU threads, at most the number of processors that this process may use; None = that number.
-        oversubscribe: use `threads` threads even if there are fewer processors.
         max_model_len: maximum number of tokens of prompt and output together; None = the model's maximum.
-        kv_cache_dtype: type of keys and values: "f32", "bf16", "f16" or "int8"; "auto" = `dtype`, f16 for quantised GGUF files.
-        kv_cache_gb: maximum memory for keys and values, which is allocated when it is first used.
+        kv_cache_dtype: type of keys and values: "f32", "bf16", "f16" or "int8" (one scale per row and head); "auto" = `dtype`, f16 for
+            quantised GGUF files.
+        kv_cache_gb: maximum memory for keys and values, which is allocated when it is first used; None = enough for 4 full contexts or for
+            2048 tokens of each of `max_num_seqs` requests, at most a quarter of the machine's memory and half of its free memory.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one on this machine.
         drafter: "auto" ("ngram" and the drafter that comes with the model), "none", "ngram", "suffix", "prediction", "draft_model",
             "medusa" or "mtp" in the model's own directory, the directory or id of a draft model or of heads, or a list of several.
         num_speculative_tokens: maximum draft tokens per step, or "auto" (16). The length of each draft is chosen from measured costs.
         tree_width: candidates per position of draft models and heads; 1 = a chain, or the default tree of Medusa heads.
-        draft_quantization: as `quantization`, for draft models and heads; "auto" = 8 or 4 bits (`SpeculationConfig`).
+        draft_quantization: as `quantization`, for draft models and heads. "auto": draft models and block drafters on the CPU get 4 bits if
+            the target has at most 10 bits per value, or 8 bits if the target has 16. A head's copy of rows of the target's LM head is
+            quantised in the same way; its other matrices are not quantised.
         draft_adapter: directory of a LoRA adapter for the draft model; it changes the speed only.
         drafter_options: settings of a drafting method, such as {"tree": "accuracy"} for medusa; see docs/methods.
         acceptance: rule that accepts draft tokens: "match" (a seed gives the same text with any drafter) or "rejection" (texts are sampled
-            from the same distribution, but also depend on the drafts).
+            from the same distribution, but also depend on the drafts). At temperature 0 both give the same text.
         speculative_config: vLLM's dictionary {"method", "model", "num_speculative_tokens"}, instead of `drafter` and
             `num_speculative_tokens`.
-        max_num_seqs: maximum number of running requests; others wait.
+        max_num_seqs: maximum number of running requests, each with a row in every pass; others wait.
         max_num_batched_tokens: maximum rows of a pass, the drafts of all requests included.
         prefill_chunk_size: maximum prompt rows of a pass, of all requests together. A lower value reduces inter-token latency.
         enable_prefix_caching: whether cached rows of earlier requests are kept for requests with the same prefix.
@@ -100,7 +103,6 @@ class LLM(metaclass=_AttributeHints):
         dtype: str = "auto",
         quantization: Quantization = "none",
         threads: int | None = None,
-        oversubscribe: bool = False,
         max_model_len: int | None = None,
         kv_cache_dtype: str = "auto",
         kv_cache_gb: float | None = None,

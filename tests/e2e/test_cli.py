@@ -137,7 +137,7 @@ def test_run_chat_and_system_options_send_messages(fake_llm: type[FakeLLM]) -> N
 
 
 def test_run_options_reach_the_engine_and_sampling_parameters(fake_llm: type[FakeLLM]) -> None:
-    options = "--model m --threads 3 --oversubscribe --kv-cache-gb 0.5 --offline --num-speculative-tokens 7 --drafter ngram --drafter d"
+    options = "--model m --threads 3 --kv-cache-gb 0.5 --offline --num-speculative-tokens 7 --drafter ngram --drafter d"
     options += " --tree-width 2 --kv-cache-dtype f16 --no-prefix-caching --acceptance rejection"
     options += " --draft-adapter e --drafter-options tree=accuracy --drafter-options boundaries=2,8,13"
     sampling = "--max-tokens 9 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 5 --stop A --stop B --ignore-eos"
@@ -145,7 +145,7 @@ def test_run_options_reach_the_engine_and_sampling_parameters(fake_llm: type[Fak
     assert _invoke("run", "x", *options.split(), *sampling.split(), *penalties.split()).exit_code == 0
     (llm,) = fake_llm.made
     assert llm.arguments == {
-        "model": "m", "numerics": "exact", "dtype": "auto", "threads": 3, "oversubscribe": True,
+        "model": "m", "numerics": "exact", "dtype": "auto", "threads": 3,
         "max_model_len": None, "kv_cache_dtype": "f16", "kv_cache_gb": 0.5, "device": "auto",
         "revision": None, "hf_token": None, "offline": True, "drafter": ("ngram", "d"), "num_speculative_tokens": 7, "tree_width": 2,
             "backend": "auto", "quantization": "none", "draft_quantization": "auto", "draft_adapter": "e",

@@ -96,14 +96,12 @@ def test_threads_default_to_the_usable_processors() -> None:
     assert EngineConfig().num_threads == usable_processors() >= 1
 
 
-def test_threads_are_capped_unless_oversubscribe_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_capped_at_the_usable_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.config.usable_processors", lambda: 3)
     assert [EngineConfig(threads=count).num_threads for count in (None, 1, 3, 64)] == [3, 1, 3, 3]
-    assert EngineConfig(threads=64, oversubscribe=True).num_threads == 64
     (notice,) = EngineConfig(threads=64).notices
     assert "threads is 64, and 3 are used" in notice
-    assert "oversubscribe" in notice
-    for settled in (EngineConfig(), EngineConfig(threads=3), EngineConfig(threads=64, oversubscribe=True)):
+    for settled in (EngineConfig(), EngineConfig(threads=3)):
         assert settled.notices == ()
 
 

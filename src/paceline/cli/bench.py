@@ -1,14 +1,17 @@
 """`paceline bench`: measure plain decoding, speculation and other programs on this machine."""
 
+import inspect
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import MODEL, ModelArgument, ModelOption, flags_of, model_or_mini
+from paceline.cli.options import DEBUG, MODEL, MODEL_ARGUMENT, NO_MODEL, OUTPUT, flags_of, named_model, option, with_parameters
 from paceline.cli.report_files import check_report_files, write_errors, write_report
 from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, print_error, print_notice, reported_errors
 from paceline.config import QUANT
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.benchmarking.run import RunProgress
 
 FORMS = ("text", "md", "json")
-WHAT, HOW, OTHERS, OUT = "What is measured", "How much", "Other programs", "Output"
+WHAT, HOW, OTHERS = "What is measured", "How much", "Other programs"
 DRAFTER_HELP = (
     "A mode for each: ngram, suffix, prediction, draft_model, medusa, mtp, auto, or the directory or id of a draft model or of heads; "
     "a+b draft together. Several times. Default: all that are there."
@@ -30,96 +33,75 @@ WORKLOAD_HELP = (
 )
 
 
-def _option(*names: str, help_text: str, panel: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=help_text, rich_help_panel=panel, metavar=metavar)
+def _option(*flags: str, text: str, hint: Any = str | None, panel: str = WHAT, **more: Any) -> inspect.Parameter:
+    return option(*flags, hint=hint, text=text, panel=panel, **more)
 
 
-GgufFile = Annotated[str | None, _option("--gguf-file", help_text=MODEL.options["gguf_file"], panel=WHAT)]
-Quant = Annotated[str, _option("--quantization", help_text=MODEL.options["quantization"], panel=WHAT, metavar="|".join(QUANT))]
-DraftModel = Annotated[
-    str | None, _option("-md", "--draft-model", help_text="A draft model's directory, file or id, for us and peers.", panel=WHAT)
-]
-Drafter = Annotated[list[str] | None, _option("--drafter", help_text=DRAFTER_HELP, panel=WHAT, metavar="<str>")]
-NumSpeculativeTokens = Annotated[
-    int | None, _option("--num-speculative-tokens", help_text="Draft tokens a step. Default: as many as pay.", panel=WHAT)
-]
-Workload = Annotated[list[str] | None, _option("--workload", help_text=WORKLOAD_HELP, panel=WHAT, metavar="<str>")]
-Prompts = Annotated[Path | None, _option("--prompts", help_text="Your own prompts: lines of text, or JSON lines.", panel=WHAT)]
-SpecBench = Annotated[Path | None, _option("--spec-bench", help_text="Questions as in Spec-Bench's question.jsonl.", panel=WHAT)]
-Temperature = Annotated[
-    str, _option(*flags_of("temperature"), help_text="One or several, such as 0,0.7,1.", panel=WHAT, metavar="<float,...>")
-]
-BatchSize = Annotated[int, _option("--batch-size", help_text="Requests at once, of our own modes.", panel=WHAT)]
-Offline = Annotated[bool, _option("--offline", help_text=MODEL.options["offline"], panel=WHAT)]
-Rounds = Annotated[int | None, _option("--rounds", help_text="Counted rounds, after one of warm-up. Default: 5.", panel=HOW)]
-MaxTokens = Annotated[int | None, _option(*flags_of("max_tokens"), help_text="Tokens of each output. Default: 96.", panel=HOW)]
-NumPrompts = Annotated[int | None, _option("--num-prompts", help_text="Prompts of each workload. Default: 4.", panel=HOW)]
-Minutes = Annotated[float, _option("--minutes", help_text="Time it may take; defaults become smaller to fit, then it ends.", panel=HOW)]
-Threads = Annotated[int | None, _option(*flags_of("threads"), help_text=MODEL.options["threads"], panel=HOW)]
-Seed = Annotated[int, _option("--seed", help_text="Of random prompts, edits, sampled texts and intervals.", panel=HOW)]
-Peer = Annotated[list[str] | None, _option("--peer", help_text="Measure this program too; several times.", panel=OTHERS, metavar="<str>")]
-InstallPeers = Annotated[
-    list[str] | None,
-    _option("--install-peers", help_text="Download this program into an environment of its own.", panel=OTHERS, metavar="<str>"),
-]
-Output = Annotated[
-    str, _option("-o", "--output", help_text="How to print the result; md: a Markdown table.", panel=OUT, metavar="text|md|json")
-]
-AsJson = Annotated[bool, _option("--json", help_text="The same as --output json.", panel=OUT)]
-JsonFile = Annotated[Path | None, _option("--json-file", help_text="Write everything here, raw samples too.", panel=OUT)]
-HtmlFile = Annotated[Path | None, _option("--html", help_text="Write one page with charts here.", panel=OUT)]
-Plots = Annotated[Path | None, _option("--plots", help_text="Write the charts into this folder as SVG files.", panel=OUT)]
-Quiet = Annotated[bool, _option("-q", "--quiet", help_text="Print nothing but the tables.", panel=OUT)]
-Debug = Annotated[bool, _option("--debug", help_text="Print tracebacks and what libraries warn about.", panel=OUT)]
+_OPTIONS = (
+    MODEL_ARGUMENT,
+    option(*flags_of("model"), hint=str | None, text=MODEL.options["model"], panel=None, show_default=False),
+    _option("--gguf-file", text=MODEL.options["gguf_file"]),
+    _option("--quantization", hint=str, text=MODEL.options["quantization"], metavar="|".join(QUANT), default="none"),
+    _option("-md", "--draft-model", text="A draft model's directory, file or id, for us and peers."),
+    _option("--drafter", hint=list[str] | None, text=DRAFTER_HELP, metavar="<str>"),
+    _option("--num-speculative-tokens", hint=int | None, text="Draft tokens a step. Default: as many as pay."),
+    _option("--workload", hint=list[str] | None, text=WORKLOAD_HELP, metavar="<str>"),
+    _option("--prompts", hint=Path | None, text="Your own prompts: lines of text, or JSON lines."),
+    _option("--spec-bench", hint=Path | None, text="Questions as in Spec-Bench's question.jsonl."),
+    _option(*flags_of("temperature"), hint=str, text="One or several, such as 0,0.7,1.", metavar="<float,...>", default="0"),
+    _option("--batch-size", hint=int, text="Requests at once, of our own modes.", default=1),
+    _option("--offline", hint=bool, text=MODEL.options["offline"], default=False),
+    _option("--rounds", hint=int | None, text="Counted rounds, after one of warm-up. Default: 5.", panel=HOW),
+    _option(*flags_of("max_tokens"), hint=int | None, text="Tokens of each output. Default: 96.", panel=HOW),
+    _option("--num-prompts", hint=int | None, text="Prompts of each workload. Default: 4.", panel=HOW),
+    _option("--minutes", hint=float, text="Time it may take; defaults become smaller to fit, then it ends.", panel=HOW, default=5.0),
+    _option(*flags_of("threads"), hint=int | None, text=MODEL.options["threads"], panel=HOW),
+    _option("--seed", hint=int, text="Of random prompts, edits, sampled texts and intervals.", panel=HOW, default=7),
+    _option("--peer", hint=list[str] | None, text="Measure this program too; several times.", panel=OTHERS, metavar="<str>"),
+    _option(
+        "--install-peers",
+        hint=list[str] | None,
+        text="Download this program into an environment of its own.",
+        panel=OTHERS,
+        metavar="<str>",
+    ),
+    _option(
+        *("-o", "--output"),
+        hint=str,
+        text="How to print the result; md: a Markdown table.",
+        panel=OUTPUT,
+        metavar="|".join(FORMS),
+        default="text",
+    ),
+    _option("--json", hint=bool, text="The same as --output json.", panel=OUTPUT, name="as_json", default=False),
+    _option("--json-file", hint=Path | None, text="Write everything here, raw samples too.", panel=OUTPUT),
+    _option("--html", hint=Path | None, text="Write one page with charts here.", panel=OUTPUT, name="html_file"),
+    _option("--plots", hint=Path | None, text="Write the charts into this folder as SVG files.", panel=OUTPUT),
+    _option("-q", "--quiet", hint=bool, text="Print nothing but the tables.", panel=OUTPUT, default=False),
+    DEBUG,
+)
 
 
-def bench(
-    *,
-    model_argument: ModelArgument = None,
-    model: ModelOption = None,
-    gguf_file: GgufFile = None,
-    quantization: Quant = "none",
-    draft_model: DraftModel = None,
-    drafter: Drafter = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
-    workload: Workload = None,
-    prompts: Prompts = None,
-    spec_bench: SpecBench = None,
-    temperature: Temperature = "0",
-    batch_size: BatchSize = 1,
-    offline: Offline = False,
-    rounds: Rounds = None,
-    max_tokens: MaxTokens = None,
-    num_prompts: NumPrompts = None,
-    minutes: Minutes = 5.0,
-    threads: Threads = None,
-    seed: Seed = 7,
-    peer: Peer = None,
-    install_peers: InstallPeers = None,
-    output: Output = "text",
-    as_json: AsJson = False,
-    json_file: JsonFile = None,
-    html_file: HtmlFile = None,
-    plots: Plots = None,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
+@partial(with_parameters, parameters=_OPTIONS)
+def bench(**given: Any) -> None:
     """Measure generation in turns: plain, with each drafter, and other programs.
 
     It takes a few minutes. Ctrl-C ends it with what was measured so far. Exit code 1: a mode failed.
     """
-    given = dict(locals())
-    with reported_errors(debug=debug):
-        if install_peers:
-            _install(_words(install_peers))
-            if not peer:
+    with reported_errors(debug=given["debug"]):
+        if given["install_peers"]:
+            _install(_words(given["install_peers"]))
+            if not given["peer"]:
                 return
-        chosen = model_or_mini(model_argument, model, prints=not quiet)
-        form = "json" if as_json else output
+        model = named_model(given["model_argument"], given["model"])
+        if model is None and not given["quiet"]:
+            print_notice(NO_MODEL)
+        form = "json" if given["as_json"] else given["output"]
         if form not in FORMS:
-            raise ConfigError(f"output is {output!r}: use one of {', '.join(FORMS)}")
-        plan = _plan(given | {"model": chosen, "tokens": max_tokens})
-        _bench(plan, form, json_file, html_file, plots, quiet=quiet, debug=debug)
+            raise ConfigError(f"output is {form!r}: use one of {', '.join(FORMS)}")
+        plan = _plan(given | {"model": model or "mini", "tokens": given["max_tokens"]})
+        files = given["json_file"], given["html_file"], given["plots"]
+        _bench(plan, form, *files, quiet=given["quiet"], debug=given["debug"])
 
 
 def _plan(given: Mapping[str, Any]) -> "BenchPlan":
@@ -165,7 +147,7 @@ def _bench(
     if plots is not None and plots.exists() and not plots.is_dir():
         raise ConfigError(f"{plots} is no folder: give a folder")
     with _watcher(quiet=quiet) as watcher:
-        result = benchmark(plan, watcher, command())
+        result = benchmark(plan, watcher, shlex.join(["paceline", *sys.argv[1:]]))
     failures = list(_write_reports(result, json_file, html_file, plots, quiet=quiet))  # first: stdout may fail too
     _print(result, form)
     for failure in failures:
@@ -176,13 +158,6 @@ def _bench(
         raise typer.Exit(EXIT_FAILURE)
     if failures:
         raise typer.Exit(EXIT_WRONG_INPUT)
-
-
-def command() -> str:
-    """Return the command line."""
-    from paceline.benchmarking.provenance import shown_command
-
-    return shown_command(sys.argv[1:])
 
 
 def _write_reports(

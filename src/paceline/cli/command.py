@@ -142,7 +142,7 @@ class Command(TyperCommand):
         shown = copy(self)
         shown.params = [_shown(one) for one in self.params]
         if not ctx.meta.get(_LISTS_ALL):
-            shown.params = sorted(filter(_is_common, shown.params), key=_rank)
+            shown.params = sorted((one for one in shown.params if _rank(one) <= len(COMMON)), key=_rank)
             for option in filter(_rank, shown.params):
                 option.__dict__["rich_help_panel"] = "Options"
             shown.epilog = f"{ctx.command_path} --help-all lists all options."
@@ -180,10 +180,6 @@ def _shown(parameter: Any) -> Any:
 
 def _no_type(ctx: Any) -> None:
     return None
-
-
-def _is_common(parameter: Any) -> bool:
-    return _rank(parameter) <= len(COMMON)
 
 
 def _rank(parameter: Any) -> int:

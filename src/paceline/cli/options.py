@@ -3,12 +3,12 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from paceline.cli.reporting import print_notice, reported_errors
+from paceline.cli.reporting import reported_errors
 from paceline.config import ACCEPTANCE, DEVICES, DRAFT_QUANT, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError, RequestError
 from paceline.sampling.defaults import DEFAULT_NAMES
@@ -25,6 +25,10 @@ class Panel:
     source: type[EngineConfig | SamplingParams | SpeculationConfig | ServerSettings | ClusterSettings]
     options: Mapping[str, str]
 
+    def part(self, *names: str) -> "Panel":
+        """Return a panel of some of its options."""
+        return replace(self, options={name: self.options[name] for name in names})
+
 
 MODEL = Panel(
     "Model",
@@ -37,7 +41,6 @@ MODEL = Panel(
         "dtype": "Type to compute in; auto = as stored. Only f32 leaves rows unrounded before quantised matrices.",
         "quantization": "Quantise the weights while loading; the result is cached on disk. It changes tokens: another target.",
         "threads": "CPU threads. Default: the processors this process may use; more are not used.",
-        "oversubscribe": "Use as many threads as --threads gives, even on fewer processors.",
         "merge_adapter": "Directory of a LoRA adapter that is added to the weights before they are rounded or quantised: another target.",
         "device": "Where to run.",
         "backend": "What computes: native (our own CPU kernels) or torch; auto = the faster one for this machine.",
@@ -145,11 +148,7 @@ REPLICAS = Panel(
         "max_lead": "Requests by which the replica that has the beginning of a prompt cached may be ahead of the least loaded one.",
     },
 )
-REQUESTS = Panel(
-    "Requests",
-    ServerSettings,
-    {name: SERVER.options[name] for name in ("served_model_name", "max_body_mb", "max_prompt_chars", "max_n")},
-)
+REQUESTS = replace(SERVER.part("served_model_name", "max_body_mb", "max_prompt_chars", "max_n"), title="Requests")
 OUTPUT = "Output"
 PANELS = (MODEL, ADAPTERS, MEMORY, SAMPLING, SPECULATION)
 SERVING = (SERVER, REPLICAS, MODEL, ADAPTERS, MEMORY, BATCHES, SPECULATION)
@@ -189,12 +188,7 @@ METAVARS = {
 }
 MODEL_HELP = 'The model: "mini" (embedded, the default), a directory, a GGUF file or a Hugging Face id.'
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
-ModelOption = Annotated[str | None, typer.Option(*FLAGS["model"], help=MODEL.options["model"], show_default=False)]
 NO_MODEL = "no MODEL is given: the embedded mini is used, a model of 14 M parameters for trying things out"
-DraftQuant = Annotated[
-    str, typer.Option("--draft-quantization", help=SPECULATION.options["draft_quantization"], metavar=METAVARS["draft_quantization"])
-]
-KVCacheDtypeName = Annotated[str, typer.Option("--kv-cache-dtype", help=MEMORY.options["kv_cache_dtype"], metavar="<str>")]
 _OPEN_NAMES = ("max_tokens", *DEFAULT_NAMES)  # their defaults depend on the command and the model
 REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts", "allow_origin", "adapters")
 
@@ -292,9 +286,9 @@ def with_settings(
         sort_words: moves the values of positional arguments to the names they belong to.
     """
     own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "settings"]
-    own = [_MODEL_ARGUMENT, *own] if has_model_argument else own
+    own = [MODEL_ARGUMENT, *own] if has_model_argument else own
     shared = [parameter for panel in panels for parameter in _parameters(panel)]
-    parameters = sorted([*own, *shared, _QUIET, _DEBUG], key=_is_about_output)  # --help shows panels in the order they are met
+    parameters = sorted([*own, *shared, _QUIET, DEBUG], key=_is_about_output)  # --help shows panels in the order they are met
 
     @functools.wraps(command)
     def with_checked_options(**values: Any) -> None:
@@ -302,13 +296,35 @@ def with_settings(
             if sort_words is not None:
                 sort_words(values)
             if has_model_argument:
-                values["model"] = named_model(values.pop(_MODEL_ARGUMENT.name), values["model"])
+                values["model"] = named_model(values.pop(MODEL_ARGUMENT.name), values["model"])
             settings = Settings.take_from(values, panels)
             command(settings=settings, **values)
 
-    with_checked_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads options from it
-    with_checked_options.__annotations__ = {one.name: one.annotation for one in parameters}
-    return with_checked_options
+    return with_parameters(with_checked_options, parameters)
+
+
+def with_parameters(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
+    """Give a command that takes any keyword arguments these parameters, which typer reads."""
+    command.__dict__["__signature__"] = inspect.Signature(parameters)
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
+
+
+def option(
+    *flags: str, hint: Any, text: str, panel: str | None, name: str | None = None, default: Any = None, **more: Any
+) -> inspect.Parameter:
+    """Return a parameter of a command that is an option.
+
+    Args:
+        hint: its type.
+        text: for --help.
+        panel: title of its group there.
+        name: of the parameter; None = that of the last flag.
+        more: of `typer.Option`.
+    """
+    annotation = Annotated[hint, typer.Option(*flags, help=text, rich_help_panel=panel, **more)]
+    name = name or flags[-1].removeprefix("--").replace("-", "_")
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def checked_text(name: str, text: str) -> str:
@@ -324,18 +340,6 @@ def checked_text(name: str, text: str) -> str:
     return text
 
 
-def model_or_mini(argument: str | None, option: str | None, *, prints: bool) -> str:
-    """Return the model that the command line names, or the embedded one, which is printed.
-
-    Raises:
-        ConfigError: it names two.
-    """
-    model = named_model(argument, option)
-    if model is None and prints:
-        print_notice(NO_MODEL)
-    return model or "mini"
-
-
 def named_model(argument: str | None, option: str | None) -> str | None:
     """Return the model that the command line names; None if it names none.
 
@@ -347,22 +351,16 @@ def named_model(argument: str | None, option: str | None) -> str | None:
     return option if argument is None else argument
 
 
-_MODEL_ARGUMENT = inspect.Parameter("model_argument", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ModelArgument)
+MODEL_ARGUMENT = inspect.Parameter("model_argument", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ModelArgument)
 
 
-def _switch(*names: str, help_text: str) -> inspect.Parameter:
-    option = typer.Option(*names, help=help_text, rich_help_panel=OUTPUT)
-    name = names[-1].removeprefix("--")
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
-
-
-_QUIET = _switch("-q", "--quiet", help_text="Print no statistics and nothing about loading but notices.")
-_DEBUG = _switch("--debug", help_text="Print tracebacks and what libraries warn about.")
+_QUIET = option("-q", "--quiet", hint=bool, text="Print no statistics and nothing about loading but notices.", panel=OUTPUT, default=False)
+DEBUG = option("--debug", hint=bool, text="Print tracebacks and what libraries warn about.", panel=OUTPUT, default=False)
 
 
 def _is_about_output(parameter: inspect.Parameter) -> bool:
-    (option,) = parameter.annotation.__metadata__
-    return bool(option.rich_help_panel == OUTPUT)
+    (found,) = parameter.annotation.__metadata__
+    return bool(found.rich_help_panel == OUTPUT)
 
 
 def _parameters(panel: Panel) -> list[inspect.Parameter]:
@@ -387,8 +385,8 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
     flags = flags_of(name)
     if default is True:  # it needs a --no form
         flags = tuple(flag + flag.replace("--", "/--no-") for flag in flags)
-    option = typer.Option(*flags, help=help_text, rich_help_panel=title, metavar=METAVARS.get(name), parser=parser, show_default=True)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option])
+    metavar = METAVARS.get(name)
+    return option(*flags, hint=hint, text=help_text, panel=title, name=name, default=default, metavar=metavar, parser=parser)
 
 
 def flags_of(name: str) -> tuple[str, ...]:
@@ -402,7 +400,12 @@ def named_values(texts: Iterable[str]) -> dict[str, str]:
     Raises:
         ConfigError: one has no "=".
     """
-    return dict(map(_name_and_value, texts))
+    found = {}
+    for text in texts:
+        name, separator, found[name] = text.partition("=")
+        if not separator:
+            raise ConfigError(f"--drafter-options is {text!r}: use NAME=VALUE, such as tree=accuracy")
+    return found
 
 
 def named_directories(texts: Iterable[str]) -> dict[str, str]:
@@ -420,18 +423,6 @@ def named_directories(texts: Iterable[str]) -> dict[str, str]:
             raise ConfigError(f"--adapter names {name!r} twice: give each adapter a name of its own")
         found[name] = directory
     return found
-
-
-def _name_and_value(text: str) -> tuple[str, str]:
-    """Split a drafter's option into name and value.
-
-    Raises:
-        ConfigError: it has no "=".
-    """
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise ConfigError(f"--drafter-options is {text!r}: use NAME=VALUE, such as tree=accuracy")
-    return name, value
 
 
 def _count_or_word(text: str) -> int | str:

@@ -5,16 +5,16 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import MEMORY, MODEL, OUTPUT, SPECULATION, Panel, Settings, with_settings
+from paceline.cli.options import MEMORY, MODEL, OUTPUT, SPECULATION, Settings, with_settings
 from paceline.cli.report_files import check_report_files, write_report
 from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, print_error, print_notice
-from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,22 +23,19 @@ if TYPE_CHECKING:
     from paceline.proof.exactness.prove import Proof, ProofOptions
     from paceline.proof.exactness.run_case import Tally
 
-_ROOM = Panel("Memory", EngineConfig, {name: MEMORY.options[name] for name in ("max_model_len", "kv_cache_dtype", "kv_cache_gb")})
-_DRAFTERS = Panel(
-    "Speculation",
-    SpeculationConfig,
-    {
-        "drafter": "The drafter, as for `run`; may be given several times. auto: ngram, suffix, prediction and what comes with the model. "
-        "Two adversaries are always added.",
-        "draft_quantization": SPECULATION.options["draft_quantization"],
-        "draft_adapter": SPECULATION.options["draft_adapter"],
-        "drafter_options": SPECULATION.options["drafter_options"],
-    },
+_DRAFTER_HELP = (
+    "The drafter, as for `run`; may be given several times. auto: ngram, suffix, prediction and what comes with the model. "
+    "Two adversaries are always added."
 )
+_OF_DRAFTERS = SPECULATION.part("draft_quantization", "draft_adapter", "drafter_options").options
 BATCH_HELP = "Requests at a time, at most 8. Default: 1, 4 and 8."
 CASE_HELP = "Run this case alone: its number, or a JSON file that --json-file wrote, whose differing cases run again."
 TRANSFORMERS_HELP = "Compare logits with transformers too, where it can load the model."
-PROVING = (MODEL, _ROOM, _DRAFTERS)
+PROVING = (
+    MODEL,
+    MEMORY.part("max_model_len", "kv_cache_dtype", "kv_cache_gb"),
+    replace(SPECULATION, options={"drafter": _DRAFTER_HELP, **_OF_DRAFTERS}),
+)
 
 
 @partial(with_settings, panels=PROVING)

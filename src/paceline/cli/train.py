@@ -1,15 +1,16 @@
 """`paceline train`: train a drafter for a target on this machine."""
 
+import inspect
 import shlex
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import MODEL as MODEL_PANEL
-from paceline.cli.options import OUTPUT
+from paceline.cli.options import DEBUG, MODEL, OUTPUT, option, with_parameters
 from paceline.cli.reporting import EXIT_INTERRUPTED, print_notice, reported_errors
 from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.installation import install_command
@@ -17,104 +18,73 @@ from paceline.installation import install_command
 WHAT, DATA, HOW = "What is trained", "Data", "How"
 
 
-def _option(name: str, text: str, panel: str, **more: Any) -> Any:
-    return typer.Option(name, help=text, rich_help_panel=panel, show_default=False, **more)
+def _option(flag: str, hint: Any, text: str, panel: str, **more: Any) -> inspect.Parameter:
+    return option(flag, hint=hint | None, text=text, panel=panel, show_default=False, **more)
 
 
-Method = Annotated[str, typer.Argument(help="What to train: eagle3, dspark, dflash, medusa or draft-model.", metavar="DRAFTER")]
-Output = Annotated[Path, _option("--output", "Directory of the data, the checkpoint and the drafter.", OUTPUT)]
-Model = Annotated[str | None, _option("--model", MODEL_PANEL.options["model"], WHAT, metavar="<str>")]
-GgufFile = Annotated[str | None, _option("--gguf-file", MODEL_PANEL.options["gguf_file"], WHAT, metavar="<str>")]
-Boundaries = Annotated[
-    str | None,
-    _option(
-        "--boundaries", "Layer boundaries to record, such as 2,15,27. Default: 2, L / 2, L - 3; draft-model: none.", WHAT, metavar="<ids>"
+_METHOD = typer.Argument(help="What to train: eagle3, dspark, dflash, medusa or draft-model.", metavar="DRAFTER")
+_OPTIONS = (
+    inspect.Parameter("drafter", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, _METHOD]),
+    option(
+        "--output",
+        hint=Path,
+        text="Directory of the data, the checkpoint and the drafter.",
+        panel=OUTPUT,
+        default=inspect.Parameter.empty,
+        show_default=False,
     ),
-]
-DraftVocab = Annotated[int | None, _option("--draft-vocab-size", "Ids that can be drafted. Default: 16384, from E = 1536 on 32768.", WHAT)]
-NumLayers = Annotated[
-    int | None, _option("--num-layers", "Layers of dspark, dflash (default: 2) and draft-model (4, at most L / 2).", WHAT)
-]
-BlockSize = Annotated[int | None, _option("--block-size", "Rows of a block of dspark and dflash. Default: 7.", WHAT)]
-MarkovRank = Annotated[int | None, _option("--markov-rank", "Rank of the bias of dspark. Default: 96.", WHAT)]
-NumHeads = Annotated[int | None, _option("--num-heads", "Heads of medusa. Default: 4.", WHAT)]
-Files = Annotated[
-    list[Path] | None,
+    _option("--model", str, MODEL.options["model"], WHAT, metavar="<str>"),
+    _option("--gguf-file", str, MODEL.options["gguf_file"], WHAT, metavar="<str>"),
     _option(
-        "--data", "A file of prompts, conversations (JSON, JSON lines) or text; several times. Default: the target writes user turns.", DATA
+        "--boundaries",
+        str,
+        "Layer boundaries to record, such as 2,15,27. Default: 2, L / 2, L - 3; draft-model: none.",
+        WHAT,
+        metavar="<ids>",
     ),
-]
-EvalFiles = Annotated[
-    list[Path] | None, _option("--eval-data", "A file of held-out prompts; several times. Default: 5 % of the prompts, at most 64.", DATA)
-]
-Answers = Annotated[str | None, _option("--answers", "target (default): it answers the prompts. keep: those in the files.", DATA)]
-NumPrompts = Annotated[int | None, _option("--num-prompts", "Training prompts at most. Default: 4000.", DATA)]
-SelfPrompts = Annotated[
-    int | None, _option("--self-prompts", "User turns that the target writes. Default: all without --data, else 0.", DATA)
-]
-NumEval = Annotated[int | None, _option("--num-eval-prompts", "Held-out prompts of each file. Default: 16.", DATA)]
-PromptTokens = Annotated[int | None, _option("--max-prompt-tokens", "Longer prompts are left out. Default: 256.", DATA)]
-AnswerTokens = Annotated[int | None, _option("--max-answer-tokens", "Tokens of an answer. Default: 192.", DATA)]
-Temperatures = Annotated[
-    str | None, _option("--temperatures", "Of the target's answers, in turns. Default: 0,0,0.7.", DATA, metavar="<numbers>")
-]
-Minutes = Annotated[float | None, _option("--minutes", "Of training, without recording the data. Default: 30.", HOW)]
-Steps = Annotated[int | None, _option("--steps", "Train for so many steps instead.", HOW)]
-TttSteps = Annotated[int | None, _option("--ttt-steps", "Steps of training-time test (eagle3). Default: 3.", HOW)]
-Loss = Annotated[str | None, _option("--loss", "soft (default): the target's distribution. hard: the tokens of the text.", HOW)]
-LearningRate = Annotated[float | None, _option("--learning-rate", "Highest. Default: 1.2e-3, from E = 1536 on 3e-4.", HOW)]
-BatchTokens = Annotated[int | None, _option("--batch-tokens", "Answer positions of a step. Default: 1536.", HOW)]
-Seed = Annotated[int | None, _option("--seed", "Of prompts, answers, start values and order. Default: 0.", HOW)]
-Threads = Annotated[int | None, _option("--threads", MODEL_PANEL.options["threads"], HOW)]
-Device = Annotated[str | None, _option("--device", "Where the drafter is trained: auto, cpu or cuda.", HOW, metavar="<str>")]
-TreeWidth = Annotated[int | None, _option("--tree-width", "Of the drafter in the evaluation. Default: 1.", HOW)]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --output, with its settings.", rich_help_panel=OUTPUT)]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.", rich_help_panel=OUTPUT)]
-Debug = Annotated[bool, typer.Option("--debug", help="Print tracebacks and what libraries warn about.", rich_help_panel=OUTPUT)]
+    _option("--draft-vocab-size", int, "Ids that can be drafted. Default: 16384, from E = 1536 on 32768.", WHAT),
+    _option("--num-layers", int, "Layers of dspark, dflash (default: 2) and draft-model (4, at most L / 2).", WHAT),
+    _option("--block-size", int, "Rows of a block of dspark and dflash. Default: 7.", WHAT),
+    _option("--markov-rank", int, "Rank of the bias of dspark. Default: 96.", WHAT),
+    _option("--num-heads", int, "Heads of medusa. Default: 4.", WHAT),
+    _option(
+        "--data",
+        list[Path],
+        "A file of prompts, conversations (JSON, JSON lines) or text; several times. Default: the target writes user turns.",
+        DATA,
+    ),
+    _option("--eval-data", list[Path], "A file of held-out prompts; several times. Default: 5 % of the prompts, at most 64.", DATA),
+    _option("--answers", str, "target (default): it answers the prompts. keep: those in the files.", DATA),
+    _option("--num-prompts", int, "Training prompts at most. Default: 4000.", DATA),
+    _option("--self-prompts", int, "User turns that the target writes. Default: all without --data, else 0.", DATA),
+    _option("--num-eval-prompts", int, "Held-out prompts of each file. Default: 16.", DATA),
+    _option("--max-prompt-tokens", int, "Longer prompts are left out. Default: 256.", DATA),
+    _option("--max-answer-tokens", int, "Tokens of an answer. Default: 192.", DATA),
+    _option("--temperatures", str, "Of the target's answers, in turns. Default: 0,0,0.7.", DATA, metavar="<numbers>"),
+    _option("--minutes", float, "Of training, without recording the data. Default: 30.", HOW),
+    _option("--steps", int, "Train for so many steps instead.", HOW),
+    _option("--ttt-steps", int, "Steps of training-time test (eagle3). Default: 3.", HOW),
+    _option("--loss", str, "soft (default): the target's distribution. hard: the tokens of the text.", HOW),
+    _option("--learning-rate", float, "Highest. Default: 1.2e-3, from E = 1536 on 3e-4.", HOW),
+    _option("--batch-tokens", int, "Answer positions of a step. Default: 1536.", HOW),
+    _option("--seed", int, "Of prompts, answers, start values and order. Default: 0.", HOW),
+    _option("--threads", int, MODEL.options["threads"], HOW),
+    _option("--device", str, "Where the drafter is trained: auto, cpu or cuda.", HOW, metavar="<str>"),
+    _option("--tree-width", int, "Of the drafter in the evaluation. Default: 1.", HOW),
+    option("--resume", hint=bool, text="Continue the run in --output, with its settings.", panel=OUTPUT, default=False),
+    option("-q", "--quiet", hint=bool, text="Print nothing but errors.", panel=OUTPUT, default=False),
+    DEBUG,
+)
 
 
-def train(
-    drafter: Method,
-    *,
-    output: Output,
-    model: Model = None,
-    gguf_file: GgufFile = None,
-    boundaries: Boundaries = None,
-    draft_vocab_size: DraftVocab = None,
-    num_layers: NumLayers = None,
-    block_size: BlockSize = None,
-    markov_rank: MarkovRank = None,
-    num_heads: NumHeads = None,
-    data: Files = None,
-    eval_data: EvalFiles = None,
-    answers: Answers = None,
-    num_prompts: NumPrompts = None,
-    self_prompts: SelfPrompts = None,
-    num_eval_prompts: NumEval = None,
-    max_prompt_tokens: PromptTokens = None,
-    max_answer_tokens: AnswerTokens = None,
-    temperatures: Temperatures = None,
-    minutes: Minutes = None,
-    steps: Steps = None,
-    ttt_steps: TttSteps = None,
-    loss: Loss = None,
-    learning_rate: LearningRate = None,
-    batch_tokens: BatchTokens = None,
-    seed: Seed = None,
-    threads: Threads = None,
-    device: Device = None,
-    tree_width: TreeWidth = None,
-    resume: Resume = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
+@partial(with_parameters, parameters=_OPTIONS)
+def train(**given: Any) -> None:
     """Train a drafter for a model on this machine, and measure what it brings.
 
     The target answers the prompts itself; its answers and hidden states stay in the directory. Ctrl-C saves, --resume continues.
     """
-    given = dict(locals())
-    with reported_errors(debug=debug):
-        _train(given, output, resume=resume, quiet=quiet, debug=debug)
+    with reported_errors(debug=given["debug"]):
+        _train(given, given["output"], resume=given["resume"], quiet=given["quiet"], debug=given["debug"])
 
 
 def _train(given: dict[str, Any], output: Path, *, resume: bool, quiet: bool, debug: bool) -> None:
