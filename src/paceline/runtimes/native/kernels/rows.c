@@ -44,17 +44,13 @@ void apply_gate(const GatedOperation *gated, const float *x, const float *up, in
     for (int column = begin, count; count = end - column < LANES ? end - column : LANES, column < end; column += LANES) {
         floats v = load_grouped(x, column, count, gated->group), u = load_part(up + column, count);
         floats active;
-        if (gated->activation == SILU)
-            active = v * sigmoid(v);
+        if (gated->activation == SILU) active = v * sigmoid(v);
         else if (gated->activation == GELU_TANH) {
             const floats inner = broadcast(0.7978845608028654f) * (v + broadcast(0.044715f) * v * v * v);
             active = broadcast(0.5f) * v * (broadcast(1.0f) + hyperbolic_tangent(inner));
-        } else if (gated->activation == SIGMOID_OF_GATE)
-            active = sigmoid(v);
-        else if (gated->activation == GATE_ITSELF)
-            active = v;
-        else if (gated->activation == RELU)
-            active = (floats)((words)v & ~(words)(v < broadcast(0.0f)));
+        } else if (gated->activation == SIGMOID_OF_GATE) active = sigmoid(v);
+        else if (gated->activation == GATE_ITSELF) active = v;
+        else if (gated->activation == RELU) active = (floats)((words)v & ~(words)(v < broadcast(0.0f)));
         else if (gated->activation == XIELU) { /* for x > 0 alpha_p x^2 + beta x, else alpha_n (e^min(x, eps) - 1 - x) + beta x */
             const words is_positive = (words)(v > broadcast(0.0f)), square = (words)(broadcast(gated->alpha_p) * v * v);
             const floats curve = exponential(__builtin_elementwise_min(v, broadcast(gated->eps))) - broadcast(1.0f) - v;

@@ -48,10 +48,8 @@ static inline float *record_of(const StateRange *range, int number) {
 /* Prefetch floats to the first-level cache, to be read or, with is_written, to be written. */
 static inline void prefetch_floats(const float *from, int count, int is_written) {
     for (int at = 0; at < count; at += 16) {
-        if (is_written)
-            __builtin_prefetch(from + at, 1, 3);
-        else
-            __builtin_prefetch(from + at, 0, 3);
+        if (is_written) __builtin_prefetch(from + at, 1, 3);
+        else __builtin_prefetch(from + at, 0, 3);
     }
 }
 
