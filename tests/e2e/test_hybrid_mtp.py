@@ -131,7 +131,7 @@ def test_unusable_mtp_module_is_an_error_only_if_requested(tmp_path: Path) -> No
         (
             "mtp.layers.0.self_attn.q_proj.weight",
             (64, 64),
-            r"q_proj\.weight' has shape \[64, 64\], expected \[128, 64\]: queries and gates",
+            r"q_proj\.weight' has shape \[64, 64\], expected \[128, 64\] for q_proj, attention_gate",
         ),
         ("mtp.fc.weight", (64, 64), r"mtp\.fc\.weight \[64, 64\] instead of \[64, 128\]"),
         ("mtp.embed_tokens.weight", (3,), r"mtp\.embed_tokens\.weight \[3\] instead of \[97, 64\]"),

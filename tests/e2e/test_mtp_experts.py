@@ -41,7 +41,7 @@ def open_llm(target: Path, drafter: str, **options: object) -> LLM:
     return LLM(str(target), drafter=drafter, **shape)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("case", "quantization"), [("glm4_moe", "none"), ("glm4_moe-groups", "int8")])
+@pytest.mark.parametrize(("case", "quantization"), [("glm4_moe", "none"), ("glm4_moe-groups", "int8"), ("deepseek_v3", "int8")])
 def test_moe_model_drafts_with_its_mtp_module(tmp_path: Path, case: str, quantization: str) -> None:
     """GLM-4.5: the module is a mixture too, its experts one by one or in stacks; in batches and alone, greedy and sampled."""
     bare = write_glm4_moe(tmp_path / "bare", case, has_module=False)

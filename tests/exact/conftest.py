@@ -24,6 +24,7 @@ MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": EXPERTS["gpt_oss"],
+    "deepseek": EXPERTS["deepseek_v3"],
     "qwen3_5": HYBRIDS["qwen3_5-moe"],
     "lfm3": HYBRIDS["lfm3"],
     "granite": HYBRIDS["granite"],

@@ -37,6 +37,7 @@ TEXT_DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_
 TARGETS = [
     *(f"{name}-{dtype}-native" for name in ("llama", "qwen3") for dtype in ("f32", "bf16")),
     *("qwen3-f32-paths", "llama-bf16-paths", "mini-bf16-native", "sliding-f32-native", "sliding-bf16-paths"),
+    *("deepseek-f32-native", "deepseek-bf16-native", "deepseek-bf16-paths"),
     *("gemma4-f32-native", "gemma4-bf16-paths", "gpt_oss-bf16-native", "gpt_oss-f32-paths"),
     *(f"{name}-{dtype}-native" for name in HYBRIDS for dtype in ("f32", "bf16")),
 ]
@@ -52,6 +53,7 @@ SAMPLE = {  # what a normal run takes of the others
     "sliding-f32-native": ["draft_tree"],
     "gemma4-f32-native": ["chaos"],
     "gpt_oss-bf16-native": ["chaos"],
+    "deepseek-bf16-native": ["chaos"],
     "qwen3_5-f32-native": ["chaos", "draft_tree"],
     "lfm3-f32-native": ["chaos"],
     "granite-f32-native": ["chaos"],

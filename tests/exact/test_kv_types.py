@@ -11,6 +11,7 @@ from harness.always_drafts import draft_always
 from harness.answer_drafters import ChaosDrafter
 from harness.checkpoints import write_checkpoint
 from harness.exact_targets import skip_without_kernels
+from harness.expert_checkpoints import CASES as EXPERTS
 from paceline import LLM, SamplingParams
 from paceline.errors import ConfigError
 from paceline.models.kv_cache_dtype import KVCacheDtype
@@ -55,6 +56,22 @@ def answers(directory: Path, kv_cache_dtype: str, params: SamplingParams, drafte
 def test_kv_cache_dtype_text_is_equal_with_and_without_drafts(
     kv_cache_dtype: str, params: SamplingParams, directory: Path, drafting: None
 ) -> None:
+    check_drafts_change_nothing(directory, kv_cache_dtype, params)
+
+
+@pytest.mark.spread(0.34)
+@pytest.mark.parametrize("kv_cache_dtype", ["f32", "bf16", "f16"])
+def test_text_from_cached_latents_is_equal_with_and_without_drafts(kv_cache_dtype: str, tmp_path: Path, drafting: None) -> None:
+    """Multi-head latent attention; int8 is refused."""
+    skip_without_kernels()
+    family, values = EXPERTS["deepseek_v3"]
+    directory = write_checkpoint(tmp_path / "latent", family, **{**values, "max_position_embeddings": 2048})
+    check_drafts_change_nothing(directory, kv_cache_dtype, FREE)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'int8', which latent attention \(MLA\) does not support"):
+        answers(directory, "int8", GREEDY)
+
+
+def check_drafts_change_nothing(directory: Path, kv_cache_dtype: str, params: SamplingParams) -> None:
     plain = answers(directory, kv_cache_dtype, params, threads=1, max_num_seqs=1)
     known = {(tuple(prompt), params.seed): answer for prompt, answer in zip(prompts(), plain, strict=True)}
     assert answers(directory, kv_cache_dtype, params, "ngram", prefill_chunk_size=64) == plain

@@ -27,6 +27,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "glm4": ("glm4", {}),
     "mixtral": EXPERTS["mixtral"],
+    "deepseek_v3": EXPERTS["deepseek_v3"],
     "qwen3_next": HYBRIDS["qwen3_next"],
     "granite": HYBRIDS["granite"],
 }

@@ -11,6 +11,7 @@ from harness.native_network import Network, make_batch, native_config
 from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.models.config import ModelConfig
 from paceline.models.kv_cache_dtype import KVCacheDtype
+from paceline.models.layers import LatentProjections
 from paceline.runtimes.base import FloatArray, IntArray, RowRange
 
 Random = np.random.Generator
@@ -38,20 +39,24 @@ class Bench:
         num_threads: int = 1,
         level: str | None = None,
         kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32,
+        latent_size: int = 0,
     ) -> "Bench":
         config = native_config(heads=heads, kv_heads=kv_heads, head_size=head_size, soft_cap=cap)
         config = config if window is None else map_attention(config, window=window)
+        if latent_size:
+            latent = LatentProjections(query_rank=0, query_size=1, rope_size=head_size - latent_size, value_size=1)
+            config = map_attention(config, latent=latent)
         widths = [heads * head_size, kv_heads * head_size, kv_heads * head_size]
         run = Network(
             widths,
-            lambda blocks, inputs: [blocks.attention(inputs[0], (inputs[1], inputs[2]), config.attention, 0)],
+            lambda blocks, inputs: [blocks.attention(inputs[0], (inputs[1], inputs[1 if latent_size else 2]), config.attention, 0)],
             config=config,
             num_threads=num_threads,
             level=level,
         )
         shape = config.kv_groups()[0].stored_shape(NUM_BLOCKS, BLOCK_SIZE, kv_cache_dtype)
         storage = np.full(shape, 0xFF, np.uint8)  # not a number in any type: what nobody wrote must not be read
-        run.execution.set_cache(storage, kv_cache_dtype=kv_cache_dtype)
+        run.execution.set_cache([storage[0], storage[-1]], kv_cache_dtype=kv_cache_dtype)  # the same array if values are part of the keys
         return cls(config, run, storage, kv_cache_dtype)
 
     def rows(self, random: Random, count: int) -> list[FloatArray]:
@@ -68,6 +73,7 @@ class Bench:
         config = self.config.attention
         group = config.num_heads // config.num_kv_heads
         keys, states = (side.astype(np.float64).reshape(len(k), config.num_kv_heads, config.head_size) for side in (k, v))
+        states = states[..., : config.latent_size or None]
         heads = []
         for head, query in enumerate(q.astype(np.float64).reshape(config.num_heads, config.head_size)):
             scores = keys[:, head // group] @ query * config.scale

@@ -20,6 +20,26 @@ GPT_OSS_ROPE = {
 }
 SMALL = {"moe_intermediate_size": 32, "num_experts_per_tok": 3}
 ERNIE = {"moe_intermediate_size": 32, "moe_num_experts": 6, "moe_k": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+    "q_lora_rank": None,
+    "n_routed_experts": 12,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "mixtral-window": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 1, "sliding_window": 16, "tie_word_embeddings": True}),
@@ -55,6 +75,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
         },
     ),
+    "deepseek_v2": ("deepseek_v2", {**LATENT, **GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0}),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, **GROUPS, "q_lora_rank": 48, "norm_topk_prob": True, "rms_norm_eps": 1e-2}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {
+            **LATENT,
+            "q_lora_rank": 48,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
     "gpt_oss-window": (
         "gpt_oss",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16, "rope_parameters": GPT_OSS_ROPE, "swiglu_limit": 0.5},
@@ -66,7 +97,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """By a name: the family and values of its config; those that end in -window have one of 16 tokens."""
 
 OF_CONVERTERS = ["mixtral", "qwen2_moe-plain", "qwen3_moe", "olmoe", "glm4_moe", "glm4_moe-groups", "gpt_oss", "gemma4-window"]
-OF_CONVERTERS += ["ernie4_5_moe-interval"]
+OF_CONVERTERS += ["ernie4_5_moe-interval", "deepseek_v2", "deepseek_v3"]
 """Those whose configs GGUF metadata has room for."""
 
 

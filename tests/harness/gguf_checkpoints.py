@@ -39,6 +39,8 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe",
     "glm4_moe": "glm4moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4",
@@ -87,6 +89,8 @@ def write_gguf(
     architecture = ARCHITECTURES[values["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
+    if architecture == "deepseek2":
+        tensors = _with_absorbed_matrices(tensors, values)
     num_mtp_modules = sum(name.endswith(".eh_proj.weight") for name in tensors)
     values["num_hidden_layers"] += num_mtp_modules  # they count as blocks
     _write_metadata(writer, values)
@@ -236,6 +240,19 @@ def in_stacks(tensors: Mapping[str, NDArray[np.float32]], *, is_interleaved: boo
     return found | {name: np.stack([experts[number] for number in sorted(experts)]) for name, experts in lists.items()}
 
 
+def _with_absorbed_matrices(tensors: Mapping[str, NDArray[np.float32]], values: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+    """Up-projections of latent attention as converters stack them: those of keys transposed, [heads, rank, size], then those of values."""
+    found = dict[str, NDArray[np.float32]]()
+    for name, array in tensors.items():
+        if not name.endswith("kv_b_proj.weight"):
+            found[name] = array
+            continue
+        heads = array.reshape(values["num_attention_heads"], -1, array.shape[1])
+        keys, up = np.split(heads, [values["qk_nope_head_dim"]], axis=1)
+        found |= {name.replace("kv_b", "k_b"): np.ascontiguousarray(keys.swapaxes(1, 2)), name.replace("kv_b", "v_b"): up}
+    return found
+
+
 def _as_converted(name: str, array: NDArray[np.float32], values: Mapping[str, Any]) -> NDArray[np.float32]:
     if values["model_type"] in INTERLEAVED and ".q_proj." in name:
         return _interleaved(array, values["num_attention_heads"])
@@ -260,9 +277,10 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
     writer.add_head_count(values["num_attention_heads"])
     if "per_layer_config" not in values:
         writer.add_feed_forward_length(values["intermediate_size"])
-        writer.add_head_count_kv(values["num_key_value_heads"])
-        writer.add_key_length(head_size)
-        writer.add_value_length(head_size)
+        rank = values.get("kv_lora_rank")
+        writer.add_head_count_kv(1 if rank else values["num_key_value_heads"])
+        writer.add_key_length(rank + head_size if rank else head_size)
+        writer.add_value_length(rank or head_size)
     if "rms_norm_eps" in values:
         writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
     else:
@@ -300,20 +318,29 @@ def _write_experts(writer: Any, values: Mapping[str, Any]) -> None:
     if family == "ernie4_5_moe":
         writer.add_leading_dense_block_count(values["moe_layer_start_index"])
         writer.add_interleave_moe_layer_step(values["moe_layer_interval"])
-    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe"):
+    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "deepseek_v2", "deepseek_v3"):
         writer.add_expert_feed_forward_length(values["moe_intermediate_size"])
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(values["shared_expert_intermediate_size"])
     if family == "gpt_oss":
         writer.add_expert_feed_forward_length(values["intermediate_size"])
         writer.add_sliding_window(values["sliding_window"])
-    if family == "glm4_moe":
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if "kv_lora_rank" in values:
+        if values["q_lora_rank"] is not None:
+            writer.add_q_lora_rank(values["q_lora_rank"])
+        writer.add_kv_lora_rank(values["kv_lora_rank"])
+        writer.add_key_length_mla(values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
+        writer.add_value_length_mla(values["v_head_dim"])
+        if "mscale_all_dim" in values["rope_parameters"]:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * values["rope_parameters"]["mscale_all_dim"])
+    if family in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+        is_softmax = family == "deepseek_v2"
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX if is_softmax else gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_scale(values["routed_scaling_factor"])
         writer.add_expert_weights_norm(values["norm_topk_prob"])
         writer.add_expert_shared_count(values["n_shared_experts"])
         writer.add_leading_dense_block_count(values["first_k_dense_replace"])
-        if values["n_group"] > 1:
+        if (values["n_group"] or 1) > 1:
             writer.add_expert_group_count(values["n_group"])
             writer.add_expert_group_used_count(values["topk_group"])
 

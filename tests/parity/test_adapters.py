@@ -69,6 +69,12 @@ CASES = {
     "fused": Case("phi3", ("self_attn.qkv_proj", "mlp.gate_up_proj"), {"target_modules": ["qkv_proj", "gate_up_proj"], **ONE_LAYER}),
     "interleaved": Case("glm4", ("self_attn.q_proj", "self_attn.k_proj"), {"target_modules": ["q_proj", "k_proj"], **ONE_LAYER}),
     "gated": Case("qwen3_5_text", ("self_attn.q_proj",), {**ONE_LAYER}, overrides=hybrid_checkpoints.CASES["qwen3_5"][1]),
+    "latent": Case(
+        "deepseek_v3",
+        ("self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.o_proj"),
+        {"target_modules": ["q_b_proj", "kv_a_proj_with_mqa", "o_proj"], **ONE_LAYER},
+        overrides=expert_checkpoints.CASES["deepseek_v3"][1],
+    ),
     "experts": Case(
         "qwen3_moe",
         ("mlp.experts.3.up_proj", "mlp.experts.7.down_proj"),

@@ -18,6 +18,7 @@ from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.layers import ClampedSwiGLU, ExpertMLP
+from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import as_float32
 
 torch = pytest.importorskip("torch")
@@ -87,6 +88,13 @@ CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("glm4_moe-groups", routing(num_groups=1, chosen_groups=1)),
     ("glm4_moe-groups", routing(chosen_groups=1)),
     ("glm4_moe-groups", routing(is_normalized=True)),
+    ("deepseek_v2", routing(num_groups=1, chosen_groups=1)),
+    ("deepseek_v2", routing(scores_per_group=2)),
+    ("deepseek_v2", routing(factor=1.0)),
+    ("deepseek_v2", attention(scale=48**-0.5)),
+    ("deepseek_v3", routing(num_groups=1, chosen_groups=1)),
+    ("deepseek_v3", lambda config: config.map_attention(lambda own: replace(own, rope=RopeConfig()))),
+    ("deepseek_v3", lambda config: config.map_attention(lambda own: replace(own, latent=replace(own.latent, norm_eps=1e-2)))),
     ("gpt_oss-window", attention(has_sinks=False)),
     ("gpt_oss-window", experts(activation=ClampedSwiGLU(1.702, 7.0))),
     ("gpt_oss-window", experts(activation=ClampedSwiGLU(1.0, 0.5))),
@@ -177,6 +185,14 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "chosen": ("qwen3_moe", {"num_experts_per_tok": 21}, r"num_experts_per_tok = 21, but there are only 20 experts"),
     "many": ("qwen3_moe", {"num_experts": 4096}, r"num_local_experts = 4096, expected an integer from 1 to 1024"),
     "groups": ("glm4_moe-groups", {"topk_group": 5}, r"12 experts in n_group = 4 groups, of which topk_group = 5 are chosen"),
+    "latent": (
+        "deepseek_v3",
+        {"kv_lora_rank": 48},
+        r"kv_a_proj_with_mqa.weight' has shape \[112, 64\], but config\.json requires \[64, 64\]",
+    ),
+    "heads": ("deepseek_v3", {"num_key_value_heads": 2}, r"num_key_value_heads = 2 is not supported for deepseek_v3"),
+    "choice": ("deepseek_v2", {"topk_method": "noaux_tc"}, r"topk_method = 'noaux_tc' is not supported, only 'greedy' and"),
+    "halves": ("glm4_moe_lite", {"rope_interleave": False}, r"rope_interleave = false is not supported for glm4_moe_lite, only true is"),
     "clip": ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv = 8\.0 is not supported"),
     "window": ("gpt_oss", {"sliding_window": 0}, r"sliding_window = 0, expected an integer from 1"),
     "layer": ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, r"layer_types = .*expected sliding_attention or full"),

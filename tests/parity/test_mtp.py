@@ -1,5 +1,6 @@
 """MTP modules, every layout against the plain computation in torch: no cache, every pair recomputed, softmax over all pairs before."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -119,7 +120,9 @@ def test_mtp_outputs_equal_the_formula(tmp_path: Path, family: str, layout: str,
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize(("case", "is_stacked"), [("glm4_moe", False), ("glm4_moe", True), ("glm4_moe-groups", False)])
+@pytest.mark.parametrize(
+    ("case", "is_stacked"), [("glm4_moe", False), ("glm4_moe", True), ("glm4_moe-groups", False), ("deepseek_v3", False)]
+)
 def test_moe_mtp_outputs_equal_those_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, is_stacked: bool, backend: str
 ) -> None:
@@ -156,12 +159,14 @@ def test_moe_mtp_outputs_equal_those_of_transformers(
 
 def transformers_module(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any]:
     """The model in `directory`, its module, and an empty cache for that."""
-    from transformers import AutoModelForCausalLM, Glm4MoeForCausalLM
+    import transformers
+    from transformers import AutoModelForCausalLM
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
 
     # released models' numbers of layers are written there; it is how modules are found
-    monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
+    (architecture,) = json.loads((directory / "config.json").read_text(encoding="utf-8"))["architectures"]
+    monkeypatch.setattr(getattr(transformers, architecture), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
     main = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager").eval()
     return main, MtpModel.from_pretrained(main, device_map={"": "cpu"}).eval(), MtpCache(config=main.config.get_mtp_config())
 

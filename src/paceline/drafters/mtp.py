@@ -27,11 +27,13 @@ from paceline.drafters.target import LoadedTarget
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import is_gguf, open_weights
 from paceline.models.config import ModelConfig, config_from_values
+from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import num_mtp_modules, open_mtp_module
 from paceline.models.layer_builder import NUM_EXPERTS_KEYS
-from paceline.models.layers import AttentionConfig, AttentionGate, ExpertMLP
+from paceline.models.layers import ExpertMLP
+from paceline.models.storage.fused_matrices import Rows, fused_in_layer, is_transposed, num_rows
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
@@ -72,8 +74,6 @@ _TENSOR_NAMES_BY_LAYOUT = {
     "layers.": {"fc": "eh_proj", "embedding_norm": "enorm", "feature_norm": "hnorm", "final_norm": "shared_head.norm"},
 }  # fmt: skip
 _OWN_EMBEDDING = "mtp.embed_tokens.weight"
-_GATE_TENSOR = "self_attn.attention_gate"
-"""Name of the attention's output gate after `_split_gates`, without the layer's prefix."""
 _EXPERT_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -178,14 +178,14 @@ def _read_tensors(
     Raises:
         CheckpointError: tensors are missing, unknown, or of the wrong shape.
     """
-    size, mlp, attention = target.hidden_size, layers.layers[0].mlp, layers.attention
+    size, mlp = target.hidden_size, layers.layers[0].mlp
     if isinstance(mlp, ExpertMLP):
         files = _split_experts(files, layout.layer_prefix, mlp, size)
-    if attention.gate is AttentionGate.VALUE:
-        files = _split_gates(files, layout.layer_prefix, attention, size)
+    files = _split_fused(files, layout.layer_prefix, layers)
     shapes = {name: shape for name, shape in tensor_shapes(layers).items() if name.startswith("layers.0.")}
     plain = checkpoint_names(layers)
-    plain |= {name: name.replace("attention_gate", _GATE_TENSOR) for name in shapes if name.startswith("layers.0.attention_gate.")}
+    fused = {part for parts in fused_in_layer(layers.layers[0], FAMILIES[layers.family]).values() for part in parts}
+    plain |= {name: name for name in shapes if name.removeprefix("layers.0.").rpartition(".")[0] in fused}
     names = {name: layout.layer_prefix + plain[name].removeprefix("model.").removeprefix("layers.0.") for name in shapes}
     names |= layout.names
     shapes |= {"fc.weight": (size, 2 * size), **{name: (size,) for name in layout.names if name != "fc.weight"}}
@@ -238,38 +238,33 @@ def _read_expert_rows(stack: FileTensor, expert: int, first: int, count: int) ->
     return np.ascontiguousarray(stack.open()[expert, first : first + count])
 
 
-def _split_gates(files: HeadFiles, prefix: str, attention: AttentionConfig, hidden_size: int) -> HeadFiles:
-    """Replace a matrix that computes queries and output gates by one matrix for each; no values are read yet.
-
-    The first half of each head's rows computes queries, the second half gates. `prefix` is that of the decoder layer's tensor names.
+def _split_fused(files: HeadFiles, prefix: str, layers: ModelConfig) -> HeadFiles:
+    """Replace matrices that fuse several matrices of the network by these, named after `prefix`; no values are read yet.
 
     Raises:
-        CheckpointError: the matrix or its bias has the wrong shape.
+        CheckpointError: a matrix or its bias has the wrong shape.
     """
-    tensors = dict(files.tensors)
-    shapes: dict[str, tuple[int, ...]] = {"weight": (2 * attention.query_size, hidden_size), "bias": (2 * attention.query_size,)}
-    for kind, shape in shapes.items():
-        name = f"{prefix}self_attn.q_proj.{kind}"
-        whole = tensors.get(name)
-        if whole is None:
-            continue
-        if whole.shape != shape:
-            raise CheckpointError(
-                f"{files.path}: tensor {name!r} has shape {list(whole.shape)}, expected {list(shape)}: queries and gates of "
-                f"{attention.num_heads} heads, as the target's layers have them; is it another model's?"
-            )
-        part_shape = (attention.query_size, *shape[1:])
-        for half, part in enumerate(("self_attn.q_proj", _GATE_TENSOR)):
-            rows = partial(_query_or_gate_rows, whole, half, attention.head_size)
-            tensors[f"{prefix}{part}.{kind}"] = FileTensor(part_shape, whole.dtype, rows)
+    tensors, expected = dict(files.tensors), tensor_shapes(layers)
+    for source, parts in fused_in_layer(layers.layers[0], FAMILIES[layers.family]).items():
+        first = expected[f"layers.0.{next(iter(parts))}.weight"]
+        for kind, shape in {"weight": (num_rows(parts), first[1]), "bias": (num_rows(parts),)}.items():
+            whole = tensors.pop(f"{prefix}{source}.{kind}", None)
+            if whole is None:
+                continue
+            if whole.shape != shape:
+                raise CheckpointError(
+                    f"{files.path}: tensor {f'{prefix}{source}.{kind}'!r} has shape {list(whole.shape)}, expected {list(shape)} for "
+                    f"{', '.join(parts)}, as the target's layers have them; is it another model's?"
+                )
+            for part, rows in parts.items():
+                part_shape = expected.get(f"layers.0.{part}.{kind}", shape)
+                tensors[f"{prefix}{part}.{kind}"] = FileTensor(part_shape, whole.dtype, partial(_read_part, whole, part, rows))
     return replace(files, tensors=tensors)
 
 
-def _query_or_gate_rows(whole: FileTensor, half: int, head_size: int) -> NDArray[Any]:
-    """Read the rows of a combined matrix that compute queries (`half` 0) or output gates (`half` 1)."""
-    array = whole.open()
-    heads = array.reshape(-1, 2, head_size, *array.shape[1:])
-    return np.ascontiguousarray(heads[:, half]).reshape(-1, *array.shape[1:])
+def _read_part(whole: FileTensor, part: str, rows: Rows) -> NDArray[Any]:
+    array = whole.open()[rows]
+    return np.ascontiguousarray(array.T if is_transposed(part) else array)
 
 
 def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModule:

@@ -27,7 +27,7 @@ class PagedCache(LayerCache):
 
     def __init__(self, storage: Any, rows: RowLayout | None = None) -> None:
         self.storage = storage
-        self._rows = rows
+        self.rows = rows
 
     @property
     def num_bytes(self) -> int:
@@ -38,20 +38,20 @@ class PagedCache(LayerCache):
 
     def copy_row(self, source: tuple[int, int], target: tuple[int, int]) -> None:
         """Copy one row from `source` to `target`, each given as (block, index in the block)."""
-        if self._rows is None:
+        if self.rows is None:
             self.storage[:, target[0], :, target[1]] = self.storage[:, source[0], :, source[1]]
         else:
-            self._rows.copy(self.storage, source, target)
+            self.rows.copy(self.storage, source, target)
 
     def fill_block(self, block: int) -> None:
         """Fill a block with small numbers, so that the system has allocated its memory before a pass over it is timed."""
-        self.storage[:, block] = 0.01 if self._rows is None else _FILL_BYTE
+        self.storage[:, block] = 0.01 if self.rows is None else _FILL_BYTE
 
 
 class FullAttentionCache(PagedCache):
-    """Keys and values of layers without a window: [2·layers, num_blocks, K, block_size, D] (`KVGroup.shape`), or packed.
+    """Keys and values of layers without a window: an array as `KVGroup.shape` describes it, or packed.
 
-    The keys of layer i have index 2·i on axis 0, its values 2·i + 1. If a tree was computed with a mask, `keep_path` moves the rows of the
+    If a tree was computed with a mask, `keep_path` moves the rows of the
     kept path together.
     """
 

@@ -46,7 +46,7 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
         return GgufWeights(open_gguf(path), config, regroup=regroup, num_threads=num_threads)
     directory = _checked_directory(path)
     family = FAMILIES[config.family]
-    if family.recurrent_module:
+    if family.recurrent_module or any(mixer.latent is not None for mixer in config.attention_layers.values()):
         return HybridWeights(directory, config, num_threads=num_threads)
     if family.has_mxfp4_experts:
         return Mxfp4ExpertWeights(directory, config)

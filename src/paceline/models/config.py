@@ -40,21 +40,23 @@ class KVGroup:
 
     Attributes:
         window: number of last positions whose keys and values are kept; None = all positions.
+        planes: arrays of a layer: 2 = keys and values, 1 = keys of which the first values are the values, too (MLA).
         layers: indices of the layers that write these keys and values, ascending. Other layers may read them.
     """
 
     window: int | None
     num_kv_heads: int
     head_size: int
+    planes: int
     layers: tuple[int, ...]
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
-        """Return [2 * layers, num_blocks, K, block_size, D]: keys of the i-th layer at 2 * i, values at 2 * i + 1."""
-        return 2 * len(self.layers), num_blocks, self.num_kv_heads, block_size, self.head_size
+        """Return [planes * layers, num_blocks, K, block_size, D]: keys of the i-th layer at planes * i, values, if separate, after them."""
+        return self.planes * len(self.layers), num_blocks, self.num_kv_heads, block_size, self.head_size
 
     def stored_shape(self, num_blocks: int, block_size: int, kv_cache_dtype: KVCacheDtype) -> tuple[int, int, int, int]:
-        """Return [2 * layers, num_blocks, K, bytes]: `shape`, with the bytes of all positions of a block in place of [block_size, D]."""
-        return 2 * len(self.layers), num_blocks, self.num_kv_heads, block_size * kv_cache_dtype.row_bytes(self.head_size)
+        """Return [planes * layers, num_blocks, K, bytes]: `shape`, with the bytes of all positions of a block for [block_size, D]."""
+        return self.planes * len(self.layers), num_blocks, self.num_kv_heads, block_size * kv_cache_dtype.row_bytes(self.head_size)
 
     def bytes_per_token(self, kv_cache_dtype: KVCacheDtype) -> int:
         """Return the bytes that one position takes in the KV caches of these layers."""
@@ -129,10 +131,11 @@ class ModelConfig:
         Args:
             by_window: a layer with a sliding window keeps only the positions in it. False = every layer keeps all positions.
         """
-        found: dict[tuple[int | None, int, int], list[int]] = {}
+        found: dict[tuple[int | None, int, int, int], list[int]] = {}
         for index, mixer in self.attention_layers.items():
             if mixer.kv_layer is None:
-                found.setdefault((mixer.window if by_window else None, mixer.num_kv_heads, mixer.head_size), []).append(index)
+                sizes = (mixer.window if by_window else None, mixer.num_kv_heads, mixer.head_size, 2 if mixer.latent is None else 1)
+                found.setdefault(sizes, []).append(index)
         return tuple(KVGroup(*sizes, tuple(layers)) for sizes, layers in found.items())
 
     @property
@@ -154,7 +157,7 @@ class ModelConfig:
     def rope_variants(self) -> tuple[tuple[RopeConfig, int], ...]:
         """Return the distinct pairs of rotary settings and head size, in layer order."""
         rotating = [mixer for mixer in self.attention_layers.values() if mixer.has_rope_embedding]
-        return tuple(dict.fromkeys((rope, mixer.head_size) for mixer in rotating for rope in (mixer.rope, mixer.key_rope)))
+        return tuple(dict.fromkeys((rope, mixer.rotary_head_size) for mixer in rotating for rope in (mixer.rope, mixer.key_rope)))
 
     @property
     def has_length_dependent_rope(self) -> bool:

@@ -66,6 +66,31 @@ class NormOrder(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentProjections:
+    """The projections of multi-head latent attention (MLA). The key of a token is [c, r], its value is c, and all heads share them.
+
+    c is a latent of rank values, the RMS norm of a projection of the layer's input; r has `rope_size` values, which rotate. Up-projections
+    of c to keys and values of a head are applied to queries and outputs instead, which is the same function ("absorbed"): a query is
+    [k_up q, rotated values], and the output of a head is v_up times the weighted sum of the latents.
+
+    Attributes:
+        query_rank: rank of the latent that queries are projected from; 0 = queries are projected from the layer's input.
+        query_size: number of values in a head of a query that do not rotate, before k_up (`qk_nope_head_dim`).
+        rope_size: number of values in a head that rotate, after the others (`qk_rope_head_dim`).
+        value_size: number of values in the output of a head, after v_up (`v_head_dim`).
+        norm_eps: epsilon of the norms of both latents.
+
+    Source: DeepSeek-V2 (2024), section 2.1 and appendix C.
+    """
+
+    query_rank: int
+    query_size: int
+    rope_size: int
+    value_size: int
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
     """Softmax attention with H = `num_heads` query heads over K = `num_kv_heads` key and value heads of D = `head_size` values.
 
@@ -84,6 +109,7 @@ class AttentionConfig:
         kv_layer: index of the layer whose KV cache is read; None = the layer's own.
         value_scale: values are multiplied by it.
         is_causal: the layer ignores the mask of a forward pass and attends causally.
+        latent: projections of multi-head latent attention, with one key head of D = rank + rope_size values; None = usual projections.
     """
 
     num_heads: int
@@ -104,6 +130,17 @@ class AttentionConfig:
     kv_layer: int | None = None
     value_scale: float = 1.0
     is_causal: bool = False
+    latent: LatentProjections | None = None
+
+    @property
+    def rotary_head_size(self) -> int:
+        """Return the number of values in a head to which rotary embeddings are applied."""
+        return self.head_size if self.latent is None else self.latent.rope_size
+
+    @property
+    def latent_size(self) -> int:
+        """Return how many of the first values of a key are the value, too; 0 = values are cached separately."""
+        return 0 if self.latent is None else self.head_size - self.latent.rope_size
 
     @property
     def key_rope(self) -> RopeConfig:
@@ -287,12 +324,12 @@ class ExpertRouting:
         bias: the router has a bias.
         is_normalized: weights are scores / (sum of selected scores + `epsilon`). False = weights are the scores.
         factor: all weights are multiplied by it.
-        num_groups, chosen_groups: experts are divided into groups. Only experts of the `chosen_groups` groups whose two highest scores
-            have the largest sum can be selected.
+        num_groups, chosen_groups: experts are divided into groups. Only experts of the `chosen_groups` groups whose `scores_per_group`
+            highest scores, 1 or 2, have the largest sum can be selected.
         has_correction_bias: a learned bias is added to scores to select experts, but not to weights.
         has_scales: the weight of each expert is multiplied by a learned scale of the expert.
 
-    Source: Shazeer et al. 2017, section 2.1; groups and correction: DeepSeek-V3 (2024), section 2.1.2.
+    Source: Shazeer et al. 2017, section 2.1; groups: DeepSeek-V2 (2024), section 2.2; correction: DeepSeek-V3, section 2.1.2.
     """
 
     num_experts: int
@@ -304,6 +341,7 @@ class ExpertRouting:
     factor: float = 1.0
     num_groups: int = 1
     chosen_groups: int = 1
+    scores_per_group: int = 2
     has_correction_bias: bool = False
     has_scales: bool = False
 

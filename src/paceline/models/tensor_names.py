@@ -14,6 +14,7 @@ from paceline.models.layers import (
     ExpertMLP,
     GatedDeltaConfig,
     GatedNorm,
+    LatentProjections,
     LayerConfig,
     NormOrder,
     QKNorm,
@@ -75,6 +76,8 @@ def _mixer_shapes(mixer: AttentionConfig | Recurrent, hidden: int) -> dict[str, 
 
 
 def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    if mixer.latent is not None:
+        return _latent_attention_shapes(mixer, mixer.latent, hidden)
     shapes: dict[str, tuple[int, ...]] = {}
     if mixer.qk_norm in (QKNorm.HEAD, QKNorm.HEAD_AFTER_ROPE):
         shapes |= {"q_norm.weight": (mixer.head_size,), "k_norm.weight": (mixer.head_size,)}
@@ -95,6 +98,19 @@ def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[in
     if mixer.kv_layer is not None:
         shapes.pop("k_norm.weight", None)
     return shapes
+
+
+def _latent_attention_shapes(mixer: AttentionConfig, latent: LatentProjections, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of multi-head latent attention. `k_up.N` is the transposed up-projection of keys of head N."""
+    heads, rank, query_input = mixer.num_heads, mixer.latent_size, latent.query_rank or hidden
+    norms = {"kv_a_norm.weight": (rank,), **({"q_a_norm.weight": (latent.query_rank,)} if latent.query_rank else {})}
+    matrices = {"q_a_proj": (latent.query_rank, hidden)} if latent.query_rank else {}
+    matrices |= {"q_proj": (heads * latent.query_size, query_input), "q_rope_proj": (heads * latent.rope_size, query_input)}
+    matrices |= {"kv_a_proj": (rank, hidden), "k_rope_proj": (latent.rope_size, hidden)}
+    matrices |= {f"k_up.{head}": (rank, latent.query_size) for head in range(heads)}
+    matrices |= {f"v_up.{head}": (latent.value_size, rank) for head in range(heads)}
+    matrices["o_proj"] = (hidden, heads * latent.value_size)
+    return norms | _projection_shapes({name: (*shape, False) for name, shape in matrices.items()})
 
 
 def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -217,7 +233,19 @@ def _layer_checkpoint_names(layer: LayerConfig, config: ModelConfig) -> dict[str
     """Return the checkpoint names of a layer's modules, and of tensors whose checkpoint name does not follow from their module."""
     family = FAMILIES[config.family]
     recurrent = [_recurrent_checkpoint_names(mixer, family.recurrent_module) for mixer in layer.mixers if isinstance(mixer, Recurrent)]
-    return {**_CHECKPOINT_MODULES, **_NORMS[layer.norm_order], **family.module_names, **(recurrent[0] if recurrent else {})}
+    attentions = [mixer for mixer in layer.mixers if isinstance(mixer, AttentionConfig)]
+    latent = [_latent_checkpoint_names(mixer.latent) for mixer in attentions if mixer.latent is not None]
+    modules = [_CHECKPOINT_MODULES, _NORMS[layer.norm_order], family.module_names, *recurrent, *latent]
+    return {name: stored for part in modules for name, stored in part.items()}
+
+
+def _latent_checkpoint_names(latent: LatentProjections) -> dict[str, str]:
+    """Return the checkpoint names of latent attention. Projections that are fused in one matrix all have that matrix's name."""
+    query = "q_b_proj" if latent.query_rank else "q_proj"
+    matrices = {"q_a_proj": "q_a_proj", "q_proj": query, "q_rope_proj": query, "k_up": "kv_b_proj", "v_up": "kv_b_proj"}
+    matrices |= dict.fromkeys(("kv_a_proj", "k_rope_proj"), "kv_a_proj_with_mqa")
+    norms = {f"{part}_a_norm": f"{part}_a_layernorm" for part in ("q", "kv")}
+    return {name: f"self_attn.{stored}" for name, stored in {**matrices, **norms}.items()}
 
 
 def _recurrent_checkpoint_names(mixer: Recurrent, prefix: str) -> dict[str, str]:

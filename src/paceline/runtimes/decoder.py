@@ -19,6 +19,7 @@ from paceline.models.layers import (
     ExpertMLP,
     GatedDeltaConfig,
     GatedNorm,
+    LatentProjections,
     LayerConfig,
     Mamba2Config,
     NormOrder,
@@ -66,8 +67,15 @@ class Blocks(Protocol[Value]):
         """Return x W^T (+ bias) for the weights W of each name, computed together."""
         ...
 
-    def rms_norm(self, x: Value, name: str) -> Value:
-        """Return x / rms(x) * weight. With `config.has_norm_offset` the product is rounded only once, after it is computed in float32."""
+    def head_products(self, x: Value, name: str, num_heads: int, tails: Value | None = None) -> Value:
+        """Return the product of each head h of x with the matrix `name.h`, each followed by head h of `tails` if given."""
+        ...
+
+    def rms_norm(self, x: Value, name: str, epsilon: float | None = None) -> Value:
+        """Return x / rms(x) * weight. With `config.has_norm_offset` the product is rounded only once, after it is computed in float32.
+
+        epsilon: None = that of the config.
+        """
         ...
 
     def layer_norm(self, x: Value, name: str) -> Value:
@@ -84,6 +92,8 @@ class Blocks(Protocol[Value]):
 
     def attention(self, q: Value, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Value:
         """Write k and v [T, K * D] to the cache of `layer`, and return attention [T, H * D] of the queries q [T, H * D].
+
+        With `attention.latent`, the first `latent_size` values of a key are its value, v is k, and the result is [T, H * latent_size].
 
         kv None: attention to the keys and values that another layer wrote, including those of this pass. Scores are multiplied by
         `attention.scale`, then soft-capped if `attention.soft_cap` is set. The weight of attention sinks is `layers.N.attention.sinks`.
@@ -199,6 +209,8 @@ class NetworkDefinition(Protocol):
 def attention_block(blocks: Blocks[Value], attention: AttentionConfig, x: Value, layer: int) -> Value:
     """Return the attention output for rows x, including the projections before and after."""
     prefix = f"layers.{layer}."
+    if attention.latent is not None:
+        return _latent_attention_block(blocks, attention, attention.latent, x, layer)
 
     def normed_and_rotated(x: Value, name: str, num_heads: int, rope: RopeConfig) -> Value:
         if attention.qk_norm is QKNorm.HEAD:
@@ -229,6 +241,20 @@ def attention_block(blocks: Blocks[Value], attention: AttentionConfig, x: Value,
 def _scaled(blocks: Blocks[Value], x: Value, factor: float) -> Value:
     """Return x * factor, without an operation if the factor is 1."""
     return x if factor == 1.0 else blocks.scale(x, factor)
+
+
+def _latent_attention_block(blocks: Blocks[Value], attention: AttentionConfig, latent: LatentProjections, x: Value, layer: int) -> Value:
+    """Return the output of multi-head latent attention for rows x. Source: DeepSeek-V2 (2024), section 2.1."""
+    prefix, heads = f"layers.{layer}.", attention.num_heads
+    names = [prefix + name for name in ("q_proj", "q_rope_proj")]
+    inputs = [prefix + "q_a_proj"] if latent.query_rank else names
+    *queries, compressed, k_rope = blocks.linear(x, *inputs, prefix + "kv_a_proj", prefix + "k_rope_proj")
+    if latent.query_rank:
+        queries = [*blocks.linear(blocks.rms_norm(queries[0], prefix + "q_a_norm", latent.norm_eps), *names)]
+    q = blocks.head_products(queries[0], prefix + "k_up", heads, blocks.rope(queries[1], heads, attention.rope))
+    k = blocks.concat(blocks.rms_norm(compressed, prefix + "kv_a_norm", latent.norm_eps), blocks.rope(k_rope, 1, attention.key_rope))
+    attended = blocks.attention(q, (k, k), attention, layer)
+    return blocks.linear(blocks.head_products(attended, prefix + "v_up", heads), prefix + "o_proj")[0]
 
 
 def recurrent_block(blocks: Blocks[Value], mixer: Recurrent, x: Value, layer: int) -> Value:

@@ -178,6 +178,10 @@ def _build_native_network(config: ModelConfig, weights: Weights, options: Runtim
     from paceline.runtimes.native.network import NativeNetwork
 
     round_to = options.dtype or config.weight_type
+    if options.kv_cache_dtype is KVCacheDtype.INT8 and any(group.planes == 1 for group in config.kv_groups()):
+        raise ConfigError(
+            "kv_cache_dtype is 'int8', which latent attention (MLA) does not support: leave kv_cache_dtype out, or use 'bf16' or 'f16'"
+        )
     network = NativeNetwork(
         decoder(config, options.collect_layers),
         config,

@@ -1,6 +1,7 @@
 """config.json and generation_config.json, as written by many versions of transformers, become one ModelConfig."""
 
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from harness.model_configs import make_config
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType, config_from_values, read_config
 from paceline.models.kv_cache_dtype import KVCacheDtype
-from paceline.models.layers import Activation, NormOrder, QKNorm
+from paceline.models.layers import Activation, ExpertMLP, NormOrder, QKNorm, RouterScoring
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig, RopeType
 from paceline.models.tensor_names import tensor_shapes
@@ -534,3 +535,29 @@ def test_gemma4_shared_kv_layers_count_no_cache_memory(values: dict[str, Any], o
         assert "layers.5.v_proj.weight" not in tensor_shapes(config)
     frequencies, _ = inverse_frequencies(config.layers[-1].mixer.rope, 512)
     assert np.count_nonzero(frequencies) == 64
+
+
+def test_published_config_of_deepseek_v2_lite_caches_its_latent(tmp_path: Path) -> None:
+    values = {
+        "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 102400, "hidden_size": 2048,
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "n_routed_experts": 64, "n_shared_experts": 2,
+        "num_experts_per_tok": 6, "norm_topk_prob": False, "scoring_func": "softmax", "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "max_position_embeddings": 163840, "rope_theta": 10000, "torch_dtype": "bfloat16",
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
+            "beta_fast": 32, "beta_slow": 1,
+        },
+    }  # fmt: skip
+    config = config_from_values(values, tmp_path / "config.json")
+    assert config.kv_bytes_per_token(KVCacheDtype.BF16) == 27 * (512 + 64) * 2
+    assert config.attention.scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    assert [type(layer.mlp).__name__ for layer in config.layers[:3]] == ["DenseMLP", "ExpertMLP", "ExpertMLP"]
+    experts = config.layers[1].mlp
+    assert isinstance(experts, ExpertMLP)
+    assert (experts.routing.num_groups, experts.routing.scoring, experts.shared.intermediate_size) == (1, RouterScoring.SOFTMAX, 2816)
+    refused = {"qk_nope_head_dim": 2000, "num_attention_heads": 4096, "norm_topk_prob": True, "model_type": "deepseek_v32"}
+    for name, value in refused.items():
+        with pytest.raises(CheckpointError, match=f"{name}.*{str(value).lower()}"):
+            config_from_values({**values, "num_key_value_heads": None, name: value}, tmp_path / "config.json")

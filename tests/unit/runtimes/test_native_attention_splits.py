@@ -19,6 +19,9 @@ if not BUILT:
 
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
 BY_TYPE = pytest.mark.parametrize("kv_cache_dtype", KVCacheDtype, ids=lambda kv_cache_dtype: kv_cache_dtype.value)
+BY_FLOAT_TYPE = pytest.mark.parametrize(
+    "kv_cache_dtype", [KVCacheDtype.F32, KVCacheDtype.BF16, KVCacheDtype.F16], ids=lambda kv_cache_dtype: kv_cache_dtype.value
+)
 # What rounding q and the weights costs beside the values as they are stored; else the arithmetic of float32.
 TOLERANCE = {KVCacheDtype.F32: 3e-6, KVCacheDtype.BF16: 2e-2, KVCacheDtype.F16: 5e-6, KVCacheDtype.INT8: 2e-2}
 
@@ -64,9 +67,33 @@ def test_long_context_attention_equals_its_definition_over_stored_kv(
 
 
 @BY_LEVEL
-@pytest.mark.parametrize(
-    "kv_cache_dtype", [KVCacheDtype.F32, KVCacheDtype.BF16, KVCacheDtype.F16], ids=lambda kv_cache_dtype: kv_cache_dtype.value
-)
+@BY_FLOAT_TYPE
+def test_latent_attention_equals_its_definition_over_stored_keys(kv_cache_dtype: KVCacheDtype, level: str, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    bench = Bench.make(5, 1, 112, latent_size=96, level=level, kv_cache_dtype=kv_cache_dtype, num_threads=2)
+    table, rows = shuffled(random, 24), bench.rows(random, 300)
+    found = read(bench, rows, (250, 3, 47), table)
+    codec = KVBlockCodec(kv_cache_dtype, BLOCK_SIZE, planes=1)
+    keys = np.stack([codec.read(bench.storage, int(table[slot // BLOCK_SIZE]), slot % BLOCK_SIZE)[1][0, 0] for slot in range(300)])
+    for row in (0, 249, 252, 256, 299):
+        expected = bench.expected(rows[0][row], keys[: row + 1], keys[: row + 1])
+        assert np.abs(found[row] - expected).max() <= TOLERANCE[kv_cache_dtype] * max(1.0, np.abs(keys).max())
+
+
+@BY_FLOAT_TYPE
+def test_latent_attention_is_bit_equal_in_chunks_in_trees_and_on_all_libraries(kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+    results = []
+    for level, num_threads, sizes in (*((level, 1, (200, 90)) for level in BUILT), (BUILT[0], 2, (280, *[1] * 10)), (BUILT[0], 3, (290,))):
+        random = np.random.default_rng(seed)
+        bench = Bench.make(5, 1, 112, latent_size=96, level=level, kv_cache_dtype=kv_cache_dtype, num_threads=num_threads)
+        results.append(read(bench, bench.rows(random, 290), sizes, shuffled(random, 20)))
+    assert all(np.array_equal(result, results[0]) for result in results[1:])
+    for cached_len in (0, 31, 250):
+        assert differing_nodes(cached_len, kv_cache_dtype, BUILT[-1], seed, latent_size=96) == 0
+
+
+@BY_LEVEL
+@BY_FLOAT_TYPE
 def test_attention_weights_sum_to_one_after_rounding(kv_cache_dtype: KVCacheDtype, level: str, seed: int) -> None:
     """So a value that all rows have in common comes back as it is, also where weights are rounded to 8 digits in front of products."""
     random = np.random.default_rng(seed)
@@ -123,10 +150,10 @@ def test_attention_of_a_tree_across_splits_is_bit_equal_to_its_paths(
 
 
 def differing_nodes(
-    cached_len: int, kv_cache_dtype: KVCacheDtype, level: str, seed: int, window: int | None = None, *, shift: int = 0
+    cached_len: int, kv_cache_dtype: KVCacheDtype, level: str, seed: int, window: int | None = None, *, shift: int = 0, latent_size: int = 0
 ) -> int:
-    random = np.random.default_rng(seed + cached_len)
-    bench = Bench.make(4, 2, 24, level=level, kv_cache_dtype=kv_cache_dtype, num_threads=2, window=window)
+    random, heads = np.random.default_rng(seed + cached_len), (5, 1, 112) if latent_size else (4, 2, 24)
+    bench = Bench.make(*heads, latent_size=latent_size, level=level, kv_cache_dtype=kv_cache_dtype, num_threads=2, window=window)
     prefix, size = bench.rows(random, cached_len), int(random.integers(8, 40))
     tree, parents = bench.rows(random, size), random_tree(random, size)
     tables = shuffled(random, 20), shuffled(random, 20, first=20)

@@ -255,3 +255,28 @@ def test_native_product_keeps_float16_infinities_and_subnormals(level: str) -> N
     assert np.isnan(found).all()  # 0 * inf
     finite = Tensor(stored[:, :3].copy(), WeightType.F16, (1, 3))
     assert np.array_equal(network({"a.weight": finite}, level=level)(x[:, :3])[0][:, 0], stored[0, :3].astype(np.float32))
+
+
+@BY_LEVEL
+@pytest.mark.parametrize(("make", "columns"), [(PLAIN["f32"], 40), (PLAIN["bf16"], 96), (BYTES["s8"], 96), (NIBBLES["u4"], 96)])
+def test_head_products_equal_products_of_each_head(make: Make, columns: int, level: str, seed: int) -> None:
+    """Of as many rows as there are: each head by its own matrix, then its tail; the same bits as of a row alone."""
+    random, heads, outputs, tail, rounding = np.random.default_rng(seed), 3, 112, 5, make is PLAIN["bf16"]
+    tensors = {f"up.{head}.weight": make(random, outputs, columns, 32) for head in range(heads)}
+    run = Network(
+        [heads * columns, heads * tail],
+        lambda blocks, inputs: [blocks.head_products(inputs[0], "up", heads, inputs[1]), blocks.head_products(inputs[0], "up", heads)],
+        tensors=tensors, num_threads=2, level=level, round_to=WeightType.BF16 if rounding else WeightType.F32,
+        packed=make in (BYTES["s8"], NIBBLES["u4"]),
+    )  # fmt: skip
+    x, tails = (random.normal(size=(19, heads * size)).astype(np.float32) for size in (columns, tail))
+    with_tails, products = run(x, tails)
+    split = with_tails.reshape(19, heads, outputs + tail)
+    assert np.array_equal(split[..., outputs:].reshape(19, -1), tails)
+    assert np.array_equal(split[..., :outputs].reshape(19, -1), products)
+    by_head = products.reshape(19, heads, outputs)
+    for head in range(heads):
+        expected = x.reshape(19, heads, columns)[:, head].astype(np.float64) @ as_float32(tensors[f"up.{head}.weight"]).T
+        assert np.abs(by_head[:, head] - expected).max() <= (1e-5 if make is PLAIN["f32"] else 0.03) * np.abs(expected).max()
+    for begin, count in ((0, 1), (3, 2), (5, 8), (13, 6)):
+        assert np.array_equal(run(x[begin : begin + count], tails[begin : begin + count])[0], with_tails[begin : begin + count])

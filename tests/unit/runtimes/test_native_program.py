@@ -71,7 +71,7 @@ def build(blocks: NativeBlocks, inputs: list[Value]) -> list[Value]:
         ]
         attention = AttentionOperation(
             q=turned[0].index, k=turned[1].index, v=v.index, heads=layer.heads, kv_heads=layer.kv_heads, head_size=layer.head_size,
-            layer=number, tables=0, window=layer.window, is_causal=0, scale=layer.scale, soft_cap=layer.soft_cap,
+            layer=number, tables=0, window=layer.window, is_causal=0, latent_size=0, scale=layer.scale, soft_cap=layer.soft_cap,
                 sinks=None,
         )  # fmt: skip
         x = blocks.add(x, *blocks.linear(blocks._append(attention, q), f"{number}.o"))

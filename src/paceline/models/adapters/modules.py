@@ -1,5 +1,6 @@
 """The matrices of a target that an adapter can change, and which matrices of the network they are."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from paceline.models.weights import half_split_order
 
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
 _CONVOLUTION_MODULE = "conv"
+_HEAD_MATRICES = re.compile(r"\.[kv]_up\.\d+$")  # up-projections of latent attention, which adapters cannot change
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,9 @@ def _matrices_by_module(config: ModelConfig) -> dict[str, list[str]]:
     shapes, found = tensor_shapes(config), dict[str, list[str]]()
     for name, stored_name in checkpoint_names(config).items():
         stem, _, kind = name.rpartition(".")
-        if kind == "weight" and len(shapes[name]) == 2 and stem != "layer_embedding" and stem.rpartition(".")[2] != _CONVOLUTION_MODULE:
+        if stem == "layer_embedding" or stem.rpartition(".")[2] == _CONVOLUTION_MODULE or _HEAD_MATRICES.search(stem):
+            continue
+        if kind == "weight" and len(shapes[name]) == 2:
             found.setdefault(stored_name.removesuffix(".weight"), []).append(stem)
     return found
 

@@ -43,6 +43,11 @@ class AdapterTargets:
             expert_parameters(config),
         )
         self.matrices = network_matrices(config)
+        if absorbed := [module.name_in_file for module in modules if module.name.endswith(".self_attn.kv_b_proj")]:
+            raise CheckpointError(
+                f"{path} adapts {name_list(absorbed, 'module')}, which is not supported: keys and values of latent attention are cached "
+                "before this projection; merge the adapter into the checkpoint with PEFT, or train it without kv_b_proj"
+            )
         self._ranks = self._read_ranks()
         self._changes_tied_head = settings.has_tied_head and config.tied_embeddings
         self._check_names_and_shapes()

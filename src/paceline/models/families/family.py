@@ -38,6 +38,7 @@ class GgufFormat:
         has_tiled_value_heads: gated delta nets store the first value head of every key head, then the second of every key head, ….
         allows_zero_sizes: in per-layer metadata, layers without attention or without an MLP have size 0.
         allows_mixed_sizes: layers may differ in size. `read_extra_fields` then reads the sizes.
+        has_latent_attention: heads have the size of their rotated values, `rope.dimension_count`.
         norm_eps_key: metadata key of the norms' epsilon, if it is not `attention.layer_norm_rms_epsilon`.
     """
 
@@ -52,6 +53,7 @@ class GgufFormat:
     has_tiled_value_heads: bool = False
     allows_zero_sizes: bool = False
     allows_mixed_sizes: bool = False
+    has_latent_attention: bool = False
     norm_eps_key: str = ""
 
 

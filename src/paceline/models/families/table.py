@@ -7,6 +7,7 @@ from typing import Any
 from paceline.errors import CheckpointError, shortened
 from paceline.models.families import (
     apertus,
+    deepseek,
     ernie,
     exaone,
     falcon_h1,
@@ -27,7 +28,7 @@ from paceline.models.families import (
 from paceline.models.families.family import Family
 
 _MODULES = (
-    llama, apertus, ernie, hunyuan, qwen, gemma, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2, nemotron_h,
+    llama, apertus, deepseek, ernie, hunyuan, qwen, gemma, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2, nemotron_h,
     falcon_h1, layer_norm,
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}

@@ -161,6 +161,8 @@ class _ConfigReader(GgufFields):
         return values | self._format.read_extra_fields(self, values)
 
     def _head_size(self, hidden_size: int, num_heads: int) -> int:
+        if self._format.has_latent_attention:
+            return self.count("rope.dimension_count")
         size = self.count("attention.key_length", max(hidden_size // num_heads, 1))
         value_size = self.count("attention.value_length", size)
         if size != value_size:

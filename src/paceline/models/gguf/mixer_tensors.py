@@ -1,4 +1,4 @@
-"""Names and row orders of the tensors of gated attention and of recurrent mixers in GGUF files.
+"""Names and row orders of the tensors of gated and latent attention and of recurrent mixers in GGUF files.
 
 llama.cpp's converters reorder the rows of some matrices. A list of row indices restores the original order without dequantising.
 Source: llama.cpp's conversion of Qwen3-Next, Qwen3.5, LFM2, Granite 4 and Nemotron-H.
@@ -17,7 +17,8 @@ from paceline.models.gguf.config import gguf_format
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.gguf.stored_tensor import IndexMap, TensorSource, check_stored_shape
-from paceline.models.layers import AttentionConfig, AttentionGate, GatedDeltaConfig, Mamba2Config, ShortConvConfig
+from paceline.models.layers import AttentionConfig, AttentionGate, GatedDeltaConfig, LatentProjections, Mamba2Config, ShortConvConfig
+from paceline.models.weights import half_split_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class MixerTensor:
     Attributes:
         name: name of the stored tensor.
         shapes: shapes that the stored tensor may have, such as [n] or [n, 1].
-        first_row, rows, columns: as in `TensorSource`.
+        first_row, rows, columns, expert: as in `TensorSource`; `expert` also selects one of the heads that latent attention stacks.
     """
 
     name: str
@@ -35,6 +36,7 @@ class MixerTensor:
     first_row: int = 0
     rows: IndexMap | None = None
     columns: IndexMap | None = None
+    expert: int | None = None
 
     def source(self, tensor: GgufTensor, shape: tuple[int, ...]) -> TensorSource:
         """Return the source of a network's tensor of this shape in the stored `tensor`.
@@ -42,19 +44,21 @@ class MixerTensor:
         Raises:
             CheckpointError: The stored tensor has another shape, or a type that is not supported.
         """
-        source = TensorSource(tensor, shape, first_row=self.first_row, rows=self.rows, columns=self.columns)
+        source = TensorSource(tensor, shape, self.expert, first_row=self.first_row, rows=self.rows, columns=self.columns)
         check_stored_shape(source, *self.shapes)
         return source
 
 
 def mixer_tensors(file: GgufFile, config: ModelConfig) -> dict[str, MixerTensor]:
-    """Return where tensors of recurrent mixers, and the queries and gates of gated attention, are stored, by internal names."""
+    """Return where tensors of recurrent mixers, and those of gated and latent attention, are stored, by internal names."""
     found: dict[str, MixerTensor] = {}
     is_tiled = gguf_format(FAMILIES[config.family]).has_tiled_value_heads
     for index, layer in enumerate(config.layers):
         block, hidden = f"blk.{index}.", config.hidden_size
         for mixer in layer.mixers:
-            if isinstance(mixer, AttentionConfig):
+            if isinstance(mixer, AttentionConfig) and mixer.latent is not None:
+                own = _latent_attention_tensors(block, mixer, mixer.latent, hidden)
+            elif isinstance(mixer, AttentionConfig):
                 own = _gated_query_tensors(block, mixer, hidden) if mixer.gate is AttentionGate.VALUE else {}
             elif isinstance(mixer, GatedDeltaConfig):
                 own = _delta_net_tensors(file, block, mixer, hidden, is_tiled=is_tiled)
@@ -74,6 +78,25 @@ def _gated_query_tensors(block: str, mixer: AttentionConfig, hidden: int) -> dic
         found[f"{part}.weight"] = MixerTensor(f"{block}attn_q.weight", ((num_rows, hidden),), rows=rows)
         if mixer.bias:
             found[f"{part}.bias"] = MixerTensor(f"{block}attn_q.bias", ((num_rows,),), rows=rows)
+    return found
+
+
+def _latent_attention_tensors(block: str, mixer: AttentionConfig, latent: LatentProjections, hidden: int) -> dict[str, MixerTensor]:
+    """Return the projections of latent attention. Files have the up-projections as the network has them, stacked by head."""
+    heads, rank, size, rope = mixer.num_heads, mixer.latent_size, latent.query_size, latent.rope_size
+    num_rows, columns = heads * (size + rope), latent.query_rank or hidden
+    query, shapes = f"{block}attn_{'q_b' if latent.query_rank else 'q'}.weight", ((num_rows, columns),)
+    found = {
+        "q_proj.weight": MixerTensor(query, shapes, rows=partial(_strided_slices, num_rows, size + rope, 0, size)),
+        "q_rope_proj.weight": MixerTensor(query, shapes, rows=partial(_half_split_tails, num_rows, size + rope, rope)),
+        "kv_a_proj.weight": MixerTensor(f"{block}attn_kv_a_mqa.weight", ((rank + rope, hidden),)),
+        "k_rope_proj.weight": MixerTensor(
+            f"{block}attn_kv_a_mqa.weight", ((rank + rope, hidden),), rows=partial(_half_split_tails, rank + rope, rank + rope, rope)
+        ),
+    }
+    for head in range(heads):
+        found[f"k_up.{head}.weight"] = MixerTensor(f"{block}attn_k_b.weight", ((heads, rank, size),), expert=head)
+        found[f"v_up.{head}.weight"] = MixerTensor(f"{block}attn_v_b.weight", ((heads, latent.value_size, rank),), expert=head)
     return found
 
 
@@ -166,6 +189,12 @@ def _consecutive_parts(name: str, shape: tuple[int, int], first_rows: Mapping[st
 def _strided_slices(num_rows: int, step: int, start: int, size: int) -> NDArray[np.int64]:
     """Return row indices: of every `step` consecutive rows the `size` rows from `start` on."""
     return np.arange(num_rows).reshape(-1, step)[:, start : start + size].reshape(-1)
+
+
+def _half_split_tails(num_rows: int, step: int, size: int) -> NDArray[np.int64]:
+    """Return row indices: of every `step` rows the last `size`, from interleaved rotary pairs to pairs (j, j + size / 2)."""
+    rows = _strided_slices(num_rows, step, step - size, size)
+    return rows[half_split_order(len(rows), size, size)]
 
 
 def _concatenated_strided_slices(num_rows: int, stride: int, slices: tuple[tuple[int, int], ...]) -> NDArray[np.int64]:

@@ -12,17 +12,19 @@ from paceline.models.layers import (
     DenseMLP,
     ExpertMLP,
     GatedDeltaConfig,
+    LatentProjections,
     LayerConfig,
     Mamba2Config,
     Recurrent,
 )
+from paceline.models.weights import half_split_order
 
 Rows = slice | NDArray[np.int64]
 Parts = Mapping[str, Rows]
 
 
 def fused_in_layer(layer: LayerConfig, family: Family) -> dict[str, Parts]:
-    """Return the fused matrices of a layer with recurrent mixer or gated attention, by checkpoint name, each with the rows of its parts."""
+    """Return the fused matrices of a layer's recurrent mixer, gated or latent attention, by checkpoint name, with the rows of the parts."""
     mixers = (item for mixer in layer.mixers for item in _fused_in_mixer(mixer, family).items())
     return {**dict(mixers), **_fused_in_mlp(layer.mlp, family)}
 
@@ -40,6 +42,11 @@ def fused_by_key_head(mixer: GatedDeltaConfig) -> dict[str, Parts]:
     }
 
 
+def is_transposed(part: str) -> bool:
+    """Return whether a part of a fused matrix is transposed in the network."""
+    return part.startswith("k_up.")
+
+
 def num_rows(parts: Parts) -> int:
     """Return the number of rows of a fused matrix."""
     return sum(rows.stop - rows.start if isinstance(rows, slice) else len(rows) for rows in parts.values())
@@ -55,6 +62,8 @@ def _fused_in_mixer(mixer: AttentionConfig | Recurrent, family: Family) -> dict[
     if isinstance(mixer, GatedDeltaConfig):
         return {}
     if isinstance(mixer, AttentionConfig):
+        if mixer.latent is not None:
+            return _fused_in_latent_attention(mixer, mixer.latent)
         if mixer.gate is not AttentionGate.VALUE:
             return {}
         heads = np.arange(2 * mixer.query_size).reshape(mixer.num_heads, 2, mixer.head_size)
@@ -64,6 +73,28 @@ def _fused_in_mixer(mixer: AttentionConfig | Recurrent, family: Family) -> dict[
     else:
         sizes = dict.fromkeys(("b_proj", "c_proj", "conv_proj"), mixer.channels)
     return {f"{family.recurrent_module}.in_proj": consecutive_rows(sizes)}
+
+
+def _fused_in_latent_attention(mixer: AttentionConfig, latent: LatentProjections) -> dict[str, Parts]:
+    """Return the fused matrices of multi-head latent attention. Rotary pairs of the checkpoint are interleaved, those of the parts are not.
+
+    `k_up.N` are rows that are transposed afterwards (`is_transposed`).
+    """
+    size, rope, rank = latent.query_size, latent.rope_size, mixer.latent_size
+    queries = np.arange(mixer.num_heads * (size + rope)).reshape(mixer.num_heads, -1)
+    rotated = queries[:, size:].reshape(-1)
+    up = np.arange(mixer.num_heads * (size + latent.value_size)).reshape(mixer.num_heads, -1)
+    return {
+        f"self_attn.{'q_b_proj' if latent.query_rank else 'q_proj'}": {
+            "q_proj": queries[:, :size].reshape(-1),
+            "q_rope_proj": rotated[half_split_order(len(rotated), rope, rope)],
+        },
+        "self_attn.kv_a_proj_with_mqa": {"kv_a_proj": slice(0, rank), "k_rope_proj": rank + half_split_order(rope, rope, rope)},
+        "self_attn.kv_b_proj": {
+            **{f"v_up.{head}": rows[size:] for head, rows in enumerate(up)},
+            **{f"k_up.{head}": rows[:size] for head, rows in enumerate(up)},
+        },
+    }
 
 
 def _fused_in_mlp(mlp: DenseMLP | ExpertMLP | None, family: Family) -> dict[str, Parts]:

@@ -1,4 +1,4 @@
-"""Weights of models with recurrent layers. Some of their tensors are computed from stored ones: parts of fused matrices, and decays."""
+"""Weights of models with recurrent layers or latent attention. Some are computed from stored ones: parts of matrices, and decays."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.containers.module import StoredWeight
 from paceline.models.families.table import FAMILIES
 from paceline.models.layers import GatedDeltaConfig, LayerConfig, Mamba2Config, Recurrent, ShortConvConfig
-from paceline.models.storage.fused_matrices import Parts, Rows, fused_by_key_head, fused_in_layer, num_rows
+from paceline.models.storage.fused_matrices import Parts, Rows, fused_by_key_head, fused_in_layer, is_transposed, num_rows
 from paceline.models.storage.mapped_files import drop_pages
 from paceline.models.storage.packed_matrix import PackedMatrix
 from paceline.models.storage.packed_weights import PackedWeights
@@ -24,7 +24,7 @@ from paceline.models.weights import LazyTensor, LazyWeights, Tensor, TensorInfo,
 
 
 class HybridWeights(LazyWeights):
-    """The weights of a checkpoint directory of a model with recurrent layers. Tensors that differ from stored ones are made on first use.
+    """The weights of a model with recurrent layers or latent attention. Tensors that differ from stored ones are made on first use.
 
     Raises:
         CheckpointError: As in `Weights.open`.
@@ -72,7 +72,7 @@ class _ComputedTensors:
         self, directory: Path, stored: dict[str, StoredWeight], files: Mapping[Path, NDArray[np.uint8]], config: ModelConfig
     ) -> None:
         self._directory, self._stored, self._files = directory, stored, files
-        self._hidden, self._family, self._shapes = config.hidden_size, FAMILIES[config.family], tensor_shapes(config)
+        self._family, self._shapes = FAMILIES[config.family], tensor_shapes(config)
         self.tensors: dict[str, LazyTensor] = {}
         self.packed: dict[str, PackedMatrix] = {}
 
@@ -97,18 +97,25 @@ class _ComputedTensors:
     def _add_fused_rows(self, index: int, source: str, parts: Parts) -> None:
         """Split a fused matrix and its bias, and add the parts to these weights under their own names."""
         name_prefix, source, count = f"layers.{index}.", f"model.layers.{index}.{source}", num_rows(parts)
-        has_bias = f"{name_prefix}{next(iter(parts))}.bias" in self._shapes
-        shapes: dict[str, tuple[int, ...]] = {"weight": (count, self._hidden), **({"bias": (count,)} if has_bias else {})}
+        first = f"{name_prefix}{next(iter(parts))}"
+        has_bias, columns = f"{first}.bias" in self._shapes, self._shapes[f"{first}.weight"][1]
+        shapes: dict[str, tuple[int, ...]] = {"weight": (count, columns), **({"bias": (count,)} if has_bias else {})}
         for kind, shape in shapes.items():
             stored = self._stored.get(f"{source}.{kind}")
             if isinstance(stored, PackedMatrix):
                 del self._stored[f"{source}.{kind}"]
                 check_shape(f"{source}.{kind}", stored, shape)
-                self.packed |= {f"{name_prefix}{name}.{kind}": stored.select_rows(rows) for name, rows in parts.items()}
+                for part, rows in parts.items():
+                    matrix, name = stored.select_rows(rows), f"{name_prefix}{part}.{kind}"
+                    if is_transposed(part):
+                        self.tensors[name] = _lazy_transposed_matrix(matrix)
+                    else:
+                        self.packed[name] = matrix
                 continue
             whole = self._take_tensor(f"{source}.{kind}", shape)
-            for name, rows in parts.items():
-                self.tensors[f"{name_prefix}{name}.{kind}"] = _lazy_rows(whole, rows)
+            for part, rows in parts.items():
+                make_lazy = _lazy_transposed_rows if is_transposed(part) else _lazy_rows
+                self.tensors[f"{name_prefix}{part}.{kind}"] = make_lazy(whole, rows)
 
     def _add_convolution(self, name_prefix: str, stored_prefix: str, mixer: Recurrent) -> None:
         """Add the weights of a convolution: a stored tensor, or several that are concatenated or scaled."""
@@ -168,6 +175,19 @@ def _lazy_rows(tensor: Tensor, rows: Rows) -> LazyTensor:
     count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
     array = tensor.array[rows] if isinstance(rows, slice) else tensor.array
     return _lazy_tensor((array,), (count, *tensor.shape[1:]), tensor.weight_type, lambda: tensor.array[rows])
+
+
+def _lazy_transposed_rows(tensor: Tensor, rows: Rows) -> LazyTensor:
+    shape = _lazy_rows(tensor, rows).info.shape[::-1]
+    return _lazy_tensor((tensor.array,), shape, tensor.weight_type, lambda: np.ascontiguousarray(tensor.array[rows].T))
+
+
+def _lazy_transposed_matrix(matrix: PackedMatrix) -> LazyTensor:
+    """Return the transposed matrix in float32. Groups cannot hold it: they would be along its columns."""
+    shape = matrix.shape[::-1]
+    values = partial(matrix.exact_values, slice(None))
+    info = TensorInfo(shape, WeightType.F32, None, 4 * shape[0] * shape[1])
+    return LazyTensor(info, matrix.source_arrays, lambda: Tensor(np.ascontiguousarray(values().T), WeightType.F32, shape))
 
 
 def _lazy_tensor(

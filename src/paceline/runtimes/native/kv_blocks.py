@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,16 @@ _NUMPY_TYPES = {KVCacheDtype.F32: np.float32, KVCacheDtype.BF16: np.uint16, KVCa
 
 @dataclass(frozen=True, slots=True)
 class KVBlockCodec:
-    """Copies and reads rows of storage [2 * layers, num_blocks, K, bytes] uint8: keys of layer i are at 2 * i, values at 2 * i + 1.
+    """Copies and reads rows of storage [planes * layers, num_blocks, K, bytes] uint8: keys of layer i are at 2 * i, values at 2 * i + 1.
 
+    If there is one plane a layer (`KVGroup.planes`), it is stored as values are, and no keys are read.
     Keys are column-major, values row-major. bfloat16 is interleaved in pairs (two columns of keys, two rows of values), int8 keys in quads
     of columns. A float32 scale for each int8 row follows the codes.
     """
 
     kv_cache_dtype: KVCacheDtype
     block_size: int
+    planes: int = 2
 
     def copy(self, storage: NDArray[np.uint8], source: tuple[int, int], target: tuple[int, int]) -> None:
         """Copy the keys and values of a row in all layers. `source` and `target`: (block, slot)."""
@@ -32,9 +35,9 @@ class KVBlockCodec:
         """Return keys and values of a row as float32, each [layers, K, D rounded up to a multiple of 16]."""
         keys, values, *scales = self._row_views(storage, block, row)
         if self.kv_cache_dtype is KVCacheDtype.BF16:
-            bits = [part.reshape(*part.shape[:2], -1).astype(np.uint32) for part in (keys, values)]
+            bits = [part.reshape(*part.shape[:2], prod(part.shape[2:])).astype(np.uint32) for part in (keys, values)]
             return (bits[0] << 16).view(np.float32), (bits[1] << 16).view(np.float32)
-        results = [part.astype(np.float32).reshape(*part.shape[:2], -1) for part in (keys, values)]
+        results = [part.astype(np.float32).reshape(*part.shape[:2], prod(part.shape[2:])) for part in (keys, values)]
         for part, scale in zip(results, scales, strict=False):
             part *= scale[..., None]
         return results[0], results[1]
@@ -45,7 +48,7 @@ class KVBlockCodec:
         scales = 4 * size if self.kv_cache_dtype is KVCacheDtype.INT8 else 0
         columns = (storage.shape[-1] - scales) // (size * item.itemsize)
         codes = storage[:, block, :, : size * columns * item.itemsize].view(item)
-        keys, values = codes[0::2], codes[1::2]
+        keys, values = (codes[0::2], codes[1::2]) if self.planes == 2 else (codes[:0], codes)
         if self.kv_cache_dtype is KVCacheDtype.BF16:
             yield keys.reshape(*keys.shape[:2], columns // 2, size, 2)[:, :, :, row]
             yield values.reshape(*values.shape[:2], size // 2, columns, 2)[:, :, row // 2, :, row % 2]

@@ -152,7 +152,7 @@ class NativeNetwork(Network):
 
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         groups = self.config.kv_groups(by_window=False)
-        caches = [FullAttentionCache(self._allocate_storage(group, num_blocks), self._kv_block_access) for group in groups]
+        caches = [FullAttentionCache(self._allocate_storage(group, num_blocks), self._kv_block_codec(group)) for group in groups]
         self._shared.set_cache(kv_arrays_of_layers(self.config, groups, caches))
         return caches
 
@@ -177,11 +177,11 @@ class NativeNetwork(Network):
         groups, caches, windows = self.config.kv_groups(), list[PagedCache](), list[SlidingWindowCache]()
         for group in groups:
             if group.window is None:
-                caches.append(FullAttentionCache(self._allocate_storage(group, num_blocks), self._kv_block_access))
+                caches.append(FullAttentionCache(self._allocate_storage(group, num_blocks), self._kv_block_codec(group)))
             else:
                 own_blocks = num_window_blocks(group.window, num_blocks, limits, BLOCK_SIZE)
                 windows.append(
-                    SlidingWindowCache(self._allocate_storage(group, own_blocks), group.window, BLOCK_SIZE, self._kv_block_access)
+                    SlidingWindowCache(self._allocate_storage(group, own_blocks), group.window, BLOCK_SIZE, self._kv_block_codec(group))
                 )
                 caches.append(windows[-1])
         self._shared.set_cache(kv_arrays_of_layers(self.config, groups, caches), windows)
@@ -200,15 +200,14 @@ class NativeNetwork(Network):
         if self._shared.adapters is None:
             super().enable_xlora(cache)
         check_supports_xlora(self.config)
-        caches = add_scaling_pass_caches(cache, self._kv_block_access)
+        caches = add_scaling_pass_caches(cache)
         windows = [own for own in caches if isinstance(own, SlidingWindowCache)]
         storage = kv_arrays_of_layers(self.config, self.config.kv_groups(by_window=bool(windows)), caches)
         self._shared.xlora_program = self._record_program(None)
         self._shared.xlora_program.execution.set_cache(storage, windows, None, self.capabilities.kv_cache_dtype)
 
-    @property
-    def _kv_block_access(self) -> KVBlockCodec:
-        return KVBlockCodec(self.capabilities.kv_cache_dtype, BLOCK_SIZE)
+    def _kv_block_codec(self, group: KVGroup) -> KVBlockCodec:
+        return KVBlockCodec(self.capabilities.kv_cache_dtype, BLOCK_SIZE, group.planes)
 
     def _allocate_storage(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
         try:

@@ -42,6 +42,7 @@ from paceline.runtimes.native.records import (
     ExpertsOperation,
     GatedOperation,
     GatherOperation,
+    HeadsOperation,
     LinearOperation,
     Matrix,
     MatrixKind,
@@ -169,8 +170,24 @@ class NativeBlocks:
                 return block_max
         return None
 
-    def rms_norm(self, x: Value, name: str) -> Value:
-        return self.head_norm(x, name, 1)
+    def head_products(self, x: Value, name: str, num_heads: int, tails: Value | None = None) -> Value:
+        matrices = self._weights.matrices([f"{name}.{head}" for head in range(num_heads)], len(self.values))
+        keys = {self._packing_key(matrix) for matrix in matrices}
+        (outputs,) = {matrix.outputs for matrix in matrices}
+        packing = next(iter(keys))[0]
+        if len(keys) > 1 or (packing is Packing.BYTES and outputs % LANES):
+            raise ConfigError(
+                f"the matrices {name}.* have different formats, or are quantised with {outputs} rows, which is no multiple of 16"
+            )
+        tail = 0 if tails is None else tails.width // num_heads
+        operation = HeadsOperation(
+            x=x.index, tails=-1 if tails is None else tails.index, heads=num_heads, tail=tail, packing=packing,
+            matrices=(Matrix * num_heads)(*matrices),
+        )  # fmt: skip
+        return self._append(operation, x, num_heads * (outputs + tail))
+
+    def rms_norm(self, x: Value, name: str, epsilon: float | None = None) -> Value:
+        return self._record_norm(x, name, 1, weighted_heads=1, epsilon=epsilon)
 
     def layer_norm(self, x: Value, name: str) -> Value:
         return self._record_norm(x, name, 1, weighted_heads=1, is_centered=True)
@@ -210,7 +227,8 @@ class NativeBlocks:
         return self._append(RopeOperation(x=x.index, heads=num_heads, head_size=head_size, rotary_half=half, table=table), x)
 
     def attention(self, q: Value, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Value:
-        return self._append(self._attention(q.index, kv, attention, layer), q)
+        width = attention.num_heads * attention.latent_size if attention.latent is not None else q.width
+        return self._append(self._attention(q.index, kv, attention, layer), q, width)
 
     def store_kv(self, k: Value, v: Value, attention: AttentionConfig, layer: int) -> Value:
         return self._append(self._attention(-1, (k, v), attention, layer), k, 1)
@@ -221,7 +239,7 @@ class NativeBlocks:
         return AttentionOperation(
             q=q, k=k, v=v, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
             layer=kv_layer, tables=self._cache_config.block_table_index(kv_layer), window=attention.window or 0,
-            is_causal=attention.is_causal, scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
+            is_causal=attention.is_causal, latent_size=attention.latent_size, scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
             sinks=self._weights.vector(f"layers.{layer}.attention.sinks", exact=True) if attention.has_sinks else None,
         )  # fmt: skip
 
@@ -319,8 +337,8 @@ class NativeBlocks:
         operation = RouteOperation(
             x=logits.index, experts=routing.num_experts, chosen=routing.num_experts_per_token,
             scoring=(RouterScoring.SOFTMAX, RouterScoring.SIGMOID).index(routing.scoring),
-            groups=routing.num_groups, chosen_groups=routing.chosen_groups, is_normalized=routing.is_normalized, epsilon=routing.epsilon,
-            factor=routing.factor, correction=correction, scales=scales,
+            groups=routing.num_groups, chosen_groups=routing.chosen_groups, scores_per_group=routing.scores_per_group,
+            is_normalized=routing.is_normalized, epsilon=routing.epsilon, factor=routing.factor, correction=correction, scales=scales,
         )  # fmt: skip
         return self._append(operation, logits, 8 * routing.num_experts_per_token + 1)
 
@@ -389,7 +407,7 @@ class RecordedNetwork:
 
 def matrices_of(operation: Operation) -> list[Matrix]:
     """Return the matrices with which an operation multiplies; empty for operations that are not products."""
-    count = 0
+    count = operation.heads if isinstance(operation, HeadsOperation) else 0
     if isinstance(operation, LinearOperation | ExpertsOperation):
         count = operation.num_matrices * (operation.experts if isinstance(operation, ExpertsOperation) else 1)
     return operation.matrices[:count] if count else []

@@ -22,7 +22,7 @@ PANEL_KINDS = frozenset(kind for kind in MatrixKind if kind.name.startswith("PAN
 OperationCode = IntEnum(
     "OperationCode",
     "LINEAR NORM ROPE ATTENTION GATED ADD GATHER SOFT_CAP CONCAT SILU_RESIDUAL SUMMARIZE SCALE COLUMNS ROUTE EXPERTS COMBINE "
-    "CONVOLUTION STATE BLOCK_CONVOLUTION",
+    "CONVOLUTION STATE BLOCK_CONVOLUTION HEADS",
     start=0,
 )
 """Numbers of the kinds of operations, as in kernels/native.h."""
@@ -152,11 +152,13 @@ class AttentionOperation(Operation):
     """Write keys and values to a layer of the cache, and attention to it.
 
     k = v = -1: nothing is written; q = -1: keys and values are only written. window, soft_cap: 0 = none. tables: index of the layer's set
-    of block tables. is_causal: the masks of ranges are ignored.
+    of block tables. is_causal: the masks of ranges are ignored. latent_size: columns of a key that are the value, too (v = k); 0 = none.
     """
 
     CODE, INPUTS = OperationCode.ATTENTION, ("q", "k", "v")
-    _fields_ = _fields("int32 q k v heads kv_heads head_size layer tables window is_causal; float scale soft_cap; pointer sinks")
+    _fields_ = _fields(
+        "int32 q k v heads kv_heads head_size layer tables window is_causal latent_size; float scale soft_cap; pointer sinks"
+    )
 
 
 class GatedOperation(Operation):
@@ -215,7 +217,9 @@ class RouteOperation(Operation):
     """Choose the experts of each row by the router's logits x. scoring: 0 softmax, 1 sigmoid. See kernels/experts.c."""
 
     CODE, INPUTS = OperationCode.ROUTE, ("x",)
-    _fields_ = _fields("int32 x experts chosen scoring groups chosen_groups is_normalized; float epsilon factor; pointer correction scales")
+    _fields_ = _fields(
+        "int32 x experts chosen scoring groups chosen_groups scores_per_group is_normalized; float epsilon factor;pointer correction scales"
+    )
 
 
 class ExpertsOperation(Operation):
@@ -254,6 +258,13 @@ class BlockConvolutionOperation(Operation):
 
     CODE, INPUTS = OperationCode.BLOCK_CONVOLUTION, ("x", "added")
     _fields_ = _fields("int32 x added width added_width added_at kernel_size group; pointer base")
+
+
+class HeadsOperation(Operation):
+    """Products of each head of a row with its own matrix, each followed by `tail` values of the head in `tails`; tail 0: tails = -1."""
+
+    CODE, INPUTS = OperationCode.HEADS, ("x", "tails")
+    _fields_ = _fields("int32 x tails heads tail packing; Matrix* matrices")
 
 
 class AdapterProduct(Structure):
@@ -356,15 +367,15 @@ class Program(Structure):
     )
 
 
-VERSION = 25
+VERSION = 26
 """KERNELS_VERSION in kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
     Matrix, SuperBlocksRecord, GgufBlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation,
     AddOperation, SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, SummarizeOperation, ScaleOperation,
     ColumnsOperation, RouteOperation, ExpertsOperation, CombineOperation, ConvolutionOperation,
-    StateOperation, BlockConvolutionOperation, AdapterProduct, AdapterSite, PassAdapter, Range, SampleOptions, SamplePath, StateStep,
-    StateSave, StateRange, Pass, Program,
+    StateOperation, BlockConvolutionOperation, HeadsOperation, AdapterProduct, AdapterSite, PassAdapter, Range, SampleOptions, SamplePath,
+    StateStep, StateSave, StateRange, Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), SAMPLING_DTYPE.itemsize, -1)
 """What the kernels' function `paceline_layout` must return for 0, 1, 2, ..."""

@@ -13,7 +13,6 @@ from paceline.models.weights import Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows
 from paceline.runtimes.native.buffers import assign_buffers
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.kv_blocks import KVBlockCodec
 from paceline.runtimes.native.program import NativeBlocks, RecordedNetwork
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.xlora import Classifier
@@ -51,7 +50,7 @@ class NativeClassifier(Classifier):
         return self._execution.buffer_rows(self._result, num_rows, self._width)
 
 
-def add_scaling_pass_caches(cache: KVCache, rows: KVBlockCodec) -> list[PagedCache]:
+def add_scaling_pass_caches(cache: KVCache) -> list[PagedCache]:
     """Add to `cache`, for scaling passes, another cache like each of its layer caches. Return the added ones.
 
     Raises:
@@ -61,7 +60,7 @@ def add_scaling_pass_caches(cache: KVCache, rows: KVBlockCodec) -> list[PagedCac
     try:
         for layer_cache in list(cache.layer_caches):
             assert isinstance(layer_cache, PagedCache)
-            storage = np.zeros_like(layer_cache.storage)
+            storage, rows = np.zeros_like(layer_cache.storage), layer_cache.rows
             window = layer_cache.window if isinstance(layer_cache, SlidingWindowCache) else None
             added.append(FullAttentionCache(storage, rows) if window is None else SlidingWindowCache(storage, window, BLOCK_SIZE, rows))
     except MemoryError as error:

@@ -20,11 +20,11 @@ class Attention(Protocol):
     def __call__(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the attention output [T, H, D] of one layer.
+        """Return the attention output [T, H, size of a value] of one layer.
 
         Args:
             q: queries [T, H, D].
-            keys, values: those of the layer, [num_blocks, K, block_size, D].
+            keys, values: those of the layer, [num_blocks, K, block_size, D]. Values may be smaller than keys.
             sinks: [H] attention sinks (gpt-oss): the score of a key that has no value; None = no sinks.
         """
         ...
@@ -93,7 +93,7 @@ class RangeAttention:
         if key not in self._masks:
             masks = [visible_slots(rows, config.window, is_causal=config.is_causal) for rows in self._ranges]
             self._masks[key] = [None if mask.all() else torch.from_numpy(mask).to(self._device) for mask in masks]
-        outputs = torch.empty_like(q)
+        outputs = q.new_empty(*q.shape[:-1], values.shape[-1])
         for rows, blocks, mask in zip(self._ranges, self._blocks, self._masks[key], strict=True):
             num_slots = rows.cached_len + rows.num_rows
             rows_of_range = slice(rows.start, rows.start + rows.num_rows)

@@ -111,9 +111,15 @@ class TorchBlocks:
     def linear(self, x: torch.Tensor, *names: str) -> tuple[torch.Tensor, ...]:
         return self._linear(x, names)
 
-    def rms_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def head_products(self, x: torch.Tensor, name: str, num_heads: int, tails: torch.Tensor | None = None) -> torch.Tensor:
+        heads = _split_heads(x, num_heads)
+        products = [F.linear(heads[:, head], self._weights.weight(f"{name}.{head}")) for head in range(num_heads)]
+        out = torch.stack(products, dim=1)
+        return (out if tails is None else torch.cat((out, _split_heads(tails, num_heads)), dim=-1)).flatten(-2)
+
+    def rms_norm(self, x: torch.Tensor, name: str, epsilon: float | None = None) -> torch.Tensor:
         """See `Blocks`. x / rms(x) is computed in float32, and converted to the type of x before or after the product with the weight."""
-        return self.head_norm(x, name, 1)
+        return self.head_norm(x, name, 1, epsilon=epsilon)
 
     def layer_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.layer_norm(x, x.shape[-1:], self._weights.weight(name), self._bias(name), self._config.norm_eps)
@@ -144,7 +150,7 @@ class TorchBlocks:
         self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor] | None, attention: AttentionConfig, layer: int
     ) -> torch.Tensor:
         kv_layer = layer if attention.kv_layer is None else attention.kv_layer
-        keys, values = self._kv_storage[2 * kv_layer], self._kv_storage[2 * kv_layer + 1]
+        keys, values = self._kv_storage[2 * kv_layer], self._kv_storage[2 * kv_layer + 1][..., : attention.latent_size or None]
         if kv is not None:
             self.store_kv(*kv, attention, kv_layer)
         sinks = self._weights.vector(f"layers.{layer}.attention.sinks") if attention.has_sinks else None
@@ -152,7 +158,8 @@ class TorchBlocks:
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, attention: AttentionConfig, layer: int) -> torch.Tensor:
         self._kv_storage[2 * layer][self._block_of_row, :, self._slot_of_row] = _split_heads(k, attention.num_kv_heads)
-        self._kv_storage[2 * layer + 1][self._block_of_row, :, self._slot_of_row] = _split_heads(v, attention.num_kv_heads)
+        if attention.latent is None:
+            self._kv_storage[2 * layer + 1][self._block_of_row, :, self._slot_of_row] = _split_heads(v, attention.num_kv_heads)
         return k[:, :1]
 
     def convolution(self, x: torch.Tensor, mixer: Recurrent, layer: int) -> torch.Tensor:
@@ -271,9 +278,9 @@ def _choose_experts(
 
 
 def _mask_other_groups(selection_scores: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
-    """Return scores with -inf outside the chosen groups: those whose two largest scores have the largest sum."""
+    """Return scores with -inf outside the chosen groups: those whose largest scores, one or two, have the largest sum."""
     groups = selection_scores.reshape(len(selection_scores), routing.num_groups, -1)
-    sums = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+    sums = groups.topk(min(routing.scores_per_group, groups.shape[-1]), dim=-1).values.sum(-1)
     best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : routing.chosen_groups]
     is_other = torch.ones_like(sums, dtype=torch.bool).scatter(1, best, value=False)
     masked: torch.Tensor = groups.masked_fill(is_other[..., None], -torch.inf).flatten(-2)

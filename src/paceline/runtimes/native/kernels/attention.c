@@ -102,7 +102,9 @@ static void pack_queries(const Program *program, const ChunkWork *task) {
         }
         memset(to, 0, (size_t)round_up_to_block(padded) * sizeof(float)); /* may overwrite a part of the next query, which is packed later */
         memcpy(to, x, (size_t)size * sizeof(float));
-        if (task->kind == KV_BF16) pack_pairs(to, 0, round_up_to_block(padded));
+        if (task->kind == KV_BF16 && task->op->latent_size)
+            for (int column = 0; column < padded; column += LANES) store(to + column, round_to_bf16(load(to + column)));
+        else if (task->kind == KV_BF16) pack_pairs(to, 0, round_up_to_block(padded));
     }
 }
 
@@ -136,13 +138,27 @@ INLINE void score_queries(const int kind, const ChunkWork *task, const uint8_t *
     for (; query < end; query++) score_tile(kind, keys, &prefetch, q + query * padded, size, scores + (query - first) * row_stride, row_stride, 1);
 }
 
+/* The same if only values are stored. */
+INLINE void score_latents(const int kind, const ChunkWork *task, const uint8_t *block, const uint8_t *const *next, int first, int end,
+                          float *scores, int row_stride) {
+    const int padded = task->values.padded, count = end - first, tiles = count / VALUE_QUERIES + count % VALUE_QUERIES;
+    Prefetch prefetch = make_prefetch(next, head_block_bytes(kind, task->size), tiles, SLOTS / 4 * (padded / LANES));
+    const float *q = task->packed + first * padded;
+    int query = 0;
+    for (; query + VALUE_QUERIES <= count; query += VALUE_QUERIES)
+        score_rows(kind, block, &prefetch, q + query * padded, padded, scores + query * row_stride, row_stride, VALUE_QUERIES);
+    for (; query < count; query++) score_rows(kind, block, &prefetch, q + query * padded, padded, scores + query * row_stride, row_stride, 1);
+}
+
 /* Compute the scores of queries [first, end) with all rows of the blocks that contain slots [from, stop). next: see make_prefetch. */
 static void score_slots(const ChunkWork *task, int first, int end, int from, int stop, const uint8_t *const *next, float *scores,
                         int row_stride) {
     for (int slot = from / SLOTS * SLOTS; slot < stop; slot += SLOTS) {
         const uint8_t *keys = task->keys + (size_t)task->values.table[slot / SLOTS] * task->values.stride;
         const uint8_t *const *next_block = next ? next + slot / SLOTS - from / SLOTS : NULL;
-        DISPATCH_KIND(score_queries(KIND, task, keys, next_block, first, end, scores + slot - from / SLOTS * SLOTS, row_stride))
+        float *to = scores + slot - from / SLOTS * SLOTS;
+        if (task->op->latent_size) DISPATCH_VALUE_KIND(score_latents(KIND, task, keys, next_block, first, end, to, row_stride))
+        else DISPATCH_KIND(score_queries(KIND, task, keys, next_block, first, end, to, row_stride))
     }
 }
 
@@ -153,14 +169,14 @@ INLINE void add_weighted_columns(const int kind, const ChunkWork *task, const ui
     const float *weights = task->scores + query * SPLIT;
     float *sums = task->sums + query * (padded + LANES);
     int begin = 0;
-    for (; begin + VALUE_VECTORS * LANES <= padded; begin += VALUE_VECTORS * LANES)
+    for (; begin + VALUE_VECTORS * LANES <= task->values.columns; begin += VALUE_VECTORS * LANES)
         add_tile(kind, head_block, padded, prefetch, from, end, task->base, weights, SPLIT, begin, sums, queries, VALUE_VECTORS);
-    for (; begin < padded; begin += LANES) add_tile(kind, head_block, padded, prefetch, from, end, task->base, weights, SPLIT, begin, sums, queries, 1);
+    for (; begin < task->values.columns; begin += LANES) add_tile(kind, head_block, padded, prefetch, from, end, task->base, weights, SPLIT, begin, sums, queries, 1);
 }
 
 /* Add the weighted values of slots [from, end) of one block, which stays in the first-level cache, to the sums of queries [first, last). */
 INLINE void add_weighted_block(const int kind, const ChunkWork *task, const uint8_t *head_block, int from, int end, int first, int last) {
-    const int vectors = task->values.padded / LANES, columns = vectors / VALUE_VECTORS + vectors % VALUE_VECTORS;
+    const int vectors = task->values.columns / LANES, columns = vectors / VALUE_VECTORS + vectors % VALUE_VECTORS;
     const int tiles = columns * ((last - first) / VALUE_QUERIES + (last - first) % VALUE_QUERIES);
     Prefetch prefetch = make_prefetch(task->values.next + from / SLOTS - task->values.first, head_block_bytes(task->kind, task->size), tiles, add_steps(kind));
     int query = first;
@@ -239,10 +255,7 @@ static void softmax_split(const ChunkWork *task, const VisiblePositions *visible
     for (int i = first; i < begin; i++) scores[i] = -__builtin_inff();
     for (int i = stop; i < last; i++) scores[i] = -__builtin_inff();
     stats[0] = largest_score(scores, first, last) * factor;
-    if (task->kind == KV_BF16)
-        stats[1] = exp2_weights(scores, first, last, factor, stats[0], 1);
-    else
-        stats[1] = exp2_weights(scores, first, last, factor, stats[0], 0);
+    stats[1] = task->kind == KV_BF16 ? exp2_weights(scores, first, last, factor, stats[0], 1) : exp2_weights(scores, first, last, factor, stats[0], 0);
     if (task->kind == KV_S8) {
         scale_weights(task, visible, scores, from, end);
         pack_pairs(scores, first, last);
@@ -340,6 +353,7 @@ static void merge_chunk_results(const AttentionOperation *op, const Chunk *chunk
 
 void finish_attention(const Program *program, const AttentionOperation *op, const Chunk *chunk, float *parts, int count, size_t stride) {
     const int group = gqa_group_size(op), result_floats = split_result_floats(op), padded = result_floats - LANES;
+    const int size = op->latent_size ? op->latent_size : op->head_size;
     for (int split = 1; split < count; split++) merge_chunk_results(op, chunk, parts, parts + (size_t)split * stride);
     for (int query = 0; query < chunk->rows * group; query++) {
         const int head = chunk->kv_head * group + query % group;
@@ -350,7 +364,7 @@ void finish_attention(const Program *program, const AttentionOperation *op, cons
             const float factor = power_of_two(sums[padded] - largest);
             share = factor / (sums[padded + 1] * factor + power_of_two(sink - largest));
         }
-        scale_row(sums, op->head_size, share, program->buffers[op->common.out] + (row * (size_t)op->heads + (size_t)head) * (size_t)op->head_size);
+        scale_row(sums, size, share, program->buffers[op->common.out] + (row * (size_t)op->heads + (size_t)head) * (size_t)size);
     }
 }
 
@@ -362,7 +376,8 @@ static float *init_chunk_work(ChunkWork *task, VisiblePositions *visible, const 
     *task = (ChunkWork){.op = op, .chunk = chunk, .visible = visible, .kind = program->kv_kind, .group = gqa_group_size(op), .size = op->head_size};
     task->queries = chunk->rows * task->group;
     task->keys = kv_base(program, op, 0, chunk->kv_head);
-    task->values = (ValueBlocks){kv_base(program, op, 1, chunk->kv_head), NULL, 0, block_table_of(pass, op, chunk->range), block_bytes(program, op), padded};
+    task->values = (ValueBlocks){kv_base(program, op, 1, chunk->kv_head), NULL, 0, block_table_of(pass, op, chunk->range), block_bytes(program, op), padded,
+                                op->latent_size ? padded_columns(op->latent_size) : padded};
     task->packed = scratch;
     task->wide = (uint8_t *)(task->packed + queries * padded + 2 * LANES);
     task->scores = task->packed + queries * padded + 2 * LANES + SLOTS / 2 * padded;

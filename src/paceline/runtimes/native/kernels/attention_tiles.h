@@ -116,6 +116,29 @@ INLINE void score_tile(const int kind, const uint8_t *keys, Prefetch *prefetch, 
     EACH_QUERY EACH_HALF store(scores + query * row_stride + half * LANES, sum[query][half]);
 }
 
+/* Set scores[query][slot] to the dot product of q[query] and the row of the slot in a block of values: 16 lanes over ascending columns. */
+INLINE void score_rows(const int kind, const uint8_t *block, Prefetch *prefetch, const float *q, int padded, float *scores, int row_stride,
+                       const int queries) {
+    for (int slot = 0; slot < SLOTS; slot += 4) {
+        floats sum[LANES] = {0}; /* [VALUE_QUERIES][4] */
+        for (int column = 0; column < padded; column += LANES) {
+            floats row[4];
+            _Pragma("unroll") for (int i = 0; i < 4; i++) {
+                const words two = load_words(block + 4 * (size_t)((slot + i) / 2 * padded + column)); /* rows, if they are bfloat16 */
+                row[i] = kind == KV_BF16 ? (floats)(i & 1 ? two & 0xFFFF0000u : two << 16)
+                                         : load_stored(kind, block + (size_t)((slot + i) * padded + column) * item_bytes(kind));
+            }
+            EACH_QUERY {
+                const floats x = load(q + query * padded + column);
+                _Pragma("unroll") for (int i = 0; i < 4; i++) sum[4 * query + i] = fused(row[i], x, sum[4 * query + i]);
+            }
+            prefetch_step(prefetch);
+        }
+        const floats totals = lane_sums(sum);
+        EACH_QUERY memcpy(scores + query * row_stride + slot, (const float *)&totals + 4 * query, 4 * sizeof(float));
+    }
+}
+
 /* The values of a KV head: block b of the sequence is at values + table[b] * stride. next: head blocks to prefetch from block `first` on. */
 typedef struct {
     const uint8_t *values;
@@ -123,7 +146,7 @@ typedef struct {
     int first;
     const int32_t *table;
     size_t stride;
-    int padded;
+    int padded, columns; /* columns of a row, and how many of them are used */
 } ValueBlocks;
 
 /* Convert an int8 block of values to bfloat16, which is exact, in the layout of bfloat16 blocks. */
@@ -196,7 +219,7 @@ INLINE void add_listed_slots(const int kind, const ValueBlocks *blocks, const in
                              const float *weights, int row_stride, float *sums, int queries) {
     const int padded = blocks->padded, in_pairs = kind == KV_BF16 || kind == KV_S8;
     for (int query = 0; query < queries; query++)
-        for (int column = 0; column < padded; column += LANES) {
+        for (int column = 0; column < blocks->columns; column += LANES) {
             float *to = sums + query * (padded + LANES) + column;
             floats sum = load(to);
             words pair = {0};

@@ -12,7 +12,7 @@
 typedef struct {
     const Pass *pass;
     const AttentionOperation *op;
-    Chunk chunk; /* with kv_head 0 */
+    Chunk chunk; /* kv_head 0, until it is set for a piece of work */
     int range, first, splits; /* range: its index; the chunk has `splits` splits from `first` on */
     size_t offset;            /* of the chunk's results in Program.split_results */
 } ChunkCursor;
@@ -38,15 +38,13 @@ static ChunkCursor first_chunk(const Pass *pass, const AttentionOperation *op) {
 static void next_chunk(ChunkCursor *cursor) {
     const int row = cursor->chunk.row + cursor->chunk.rows;
     cursor->offset += (size_t)(cursor->splits * cursor->op->kv_heads) * head_result_floats(cursor);
-    if (row < cursor->chunk.range->rows)
-        set_chunk(cursor, row);
-    else if (++cursor->range < cursor->pass->num_ranges)
-        set_chunk(cursor, 0);
+    if (row < cursor->chunk.range->rows) set_chunk(cursor, row);
+    else if (++cursor->range < cursor->pass->num_ranges) set_chunk(cursor, 0);
 }
 
 /* Return where a split's result is; results of a chunk are ordered by head, then by split. */
-static float *split_result_at(const Work *work, const ChunkCursor *cursor, int kv_head, int split) {
-    return work->program->split_results + cursor->offset + (size_t)(kv_head * cursor->splits + split) * head_result_floats(cursor);
+static float *split_result_at(const Work *work, const ChunkCursor *cursor, int split) {
+    return work->program->split_results + cursor->offset + (size_t)(cursor->chunk.kv_head * cursor->splits + split) * head_result_floats(cursor);
 }
 
 /* Compute runs of `run` splits, then merge their results. A head has num_split_runs runs over all chunks. */
@@ -58,18 +56,16 @@ static void run_splits(const Work *work, const AttentionOperation *op, int run, 
         ChunkCursor cursor = first_chunk(work->pass, op);
         for (; left >= ceil_div(cursor.splits, run); next_chunk(&cursor)) left -= ceil_div(cursor.splits, run);
         const int split = left * run, splits = cursor.splits - split;
-        Chunk chunk = cursor.chunk;
-        chunk.kv_head = piece / num_split_runs;
-        attend_splits(work->program, work->pass, op, &chunk, cursor.first + split, run < splits ? run : splits,
-                      work->program->scratch[work->thread], split_result_at(work, &cursor, chunk.kv_head, split), head_result_floats(&cursor));
+        cursor.chunk.kv_head = piece / num_split_runs;
+        attend_splits(work->program, work->pass, op, &cursor.chunk, cursor.first + split, run < splits ? run : splits,
+                      work->program->scratch[work->thread], split_result_at(work, &cursor, split), head_result_floats(&cursor));
     }
     barrier();
     for (int piece; (piece = claim_next_piece(work, 2, chunks * op->kv_heads, &merges)) < chunks * op->kv_heads;) {
         ChunkCursor cursor = first_chunk(work->pass, op);
         for (int i = 0; i < piece % chunks; i++) next_chunk(&cursor);
-        Chunk chunk = cursor.chunk;
-        chunk.kv_head = piece / chunks;
-        finish_attention(work->program, op, &chunk, split_result_at(work, &cursor, chunk.kv_head, 0), cursor.splits, head_result_floats(&cursor));
+        cursor.chunk.kv_head = piece / chunks;
+        finish_attention(work->program, op, &cursor.chunk, split_result_at(work, &cursor, 0), cursor.splits, head_result_floats(&cursor));
     }
 }
 
@@ -82,9 +78,8 @@ static void run_chunks(const Work *work, const AttentionOperation *op, int chunk
     for (int piece; (piece = claim_next_piece(work, 1, total, &queue)) < total;) {
         if (at > piece % chunks) cursor = first_chunk(work->pass, op), at = 0;
         for (; at < piece % chunks; at++) next_chunk(&cursor);
-        Chunk chunk = cursor.chunk;
-        chunk.kv_head = piece / chunks;
-        attend_chunk(work->program, work->pass, op, &chunk, work->program->scratch[work->thread]);
+        cursor.chunk.kv_head = piece / chunks;
+        attend_chunk(work->program, work->pass, op, &cursor.chunk, work->program->scratch[work->thread]);
     }
 }
 
@@ -109,6 +104,5 @@ void run_attention(const Work *work, const Operation *operation) {
         run = run < 1 ? 1 : run > MAX_RUN ? MAX_RUN : run;
         for (cursor = first_chunk(work->pass, op); cursor.range < work->pass->num_ranges; next_chunk(&cursor)) num_split_runs += ceil_div(cursor.splits, run);
         run_splits(work, op, run, num_split_runs, chunks);
-    } else
-        run_chunks(work, op, chunks);
+    } else run_chunks(work, op, chunks);
 }

@@ -33,7 +33,7 @@ static void exclude_groups(const RouteOperation *op, const float *compared, uint
         uint64_t none[MAX_EXPERTS / 64] = {0};
         const int begin = group * size, first = unmarked_argmax(compared, none, begin, begin + size);
         mark(none, first);
-        const int second = unmarked_argmax(compared, none, begin, begin + size);
+        const int second = op->scores_per_group < 2 ? -1 : unmarked_argmax(compared, none, begin, begin + size);
         sums[group] = compared[first] + (second < 0 ? 0.0f : compared[second]);
     }
     for (int i = 0; i < op->chosen_groups; i++) mark(groups, unmarked_argmax(sums, groups, 0, op->groups));
@@ -76,8 +76,7 @@ void choose_experts(const RouteOperation *op, const float *logits, int32_t *expe
     float sum = op->epsilon;
     if (op->is_normalized)
         for (int i = 0; i < op->chosen; i++) sum += scores[experts[i]];
-    else
-        sum += total;
+    else sum += total;
     for (int i = 0; i < op->chosen; i++)
         weights[i] = scores[experts[i]] / sum * op->factor * (op->scales ? op->scales[experts[i]] : 1.0f);
 }

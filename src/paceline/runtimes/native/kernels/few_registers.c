@@ -74,9 +74,7 @@ INLINE void multiply_blocks(const Matrix *matrix, int first, const float *packed
                                                size_t ahead) {                                                                           \
         multiply_blocks(matrix, first, packed, step, y, blocks, ahead, kind);                                                            \
     }
-BLOCKS_OF_KIND(multiply_q4_k_blocks, PANELS_Q4_K)
-BLOCKS_OF_KIND(multiply_q5_k_blocks, PANELS_Q5_K)
-BLOCKS_OF_KIND(multiply_q6_k_blocks, PANELS_Q6_K)
+BLOCKS_OF_KIND(multiply_q4_k_blocks, PANELS_Q4_K) BLOCKS_OF_KIND(multiply_q5_k_blocks, PANELS_Q5_K) BLOCKS_OF_KIND(multiply_q6_k_blocks, PANELS_Q6_K)
 
 /* Decoded groups of a panel, which are multiplied with all rows before the next ones are decoded: 256 columns, but at least two groups, because two
  * may store their scales together. */
@@ -110,8 +108,7 @@ INLINE const uint8_t *decode_groups(const Matrix *matrix, const uint8_t *at, cod
         at += header_bytes(PANELS_IQ4_XS, matrix->scale_columns);
     }
     for (int g = 0; g < count; g++, at += codes) {
-        if (kind == PANELS_4_BITS_TABLE_FLOAT16 && g % 2)
-            groups->scales[g] = load_float16(at - codes - sizeof(halfs));
+        if (kind == PANELS_4_BITS_TABLE_FLOAT16 && g % 2) groups->scales[g] = load_float16(at - codes - sizeof(halfs));
         else if (kind != PANELS_IQ4_XS) {
             PREFETCH(at)
             groups->scales[g] = kind == PANELS_4_BITS_TABLE_FLOAT16 ? load_float16(at) : load((const float *)at);
@@ -161,10 +158,8 @@ INLINE void multiply_table_groups(const Matrix *matrix, int first, const float *
 
 /* The same with the matrix's group size. Loops over groups of 32 columns, the usual size, are unrolled. */
 static void multiply_table_blocks(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead) {
-    if (matrix->group == 32)
-        multiply_table_groups(matrix, first, packed, step, y, blocks, ahead, 32);
-    else
-        multiply_table_groups(matrix, first, packed, step, y, blocks, ahead, matrix->group);
+    if (matrix->group == 32) multiply_table_groups(matrix, first, packed, step, y, blocks, ahead, 32);
+    else multiply_table_groups(matrix, first, packed, step, y, blocks, ahead, matrix->group);
 }
 
 /* Return the function that decodes a panel once for several blocks of rows; NULL = this kind has none. */
@@ -253,10 +248,8 @@ INLINE void multiply_bf16_block(const Matrix *matrix, int begin, int end, const 
 void multiply_bf16_blocks(const Matrix *matrix, int begin, int end, const float *x, float *y, int rows, int real_rows) {
     for (int to; begin < end; begin = to) {
         to = begin + MAX_OUTPUTS < end ? begin + MAX_OUTPUTS : end;
-        if (rows == 3)
-            multiply_bf16_block(matrix, begin, to, x, y, 3, real_rows);
-        else
-            multiply_bf16_block(matrix, begin, to, x, y, 4, real_rows);
+        if (rows == 3) multiply_bf16_block(matrix, begin, to, x, y, 3, real_rows);
+        else multiply_bf16_block(matrix, begin, to, x, y, 4, real_rows);
     }
 }
 #endif

@@ -108,12 +108,9 @@ INLINE void decode_header(const uint8_t *at, size_t next, int scale_columns, flo
                           const int panels, const int kind) {
     EACH_PANEL {
         const uint8_t *const header = at + (size_t)n * next;
-        if (kind == PANELS_Q4_K || kind == PANELS_Q5_K)
-            decode_6_bits(header, scale_columns, scales[n], minimums[n]);
-        else if (kind == PANELS_Q6_K)
-            decode_8_bits(header, scales[n]);
-        else
-            decode_low_bit(header, scale_columns, scales[n], minimums[n], kind);
+        if (kind == PANELS_Q4_K || kind == PANELS_Q5_K) decode_6_bits(header, scale_columns, scales[n], minimums[n]);
+        else if (kind == PANELS_Q6_K) decode_8_bits(header, scales[n]);
+        else decode_low_bit(header, scale_columns, scales[n], minimums[n], kind);
     }
 }
 

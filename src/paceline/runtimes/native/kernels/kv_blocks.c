@@ -30,8 +30,7 @@ static void write_keys(uint8_t *head_block, int kind, int slot, const float *k, 
 
 static void write_values(uint8_t *head_block, int kind, int slot, const float *v, int size) {
     const size_t padded = (size_t)padded_columns(size), at = (size_t)slot * padded;
-    if (kind == KV_F32)
-        memcpy((float *)head_block + at, v, (size_t)size * sizeof(float));
+    if (kind == KV_F32) memcpy((float *)head_block + at, v, (size_t)size * sizeof(float));
     else if (kind == KV_F16)
         for (int i = 0; i < size; i++) ((_Float16 *)head_block)[at + (size_t)i] = (_Float16)v[i];
     else if (kind == KV_BF16)
@@ -58,7 +57,7 @@ void write_kv(const Program *program, const Pass *pass, const AttentionOperation
     const int slot = range->cached_len + row - range->start;
     const size_t block = (size_t)block_table_of(pass, op, range)[slot / SLOTS] * block_bytes(program, op);
     for (int head = 0; head < op->kv_heads; head++) {
-        write_keys(kv_base(program, op, 0, head) + block, program->kv_kind, slot % SLOTS, k + (size_t)head * size, op->head_size);
+        if (!op->latent_size) write_keys(kv_base(program, op, 0, head) + block, program->kv_kind, slot % SLOTS, k + (size_t)head * size, op->head_size);
         write_values(kv_base(program, op, 1, head) + block, program->kv_kind, slot % SLOTS, v + (size_t)head * size, op->head_size);
     }
 }

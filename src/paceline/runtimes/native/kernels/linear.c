@@ -180,12 +180,8 @@ static void multiply_bf16_in_order(const Matrix *matrix, int n, int end, const f
     static void name(const Matrix *matrix, int n, int end, const float *x, float *y, int rows, int real_rows) {         \
         switch (rows) { EACH_TILE(__VA_ARGS__) }                                                                         \
     }
-PRODUCT(multiply_f32, float_tile, F32)
-PRODUCT(multiply_f16, float_tile, F16)
-PRODUCT(multiply_bf16_as_floats, float_tile, BF16)
-PRODUCT(multiply_u8, u8_tile, U8)
-PRODUCT(multiply_u8_minimum, u8_tile, U8_MINIMUM)
-PRODUCT(multiply_bf16, bf16_tile)
+PRODUCT(multiply_f32, float_tile, F32) PRODUCT(multiply_f16, float_tile, F16) PRODUCT(multiply_bf16_as_floats, float_tile, BF16)
+PRODUCT(multiply_u8, u8_tile, U8) PRODUCT(multiply_u8_minimum, u8_tile, U8_MINIMUM) PRODUCT(multiply_bf16, bf16_tile)
 
 typedef void Product(const Matrix *, int, int, const float *, float *, int, int);
 static Product *const PRODUCTS[] = {

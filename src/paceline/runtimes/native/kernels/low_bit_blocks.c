@@ -60,9 +60,7 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
     EACH_PANEL store_sums(matrix, first + n * LANES, sum[n], rows, y, real_rows);
 }
 
-PRODUCTS_OF_KIND(multiply_q2_k, PANELS_Q2_K)
-PRODUCTS_OF_KIND(multiply_q3_k, PANELS_Q3_K)
-PRODUCTS_OF_KIND(multiply_iq4_xs, PANELS_IQ4_XS)
+PRODUCTS_OF_KIND(multiply_q2_k, PANELS_Q2_K) PRODUCTS_OF_KIND(multiply_q3_k, PANELS_Q3_K) PRODUCTS_OF_KIND(multiply_iq4_xs, PANELS_IQ4_XS)
 
 /* Write one output's part of the header of super-block `number`; the header was filled with zeros before. */
 static void fill_header(const SuperBlocks *from, int output, int lane, int number, uint8_t *to) {

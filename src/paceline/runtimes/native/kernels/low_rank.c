@@ -44,10 +44,9 @@ INLINE void compute_down_panel(const int kind, const Matrix *matrix, int panel, 
 }
 
 INLINE void compute_down_panels(const int kind, const Matrix *matrix, int begin, int end, const RowBatch *batch) {
-    if (batch->num_real == 1)
-        for (int panel = begin; panel < end; panel++) compute_down_panel(kind, matrix, panel, batch, 1);
-    else
-        for (int panel = begin; panel < end; panel++) compute_down_panel(kind, matrix, panel, batch, 2);
+    for (int panel = begin; panel < end; panel++)
+        if (batch->num_real == 1) compute_down_panel(kind, matrix, panel, batch, 1);
+        else compute_down_panel(kind, matrix, panel, batch, 2);
 }
 
 /* Compute panels [begin, end) of a matrix for `count` rows of x. is_scattered: results are stored at the rows' indices; otherwise consecutively. */
@@ -60,12 +59,9 @@ static void run_down_panels(const Matrix *matrix, int begin, int end, const floa
             batch.x[row] = x + row_index(row_indices, place) * (size_t)matrix->columns;
             batch.to[row] = to + row_index(is_scattered ? row_indices : NULL, place) * width;
         }
-        if (matrix->kind == F32)
-            compute_down_panels(F32, matrix, begin, end, &batch);
-        else if (matrix->kind == F16)
-            compute_down_panels(F16, matrix, begin, end, &batch);
-        else
-            compute_down_panels(BF16, matrix, begin, end, &batch);
+        if (matrix->kind == F32) compute_down_panels(F32, matrix, begin, end, &batch);
+        else if (matrix->kind == F16) compute_down_panels(F16, matrix, begin, end, &batch);
+        else compute_down_panels(BF16, matrix, begin, end, &batch);
     }
 }
 
@@ -86,14 +82,11 @@ INLINE void add_up_panel(const int kind, const AdapterProduct *product, int pane
 }
 
 INLINE void add_up_panels(const int kind, const AdapterProduct *product, int begin, int end, int outputs, const RowBatch *batch) {
-    if (batch->num_real == 1)
-        for (int panel = begin; panel < end; panel++) add_up_panel(kind, product, panel, outputs, batch, 1);
-    else if (batch->num_real == 2)
-        for (int panel = begin; panel < end; panel++) add_up_panel(kind, product, panel, outputs, batch, 2);
-    else if (batch->num_real <= 4)
-        for (int panel = begin; panel < end; panel++) add_up_panel(kind, product, panel, outputs, batch, 4);
-    else
-        for (int panel = begin; panel < end; panel++) add_up_panel(kind, product, panel, outputs, batch, 8);
+    for (int panel = begin; panel < end; panel++)
+        if (batch->num_real == 1) add_up_panel(kind, product, panel, outputs, batch, 1);
+        else if (batch->num_real == 2) add_up_panel(kind, product, panel, outputs, batch, 2);
+        else if (batch->num_real <= 4) add_up_panel(kind, product, panel, outputs, batch, 4);
+        else add_up_panel(kind, product, panel, outputs, batch, 8);
 }
 
 /* Add panels [begin, end) of a LoRA update to the outputs of `count` rows. */
@@ -106,12 +99,9 @@ static void run_up_panels(const AdapterProduct *product, int begin, int end, int
             batch.x[row] = low_rank + (size_t)place * width + product->first;
             batch.to[row] = y + row_index(row_indices, place) * (size_t)outputs;
         }
-        if (product->kind == F32)
-            add_up_panels(F32, product, begin, end, outputs, &batch);
-        else if (product->kind == F16)
-            add_up_panels(F16, product, begin, end, outputs, &batch);
-        else
-            add_up_panels(BF16, product, begin, end, outputs, &batch);
+        if (product->kind == F32) add_up_panels(F32, product, begin, end, outputs, &batch);
+        else if (product->kind == F16) add_up_panels(F16, product, begin, end, outputs, &batch);
+        else add_up_panels(BF16, product, begin, end, outputs, &batch);
     }
 }
 

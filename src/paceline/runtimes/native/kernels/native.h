@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 25 /* VERSION in runtimes/native/records.py is equal; increase both when a record, an enum or a function changes */
+#define KERNELS_VERSION 26 /* VERSION in runtimes/native/records.py is equal; increase both when a record, an enum or a function changes */
 
 /* Input rows that are multiplied together (a block of rows), so that each weight is loaded and decoded once for all of them. The maximum is set by
  * the registers that hold their sums. */
@@ -61,7 +61,7 @@ typedef struct {
 
 enum {
     LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, SUMMARIZE, SCALE, COLUMNS, ROUTE, EXPERTS, COMBINE,
-    CONVOLUTION, STATE, BLOCK_CONVOLUTION,
+    CONVOLUTION, STATE, BLOCK_CONVOLUTION, HEADS,
 };
 enum { SILU, GELU_TANH, CLAMPED_SWIGLU, SIGMOID_OF_GATE, GATE_ITSELF, RELU, XIELU };
 enum { SOFTMAX, SIGMOID }; /* the function that turns a router's logits into scores */
@@ -106,6 +106,7 @@ typedef struct {
     int32_t tables; /* index of the layer's set of block tables, see Pass.blocks_per_table_set */
     int32_t window; /* rows of the sliding window; 0 = none */
     int32_t is_causal; /* 1 = causal attention, the masks of ranges are ignored */
+    int32_t latent_size; /* columns of a key that are the value, too: only values are stored, and v = k; 0 = keys and values are separate */
     float scale, soft_cap; /* 0 = none */
     const float *sinks;    /* [heads] attention sinks (gpt-oss): the score of a key that has no value; NULL = none */
 } AttentionOperation;
@@ -129,25 +130,26 @@ typedef struct {
 typedef struct {
     Operation common;
     int32_t x, width;
-    float cap;
-} SoftCapOperation;
-
-typedef struct {
-    Operation common;
-    int32_t x, width;
-    float factor;
-} ScaleOperation;
+    float factor; /* the cap of SOFT_CAP */
+} ScaleOperation, SoftCapOperation;
 
 typedef struct {
     Operation common;
     int32_t x, y, x_width, y_width;
 } ConcatOperation;
 
+/* Products of each head of x [rows, heads * columns] with its own matrix, each followed by the head of tails [rows, heads * tail]. */
+typedef struct {
+    Operation common;
+    int32_t x, tails, heads, tail, packing; /* tails: -1 if tail = 0 */
+    const Matrix *matrices;                 /* [heads], all of the same shape */
+} HeadsOperation;
+
 /* Choose `chosen` of `experts` experts for each row from the router's logits x [rows, experts]. The result is `Routes`. */
 typedef struct {
     Operation common;
     int32_t x, experts, chosen, scoring;
-    int32_t groups, chosen_groups; /* only experts of `chosen_groups` groups are chosen: those whose two largest scores have the largest sum */
+    int32_t groups, chosen_groups, scores_per_group; /* only experts of the groups with the largest sums of 1 or 2 largest scores are chosen */
     int32_t is_normalized;         /* 1 = the weights of a row are divided by their sum + epsilon */
     float epsilon, factor;         /* factor: multiplies all expert weights */
     const float *correction;       /* [experts] added to scores to choose, not to weigh; NULL = none */

@@ -82,8 +82,7 @@ INLINE void update_gumbel_max(GumbelMax *search, floats scores, floats weights, 
             search->second_score = search->max_score;
             search->max_score = value;
             search->argmax = column + lane;
-        } else if (value > search->second_score)
-            search->second_score = value;
+        } else if (value > search->second_score) search->second_score = value;
     }
 }
 

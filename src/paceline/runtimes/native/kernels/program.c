@@ -61,10 +61,8 @@ static void prepare_linear(const Work *work, const LinearOperation *op, const fl
     const int pieces[] = {work->rows > 1 ? ceil_div(op->matrices->columns, piece_packed_columns(op->matrices, op->packing)) * blocks : 0,
                           has_adapters ? num_down_pieces(work, op) : 0};
     for (PieceQueue queue = {.part_pieces = pieces, .num_parts = 2}; claim_piece(work, 0, &queue);)
-        if (queue.part)
-            run_down(work, op, queue.piece);
-        else
-            pack_piece(work, op->matrices, op->packing, x, blocks, queue.piece);
+        if (queue.part) run_down(work, op, queue.piece);
+        else pack_piece(work, op->matrices, op->packing, x, blocks, queue.piece);
 }
 
 static void run_linear(const Work *work, const Operation *operation) {
@@ -166,6 +164,29 @@ static void run_experts(const Work *work, const Operation *operation) {
     }
 }
 
+/* A piece is some outputs of a head for a block of rows, which the thread packs for itself. */
+static void run_heads(const Work *work, const Operation *operation) {
+    const HeadsOperation *op = (const HeadsOperation *)operation;
+    const int blocks = ceil_div(work->rows, MAX_ROWS), outputs = op->matrices->outputs, step = piece_outputs(op->packing, work->rows);
+    const int parts = ceil_div(outputs, step), total = op->heads * parts * blocks;
+    const size_t tail = (size_t)op->tail, size = (size_t)outputs + tail;
+    float *packed = work->program->packed_rows + (size_t)work->thread * packed_floats(1, work->program->max_columns);
+    PieceQueue queue = {0};
+    for (int piece; (piece = claim_next_piece(work, 0, total, &queue)) < total;) {
+        const int first = piece % blocks * MAX_ROWS, rows = work->rows - first < MAX_ROWS ? work->rows - first : MAX_ROWS;
+        const int head = piece / blocks / parts, begin = piece / blocks % parts * step, end = begin + step < outputs ? begin + step : outputs;
+        Matrix matrix = op->matrices[head];
+        int32_t heads[MAX_ROWS];
+        for (int row = 0; row < rows; row++) heads[row] = (first + row) * op->heads + head;
+        pack_rows(&matrix, buffer(work, op->x), heads, rows, op->packing, 0, 0, matrix.columns, packed);
+        matrix.outputs = op->heads * (int)size; /* the distance between rows of the result */
+        float *out = buffer(work, operation->out) + (size_t)heads[0] * size;
+        multiply(&matrix, begin, end, op->packing, packed, out, rows);
+        for (int row = 0; tail && begin == 0 && row < rows; row++)
+            memcpy(out + (size_t)(row * matrix.outputs + outputs), buffer(work, op->tails) + (size_t)heads[row] * tail, tail * sizeof(float));
+    }
+}
+
 /* Claim up to `at_once` heads of a row: [*item, *end), counted over the heads of all rows. Return 0 if none is left. */
 static int claim_heads(const Work *work, int heads, int at_once, PieceQueue *queue, int *item, int *end) {
     const int total = ceil_div(heads, at_once) * work->rows, piece = claim_next_piece(work, 0, total, queue);
@@ -232,7 +253,7 @@ DEFINE_ELEMENTWISE(run_gated, GatedOperation, apply_gate(op, x + piece.row * (si
           op->up < 0 ? NULL : INPUT_AT(op->up) - piece.begin, piece.begin, piece.begin + piece.count, out + piece.at - piece.begin))
 DEFINE_ELEMENTWISE(run_add, AddOperation, add_row(x + piece.at, INPUT_AT(op->y), piece.count, out + piece.at))
 DEFINE_ELEMENTWISE(run_silu_residual, SiluResidualOperation, add_silu_row(x + piece.at, INPUT_AT(op->y), piece.count, out + piece.at))
-DEFINE_ELEMENTWISE(run_soft_cap, SoftCapOperation, soft_cap_row(x + piece.at, piece.count, op->cap, out + piece.at))
+DEFINE_ELEMENTWISE(run_soft_cap, SoftCapOperation, soft_cap_row(x + piece.at, piece.count, op->factor, out + piece.at))
 DEFINE_ELEMENTWISE(run_scale, ScaleOperation, scale_row(x + piece.at, piece.count, op->factor, out + piece.at))
 DEFINE_ELEMENTWISE(run_columns, ColumnsOperation,
           memcpy(out + piece.at, x + op->begin + piece.row * (size_t)op->x_width + piece.begin, (size_t)piece.count * sizeof(float)))
@@ -292,10 +313,10 @@ static void run_summarize(const Work *work, const Operation *operation) {
 
 typedef void RunOperation(const Work *work, const Operation *operation);
 static RunOperation *const FUNCTIONS[] = {
-    [LINEAR] = run_linear,     [NORM] = run_norm, [ROPE] = run_rope,     [ATTENTION] = run_attention, [GATED] = run_gated,
-    [ADD] = run_add,           [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat,
-    [SILU_RESIDUAL] = run_silu_residual, [SUMMARIZE] = run_summarize, [SCALE] = run_scale, [COLUMNS] = run_columns,
-    [ROUTE] = run_route,       [EXPERTS] = run_experts, [COMBINE] = run_combine, [CONVOLUTION] = run_convolution, [STATE] = run_state, [BLOCK_CONVOLUTION] = run_block_convolution,
+    [LINEAR] = run_linear, [NORM] = run_norm, [ROPE] = run_rope, [ATTENTION] = run_attention, [GATED] = run_gated, [ADD] = run_add,
+    [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat, [SILU_RESIDUAL] = run_silu_residual, [SUMMARIZE] = run_summarize,
+    [SCALE] = run_scale, [COLUMNS] = run_columns, [ROUTE] = run_route, [EXPERTS] = run_experts, [COMBINE] = run_combine,
+    [CONVOLUTION] = run_convolution, [STATE] = run_state, [BLOCK_CONVOLUTION] = run_block_convolution, [HEADS] = run_heads,
 };
 
 /* Return the index of the first operation from `index` on that has rows in this pass. */
@@ -344,7 +365,7 @@ int32_t paceline_layout(int32_t index) {
         sizeof(AttentionOperation), sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
         sizeof(ConcatOperation), sizeof(SummarizeOperation), sizeof(ScaleOperation), sizeof(ColumnsOperation), sizeof(RouteOperation),
         sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(ConvolutionOperation),
-        sizeof(StateOperation), sizeof(BlockConvolutionOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(SampleOptions),
+        sizeof(StateOperation), sizeof(BlockConvolutionOperation), sizeof(HeadsOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(SampleOptions),
         sizeof(SamplePath), sizeof(StateStep), sizeof(StateSave), sizeof(StateRange), sizeof(Pass), sizeof(Program), sizeof(RowSampling),
     };
     return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;

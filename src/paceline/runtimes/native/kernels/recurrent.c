@@ -53,14 +53,11 @@ void convolve(const StateRange *range, const ConvolutionOperation *op, int rows,
             if (ancestor >= 0) {
                 inputs[i] = x + (size_t)ancestor * (size_t)op->channels + channel;
                 ancestor = range->parents[ancestor];
-            } else
-                inputs[i] = input_at(range, op, x, state_inputs, before--, channel);
+            } else inputs[i] = input_at(range, op, x, state_inputs, before--, channel);
         }
         float *const to = out + (size_t)row * (size_t)op->channels + channel;
-        if (op->kernel_size == 4)
-            convolve_inputs(op, inputs, channel, count, to, 4);
-        else
-            convolve_inputs(op, inputs, channel, count, to, op->kernel_size);
+        if (op->kernel_size == 4) convolve_inputs(op, inputs, channel, count, to, 4);
+        else convolve_inputs(op, inputs, channel, count, to, op->kernel_size);
         if (range->row_records[row] >= 0)
             memcpy(record_of(range, range->row_records[row]) + op->record_at + channel, now, (size_t)count * sizeof(float));
     }

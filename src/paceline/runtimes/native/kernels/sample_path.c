@@ -72,12 +72,9 @@ static float select_rank(float *values, int count, int rank) {
             values[left++] = values[right];
             values[right--] = moved;
         }
-        if (rank <= right)
-            high = right;
-        else if (rank >= left)
-            low = left;
-        else
-            return values[rank];
+        if (rank <= right) high = right;
+        else if (rank >= left) low = left;
+        else return values[rank];
     }
     return values[rank];
 }
@@ -87,10 +84,8 @@ static float min_score_of_top_k(const Row *row, int top_k) {
     const int size = top_k > row->blocks ? LANES : BLOCK_COLUMNS, maxima = (row->columns + size - 1) / size;
     float bound = -INFINITY;
     if (top_k <= maxima) {
-        if (size == LANES)
-            find_block_max(row->logits, row->columns, size, row->scratch);
-        else
-            memcpy(row->scratch, row->block_max, (size_t)maxima * sizeof(float));
+        if (size == LANES) find_block_max(row->logits, row->columns, size, row->scratch);
+        else memcpy(row->scratch, row->block_max, (size_t)maxima * sizeof(float));
         bound = select_rank(row->scratch, maxima, top_k - 1);
     }
     int count = 0;
@@ -274,8 +269,6 @@ static void sample_paths(void *argument, int thread, int num_threads) {
 void paceline_sample_paths(SamplePath *paths, int32_t count, int32_t num_threads, float *scratch, int64_t scratch_floats) {
     Paths call = {.paths = paths, .count = count, .scratch = scratch, .scratch_floats = scratch_floats};
     atomic_init(&call.next, 0);
-    if (num_threads > 1)
-        run_on_threads(NULL, sample_paths, &call, num_threads);
-    else
-        sample_paths(&call, 0, 1);
+    if (num_threads > 1) run_on_threads(NULL, sample_paths, &call, num_threads);
+    else sample_paths(&call, 0, 1);
 }

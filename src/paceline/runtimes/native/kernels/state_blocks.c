@@ -217,12 +217,9 @@ void run_state_block(const StateRange *range, const StateOperation *op, int rows
         float *temporary = scratch + FIRST_TEMPORARY * block_floats;
         Sweep sweep = {.from = step->from == IN_PLACE ? state : temporary + (size_t)step->from * block_floats, .size = size, .vectors = vectors};
         if (step->path >= 0) {
-            if (step->to == IN_PLACE)
-                sweep.to = state;
-            else if (step->to >= 0)
-                sweep.to = temporary + (size_t)step->to * block_floats;
-            else if (step->num_rows > MAX_SWEEP_ROWS)
-                sweep.to = scratch + WORKING_BLOCK * block_floats;
+            if (step->to == IN_PLACE) sweep.to = state;
+            else if (step->to >= 0) sweep.to = temporary + (size_t)step->to * block_floats;
+            else if (step->num_rows > MAX_SWEEP_ROWS) sweep.to = scratch + WORKING_BLOCK * block_floats;
         }
         sweep.next_block = parts ? next : sweep.from, sweep.prefetch_shift = prefetch_shift;
         if (parts) parts--, next += (block_floats / LANES >> prefetch_shift) * LANES;

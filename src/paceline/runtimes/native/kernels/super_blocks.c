@@ -56,8 +56,7 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
     EACH_PANEL store_sums(matrix, first + n * LANES, sum[n], rows, y, real_rows);
 }
 
-static PRODUCTS_OF_KIND(multiply_q4_k, PANELS_Q4_K)
-static PRODUCTS_OF_KIND(multiply_q5_k, PANELS_Q5_K)
+static PRODUCTS_OF_KIND(multiply_q4_k, PANELS_Q4_K) static PRODUCTS_OF_KIND(multiply_q5_k, PANELS_Q5_K)
 static PRODUCTS_OF_KIND(multiply_q6_k, PANELS_Q6_K)
 
 /* Compute outputs [first, end) for one block of packed rows. */

@@ -188,7 +188,6 @@ void barrier(void) {
     if (atomic_fetch_add(&num_arrived, 1) == num_team_threads - 1) {
         atomic_store(&num_arrived, 0);
         set_signal(&barrier_signal, now + 1);
-    } else
-        wait_for_change(&barrier_signal, now, MAX_BARRIER_SPIN_NS, &own->barrier_spin_ns);
+    } else wait_for_change(&barrier_signal, now, MAX_BARRIER_SPIN_NS, &own->barrier_spin_ns);
     atomic_store_explicit(&own->core, this_core(), memory_order_relaxed);
 }

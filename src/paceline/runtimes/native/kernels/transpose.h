@@ -27,10 +27,7 @@ INLINE void load_transposed(const uint8_t *from, size_t stride, int rows, size_t
         v[row] = (words){0};
         if (row < rows) memcpy(v + row, from + (size_t)row * stride, bytes);
     }
-    EXCHANGE(1)
-    EXCHANGE(2)
-    EXCHANGE(4)
-    EXCHANGE(8)
+    EXCHANGE(1) EXCHANGE(2) EXCHANGE(4) EXCHANGE(8)
 }
 
 /* Store a vector; return the position after it. */

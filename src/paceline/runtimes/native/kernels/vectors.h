@@ -63,10 +63,8 @@ INLINE float load_half(const uint8_t *from) {
 
 /* Store the first `count` floats of v. */
 INLINE void store_part(float *to, floats v, int count) {
-    if (count == LANES)
-        store(to, v);
-    else
-        memcpy(to, &v, (size_t)count * sizeof(float));
+    if (count == LANES) store(to, v);
+    else memcpy(to, &v, (size_t)count * sizeof(float));
 }
 
 INLINE floats fused(floats a, floats b, floats c) { return __builtin_elementwise_fma(a, b, c); }
