@@ -46,8 +46,7 @@ static half_run load_half_run(const uint8_t *from) {
 /* Move bits [at, at + count) of each byte to bit `to`. A macro, because it is used with two vector types. */
 #define MOVE_BITS(codes, at, count, to) (((codes) >> (at) & ((1u << (count)) - 1) * 0x01010101u) << (to))
 
-/* Join 32 codes of 5 bits: the low four bits are the nibbles of 16 bytes; the fifth bits are in a word, a multiplication spreads them over
- * bytes. */
+/* Join 32 codes of 5 bits: the low four bits are the nibbles of 16 bytes; a multiplication spreads the fifth bits of a word over bytes. */
 static void join_5_bits(const uint8_t *low, uint32_t fifth_bits, uint8_t offset, uint8_t *to) {
     const run_codes shifts = {0, 4, 8, 12, 16, 20, 24, 28};
     const run_codes spread = ((((run_codes){0} + fifth_bits) >> shifts & 15) * 0x00204081u & 0x01010101u) << 4;

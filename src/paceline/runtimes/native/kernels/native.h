@@ -156,8 +156,7 @@ typedef struct {
     const float *scales;           /* [experts] factor of each expert's weight; NULL = none */
 } RouteOperation;
 
-/* Products of rows with the matrices of their experts. A pair is a row and one of its experts, see `Routes`; the results have a row for each
- * pair. */
+/* Products of rows with the matrices of their experts. A pair is a row and one of its experts, see `Routes`; each pair has a result row. */
 typedef struct {
     Operation common;
     int32_t x, routes, chosen, experts, num_matrices, packing;
@@ -382,8 +381,7 @@ typedef struct {
     int32_t expert, first, count, first_packed;
 } ActiveExpert;
 
-/* The result of ROUTE in its buffer. A pair is a row and one of its experts; pairs are ordered by expert, then by the row's adapter, then by
- * row. */
+/* The result of ROUTE. A pair is a row and one of its experts; pairs are ordered by expert, then by the row's adapter, then by row. */
 typedef struct {
     int32_t *experts;      /* [rows][chosen], ascending */
     float *weights;        /* [rows][chosen] */

@@ -22,8 +22,7 @@
 #include "native.h"
 
 #define MAX_PANELS 4 /* panels of a tile */
-/* Words of a packed row before the codes of a group: scale; offset, at which the integer sum of the group starts (see pack_bytes); scale * sum of
- * codes. */
+/* Words of a packed row before the codes of a group: scale; offset, where the group's integer sum starts (see pack_bytes); scale * sum of codes. */
 #define GROUP_HEADER 3
 #define EACH_PANEL _Pragma("unroll") for (int n = 0; n < panels; n++)
 /* Prefetch `distance` bytes ahead, because the hardware prefetcher stops at page boundaries. With more than four rows, a tile takes so long that
@@ -42,8 +41,7 @@ typedef struct {
 #endif
 } GroupSums;
 
-/* Make the compiler keep the float sums in memory while a group's integer sums need the registers. Otherwise it stores and loads them several
- * times. */
+/* Make the compiler keep float sums in memory while a group's integer sums need the registers. Otherwise it moves them several times. */
 INLINE void keep_in_memory(floats sum[][MAX_ROWS], const int rows, const int panels) {
     if (HAS_SIGNS) EACH_PANEL EACH_ROW __asm__("" : "+m"(sum[n][row]));
 }

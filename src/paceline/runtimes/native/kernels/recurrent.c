@@ -1,5 +1,4 @@
-/* What recurrent layers compute before their states: causal convolutions, and the keys, queries and gates with which state_blocks.c updates
- * states. */
+/* What recurrent layers compute before their states: causal convolutions, keys, queries and gates (state_blocks.c updates the states). */
 #include "native.h"
 #include "state_rows.h"
 #include "vectors.h"

@@ -224,8 +224,7 @@ static void set_block_max(const Row *row, const float *computed) {
     row->block_max[last] = max_or_nan(row->logits + last * BLOCK_COLUMNS, row->columns - last * BLOCK_COLUMNS);
 }
 
-/* Sample tokens from the root on, as long as a child holds the token. Return their number, one more than accepted nodes; 0 if a row is
- * undecided. */
+/* Sample tokens from the root on while a child holds the token. Return how many, one more than accepted nodes; 0 if a row is undecided. */
 static int sample_path(const SamplePath *path, float *scratch) {
     const SampleOptions *options = path->options;
     const int columns = options->columns, padded = (columns + LANES - 1) / LANES * LANES, num_nodes = path->num_nodes;
