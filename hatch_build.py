@@ -58,6 +58,8 @@ class KernelBuild(BuildHookInterface):  # type: ignore[type-arg]
             with tempfile.TemporaryDirectory() as folder:  # on Windows the linker leaves more than the library
                 built = Path(folder, library.name)
                 command = [sys.executable, "-m", "ziglang", "cc", *flags, *instructions, *sources, "-o", str(built)]
+                if system == "darwin":  # else the library contains the temporary path
+                    command.append(f"-Wl,-install_name,@rpath/{library.name}")
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode and requested:
                     raise RuntimeError(f"{library.name} cannot be compiled for {requested}: {done.stderr.strip()}")

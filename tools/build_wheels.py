@@ -94,7 +94,7 @@ def check_library(content: bytes, system: str, machine: str) -> list[str]:
         faults = [f"it needs {one}" for one in versions if tuple(map(int, one.removeprefix("GLIBC_").split("."))) > GLIBC]
     elif isinstance(binary, lief.MachO.Binary):
         found = ("darwin", {"X86_64": "x86_64", "ARM64": "aarch64"}.get(binary.header.cpu_type.name))
-        needed = [one.name for one in binary.libraries if one.command != lief.MachO.LoadCommand.TYPE.ID_DYLIB]
+        needed = [one.name for one in binary.libraries if not one.name.startswith("@rpath/")]  # its own name
         exported = {symbol.name.removeprefix("_") for symbol in binary.exported_symbols}
         faults = [] if tuple(binary.build_version.minos)[:2] == (11, 0) else [f"it needs macOS {binary.build_version.minos}"]
         if machine == "aarch64":  # processors of Apple load signed code only

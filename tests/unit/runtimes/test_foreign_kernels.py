@@ -47,6 +47,13 @@ SYSTEMS = [
 ]
 
 
+def base_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array that has the memory."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
 def memory_of(roots: Iterable[object]) -> dict[int, int]:
     """Addresses and sizes of all arrays and records that can be reached."""
     found: dict[int, int] = {}
@@ -58,8 +65,7 @@ def memory_of(roots: Iterable[object]) -> dict[int, int]:
             continue
         seen.add(id(one))
         if isinstance(one, np.ndarray):
-            while isinstance(one.base, np.ndarray):
-                one = one.base
+            one = base_of(one)
             found[one.ctypes.data] = one.nbytes
         elif isinstance(one, ctypes.Structure | ctypes.Array):
             found[ctypes.addressof(one)] = ctypes.sizeof(one)
@@ -84,7 +90,8 @@ def record_pass(network: NativeNetwork, record: Path) -> tuple[dict[int, int], d
     execution, num_rows = program.execution, len(batch.positions)
     for buffer in execution._buffers:
         buffer[...] = 0  # what lies there from before may look like a pointer, which would be moved
-    storage = network._shared._storage
+    assert network._shared._cache is not None
+    storage = network._shared._cache[0]
     execution.buffer_rows(program.inputs[TOKEN_IDS], num_rows)[...] = network.embed(inputs[TOKEN_IDS])
     execution.pass_record.fill(batch, wanted)
     regions = dict(sorted(memory_of([execution, program, network._shared, storage]).items()))
@@ -92,7 +99,7 @@ def record_pass(network: NativeNetwork, record: Path) -> tuple[dict[int, int], d
     parts = [struct.pack("=QQ", address, size) + ctypes.string_at(address, size) for address, size in regions.items()]
     record.write_bytes(head + b"".join(parts))
     execution.kernels.paceline_run(*execution._arguments)
-    results = [storage, *execution._buffers]
+    results = map(base_of, [*storage, *execution._buffers])
     return regions, {array.ctypes.data: array.tobytes() for array in results}
 
 
