@@ -23,7 +23,8 @@ from paceline.training.draft_model import TrainableDraftModel
 from paceline.training.drafter import TargetMatrices, TrainableDrafter
 from paceline.training.eagle3 import TrainableEagle3Head
 from paceline.training.medusa import TrainableMedusaHeads
-from paceline.training.recording import Data, Say, record
+from paceline.training.prompts import Say
+from paceline.training.recording import Data, record
 from paceline.training.serving import measure
 from paceline.training.settings import DRAFT_MODEL, SETTINGS_FILE, TrainSettings
 from paceline.training.trainer import CHECKPOINT, Trainer

@@ -9,8 +9,8 @@ from paceline.engine.loader import LoadedEngine, load_engine, parse_settings
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.stats import SpeculationStats
-from paceline.training.prompts import Prompt
-from paceline.training.recording import Say, repeat_share
+from paceline.training.prompts import Prompt, Say
+from paceline.training.recording import repeat_share
 from paceline.training.settings import TrainSettings
 
 TEMPERATURES = (0.0, 0.7)

@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError, shortened
 from paceline.training.batches import epoch_batches, make_batch
 from paceline.training.drafter import TrainableDrafter
 from paceline.training.estimate import Estimate, estimate
-from paceline.training.recording import Say
+from paceline.training.prompts import Say
 from paceline.training.settings import TrainSettings
 from paceline.training.shards import SequenceData
 
