@@ -19,11 +19,11 @@ from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle import open_eagle_drafter
 from paceline.drafters.eagle.checkpoint import open_gguf_eagle
 from paceline.drafters.eagle.config import read_eagle_config
+from paceline.drafters.fetched import read_fetched_drafter
 from paceline.drafters.gemma4_assistant.checkpoint import fits_target, open_gguf_assistant
 from paceline.drafters.gemma4_assistant.drafter import open_assistant
 from paceline.drafters.head_files import HeadFiles, is_head_file
 from paceline.drafters.head_kinds import HeadKind
-from paceline.drafters.known_drafters import find_packaged_drafter, read_fetched_drafter
 from paceline.drafters.medusa.drafter import open_medusa
 from paceline.drafters.mtp import open_gguf_module, open_mtp
 from paceline.drafters.ngram import NgramDrafter
@@ -250,7 +250,7 @@ def prepare_drafter(name: str, target: Path, *, token: str | None = None, offlin
     if name in MODEL_FREE_DRAFTERS:
         return PreparedDrafter(name)
     if name == "auto":
-        return _find_fetched_drafter(target) or _find_own_or_packaged_drafter(target)
+        return _find_fetched_drafter(target) or _find_own_drafter(name, target)
     if name == DRAFT_MODEL:
         return _find_own_drafter(name, target)
     own = HeadKind(name) if name in HEADS_INSIDE_TARGET else None
@@ -279,16 +279,8 @@ def _find_fetched_drafter(target: Path) -> PreparedDrafter | None:
             _read_layer_boundaries(head, target, HeadOptions())
     except (CheckpointError, IncompatibleDrafterError) as error:
         notice = f"{fetched.name}, downloaded for this model, is not used ({error}): paceline doctor MODEL --fetch gets it again"
-        return replace(_find_own_or_packaged_drafter(target), notice=notice)
+        return replace(_find_own_drafter("auto", target), notice=notice)
     return PreparedDrafter(DRAFT_MODEL if head is None else head.kind.value, fetched.path, head, is_optional=head is not None)
-
-
-def _find_own_or_packaged_drafter(target: Path) -> PreparedDrafter:
-    """Find a drafter in the target's own files, else one that comes with this package; n-grams if there is none."""
-    own = _find_own_drafter("auto", target)
-    path = find_packaged_drafter(target) if own.name == NgramDrafter.name and not own.notice else None
-    head = None if path is None else open_head_files(path)
-    return own if head is None else PreparedDrafter(head.kind.value, path, head, is_optional=True)
 
 
 def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.drafters import DRAFTER_NAMES
-from paceline.drafters.known_drafters import FetchedDrafter, record_fetched_drafter
+from paceline.drafters.fetched import FetchedDrafter, record_fetched_drafter
 from paceline.errors import CheckpointError, ConfigError
 from paceline.hub import plan_download, resolve_model
 from paceline.proof.doctor import Diagnosis, DoctorOptions, diagnose

@@ -1,14 +1,12 @@
-"""The drafters that "auto" knows for a target, apart from those in the target's own directory.
+"""The drafters that were downloaded for a target: one small file for each target in the cache directory.
 
-`paceline doctor MODEL --fetch` notes a downloaded drafter in a small file in the cache directory, so a model's own directory may be
-read-only. The package itself holds drafters of a few public models, each next to a `target.json` that tells for which file it was trained.
+`paceline doctor MODEL --fetch` writes the file. The drafter "auto" reads it, so a model's own directory may be read-only.
 """
 
 import hashlib
 import json
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from paceline.config import cache_directory
@@ -17,7 +15,6 @@ from paceline.small_files import read_json, write_atomically
 
 _FOLDER = "drafters"
 _NUM_HASH_DIGITS = 16
-_HEADER_BYTES = 1 << 20  # of a GGUF file: its metadata, the vocabulary, and the sizes of its tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +53,6 @@ def read_fetched_drafter(target: Path) -> FetchedDrafter | None:
     if values is None or not isinstance(values.get("drafter"), str) or not isinstance(values.get("path"), str):
         return None
     return FetchedDrafter(values["drafter"], Path(values["path"]))
-
-
-def find_packaged_drafter(target: Path) -> Path | None:
-    """Return the file of this package's drafter for a GGUF file, which is recognised by its size and first MiB; None if it has none."""
-    if not target.is_file():
-        return None
-    num_bytes = target.stat().st_size
-    for folder in sorted((Path(str(resources.files("paceline"))) / "assets" / _FOLDER).glob("*/")):
-        expected = read_json(folder / "target.json") or {}
-        if expected.get("bytes") == num_bytes:
-            with open(target, "rb") as file:
-                digest = hashlib.sha256(file.read(_HEADER_BYTES)).hexdigest()
-            if digest == expected.get("sha256_of_first_mib"):
-                return folder / "drafter.gguf"
-    return None
 
 
 def _record_path(target: Path) -> Path | None:
