@@ -266,11 +266,14 @@ def test_profile_is_stored_in_the_configured_cache_directory(shared_llm: LLM, me
 
 def test_explain_shows_drafts_and_costs() -> None:
     llm = LLM("mini", drafter="ngram", threads=2)
-    (output,) = llm.generate("one two three " * 20, SamplingParams(max_tokens=64, ignore_eos=True), speculation={"trees": True})
+    for _ in range(8):  # on a busy machine measured passes may say that no draft pays
+        (output,) = llm.generate("one two three " * 20, SamplingParams(max_tokens=64, ignore_eos=True), speculation={"trees": True})
+        drafted = [step for step in output.steps or () if step.draft_token_ids]
+        if drafted:
+            break
     lines = llm.explain(output)
     assert lines[0].startswith("draft tokens")
     assert any("a pass of 1 row" in line for line in lines)
-    drafted = [step for step in output.steps or () if step.draft_token_ids]
     assert drafted
     assert all(step.expected_tokens is not None and step.expected_tokens > 1.0 for step in drafted)
     assert output.as_dict(model="mini", version="0")["steps"][0]["skip_reason"] == "prompt"
