@@ -513,12 +513,15 @@ def test_eagle_weights_in_16_bits_are_read_exactly(dtype: torch.dtype, tmp_path:
     np.testing.assert_array_equal(*results)
 
 
-@pytest.mark.parametrize(("matrix_type", "tolerance"), [("F32", 0.0), ("F16", 2e-3), ("Q8_0", 0.05)])
-def test_gguf_eagle_head_equals_the_safetensors_head(matrix_type: str, tolerance: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_own_embedding", [False, True])
+@pytest.mark.parametrize(("matrix_type", "tolerance"), [("F32", 0.0), ("F16", 2e-3), ("Q8_0", 0.05), ("Q4_0", 0.4)])
+def test_gguf_eagle_head_equals_the_safetensors_head(
+    matrix_type: str, tolerance: float, tmp_path: Path, *, has_own_embedding: bool
+) -> None:
     """Ids in place of offsets, interleaved rows and boundaries that begin with 1 included."""
     pytest.importorskip("gguf")
     spec = {**E3, "norm_before_residual": True, "intermediate_size": 64}
-    tensors = eagle3_tensors(spec)
+    tensors = eagle3_tensors(spec, has_own_embedding=has_own_embedding)
     path = write_gguf_head(tmp_path / "head.gguf", spec, tensors, boundaries=[1, 4, 6], matrix_type=matrix_type)
     files = open_gguf_eagle(path)
     assert files is not None

@@ -51,8 +51,7 @@ class PagedCache(LayerCache):
 class FullAttentionCache(PagedCache):
     """Keys and values of layers without a window: an array as `KVGroup.shape` describes it, or packed.
 
-    If a tree was computed with a mask, `keep_path` moves the rows of the
-    kept path together.
+    If a tree was computed with a mask, `keep_path` moves the rows of the kept path together.
     """
 
     def keep_path(self, plan: RowPlan, commit: Commit) -> None:

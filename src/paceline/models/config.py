@@ -40,7 +40,7 @@ class KVGroup:
 
     Attributes:
         window: number of last positions whose keys and values are kept; None = all positions.
-        planes: arrays of a layer: 2 = keys and values, 1 = keys of which the first values are the values, too (MLA).
+        planes: number of arrays of a layer: 2 = keys and values, 1 = keys only, whose first numbers are also the values (MLA).
         layers: indices of the layers that write these keys and values, ascending. Other layers may read them.
     """
 

@@ -527,6 +527,27 @@ def test_follow_up_request_finds_the_context_of_a_text_whose_drafts_were_accepte
     assert (passes[0].rows.first_slot == 0) == (num_drafting > 0)
 
 
+@pytest.mark.parametrize("is_right", [False, True])
+def test_prompt_context_waits_for_a_draft_if_the_last_requests_drafts_were_all_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_right: bool
+) -> None:
+    skip_without_kernels()
+    monkeypatch.setattr(loader_module, "_make_policy", lambda *_: FixedDraftLength(4))
+    target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
+    drafted = successor if is_right else np.roll(successor, len(successor) // 2)
+    folder = write_perfect_block(tmp_path / "drafter", drafted, sharpness=4.0)
+    with LLM(str(target), drafter=str(folder), max_model_len=512, kv_cache_gb=0.05) as llm:
+        (drafter,) = llm.engine.speculator.drafters
+        assert isinstance(drafter, BlockDrafter)
+        (first,) = llm.generate([[5, 6] * 40], SamplingParams(max_tokens=20, ignore_eos=True))
+        assert first.speculation.num_draft_tokens > 0
+        assert (first.speculation.num_accepted_tokens > 0) == is_right
+        passes, run_context = list[PendingContext](), drafter.head.run_context
+        monkeypatch.setattr(drafter.head, "run_context", lambda rows: passes.extend(rows) or run_context(rows))
+        llm.generate([[7, 8] * 40], SamplingParams(max_tokens=2, ignore_eos=True))  # too short for a draft
+    assert [one.rows.num_rows for one in passes[:1]] == ([80] if is_right else [])
+
+
 def test_dropped_context_positions_are_unknown_to_later_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_kernels()
     target = write_checkpoint(tmp_path / "target", "llama")

@@ -15,7 +15,7 @@ from paceline.models.layers import AttentionConfig, ExpertMLP, ExpertRouting, La
 
 _GREEDY, _BY_GROUP = "greedy", "group_limited_greedy"
 _MAX_SIZE = 1024
-"""Limit of the number of heads and of their sizes, for each of which memory is allocated before the tensors are compared."""
+"""Limit of the number of heads and of their sizes: shapes are listed by head before they are compared with the stored tensors."""
 
 
 def _latent_attention(builder: LayerBuilder) -> AttentionConfig:

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.errors import CheckpointError, shortened
 from paceline.models.families.family import Family, GgufFormat, Layers
-from paceline.models.families.hybrids import MAX_HEADS, SILU_ONLY, mamba_gguf_fields, mamba_mixer
+from paceline.models.families.hybrids import SILU_ONLY, mamba_gguf_fields, mamba_mixer_of_width
 from paceline.models.gguf.fields import GgufFields
-from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
+from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import GatedNorm, LayerConfig, Mamba2Config
 
 
@@ -31,19 +30,11 @@ def _falcon_h1_layers(builder: LayerBuilder) -> Layers:
 def _mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
     fields = builder.fields
     width = fields.integer("mamba_d_ssm", null=fields.integer("mamba_expand") * fields.integer("hidden_size"))
-    heads, given = fields.integer("mamba_n_heads", most=MAX_HEADS), fields.values.get("mamba_d_head")
-    size = max(width // heads, 1) if given in (None, "auto") else fields.integer("mamba_d_head", most=MAX_HEAD_SIZE)
-    if heads * size != width:
-        raise CheckpointError(
-            f"{fields.path}: mamba_n_heads = {heads} of mamba_d_head = {shortened(given)} values, but mamba_d_ssm = {width}"
-        )
-    names = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state": "mamba_d_state", "kernel": "mamba_d_conv"}
-    conv_bias = fields.flag("mamba_conv_bias", default=True)
     norm = GatedNorm.BEFORE_GATE if fields.flag("mamba_norm_before_gate", default=True) else GatedNorm.AFTER_GATE
     input_scale = fields.positive_number("ssm_in_multiplier", 1.0)
     gate, x, b, c, dt = (input_scale * scale for scale in _multipliers(builder, "ssm_multipliers", 5))
     return replace(
-        mamba_mixer(builder, names, head_size=size, conv_bias=conv_bias, bias=False),
+        mamba_mixer_of_width(builder, width, "mamba_d_ssm", bias=False),
         norm=norm if builder.flag("mamba_rms_norm") else GatedNorm.NONE,
         gate_scale=gate,
         conv_scales=(x, b, c),

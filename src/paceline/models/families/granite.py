@@ -7,18 +7,17 @@ from typing import Any
 from paceline.errors import CheckpointError, shortened
 from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.families.hybrids import (
-    MAX_HEADS,
     MLP,
     Mixer,
     gguf_layer_count,
     layers_with_attention,
     mamba_gguf_fields,
-    mamba_mixer,
+    mamba_mixer_of_width,
     mixed_layers,
 )
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.json_fields import MAX_FLOAT32
-from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
+from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionConfig, ExpertMLP, Mamba2Config, share_equal
 
 
@@ -85,16 +84,8 @@ def _granite_hybrid_layers(builder: LayerBuilder) -> Layers:
 
 def _granite_mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
     fields = builder.fields
-    width, heads = fields.integer("mamba_expand") * fields.integer("hidden_size"), fields.integer("mamba_n_heads", most=MAX_HEADS)
-    given = fields.values.get("mamba_d_head")
-    size = max(width // heads, 1) if given in (None, "auto") else fields.integer("mamba_d_head", most=MAX_HEAD_SIZE)
-    if heads * size != width:
-        raise CheckpointError(
-            f"{fields.path}: mamba_n_heads = {heads} of mamba_d_head = {shortened(given)} values, but mamba_expand * hidden_size = {width}"
-        )
-    names = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state": "mamba_d_state", "kernel": "mamba_d_conv"}
-    conv_bias = fields.flag("mamba_conv_bias", default=True)
-    return mamba_mixer(builder, names, head_size=size, conv_bias=conv_bias, bias=builder.flag("mamba_proj_bias"))
+    width = fields.integer("mamba_expand") * fields.integer("hidden_size")
+    return mamba_mixer_of_width(builder, width, "mamba_expand * hidden_size", bias=builder.flag("mamba_proj_bias"))
 
 
 def _granite_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,6 +99,23 @@ def mamba_mixer(builder: LayerBuilder, names: Mapping[str, str], *, head_size: i
     )
 
 
+def mamba_mixer_of_width(builder: LayerBuilder, width: int, width_name: str, *, bias: bool) -> Mamba2Config:
+    """Return the Mamba-2 mixer of Granite 4 and Falcon-H1, whose heads have `width` values together.
+
+    Args:
+        width_name: what the width is in config.json, for errors.
+    """
+    fields = builder.fields
+    heads, given = fields.integer("mamba_n_heads", most=MAX_HEADS), fields.values.get("mamba_d_head")
+    size = max(width // heads, 1) if given in (None, "auto") else fields.integer("mamba_d_head", most=MAX_HEAD_SIZE)
+    if heads * size != width:
+        raise CheckpointError(
+            f"{fields.path}: mamba_n_heads = {heads} of mamba_d_head = {shortened(given)} values, but {width_name} = {width}"
+        )
+    names = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state": "mamba_d_state", "kernel": "mamba_d_conv"}
+    return mamba_mixer(builder, names, head_size=size, conv_bias=fields.flag("mamba_conv_bias", default=True), bias=bias)
+
+
 def _read_dt_limits(fields: JsonFields) -> tuple[float, float]:
     """Return the two numbers of `time_step_limit`. transformers writes infinity as {"__float__": "Infinity"}."""
     given = fields.values.get("time_step_limit")

@@ -41,7 +41,7 @@ def _cohere_layers(builder: LayerBuilder) -> Layers:
 
 
 def _cohere2_layers(builder: LayerBuilder) -> Layers:
-    """Return layers of which only those with a sliding window have rotary embeddings."""
+    """Return the layers. Those with a sliding window have rotary embeddings, the others have none."""
     is_sliding, has_window = builder.sliding_layers(4), builder.fields.values.get("sliding_window") is not None
     return _cohere_layers_with(builder, is_sliding=is_sliding, has_rope=[sliding and has_window for sliding in is_sliding])
 
