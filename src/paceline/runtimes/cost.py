@@ -22,6 +22,7 @@ PROFILING_TIME_S = 0.7  # time limit for everything else
 MAX_ROUNDS = 6  # maximum number of passes of each row count
 NUM_ADDED_CACHED_ROWS = 1024  # added to measure how much longer attention takes with more cached rows
 VALIDATION_ROW_COUNTS = (1, 8, 16)  # row counts that are timed to check a stored profile
+MIN_ROW_SHARE = 0.002  # a further row takes at least this share of a pass of one row, also where the measured times do not show it
 TOLERANCE = 0.15  # a stored profile is used if its times are at most this much (relative) off
 
 _PROFILE_FORMAT = 1  # version of the JSON form of profiles
@@ -46,11 +47,18 @@ class ForwardProfile:
     def from_samples(
         cls, measured: Mapping[int, float], cached_row_read_s: float = 0.0, cached_row_attention_s: float = 0.0
     ) -> "ForwardProfile":
-        """Return a profile of measured seconds by number of rows. Where more rows took less time, that time is used for both."""
+        """Return a profile of measured seconds by number of rows. Where more rows took less time, that time is used for both.
+
+        On GPUs, and where a measurement was disturbed, several numbers of rows take the same time. A small slope is added then: the cost
+        model learns what a row takes from the ratio of measured to profiled times, and needs profiled times that differ.
+        """
         seconds: dict[int, float] = {}
         shortest = float("inf")
         for rows in sorted(measured, reverse=True):
             shortest = seconds[rows] = min(shortest, measured[rows])
+        fewest = min(seconds)
+        for rows in seconds:
+            seconds[rows] = max(seconds[rows], seconds[fewest] * (1.0 + MIN_ROW_SHARE * (rows - fewest)))
         return cls(dict(sorted(seconds.items())), max(0.0, cached_row_read_s), max(0.0, cached_row_attention_s))
 
     def seconds_at(self, num_rows: int) -> float:

@@ -7,7 +7,7 @@ import pytest
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes import cost
 from paceline.runtimes.base import ForwardBatch, IntArray, LogitsRows
-from paceline.runtimes.cost import ForwardProfile
+from paceline.runtimes.cost import MIN_ROW_SHARE, ForwardProfile
 
 STAIRS = ForwardProfile.from_samples({1: 1.0, 8: 1.2, 9: 2.0, 16: 2.2})
 
@@ -20,6 +20,11 @@ def test_forward_profile_between_measured_counts_is_linear(rows: int, seconds: f
 def test_profile_of_a_disturbed_pass_is_bounded_by_larger_passes() -> None:
     profile = ForwardProfile.from_samples({1: 1.0, 2: 9.0, 4: 1.3, 8: 1.2})
     assert profile.seconds == {1: 1.0, 2: 1.2, 4: 1.2, 8: 1.2}
+
+
+def test_profile_of_equal_times_grows_a_little_with_the_rows() -> None:
+    profile = ForwardProfile.from_samples({1: 0.9, 5: 0.8, 9: 0.8, 17: 1.2})
+    assert profile.seconds == pytest.approx({1: 0.8, 5: 0.8 * (1 + 4 * MIN_ROW_SHARE), 9: 0.8 * (1 + 8 * MIN_ROW_SHARE), 17: 1.2})
 
 
 def test_profile_of_one_row_count_is_constant() -> None:

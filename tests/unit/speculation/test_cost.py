@@ -148,6 +148,19 @@ def test_measured_slowdown_scales_step_times_of_unmeasured_draft_lengths() -> No
     assert times[7] == pytest.approx(3.0 * 1.2, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "profile", [ForwardProfile({1: 0.025, 5: 0.025, 9: 0.025, 17: 0.026}), ForwardProfile.from_samples({1: 0.025, 17: 0.02})]
+)
+def test_step_times_of_a_flat_profile_do_not_charge_a_pass_to_its_draft_tokens(profile: ForwardProfile) -> None:
+    """On a GPU a pass of 5 rows takes as long as one of 1 row. A disturbed measurement looks the same."""
+    model = CostModel(profile)
+    for _ in range(8):
+        model.observe_step_time(ONE, 0, 0.025, 0.0)
+        times = model.step_times(ONE, 4)
+        assert times[0] == pytest.approx(0.025, rel=0.25)
+        assert times[4] == pytest.approx(times[0], rel=0.02)
+
+
 def test_step_times_with_adapters_are_learned_separately() -> None:
     model, some = CostModel(STAIRS), with_adapters(AdapterUse.SOME_ROWS)
     for _ in range(60):

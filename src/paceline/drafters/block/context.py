@@ -82,15 +82,18 @@ class ContextCache:
 
     def drop_oldest(self, request: Request, num_kept: int) -> None:
         """Drop all pending positions but the last `num_kept`. No draft attends to them, nor to positions before them."""
-        pending = self.pending_rows(request)
-        if pending is None or pending.rows.num_rows <= num_kept:
+        context = self._contexts.get(request)
+        if context is None or context.num_observed - context.num_cached <= num_kept:
             return
-        context = self._contexts[request]
         begin, end = context.num_cached, context.num_observed - num_kept
         hashes = prefix_hashes(request.token_ids[begin:end], self._powers[begin:], context.prefix_hash)
         self._set_hashes(request, begin, np.zeros(end - begin, np.uint64))  # an earlier request may have left equal hashes
         context.first_cached = context.num_cached = end
-        context.prefix_hash, context.pending_hidden_states = int(hashes[-1]), [pending.hidden_states[-num_kept:].copy()]
+        context.prefix_hash = int(hashes[-1])
+        num_dropped, parts = end - begin, context.pending_hidden_states
+        while num_dropped >= len(parts[0]):
+            num_dropped -= len(parts.pop(0))
+        parts[0] = parts[0][num_dropped:].copy()  # a view would keep the dropped rows in memory
 
     def mark_computed(self, request: Request) -> None:
         """Record that the keys and values of all pending positions are now cached."""

@@ -73,6 +73,9 @@ class LinearCost:
                 self.a, self.b = self._xs / self._xx, 0.0
         elif (expected := self.a * self._xx + self.b * self._xy) > 0.0:  # samples of one ratio y / x do not determine b / a: it is kept
             self.a, self.b = self.a * self._xs / expected, self.b * self._xs / expected
+        elif self._ratio:
+            self.a = (self._xs + self._ratio * self._ys) / max(1e-30, self._xx + self._ratio * (2.0 * self._xy + self._ratio * self._yy))
+            self.b = self._ratio * self.a
         else:
             self.a, self.b = (0.0, self._ys / self._yy) if self._yy > 0.0 else (self._xs / max(1e-30, self._xx), 0.0)
 
