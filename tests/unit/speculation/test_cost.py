@@ -54,16 +54,16 @@ def test_linear_cost_of_one_kind_of_step_scales_both_coefficients() -> None:
     assert cost.seconds_at(1.0, 0.0) == pytest.approx(2.0, rel=0.05)
 
 
-@pytest.mark.parametrize("before", [0.0, 0.1, 5.0])
-def test_linear_cost_without_recent_draft_rows_returns_to_the_prior_ratio(before: float) -> None:
+@pytest.mark.parametrize(("measured", "expected"), [(0.0, 2.0), (0.1, 2.8), (5.0, 2.8)])
+def test_linear_cost_without_recent_draft_rows_keeps_a_low_ratio_and_forgets_a_high_one(measured: float, expected: float) -> None:
     """Else b of a busy time would last for as long as nothing with y runs, which is because of b."""
     cost = LinearCost(ratio=0.1, usual_y=4.0)
     for x, y in [(1.0, 0.0), (1.0, 4.0)] * 20:
-        cost.observe(x, y, x + before * y)
+        cost.observe(x, y, x + measured * y)
     for _ in range(300):
         cost.observe(1.0, 0.0, 2.0)
     assert cost.seconds_at(1.0, 0.0) == pytest.approx(2.0, rel=0.01)
-    assert cost.seconds_at(1.0, 4.0) == pytest.approx(2.8, rel=0.05)
+    assert cost.seconds_at(1.0, 4.0) == pytest.approx(expected, rel=0.05)
 
 
 def test_linear_cost_follows_a_changed_machine_within_tens_of_samples() -> None:

@@ -170,6 +170,17 @@ def test_wrong_profile_is_corrected_by_measured_passes(factor: float) -> None:
         assert seconds < 1.10 * best_fixed_seconds(traces, costs)
 
 
+@pytest.mark.parametrize("machine", ["cheap rows", "a draft model"])
+def test_useless_profile_stops_no_drafter_for_good(machine: str) -> None:
+    """A program that ran while the passes were timed made all but those of one row look ten times as long."""
+    costs = MACHINES[machine]
+    wrong = ForwardProfile.from_samples({1: 0.04, 2: 0.4, 17: 0.5})
+    traces = texts(lambda _: 0.8, np.random.default_rng(3), 24, "nothing", length=256)
+    best, plain = best_fixed_seconds(traces, costs), plain_seconds(traces, costs)
+    assert best < 0.5 * plain
+    assert replay(controller(costs, table=wrong), traces, costs).seconds < 1.2 * best
+
+
 def test_sampled_drafts_are_sent_unchanged_by_the_policy() -> None:
     """To leave out those that seem unlikely would change the distribution that rejection keeps."""
     costs, policy = MACHINES["dear rows"], controller(MACHINES["dear rows"])

@@ -20,6 +20,7 @@ MAX_SLOWDOWN = 1.5  # a sample longer than this multiple of the expected time is
 MIN_Y_SHARE = 1e-6  # in the fit seconds = a * x + b * y: if sum(y * y) / sum(x * x) is below this, samples do not determine b
 MIN_STEP_S = 1e-7  # lower limit of the predicted seconds of a step without drafts: noise can make a fit predict zero
 PRIOR_SAMPLES = 0.25  # the expected ratio b / a counts as this many samples in a fit
+RATIO_LEARNING_RATE = 0.5  # how far a sample with y > 0 moves the expected b / a to the fitted one
 USUAL_DRAFT_TOKENS = 4.0  # usual number of draft tokens in a step, for the fit of the time outside of the target's pass
 MIN_PROPOSALS = 8  # `propose` calls until a drafter's times are used: the first ones also allocate memory and load kernels
 
@@ -29,14 +30,15 @@ class LinearCost:
 
     Args:
         ratio: expected b / a. A ridge penalty, with the weight of `PRIOR_SAMPLES` samples at `usual_y`, keeps b near ratio * a until
-            samples with y > 0 arrive.
+            samples with y > 0 arrive. Samples lower it for good, but do not raise it: if a disturbance made y look costly, the fit must
+            return to what was expected, because steps with y > 0 have stopped.
         usual_y: a sample with a larger y is scaled down to it, so that it cannot determine b alone; 0 = no scaling and no penalty.
     """
 
-    __slots__ = ("_ratio", "_ridge", "_usual_y", "_xs", "_xx", "_xy", "_ys", "_yy", "a", "b", "is_known")
+    __slots__ = ("_max_ratio", "_ratio", "_ridge", "_usual_y", "_xs", "_xx", "_xy", "_ys", "_yy", "a", "b", "is_known")
 
     def __init__(self, *, ratio: float = 0.0, usual_y: float = 0.0) -> None:
-        self._ratio, self._usual_y, self._ridge = ratio, usual_y, PRIOR_SAMPLES * usual_y**2
+        self._ratio, self._max_ratio, self._usual_y, self._ridge = ratio, ratio, usual_y, PRIOR_SAMPLES * usual_y**2
         self.a = self.b = self._xx = self._xy = self._yy = self._xs = self._ys = 0.0
         self.is_known = False
 
@@ -59,6 +61,9 @@ class LinearCost:
         self._xx, self._xy, self._yy = keep * self._xx + x * x, keep * self._xy + x * y, keep * self._yy + y * y
         self._xs, self._ys = keep * self._xs + x * seconds, keep * self._ys + y * seconds
         self._update_fit()
+        if y > 0.0 and self._ratio:
+            fitted = self.b / self.a if self.a > 0.0 else self._max_ratio
+            self._ratio = min(self._max_ratio, self._ratio + RATIO_LEARNING_RATE * (fitted - self._ratio))
 
     def _update_fit(self) -> None:
         xx, xy = self._xx + self._ridge * self._ratio**2, self._xy - self._ridge * self._ratio

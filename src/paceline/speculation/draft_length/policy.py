@@ -33,7 +33,9 @@ NEGLIGIBLE_SHARE = 0.02  # drafters whose tokens take at most this share of a pl
 OVERHEAD_SHARE = 0.0075  # share of the run time that may be spent on drafting that does not pay; what is not spent is saved up
 OVERHEAD_STEPS = 128  # time for drafting that does not pay is saved up over at most this many steps
 MAX_CHARGE = 0.25  # one step without benefit from drafting uses up at most the time of this many forward passes of the saved time
+MAX_TRIAL_CHARGE = 4.0  # a trial uses up at most the time of this many forward passes of the saved time
 TRIAL_TOKENS = 2  # draft length of a trial, a short draft that measures whether a drafter that did not pay pays again
+MIN_TRIAL_GAIN = 0.1  # a draft that is not expected to pay is sent as a trial if it is expected to add at least this many tokens
 MAX_BACKOFF_LEVEL = 6  # a drafter that does not pay pauses for at most 2 ** 6 = 64 steps
 MAX_LOOKUP_BACKOFF_LEVEL = 3  # a lookup drafter pauses for at most 2 ** 3 = 8 steps
 UNSENT_TOKENS = 4  # tokens of a dropped draft that are compared with the text generated afterwards, which shows its acceptance
@@ -188,6 +190,8 @@ class AdaptiveDraftLength(FixedDraftLength):
         # whether planning time of a step that then has no drafts counts as drafting that does not pay; not if no request may draft
         self._is_charged = False
         self._mean_output_len = 0.0
+        self._lookup_drafters = set[str]()  # names
+        self._last_draft_step = 0  # the last step whose pass had draft rows
 
     def begin_step(self, batch: Sequence[RequestRows]) -> SkipReason | None:
         self._step += 1
@@ -208,6 +212,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             if rows.draft_budget is not None and not (is_timed and rates.num_observed >= MIN_VERIFIED_TOKENS):
                 rows.draft_budget = _limit_tokens(rows.draft_budget, UNMEASURED_DRAFT_LEN)
         if drafter.traits.is_lookup:  # lookup drafters take next to no time; `prune_drafts` drops their drafts if they do not pay
+            self._lookup_drafters.add(drafter.name)
             return
         present_probs = [sorted(self._path_probs(rows.request, rows.tree)[1:], reverse=True) for rows in batch]
         path_probs, undrafted = self._planned_path_probs(batch, drafter, present_probs)
@@ -265,7 +270,8 @@ class AdaptiveDraftLength(FixedDraftLength):
         for rows, order, request_probs, count in zip(prunable, orders, probs_by_request, best.draft_lengths, strict=True):
             rows.expected_speedup = best.speedup
             if count == 0:
-                self._drop_unprofitable_draft(rows)
+                if not self._send_trial(rows, order, request_probs, times):
+                    self._drop_unprofitable_draft(rows)
             elif rows.tree is not None:
                 rows.tree, rows.expected_tokens = rows.tree.subtree(sorted(order[: count + 1])), 1.0 + sum(request_probs[:count])
 
@@ -298,10 +304,13 @@ class AdaptiveDraftLength(FixedDraftLength):
         if not self._shape.is_decoding:
             return
         plain_s = min(forward_s, self.cost.step_times(self._shape, 0)[0])  # a stall of the machine must not count as time to save from
-        if num_drafts == 0 and self._is_charged:
+        if self._trial_request is not None:
+            self._overhead_budget_s -= min(draft_s + plan_s + max(0.0, forward_s - plain_s), MAX_TRIAL_CHARGE * plain_s)
+        elif num_drafts == 0 and self._is_charged:
             self._overhead_budget_s -= min(draft_s + plan_s, MAX_CHARGE * plain_s)
         max_budget_s = max(self._next_trial_budget_s, OVERHEAD_SHARE * OVERHEAD_STEPS * plain_s)
         self._overhead_budget_s = min(self._overhead_budget_s + OVERHEAD_SHARE * plain_s, max_budget_s)
+        self._last_draft_step = self._step if num_drafts else self._last_draft_step
         self.cost.observe_step_time(self._shape, num_drafts, forward_s, host_s)
 
     def release(self, request: Request) -> None:
@@ -369,21 +378,43 @@ class AdaptiveDraftLength(FixedDraftLength):
 
     def _plan_trial(self, rows: RequestRows, drafter: Drafter, times: Sequence[float]) -> bool:
         """Reduce an unprofitable drafter's budget to a trial, paid from the overhead budget; return False if too little is saved up."""
-        if self._trial_request is not None or rows.draft_budget is None or min(rows.draft_budget.max_depth, len(times) - 1) < TRIAL_TOKENS:
+        if rows.draft_budget is None or min(rows.draft_budget.max_depth, len(times) - 1) < TRIAL_TOKENS:
             return False
         price_s = times[TRIAL_TOKENS] - times[0] + self.cost.draft_s(drafter.name, 1, TRIAL_TOKENS)
+        if not self._begin_trial(rows, drafter.name, price_s, times[0], drafter.prefill_s(rows.request)):
+            return False
+        rows.draft_budget = _limit_tokens(rows.draft_budget, TRIAL_TOKENS)
+        return True
+
+    def _send_trial(self, rows: RequestRows, nodes: Sequence[int], path_probs: Sequence[float], times: Sequence[float]) -> bool:
+        """Reduce a lookup drafter's draft that is not expected to pay to a trial; return False if too little is saved up.
+
+        This measures what rows cost. Without it, lookup drafters would not draft again after a cost that was measured too high. Other
+        drafters have the trials of `plan`. Improbable drafts are no trials: acceptance is measured without rows, see `unsent_draft`.
+        """
+        if self._step - self._last_draft_step < OVERHEAD_STEPS:
+            return False
+        count = min(TRIAL_TOKENS, len(path_probs))
+        name = "" if rows.tree is None else drafter_of(rows.tree)
+        if rows.tree is None or name is None or name not in self._lookup_drafters or sum(path_probs[:count]) < MIN_TRIAL_GAIN:
+            return False
+        if not self._begin_trial(rows, name, times[count] - times[0], times[0]):
+            return False
+        rows.tree, rows.expected_tokens = rows.tree.subtree(sorted(nodes[: count + 1])), 1.0 + sum(path_probs[:count])
+        return True
+
+    def _begin_trial(self, rows: RequestRows, drafter: str, price_s: float, plain_s: float, prefill_s: float = 0.0) -> bool:
+        """Let a request draft a trial that is expected to take `price_s`; return False if too little is saved up."""
+        if self._trial_request is not None:
+            return False
         # a nearly unspent overhead budget always pays for a trial: without trials a cost that was measured too high would stay
-        full_s = 0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * times[0]
-        prefill_s = drafter.prefill_s(rows.request)
-        required_s = min(price_s, full_s) + prefill_s
+        required_s = min(price_s, 0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * plain_s) + prefill_s
         if self._overhead_budget_s < required_s:
             self._next_trial_budget_s = required_s
             return False
-        self._overhead_budget_s, self._next_trial_budget_s = self._overhead_budget_s - price_s - prefill_s, 0.0
-        self._trial_request = rows.request
+        self._trial_request, self._next_trial_budget_s = rows.request, 0.0
         # the estimate of the request's acceptance forgets earlier tokens, so that the two tokens of the trial can change it
-        rows.request.draft_histories[drafter.name].num_verified_tokens = 0.0
-        rows.draft_budget = _limit_tokens(rows.draft_budget, TRIAL_TOKENS)
+        rows.request.draft_histories[drafter].num_verified_tokens = 0.0
         return True
 
     def _back_off(self, history: DraftHistory, max_level: int) -> None:
