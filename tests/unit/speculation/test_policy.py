@@ -181,6 +181,15 @@ def test_useless_profile_stops_no_drafter_for_good(machine: str) -> None:
     assert replay(controller(costs, table=wrong), traces, costs).seconds < 1.2 * best
 
 
+def test_drafter_that_begins_to_pay_is_used_soon() -> None:
+    """Accepted trials follow one another. One every hundred steps would take many texts to show that drafts pay now."""
+    costs, random = MACHINES["a draft model"], np.random.default_rng(5)
+    policy = controller(costs)
+    replay(policy, texts(lambda _: 0.02, random, 30, "nothing", length=96), costs)
+    usable = texts(lambda _: 0.85, random, 8, "nothing", length=96)
+    assert replay(policy, usable, costs).seconds < 1.07 * best_fixed_seconds(usable, costs)
+
+
 def test_sampled_drafts_are_sent_unchanged_by_the_policy() -> None:
     """To leave out those that seem unlikely would change the distribution that rejection keeps."""
     costs, policy = MACHINES["dear rows"], controller(MACHINES["dear rows"])
