@@ -20,6 +20,7 @@ _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".bpe", ".tiktoken", ".vocab")
 _TEMPLATES = "additional_chat_templates"
 _SENTENCEPIECE_START = b"\n"  # field 1 of a protobuf message, the pieces; files named tokenizer.model may also be of tiktoken
+_SENTENCEPIECE_SPACE = "\u2581"
 _CONVERTERS = ("sentencepiece", "google.protobuf")
 
 
@@ -34,7 +35,9 @@ def open_pretrained(directory: Path) -> Any:
     with convert_library_errors(f"{directory} contains no readable tokenizer; it needs a complete tokenizer.json", CheckpointError):
         with _suppress_torch_warning():
             tokenizer_class = _tokenizer_class(directory, settings)
-        return tokenizer_class.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        tokenizer = tokenizer_class.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    _check_vocabulary(tokenizer, directory)
+    return tokenizer
 
 
 def has_template_file(directory: Path) -> bool:
@@ -93,6 +96,13 @@ def _check_libraries(directory: Path) -> None:
         f"{directory} has no tokenizer.json, and its tokenizer.model needs the packages sentencepiece and protobuf: "
         f"{install_command('sentencepiece')}"
     )
+
+
+def _check_vocabulary(tokenizer: Any, directory: Path) -> None:
+    """Refuse a vocabulary of special tokens only, which transformers makes if a directory has the settings of a tokenizer but no vocabulary."""
+    names = {*tokenizer.all_special_tokens, _SENTENCEPIECE_SPACE}
+    if tokenizer.vocab_size <= len(names) and set(tokenizer.get_vocab()) <= names:
+        raise CheckpointError(f"{directory} contains no vocabulary of a tokenizer: download its tokenizer.json")
 
 
 def _is_installed(module: str) -> bool:
