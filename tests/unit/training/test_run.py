@@ -163,7 +163,9 @@ def test_damaged_file_of_a_run_is_named_on_resume(damage: str, finished_run: Pat
         train(TrainSettings(drafter="medusa"), output, lambda _: None, is_resumed=True)
 
 
-def test_file_of_a_run_that_cannot_be_written_is_named_and_keeps_its_content(finished_run: Path, tmp_path: Path) -> None:
+def test_file_of_a_run_that_cannot_be_written_is_named_and_keeps_its_content(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = Path(shutil.copytree(finished_run, tmp_path / "drafter"))
     before = (output / "model.safetensors").read_bytes()
 
@@ -171,17 +173,16 @@ def test_file_of_a_run_that_cannot_be_written_is_named_and_keeps_its_content(fin
         path.write_bytes(b"part")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    settings = TrainSettings(drafter="medusa")
-    with quick_profiles(), pytest.MonkeyPatch.context() as patch, pytest.raises(CapacityError, match=r"model\.safetensors cannot be written"):
-        patch.setattr(running, "save_file", fill_disk)
-        train(settings, output, lambda _: None, is_resumed=True)
+    monkeypatch.setattr(running, "save_file", fill_disk)
+    with quick_profiles(), pytest.raises(CapacityError, match=r"model\.safetensors cannot be written"):
+        train(TrainSettings(drafter="medusa"), output, lambda _: None, is_resumed=True)
     assert ((output / "model.safetensors").read_bytes(), [*output.glob("*.new")]) == (before, [])
 
 
 def test_training_output_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     target = write_checkpoint(tmp_path / "target", "llama")
-    with pytest.raises(ConfigError, match="cannot be written .*give another --output"):
+    with pytest.raises(ConfigError, match=r"cannot be written .*give another --output"):
         train(TrainSettings(drafter="eagle3", model=str(target)), tmp_path / "file" / "drafter", print)
 
 
