@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline import LLM
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
 from paceline.models.gguf.file import open_gguf
@@ -290,6 +291,12 @@ def test_gguf_tensors_unlike_the_metadata_are_refused(tmp_path: Path, changes: d
     with pytest.raises(CheckpointError, match=text) as caught:
         open_both(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(("architecture", "text"), [("mamba", "holds architecture 'mamba'"), ("llama", "has no tokenizer.ggml.model")])
+def test_unsupported_network_is_reported_before_its_tokenizer(tmp_path: Path, architecture: str, text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        LLM(str(write_llama(tmp_path / "model.gguf", architecture=architecture)))
 
 
 def test_unsupported_gguf_block_type_is_refused_before_conversion(tmp_path: Path) -> None:
