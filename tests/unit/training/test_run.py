@@ -83,6 +83,18 @@ def test_train_usage_error_exits_with_2(arguments: list[str], text: str, tmp_pat
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("is_started", [False, True])
+def test_interrupted_training_names_resume_once_it_has_settings(is_started: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(settings: TrainSettings, directory: Path, *_: object, **__: object) -> bool:
+        if is_started:
+            settings.write(directory)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "train", interrupted)
+    result = CliRunner().invoke(app, ["train", "eagle3", "--output", str(tmp_path)])
+    assert (result.exit_code, "--resume goes on" in result.output) == (130, is_started)
+
+
 def test_resuming_training_with_another_method_is_refused(tmp_path: Path) -> None:
     TrainSettings(drafter="medusa").write(tmp_path)
     with pytest.raises(ConfigError, match="holds a run of medusa, not eagle3"):
