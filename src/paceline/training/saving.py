@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from paceline.errors import CapacityError, ConfigError, shortened
+from paceline.errors import CapacityError, ConfigError
 from paceline.small_files import replaced_file, write_atomically
 
 
@@ -24,8 +24,8 @@ def write_errors(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be written ({error.strerror}): give another --output") from error
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
         reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
-        text = f"{path} cannot be written ({shortened(reason)}): make room on its disk, then --resume goes on with what was saved"
-        raise CapacityError(text) from error
+        way_out = "make room on its disk and run the command again, with --resume once there is a train.json"
+        raise CapacityError(f"{path} cannot be written ({reason}): {way_out}") from error
 
 
 @contextmanager
