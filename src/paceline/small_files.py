@@ -6,6 +6,8 @@ Every error of reading or parsing is raised as a CheckpointError.
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -160,12 +162,20 @@ def json_object(content: bytes, source: object) -> dict[str, Any]:
 
 def write_atomically(path: Path, content: str) -> None:
     """Write a text file. If this is interrupted or fails, the file keeps its previous content."""
-    temporary = path.with_name(f"{path.name}.new")
+    with replaced_file(path) as unfinished:
+        unfinished.write_text(content, encoding="utf-8")
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Context manager: yield a file to write, which then replaces `path`. If writing is interrupted or fails, `path` is unchanged."""
+    unfinished = path.with_name(f"{path.name}.new")
     try:
-        temporary.write_text(content, encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)  # a part of a file, on a disk that may be full
+        yield unfinished
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()  # a part of a file, on a disk that may be full
         raise
 
 

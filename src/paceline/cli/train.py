@@ -96,7 +96,7 @@ def _train(given: dict[str, Any], output: Path, *, resume: bool, quiet: bool, de
         import torch  # noqa: F401
 
         from paceline.training.run import train as run_training
-        from paceline.training.settings import TrainSettings
+        from paceline.training.settings import SETTINGS_FILE, TrainSettings
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "safetensors"):
             raise
@@ -114,7 +114,13 @@ def _train(given: dict[str, Any], output: Path, *, resume: bool, quiet: bool, de
         if name in values:
             values[name] = _numbers(name, values[name], kind)
     settings = TrainSettings(**values, command=shlex.join(["paceline", *sys.argv[1:]]))
-    is_finished = run_training(settings, output, (lambda text: None) if quiet else print_notice, is_resumed=resume)
+    try:
+        is_finished = run_training(settings, output, (lambda text: None) if quiet else print_notice, is_resumed=resume)
+    except KeyboardInterrupt:
+        if not (output / SETTINGS_FILE).is_file():
+            raise
+        print_notice(f"interrupted: paceline train {settings.drafter} --output {output} --resume goes on")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     if not is_finished:
         raise typer.Exit(EXIT_INTERRUPTED)
 

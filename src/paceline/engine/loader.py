@@ -15,13 +15,14 @@ from paceline.engine.memory import CachePlan, plan_cache
 from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import SchedulerLimits
 from paceline.engine.speculative_config import from_speculative_config
-from paceline.errors import ConfigError, convert_memory_errors, printable
+from paceline.errors import CheckpointError, ConfigError, convert_memory_errors, printable
 from paceline.hub import resolve_model
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.sliding_window import PassLimits
 from paceline.machine import available_memory_bytes
 from paceline.models.adapters.read import check_name
 from paceline.models.adapters.xlora import is_xlora, read_any_adapter
+from paceline.models.checkpoint import read_model_config
 from paceline.models.config import WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.outputs import RequestOutput, StreamChunk
@@ -202,7 +203,7 @@ def load_engine(
     directory = resolve_model(
         config.model, gguf_file=config.gguf_file, revision=config.revision, token=config.hf_token, offline=config.offline
     )
-    tokenizer = Tokenizer.open(directory)
+    tokenizer = _open_tokenizer(directory)
     prepared = prepare_drafters(directory, config, speculation, drafters)
     loaded = load_runtime(directory, _runtime_options(config, prepared.layer_boundaries))
     runtime = loaded.runtime
@@ -238,6 +239,19 @@ def load_engine(
     for name, adapter in config.adapters.items():
         loaded_engine.load_adapter(name, adapter)
     return loaded_engine
+
+
+def _open_tokenizer(directory: Path) -> Tokenizer:
+    """Return the model's tokenizer. Without a readable one, an error about the network takes precedence, as it cannot be solved.
+
+    Raises:
+        CheckpointError: the network is not supported, or the tokenizer cannot be read.
+    """
+    try:
+        return Tokenizer.open(directory)
+    except CheckpointError:
+        read_model_config(directory)
+        raise
 
 
 def _scheduler_limits(config: EngineConfig, plan: CachePlan) -> SchedulerLimits:

@@ -15,7 +15,7 @@ from paceline.model_directory import SAFETENSORS, no_model_error
 from paceline.models.containers.table import find_container
 from paceline.models.families.family import Family
 from paceline.models.families.table import find_family
-from paceline.models.json_fields import JsonFields
+from paceline.models.json_fields import JsonFields, RecordedFields
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
 from paceline.models.layers import AttentionConfig, LayerConfig, Recurrent
@@ -194,6 +194,20 @@ class ModelConfig:
         return replace(chosen, max_positions=min([self.max_positions, *limits]))
 
 
+_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "llama_4_scaling": (None,),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "lm_head_multiplier": (None, 1),
+    "logits_scaling": (None, 1),
+    "logit_scale": (None, 1),
+}
+"""Fields that change the network without a tensor, and the values with which they do not. Families that do not read a field need them."""
+
+
 _SAFETENSORS_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
 _WEIGHT_TYPES = {"float32": WeightType.F32, "float16": WeightType.F16, "bfloat16": WeightType.BF16, **_SAFETENSORS_TYPES}
 
@@ -244,14 +258,17 @@ def config_from_values(
     values = text_model_fields(values)
     family = find_family(values, path)
     given = {name: alias for alias, name in family.field_aliases.items() if values.get(alias) is not None}
-    fields = JsonFields({**family.defaults, **values, **{name: values[alias] for name, alias in given.items()}}, path)
+    recorded = RecordedFields({**family.defaults, **values, **{name: values[alias] for name, alias in given.items()}})
+    fields = JsonFields(recorded, path)
     try:
         if not may_be_packed:
             _refuse_quantised_head(fields, family)
-        return _build_config(fields, family, generation, weight_type)
+        config = _build_config(fields, family, generation, weight_type)
     except CheckpointError as error:  # Replace a field's common name in the error by the alias that the file uses.
         named = re.sub(rf"\b({'|'.join(given)})\b", lambda found: given[found[0]], str(error)) if given else str(error)
         raise CheckpointError(named) from None
+    _refuse_unread_settings(recorded, recorded.names_read | set(given.values()), family, path)
+    return config
 
 
 def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, Any] | None, weight_type: WeightType | None) -> ModelConfig:
@@ -344,6 +361,15 @@ def _refuse_unsupported_settings(fields: JsonFields, family: Family) -> None:
         given = fields.values.get(name)
         if given not in (None, only):
             raise CheckpointError(f"{fields.path}: {name} = {_as_json(given)} is not supported for {family.name}, only {_as_json(only)} is")
+
+
+def _refuse_unread_settings(fields: Mapping[str, Any], names_read: set[str], family: Family, path: Path) -> None:
+    """Refuse settings that change the computation and that the family does not read. transformers would ignore them."""
+    for name, neutral in _NEUTRAL_VALUES.items():
+        if name not in names_read and fields.get(name) not in neutral:
+            raise CheckpointError(
+                f"{path}: {name} = {_as_json(fields.get(name))} is not supported for {family.name}, only {_as_json(neutral[-1])} is"
+            )
 
 
 def _as_json(value: object) -> str:

@@ -10,6 +10,26 @@ from paceline.errors import CheckpointError, shortened
 MAX_FLOAT32 = 3.4028234e38
 
 
+class RecordedFields(dict[str, Any]):
+    """The fields of a JSON file.
+
+    Attributes:
+        names_read: fields that were read, present or absent.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.names_read = set[str]()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names_read.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.names_read.add(name)
+        return super().__getitem__(name)
+
+
 @dataclass(frozen=True, slots=True)
 class JsonFields:
     """Typed access to the fields of one JSON file."""

@@ -87,7 +87,9 @@ def read_rope(fields: JsonFields, family: "Family", *, head_size: int, layer_typ
     """
     rope = _read_frequencies(fields, family, head_size, layer_type)
     own = JsonFields(_rope_parameters_for(fields, family, layer_type), fields.path)
-    temperature = own.number("llama_4_scaling_beta", 0.0) if family.has_temperature_tuning else 0.0
+    temperature = own.number("llama_4_scaling_beta", 0.0)
+    if temperature != 0.0 and not family.has_temperature_tuning:
+        raise CheckpointError(f"{fields.path}: llama_4_scaling_beta = {temperature} is not supported for {family.name}, only 0 is")
     if temperature == 0.0:
         return rope
     return replace(rope, temperature=temperature, temperature_length=own.integer("original_max_position_embeddings"))

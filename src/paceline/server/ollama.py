@@ -70,7 +70,7 @@ class ToolFields(Fields, at=("ollama", "tools[]")):
 
 
 class Options(Fields, at=("ollama", "options")):
-    """How tokens are chosen. A `num_ctx` beyond the model's context is ignored."""
+    """How tokens are chosen. A `num_ctx` other than the model's context is ignored."""
 
     num_predict: WholeNumber | None = None
     num_ctx: WholeNumber | None = None
@@ -264,8 +264,8 @@ def _sampling(fields: RequestFields) -> SamplingFields:
 def _generation(fields: RequestFields, service: Service, adapter: str | None) -> dict[str, Any]:
     """Fields that a `ChatRequest` and a `GenerationRequest` share."""
     options, longest = fields.options or Options(), service.engine.loaded.input_processor.max_model_len
-    if options.num_ctx is not None and not 1 <= options.num_ctx <= longest:
-        fields.ignore("options.num_ctx")  # Ollama's clients send one of their own, and Ollama clamps it
+    if options.num_ctx not in (None, longest):
+        fields.ignore("options.num_ctx")  # Ollama's clients send one of their own
     limit, sampling = token_limit("options.num_predict", options.num_predict, unlimited=(0, -1, -2)), _sampling(fields)
     is_raw = isinstance(fields, GenerateFields) and _is_raw(fields, service)
     params = sampling_params(

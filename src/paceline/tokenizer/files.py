@@ -20,6 +20,8 @@ _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".bpe", ".tiktoken", ".vocab")
 _TEMPLATES = "additional_chat_templates"
 _SENTENCEPIECE_START = b"\n"  # field 1 of a protobuf message, the pieces; files named tokenizer.model may also be of tiktoken
+_SENTENCEPIECE_SPACE = "\u2581"
+_SAMPLE = "The cat (12 345),  two spaces \nand a line: a == b; \u00e9 \u4f60"
 _CONVERTERS = ("sentencepiece", "google.protobuf")
 
 
@@ -30,11 +32,15 @@ def open_pretrained(directory: Path) -> Any:
         CheckpointError: the directory contains no tokenizer, or it cannot be read.
     """
     settings = _check_files(directory)
-    _check_libraries(directory)
+    model = _sentencepiece_model(directory)
     with convert_library_errors(f"{directory} contains no readable tokenizer; it needs a complete tokenizer.json", CheckpointError):
         with _suppress_torch_warning():
             tokenizer_class = _tokenizer_class(directory, settings)
-        return tokenizer_class.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        tokenizer = tokenizer_class.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    _check_vocabulary(tokenizer, directory)
+    if model is not None:
+        _check_conversion(tokenizer, model)
+    return tokenizer
 
 
 def has_template_file(directory: Path) -> bool:
@@ -82,17 +88,43 @@ def _check_files(directory: Path) -> dict[str, Any]:
     return settings
 
 
-def _check_libraries(directory: Path) -> None:
-    """Refuse a directory whose only tokenizer is a SentencePiece model if the libraries with which transformers converts it are missing."""
+def _sentencepiece_model(directory: Path) -> Path | None:
+    """Return the SentencePiece model that transformers will convert; None if there is a tokenizer.json, or no such model.
+
+    Raises:
+        CheckpointError: the libraries with which transformers converts it are missing.
+    """
     path = directory / "tokenizer.model"
     if is_file(directory / "tokenizer.json") or not is_file(path):
-        return
-    if not (read_small(path, TOKENIZER_BYTES) or b"").startswith(_SENTENCEPIECE_START) or all(map(_is_installed, _CONVERTERS)):
-        return
-    raise CheckpointError(
-        f"{directory} has no tokenizer.json, and its tokenizer.model needs the packages sentencepiece and protobuf: "
-        f"{install_command('sentencepiece')}"
-    )
+        return None
+    if not (read_small(path, TOKENIZER_BYTES) or b"").startswith(_SENTENCEPIECE_START):
+        return None
+    if not all(map(_is_installed, _CONVERTERS)):
+        raise CheckpointError(
+            f"{directory} has no tokenizer.json, and its tokenizer.model needs the packages sentencepiece and protobuf: "
+            f"{install_command('sentencepiece')}"
+        )
+    return path
+
+
+def _check_conversion(tokenizer: Any, model: Path) -> None:
+    """Refuse a tokenizer that encodes otherwise than its SentencePiece model. Some classes ignore the model's kind or normalisation."""
+    import sentencepiece
+
+    with convert_library_errors(f"{model} is damaged: download it again", CheckpointError):
+        expected = sentencepiece.SentencePieceProcessor(model_proto=read_small(model, TOKENIZER_BYTES)).encode(_SAMPLE)
+    if tokenizer.encode(_SAMPLE, add_special_tokens=False) != expected:
+        raise CheckpointError(
+            f"{model}: transformers converts it to a {type(tokenizer).__name__}, which encodes texts otherwise than sentencepiece does: "
+            "correct tokenizer_class in tokenizer_config.json, or use a tokenizer.json"
+        )
+
+
+def _check_vocabulary(tokenizer: Any, directory: Path) -> None:
+    """Refuse a vocabulary of special tokens only. transformers makes one if a directory has tokenizer_config.json alone."""
+    names = {*tokenizer.all_special_tokens, _SENTENCEPIECE_SPACE}
+    if tokenizer.vocab_size <= len(names) and set(tokenizer.get_vocab()) <= names:
+        raise CheckpointError(f"{directory} contains no vocabulary of a tokenizer: download its tokenizer.json")
 
 
 def _is_installed(module: str) -> bool:

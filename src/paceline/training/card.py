@@ -13,8 +13,8 @@ import torch
 
 from paceline import __version__
 from paceline.errors import printable
-from paceline.small_files import write_atomically
 from paceline.training.recording import Data
+from paceline.training.saving import save_text
 from paceline.training.settings import TrainSettings
 from paceline.training.trainer import Progress
 
@@ -52,7 +52,7 @@ def write_card(
         "served": dict(results),
     }
     for name, content in ((RESULTS, json.dumps(found, indent=1) + "\n"), (CARD, card(found)), (PLOT, plot(progress.history))):
-        write_atomically(directory / name, content)
+        save_text(directory / name, content)
 
 
 def card(found: Mapping[str, Any]) -> str:

@@ -11,9 +11,9 @@ from paceline.engine.loader import LoadedEngine
 from paceline.errors import CapacityError, ConfigError
 from paceline.models.config import ModelConfig
 from paceline.sampling.params import SamplingParams
-from paceline.small_files import write_atomically
 from paceline.training.prompts import SELF_MADE, Prompt, Say, read_prompts, write_own_prompts
 from paceline.training.recorder import BATCH, FeatureRecorder, open_recorder, run
+from paceline.training.saving import save_text, write_errors
 from paceline.training.settings import TrainSettings
 from paceline.training.shards import Recorded, ShardStore, damaged_data
 
@@ -102,8 +102,9 @@ def _read_kept_prompts(directory: Path) -> tuple[list[Prompt], list[Prompt]] | N
 
 
 def _keep_prompts(directory: Path, prompts: tuple[list[Prompt], list[Prompt]]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / "prompts.json", json.dumps([[asdict(one) for one in part] for part in prompts]))
+    with write_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    save_text(directory / "prompts.json", json.dumps([[asdict(one) for one in part] for part in prompts]))
 
 
 def _say_estimate(

@@ -15,7 +15,6 @@ from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.hub import resolve_model
 from paceline.machine import usable_processors
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
-from paceline.small_files import write_atomically
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.training.block import TrainableBlockDrafter
 from paceline.training.card import write_card
@@ -25,6 +24,7 @@ from paceline.training.eagle3 import TrainableEagle3Head
 from paceline.training.medusa import TrainableMedusaHeads
 from paceline.training.prompts import Say
 from paceline.training.recording import Data, record
+from paceline.training.saving import save_text, saved_file, write_errors
 from paceline.training.serving import measure
 from paceline.training.settings import DRAFT_MODEL, SETTINGS_FILE, TrainSettings
 from paceline.training.trainer import CHECKPOINT, Trainer
@@ -70,10 +70,11 @@ def train(settings: TrainSettings, directory: Path, say: Say, *, is_resumed: boo
     tokenizer = Tokenizer.open(target)
     device = _device(settings.device)
     torch.set_num_threads(settings.threads or usable_processors())
-    directory.mkdir(parents=True, exist_ok=True)
-    settings.write(directory)
-    if settings.drafter == DRAFT_MODEL:
-        tokenizer.save(directory)
+    with write_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        settings.write(directory)
+        if settings.drafter == DRAFT_MODEL:
+            tokenizer.save(directory)
     data = record(settings, config, directory / DATA_FOLDER, say)
     weights = open_weights(target, config, num_threads=settings.threads or usable_processors())
     end_ids = (*tokenizer.end_token_ids, *config.eos_token_ids, 0)
@@ -117,10 +118,9 @@ def export(drafter: TrainableDrafter, directory: Path, name: str) -> None:
         key: (values.detach().to(torch.bfloat16) if values.is_floating_point() else values.detach()).cpu().contiguous()
         for key, values in tensors.items()
     }
-    unfinished = directory / f"{WEIGHTS_FILE}.new"
-    save_file(stored, unfinished, metadata={"format": "pt"})
-    unfinished.replace(directory / WEIGHTS_FILE)
-    write_atomically(directory / CONFIG_FILE, json.dumps(config, indent=1) + "\n")
+    with saved_file(directory / WEIGHTS_FILE) as unfinished:
+        save_file(stored, unfinished, metadata={"format": "pt"})
+    save_text(directory / CONFIG_FILE, json.dumps(config, indent=1) + "\n")
 
 
 def _facts(drafter: TrainableDrafter, trainer: Trainer, files: list[tuple[str, int]]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.config import ModelConfig
-from paceline.small_files import read_json, write_atomically
+from paceline.small_files import read_json
+from paceline.training.saving import save_text
 
 DRAFT_MODEL = "draft-model"
 METHODS = ("eagle3", "dspark", "dflash", "medusa", DRAFT_MODEL)
@@ -147,7 +148,7 @@ class TrainSettings:
 
     def write(self, directory: Path) -> None:
         """Write them to `train.json`."""
-        write_atomically(directory / SETTINGS_FILE, json.dumps(asdict(self), indent=1) + "\n")
+        save_text(directory / SETTINGS_FILE, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, directory: Path) -> "TrainSettings":

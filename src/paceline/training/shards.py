@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from paceline.errors import CheckpointError, ConfigError, shortened
-from paceline.small_files import read_json, write_atomically
+from paceline.small_files import read_json
+from paceline.training.saving import save_text, saved_file, write_errors
 
 MANIFEST = "manifest.json"
 _LARGEST_FILE = 2**30  # bytes of a manifest
@@ -84,7 +85,8 @@ class ShardStore:
 
     def append(self, sequences: Sequence[Recorded], *, num_prompts: int, num_left_out: int) -> None:
         """Write a shard. It counts once the manifest names it, so that an interrupted write leaves nothing."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        with write_errors(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
         name = f"{self.part}-{len(self.shards):04d}.safetensors"
         ids = np.concatenate([np.array(one.token_ids, np.int32) for one in sequences] or [np.empty(0, np.int32)])
         mask = np.concatenate([np.array(one.is_answer, np.uint8) for one in sequences] or [np.empty(0, np.uint8)])
@@ -97,7 +99,8 @@ class ShardStore:
             rows = [part for one in sequences for part in (one.features, np.zeros((1, one.features.shape[1]), np.uint16))]
             tensors["features"] = torch.from_numpy(np.concatenate(rows).view(np.int16)).view(torch.bfloat16)
         path = self.directory / name
-        save_file(tensors, path)
+        with saved_file(path) as unfinished:
+            save_file(tensors, unfinished)
         self.shards.append(
             {
                 "file": name, "prompts": num_prompts, "sequences": len(sequences), "tokens": len(ids), "answer_tokens": int(mask.sum()),
@@ -106,7 +109,7 @@ class ShardStore:
             }
         )  # fmt: skip
         manifest = {"facts": self._facts, "shards": self.shards}
-        write_atomically(self.directory / f"{self.part}-{MANIFEST}", json.dumps(manifest, indent=1) + "\n")
+        save_text(self.directory / f"{self.part}-{MANIFEST}", json.dumps(manifest, indent=1) + "\n")
 
     def open(self) -> "SequenceData":
         """Return the recorded sequences.

@@ -19,6 +19,7 @@ from paceline.training.batches import epoch_batches, make_batch
 from paceline.training.drafter import TrainableDrafter
 from paceline.training.estimate import Estimate, estimate
 from paceline.training.prompts import Say
+from paceline.training.saving import saved_file
 from paceline.training.settings import TrainSettings
 from paceline.training.shards import SequenceData
 
@@ -181,10 +182,9 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint; an interrupted write leaves the one before it."""
-        temporary = self.directory / f"{CHECKPOINT}.new"
         state = {"drafter": self.drafter.state_dict(), "optimizer": self._optimizer.state_dict(), "progress": asdict(self.progress)}
-        torch.save(state, temporary)
-        temporary.replace(self.directory / CHECKPOINT)
+        with saved_file(self.directory / CHECKPOINT) as unfinished:
+            torch.save(state, unfinished)
 
     def load(self) -> None:
         """Continue from the checkpoint.

@@ -115,7 +115,7 @@ def test_invalid_field_is_named_in_the_error_of_every_dialect(
         assert place == named if dialect is RESPONSES else place in named
 
 
-@pytest.mark.parametrize("num_ctx", [4096, 0, -1])
+@pytest.mark.parametrize("num_ctx", [4096, 64, 0, -1])
 def test_ollama_num_ctx_other_than_the_context_is_reported_as_ignored(client: HttpClient, num_ctx: int) -> None:
     for is_streamed in (False, True):
         answer = client.post(OLLAMA.path, {"stream": is_streamed, **asked(OLLAMA, **options(num_ctx=num_ctx, num_predict=2))})

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline import LLM
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
 from paceline.models.gguf.file import open_gguf
@@ -251,6 +252,7 @@ def open_both(path: Path) -> None:
 def test_llama_gguf_file_opens_with_scalar_and_array_metadata(tmp_path: Path) -> None:
     open_both(write_llama(tmp_path / "model.gguf"))
     open_both(write_llama(tmp_path / "arrays.gguf", feed_forward_length=[96], attention__head_count_kv=[2]))
+    open_both(write_llama(tmp_path / "neutral.gguf", logit_scale=1.0, expert_group_count=1, attn_logit_softcapping=0.0))
 
 
 @pytest.mark.parametrize(
@@ -267,6 +269,9 @@ def test_llama_gguf_file_opens_with_scalar_and_array_metadata(tmp_path: Path) ->
         ({"attention__value_length": 8}, "llama.attention.value_length = 8, expected the size of keys, 16"),
         ({"rope__dimension_count": 32}, "llama.rope.dimension_count = 32, expected at most the head size, 16"),
         ({"rope__scaling__type": "odd"}, "rope.scaling.type = 'odd' is not supported, only none, linear, yarn and longrope are"),
+        ({"attention__temperature_scale": 0.1}, "llama.attention.temperature_scale = 0.1 is not supported for llama, only 0.0 is"),
+        ({"final_logit_softcapping": 30.0}, "llama.final_logit_softcapping = 30.0 is not supported for llama, only 0.0 is"),
+        ({"embedding_scale": 12.0}, "llama.embedding_scale = 12.0 is not supported for llama, only 0.0 and 1.0 are"),
         ({"rope__freq_base": float("nan")}, "llama.rope.freq_base = nan, expected a number above 0"),
         ({"extra": {"rope_freqs.weight": np.zeros(8, np.float32)}}, "rope_freqs.weight holds a number that is not above 0"),
         (
@@ -286,6 +291,12 @@ def test_gguf_tensors_unlike_the_metadata_are_refused(tmp_path: Path, changes: d
     with pytest.raises(CheckpointError, match=text) as caught:
         open_both(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(("architecture", "text"), [("mamba", "holds architecture 'mamba'"), ("llama", "has no tokenizer.ggml.model")])
+def test_unsupported_network_is_reported_before_its_tokenizer(tmp_path: Path, architecture: str, text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        LLM(str(write_llama(tmp_path / "model.gguf", architecture=architecture)))
 
 
 def test_unsupported_gguf_block_type_is_refused_before_conversion(tmp_path: Path) -> None:

@@ -218,6 +218,14 @@ def test_directory_without_readable_tokenizer_is_refused(tmp_path: Path, content
         Tokenizer.open(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "GemmaTokenizer", "CohereTokenizer", "T5Tokenizer", "GPT2Tokenizer"])
+def test_tokenizer_settings_without_a_vocabulary_are_refused(tmp_path: Path, kind: str) -> None:
+    """transformers opens such a directory; texts would have no tokens, or unknown ones."""
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"tokenizer_class": "{kind}"}}')
+    with pytest.raises(CheckpointError, match="contains no vocabulary of a tokenizer"):
+        Tokenizer.open(tmp_path)
+
+
 def test_tokenizer_of_a_real_small_model_streams_text(shared_dir: Path) -> None:
     directory = shared_dir / "data" / "models" / "TinyStories-656K"
     if not directory.is_dir():

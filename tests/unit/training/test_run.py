@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -16,7 +17,7 @@ from harness.quick_profiles import quick_profiles
 from harness.training_runs import write_prompts
 from paceline.cli import app
 from paceline.drafters import prepare_drafter
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import CapacityError, ConfigError, PacelineError
 from paceline.training import run as running
 from paceline.training.prompts import read_records
 from paceline.training.run import train
@@ -80,6 +81,18 @@ def test_train_usage_error_exits_with_2(arguments: list[str], text: str, tmp_pat
     assert result.exit_code == 2
     assert text in result.output
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_interrupted_training_names_resume_once_it_has_settings(is_started: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(settings: TrainSettings, directory: Path, *_: object, **__: object) -> bool:
+        if is_started:
+            settings.write(directory)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "train", interrupted)
+    result = CliRunner().invoke(app, ["train", "eagle3", "--output", str(tmp_path)])
+    assert (result.exit_code, "--resume goes on" in result.output) == (130, is_started)
 
 
 def test_resuming_training_with_another_method_is_refused(tmp_path: Path) -> None:
@@ -160,6 +173,29 @@ def test_damaged_file_of_a_run_is_named_on_resume(damage: str, finished_run: Pat
     change(output / name)
     with quick_profiles(), pytest.raises(PacelineError, match=text):
         train(TrainSettings(drafter="medusa"), output, lambda _: None, is_resumed=True)
+
+
+def test_file_of_a_run_that_cannot_be_written_is_named_and_keeps_its_content(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = Path(shutil.copytree(finished_run, tmp_path / "drafter"))
+    before = (output / "model.safetensors").read_bytes()
+
+    def fill_disk(tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"part")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(running, "save_file", fill_disk)
+    with quick_profiles(), pytest.raises(CapacityError, match=r"model\.safetensors cannot be written"):
+        train(TrainSettings(drafter="medusa"), output, lambda _: None, is_resumed=True)
+    assert ((output / "model.safetensors").read_bytes(), [*output.glob("*.new")]) == (before, [])
+
+
+def test_training_output_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    target = write_checkpoint(tmp_path / "target", "llama")
+    with pytest.raises(ConfigError, match=r"cannot be written .*give another --output"):
+        train(TrainSettings(drafter="eagle3", model=str(target)), tmp_path / "file" / "drafter", print)
 
 
 @pytest.mark.parametrize("name", ["prompts.JSONL", "prompts.ndjson"])

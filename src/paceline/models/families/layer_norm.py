@@ -131,7 +131,7 @@ FAMILIES = (
     Family(
         name="stablelm",
         architecture="StableLmForCausalLM",
-        models="StableLM 3B, StableLM 2",
+        models="StableLM 3B, StableLM 2 1.6B",
         layers=_stablelm_layers,
         defaults={
             "max_position_embeddings": 4096,

@@ -46,6 +46,23 @@ _METADATA_KEYS = {
 """Metadata keys of config.json fields, without the architecture prefix. Errors name the key in place of the field."""
 
 
+_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.temperature_scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "expert_group_count": (0, 1),
+    "expert_weights_scale": (0.0, 1.0),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+}
+"""Metadata that changes the network, and the values with which it does not. Files of a family that does not read a key must have such a
+value. Source: llama.cpp, src/llama-arch.cpp."""
+
+
 _SAMPLING_KEYS = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 """Metadata keys without their prefix `general.sampling.`, by config.json fields. Source: llama.cpp, gguf-py/gguf/constants.py."""
 
@@ -60,7 +77,9 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     family = _find_family(fields)
     generation = {"suppress_tokens": file.metadata.get("tokenizer.ggml.suppress_tokens")}
     generation |= {name: file.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING_KEYS.items()}
-    values = _ConfigReader(file, family).config_fields()
+    reader = _ConfigReader(file, family)
+    values = reader.config_fields()
+    reader.refuse_unread_settings()
     try:
         return config_from_values(values, file.path, generation=generation, weight_type=_weight_type(file))
     except CheckpointError as error:
@@ -159,6 +178,19 @@ class _ConfigReader(GgufFields):
         }
         values |= self.rope_fields(head_size, max_positions) if self._format.has_rope else {}
         return values | self._format.read_extra_fields(self, values)
+
+    def refuse_unread_settings(self) -> None:
+        """Refuse metadata that changes the network and that `config_fields` has not read.
+
+        Raises:
+            CheckpointError: there is such a value.
+        """
+        for key, neutral in _NEUTRAL_VALUES.items():
+            if key not in self.keys_read and (value := self.architecture_value(key)) is not None and value not in neutral:
+                raise CheckpointError(
+                    f"{self.file.path}: {self.architecture}.{key} = {shortened(value)} is not supported for {self._family.name}, "
+                    f"only {' and '.join(map(str, neutral))} {'are' if len(neutral) > 1 else 'is'}"
+                )
 
     def _head_size(self, hidden_size: int, num_heads: int) -> int:
         if self._format.has_latent_attention:

@@ -26,11 +26,13 @@ class GgufFields:
 
     Attributes:
         architecture: value of `general.architecture`, the prefix of most keys.
+        keys_read: keys, without this prefix, that were read.
     """
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
         self.architecture = self.metadata_value("general.architecture")
+        self.keys_read = set[str]()
 
     def metadata_value(self, key: str) -> Any:
         """Return the metadata value of a full key; None if the key is absent."""
@@ -41,6 +43,7 @@ class GgufFields:
 
     def architecture_value(self, key: str) -> Any:
         """Return the metadata value of `{architecture}.{key}`; None if the key is absent."""
+        self.keys_read.add(key)
         return self.metadata_value(f"{self.architecture}.{key}")
 
     def number(self, key: str, default: float | None = None) -> Any:

@@ -40,6 +40,7 @@ _ALTERNATIVES = {
     "$dynamicRef": "use `$ref`",
     "uniqueItems": "leave `$id` out of its subschemas",
     "dependencies": "write its cases as `anyOf`",
+    "minProperties": "list the properties in `required`",
 }
 
 
@@ -244,9 +245,12 @@ def _rewrite_property_counts(node: Schema, pointer: str, document: SchemaDocumen
     """Rewrite `minProperties` and `maxProperties`, which llguidance enforces only if all properties are required."""
     names = list(node["properties"]) if isinstance(node.get("properties"), dict) else []
     required = node["required"] if isinstance(node.get("required"), list) else []
-    if not names or set(names) <= set(required):
-        return
     min_count = node.get("minProperties", 0)
+    if set(names) <= set(required):
+        # llguidance counts the keys in the text. Those that are not listed may repeat, and an object has a repeated key once.
+        if min_count > len(set(required)) + 1:
+            raise not_enforceable("minProperties", pointer)
+        return
     if min_count <= max(1, len(required)):
         node.pop("minProperties", None)
     if len(required) < min_count == 1:

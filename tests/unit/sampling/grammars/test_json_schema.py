@@ -115,6 +115,9 @@ SERVED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     ),
     "contains nothing": ({"type": "array", "contains": TEXT, "minContains": 0}, [[], [1]], [1]),
     "one property at least": ({"type": "object", "properties": AB, "minProperties": 1}, [{"a": 1}, {"b": 1}], [{}]),
+    "one property more than required": (
+        {"type": "object", "properties": AB, "required": ["a", "b"], "minProperties": 3}, [{"a": 1, "b": 2, "c": 3}], [{"a": 1, "b": 2}],
+    ),
     "one property at most": (
         {"type": "object", "properties": AB, "additionalProperties": False, "maxProperties": 1}, [{}, {"a": 1}], [{"a": 1, "b": 2}],
     ),
@@ -152,6 +155,7 @@ def test_expected_values_of_schema_tests_agree_with_jsonschema(name: str) -> Non
         ({"anyOf": [{"properties": AB}], "unevaluatedProperties": False}, "`unevaluatedProperties` at #"),
         ({"items": {"$ref": "https://other.org/schema"}}, "`$ref` at #/items"),
         ({"$dynamicRef": "#x"}, "`$dynamicRef` at #"),
+        ({"type": "object", "minProperties": 2}, "`minProperties` at #"),
     ],
 )
 def test_unsupported_json_schema_keyword_is_refused_with_its_pointer(schema: dict[str, Any], place: str) -> None:
