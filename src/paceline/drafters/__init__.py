@@ -220,11 +220,7 @@ def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
 
 
 def _without_duplicates(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
-    """Return the drafters, without the drafter that "auto" chose if the user also named it.
-
-    Raises:
-        IncompatibleDrafterError: the user named a drafter twice.
-    """
+    """Return the drafters, without the drafter that "auto" chose if the user also named it."""
     by_files: dict[tuple[str, Path | None], tuple[str, PreparedDrafter]] = {}
     for name, drafter in zip(names, drafters, strict=True):
         known = by_files.setdefault((drafter.name, drafter.path and drafter.path.resolve()), (name, drafter))
