@@ -264,12 +264,7 @@ def _download(name: str, files: Sequence[str], *, revision: str | None, token: s
 @contextmanager
 def _hub_errors(name: str, *, revision: str | None, offline: bool) -> Iterator[None]:
     """Turn errors of the Hub's client into a CheckpointError that says what to do."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         yield

@@ -149,11 +149,7 @@ def emit_arguments(stream: TextStream, sink: EventSink, name: str, call_id: str 
 
 
 def _object_text(value: str) -> str:
-    """Return the JSON object that a value is or holds.
-
-    Raises:
-        MalformedError: it is none.
-    """
+    """Return the JSON object that a value is or holds."""
     try:
         given = json.loads(value)
         if isinstance(given, str) and given.strip():
