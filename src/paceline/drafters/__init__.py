@@ -38,17 +38,9 @@ from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.speculation.drafter import Drafter, DrafterNeeds
 
 __all__ = [
-    "DRAFT_FOLDER",
-    "DRAFTER_NAMES",
-    "HeadOptions",
-    "LoadedTarget",
-    "PreparedDrafter",
-    "PreparedDrafters",
-    "check_draft_adapter",
-    "open_head_files",
-    "prepare_drafters",
-    "prepare_drafter",
-]
+    "DRAFT_FOLDER", "DRAFTER_NAMES", "HeadOptions", "LoadedTarget", "PreparedDrafter", "PreparedDrafters", "check_draft_adapter",
+    "open_head_files", "prepare_drafters", "prepare_drafter",
+]  # fmt: skip
 
 DRAFT_FOLDER = "draft"
 """Subfolder of a model's directory with a draft model or head for it."""

@@ -44,13 +44,10 @@ _TENSOR_NAMES = {
     "selector_hidden.weight": SELECTOR_PREFIX + "hidden_projection.weight",
 }
 _SIZE_KEYS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
-}
+}  # fmt: skip
 _OPTIONAL_FIELDS = ("block_size", "sample_from_anchor", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _FACTOR_FIELDS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale", "attention_value_scale")
 _CONFIDENCE_TENSOR = "confidence_head.proj.weight"

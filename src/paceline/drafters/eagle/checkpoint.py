@@ -51,18 +51,12 @@ _GGUF_ARCHITECTURE = "eagle3"
 _GGUF_LAYER_TENSOR_NAMES = {"attn_norm_2": "hidden_norm", **GGUF_LAYER_MODULE_NAMES}
 _GGUF_NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "ffn_norm": "layers.0.post_attention_layernorm"}
 _GGUF_CONFIG_KEYS = {
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "context_length": "max_position_embeddings",
-    "rope.freq_base": "rope_theta",
-    "target_hidden_size": "target_hidden_size",
-    "norm_before_residual": "norm_before_residual",
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "context_length": "max_position_embeddings", "rope.freq_base": "rope_theta",
+    "target_hidden_size": "target_hidden_size", "norm_before_residual": "norm_before_residual",
     "extract_layers": "eagle_aux_hidden_state_layer_ids",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

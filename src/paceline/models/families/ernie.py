@@ -43,13 +43,9 @@ def _ernie4_5_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> 
 
 
 _DEFAULTS = {
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 _ERNIE4_5 = Family(
     name="ernie4_5",
     architecture="Ernie4_5ForCausalLM",

@@ -39,16 +39,9 @@ def _gemma_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[st
 
 
 _DEFAULTS = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096, "bos_token_id": 2, "eos_token_id": 1,
+}  # fmt: skip
 _GEMMA2 = Family(
     name="gemma2",
     architecture="Gemma2ForCausalLM",

@@ -66,16 +66,10 @@ def _read_layer_types(fields: GgufFields, num_layers: int) -> list[str]:
 
 
 _DEFAULTS = {
-    "max_position_embeddings": 32768,
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "num_attention_heads": 16,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
+    "max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25, "num_attention_heads": 16,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-}
+}  # fmt: skip
 _EXPERT_DEFAULTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_key_value_heads": 2}
 _GGUF = GgufFormat(
     architectures=("qwen35",),
