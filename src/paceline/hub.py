@@ -225,7 +225,7 @@ class PlannedDownload:
     free_bytes: int
 
 
-def plan_download(name: str, *, token: str | None = None) -> PlannedDownload:
+def plan_download(name: str) -> PlannedDownload:
     """Return the size of a drafter on the Hugging Face Hub, and where its files would be stored. Nothing is downloaded.
 
     Raises:
@@ -235,9 +235,9 @@ def plan_download(name: str, *, token: str | None = None) -> PlannedDownload:
 
     patterns = [*_FILES, *_HEAD_FILES]
     with _hub_errors(name, revision=None, offline=False):
-        files = snapshot_download(name, token=token, allow_patterns=patterns, dry_run=True)
+        files = snapshot_download(name, allow_patterns=patterns, dry_run=True)
         if not any(file.filename in SAFETENSORS or file.filename.startswith(_HEAD_FILES[0][:-1]) for file in files):
-            files = snapshot_download(name, token=token, allow_patterns=[*patterns, *_TORCH_FILES, f"*{_GGUF}"], dry_run=True)
+            files = snapshot_download(name, allow_patterns=[*patterns, *_TORCH_FILES, f"*{_GGUF}"], dry_run=True)
     directory = Path(constants.HF_HUB_CACHE)
     existing = next(one for one in (directory, *directory.parents) if one.exists())
     missing_bytes = sum(file.file_size or 0 for file in files if file.will_download)
