@@ -79,7 +79,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Say the seed, also with -q, which drops the header."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     run = session.config.pluginmanager.get_plugin("resumable-run")
-    counts = "large counts" if session.config.getoption("--large-counts") else "small counts"
+    counts = (
+        "large counts"
+        if session.config.getoption("--large-counts")
+        else "small counts, without long tests (make test-long) and foreign programs (make test-clients)"
+    )
     passed_before = f", {len(run.passed_before)} passed before" if run and run.passed_before else ""
     if reporter is not None:
         reporter.write_line(f"seed {session.config.getoption('--seed')}, {counts}{passed_before}")
@@ -90,10 +94,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path.is_relative_to(REPOSITORY / "tests" / "clients"):
             item.add_marker("clients")
     if config.getoption("--clients") is None:
-        _skip(items, "clients", "foreign programs: run with make test-clients")
+        _deselect(config, items, "clients")
     if not config.getoption("--large-counts"):
         mark_the_others(items)
-        _skip(items, "long", "long: run with --large-counts (make test-long)")
+        _deselect(config, items, "long")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
         _skip(items, "gpu", "no CUDA device")
 
@@ -212,6 +216,13 @@ def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
     for item in items:
         if item.get_closest_marker(marker):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+    """Leave tests out without a line for each: skipping thousands of them takes seconds."""
+    left_out = {item for item in items if item.get_closest_marker(marker)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _has_cuda() -> bool:

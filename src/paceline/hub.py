@@ -17,19 +17,9 @@ MINI = "mini"
 """Name of the small model that is part of the package."""
 
 _FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "model-*.safetensors",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
-    "*.jinja",
-)
+    "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors", "tokenizer*",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "*.jinja",
+)  # fmt: skip
 _HEAD_FILES = ("medusa_lm_head.*", "hydra_lm_head.pt", "warp_model.bin")
 _TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 _LATER_SHARD = re.compile(r".+-(?!00001)\d{5}-of-\d{5}\.gguf")
@@ -235,7 +225,7 @@ class PlannedDownload:
     free_bytes: int
 
 
-def plan_download(name: str, *, token: str | None = None) -> PlannedDownload:
+def plan_download(name: str) -> PlannedDownload:
     """Return the size of a drafter on the Hugging Face Hub, and where its files would be stored. Nothing is downloaded.
 
     Raises:
@@ -245,9 +235,9 @@ def plan_download(name: str, *, token: str | None = None) -> PlannedDownload:
 
     patterns = [*_FILES, *_HEAD_FILES]
     with _hub_errors(name, revision=None, offline=False):
-        files = snapshot_download(name, token=token, allow_patterns=patterns, dry_run=True)
+        files = snapshot_download(name, allow_patterns=patterns, dry_run=True)
         if not any(file.filename in SAFETENSORS or file.filename.startswith(_HEAD_FILES[0][:-1]) for file in files):
-            files = snapshot_download(name, token=token, allow_patterns=[*patterns, *_TORCH_FILES, f"*{_GGUF}"], dry_run=True)
+            files = snapshot_download(name, allow_patterns=[*patterns, *_TORCH_FILES, f"*{_GGUF}"], dry_run=True)
     directory = Path(constants.HF_HUB_CACHE)
     existing = next(one for one in (directory, *directory.parents) if one.exists())
     missing_bytes = sum(file.file_size or 0 for file in files if file.will_download)
@@ -264,12 +254,7 @@ def _download(name: str, files: Sequence[str], *, revision: str | None, token: s
 @contextmanager
 def _hub_errors(name: str, *, revision: str | None, offline: bool) -> Iterator[None]:
     """Turn errors of the Hub's client into a CheckpointError that says what to do."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         yield

@@ -225,10 +225,7 @@ class LLM(metaclass=_AttributeHints):
 
     @suggest_arguments("generate", sampling_names=SAMPLING_NAMES)
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params = None,
-        **options: Unpack[RequestOptions],
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> list[RequestOutput]:
         """Complete prompts without a chat template.
 
@@ -255,10 +252,7 @@ class LLM(metaclass=_AttributeHints):
 
     @suggest_arguments("chat", sampling_names=SAMPLING_NAMES)
     def chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        sampling_params: Params = None,
-        **options: Unpack[ChatOptions],
+        self, messages: Messages | Sequence[Messages], sampling_params: Params = None, **options: Unpack[ChatOptions]
     ) -> RequestOutput | list[RequestOutput]:
         """Answer a conversation, or several.
 

@@ -113,6 +113,7 @@ CASES: dict[str, tuple[Write, dict[str, Any]]] = {
 FIELDS = {"final_norm": "has_final_norm", "boundaries": "layer_boundaries"}
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize("name", CASES)
 def test_eagle_drafter_option_overrides_the_file_and_the_probe_suggests_it(name: str, target: Path, tmp_path: Path) -> None:
     write, options = CASES[name]

@@ -50,7 +50,7 @@ def loaded(directory: Path) -> MtpModule:
     return load_mtp(HeadFiles.open(directory), config, open_weights(directory, config))
 
 
-@pytest.mark.spread(0.6)
+@pytest.mark.spread(0.1)
 @pytest.mark.parametrize(
     ("case", "backend", "tree_width", "quantization"),
     [

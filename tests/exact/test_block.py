@@ -18,6 +18,7 @@ from harness.engine_jobs import Job, JobMaker, Solo
 from harness.engine_traffic import Traffic, check_clean
 from harness.exact_targets import HYBRIDS, skip_without_kernels
 from harness.scripted_target import LEAST_EXPECTED, chi_square_p_value
+from harness.spread import mark_cases
 from paceline import LLM, SamplingParams
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.speculation import speculator as speculator_module
@@ -108,13 +109,13 @@ def compare(llm: LLM, jobs: Sequence[Job], random: np.random.Generator) -> int:
 CASES = [*product(TARGETS, FITTED, SHAPES)]
 
 
-@pytest.mark.parametrize(("target", "kind", "shape"), CASES, ids=map("-".join, CASES))
+@pytest.mark.parametrize(("target", "kind", "shape"), mark_cases(CASES, NORMAL))
 def test_block_drafts_change_no_token(
     target: str, kind: str, shape: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]"
 ) -> None:
     """Requests come in batches of 1 to 16, are preempted, share prefixes, and their prompts are split into chunks."""
     number = CASES.index((target, kind, shape))
-    if number % 4 != number // 4 % 4 if large_counts else (target, kind, shape) not in NORMAL:
+    if large_counts and number % 4 != number // 4 % 4:
         pytest.skip("left to other runs")
     given = given_of(target)
     llm = given.open(kind, shape)
@@ -128,12 +129,10 @@ REJECTED = [*product(("llama-f32-native", "qwen3_5-f32-native", "gemma4-f32-nati
 NORMAL_REJECTED = {("llama-f32-native", "dspark-rnn"), ("gemma4-f32-native", "dspark-gated")}
 
 
-@pytest.mark.parametrize(("target", "kind"), REJECTED, ids=map("-".join, REJECTED))
+@pytest.mark.parametrize(("target", "kind"), mark_cases(REJECTED, NORMAL_REJECTED))
 def test_greedy_block_drafts_under_the_rejection_rule_change_no_token(
-    target: str, kind: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]"
+    target: str, kind: str, given_of: GivenOf, seed: int, tally: "Counter[str]"
 ) -> None:
-    if not large_counts and (target, kind) not in NORMAL_REJECTED:
-        pytest.skip("left to make test-long")
     given = given_of(target)
     greedy = [replace(job, parent=None) for job in given.jobs if job.params.is_greedy]
     assert len(greedy) > 1

@@ -15,6 +15,7 @@ from harness.answer_drafters import ChaosDrafter
 from harness.engine_jobs import HEADS, SAMPLINGS, Job, JobMaker, Solo, known_of, open_drafting, write_heads_and_target
 from harness.engine_traffic import Traffic, check_clean, check_engine
 from harness.exact_targets import HYBRIDS, skip_without_kernels
+from harness.spread import mark_cases
 from paceline import LLM, AsyncEngine
 from paceline.engine.engine import Engine
 from paceline.engine.input_processor import InputProcessor
@@ -46,19 +47,13 @@ CASES = [
     *((f"{name}-f32-native", kind) for name, kinds in HEADS.items() for kind in kinds),
     *(("successor-bf16-native", kind) for kind in HEADS["successor"]),
 ]
-SAMPLE = {  # what a normal run takes of the others
-    "qwen3-bf16-native": ["chaos", "suffix"],
-    "qwen3-f32-paths": ["chaos", "draft_tree"],
-    "mini-bf16-native": ["draft_model"],
-    "sliding-f32-native": ["draft_tree"],
-    "gemma4-f32-native": ["chaos"],
-    "gpt_oss-bf16-native": ["chaos"],
-    "deepseek-bf16-native": ["chaos"],
-    "qwen3_5-f32-native": ["chaos", "draft_tree"],
-    "lfm3-f32-native": ["chaos"],
-    "granite-f32-native": ["chaos"],
-    **{f"{name}-f32-native": kinds for name, kinds in HEADS.items()},
-    "llama-f32-native": ["none", "ngram", "suffix_tree", "prediction", "several", "oracle", "wrong"],
+IN_A_NORMAL_RUN = {
+    ("qwen3-bf16-native", "suffix"),
+    ("mini-bf16-native", "draft_model"),
+    *((f"{name}-native", "chaos") for name in ("gemma4-f32", "gpt_oss-bf16", "deepseek-bf16", "lfm3-f32", "granite-f32")),
+    *((target, "draft_tree") for target in ("qwen3-f32-paths", "sliding-f32-native", "qwen3_5-f32-native")),
+    *((f"{name}-f32-native", kind) for name, kinds in HEADS.items() for kind in kinds),
+    *(("llama-f32-native", kind) for kind in ("none", "ngram", "suffix_tree", "prediction", "several", "oracle", "wrong")),
 }
 
 
@@ -108,12 +103,10 @@ def given_of(checkpoint: Directory, tmp_path_factory: pytest.TempPathFactory, la
     made.clear()
 
 
-@pytest.mark.parametrize(("target", "kind"), CASES, ids=map("-".join, CASES))
+@pytest.mark.parametrize(("target", "kind"), mark_cases(CASES, IN_A_NORMAL_RUN))
 def test_every_request_of_a_batch_equals_the_request_alone(
     target: str, kind: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]"
 ) -> None:
-    if not large_counts and kind not in SAMPLE.get(target, ()):
-        pytest.skip("left to make test-long")
     given = given_of(target)
     random = np.random.default_rng(seed + sum(map(ord, target + kind)))
     for jobs in given.jobs:

@@ -14,6 +14,7 @@ from harness.engine_jobs import Solo
 from harness.engine_traffic import check_clean, edited
 from harness.exact_targets import skip_without_kernels
 from harness.head_targets import KINDS, PAIRS, Pair
+from harness.spread import mark_cases
 from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.speculation import speculator as speculator_module
@@ -39,8 +40,8 @@ IN_A_NORMAL_RUN = {
     *(("cyclic-f32-native", kind, "tree") for kind in ("medusa-rows", "dspark")),
     ("experts-f32-native", "mtp", "tree"),
     ("gemma4-f32-native", "assistant", "tree"),
-    ("gemma4-bf16-native", "assistant-gguf", "chain"),
-    ("experts-bf16-native", "mtp-stacked", "chain"),
+    ("gemma4-f32-native", "assistant-gguf", "chain"),
+    ("experts-f32-native", "mtp-stacked", "chain"),
 }
 CASES = [
     *((f"{name}-{dtype}-native", kind, shape) for name in KINDS for dtype in ("f32", "bf16") for kind in KINDS[name] for shape in SHAPES),
@@ -142,7 +143,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
     return seen
 
 
-@pytest.mark.parametrize(("target", "kind", "shape"), CASES, ids=map("-".join, CASES))
+@pytest.mark.parametrize(("target", "kind", "shape"), mark_cases(CASES, IN_A_NORMAL_RUN))
 def test_heads_of_every_kind_change_no_token(
     target: str,
     kind: str,
@@ -153,8 +154,6 @@ def test_heads_of_every_kind_change_no_token(
     tally: "Counter[str]",
 ) -> None:
     """As a batch that does not fit, so that some are preempted, and one by one, behind prefixes that are cached."""
-    if not large_counts and (target, kind, shape) not in IN_A_NORMAL_RUN:
-        pytest.skip("left to make test-long")
     given = given_of(target)
     llm = given.open(kind, *SHAPES[shape])
     for sampling in SAMPLINGS if large_counts else ("greedy", "sampled"):

@@ -13,9 +13,9 @@ from paceline import LLM, SamplingParams
 from paceline.runtimes.native.library import kernels_path
 from paceline.speculation.draft_length.policy import FixedDraftLength
 
-TARGETS = ["int8", "int4", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q4_1"]
+TARGETS = ["int8", "int4", "BF16", "Q4_0", "Q8_0", "Q5_1", "Q4_1"]
 DRAFTERS = ["ngram", "suffix", "draft_model", "quantised draft", "draft from GGUF"]
-IN_A_NORMAL_RUN = ("int8", "Q8_0", "Q4_0")  # from a directory and from files, with every drafter
+IN_A_NORMAL_RUN = ("int8", "Q4_0")  # from a directory and from files, with every drafter
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "top-p": SamplingParams(temperature=0.7, top_p=0.9, seed=5),

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from harness.always_drafts import draft_always
 from harness.answer_drafters import ChaosDrafter, OracleDrafter
 from harness.exact_targets import BACKENDS, EVERYTHING, HYBRIDS, opened_as, skip_without_kernels
+from harness.spread import mark_cases
 from paceline import LLM, SamplingParams
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
@@ -51,8 +53,11 @@ SAMPLE = [
 ]  # of `make test`
 DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "several", "oracle", "wrong", "chaos"]
 IN_A_NORMAL_RUN = {  # a third of the drafters each, and each with at least two targets
-    target: [kind for place, kind in enumerate(DRAFTERS) if (place + number) % 3 == 0] for number, target in enumerate(SAMPLE)
-} | {"mini-bf16-native": ["draft_model"]}
+    (target, kind)
+    for number, target in enumerate(SAMPLE)
+    for place, kind in enumerate(DRAFTERS)
+    if (kind == "draft_model" if target == "mini-bf16-native" else (place + number) % 3 == 0)
+}
 TREES = ("chaos", "draft_tree", "suffix_tree", "several")  # get rows for branches
 
 
@@ -174,8 +179,7 @@ def compare(llm: LLM, plain: Plain, samplings: Sequence[str]) -> int:
     return count
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("target", list(map("-".join, EVERYTHING)))
+@pytest.mark.parametrize(("target", "kind"), mark_cases(product(map("-".join, EVERYTHING), DRAFTERS), IN_A_NORMAL_RUN))
 def test_drafts_of_every_drafter_change_no_token(
     target: str,
     kind: str,
@@ -186,8 +190,6 @@ def test_drafts_of_every_drafter_change_no_token(
     tally: "Counter[str]",
 ) -> None:
     name, dtype, backend = target.split("-")
-    if not large_counts and kind not in IN_A_NORMAL_RUN.get(target, ()):
-        pytest.skip("left to make test-long")
     plain = plain_of(name, dtype, backend)
     random = np.random.default_rng(seed + sum(map(ord, target + kind)))
     embedded = plain.directory / "draft"

@@ -56,7 +56,7 @@ def events_of(case: Case, pieces: Iterable[str], tools: Sequence[Tool] = TOOLS) 
         events += stream.push(piece)
     events += stream.finish()
     assert stream.parser.is_done
-    return events, stream.sink.num_complete
+    return events, stream.sink.num_calls - len(stream.sink.broken_off)
 
 
 def parsed(events: Sequence[Event]) -> Parsed:

@@ -95,7 +95,7 @@ class Network:
     ) -> list[FloatArray]:
         """The results of one pass, as copies."""
         num_rows = len(inputs[0])
-        self.execution.input_rows(num_rows)
+        self.execution.reserve_rows(num_rows)
         for value, rows in zip(self._inputs, inputs, strict=True):
             self.execution.buffer_rows(value.index, num_rows)[...] = rows
         described, wanted = batch or make_batch([RowRange(0, num_rows, 0, np.arange(16, dtype=np.int32))])

@@ -1,12 +1,18 @@
 """Which cases of a large parametrisation a normal run takes: some that lie apart, with every value of every axis among them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from math import ceil
+from typing import Any
 
 import pytest
 
 GOLDEN = 0.618034
+
+
+def mark_cases(cases: Iterable[tuple[Any, ...]], in_a_normal_run: Container[tuple[Any, ...]]) -> list[Any]:
+    """Cases for `parametrize`, named by their values; those that a normal run leaves out are marked as long."""
+    return [pytest.param(*case, id="-".join(map(str, case)), marks=() if case in in_a_normal_run else pytest.mark.long) for case in cases]
 
 
 def mark_the_others(items: Sequence[pytest.Item]) -> None:

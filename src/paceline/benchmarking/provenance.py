@@ -47,13 +47,7 @@ class ModelFacts:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object."""
-        return {
-            "name": self.name,
-            "path": str(self.path),
-            "precision": self.precision,
-            "grown": self.is_grown,
-            "files": list(self.files),
-        }
+        return {"name": self.name, "path": str(self.path), "precision": self.precision, "grown": self.is_grown, "files": list(self.files)}
 
 
 def model_facts(name: str, path: Path, quantization: str | QuantOptions) -> ModelFacts:

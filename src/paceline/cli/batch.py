@@ -113,11 +113,7 @@ def _watcher(counts: _Progress, *, quiet: bool) -> "Iterator[Watcher]":
 
 
 def _report(result: "BatchResult", target: Path, *, quiet: bool) -> None:
-    """Print the last line and set the exit code.
-
-    Raises:
-        typer.Exit: not every request was answered.
-    """
+    """Print the last line and set the exit code."""
     counts = [(len(result.bad), "left out"), (result.num_refused, "refused"), (result.num_failed, "failed")]
     if not quiet:
         wrong = "".join(f", {count} {what}" for count, what in counts if count)

@@ -349,11 +349,7 @@ class Chat:
         return num_tokens + num_free <= self._llm.max_model_len
 
     def _answer(self, text: str) -> None:
-        """Run one turn. A turn that fails is removed; an answer interrupted by Ctrl-C is kept.
-
-        Raises:
-            typer.Exit: Ctrl-C, and input is not interactive.
-        """
+        """Run one turn. A turn that fails is removed; an answer interrupted by Ctrl-C is kept."""
         from paceline.cli.rendering import Answer, print_statistics, write_stream, writer_for
 
         conversation, shown = self._conversation, self._shown

@@ -15,39 +15,10 @@ from paceline.spelling import OTHER_NAMES
 
 HELP_NAMES = ("-h", "--help", "--help-all")
 COMMON = [
-    "model",
-    "prompt_option",
-    "chat",
-    "system",
-    "host",
-    "port",
-    "api_key",
-    "served_model_name",
-    "quick",
-    "prompts",
-    "workload",
-    "peer",
-    "probe",
-    "fetch",
-    "memory_gb",
-    "tokens",
-    "max_tokens",
-    "temperature",
-    "drafter",
-    "draft_model",
-    "num_speculative_tokens",
-    "data",
-    "eval_data",
-    "minutes",
-    "resume",
-    "threads",
-    "max_model_len",
-    "explain",
-    "details",
-    "as_json",
-    "json_file",
-    "output",
-]
+    "model", "prompt_option", "chat", "system", "host", "port", "api_key", "served_model_name", "quick", "prompts", "workload", "peer",
+    "probe", "fetch", "memory_gb", "tokens", "max_tokens", "temperature", "drafter", "draft_model", "num_speculative_tokens", "data",
+    "eval_data", "minutes", "resume", "threads", "max_model_len", "explain", "details", "as_json", "json_file", "output",
+]  # fmt: skip
 """Options that --help lists, in this order; --help-all lists the others too."""
 _LISTS_ALL = "paceline.lists_all_options"
 _ONE_DASH = re.compile(r"-[A-Za-z][\w-]+")

@@ -81,11 +81,7 @@ def _bytes(memory_gb: float) -> int:
 
 
 def _print(found: "Diagnosis", fetched: "Fetched | None" = None, *, as_json: bool) -> None:
-    """Print a diagnosis.
-
-    Raises:
-        typer.Exit: something cannot work.
-    """
+    """Print a diagnosis."""
     from rich.console import Console
 
     from paceline.proof.doctor_text import report

@@ -54,7 +54,7 @@ ADAPTERS = Panel(
     EngineConfig,
     {
         "adapters": "A LoRA or X-LoRA adapter for the model: a name and the directory that PEFT wrote. Requests to a server or of a "
-        "batch name it as their model, and there may be several; run and chat answer with it.",
+        "batch name it as their model, and there may be several; run and chat answer with it."
     },
 )
 MEMORY = Panel(

@@ -126,11 +126,7 @@ def _train(given: dict[str, Any], output: Path, *, resume: bool, quiet: bool, de
 
 
 def _numbers(name: str, text: str, kind: type[int] | type[float]) -> tuple[float, ...]:
-    """Return the numbers of a list.
-
-    Raises:
-        ConfigError: it holds something else.
-    """
+    """Return the numbers of a list."""
     try:
         return tuple(kind(word) for word in text.split(","))
     except ValueError:

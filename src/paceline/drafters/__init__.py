@@ -38,17 +38,9 @@ from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.speculation.drafter import Drafter, DrafterNeeds
 
 __all__ = [
-    "DRAFT_FOLDER",
-    "DRAFTER_NAMES",
-    "HeadOptions",
-    "LoadedTarget",
-    "PreparedDrafter",
-    "PreparedDrafters",
-    "check_draft_adapter",
-    "open_head_files",
-    "prepare_drafters",
-    "prepare_drafter",
-]
+    "DRAFT_FOLDER", "DRAFTER_NAMES", "HeadOptions", "LoadedTarget", "PreparedDrafter", "PreparedDrafters", "check_draft_adapter",
+    "open_head_files", "prepare_drafters", "prepare_drafter",
+]  # fmt: skip
 
 DRAFT_FOLDER = "draft"
 """Subfolder of a model's directory with a draft model or head for it."""
@@ -220,11 +212,7 @@ def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
 
 
 def _without_duplicates(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
-    """Return the drafters, without the drafter that "auto" chose if the user also named it.
-
-    Raises:
-        IncompatibleDrafterError: the user named a drafter twice.
-    """
+    """Return the drafters, without the drafter that "auto" chose if the user also named it."""
     by_files: dict[tuple[str, Path | None], tuple[str, PreparedDrafter]] = {}
     for name, drafter in zip(names, drafters, strict=True):
         known = by_files.setdefault((drafter.name, drafter.path and drafter.path.resolve()), (name, drafter))

@@ -7,6 +7,7 @@ removed. PyTorch files are read with `weights_only=True`, so that code in them d
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from numpy.typing import NDArray
 from paceline.drafters.head_kinds import METHOD_FILE_NAMES, HeadKind, detect_head_kind
 from paceline.errors import CheckpointError, IncompatibleDrafterError, name_list
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.gguf.header import GgufTensor
-from paceline.models.gguf.stored_tensor import TensorSource, read_tensor
+from paceline.models.gguf.stored_tensor import UNQUANTIZED_TYPES, TensorSource, read_tensor
 from paceline.models.layers import DenseMLP, LayerConfig, QKNorm
 from paceline.models.storage.safetensors_file import checkpoint_files
 from paceline.models.storage.tensor_file import ITEM_TYPES, FileTensor, read_tensors
@@ -249,9 +249,27 @@ def add_layer_shapes(
         required |= {f"{prefix}self_attn.{name}.weight": (attention.head_size,) for name in ("q_norm", "k_norm")}
 
 
-def read_gguf_values(tensor: GgufTensor, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Read an unquantised tensor of a GGUF file."""
-    values = tensor.data.view(np.dtype(ITEM_TYPES[tensor.block_type.name])).reshape(shape)
+def gguf_tensors(sources: Mapping[str, TensorSource]) -> tuple[dict[str, FileTensor], dict[str, TensorSource]]:
+    """Return the tensors of a GGUF file by their names in safetensors files, and the sources of the quantised ones.
+
+    Values of a quantised tensor are read by `HeadFiles.matrix` only. `d2t` has target ids in GGUF files; offsets are returned.
+    """
+    tensors = {
+        name: FileTensor(source.shape, source.tensor.block_type.name, partial(_read_gguf_values, name, source))
+        for name, source in sources.items()
+    }
+    return tensors, {name: source for name, source in sources.items() if source.tensor.block_type.name not in ITEM_TYPES}
+
+
+def _read_gguf_values(name: str, source: TensorSource) -> NDArray[Any]:
+    tensor, item_type = source.tensor, ITEM_TYPES.get(source.tensor.block_type.name)
+    if item_type is None:
+        types = ", ".join(UNQUANTIZED_TYPES)
+        raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}, expected one of {types}; download the file again")
+    values = tensor.data.view(np.dtype(item_type)).reshape(source.shape)
+    values = values if source.rows is None else values[source.rows()]
+    if name == "d2t" and values.ndim == 1 and values.dtype.kind in "iu":
+        return values - np.arange(len(values))
     return values if values.flags.aligned else values.copy()
 
 
@@ -318,11 +336,7 @@ def read_target_ids(files: HeadFiles, size: int, target: ModelConfig) -> NDArray
 
 
 def _tensor_files(directory: Path) -> tuple[Path, ...]:
-    """Return the files in a directory that contain the head's tensors; safetensors files are preferred to PyTorch files.
-
-    Raises:
-        CheckpointError: there are no such files, or an index lists missing files.
-    """
+    """Return the files in a directory that contain the head's tensors; safetensors files are preferred to PyTorch files."""
     for name in METHOD_FILE_NAMES:
         if (directory / name).is_file():
             return (directory / name,)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,9 +38,8 @@ from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, LazyWeights, Tensor, Weights, add_norm_offset, take_rows
-from paceline.runtimes.base import Network
 from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
-from paceline.runtimes.load import load_head
+from paceline.runtimes.load import HeadPlacement, load_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +172,7 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, 
 def _read_tensors(
     files: HeadFiles, layout: _ModuleLayout, layers: ModelConfig, target: ModelConfig
 ) -> tuple[dict[str, AnyTensor], dict[str, Tensor], int]:
-    """Return the first module's tensors by the names in `mtp_network`, its own embedding and lm_head, and the number of other modules.
-
-    Raises:
-        CheckpointError: tensors are missing, unknown, or of the wrong shape.
-    """
+    """Return the first module's tensors by the names in `mtp_network`, its own embedding and lm_head, and the number of other modules."""
     size, mlp = target.hidden_size, layers.layers[0].mlp
     if isinstance(mlp, ExpertMLP):
         files = _split_experts(files, layout.layer_prefix, mlp, size)
@@ -205,9 +200,6 @@ def _split_experts(files: HeadFiles, prefix: str, mlp: ExpertMLP, hidden_size: i
     Args:
         prefix: prefix of the tensor names of the module's decoder layer.
         mlp: sizes of the experts by the target's config.
-
-    Raises:
-        CheckpointError: the number of experts is not the target's, or a stack has the wrong shape.
     """
     prefix = f"{prefix}mlp.experts."
     tensors, count = dict(files.tensors), mlp.routing.num_experts
@@ -239,11 +231,7 @@ def _read_expert_rows(stack: FileTensor, expert: int, first: int, count: int) ->
 
 
 def _split_fused(files: HeadFiles, prefix: str, layers: ModelConfig) -> HeadFiles:
-    """Replace matrices that fuse several matrices of the network by these, named after `prefix`; no values are read yet.
-
-    Raises:
-        CheckpointError: a matrix or its bias has the wrong shape.
-    """
+    """Replace matrices that fuse several matrices of the network by these, named after `prefix`; no values are read yet."""
     tensors, expected = dict(files.tensors), tensor_shapes(layers)
     for source, parts in fused_in_layer(layers.layers[0], FAMILIES[layers.family]).items():
         first = expected[f"layers.0.{next(iter(parts))}.weight"]
@@ -336,11 +324,7 @@ def _single_layer_config(config: ModelConfig, *, has_norm_offset: bool) -> Model
 
 
 def _check_all_used(files: HeadFiles, layout: _ModuleLayout, used: set[str], num_layers: int) -> int:
-    """Check that the files contain no unknown tensors; return the number of modules after the first.
-
-    Raises:
-        CheckpointError: there are unknown tensors.
-    """
+    """Check that the files contain no unknown tensors; return the number of modules after the first."""
     pattern = re.compile(re.escape(layout.modules_prefix) + "([0-9]{1,6})[.]")
     module_number = {name: int(found[1]) for name in files.tensors if (found := pattern.match(name))}
     first = num_layers if layout.modules_prefix == "layers." else 0
@@ -381,28 +365,12 @@ def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, i
     return compose
 
 
-def open_mtp_head(
-    module: MtpModule,
-    *,
-    num_threads: int,
-    max_model_len: int,
-    backend: str = "auto",
-    device: str = "cpu",
-    lm_head_of: Network | None = None,
-) -> RecurrentHead:
-    """Load the network of an MTP module. For the arguments after `module` see `load_head`."""
+def open_mtp_head(module: MtpModule, **placement: Unpack[HeadPlacement]) -> RecurrentHead:
+    """Load the network of an MTP module."""
     network = mtp_network(module.config, module.soft_cap, is_feature_first=module.is_feature_first)
-    runtime = load_head(
-        network,
-        module.config.layers,
-        module.weights,
-        num_threads=num_threads,
-        max_model_len=max_model_len,
-        backend=backend,
-        device=device,
-        lm_head_of=None if module.config.has_own_lm_head or module.has_lm_head_copy else lm_head_of,
-        rounds_rows=module.has_lm_head_copy,
-    )
+    if module.config.has_own_lm_head or module.has_lm_head_copy:
+        placement["lm_head_of"] = None
+    runtime = load_head(network, module.config.layers, module.weights, rounds_rows=module.has_lm_head_copy, **placement)
     vocab = module.draft_vocab
     first, chosen = (len(vocab), None) if isinstance(vocab, range) else (None, vocab)
     return RecurrentHead(
@@ -426,6 +394,5 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> EagleStyleDrafter:
         module = replace(module, config=replace(module.config, normed_recurrence=options.normed_recurrence))
     if vocab is not None:
         module = restrict_draft_vocab(module, vocab, target.lm_head_copy_quant, num_threads=num_threads)
-    shared, max_model_len = target.lm_head_runtime, target.max_model_len
-    head = open_mtp_head(module, num_threads=num_threads, max_model_len=max_model_len, device=target.device, lm_head_of=shared)
+    head = open_mtp_head(module, **target.placement)
     return EagleStyleDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width)

@@ -21,7 +21,7 @@ from paceline.models.json_fields import JsonFields
 from paceline.models.storage.tensor_file import read_tensors
 from paceline.models.weights import Weights
 from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
-from paceline.runtimes.load import default_kv_cache_dtype, load_head
+from paceline.runtimes.load import HeadPlacement, default_kv_cache_dtype, load_head
 from paceline.small_files import is_file
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import VocabularyComparison, compare_vocabularies
@@ -180,16 +180,9 @@ def open_pard2(files: HeadFiles, target: LoadedTarget) -> ParallelDrafter:
     config = replace(config, layers=config.layers.for_context(target.max_model_len))
     stored = open_pard2_weights(files, config)
     weights = target.quantize(stored, (*weight_files(directory), directory / PROJECTION_FILE), as_draft_model=True)
-    runtime = load_head(
-        pard2_network(config),
-        config.layers,
-        weights,
-        num_threads=target.engine.num_threads,
-        max_model_len=target.max_model_len,
-        device=target.device,
-        rounds_rows=True,
-        kv_cache_dtype=default_kv_cache_dtype(config.layers, stored),
-    )
+    kv_cache_dtype = default_kv_cache_dtype(config.layers, stored)
+    placement: HeadPlacement = {**target.placement, "lm_head_of": None}
+    runtime = load_head(pard2_network(config), config.layers, weights, rounds_rows=True, kv_cache_dtype=kv_cache_dtype, **placement)
     head = RecurrentHead(
         config, runtime, runtime, weights["embedding.weight"], target_ids=None, masked_pair=MaskedFeaturePair(config.mask_token_id, None)
     )

@@ -18,6 +18,7 @@ from paceline.kv_cache.cache import KVCache
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Network
+from paceline.runtimes.load import HeadPlacement
 from paceline.runtimes.native.library import fastest_page_sums
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -77,6 +78,13 @@ class LoadedTarget:
     def lm_head_runtime(self) -> Network | None:
         """The target's runtime if heads without an lm_head use its lm_head; None if heads are quantised: they then use a quantised copy."""
         return self.runtime if self.head_quant is None else None
+
+    @property
+    def placement(self) -> HeadPlacement:
+        """Where heads run: as the target, with its lm_head if they have none."""
+        return HeadPlacement(
+            num_threads=self.engine.num_threads, max_model_len=self.max_model_len, device=self.device, lm_head_of=self.lm_head_runtime
+        )
 
     def quantize(self, weights: Weights, files: Sequence[Path], *, as_draft_model: bool = False) -> Weights:
         """Quantise the weights of a head as the settings say, and cache the result on disk.

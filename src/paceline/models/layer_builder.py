@@ -29,11 +29,7 @@ MAX_EXPERTS = 1024
 """The limit of the kernel in kernels/experts.c."""
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the config.json field for the number of experts."""
-ACTIVATIONS = {
-    "silu": Activation.SILU,
-    "swish": Activation.SILU,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-}
+ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 """Activations of gated MLPs by their names in config.json."""
 _UNGATED_ACTIVATIONS = {"relu2": Activation.RELU}
 """Activations of MLPs without a gate projection, by their names in config.json."""

@@ -3,7 +3,7 @@
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat
 from paceline.parsing.markers import Markers
-from paceline.parsing.reasoning import THINK, drop_mark, reasoning_until, think
+from paceline.parsing.reasoning import THINK, ReasoningReader, drop_mark, think
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
 RESPONSE = ("<response>", "</response>")
@@ -31,6 +31,6 @@ def think_before(answer: tuple[str, str]) -> ReasoningFormat:
 
 
 ERNIE45_FORMAT = think_before(RESPONSE)
-_read_apriel = reasoning_until(APRIEL[1], open=APRIEL[0])
+_read_apriel = ReasoningReader(APRIEL[1], open=APRIEL[0])
 _APRIEL_MARKERS = Markers(anywhere={APRIEL_END: drop_mark}, first={APRIEL[0]: _read_apriel, APRIEL[1]: drop_mark})
 APRIEL_FORMAT = ReasoningFormat(_APRIEL_MARKERS, APRIEL, (), *APRIEL, _read_apriel)

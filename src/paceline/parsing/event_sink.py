@@ -77,11 +77,6 @@ class EventSink:
         """Names of the tools in the prompt."""
         return self._tools.keys()
 
-    @property
-    def num_complete(self) -> int:
-        """Number of calls whose arguments did not end within a string."""
-        return self.num_calls - len(self.broken_off)
-
     def schema_of(self, name: str) -> Mapping[str, Any] | None:
         """Return the schema of a tool's arguments; None if there is none."""
         return self._tools[name].parameters if name in self._tools else None

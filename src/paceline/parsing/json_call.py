@@ -19,12 +19,11 @@ _LANGUAGE = re.compile(r"[\w+-]")
 _AFTER_NAME = "<[`"  # what begins an end mark
 
 
-def read_json_calls(stream: TextStream, sink: EventSink, *, only_known: bool = False, between: str = ",;") -> Parse[None]:
+def read_json_calls(stream: TextStream, sink: EventSink, *, only_known: bool = False) -> Parse[None]:
     """Pass one call, a list of calls, or several calls, perhaps in a code fence, and emit them.
 
     Args:
         only_known: as for `read_json_call`.
-        between: characters that may separate calls.
 
     Raises:
         MalformedError: the text does not begin with a call.
@@ -38,7 +37,7 @@ def read_json_calls(stream: TextStream, sink: EventSink, *, only_known: bool = F
             raise MalformedError
     else:
         yield from read_json_call(stream, sink, only_known=only_known)
-        yield from _read_more(stream, sink, only_known=only_known, between=between)
+        yield from _read_more(stream, sink, only_known=only_known)
     yield from skip_closers(stream)
     if is_fenced:
         yield from stream.take_or_end(_FENCE)
@@ -54,11 +53,11 @@ def take_fence(stream: TextStream) -> Parse[bool]:
     return True
 
 
-def _read_more(stream: TextStream, sink: EventSink, *, only_known: bool, between: str) -> Parse[None]:
+def _read_more(stream: TextStream, sink: EventSink, *, only_known: bool) -> Parse[None]:
     """Pass further calls; text that is no call is left to the caller."""
     while sink.can_call:
         stream.mark_emitted()
-        yield from stream.skip(WHITESPACE + between)
+        yield from stream.skip(WHITESPACE + ",;")
         if (yield from stream.peek()) != "{":
             return
         yield from read_json_call(stream, sink, only_known=only_known)
@@ -149,11 +148,7 @@ def emit_arguments(stream: TextStream, sink: EventSink, name: str, call_id: str 
 
 
 def _object_text(value: str) -> str:
-    """Return the JSON object that a value is or holds.
-
-    Raises:
-        MalformedError: it is none.
-    """
+    """Return the JSON object that a value is or holds."""
     try:
         given = json.loads(value)
         if isinstance(given, str) and given.strip():

@@ -114,11 +114,7 @@ class CallListReader:
             yield from self._recover(stream, sink, call, num_calls)
 
     def _tool_name(self, name: str, sink: EventSink) -> str:
-        """Return the name of the tool; in code the module before it is left out.
-
-        Raises:
-            MalformedError: the tool is unknown and `only_known` is set.
-        """
+        """Return the name of the tool; in code the module before it is left out."""
         if self.is_code and name not in sink.tool_names:
             name = name.rpartition(".")[2]
         if self.only_known and sink.tool_names and name not in sink.tool_names:

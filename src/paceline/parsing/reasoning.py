@@ -20,22 +20,17 @@ class ReasoningReader:
     Args:
         open: the opening mark, which models repeat after a prompt that ends with it; empty = it is not searched for.
         close: the closing mark.
-        label: what must follow the opening mark.
     """
 
-    def __init__(self, close: str, label: str = "", open: str = "") -> None:
-        self._open, self._close, self._label = open, close, label
+    def __init__(self, close: str, open: str = "") -> None:
+        self._open, self._close = open, close
 
     def __call__(self, stream: TextStream, sink: EventSink, calls: Mapping[str, ParseMarkup] | None = None) -> Parse[None]:
         """Pass the reasoning and its closing mark.
 
         Args:
             calls: parsers of calls by their opening marks.
-
-        Raises:
-            MalformedError: the label is missing.
         """
-        yield from stream.expect(self._label)
         yield from stream.skip("\n")
         while self._open and (yield from stream.take(self._open)):
             yield from stream.skip("\n")
@@ -82,17 +77,12 @@ class ReasoningReader:
         stream.mark_emitted()
 
 
-def reasoning_until(close: str, label: str = "", open: str = "") -> ParseMarkup:
-    """Return a parser of reasoning up to `close`, as `ReasoningReader`."""
-    return ReasoningReader(close, label, open)
-
-
 def drop_mark(stream: TextStream, sink: EventSink) -> Parse[None]:
     """Drop a mark from the text."""
     yield from ()
 
 
-think = reasoning_until(THINK[1], open=THINK[0])
+think = ReasoningReader(THINK[1], open=THINK[0])
 
 
 def reasoning_format(open: str, close: str, signs: tuple[str, ...] = ()) -> ReasoningFormat:
@@ -101,7 +91,7 @@ def reasoning_format(open: str, close: str, signs: tuple[str, ...] = ()) -> Reas
     Args:
         signs: texts that show the format in a chat template; the closing token if there are none.
     """
-    reader = reasoning_until(close, open=open)
+    reader = ReasoningReader(close, open=open)
     markers = Markers(first={open: reader, close: drop_mark})
     return ReasoningFormat(markers, signs or (close,), (open, close), open, close, reader)
 

@@ -130,17 +130,9 @@ REASONING_FORMATS = {
     "qwen3": reasoning.THINK_FORMAT,
 }
 TOOL_CALL_SYNONYMS = {
-    "harmony": HARMONY,
-    "kimi": "kimi_k2",
-    "minimax": "minimax_m2",
-    "granite3": "granite",
-    "xml": "qwen3_coder",
-    "qwen3_xml": "qwen3_coder",
-    "glm": "glm45",
-    "glm47": "glm45",
-    "llama3": "llama3_json",
-    "llama4_json": "llama3_json",
-}
+    "harmony": HARMONY, "kimi": "kimi_k2", "minimax": "minimax_m2", "granite3": "granite", "xml": "qwen3_coder",
+    "qwen3_xml": "qwen3_coder", "glm": "glm45", "glm47": "glm45", "llama3": "llama3_json", "llama4_json": "llama3_json",
+}  # fmt: skip
 """Other names of tool-call formats, with the names in the table."""
 REASONING_SYNONYMS = {
     "harmony": HARMONY_REASONING,

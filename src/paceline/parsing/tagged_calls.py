@@ -146,11 +146,7 @@ class TaggedCallFormat:
         return key, "", (yield from stream.peek()) != ""
 
     def _read_name(self, stream: TextStream) -> Parse[tuple[str, str, bool]]:
-        """Pass the rest of an opening tag. Return the name, the other attributes, and whether the tag has an end.
-
-        Raises:
-            MalformedError: `attribute` is missing, the other attributes are unknown, or the tag is too long.
-        """
+        """Pass the rest of an opening tag. Return the name, the other attributes, and whether the tag has an end."""
         if self.attribute:
             yield from stream.skip()
             yield from stream.expect(self.attribute)

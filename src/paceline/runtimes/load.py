@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Required, TypedDict
 
 from paceline.config import QuantOptions
 from paceline.errors import BackendUnavailableError, CapacityError, ConfigError, convert_memory_errors
@@ -239,6 +240,16 @@ def _warm_up(network: Network) -> None:
     cache = network.new_cache(1)
     network.forward(*assemble_pass([cache.reserve(cache.new_sequence(), [-1])], [[0]], [[0]]))
     network.num_passes = 0
+
+
+class HeadPlacement(TypedDict, total=False):
+    """Keyword arguments of `load_head` that the functions that load a drafter pass on."""
+
+    num_threads: Required[int]
+    max_model_len: Required[int]
+    backend: str
+    device: str
+    lm_head_of: Network | None
 
 
 def load_head(

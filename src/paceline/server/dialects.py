@@ -13,14 +13,9 @@ from paceline.server.errors import HttpError, http_error_of
 from paceline.server.framing import data_event, line, named_event
 
 _ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
 
 
 def openai_error(error: HttpError) -> dict[str, Any]:

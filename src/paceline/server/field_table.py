@@ -93,11 +93,7 @@ OTHER_SAMPLERS = FieldRules(
         "penalize_nl": Refusal("penalties count every token", (None, True)),
         "repeat_last_n": Refusal("penalties count the whole text; leave it out", (None, -1), _PENALTIES),
     }
-) | _refused(
-    _NO_SAMPLER,
-    "mirostat dynatemp_range xtc_probability dry_multiplier top_n_sigma top_a adaptive_target",
-    -1.0,
-)
+) | _refused(_NO_SAMPLER, "mirostat dynatemp_range xtc_probability dry_multiplier top_n_sigma top_a adaptive_target", -1.0)
 OTHER_SAMPLERS |= _ignored(  # parameters of the samplers above
     "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
     "adaptive_decay min_keep",
@@ -173,7 +169,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         "": TEXT_REQUEST
         | _refused("the model continues a text, it fills no gap", "suffix input_prefix input_suffix input_extra")
         | _refused("completions have no tools; send them to /v1/chat/completions", "tools tool_choice", "none")
-        | FieldRules(refused={"add_special_tokens": Refusal("send token ids to leave special tokens out", (None, True))}),
+        | FieldRules(refused={"add_special_tokens": Refusal("send token ids to leave special tokens out", (None, True))})
     },
     "tokenize": {
         "": REQUEST | _refused("pieces are always the text of a token", "return_offsets") | _refused(_OWN_TEMPLATE, "chat_template"),

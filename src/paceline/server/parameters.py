@@ -11,18 +11,9 @@ from paceline.server.settings import ServerSettings
 
 MAX_BIASES = 1024
 _SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "bad_words",
-)
+    "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "min_tokens", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "bad_words",
+)  # fmt: skip
 
 
 def sampling_params(

@@ -21,26 +21,13 @@ _PART = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ns|us|µs|ms|s|m|h)")
 _DURATION = re.compile(rf"(?:{_PART.pattern})+")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _COUNTS = (
-    "max_messages",
-    "max_prompt_chars",
-    "max_prompts",
-    "max_n",
-    "max_stop",
-    "max_stop_chars",
-    "max_grammar_chars",
-    "max_tools",
-    "max_connections",
-    "max_loaded",
-)
+    "max_messages", "max_prompt_chars", "max_prompts", "max_n", "max_stop", "max_stop_chars", "max_grammar_chars", "max_tools",
+    "max_connections", "max_loaded",
+)  # fmt: skip
 _MOST = {
-    "max_body_mb": 4096,
-    "head_timeout_s": 86_400,
-    "body_timeout_s": 86_400,
-    "request_timeout_s": 604_800,
-    "send_timeout_s": 86_400,
-    "grammar_timeout_s": 3600,
-    "drain_s": 86_400,
-}
+    "max_body_mb": 4096, "head_timeout_s": 86_400, "body_timeout_s": 86_400, "request_timeout_s": 604_800, "send_timeout_s": 86_400,
+    "grammar_timeout_s": 3600, "drain_s": 86_400,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

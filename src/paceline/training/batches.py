@@ -42,10 +42,6 @@ class Batch:
     label_rows: Tensor
     draft_ids: Tensor
 
-    @property
-    def num_labels(self) -> int:
-        return len(self.draft_ids)
-
     def labels_at(self, positions: Tensor) -> Tensor:
         """Return the label number at positions [B, ...]; -1 = no label."""
         length = self.token_ids.shape[1]

@@ -24,12 +24,7 @@ _TONES = ("#2f6fb5", "#c2571a", "#3b8f4a", "#8b5fbf", "#b03a5b", "#5f6b76")
 
 
 def write_card(
-    directory: Path,
-    settings: TrainSettings,
-    progress: Progress,
-    data: Data,
-    results: Mapping[str, Any],
-    facts: Mapping[str, Any],
+    directory: Path, settings: TrainSettings, progress: Progress, data: Data, results: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> None:
     """Write the three files.
 

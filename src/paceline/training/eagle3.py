@@ -15,16 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.training.batches import Batch
-from paceline.training.drafter import (
-    Score,
-    StepResult,
-    TargetMatrices,
-    TrainableDrafter,
-    gather_rows,
-    scatter_hits,
-    summed,
-    token_at,
-)
+from paceline.training.drafter import Score, StepResult, TargetMatrices, TrainableDrafter, gather_rows, scatter_hits, summed, token_at
 from paceline.training.layers import FLATTENING, DecoderLayer, KeysValues, LayerSizes, RMSNorm, context_projection, last_layers
 from paceline.training.settings import TrainSettings
 from paceline.training.vocabulary import DraftVocabulary

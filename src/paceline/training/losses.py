@@ -31,17 +31,6 @@ class Predicted(NamedTuple):
     best: Tensor
 
 
-def eager_loss(x: Tensor, matrix: Tensor, targets: Targets, index: Tensor, weights: Tensor) -> Predicted:
-    """Compute what `vocabulary_loss` computes, by its definition."""
-    logits = (x @ matrix.T).float()
-    logs = logits.log_softmax(-1)
-    if targets.probs is not None:
-        losses = -(targets.probs[index].float() * logs).sum(-1)
-    else:
-        losses = -logs.gather(1, targets.labels[index].clamp(min=0)[:, None])[:, 0]
-    return Predicted((losses * weights).sum(), logits.argmax(-1))
-
-
 def vocabulary_loss(x: Tensor, matrix: Tensor, targets: Targets, index: Tensor, weights: Tensor, dtype: torch.dtype) -> Predicted:
     """Return the loss of rows, with gradients of `x` and `matrix`.
 

@@ -71,11 +71,7 @@ def read_prompts(files: Sequence[str], loaded: LoadedEngine, settings: TrainSett
 
 
 def _prompts_of(path: Path, number: int, loaded: LoadedEngine, settings: TrainSettings) -> Iterator[Prompt]:
-    """Yield the prompts of a file in the order of the seed.
-
-    Raises:
-        ConfigError: it cannot be read, or holds no usable prompt.
-    """
+    """Yield the prompts of a file in the order of the seed."""
     records = [piece for record in read_records(path) for piece in _pieces(record, settings.max_tokens)]
     random.Random(f"{settings.seed}/{number}").shuffle(records)
     count = 0

@@ -110,11 +110,7 @@ def _keep_prompts(directory: Path, prompts: tuple[list[Prompt], list[Prompt]]) -
 def _say_estimate(
     loaded: LoadedEngine, recorder: FeatureRecorder, prompts: Sequence[Prompt], settings: TrainSettings, directory: Path, say: Say
 ) -> None:
-    """Record a few answers, and print the time and the bytes that all of them will take.
-
-    Raises:
-        CapacityError: the disk has no room.
-    """
+    """Record a few answers, and print the time and the bytes that all of them will take."""
     trial = prompts[:: max(1, len(prompts) // BATCH)][:BATCH]
     if not trial:
         return

@@ -84,14 +84,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "100,000 unknown fields": (CHAT, lambda: chat(**{f"field_{index}": index for index in range(100_000)})),
 }
 
-ORDINARY = (
-    "blanks in a message",
-    "40,000 parts of a message",
-    "a schema",
-    "tokenize",
-    "streamed log-probabilities",
-    "tiny chunks",
-)
+ORDINARY = ("blanks in a message", "40,000 parts of a message", "a schema", "tiny chunks")
 
 
 class Moment(NamedTuple):

@@ -189,7 +189,7 @@ def test_xml_elements_use_the_union_option_that_has_them() -> None:
     stream = OutputFormat("minimax_m3", "none").stream([tool])
     stream.push(minimax('find"><limit><max>10</max></limit>'))
     stream.finish()
-    assert stream.sink.num_complete == 1
+    assert stream.sink.num_calls - len(stream.sink.broken_off) == 1
 
 
 TEMPLATES = [

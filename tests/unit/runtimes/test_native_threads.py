@@ -41,7 +41,7 @@ def test_native_threads_waiting_for_a_long_task_use_no_processor_time() -> None:
 
 
 def run(network: Network, rows: FloatArray, num_passes: int) -> None:
-    network.execution.input_rows(len(rows))
+    network.execution.reserve_rows(len(rows))
     for _ in range(num_passes):
         network(rows)
 

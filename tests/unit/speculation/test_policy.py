@@ -10,6 +10,7 @@ import pytest
 
 from harness.fixed_draft_length import fixed_lengths
 from harness.replay import DEEPEST, Costs, Trace, best_fixed, controller, made_up, replay
+from harness.spread import mark_cases
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.cost import ForwardProfile
 from paceline.speculation.draft_length.acceptance import PRIOR_RATE
@@ -60,15 +61,8 @@ CASES = [(chance, machine, says) for chance in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
 FEW = [(chance, list(MACHINES)[at % 6], list(SAYS)[at % 2]) for at, chance in enumerate((0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0))]
 
 
-def is_asked(case: tuple[float, str, str], *, large: bool) -> bool:
-    return large or case in FEW
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_adaptive_length_is_as_fast_as_the_best_fixed_length(case: tuple[float, str, str], seed: int, large_counts: bool) -> None:
-    if not is_asked(case, large=large_counts):
-        pytest.skip("large counts only")
-    chance, machine, says = case
+@pytest.mark.parametrize(("chance", "machine", "says"), mark_cases(CASES, FEW))
+def test_adaptive_length_is_as_fast_as_the_best_fixed_length(chance: float, machine: str, says: str, seed: int) -> None:
     costs, random = MACHINES[machine], np.random.default_rng(seed)
     traces = texts(lambda _: chance, random, 24, says)
     seconds = replay(controller(costs), traces, costs).seconds
@@ -76,11 +70,8 @@ def test_adaptive_length_is_as_fast_as_the_best_fixed_length(case: tuple[float, 
     assert seconds <= 1.015 * plain_seconds(traces, costs)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_adaptive_length_in_a_batch_is_never_slower_than_plain(case: tuple[float, str, str], seed: int, large_counts: bool) -> None:
-    if not is_asked(case, large=large_counts):
-        pytest.skip("large counts only")
-    chance, machine, says = case
+@pytest.mark.parametrize(("chance", "machine", "says"), mark_cases(CASES, FEW))
+def test_adaptive_length_in_a_batch_is_never_slower_than_plain(chance: float, machine: str, says: str, seed: int) -> None:
     costs, random = MACHINES[machine], np.random.default_rng(seed)
     traces = texts(lambda _: chance, random, 24, says, length=96)
     seconds = replay(controller(costs), traces, costs, batch_size=8).seconds

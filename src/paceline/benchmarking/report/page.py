@@ -17,10 +17,7 @@ WIDTH = 470
 LEFT, RIGHT = 126, 84
 ROW = 22
 NUM_TONES = 8
-COLUMNS = [
-    *("mode", "tokens/s", "× plain", "× plain, whole requests", "tokens a step", "first token ms", "between tokens ms", "passes"),
-    *("host", "GB/s", "repeats", "memory GB"),
-]
+COLUMNS = (*text.COLUMNS[:3], "× plain, whole requests", *text.COLUMNS[3:6], "passes", *text.COLUMNS[6:])
 Tones = Mapping[str, str]
 
 
@@ -244,24 +241,14 @@ def _speedup_bar(cell: Cell, tones: Tones) -> Bar:
 
 def _row(cell: Cell) -> str:
     whole = "1" if cell.mode == PLAIN else text.NO_SPEEDUP if cell.refusal else text.ratio(cell.request_ratio)
-    values = [
-        text.speed(cell.tokens_per_s),
-        text.speedup(cell),
-        whole,
-        text.acceptance(cell),
-        text.milliseconds(None if cell.first_token_s is None else cell.first_token_s.median),
-        text.gaps(cell),
-        text.UNKNOWN if cell.passes is None else str(cell.passes),
-        text.share(cell.host_share),
-        text.gigabytes(cell.bytes_per_s),
-        text.repeats(cell),
-        text.gigabytes(cell.peak_rss_bytes),
-    ]
+    passes = text.UNKNOWN if cell.passes is None else str(cell.passes)
+    mode, *shared = text.cell_values(cell)
+    values = [*shared[:2], whole, *shared[2:5], passes, *shared[5:]]
     refused = ' class="refused"' if cell.refusal else ""
     numbers = "".join(
         f'<td class="{"reason" if index == 1 and cell.refusal else "number"}">{_text(value)}</td>' for index, value in enumerate(values)
     )
-    return f"<tr{refused}><td>{_text(cell.mode)}</td>{numbers}</tr>"
+    return f"<tr{refused}><td>{_text(mode)}</td>{numbers}</tr>"
 
 
 def _text(value: object) -> str:

@@ -161,7 +161,7 @@ def markdown(result: BenchResult) -> str:
     rows = [("model", "threads", "workload", *COLUMNS), ("---",) * (3 + len(COLUMNS))]
     model = f"{result.model.shown} {result.model.precision}"
     for cell in result.cells:
-        rows.append((model, str(result.num_threads), cell_title(cell.workload, cell.temperature), *_values(cell)))
+        rows.append((model, str(result.num_threads), cell_title(cell.workload, cell.temperature), *cell_values(cell)))
     lines = ["| " + " | ".join(printable(value).replace("|", "\\|") for value in row) + " |" for row in rows]
     return "\n".join([*lines, *(f"\n{printable(line)}" for line in (*failures(result), *result.measured.notices))])
 
@@ -171,11 +171,11 @@ def _table(cells: list[Cell]) -> Table:
     for name in COLUMNS:
         table.add_column(name, overflow="fold")
     for cell in cells:
-        table.add_row(*(Text(printable(value)) for value in _values(cell)), style=_style(cell))
+        table.add_row(*(Text(printable(value)) for value in cell_values(cell)), style=_style(cell))
     return table
 
 
-def _values(cell: Cell) -> tuple[str, ...]:
+def cell_values(cell: Cell) -> tuple[str, ...]:
     """Return the texts of `COLUMNS`."""
     spread = cell.first_token_s
     return (

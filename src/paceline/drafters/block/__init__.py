@@ -26,18 +26,16 @@ def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
     weights = target.runtime.weights or open_weights(target.directory, sizes)
     tensors: dict[str, AnyTensor] = dict(quantised)
     own_embedding = tensors.pop("embedding.weight", None)
-    lm_head_of = None
     if not config.has_own_lm_head:
         tensors["lm_head.weight"] = weights["embedding.weight" if sizes.tied_embeddings else "lm_head.weight"]
-        lm_head_of = target.runtime
+    placement = target.placement
+    placement["max_model_len"] += config.block_size
+    placement["lm_head_of"] = None if config.has_own_lm_head else target.runtime
     head = BlockHead(
         replace(opened, weights=Weights(tensors)),
         tensors,
         weights["embedding.weight"] if own_embedding is None else own_embedding,
-        num_threads=target.engine.num_threads,
-        max_model_len=target.max_model_len + config.block_size,
-        device=target.device,
-        lm_head_of=lm_head_of,
+        **placement,
     )
     stated = config.sample_from_anchor
     return BlockDrafter(

@@ -126,12 +126,7 @@ def _as_vector(tensor: AnyTensor) -> Tensor:
 
 
 def _read_mask_embedding(path: Path, config: BlockConfig) -> NDArray[np.float32] | None:
-    """Read the mask token's embedding [E], which replaces its row of the embedding table; None if the file does not exist.
-
-    Raises:
-        CheckpointError: the file cannot be read, or contains something else.
-        BackendUnavailableError: torch is not installed.
-    """
+    """Read the mask token's embedding [E], which replaces its row of the embedding table; None if the file does not exist."""
     if not os.path.lexists(path):
         return None
     if not path.is_file():

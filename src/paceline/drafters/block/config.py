@@ -27,20 +27,12 @@ from paceline.models.rope_config import RopeConfig, read_rope
 BLOCK_KINDS = (HeadKind.DFLASH, HeadKind.DFLASH2, HeadKind.DSPARK)
 GGUF_ARCHITECTURE = "dflash"
 GGUF_KEYS = {
-    "block_size": "block_size",
-    "sample_from_anchor": "sample_from_anchor",
-    "is_causal": "attention.causal",
-    "attention_value_scale": "attention.value_scale",
-    "output_multiplier": "logit_scale",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "input_embedding_scale": "embedding_scale",
-    "conv_kernel_size": "conv_kernel_size",
-    "conv_group_size": "conv_group_size",
-    "selector_rank": "selector_rank",
-    "selector_top_k": "selector_top_k",
-    "target_layer_ids": "target_layers",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
+    "block_size": "block_size", "sample_from_anchor": "sample_from_anchor", "is_causal": "attention.causal",
+    "attention_value_scale": "attention.value_scale", "output_multiplier": "logit_scale",
+    "final_logit_softcapping": "final_logit_softcapping", "input_embedding_scale": "embedding_scale",
+    "conv_kernel_size": "conv_kernel_size", "conv_group_size": "conv_group_size", "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k", "target_layer_ids": "target_layers", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}  # fmt: skip
 """config.json field -> GGUF metadata key, without the architecture prefix."""
 SINK_TENSOR_NAMES = ("self_attn.attention_sink_bias", "self_attn.sinks")
 CONVOLUTION_NAMES = ("attention_conv", "mlp_conv")

@@ -7,24 +7,20 @@ Source: llama.cpp `src/models/dflash.cpp` and its converters.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.drafters.block.config import GGUF_ARCHITECTURE, GGUF_KEYS, SELECTOR_PREFIX
-from paceline.drafters.head_files import GGUF_LAYER_MODULE_NAMES, HeadFiles, read_gguf_values
+from paceline.drafters.head_files import GGUF_LAYER_MODULE_NAMES, HeadFiles, gguf_tensors
 from paceline.drafters.head_kinds import detect_block_kind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.gguf.config import ROPE_TENSORS, read_rope_fields
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile, open_gguf, split_parts
 from paceline.models.gguf.header import GgufTensor
-from paceline.models.gguf.stored_tensor import UNQUANTIZED_TYPES, TensorSource, check_stored_shape
-from paceline.models.storage.tensor_file import ITEM_TYPES, FileTensor
+from paceline.models.gguf.stored_tensor import TensorSource, check_stored_shape
+from paceline.models.storage.tensor_file import FileTensor
 
 _LAYER_TENSOR_NAMES = {
     "attn_sinks.weight": "self_attn.attention_sink_bias",
@@ -48,13 +44,10 @@ _TENSOR_NAMES = {
     "selector_hidden.weight": SELECTOR_PREFIX + "hidden_projection.weight",
 }
 _SIZE_KEYS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
-}
+}  # fmt: skip
 _OPTIONAL_FIELDS = ("block_size", "sample_from_anchor", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _FACTOR_FIELDS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale", "attention_value_scale")
 _CONFIDENCE_TENSOR = "confidence_head.proj.weight"
@@ -75,10 +68,9 @@ def open_gguf_block(path: Path) -> HeadFiles | None:
     stored = {_canonical_name(name): tensor for name, tensor in file.tensors.items() if name not in ROPE_TENSORS}
     if len(stored) < len([name for name in file.tensors if name not in ROPE_TENSORS]):
         raise CheckpointError(f"{path} holds a tensor under two names: the file is damaged, download it again")
-    tensors = {name: _open_tensor(name, tensor) for name, tensor in stored.items()}
-    quantised = {
-        name: _open_quantised(tensor, tensors[name].shape) for name, tensor in stored.items() if tensor.block_type.name not in ITEM_TYPES
-    }
+    tensors, quantised = gguf_tensors({name: TensorSource(tensor, _shape_of(name, tensor)) for name, tensor in stored.items()})
+    for source in quantised.values():
+        check_stored_shape(source, source.shape, source.tensor.shape)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return HeadFiles(path, _read_config(file, tensors), tensors, detect_block_kind(shapes), split_parts(path), quantised)
 
@@ -88,28 +80,8 @@ def _canonical_name(name: str) -> str:
     return _TENSOR_NAMES.get(name, name) if layer is None else f"layers.{int(layer[1])}.{_LAYER_TENSOR_NAMES.get(layer[2], layer[2])}"
 
 
-def _open_quantised(tensor: GgufTensor, shape: tuple[int, ...]) -> TensorSource:
-    source = TensorSource(tensor, shape)
-    check_stored_shape(source, shape, tensor.shape)
-    return source
-
-
-def _open_tensor(name: str, tensor: GgufTensor) -> FileTensor:
-    shape = (1, *tensor.shape) if name == _CONFIDENCE_TENSOR and len(tensor.shape) == 1 else tensor.shape
-    if tensor.block_type.name not in ITEM_TYPES:
-        return FileTensor(shape, tensor.block_type.name, partial(_refuse_quantised, tensor))
-    values: Callable[[], NDArray[Any]] = partial(read_gguf_values, tensor, shape)
-    return FileTensor(shape, tensor.block_type.name, partial(_ids_to_offsets, values) if name == "d2t" else values)
-
-
-def _ids_to_offsets(values: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-    ids = values()
-    return ids - np.arange(len(ids)) if ids.ndim == 1 and ids.dtype.kind in "iu" else ids
-
-
-def _refuse_quantised(tensor: GgufTensor) -> NDArray[Any]:
-    types = ", ".join(UNQUANTIZED_TYPES)
-    raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}, expected one of {types}; download the file again")
+def _shape_of(name: str, tensor: GgufTensor) -> tuple[int, ...]:
+    return (1, *tensor.shape) if name == _CONFIDENCE_TENSOR and len(tensor.shape) == 1 else tensor.shape
 
 
 def _read_config(file: GgufFile, tensors: Mapping[str, FileTensor]) -> dict[str, Any]:

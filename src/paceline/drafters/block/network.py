@@ -11,6 +11,7 @@ Sources: DFlash and DFlash2 (z-lab `dflash/model.py`), DSpark (deepseek-ai/DeepS
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Unpack
 
 import numpy as np
 
@@ -19,10 +20,10 @@ from paceline.drafters.block.config import BlockConfig, MarkovKind
 from paceline.models.config import WeightType
 from paceline.models.layers import QKNorm
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
-from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, RowRange
 from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
 from paceline.runtimes.embedding import embedding_rows
-from paceline.runtimes.load import load_head
+from paceline.runtimes.load import HeadPlacement, load_head
 from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
 
 BOUNDARY, EMBEDDING, LATENT, BASE = "boundary", "embedding", "latent", "base"
@@ -118,7 +119,6 @@ class BlockHead:
         checkpoint: config and weights of the drafter.
         tensors: weights of the networks by name; `lm_head.weight` may be the target's.
         embedding: [V, E] embedding table of the tokens.
-        lm_head_of: see `load_head`.
 
     Attributes:
         runtime: the network that caches committed positions; the other networks use the same KV cache.
@@ -127,25 +127,13 @@ class BlockHead:
     """
 
     def __init__(
-        self,
-        checkpoint: BlockCheckpoint,
-        tensors: Mapping[str, AnyTensor],
-        embedding: AnyTensor,
-        *,
-        num_threads: int,
-        max_model_len: int,
-        backend: str = "auto",
-        device: str = "cpu",
-        lm_head_of: Network | None = None,
+        self, checkpoint: BlockCheckpoint, tensors: Mapping[str, AnyTensor], embedding: AnyTensor, **placement: Unpack[HeadPlacement]
     ) -> None:
         config = checkpoint.config
         self.config, self.target_ids, self._small_tensors = config, checkpoint.target_ids, checkpoint.small_tensors
         self._tables = checkpoint.lookup_tables
         self.markov_rank = self._tables["markov_w1"].shape[1] if config.markov is not None else 0
-        self.runtime = load_head(
-            context_network(config), config.layers, Weights(dict(tensors)), num_threads=num_threads, max_model_len=max_model_len,
-            backend=backend, device=device, lm_head_of=lm_head_of,
-        )  # fmt: skip
+        self.runtime = load_head(context_network(config), config.layers, Weights(dict(tensors)), **placement)
         self._block_network = self.runtime.network_with_same_weights(block_network(config))
         self._markov_network = (
             self.runtime.network_with_same_weights(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None

@@ -28,10 +28,7 @@ def open_eagle_drafter(files: HeadFiles, target: LoadedTarget) -> EagleStyleDraf
         checkpoint,
         sizes,
         loaded_weights if isinstance(loaded_weights, Weights) else open_weights(target.directory, sizes),
-        num_threads=target.engine.num_threads,
-        max_model_len=target.max_model_len,
-        device=target.device,
-        lm_head_of=target.lm_head_runtime,
+        **target.placement,
     )
     drafter = ParallelDrafter if head.masked_pair else EagleStyleDrafter
     return drafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,21 @@ from paceline.drafters.eagle.config import (
     has_final_norm_disabled,
     has_nested_config,
 )
-from paceline.drafters.head_files import GGUF_LAYER_MODULE_NAMES, LAYER_MODULE_NAMES, HeadFiles, Shapes, add_layer_shapes, read_target_ids
+from paceline.drafters.head_files import (
+    GGUF_LAYER_MODULE_NAMES,
+    LAYER_MODULE_NAMES,
+    HeadFiles,
+    Shapes,
+    add_layer_shapes,
+    gguf_tensors,
+    read_target_ids,
+)
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig
 from paceline.models.gguf.file import GgufFile, open_gguf
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.gguf.stored_tensor import TensorSource
-from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 
 _MASK_FEATURE_TENSOR = "mask_hidden"
@@ -42,22 +48,15 @@ _INTERNAL_TENSOR_NAMES = {
 }  # fmt: skip
 
 _GGUF_ARCHITECTURE = "eagle3"
-_GGUF_ITEM_TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
 _GGUF_LAYER_TENSOR_NAMES = {"attn_norm_2": "hidden_norm", **GGUF_LAYER_MODULE_NAMES}
 _GGUF_NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "ffn_norm": "layers.0.post_attention_layernorm"}
 _GGUF_CONFIG_KEYS = {
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "context_length": "max_position_embeddings",
-    "rope.freq_base": "rope_theta",
-    "target_hidden_size": "target_hidden_size",
-    "norm_before_residual": "norm_before_residual",
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "context_length": "max_position_embeddings", "rope.freq_base": "rope_theta",
+    "target_hidden_size": "target_hidden_size", "norm_before_residual": "norm_before_residual",
     "extract_layers": "eagle_aux_hidden_state_layer_ids",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +223,7 @@ def open_gguf_eagle(path: Path) -> HeadFiles | None:
     if file.metadata.get("general.architecture") != _GGUF_ARCHITECTURE:
         return None
     config = _read_gguf_config(file)
-    sources = {_canonical_name(name): _tensor_source(tensor, config) for name, tensor in file.tensors.items()}
-    tensors = {name: _file_tensor(source) for name, source in sources.items()}
-    if "d2t" in tensors:
-        ids = tensors["d2t"]
-        tensors["d2t"] = FileTensor(ids.shape, ids.dtype, lambda: ids.open() - np.arange(ids.shape[0]))
-    quantised = {name: source for name, source in sources.items() if source.tensor.block_type.name not in _GGUF_ITEM_TYPES}
+    tensors, quantised = gguf_tensors({_canonical_name(name): _tensor_source(tensor, config) for name, tensor in file.tensors.items()})
     return HeadFiles(path, config, tensors, HeadKind.EAGLE3, (path,), quantised)
 
 
@@ -265,20 +259,3 @@ def _tensor_source(stored: GgufTensor, config: dict[str, Any]) -> TensorSource:
     if not isinstance(num_heads, int) or num_heads < 1 or stored.shape[0] % (2 * num_heads):  # wrong numbers are refused with the config
         return TensorSource(stored, stored.shape)
     return TensorSource(stored, stored.shape, rows=lambda: np.arange(stored.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1))
-
-
-def _file_tensor(source: TensorSource) -> FileTensor:
-    """Return a tensor of numbers, or the shape of a quantised one, which is read by `HeadFiles.matrix`."""
-    item_type = _GGUF_ITEM_TYPES.get(source.tensor.block_type.name, "")
-    return FileTensor(source.shape, source.tensor.block_type.name, partial(_read_values, source, item_type))
-
-
-def _read_values(source: TensorSource, item_type: str) -> NDArray[Any]:
-    if not item_type:
-        raise CheckpointError(
-            f"{source.tensor} of type {source.tensor.block_type.name} holds no numbers of its own; download the file again"
-        )
-    values = source.tensor.data.view(item_type).reshape(source.shape)
-    if source.rows is not None:
-        return values[source.rows()]
-    return values if values.flags.aligned else values.copy()

@@ -193,11 +193,7 @@ def _vocab_row_counts(files: HeadFiles, config: EagleConfig) -> list[int]:
 
 
 def _eagle1_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> EagleConfig:
-    """Read the configuration of an EAGLE-1, EAGLE-2 or HASS head. The norms depend on the format of the files.
-
-    Raises:
-        CheckpointError: a config field that must be a boolean is not one.
-    """
+    """Read the configuration of an EAGLE-1, EAGLE-2 or HASS head. The norms depend on the format of the files."""
     has_embedding_norm, has_feature_norm, has_input_norm, has_final_norm = (
         name in files.tensors for name in (*_FC_INPUT_NORMS, FIRST_NORM, LAST_NORM)
     )
@@ -279,9 +275,6 @@ def _read_layer_boundaries(
         fields: fields of the whole config.
         count: number of boundaries for which the head's `fc` has columns.
         num_layers: number of layers of the target.
-
-    Raises:
-        IncompatibleDrafterError: the target has too few layers, or the list does not have `count` boundaries.
     """
     ids = sorted(set(fields.token_ids(BOUNDARIES_KEY) or nested.token_ids(BOUNDARIES_KEY)))
     source = BOUNDARIES_KEY
@@ -307,11 +300,7 @@ def _are_valid_boundaries(layer_boundaries: tuple[int, ...], num_layers: int) ->
 
 
 def _mask_token_id(files: HeadFiles, fields: JsonFields, options: HeadOptions) -> int:
-    """Return the mask token of a P-EAGLE head; vLLM, speculators and Automodel have different names for the config field.
-
-    Raises:
-        IncompatibleDrafterError: neither config nor options have a mask token.
-    """
+    """Return the mask token of a P-EAGLE head; vLLM, speculators and Automodel have different names for the config field."""
     if options.mask_token_id is not None:
         return options.mask_token_id
     block = files.config.get("dflash_config")
@@ -325,12 +314,7 @@ def _mask_token_id(files: HeadFiles, fields: JsonFields, options: HeadOptions) -
 
 
 def _read_decoder_config(files: HeadFiles, fields: JsonFields) -> ModelConfig:
-    """Return the sizes of the head's decoder layers. Sizes of tensors have priority over the config.
-
-    Raises:
-        CheckpointError: a size is missing, invalid or not supported.
-        IncompatibleDrafterError: the layers are those of an unsupported model type.
-    """
+    """Return the sizes of the head's decoder layers. Sizes of tensors have priority over the config."""
     _check_family(files, fields)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     query, key, gate = (files.matrix_shape(f"layers.0.{name}.weight") for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
@@ -404,11 +388,7 @@ def _read_windows(fields: JsonFields, num_layers: int) -> list[int | None]:
 
 
 def _read_rope(files: HeadFiles, fields: JsonFields, head_size: int) -> RopeConfig:
-    """Read the rotary embedding as speculators does, which ignores `partial_rotary_factor` unless the rotary embedding is scaled.
-
-    Raises:
-        CheckpointError: this kind of rotary embedding is not supported.
-    """
+    """Read the rotary embedding as speculators does, which ignores `partial_rotary_factor` unless the rotary embedding is scaled."""
     family = replace(FAMILIES["llama"], has_partial_rope=files.is_speculators)
     rope = read_rope(fields, family, head_size=head_size).for_context(None)
     return replace(rope, rotated_fraction=1.0) if rope.type is RopeType.DEFAULT else rope

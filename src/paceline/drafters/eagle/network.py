@@ -5,53 +5,32 @@ feature of position t + 1. The next pair uses the predicted feature if the targe
 """
 
 from collections.abc import Mapping
+from typing import Unpack
 
 from paceline.drafters.eagle.checkpoint import EagleCheckpoint
 from paceline.drafters.eagle.config import EagleConfig
 from paceline.drafters.recurrent_heads.head import BOUNDARY, EMBEDDING, FEATURE, MaskedFeaturePair, RecurrentHead
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
-from paceline.runtimes.base import Network
 from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
-from paceline.runtimes.load import load_head
+from paceline.runtimes.load import HeadPlacement, load_head
 
 
 def open_eagle_head(
-    checkpoint: EagleCheckpoint,
-    target: ModelConfig,
-    target_weights: Weights,
-    *,
-    num_threads: int,
-    max_model_len: int,
-    device: str = "cpu",
-    lm_head_of: Network | None = None,
+    checkpoint: EagleCheckpoint, target: ModelConfig, target_weights: Weights, **placement: Unpack[HeadPlacement]
 ) -> RecurrentHead:
-    """Load the networks of a head. It uses the target's embedding and lm_head if it has none of its own.
-
-    Args:
-        max_model_len: maximum length of a text.
-        device: "cpu" or "cuda".
-        lm_head_of: see `load_head`; only used for heads without an lm_head.
-    """
+    """Load the networks of a head. It uses the target's embedding and lm_head if it has none of its own."""
     config, soft_cap = checkpoint.config, None
     tensors: dict[str, AnyTensor] = dict(checkpoint.weights)
     embedding = tensors.pop("embedding.weight", None)
     if not config.has_fc_bias:
         tensors.pop("fc.bias", None)
     if "lm_head.weight" in tensors:
-        lm_head_of = None
+        placement["lm_head_of"] = None
     else:
         tensors["lm_head.weight"] = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
         soft_cap = target.logit_soft_cap
-    runtime = load_head(
-        target_feature_network(config, soft_cap),
-        config.layers,
-        Weights(tensors),
-        num_threads=num_threads,
-        max_model_len=max_model_len,
-        device=device,
-        lm_head_of=lm_head_of,
-    )
+    runtime = load_head(target_feature_network(config, soft_cap), config.layers, Weights(tensors), **placement)
     masked_pair = None
     if config.mask_token_id is not None and checkpoint.mask_feature is not None:
         masked_pair = MaskedFeaturePair(config.mask_token_id, checkpoint.mask_feature)

@@ -7,13 +7,12 @@ keep the clusters. So tensors that belong to no layer are found by the ends of t
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_files import HeadFiles, check_target_sizes, read_gguf_values
+from paceline.drafters.head_files import HeadFiles, check_target_sizes, gguf_tensors
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError, name_list, shortened
 from paceline.models.checkpoint import is_gguf
@@ -22,11 +21,11 @@ from paceline.models.families.gemma4 import ASSISTANT_ARCHITECTURES, METADATA_KE
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.config import ROPE_TENSORS, with_metadata_keys
 from paceline.models.gguf.file import GgufFile, open_gguf, split_parts
+from paceline.models.gguf.stored_tensor import TensorSource
 from paceline.models.gguf.weights import ExtraTensors, GgufWeights
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionConfig, LayerConfig
-from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import Weights
 
@@ -196,8 +195,7 @@ def open_gguf_assistant(path: Path) -> HeadFiles | None:
         count = next(iter(file.tensors[names[_CENTROIDS]].shape), 0)
         top_k = file.metadata.get(f"{architecture}.centroid_top_k")
         config |= {"num_centroids": count, "centroid_intermediate_top_k": min(_DEFAULT_TOP_K, count) if top_k is None else top_k}
-    stored = {name: file.tensors[name] for name in names.values()}
-    tensors = {name: FileTensor(one.shape, one.block_type.name, partial(read_gguf_values, one, one.shape)) for name, one in stored.items()}
+    tensors, _ = gguf_tensors({name: TensorSource(file.tensors[name], file.tensors[name].shape) for name in names.values()})
     return HeadFiles(path, config, tensors, HeadKind.GEMMA4_ASSISTANT, split_parts(path))
 
 

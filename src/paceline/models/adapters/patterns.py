@@ -108,11 +108,7 @@ def _ends_with(name: str, endings: tuple[str, ...]) -> bool:
 
 
 def _match_in_process(patterns: Sequence[str], names: Sequence[str], path: Path) -> list[list[bool]]:
-    """Return the result of `match_all`, run in a separate process with limits on time and memory.
-
-    Raises:
-        CheckpointError: The patterns are too long, malformed or take too long.
-    """
+    """Return the result of `match_all`, run in a separate process with limits on time and memory."""
     shown = ", ".join(map(shortened, patterns[:5]))
     if sum(map(len, patterns)) > _MAX_PATTERN_CHARS:
         raise CheckpointError(f"{path} holds regular expressions of more than {_MAX_PATTERN_CHARS} characters: name the modules one by one")

@@ -23,15 +23,13 @@ def read_choice(fields: JsonFields, name: str, known: tuple[Any, ...], *, defaul
     return value
 
 
-def read_group_size(fields: JsonFields, name: str = "group_size", *, default: int = 128) -> int:
+def read_group_size(fields: JsonFields) -> int:
     """Return how many columns share a scale; -1 = a whole row.
 
     Raises:
         CheckpointError: The value is neither -1 nor a positive integer.
     """
-    if fields.values.get(name) == -1:
-        return -1
-    return fields.integer(name, default)
+    return -1 if fields.values.get("group_size") == -1 else fields.integer("group_size", 128)
 
 
 def refuse_settings(fields: JsonFields, *names: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import Activation, QKNorm
@@ -27,14 +27,7 @@ FAMILIES = (
         architecture="ApertusForCausalLM",
         models="Apertus",
         layers=_apertus_layers,
-        defaults={
-            "max_position_embeddings": 65536,
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "xielu",
-            "rope_theta": 12e6,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        defaults={"max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 12e6, **special_ids(1, 2)},
         fixed_fields={"post_norm": False, "qk_norm": True},
         module_names={"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
         gguf=GgufFormat(architectures=("apertus",), read_extra_fields=_apertus_gguf_fields),

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.families.experts import grouped_topk_routing
-from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.families.experts import experts_with_shared, grouped_experts_gguf_fields, grouped_topk_routing
+from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import AttentionConfig, ExpertMLP, ExpertRouting, LatentProjections, RouterScoring
+from paceline.models.layers import AttentionConfig, ExpertRouting, LatentProjections, RouterScoring
 
 _GREEDY, _BY_GROUP = "greedy", "group_limited_greedy"
 _MAX_SIZE = 1024
@@ -43,9 +43,7 @@ def _latent_attention(builder: LayerBuilder) -> AttentionConfig:
 
 
 def _layers_with_experts(builder: LayerBuilder, routing: ExpertRouting, is_dense: list[bool]) -> Layers:
-    expert, num_shared = builder.mlp(width_field="moe_intermediate_size"), builder.fields.integer("n_shared_experts", least=0)
-    shared = replace(expert, intermediate_size=expert.intermediate_size * num_shared) if num_shared else None
-    experts = ExpertMLP(routing=routing, expert=expert, shared=shared)
+    experts = experts_with_shared(builder, routing, builder.fields.integer("n_shared_experts", least=0))
     return builder.layers(_latent_attention(builder), [builder.mlp() if dense else experts for dense in is_dense])
 
 
@@ -87,20 +85,16 @@ def _glm4_moe_lite_layers(builder: LayerBuilder) -> Layers:
 
 
 def _gguf_fields(gating: GatingFunction, fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    groups, key, scaling = fields.count("expert_group_count", 1), "rope.scaling.yarn_log_multiplier", config.get("rope_scaling") or {}
+    grouped = grouped_experts_gguf_fields(fields, config)
+    key, scaling = "rope.scaling.yarn_log_multiplier", config.get("rope_scaling") or {}
     if scaling and fields.architecture_value(key):  # converters store 0.1 mscale_all_dim
         scaling = {**scaling, **dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * fields.number(key), 6))}
     return {
         **fields.read_experts(gating=(gating,)),
         "rope_scaling": scaling or None,
-        "num_hidden_layers": fields.num_layers_without_mtp(config["num_hidden_layers"]),
+        **grouped,
         "num_key_value_heads": config["num_attention_heads"],
-        "first_k_dense_replace": fields.architecture_value("leading_dense_block_count") or 0,
-        "n_shared_experts": fields.architecture_value("expert_shared_count") or 0,
-        "n_group": groups,
-        "topk_group": fields.count("expert_group_used_count", 1),
-        "topk_method": "noaux_tc" if gating is GatingFunction.SIGMOID else _BY_GROUP if groups > 1 else _GREEDY,
-        "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
+        "topk_method": "noaux_tc" if gating is GatingFunction.SIGMOID else _BY_GROUP if grouped["n_group"] > 1 else _GREEDY,
         "q_lora_rank": fields.architecture_value("attention.q_lora_rank") or None,
         "kv_lora_rank": fields.count("attention.kv_lora_rank"),
         "qk_nope_head_dim": fields.count("attention.key_length_mla") - config["head_dim"],
@@ -151,8 +145,7 @@ _DEEPSEEK_V3 = Family(
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
         "first_k_dense_replace": 3,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
+        **special_ids(0, 1),
     },
     fixed_fields={**_FIXED_FIELDS, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     field_aliases={"qk_rope_head_dim": "head_dim"},
@@ -176,8 +169,7 @@ FAMILIES = (
             "n_shared_experts": 2,
             "topk_method": _GREEDY,
             "first_k_dense_replace": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
+            **special_ids(1, 2),
         },
         # transformers does not normalise weights whatever norm_topk_prob, other programs do.
         fixed_fields={**_FIXED_FIELDS, "scoring_func": "softmax", "norm_topk_prob": False},
@@ -204,8 +196,7 @@ FAMILIES = (
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.8,
             "first_k_dense_replace": 1,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
+            **special_ids(0, 1),
         },
         gguf=None,
         gguf_family="deepseek_v3",

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from paceline.models.families.experts import experts_with_shared
 from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP
 
 
 def _ernie4_5_layers(builder: LayerBuilder) -> Layers:
@@ -17,12 +17,8 @@ def _ernie4_5_layers(builder: LayerBuilder) -> Layers:
 
 def _ernie4_5_moe_layers(builder: LayerBuilder) -> Layers:
     fields, count = builder.fields, builder.num_layers
-    expert, num_shared = builder.mlp(width_field="moe_intermediate_size"), fields.integer("moe_num_shared_experts", 2, least=0)
-    experts = ExpertMLP(
-        routing=replace(builder.routing(), is_normalized=True, has_correction_bias=True),
-        expert=expert,
-        shared=replace(expert, intermediate_size=expert.intermediate_size * num_shared) if num_shared else None,
-    )
+    routing = replace(builder.routing(), is_normalized=True, has_correction_bias=True)
+    experts = experts_with_shared(builder, routing, fields.integer("moe_num_shared_experts", 2, least=0))
     first, interval = fields.integer("moe_layer_start_index", 1, least=0), fields.integer("moe_layer_interval", 1)
     last = count - 1 if fields.values.get("moe_layer_end_index", -1) == -1 else fields.integer("moe_layer_end_index", least=0)
     has_experts = [first <= layer <= last and (layer + 1) % interval == 0 for layer in range(count)]
@@ -47,13 +43,9 @@ def _ernie4_5_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> 
 
 
 _DEFAULTS = {
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 _ERNIE4_5 = Family(
     name="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
@@ -63,9 +55,7 @@ _ERNIE4_5 = Family(
     fixed_fields={"compression_ratio": 1.0},
     has_interleaved_rope=True,
     gguf=GgufFormat(
-        architectures=("ernie4_5",),
-        read_extra_fields=lambda fields, config: {"use_bias": config["mlp_bias"]},
-        has_interleaved_rope=True,
+        architectures=("ernie4_5",), read_extra_fields=lambda fields, config: {"use_bias": config["mlp_bias"]}, has_interleaved_rope=True
     ),
 )
 FAMILIES = (

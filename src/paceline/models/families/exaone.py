@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields
+from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields, special_ids
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import LayerConfig, NormOrder, QKNorm
 
@@ -29,8 +29,7 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             "sliding_window": 4096,
             "sliding_window_pattern": 4,
-            "bos_token_id": 0,
-            "eos_token_id": 2,
+            **special_ids(0, 2),
         },
         gguf=GgufFormat(architectures=("exaone4",), read_extra_fields=sliding_window_gguf_fields),
     ),

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.models.families.family import Family, GgufFormat, Layers
-from paceline.models.families.hybrids import SILU_ONLY, mamba_gguf_fields, mamba_mixer_of_width
+from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
+from paceline.models.families.hybrids import SILU_ONLY, mamba_gguf_fields, mamba_metadata_keys, mamba_mixer_of_width
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import GatedNorm, LayerConfig, Mamba2Config
@@ -76,8 +76,7 @@ FAMILIES = (
             "mamba_d_state": 256,
             "mamba_d_conv": 4,
             "mamba_expand": 2,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
+            **special_ids(1, 2),
         },
         fixed_fields={"attention_bias": False, "mamba_proj_bias": False, "projectors_bias": False},
         module_names={
@@ -91,12 +90,8 @@ FAMILIES = (
             architectures=("falcon-h1",),
             read_extra_fields=_falcon_h1_gguf_fields,
             metadata_keys={
-                "mamba_n_heads": "ssm.time_step_rank",
-                "mamba_n_groups": "ssm.group_count",
-                "mamba_d_state": "ssm.state_size",
-                "mamba_d_head": "ssm.inner_size",
+                **mamba_metadata_keys("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
                 "mamba_d_ssm": "ssm.inner_size",
-                "mamba_d_conv": "ssm.conv_kernel",
             },
         ),
     ),

@@ -22,6 +22,11 @@ def sliding_window_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) ->
     return fields.read_sliding_window(config["num_hidden_layers"])
 
 
+def special_ids(bos: int, eos: int) -> dict[str, int]:
+    """Return the config.json fields with the ids of the tokens that begin and end a text."""
+    return {"bos_token_id": bos, "eos_token_id": eos}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufFormat:
     """How llama.cpp's converters write the models of a family.

@@ -1,6 +1,7 @@
 """Gemma 2 and Gemma 3."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError
@@ -11,14 +12,6 @@ from paceline.models.layers import NormOrder, QKNorm
 
 _NUM_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """The 27B models scale scores by hidden_size / num_heads; llama.cpp recognises them by their number of layers."""
-
-
-def _gemma2_layers(builder: LayerBuilder) -> Layers:
-    return _gemma_layers(builder, pattern=2, soft_cap=builder.soft_cap("attn_logit_softcapping"))
-
-
-def _gemma3_layers(builder: LayerBuilder) -> Layers:
-    return _gemma_layers(builder, qk_norm=QKNorm.HEAD)
 
 
 def _gemma_layers(
@@ -46,50 +39,30 @@ def _gemma_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[st
 
 
 _DEFAULTS = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096, "bos_token_id": 2, "eos_token_id": 1,
+}  # fmt: skip
+_GEMMA2 = Family(
+    name="gemma2",
+    architecture="Gemma2ForCausalLM",
+    models="Gemma 2",
+    layers=lambda builder: _gemma_layers(builder, pattern=2, soft_cap=builder.soft_cap("attn_logit_softcapping")),
+    defaults={**_DEFAULTS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    activation_field="hidden_activation",
+    has_norm_offset=True,
+    has_scaled_embedding=True,
+    has_logit_soft_cap=True,
+    gguf=GgufFormat(architectures=("gemma2",), read_extra_fields=_gemma_gguf_fields),
+)
 FAMILIES = (
-    Family(
-        name="gemma2",
-        architecture="Gemma2ForCausalLM",
-        models="Gemma 2",
-        layers=_gemma2_layers,
-        defaults={
-            **_DEFAULTS,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        activation_field="hidden_activation",
-        has_norm_offset=True,
-        has_scaled_embedding=True,
-        has_logit_soft_cap=True,
-        gguf=GgufFormat(architectures=("gemma2",), read_extra_fields=_gemma_gguf_fields),
-    ),
-    Family(
+    _GEMMA2,
+    replace(
+        _GEMMA2,
         name="gemma3_text",
         architecture="Gemma3ForCausalLM",
         models="Gemma 3 (text)",
-        layers=_gemma3_layers,
-        defaults={
-            **_DEFAULTS,
-            "vocab_size": 262208,
-            "max_position_embeddings": 131072,
-            "sliding_window_pattern": 6,
-            "rope_theta": 1e6,
-        },
-        activation_field="hidden_activation",
-        has_norm_offset=True,
-        has_scaled_embedding=True,
-        has_logit_soft_cap=True,
+        layers=lambda builder: _gemma_layers(builder, qk_norm=QKNorm.HEAD),
+        defaults={**_DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6, "rope_theta": 1e6},
         has_local_rope=True,
         gguf=GgufFormat(architectures=("gemma3",), read_extra_fields=_gemma_gguf_fields),
     ),

@@ -338,14 +338,9 @@ METADATA_KEYS = {
 }
 """Metadata keys of config.json fields, for models and for assistants."""
 _DEFAULTS = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1,
+}  # fmt: skip
 _GEMMA4 = Family(
     name="gemma4_text",
     architecture="Gemma4ForCausalLM",

@@ -1,14 +1,13 @@
 """GLM-4 and GLM-4.5."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from paceline.models.families.experts import grouped_topk_routing
+from paceline.models.families.experts import experts_with_shared, grouped_experts_gguf_fields, grouped_topk_routing
 from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP, NormOrder, QKNorm
+from paceline.models.layers import NormOrder, QKNorm
 
 
 def _glm4_layers(builder: LayerBuilder) -> Layers:
@@ -23,11 +22,8 @@ def _glm4_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str
 
 
 def _glm4_moe_layers(builder: LayerBuilder) -> Layers:
-    fields, routing = builder.fields, grouped_topk_routing(builder)
-    expert, num_shared = builder.mlp(width_field="moe_intermediate_size"), fields.number("n_shared_experts", 1)
-    shared = replace(expert, intermediate_size=int(expert.intermediate_size * num_shared)) if num_shared else None
-    num_dense = fields.integer("first_k_dense_replace", 1, least=0, most=builder.num_layers)
-    experts = ExpertMLP(routing=routing, expert=expert, shared=shared)
+    experts = experts_with_shared(builder, grouped_topk_routing(builder), builder.fields.number("n_shared_experts", 1))
+    num_dense = builder.fields.integer("first_k_dense_replace", 1, least=0, most=builder.num_layers)
     mlps = [builder.mlp() if layer < num_dense else experts for layer in range(builder.num_layers)]
     attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD if builder.flag("use_qk_norm") else QKNorm.NONE)
     return builder.layers(attention, mlps)
@@ -36,12 +32,7 @@ def _glm4_moe_layers(builder: LayerBuilder) -> Layers:
 def _glm4_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **fields.read_experts(width=config["intermediate_size"], gating=(GatingFunction.SIGMOID,)),
-        "num_hidden_layers": fields.num_layers_without_mtp(config["num_hidden_layers"]),
-        "first_k_dense_replace": fields.architecture_value("leading_dense_block_count") or 0,
-        "n_shared_experts": fields.architecture_value("expert_shared_count") or 0,
-        "n_group": fields.count("expert_group_count", 1),
-        "topk_group": fields.count("expert_group_used_count", 1),
-        "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
+        **grouped_experts_gguf_fields(fields, config),
         "use_qk_norm": fields.has_tensor("blk.0.attn_q_norm.weight"),
     }
 

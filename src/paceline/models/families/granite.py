@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
 from paceline.models.families.hybrids import (
     MLP,
     Mixer,
     gguf_layer_count,
     layers_with_attention,
     mamba_gguf_fields,
+    mamba_metadata_keys,
     mamba_mixer_of_width,
     mixed_layers,
 )
@@ -118,7 +119,7 @@ FAMILIES = (
         architecture="GraniteForCausalLM",
         models="Granite 3",
         layers=_granite_layers,
-        defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+        defaults={"max_position_embeddings": 2048, **special_ids(1, 2)},
         has_multipliers=True,
         gguf=GgufFormat(architectures=("granite",), read_extra_fields=_granite_gguf_fields, has_interleaved_rope=True),
     ),
@@ -134,8 +135,7 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             "sliding_window": 128,
             "tie_word_embeddings": True,
-            "bos_token_id": 100257,
-            "eos_token_id": 100257,
+            **special_ids(100257, 100257),
         },
         has_multipliers=True,
     ),
@@ -154,8 +154,7 @@ FAMILIES = (
             "mamba_d_state": 256,
             "mamba_d_conv": 4,
             "mamba_expand": 2,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
+            **special_ids(1, 2),
         },
         module_names={
             "gate_proj": "shared_mlp.input_linear",
@@ -177,13 +176,7 @@ FAMILIES = (
         gguf=GgufFormat(
             architectures=("granitehybrid",),
             read_extra_fields=_granite_hybrid_gguf_fields,
-            metadata_keys={
-                "mamba_n_heads": "ssm.time_step_rank",
-                "mamba_n_groups": "ssm.group_count",
-                "mamba_d_state": "ssm.state_size",
-                "mamba_d_head": "ssm.inner_size",
-                "mamba_d_conv": "ssm.conv_kernel",
-            },
+            metadata_keys=mamba_metadata_keys("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
             has_interleaved_rope=True,
             allows_zero_sizes=True,
         ),

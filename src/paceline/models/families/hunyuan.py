@@ -1,6 +1,6 @@
 """Hunyuan, dense."""
 
-from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import QKNorm
 
@@ -16,7 +16,7 @@ FAMILIES = (
         architecture="HunYuanDenseV1ForCausalLM",
         models="Hunyuan 0.5B to 7B (dense)",
         layers=_hunyuan_layers,
-        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, **special_ids(1, 2)},
         fixed_fields={"use_cla": False, "use_mla": False, "mlp_bias": False},
         has_rope_alpha=True,
         module_names={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},

@@ -158,3 +158,9 @@ def mamba_gguf_fields(fields: GgufFields, num_layers: int, heads_field: str, siz
         "mamba_conv_bias": fields.has_in_any_block("ssm_conv1d.bias", num_layers),
         "mamba_proj_bias": fields.has_in_any_block("ssm_in.bias", num_layers),
     }
+
+
+def mamba_metadata_keys(heads: str, head_size: str, groups: str, state: str, kernel: str) -> dict[str, str]:
+    """Return the metadata keys of the config.json fields of Mamba-2 mixers, whose names are the arguments."""
+    keys = ("ssm.time_step_rank", "ssm.inner_size", "ssm.group_count", "ssm.state_size", "ssm.conv_kernel")
+    return dict(zip((heads, head_size, groups, state, kernel), keys, strict=True))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields
+from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields, special_ids
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import Activation, AttentionConfig, DenseMLP, NormOrder, share_equal
@@ -84,8 +84,7 @@ _COHERE = Family(
         "lm_head_multiplier": 0.0625,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
-        "bos_token_id": 5,
-        "eos_token_id": 255001,
+        **special_ids(5, 255001),
     },
     fixed_fields={"use_qk_norm": False},
     has_multipliers=True,
@@ -121,8 +120,7 @@ FAMILIES = (
             "hidden_act": "gelu_pytorch_tanh",
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": True,
-            "bos_token_id": 50256,
-            "eos_token_id": 50256,
+            **special_ids(50256, 50256),
         },
         module_names={"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
         field_aliases={"norm_epsilon": "rms_norm_eps"},
@@ -139,8 +137,7 @@ FAMILIES = (
             "num_key_value_heads": 32,
             "partial_rotary_factor": 0.25,
             "rms_norm_eps": 1e-5,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
+            **special_ids(0, 0),
         },
         fixed_fields={"qk_layernorm": False},
         has_partial_rope=True,
@@ -158,16 +155,10 @@ FAMILIES = (
             "partial_rotary_factor": 0.5,
             "hidden_act": "gelu_new",
             "rms_norm_eps": 1e-5,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
+            **special_ids(1, 2),
         },
         fixed_fields={"qk_layernorm": False, "tie_word_embeddings": False},  # a tied lm_head would have no bias here
-        module_names={
-            "final_norm": "model.final_layernorm",
-            "o_proj": "self_attn.dense",
-            "up_proj": "mlp.fc1",
-            "down_proj": "mlp.fc2",
-        },
+        module_names={"final_norm": "model.final_layernorm", "o_proj": "self_attn.dense", "up_proj": "mlp.fc1", "down_proj": "mlp.fc2"},
         has_lm_head_bias=True,
         has_partial_rope=True,
         has_fused_projections=True,

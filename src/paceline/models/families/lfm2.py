@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
 from paceline.models.families.hybrids import MAX_KERNEL_SIZE, MLP, Mixer, gguf_layer_count, layers_with_attention, mixed_layers
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
@@ -122,8 +122,7 @@ _LFM2 = Family(
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
         "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        **special_ids(1, 2),
     },
     module_names={
         "attention_norm": "operator_norm",
@@ -151,11 +150,7 @@ FAMILIES = (
         layers=_lfm2_moe_layers,
         defaults={**_LFM2.defaults, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "norm_topk_prob": True},
         mlp_module="feed_forward",
-        mlp_tensors={
-            "gate.weight": "gate.weight",
-            "router.weight": "gate.weight",
-            "expert_bias": "gate.e_score_correction_bias",
-        },
+        mlp_tensors={"gate.weight": "gate.weight", "router.weight": "gate.weight", "expert_bias": "gate.e_score_correction_bias"},
         gguf=replace(_GGUF, architectures=("lfm2moe",)),
     ),
     replace(
@@ -176,8 +171,7 @@ FAMILIES = (
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                 "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
             },
-            "bos_token_id": 124894,
-            "eos_token_id": 124900,
+            **special_ids(124894, 124900),
         },
         has_local_rope=True,
         needs_local_rope=True,

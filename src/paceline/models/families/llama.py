@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.families.experts import experts_gguf_fields
+from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import ExpertMLP, share_equal
@@ -37,11 +38,6 @@ def _ministral3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> di
 def _mixtral_layers(builder: LayerBuilder) -> Layers:
     experts = ExpertMLP(routing=replace(builder.routing(), is_normalized=True), expert=builder.mlp())
     return builder.layers(builder.attention(), experts, is_sliding=[True] * builder.num_layers)
-
-
-def _mixtral_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    experts = fields.read_experts(width=config["intermediate_size"])
-    return {**experts, "intermediate_size": experts["moe_intermediate_size"]}
 
 
 def _phi3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +75,7 @@ FAMILIES = (
         models="Llama 1 to 3.3, and what has their shape (Vicuna, TinyLlama, SmolLM2, Yi, MiniCPM5)",
         published_heads=("medusa", "eagle", "eagle3", "dflash", "pard2"),
         layers=_llama_layers,
-        defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+        defaults={"max_position_embeddings": 2048, **special_ids(1, 2)},
         gguf=GgufFormat(architectures=("llama",), has_interleaved_rope=True),
     ),
     Family(
@@ -87,13 +83,7 @@ FAMILIES = (
         architecture="MistralForCausalLM",
         models="Mistral 7B, Mistral Nemo, Mistral Small 3 (text)",
         layers=_mistral_layers,
-        defaults={
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096, **special_ids(1, 2)},
         gguf_family="llama",
     ),
     Family(
@@ -101,14 +91,7 @@ FAMILIES = (
         architecture="Ministral3ForCausalLM",
         models="Ministral 3 (text)",
         layers=_ministral3_layers,
-        defaults={
-            "max_position_embeddings": 262144,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, **special_ids(1, 2)},
         has_temperature_tuning=True,
         gguf=GgufFormat(architectures=("mistral3",), read_extra_fields=_ministral3_gguf_fields, has_interleaved_rope=True),
     ),
@@ -125,15 +108,14 @@ FAMILIES = (
             "rope_theta": 1e6,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
+            **special_ids(1, 2),
         },
         mlp_module="block_sparse_moe",
         mlp_tensors={"gate.weight": "gate.weight"},
         gguf=GgufFormat(
             architectures=("llama",),
             matches=lambda fields: bool(fields.architecture_value("expert_count")),
-            read_extra_fields=_mixtral_gguf_fields,
+            read_extra_fields=experts_gguf_fields,
             has_interleaved_rope=True,
         ),
     ),
@@ -142,13 +124,7 @@ FAMILIES = (
         architecture="Phi3ForCausalLM",
         models="Phi-3, Phi-3.5, Phi-4-mini",
         layers=_mistral_layers,
-        defaults={
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 1,
-            "eos_token_id": 32000,
-        },
+        defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **special_ids(1, 32000)},
         has_partial_rope=True,
         has_fused_projections=True,
         rope_type_aliases={"su": "longrope", "yarn": "longrope"},  # names in early checkpoints
@@ -164,8 +140,7 @@ FAMILIES = (
             "num_key_value_heads": 4,
             "rope_theta": 2e6,
             "tie_word_embeddings": True,
-            "bos_token_id": 128000,
-            "eos_token_id": 128001,
+            **special_ids(128000, 128001),
         },
         gguf=GgufFormat(architectures=("smollm3",), has_interleaved_rope=True),
     ),
@@ -174,13 +149,7 @@ FAMILIES = (
         architecture="SeedOssForCausalLM",
         models="Seed-OSS",
         layers=_seed_oss_layers,
-        defaults={
-            "max_position_embeddings": 524288,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "bos_token_id": 0,
-            "eos_token_id": 2,
-        },
+        defaults={"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, **special_ids(0, 2)},
         gguf=GgufFormat(architectures=("seed_oss",), module_names={"mlp_norm": "post_attention_norm"}),
     ),
     Family(
@@ -188,13 +157,7 @@ FAMILIES = (
         architecture="ArceeForCausalLM",
         models="Arcee AFM",
         layers=_arcee_layers,
-        defaults={
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "relu2",
-            "bos_token_id": 128000,
-            "eos_token_id": 128001,
-        },
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2", **special_ids(128000, 128001)},
         gguf=GgufFormat(architectures=("arcee",), has_interleaved_rope=True),
     ),
 )

@@ -6,8 +6,8 @@ from typing import Any
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.families.experts import grouped_topk_routing
-from paceline.models.families.family import Family, GgufFormat
-from paceline.models.families.hybrids import gguf_layer_count, layers_with_attention, mamba_gguf_fields, mamba_mixer
+from paceline.models.families.family import Family, GgufFormat, special_ids
+from paceline.models.families.hybrids import gguf_layer_count, layers_with_attention, mamba_gguf_fields, mamba_metadata_keys, mamba_mixer
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, MAX_LAYERS, LayerBuilder
@@ -125,8 +125,7 @@ FAMILIES = (
             "norm_topk_prob": True,
             "moe_intermediate_size": 7688,
             "moe_shared_expert_intermediate_size": 7688,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
+            **special_ids(1, 2),
         },
         module_names={
             "embedding": "model.embeddings",
@@ -153,11 +152,7 @@ FAMILIES = (
             architectures=("nemotron_h", "nemotron_h_moe"),
             read_extra_fields=_nemotron_h_gguf_fields,
             metadata_keys={
-                "mamba_num_heads": "ssm.time_step_rank",
-                "mamba_head_dim": "ssm.inner_size",
-                "ssm_state_size": "ssm.state_size",
-                "n_groups": "ssm.group_count",
-                "conv_kernel": "ssm.conv_kernel",
+                **mamba_metadata_keys("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
                 "layers_block_type": "feed_forward_length",
                 "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
             },

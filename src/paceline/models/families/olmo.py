@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.models.families.experts import experts_gguf_fields
 from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields
 from paceline.models.families.hybrids import SILU_ONLY, Mixer, delta_net_mixer, mixed_layers
 from paceline.models.gguf.fields import GgufFields
@@ -16,10 +17,6 @@ def _olmo2_layers(builder: LayerBuilder, is_sliding: Sequence[bool] = ()) -> Lay
     bias = builder.flag("attention_bias")
     attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
     return builder.layers(attention, builder.mlp(), norm_order=NormOrder.POST, is_sliding=is_sliding)
-
-
-def _olmo3_layers(builder: LayerBuilder) -> Layers:
-    return _olmo2_layers(builder, builder.sliding_layers(4))
 
 
 def _olmo3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,11 +58,6 @@ def _olmoe_layers(builder: LayerBuilder) -> Layers:
     return builder.layers(attention, ExpertMLP(routing=builder.routing(), expert=builder.mlp()))
 
 
-def _olmoe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    experts = fields.read_experts(width=config["intermediate_size"])
-    return {**experts, "intermediate_size": experts["moe_intermediate_size"]}
-
-
 FAMILIES = (
     Family(
         name="olmo2",
@@ -73,17 +65,13 @@ FAMILIES = (
         models="OLMo 2",
         layers=_olmo2_layers,
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
-        gguf=GgufFormat(
-            architectures=("olmo2",),
-            read_extra_fields=sliding_window_gguf_fields,
-            has_untied_output=True,
-        ),
+        gguf=GgufFormat(architectures=("olmo2",), read_extra_fields=sliding_window_gguf_fields, has_untied_output=True),
     ),
     Family(
         name="olmo3",
         architecture="Olmo3ForCausalLM",
         models="OLMo 3",
-        layers=_olmo3_layers,
+        layers=lambda builder: _olmo2_layers(builder, builder.sliding_layers(4)),
         defaults={
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-5,
@@ -114,19 +102,14 @@ FAMILIES = (
             "eos_token_id": 50279,
         },
         fixed_fields={"clip_qkv": None},
-        gguf=GgufFormat(architectures=("olmoe",), read_extra_fields=_olmoe_gguf_fields, has_untied_output=True),
+        gguf=GgufFormat(architectures=("olmoe",), read_extra_fields=experts_gguf_fields, has_untied_output=True),
     ),
     Family(
         name="olmo_hybrid",
         architecture="OlmoHybridForCausalLM",
         models="Olmo Hybrid",
         layers=_olmo_hybrid_layers,
-        defaults={
-            "max_position_embeddings": 65536,
-            "num_attention_heads": 30,
-            "linear_conv_kernel_dim": 4,
-            "eos_token_id": 100257,
-        },
+        defaults={"max_position_embeddings": 65536, "num_attention_heads": 30, "linear_conv_kernel_dim": 4, "eos_token_id": 100257},
         module_aliases={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
         recurrent_module="linear_attn",
     ),

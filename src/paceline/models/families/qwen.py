@@ -62,10 +62,6 @@ def _qwen2_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dic
     return {**fields.read_experts(width=config["intermediate_size"]), "shared_expert_intermediate_size": shared}
 
 
-def _qwen3_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return fields.read_experts(width=config["intermediate_size"], is_normalized=True)
-
-
 _DENSE_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
 _EXPERT_DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096}
 FAMILIES = (
@@ -116,6 +112,9 @@ FAMILIES = (
         models="Qwen3-MoE",
         layers=_qwen3_moe_layers,
         defaults={**_EXPERT_DEFAULTS, "num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-        gguf=GgufFormat(architectures=("qwen3moe",), read_extra_fields=_qwen3_moe_gguf_fields),
+        gguf=GgufFormat(
+            architectures=("qwen3moe",),
+            read_extra_fields=lambda fields, config: fields.read_experts(width=config["intermediate_size"], is_normalized=True),
+        ),
     ),
 )

@@ -14,17 +14,9 @@ from paceline.models.layers import AttentionGate, ExpertMLP, QKNorm
 _DEFAULT_ATTENTION_INTERVAL = 4  # every 4th layer has attention if metadata has no interval
 
 
-def _qwen3_5_layers(builder: LayerBuilder) -> Layers:
-    return _qwen_hybrid_layers(builder, [builder.mlp()] * builder.num_layers)
-
-
 def _qwen3_5_moe_layers(builder: LayerBuilder) -> Layers:
     experts = _shared_experts(builder)
     return _qwen_hybrid_layers(builder, [replace(experts, routing=replace(experts.routing, is_normalized=True))] * builder.num_layers)
-
-
-def _qwen3_next_layers(builder: LayerBuilder) -> Layers:
-    return _qwen_hybrid_layers(builder, mlps_with_experts(builder, _shared_experts(builder)))
 
 
 def _shared_experts(builder: LayerBuilder) -> ExpertMLP:
@@ -74,16 +66,10 @@ def _read_layer_types(fields: GgufFields, num_layers: int) -> list[str]:
 
 
 _DEFAULTS = {
-    "max_position_embeddings": 32768,
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "num_attention_heads": 16,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
+    "max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25, "num_attention_heads": 16,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-}
+}  # fmt: skip
 _EXPERT_DEFAULTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_key_value_heads": 2}
 _GGUF = GgufFormat(
     architectures=("qwen35",),
@@ -104,7 +90,7 @@ _QWEN3_5 = Family(
     models="Qwen3.5, Qwen3.6 (text)",
     bundled_drafters=("mtp",),
     published_heads=("dflash", "dflash2"),
-    layers=_qwen3_5_layers,
+    layers=lambda builder: _qwen_hybrid_layers(builder, [builder.mlp()] * builder.num_layers),
     defaults={**_DEFAULTS, "num_key_value_heads": 4},
     fixed_fields={"attn_output_gate": True},
     has_partial_rope=True,
@@ -118,7 +104,7 @@ FAMILIES = (
         name="qwen3_next",
         architecture="Qwen3NextForCausalLM",
         models="Qwen3-Next, Qwen3-Coder-Next",
-        layers=_qwen3_next_layers,
+        layers=lambda builder: _qwen_hybrid_layers(builder, mlps_with_experts(builder, _shared_experts(builder))),
         defaults={**_DEFAULTS, **_EXPERT_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
         gguf=replace(_GGUF, architectures=("qwen3next",), has_tiled_value_heads=False),
     ),

@@ -269,12 +269,7 @@ class _ConfigReader(GgufFields):
 
     def _longrope_fields(self, rotary_size: int, original: int, max_positions: int) -> dict[str, Any]:
         short, long = (self._read_divisors(f"rope_factors_{name}.weight", rotary_size) for name in ("short", "long"))
-        scaling = {
-            "rope_type": "longrope",
-            "short_factor": short,
-            "long_factor": long,
-            "original_max_position_embeddings": original,
-        }
+        scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": original}
         ratio = max_positions / original
         implied = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 and original > 1 else 1.0
         stated = self.number("rope.scaling.attn_factor", implied)

@@ -136,11 +136,7 @@ class GgufFields:
         return {"sliding_window": None}
 
     def read_experts(
-        self,
-        *,
-        width: int | None = None,
-        is_normalized: bool = False,
-        gating: Sequence[GatingFunction] = (GatingFunction.SOFTMAX,),
+        self, *, width: int | None = None, is_normalized: bool = False, gating: Sequence[GatingFunction] = (GatingFunction.SOFTMAX,)
     ) -> dict[str, Any]:
         """Return the config.json fields for experts.
 

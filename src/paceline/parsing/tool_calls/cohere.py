@@ -6,7 +6,7 @@ Command R and R+ write the objects without an id, in a code block after "Action:
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
 from paceline.parsing.json_call_list import JsonCallList
 from paceline.parsing.markers import Markers
-from paceline.parsing.reasoning import drop_mark, reasoning_until
+from paceline.parsing.reasoning import ReasoningReader, drop_mark
 
 THINK = ("<|START_THINKING|>", "<|END_THINKING|>")
 ANSWER = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
@@ -22,7 +22,7 @@ COMMAND_R = JsonCallList(
     head='{\n        "tool_name": NAME,\n        "parameters": ',
     tail="\n    }",
 )
-read_reasoning = reasoning_until(THINK[1])
+read_reasoning = ReasoningReader(THINK[1])
 THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, **dict.fromkeys(ANSWER, drop_mark)})
 # the id counts the calls of the conversation
 calls_grammar = call_list(

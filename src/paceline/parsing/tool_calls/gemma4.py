@@ -8,7 +8,7 @@ from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
 from paceline.parsing.json_call import skip_closers
 from paceline.parsing.lenient_json import RawQuotes, emit_json_object
 from paceline.parsing.markers import Markers
-from paceline.parsing.reasoning import drop_mark, reasoning_until
+from paceline.parsing.reasoning import ReasoningReader, drop_mark
 from paceline.parsing.schema_grammar import quoted_object_grammar
 from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
@@ -19,7 +19,7 @@ OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _CALL, _LABEL = "call:", "thought"
 _RESPONSE = "<|tool_response>"  # the result of a call, whose mark the model at times writes itself
 _QUOTES = RawQuotes(QUOTE, OPEN, CLOSE)
-_READER = reasoning_until(THINK[1])
+_READER = ReasoningReader(THINK[1])
 _NAME = re.compile(r"[\w.\-]")
 
 

@@ -14,7 +14,7 @@ from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.lenient_json import emit_json_object, escape_json
 from paceline.parsing.markers import Markers
-from paceline.parsing.reasoning import drop_mark, reasoning_until
+from paceline.parsing.reasoning import ReasoningReader, drop_mark
 from paceline.parsing.schema_grammar import value_grammar
 from paceline.parsing.tagged_values import TaggedValues, ValueTags
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
@@ -90,7 +90,7 @@ def _read_attributes(stream: TextStream) -> Parse[dict[str, str]]:
     return {name: unescape(value) for name, value in _ATTRIBUTE.findall((yield from stream.until(SEPARATOR)))}
 
 
-read_reasoning = reasoning_until(THINK[1], open=THINK[0])
+read_reasoning = ReasoningReader(THINK[1], open=THINK[0])
 # the marks of the answer are also those of reasoning, because they are markup without tools, too
 _ANSWER = dict.fromkeys((*RESPONSE, MESSAGE[1]), drop_mark)
 MARKERS = Markers(anywhere={OPEN: read_calls, **_ANSWER})

@@ -54,11 +54,7 @@ def _read_invoke(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 def _read_elements(stream: TextStream, sink: EventSink, schema: Mapping[str, Any] | None, depth: int, only: str = "") -> Parse[None]:
-    """Parse XML elements as the properties of an object; with `only`, as the items of a list.
-
-    Raises:
-        MalformedError: an element is malformed, nested too deeply, or has a name other than `only`.
-    """
+    """Parse XML elements as the properties of an object; with `only`, as the items of a list."""
     if depth > MAX_DEPTH // 2:
         raise MalformedError
     before = ""

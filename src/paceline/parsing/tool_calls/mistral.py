@@ -8,7 +8,7 @@ from paceline.parsing.event_sink import EventSink, short_call_id
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import emit_arguments, json_call_head, read_json_calls, skip_closers
 from paceline.parsing.markers import Markers
-from paceline.parsing.reasoning import reasoning_until
+from paceline.parsing.reasoning import ReasoningReader
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -16,7 +16,7 @@ from paceline.parsing.tools import Tool
 THINK = ("[THINK]", "[/THINK]")
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[\w.\-]")
-read_reasoning = reasoning_until(THINK[1], open=THINK[0])
+read_reasoning = ReasoningReader(THINK[1], open=THINK[0])
 
 
 def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:

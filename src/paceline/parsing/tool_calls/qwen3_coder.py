@@ -12,13 +12,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 TAGS = TaggedCallFormat(
-    open=OPEN,
-    close=CLOSE,
-    function=FUNCTION,
-    function_end=FUNCTION_END,
-    parameter=PARAMETER,
-    parameter_end=PARAMETER_END,
-    border="\n",
+    open=OPEN, close=CLOSE, function=FUNCTION, function_end=FUNCTION_END, parameter=PARAMETER, parameter_end=PARAMETER_END, border="\n"
 )
 
 

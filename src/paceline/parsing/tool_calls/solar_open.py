@@ -10,7 +10,7 @@ from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import emit_arguments, skip_closers
 from paceline.parsing.markers import Markers
-from paceline.parsing.reasoning import drop_mark, reasoning_until
+from paceline.parsing.reasoning import ReasoningReader, drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -46,7 +46,7 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     stream.mark_emitted()
 
 
-read_reasoning = reasoning_until(THINK[1])
+read_reasoning = ReasoningReader(THINK[1])
 _ANSWER = dict.fromkeys((BEGIN, CONTENT, END), drop_mark)
 MARKERS = Markers(anywhere={OPEN: read_calls, **_ANSWER})
 THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, **_ANSWER})

@@ -122,11 +122,6 @@ class Execution:
         self._state_scratch = aligned_zeros((self._program.num_threads, self._block_floats * (2 + num_states)))
         self._program.state_scratch, self._program.state_floats = self._state_scratch.ctypes.data, self._state_scratch.shape[1]
 
-    def input_rows(self, num_rows: int, buffer: int = 0) -> FloatArray:
-        """Return the rows [num_rows, width] of an input buffer, which the caller must write before the next pass."""
-        self.reserve_rows(num_rows)
-        return self.buffer_rows(buffer, num_rows)
-
     def buffer_rows(self, buffer: int, num_rows: int, width: int | None = None) -> FloatArray:
         """Return the first rows and columns of a buffer as [num_rows, width]; width None = all columns."""
         return self._buffers[buffer][:num_rows, :width]

@@ -24,16 +24,7 @@ from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.state_layout import StateLayout
 from paceline.models.storage.mapped_files import MappedFiles
 from paceline.models.weights import AnyTensor, GroupedTensor, TensorInfo, Weights
-from paceline.runtimes.base import (
-    Capabilities,
-    FloatArray,
-    ForwardBatch,
-    ForwardOutput,
-    IntArray,
-    LogitsRows,
-    Network,
-    Numerics,
-)
+from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, Numerics
 from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LOGITS, PER_LAYER_EMBEDDINGS, TOKEN_IDS, NetworkDefinition, with_summaries
 from paceline.runtimes.embedding import per_layer_embedding_rows, scaled_rows, unscaled_embedding_rows
 from paceline.runtimes.kv_storage import kv_arrays_of_layers

@@ -98,12 +98,7 @@ class AdaptedRows:
     """
 
     def __init__(
-        self,
-        adapters: Mapping[int, TorchAdapter],
-        batch: ForwardBatch,
-        logits_rows: LogitsRows,
-        device: torch.device,
-        scalings: Scalings,
+        self, adapters: Mapping[int, TorchAdapter], batch: ForwardBatch, logits_rows: LogitsRows, device: torch.device, scalings: Scalings
     ) -> None:
         def on_device(numbers: NDArray[np.integer]) -> torch.Tensor:
             return torch.from_numpy(numbers.astype(np.int64)).to(device)

@@ -22,17 +22,7 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.state_layout import StateLayout
 from paceline.models.weights import Weights
-from paceline.runtimes.base import (
-    Capabilities,
-    FloatArray,
-    ForwardBatch,
-    ForwardOutput,
-    IntArray,
-    LogitsRows,
-    Network,
-    Numerics,
-    RowRange,
-)
+from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, Numerics, RowRange
 from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, SUMMARY, NetworkDefinition, with_summaries
 from paceline.runtimes.kv_storage import kv_arrays_of_layers
 from paceline.runtimes.torch.adapters import TorchAdapter

@@ -134,11 +134,7 @@ class OutputFile:
         return end
 
     def _check_tail(self, line: bytes, number: int) -> None:
-        """Check that a line that is no answer is the incomplete last line of an interrupted run, which may be removed.
-
-        Raises:
-            ConfigError: it is something else.
-        """
+        """Check that a line that is no answer is the incomplete last line of an interrupted run, which may be removed."""
         kept = line.rstrip(b"\0")  # after a loss of power what was not synced may be zeros
         kept = b"".join(kept[:_HEAD_BYTES].split())  # other programs write spaces between
         if not line.endswith(b"\n") and (kept.startswith(_BEGINNING) or _BEGINNING.startswith(kept)):

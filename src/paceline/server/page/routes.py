@@ -9,36 +9,11 @@ from starlette.responses import Response
 
 PAGE = "/"
 OWN_FILES = (
-    "style.css",
-    "icon.svg",
-    "manifest.webmanifest",
-    "answer.js",
-    "answer_view.js",
-    "api.js",
-    "app.js",
-    "attachments.js",
-    "chat_list.js",
-    "chat_view.js",
-    "chats.js",
-    "comparison_view.js",
-    "composer.js",
-    "conversation.js",
-    "generation.js",
-    "header.js",
-    "html.js",
-    "kept.js",
-    "markdown.js",
-    "message_view.js",
-    "offline.js",
-    "panel.js",
-    "request.js",
-    "settings_panel.js",
-    "strip.js",
-    "tokens.js",
-    "tree.js",
-    "versions.js",
-    "welcome.js",
-)
+    "style.css", "icon.svg", "manifest.webmanifest", "answer.js", "answer_view.js", "api.js", "app.js", "attachments.js", "chat_list.js",
+    "chat_view.js", "chats.js", "comparison_view.js", "composer.js", "conversation.js", "generation.js", "header.js", "html.js",
+    "kept.js", "markdown.js", "message_view.js", "offline.js", "panel.js", "request.js", "settings_panel.js", "strip.js", "tokens.js",
+    "tree.js", "versions.js", "welcome.js",
+)  # fmt: skip
 LIBRARIES = ("preact.mjs", "htm.mjs", "markdown-it.esm.min.mjs", "purify.es.mjs", "highlight.min.js")
 SERVICE_WORKER = "/page/service_worker.js"
 _PLACES = {
@@ -51,13 +26,9 @@ PAGE_PATHS = tuple(_PLACES)
 """Served without a key, which a browser cannot send for these. Nothing here is secret."""
 
 MEDIA_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "svg": "image/svg+xml",
-    "webmanifest": "application/manifest+json",
-    "js": "text/javascript; charset=utf-8",
-    "mjs": "text/javascript; charset=utf-8",
-}
+    "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml",
+    "webmanifest": "application/manifest+json", "js": "text/javascript; charset=utf-8", "mjs": "text/javascript; charset=utf-8",
+}  # fmt: skip
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "worker-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

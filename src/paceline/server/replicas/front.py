@@ -38,18 +38,9 @@ def merged_metrics(pages: Mapping[str, str]) -> str:
 
 
 FORWARDED = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/api/chat",
-    "/api/generate",
-    "/v1/models",
-    "/tokenize",
-    "/detokenize",
-    "/openapi.json",
-)
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/api/generate",
+    "/v1/models", "/tokenize", "/detokenize", "/openapi.json",
+)  # fmt: skip
 """Paths that are named in the log; all others are forwarded too."""
 METRICS_S = 5.0
 _OWN_HEADERS = (b"content-length", b"x-request-id")  # made anew here
