@@ -27,6 +27,9 @@ _FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "*tekken*.json",
+    "tiktoken.model",
+    "*.tiktoken",
     "chat_template*",
     "*.jinja",
 )
