@@ -127,7 +127,7 @@ class TiktokenFile(TekkenFile):
     name, share = "tiktoken.model", 20
 
     def prepare(self) -> None:
-        (self.folder / "config.json").write_text(json.dumps({"model_type": "kimi_k2"}))
+        (self.folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
         added = {"added_tokens_decoder": {"260": {"content": "[BOS]", "special": True}}, "bos_token": "[BOS]"}
         (self.folder / "tokenizer_config.json").write_text(json.dumps(added))
 

@@ -126,7 +126,7 @@ def test_ranks_are_merged_as_by_tiktoken_whatever_their_order(tmp_path: Path, se
         table = {bytes([byte]): byte for byte in range(256)} | {token.encode(): 256 + rank for rank, token in enumerate(tokens)}
         folder = tmp_path / str(number)
         folder.mkdir()
-        write_tiktoken(folder, "tiktoken.model", "kimi_k2")
+        write_tiktoken(folder, "tiktoken.model", "deepseek_v3")
         lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in table.items()]
         (folder / "tiktoken.model").write_text("\n".join(lines), encoding="ascii")
         tokenizer = Tokenizer.open(folder)
@@ -144,14 +144,14 @@ def test_tiktoken_control_tokens_come_from_the_family_or_the_settings(tmp_path: 
     (tmp_path / "tokenizer.model").rename(tmp_path / "tiktoken.model")
     listed = {str(first): {"content": "[BOS]", "special": True}, str(first + 2): {"content": "<tool>", "special": False}}
     settings = {"added_tokens_decoder": listed, "bos_token": "[BOS]", "chat_template": "{{ bos_token }}{{ messages[0].content }}"}
-    kimi = Tokenizer.open(write_tiktoken(tmp_path, "tiktoken.model", "kimi_k2", settings))
+    kimi = Tokenizer.open(write_tiktoken(tmp_path, "tiktoken.model", "deepseek_v3", settings))
     assert kimi.vocab_size == first + 256
     assert [kimi.piece(token_id) for token_id in (first, first + 1, first + 2)] == ["[BOS]", f"<|reserved_token_{first + 1}|>", "<tool>"]
     assert kimi.apply_chat_template([{"role": "user", "content": "<tool>"}]) == [first, first + 2]
     assert kimi.decode([first, first + 2]) == "<tool>"
     assert kimi.encode("the")[0] != first
     settings |= {"add_bos_token": True}
-    assert Tokenizer.open(write_tiktoken(tmp_path, "tiktoken.model", "kimi_k2", settings)).encode("the")[0] == first
+    assert Tokenizer.open(write_tiktoken(tmp_path, "tiktoken.model", "deepseek_v3", settings)).encode("the")[0] == first
 
 
 def test_ordinary_token_spelled_like_a_control_token_is_decoded(tmp_path: Path) -> None:
