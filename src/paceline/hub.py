@@ -18,7 +18,8 @@ MINI = "mini"
 
 _FILES = (
     "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors", "tokenizer*",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "*.jinja",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*tekken*.json", "tiktoken.model", "*.tiktoken",
+    "chat_template*", "*.jinja",
 )  # fmt: skip
 _HEAD_FILES = ("medusa_lm_head.*", "hydra_lm_head.pt", "warp_model.bin")
 _TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")

@@ -12,6 +12,7 @@ import pytest
 from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
 from harness.expert_checkpoints import CASES as EXPERTS
 from harness.expert_checkpoints import GPT_OSS_ROPE
+from harness.expert_checkpoints import LATENT as LATENT_SIZES
 from harness.gemma4_checkpoints import GEMMA4, UNIFIED
 from harness.gguf_checkpoints import ARCHITECTURES, with_random_blocks, write_gguf
 from harness.hybrid_checkpoints import CASES as HYBRID
@@ -23,6 +24,7 @@ RUN = Path(__file__).resolve().parent / "llama_logits.py"
 PROMPT_LEN = 100
 GEMMA = {"query_pre_attn_scalar": 16, "tie_word_embeddings": True, "sliding_window": 16}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 1.5}
+LATENT = {**LATENT_SIZES, "rms_norm_eps": 1e-6, "n_group": 1, "topk_group": 1}
 PLAIN_YARN = {**GPT_OSS_ROPE, "factor": 1.0}  # llama.cpp rounds the borders of YaRN's ramp, as transformers does for no gpt-oss
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -41,6 +43,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("ernie4_5", {}),
     "hunyuan": ("hunyuan_v1_dense", {}),
     "ministral3": ("ministral3", MINISTRAL3),
+    "arcee": ("arcee", {}),
+    "phi2": ("phi", {}),
+    "phi3": ("phi3", {}),
+    "starcoder2": ("starcoder2", {}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "command-r": ("cohere", {"tie_word_embeddings": True}),
+    "cohere2": ("cohere2", {"num_hidden_layers": 5, "sliding_window": 16, "tie_word_embeddings": True}),
+    # there norms of latents have the other norms' epsilon, and the score of a group is the sum of two experts' scores
+    "deepseek_v2": ("deepseek_v2", {**LATENT, "q_lora_rank": 48, "topk_method": "greedy"}),
+    "deepseek_v2-lite": ("deepseek_v2", {**LATENT, "num_hidden_layers": 27, "topk_method": "greedy"}),  # found by the number of layers
+    "deepseek_v3": ("deepseek_v3", {**EXPERTS["deepseek_v3"][1], "rms_norm_eps": 1e-6}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**EXPERTS["glm4_moe_lite"][1], "mlp_layer_types": ["dense", "sparse", "sparse"], "rms_norm_eps": 1e-6},
+    ),
     **{name: EXPERTS[name] for name in ("mixtral", "qwen2_moe-plain", "qwen3_moe", "glm4_moe", "ernie4_5_moe-interval", "gemma4-window")},
     "olmoe": ("olmoe", {**EXPERTS["olmoe"][1], "num_key_value_heads": 4}),  # there all heads have keys of their own
     "gpt_oss": ("gpt_oss", {**EXPERTS["gpt_oss"][1], "rope_parameters": PLAIN_YARN}),
@@ -57,10 +75,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": HYBRID["lfm2"],
     "lfm2moe": ("lfm2_moe", {**HYBRID["lfm2-moe"][1], "routed_scaling_factor": 1.0}),  # there it is not read
     "granitehybrid": HYBRID["granite"],
+    "falcon-h1": HYBRID["falcon_h1"],
     "nemotron_h": HYBRID["nemotron_h"],
     "nemotron_h_moe": ("nemotron_h", {**HYBRID["nemotron_h-moe"][1], "use_bias": False}),  # there biases are not read
 }
 BOUNDS = {"gemma2": 5e-3, "gemma3_text": 5e-3, "gemma4_text": 2e-2, "gemma4_unified_text": 5e-3}
+BOUNDS |= {"phi": 5e-3, "starcoder2": 5e-3}
 """Of families whose activation llama.cpp looks up in a table of float16; every layer of the first of Gemma 4 does so twice."""
 
 

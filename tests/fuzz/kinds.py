@@ -23,11 +23,12 @@ from fuzz.model_kinds import (
     QuantizedCacheFile,
     SafetensorsFile,
 )
-from fuzz.tokenizer_kinds import ChatTemplateFile, SpecialTokensFile, TokenizerConfigFile, TokenizerFile
+from fuzz.tokenizer_kinds import ChatTemplateFile, SpecialTokensFile, TekkenFile, TiktokenFile, TokenizerConfigFile, TokenizerFile
 
 KINDS: tuple[type[Kind], ...] = (
     ConfigFile, GenerationConfigFile, AdapterConfigFile, SafetensorsFile, IndexFile, TokenizerFile, TokenizerConfigFile, SpecialTokensFile,
     ChatTemplateFile, GgufModelFile, HeadConfigFile, HeadSafetensorsFile, HeadTorchFile, QuantizedCacheFile, GgufModuleFile,
     BlockConfigFile, BlockSafetensorsFile, BlockGgufFile, Pard2ConfigFile, Pard2ProjectionFile,
     AssistantConfigFile, AssistantSafetensorsFile, AssistantGgufFile, AdapterSettingsFile, AdapterSafetensorsFile,
+    TekkenFile, TiktokenFile,
 )  # fmt: skip

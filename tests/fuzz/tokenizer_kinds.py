@@ -1,5 +1,6 @@
 """The files of a tokenizer, chat templates among them."""
 
+import base64
 import json
 from contextlib import suppress
 from copy import deepcopy
@@ -92,6 +93,49 @@ def use_tokenizer(tokenizer: Any) -> None:
             refusal = error
     if refusal is not None:
         raise refusal
+
+
+RANKS = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"</s>"]
+PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
+
+
+class TekkenFile(Kind):
+    name, share = "tekken.json", 40
+
+    def prepare(self) -> None:
+        encoded = [base64.b64encode(token).decode() for token in RANKS]
+        config = {"pattern": PATTERN, "default_vocab_size": len(RANKS) + 4, "default_num_special_tokens": 4, "version": "v7"}
+        self.valid = {
+            "config": config,
+            "special_tokens": [{"rank": rank, "token_str": text} for rank, text in enumerate(("<unk>", "<s>", "</s>"))],
+            "vocab": [{"rank": rank, "token_bytes": text, "token_str": None} for rank, text in enumerate(encoded)],
+        }
+
+    def undamaged(self) -> bytes:
+        return json.dumps(self.valid).encode()
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_json_text(self.valid, rng)
+
+    def use(self, index: int) -> None:
+        from paceline.tokenizer.tokenizer import Tokenizer
+
+        use_tokenizer(Tokenizer.open(self.folder))
+
+
+class TiktokenFile(TekkenFile):
+    name, share = "tiktoken.model", 20
+
+    def prepare(self) -> None:
+        (self.folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+        added = {"added_tokens_decoder": {"260": {"content": "[BOS]", "special": True}}, "bos_token": "[BOS]"}
+        (self.folder / "tokenizer_config.json").write_text(json.dumps(added))
+
+    def undamaged(self) -> bytes:
+        return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(RANKS))
+
+    def make(self, rng: Rng) -> bytes:
+        return bytes(pick(rng, BYTES)(self.undamaged(), rng))
 
 
 class TokenizerConfigFile(Kind):

@@ -39,6 +39,8 @@ LATENT = {
         "mscale_all_dim": 0.707,
     },
 }
+NOT_OF_YOUTU = (*SMALL, "n_routed_experts", "first_k_dense_replace")
+"""It has no experts, but is a case of latent attention."""
 GROUPS = {"n_group": 4, "topk_group": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
@@ -86,6 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
+    "youtu": ("youtu", {**{name: LATENT[name] for name in LATENT if name not in NOT_OF_YOUTU}, "q_lora_rank": 48}),
     "gpt_oss-window": (
         "gpt_oss",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16, "rope_parameters": GPT_OSS_ROPE, "swiglu_limit": 0.5},

@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
     "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4",
@@ -318,7 +319,7 @@ def _write_experts(writer: Any, values: Mapping[str, Any]) -> None:
     if family == "ernie4_5_moe":
         writer.add_leading_dense_block_count(values["moe_layer_start_index"])
         writer.add_interleave_moe_layer_step(values["moe_layer_interval"])
-    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "deepseek_v2", "deepseek_v3"):
+    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         writer.add_expert_feed_forward_length(values["moe_intermediate_size"])
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(values["shared_expert_intermediate_size"])
@@ -333,13 +334,14 @@ def _write_experts(writer: Any, values: Mapping[str, Any]) -> None:
         writer.add_value_length_mla(values["v_head_dim"])
         if "mscale_all_dim" in values["rope_parameters"]:
             writer.add_rope_scaling_yarn_log_mul(0.1 * values["rope_parameters"]["mscale_all_dim"])
-    if family in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+    if family in ("glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         is_softmax = family == "deepseek_v2"
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX if is_softmax else gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_scale(values["routed_scaling_factor"])
         writer.add_expert_weights_norm(values["norm_topk_prob"])
         writer.add_expert_shared_count(values["n_shared_experts"])
-        writer.add_leading_dense_block_count(values["first_k_dense_replace"])
+        num_dense = values["mlp_layer_types"].count("dense") if family == "glm4_moe_lite" else values["first_k_dense_replace"]
+        writer.add_leading_dense_block_count(num_dense)
         if (values["n_group"] or 1) > 1:
             writer.add_expert_group_count(values["n_group"])
             writer.add_expert_group_used_count(values["topk_group"])

@@ -34,7 +34,6 @@ _PLAIN = {
 _PARTS = {
     "input_layernorm.weight": "attn_norm.weight",
     "operator_norm.weight": "attn_norm.weight",
-    "pre_ff_layernorm.weight": "ffn_norm.weight",
     "ffn_norm.weight": "ffn_norm.weight",
     "self_attn.q_proj.weight": "attn_q.weight",
     "self_attn.k_proj.weight": "attn_k.weight",
@@ -338,6 +337,8 @@ def _layer_tensors(block: str, part: str, array: Floats, values: Mapping[str, An
         return {f"{block}ffn_{_MLP[mlp[2]]}{'_shexp' if 'shared' in mlp[1] else ''}.weight": array}
     if part == "mlp.shared_expert_gate.weight":
         return {f"{block}ffn_gate_inp_shexp.weight": array[0]}
+    if part == "pre_ff_layernorm.weight":
+        return {f"{block}ffn_norm": array}  # llama.cpp reads no other name
     if family == "falcon_h1":
         return {block + _PARTS[part]: _mamba_values(part, array, values["mamba_n_groups"])}
     if part.startswith("linear_attn."):

@@ -129,7 +129,7 @@ def test_byte_level_gguf_tokenizer_equals_its_tokenizer_json(shared_dir: Path, s
     from tokenizers import Tokenizer as Backend
 
     original = Backend.from_file(str(path))
-    ours = read_gguf_tokenizer(byte_level_metadata(json.loads(path.read_text(encoding="utf-8")), "phi-2"), path).backend
+    ours = read_gguf_tokenizer(byte_level_metadata(json.loads(path.read_text(encoding="utf-8")), "phi-2"), path).backend_tokenizer
     for text in sample_texts(seed, 20_000 if large_counts else 500):
         assert ours.encode(text).ids == original.encode(text, add_special_tokens=False).ids, text
 

@@ -117,7 +117,7 @@ def read_tokenizer(path: Path) -> TokenizerFacts | None:
 def _gguf_backend(path: Path) -> Backend:
     from paceline.tokenizer.gguf import read_gguf_tokenizer
 
-    return read_gguf_tokenizer(open_gguf(path).metadata, path).backend
+    return read_gguf_tokenizer(open_gguf(path).metadata, path).backend_tokenizer
 
 
 def _backend(path: Path) -> Backend | None:

@@ -1,4 +1,4 @@
-"""Opens the tokenizer of a checkpoint directory with transformers, after checking the sizes and contents of its files."""
+"""Opens the tokenizer of a checkpoint directory, after checking the sizes and contents of its files."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from paceline.errors import CheckpointError, convert_library_errors, shortened
 from paceline.installation import install_command
 from paceline.model_directory import list_directory
 from paceline.small_files import TOKENIZER_BYTES, check_small, is_file, read_json, read_small
+from paceline.tokenizer.ranks import find_rank_file, is_sentencepiece_model, read_rank_file
 
 MAX_ADDED_ID = 1 << 21
 """Limit for token ids in tokenizer_config.json, because transformers allocates a list as long as the largest id."""
@@ -19,19 +20,21 @@ MAX_ADDED_ID = 1 << 21
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".bpe", ".tiktoken", ".vocab")
 _TEMPLATES = "additional_chat_templates"
-_SENTENCEPIECE_START = b"\n"  # field 1 of a protobuf message, the pieces; files named tokenizer.model may also be of tiktoken
 _SENTENCEPIECE_SPACE = "\u2581"
 _SAMPLE = "The cat (12 345),  two spaces \nand a line: a == b; \u00e9 \u4f60"
 _CONVERTERS = ("sentencepiece", "google.protobuf")
 
 
 def open_pretrained(directory: Path) -> Any:
-    """Open the tokenizer of a directory with transformers; Python code in the checkpoint is never run.
+    """Open the tokenizer of a directory, with transformers unless its only file is one of ranks. Code in the checkpoint is never run.
 
     Raises:
         CheckpointError: the directory contains no tokenizer, or it cannot be read.
     """
     settings = _check_files(directory)
+    rank_file = find_rank_file(directory)
+    if rank_file is not None:
+        return read_rank_file(rank_file, settings, _chat_templates(directory, settings))
     model = _sentencepiece_model(directory)
     with convert_library_errors(f"{directory} contains no readable tokenizer; it needs a complete tokenizer.json", CheckpointError):
         with _suppress_torch_warning():
@@ -48,6 +51,23 @@ def has_template_file(directory: Path) -> bool:
     if any(is_file(directory / name) for name in ("chat_template.jinja", "chat_template.json")) or (directory / _TEMPLATES).is_dir():
         return True
     return bool((read_json(directory / "tokenizer_config.json", TOKENIZER_BYTES) or {}).get("chat_template"))
+
+
+def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Return the Jinja sources of a directory by name; a file has precedence over tokenizer_config.json."""
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        templates = {str(item.get("name")): item.get("template") for item in found if isinstance(item, dict)}
+    else:
+        templates = {"default": found or (read_json(directory / "chat_template.json", TOKENIZER_BYTES) or {}).get("chat_template")}
+    paths = {"default": directory / "chat_template.jinja"}
+    folder = directory / _TEMPLATES
+    paths |= {name.removesuffix(".jinja"): folder / name for name in (list_directory(folder) if folder.is_dir() else ())}
+    for name, path in paths.items():
+        content = read_small(path, TOKENIZER_BYTES)
+        if content is not None:
+            templates[name] = content.decode("utf-8", "replace")
+    return {name: source for name, source in templates.items() if isinstance(source, str) and source}
 
 
 @contextmanager
@@ -95,9 +115,14 @@ def _sentencepiece_model(directory: Path) -> Path | None:
         CheckpointError: the libraries with which transformers converts it are missing.
     """
     path = directory / "tokenizer.model"
-    if is_file(directory / "tokenizer.json") or not is_file(path):
+    if is_file(directory / "tokenizer.json"):
         return None
-    if not (read_small(path, TOKENIZER_BYTES) or b"").startswith(_SENTENCEPIECE_START):
+    if not is_file(path):
+        versions = [name for name in list_directory(directory) if name.startswith("tokenizer.model.v")]  # as mistral-common names them
+        if versions:
+            raise CheckpointError(f"{directory} has no tokenizer.json and no tokenizer.model; rename {versions[-1]} to tokenizer.model")
+        return None
+    if not is_sentencepiece_model(path):
         return None
     if not all(map(_is_installed, _CONVERTERS)):
         raise CheckpointError(

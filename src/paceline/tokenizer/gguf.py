@@ -17,10 +17,10 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from paceline.errors import CheckpointError, convert_library_errors, is_unicode, shortened
+from paceline.tokenizer.byte_level import DEFAULT_SPLIT, SPLITS, bos_eos_processor, byte_level_backend, derive_merges, merge_work_error
+from paceline.tokenizer.parts import TokenizerParts
 
 MAX_TOKENS = 1 << 20
-_MAX_MERGED_CHARACTERS = 1024
-_MAX_MERGE_WORK = 1 << 28  # limit for the sum of squared piece lengths, to which the time to derive merges is proportional
 _WAY_OUT = "use the model's safetensors directory, which holds tokenizer.json, or a newer conversion of it"
 # Texts of tokens that end an answer, because some GGUF files do not list these tokens as EOS, EOT or EOM.
 _END_TEXTS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"})
@@ -42,26 +42,7 @@ class _TokenType(IntEnum):
 _ADDED = (_TokenType.UNKNOWN, _TokenType.CONTROL, _TokenType.USER_DEFINED)
 
 
-@dataclass(frozen=True, slots=True)
-class GgufTokenizer:
-    """The tokenizer of a GGUF file.
-
-    Attributes:
-        backend: the tokenizer, which also adds the BOS and EOS ids if the file requires them.
-        named_tokens: texts of `bos_token`, `eos_token`, `unk_token` and `pad_token`, as far as the file has them.
-        end_token_ids: ids that end an answer, in ascending order.
-        chat_templates: Jinja sources by name; "default" is `tokenizer.chat_template`. Empty if the file has none.
-        notice: message to the user; None = no message.
-    """
-
-    backend: Backend
-    named_tokens: Mapping[str, str]
-    end_token_ids: tuple[int, ...]
-    chat_templates: Mapping[str, str]
-    notice: str | None
-
-
-def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> GgufTokenizer:
+def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> TokenizerParts:
     """Build the tokenizer that the metadata of a GGUF file describes.
 
     Args:
@@ -81,7 +62,7 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> GgufToke
         backend, add_bos, notice = build(fields, vocabulary)
         backend.add_tokens(_added_tokens(fields, vocabulary, is_sentencepiece=kind == "llama"))
         backend.post_processor = _bos_eos_processor(fields, vocabulary, add_bos=add_bos)
-    return GgufTokenizer(backend, vocabulary.named_tokens(), vocabulary.end_token_ids(), _chat_templates(fields), notice)
+    return TokenizerParts(backend, vocabulary.named_tokens(), _chat_templates(fields), vocabulary.end_token_ids(), notice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,65 +233,6 @@ class _Vocabulary:
         return tuple(sorted(ends | set(by_text.values())))
 
 
-@dataclass(frozen=True, slots=True)
-class SplitRule:
-    """How byte-level BPE splits text into words before merging.
-
-    Attributes:
-        patterns: regular expressions (Oniguruma). Each splits the parts from the previous one into its matches and the text between them.
-        ignore_merges: whether a word that is in the vocabulary becomes one token without applying merges.
-        add_bos: whether a BOS id is added before a text, unless the file specifies it.
-        is_nfc: whether text is first normalised to Unicode NFC.
-    """
-
-    patterns: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
-    is_nfc: bool = False
-
-
-_SUFFIXES = "'s|'t|'re|'ve|'m|'ll|'d"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = _SUFFIXES + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_ANY_CASE = f"(?i:{_SUFFIXES})" + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
-_LLAMA3 = _ANY_CASE + r"\p{N}{1,3}" + _OTHERS
-_QWEN2 = _ANY_CASE + r"\p{N}" + _OTHERS
-_QWEN35 = f"(?i:{_SUFFIXES})" + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
-# _LOWER: any number of upper-case letters, then at least one lower-case letter. _UPPER: at least one upper-case letter, then lower-case.
-_LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
-_TEKKEN = rf"{_LOWER}|{_UPPER}|\p{{N}}{_SLASHES}"
-_O200K = rf"{_LOWER}(?i:{_SUFFIXES})?|{_UPPER}(?i:{_SUFFIXES})?|\p{{N}}{{1,3}}{_SLASHES}"
-_DEEPSEEK3 = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|""" + _SPACES
-_HAN_AND_KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+"
-_HAN_AND_MORE = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
-_THREE_DIGITS = "[0-9][0-9][0-9]"
-
-DEFAULT_SPLIT = SplitRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS))
-"""The rule for files without `tokenizer.ggml.pre`."""
-
-_SPLITS_BY_NAMES = {
-    "default": DEFAULT_SPLIT,
-    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": SplitRule((_LLAMA3,), ignore_merges=True, add_bos=True),
-    "dbrx smaug-bpe glm4 chatglm-bpe": SplitRule((_LLAMA3,)),
-    "qwen2": SplitRule((_QWEN2,), is_nfc=True),
-    "stablelm2 deepseek-r1-qwen hunyuan solar-open megrez grok-2": SplitRule((_QWEN2,)),
-    "qwen35": SplitRule((_QWEN35,), is_nfc=True),
-    "gpt-2 mpt olmo jais phi-2 trillion granite-docling": SplitRule((_GPT2,)),
-    "starcoder refact command-r smollm codeshell exaone": SplitRule((r"\p{N}", _GPT2)),
-    "tekken": SplitRule((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-4o llama4 minimax-m2": SplitRule((_O200K,)),
-    "deepseek-v3 hunyuan-dense joyai-llm": SplitRule((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3)),
-    "deepseek-coder": SplitRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_MORE, r"\p{N}")),
-    "falcon": SplitRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
-}
-
-SPLITS = {name: split for names, split in _SPLITS_BY_NAMES.items() for name in names.split()}
-"""Rule by the name in `tokenizer.ggml.pre`."""
-
-
 def _build_byte_level(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
     """Build byte-level BPE; return it, whether a BOS id is added to texts by default, and a message to the user."""
     name = fields.text("pre", "")
@@ -321,12 +243,7 @@ def _build_byte_level(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple
     if not name:
         notice = f"{fields.source} does not specify how its tokenizer splits text: an older conversion, so prompts may be tokenized wrongly"
     ids = vocabulary.ids()
-    backend = Backend(models.BPE(ids, _stored_merges(fields, ids), ignore_merges=split.ignore_merges))
-    if split.is_nfc:
-        backend.normalizer = normalizers.NFC()
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    backend.decoder = decoders.ByteLevel()
+    backend = byte_level_backend(ids, _stored_merges(fields, ids), split)
     return backend, split.add_bos, notice
 
 
@@ -369,11 +286,7 @@ _BUILDERS = {"gpt2": _build_byte_level, "llama": _build_sentencepiece, "gemma4":
 
 
 def _merges_by_score(fields: _MetadataFields, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return the merges: all pairs of tokens whose concatenation is a token, in order of the score of that token.
-
-    If several pairs give the same token, those whose merged text can overlap itself come first: if `right` is a prefix of the token, as in
-    "a" + "aa", the left one of two overlapping occurrences must be merged. Of these pairs, the shortest `left` comes first.
-    """
+    """Return the merges in order of the score of the merged token."""
     stored = fields.number_per_token("scores", vocabulary.num_ids_in_file, "fiu")
     if stored is None:
         raise fields.missing_error("scores")
@@ -384,21 +297,10 @@ def _merges_by_score(fields: _MetadataFields, vocabulary: _Vocabulary) -> list[t
     types = vocabulary.types
     mergeable = (_TokenType.UNDEFINED, _TokenType.NORMAL, _TokenType.UNUSED)
     pieces = {token: index for index, token in enumerate(vocabulary.tokens) if types[index] in mergeable}
-    work = 0
-    for piece, index in pieces.items():
-        if len(piece) > _MAX_MERGED_CHARACTERS:
-            raise fields.error(f"tokens[{index}]", piece, f"longer than {_MAX_MERGED_CHARACTERS} characters")
-        work += len(piece) ** 2
-    if work > _MAX_MERGE_WORK:
-        raise fields.error("tokens", list(pieces), "too many long ones: deriving their merges would take minutes")
-    found: list[tuple[float, int, bool, int, str, str]] = []
-    for piece, index in pieces.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in pieces and right in pieces:
-                found.append((-scores[index], index, not piece.startswith(right), cut, left, right))
-    found.sort()
-    return [(left, right) for *_, left, right in found]
+    problem = merge_work_error(pieces)
+    if problem is not None:
+        raise fields.error(f"tokens[{pieces[problem[0]]}]", *problem)
+    return derive_merges({piece: (-scores[index], index) for piece, index in pieces.items()})
 
 
 def _added_tokens(fields: _MetadataFields, vocabulary: _Vocabulary, *, is_sentencepiece: bool) -> list[AddedToken]:
@@ -421,7 +323,5 @@ def _bos_eos_processor(fields: _MetadataFields, vocabulary: _Vocabulary, *, add_
     bos, eos = vocabulary.roles.get("bos"), vocabulary.roles.get("eos")
     before = bos if fields.flag("add_bos_token", default=add_bos) else None
     after = eos if fields.flag("add_eos_token", default=False) else None
-    pieces = [*(["bos"] if before is not None else []), "$A", *(["eos"] if after is not None else [])]
-    named = {"bos": before, "eos": after}
-    special = [{"id": name, "ids": [token], "tokens": [vocabulary.tokens[token]]} for name, token in named.items() if token is not None]
-    return processors.TemplateProcessing(single=pieces, special_tokens=special)
+    added = [None if token is None else (vocabulary.tokens[token], token) for token in (before, after)]
+    return bos_eos_processor(*added)

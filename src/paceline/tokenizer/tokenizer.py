@@ -14,7 +14,7 @@ from paceline.tokenizer.backend import TokenizerBackend
 from paceline.tokenizer.chat_template import ChatTemplate
 from paceline.tokenizer.control_text import ControlTokenEscaper
 from paceline.tokenizer.files import has_template_file, open_pretrained
-from paceline.tokenizer.gguf import GgufTokenizer, read_gguf_tokenizer
+from paceline.tokenizer.gguf import read_gguf_tokenizer
 
 _MAX_WINDOW_TOKENS = 32
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -69,7 +69,7 @@ class Tokenizer:
             CheckpointError: the metadata are invalid, or the kind of tokenizer is unknown.
         """
         parts = read_gguf_tokenizer(metadata, source)
-        return cls(_PretrainedFromGguf(parts), end_token_ids=parts.end_token_ids, notices=[parts.notice] if parts.notice else [])
+        return cls(parts, end_token_ids=parts.end_token_ids, notices=[parts.notice] if parts.notice else [])
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encode a text. The spelling of a special token in it is encoded as that token.
@@ -305,20 +305,6 @@ def has_chat_template(path: Path) -> bool:
 
         return any(name.startswith("tokenizer.chat_template") for name in open_gguf(path).metadata)
     return has_template_file(path)
-
-
-class _PretrainedFromGguf:
-    """The tokenizer of a GGUF file, with those attributes of a transformers tokenizer that `Tokenizer` uses."""
-
-    def __init__(self, parts: GgufTokenizer) -> None:
-        self.backend_tokenizer = parts.backend
-        self.chat_template = parts.chat_templates
-        self.special_tokens_map = parts.named_tokens
-
-    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
-        # Unlike `encode`, `encode_batch_fast` releases the GIL.
-        ids: list[int] = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
 
 
 class IncrementalDetokenizer:

@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.tokenizer.byte_level import BYTE_CHARACTERS
 from paceline.tokenizer.tokenizer import Tokenizer
 
 IdMap = NDArray[np.int64]
@@ -237,14 +238,7 @@ def _last_used_id(pieces: Sequence[str]) -> int:
     return next((token_id for token_id in range(len(pieces) - 1, -1, -1) if pieces[token_id]), -1)
 
 
-def _byte_alphabet() -> dict[int, int]:
-    """Return the byte of each character from code 256 on in byte-level pieces, as in GPT-2; lower codes are the byte itself."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {256 + index: byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF_CODE = _byte_alphabet()
+_BYTE_OF_CODE = {ord(character): byte for byte, character in BYTE_CHARACTERS.items() if ord(character) >= 256}
 
 
 def _piece_decoder(pieces: Sequence[str]) -> Callable[[str], bytes]:

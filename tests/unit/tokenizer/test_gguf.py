@@ -12,7 +12,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from paceline.errors import CheckpointError
-from paceline.tokenizer.gguf import SPLITS, read_gguf_tokenizer
+from paceline.tokenizer.byte_level import SPLITS
+from paceline.tokenizer.gguf import read_gguf_tokenizer
 from paceline.tokenizer.tokenizer import Tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -60,3 +60,9 @@ def test_tokenizer_model_without_its_libraries_is_an_error_with_the_way_out(
         CheckpointError, match=r"tokenizer\.model needs the packages sentencepiece and protobuf: pip install .*sentencepiece"
     ):
         Tokenizer.open(directory)
+
+
+def test_version_of_a_tokenizer_model_is_an_error_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model.v3").write_bytes(b"\n")
+    with pytest.raises(CheckpointError, match=r"rename tokenizer\.model\.v3 to tokenizer\.model"):
+        Tokenizer.open(tmp_path)

@@ -84,6 +84,10 @@ def _glm4_moe_lite_layers(builder: LayerBuilder) -> Layers:
     return _layers_with_experts(builder, grouped_topk_routing(builder), [kind == "dense" for kind in types])
 
 
+def _youtu_layers(builder: LayerBuilder) -> Layers:
+    return builder.layers(_latent_attention(builder), [builder.mlp()] * builder.num_layers)
+
+
 def _gguf_fields(gating: GatingFunction, fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     grouped = grouped_experts_gguf_fields(fields, config)
     key, scaling = "rope.scaling.yarn_log_multiplier", config.get("rope_scaling") or {}
@@ -200,5 +204,23 @@ FAMILIES = (
         },
         gguf=None,
         gguf_family="deepseek_v3",
+    ),
+    replace(
+        _DEEPSEEK_V3,
+        name="youtu",
+        architecture="YoutuForCausalLM",
+        models="Youtu-LLM",
+        bundled_drafters=(),
+        layers=_youtu_layers,
+        defaults={
+            **_SIZES,
+            "max_position_embeddings": 131072,
+            "q_lora_rank": 1536,
+            "tie_word_embeddings": True,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+        },
+        fixed_fields={"attention_bias": False, "mlp_bias": False, "rope_interleave": True},
+        gguf=None,
     ),
 )

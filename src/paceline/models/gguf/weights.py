@@ -238,6 +238,8 @@ def _find_sources(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tupl
             sources[name] = _xielu_parameter(file, name, config)
             continue
         in_file, expert = (mixers[name].name, None) if name in mixers else _gguf_name(name, modules, file)
+        if in_file not in file.tensors and in_file.removesuffix(".weight") in file.tensors:  # a norm of Falcon-H1
+            in_file = in_file.removesuffix(".weight")
         if name in fused:
             sources[name] = fused[name]
         elif name in mixers and in_file in file.tensors:

@@ -1,0 +1,259 @@
+"""Builds tokenizers from files of ranks: Mistral's tekken.json and files of tiktoken.
+
+Such a file contains the bytes of each token and the token's rank. Of all adjacent tokens of a word, those whose concatenation has the
+lowest rank are merged first. tekken.json also contains the expression that splits text into words, and the control tokens. A file of
+tiktoken contains neither: they are taken from the model's family.
+"""
+
+import base64
+import binascii
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, decoders
+
+from paceline.errors import CheckpointError, convert_library_errors, is_unicode, shortened
+from paceline.model_directory import list_directory
+from paceline.small_files import TOKENIZER_BYTES, is_file, json_object, read_json, read_small
+from paceline.tokenizer.backend import check_token_ids
+from paceline.tokenizer.byte_level import (
+    BYTE_CHARACTERS,
+    SPLITS,
+    SplitRule,
+    bos_eos_processor,
+    byte_level_backend,
+    derive_merges,
+    merge_work_error,
+)
+from paceline.tokenizer.gguf import MAX_TOKENS
+from paceline.tokenizer.parts import TokenizerParts
+
+_ORIGINAL = "original"  # folder of Meta's files
+_TIKTOKEN_FILES = ("tiktoken.model", "qwen.tiktoken", "tokenizer.model", f"{_ORIGINAL}/tokenizer.model")
+_POSSESSIVE = re.compile(r"\{\d+(?:,\d*)?\}\+")  # not repeated again for tiktoken, but for the tokenizers library
+_DUPLICATE = "\U0010fffd"
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_WAY_OUT = "download it again, or save a tokenizer.json with the model's own library"
+_TEKKEN_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+_OLD_TEKKEN = (  # control tokens of files that do not list them
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
+    "[TOOL_CONTENT]",
+)  # fmt: skip
+_LLAMA3 = (  # control tokens of Llama 3.1; in Llama 3.0, three of these are reserved
+    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
+    *(f"<|reserved_special_token_{number}|>" for number in range(3, 248)),
+)  # fmt: skip
+_QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205)))
+
+
+@dataclass(frozen=True, slots=True)
+class _TiktokenFamily:
+    """What a file of tiktoken does not contain.
+
+    Attributes:
+        split: name of the rule in `SPLITS`.
+        control_tokens: texts of the ids after the ranks, if tokenizer_config.json does not list them.
+        num_reserved: number of ids after the ranks; those without a text are called <|reserved_token_ID|>.
+        named: texts by role, unless tokenizer_config.json has them.
+    """
+
+    split: str
+    control_tokens: tuple[str, ...] = ()
+    num_reserved: int = 0
+    named: tuple[tuple[str, str], ...] = ()
+
+
+_FAMILIES = {
+    "llama": _TiktokenFamily("llama-bpe", _LLAMA3, named=(("bos_token", _LLAMA3[0]), ("eos_token", _LLAMA3[1]))),
+    "qwen": _TiktokenFamily("qwen2", _QWEN, named=(("eos_token", _QWEN[0]), ("pad_token", _QWEN[0]))),
+    "kimi": _TiktokenFamily("kimi-k2", num_reserved=256),
+}
+_FAMILY_OF_TYPE = {"llama": "llama", "deepseek_v3": "kimi"}
+_FAMILY_OF_TYPE |= dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "qwen")
+
+
+@dataclass(frozen=True, slots=True)
+class _RankTable:
+    """The content of a file.
+
+    Attributes:
+        ranks: id by bytes of a token; lower ids are merged first.
+        control: id by text of the control tokens, and whether decoding omits it.
+        named: texts by role, such as "bos_token".
+    """
+
+    ranks: Mapping[bytes, int]
+    control: Mapping[str, tuple[int, bool]]
+    named: Mapping[str, str]
+    split: SplitRule
+
+
+def find_rank_file(directory: Path) -> Path | None:
+    """Return the file of ranks in a checkpoint's directory; None if there is none, or a tokenizer.json, which is used instead."""
+    if is_file(directory / "tokenizer.json"):
+        return None
+    tekken = [name for name in list_directory(directory) if "tekken" in name and name.endswith(".json")]
+    if tekken:
+        return directory / min(tekken, key=len)
+    for path in (directory / name for name in _TIKTOKEN_FILES):
+        if is_file(path) and not (path.name == "tokenizer.model" and is_sentencepiece_model(path)):
+            return path
+    return None
+
+
+def is_sentencepiece_model(path: Path) -> bool:
+    """Return whether a file is a SentencePiece model; files of tiktoken may have the same name."""
+    return (read_small(path, TOKENIZER_BYTES) or b"").startswith(b"\n")  # field 1 of a protobuf message, the pieces
+
+
+def read_rank_file(path: Path, settings: Mapping[str, Any], chat_templates: Mapping[str, str]) -> TokenizerParts:
+    """Build the tokenizer of a file of ranks.
+
+    Args:
+        settings: content of tokenizer_config.json.
+        chat_templates: Jinja sources by name.
+
+    Raises:
+        CheckpointError: the file is damaged, or nothing is known about how its model splits texts into words.
+    """
+    content = read_small(path, TOKENIZER_BYTES) or b""
+    table = _read_tekken(content, path) if path.suffix == ".json" else _read_tiktoken(content, path, settings)
+    pieces = _checked_pieces(table, path)
+    control = {text: token_id for text, (token_id, _) in table.control.items()}
+    named = {**table.named, **_named_tokens(settings)}
+    ids = {**pieces, **control}
+    with convert_library_errors(f"{path}: its tokenizer cannot be built; {_WAY_OUT}", CheckpointError):
+        backend = byte_level_backend(ids, derive_merges({piece: (0.0, rank) for piece, rank in pieces.items()}), table.split)
+        if any(_DUPLICATE in piece for piece in pieces):
+            backend.decoder = decoders.Sequence([decoders.Replace(_DUPLICATE, ""), backend.decoder])
+        backend.add_tokens([AddedToken(text, special=special, normalized=False) for text, (_, special) in table.control.items()])
+        bos, eos = (named.get(role) if settings.get(f"add_{role}") is True else None for role in ("bos_token", "eos_token"))
+        if settings.get("add_bos_token") is None and table.split.add_bos:
+            bos = named.get("bos_token")
+        backend.post_processor = bos_eos_processor(*((text, ids[text]) if text in ids else None for text in (bos, eos)))
+    return TokenizerParts(backend, named, chat_templates)
+
+
+def _checked_pieces(table: _RankTable, path: Path) -> dict[str, int]:
+    """Return the ids of ordinary tokens by piece. A token spelled like a control token gets a suffix, which decoding removes."""
+    if not table.ranks.keys() >= {bytes([byte]) for byte in range(256)}:
+        raise CheckpointError(f"{path} does not contain all 256 bytes, so it cannot encode every text; {_WAY_OUT}")
+    ids = [*table.ranks.values(), *(token_id for token_id, _ in table.control.values())]
+    if len(set(ids)) != len(ids):
+        token_id = Counter(ids).most_common(1)[0][0]
+        raise CheckpointError(f"{path} has two tokens of the id {token_id}, expected one; {_WAY_OUT}")
+    check_token_ids(ids)
+    spelled = {"".join(map(BYTE_CHARACTERS.__getitem__, token)): rank for token, rank in table.ranks.items()}
+    problem = merge_work_error(spelled)
+    if problem is not None:
+        raise CheckpointError(f"{path} has the token {shortened(problem[0])}, {problem[1]}; {_WAY_OUT}")
+    return {piece + _DUPLICATE if piece in table.control else piece: rank for piece, rank in spelled.items()}
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    values = {role: settings.get(role) for role in _ROLES}
+    texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in values.items()}
+    return {role: text for role, text in texts.items() if isinstance(text, str)}
+
+
+def _read_tekken(content: bytes, path: Path) -> _RankTable:
+    """Read Mistral's file. Ids of control tokens come first; those of other tokens are their ranks after them.
+
+    Source: mistral-common, `Tekkenizer.from_file`.
+    """
+    values = json_object(content, path)
+    config = values.get("config")
+    if not isinstance(config, dict) or not isinstance(config.get("pattern"), str):
+        raise CheckpointError(f"{path} has no config.pattern, so it is not a tekken.json; {_WAY_OUT}")
+    possessive = _POSSESSIVE.search(config["pattern"])
+    if possessive is not None:
+        raise CheckpointError(f"{path}: config.pattern contains {shortened(possessive[0])}, which is not supported; {_WAY_OUT}")
+    vocabulary, listed = values.get("vocab"), values.get("special_tokens")
+    listed = [{"rank": rank, "token_str": text} for rank, text in enumerate(_OLD_TEKKEN)] if listed is None else listed
+    if not isinstance(vocabulary, list) or not isinstance(listed, list):
+        raise CheckpointError(f"{path} has no lists vocab and special_tokens; {_WAY_OUT}")
+    num_control = _count(config, "default_num_special_tokens", path)
+    num_ranks = _count(config, "default_vocab_size", path) - num_control
+    if not 0 <= num_ranks <= len(vocabulary):
+        raise CheckpointError(f"{path} has {len(vocabulary)} tokens in vocab, expected the {num_ranks} of default_vocab_size; {_WAY_OUT}")
+    control = {f"<SPECIAL_{token_id}>": (token_id, True) for token_id in range(len(listed), num_control)}
+    for item in listed:
+        control[_text(item, "token_str", path)] = (_checked_rank(item, path, num_control), True)
+    ranks = {}
+    for index, item in enumerate(vocabulary[:num_ranks]):
+        if _checked_rank(item, path, num_ranks) != index:
+            raise CheckpointError(f"{path}: vocab[{index}] has the rank {item['rank']}, expected {index}; {_WAY_OUT}")
+        ranks[_decoded(_text(item, "token_bytes", path), path)] = num_control + index
+    return _RankTable(ranks, control, _TEKKEN_NAMES, SplitRule((config["pattern"],), ignore_merges=True, add_bos=True))
+
+
+def _read_tiktoken(content: bytes, path: Path, settings: Mapping[str, Any]) -> _RankTable:
+    family = _tiktoken_family(path)
+    ranks = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        token, _, rank = line.decode("latin-1").partition(" ")
+        if not rank.isdecimal() or len(rank) > 9:
+            raise CheckpointError(f"{path}: line {number} is {shortened(line)}, expected a token in base64 and its rank; {_WAY_OUT}")
+        ranks[_decoded(token, path)] = int(rank)
+    first = max(ranks.values(), default=-1) + 1
+    control = {f"<|reserved_token_{token_id}|>": (token_id, True) for token_id in range(first, first + family.num_reserved)}
+    control |= {text: (first + index, True) for index, text in enumerate(family.control_tokens)}
+    listed = settings.get("added_tokens_decoder")
+    if isinstance(listed, dict):
+        found = {int(token_id): (_text(item, "content", path), item.get("special") is not False) for token_id, item in listed.items()}
+        texts = {text for text, _ in found.values()}
+        control = {text: value for text, value in control.items() if value[0] not in found and text not in texts}
+        control |= {text: (token_id, special) for token_id, (text, special) in found.items()}
+    return _RankTable(ranks, control, dict(family.named), replace(SPLITS[family.split], ignore_merges=True))
+
+
+def _tiktoken_family(path: Path) -> _TiktokenFamily:
+    folder = path.parent.parent if path.parent.name == _ORIGINAL else path.parent
+    config = read_json(folder / "config.json") or {}
+    text_config = config.get("text_config")
+    kind = text_config.get("model_type") if isinstance(text_config, dict) else config.get("model_type")
+    family = _FAMILY_OF_TYPE.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        known = ", ".join(sorted(_FAMILY_OF_TYPE))
+        raise CheckpointError(
+            f"{path} is a file of tiktoken, which does not contain how texts are split into words; this is known for the model types "
+            f"{known}, not for {shortened(kind)}: save a tokenizer.json with the model's own library"
+        )
+    return _FAMILIES[family]
+
+
+def _count(config: Mapping[str, Any], name: str, path: Path) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_TOKENS:
+        raise CheckpointError(f"{path}: config.{name} is {shortened(value)}, expected a number up to {MAX_TOKENS}; {_WAY_OUT}")
+    return value
+
+
+def _checked_rank(item: object, path: Path, limit: int) -> int:
+    rank = item.get("rank") if isinstance(item, dict) else None
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < limit:
+        raise CheckpointError(f"{path} has a token of rank {shortened(rank)}, expected a number below {limit}; {_WAY_OUT}")
+    return rank
+
+
+def _text(item: object, name: str, path: Path) -> str:
+    text = item.get(name) if isinstance(item, dict) else None
+    if not isinstance(text, str) or not text or not is_unicode(text):
+        raise CheckpointError(f"{path} has a token whose {name} is {shortened(text)}, expected a text; {_WAY_OUT}")
+    return text
+
+
+def _decoded(text: str, path: Path) -> bytes:
+    try:
+        token = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        token = b""
+    if not token:
+        raise CheckpointError(f"{path} has the token {shortened(text)}, expected bytes in base64; {_WAY_OUT}")
+    return token
