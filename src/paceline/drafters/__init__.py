@@ -28,6 +28,7 @@ from paceline.drafters.medusa.drafter import open_medusa
 from paceline.drafters.mtp import open_gguf_module, open_mtp
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.options import HeadOptions
+from paceline.drafters.packaged import find_packaged_drafter
 from paceline.drafters.pard2 import open_pard2, read_pard2_config
 from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.suffix import SuffixDrafter
@@ -289,6 +290,9 @@ def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:
             or _open_head_in_folder(target, DRAFT_FOLDER)
             or _open_mtp_module_of_target(target)
         )
+        if head is None and (packaged := find_packaged_drafter(target)) is not None:
+            head = open_head_files(packaged)
+            return PreparedDrafter(HeadKind.EAGLE3.value, packaged, head, is_optional=True)
         if head is None:
             return PreparedDrafter(NgramDrafter.name)
         return PreparedDrafter(head.kind.value, head.path, head, is_optional=head.kind is HeadKind.MTP)
