@@ -5,6 +5,7 @@ that it returns the hidden states that heads read. `PreparedDrafters.open` creat
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -290,12 +291,11 @@ def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:
             or _open_head_in_folder(target, DRAFT_FOLDER)
             or _open_mtp_module_of_target(target)
         )
-        if head is None and (packaged := find_packaged_drafter(target)) is not None:
-            head = open_head_files(packaged)
-            return PreparedDrafter(HeadKind.EAGLE3.value, packaged, head, is_optional=True)
-        if head is None:
+        packaged = _open_packaged_head(target) if head is None else None
+        found = head or packaged
+        if found is None:
             return PreparedDrafter(NgramDrafter.name)
-        return PreparedDrafter(head.kind.value, head.path, head, is_optional=head.kind is HeadKind.MTP)
+        return PreparedDrafter(found.kind.value, found.path, found, is_optional=found is packaged or found.kind is HeadKind.MTP)
     raise IncompatibleDrafterError(
         f"{target} has no embedded draft model (folder {DRAFT_FOLDER!r}): give a draft model's directory or id instead"
     )
@@ -316,6 +316,14 @@ def _open_head_in_folder(target: Path, name: str) -> HeadFiles | None:
         return head
     sizes = read_model_config(target)
     return head if fits_target(head, sizes) or fits_block(head, sizes) else None
+
+
+def _open_packaged_head(target: Path) -> HeadFiles | None:
+    """Open the head of this package for a target; None if there is none, or its file is missing or damaged."""
+    path = find_packaged_drafter(target)
+    with suppress(CheckpointError, IncompatibleDrafterError):
+        return None if path is None else open_head_files(path)
+    return None
 
 
 def _open_mtp_module_of_target(target: Path) -> HeadFiles | None:

@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from harness.checkpoints import write_checkpoint
-from paceline.drafters import open_head_files
+from harness.gguf_checkpoints import write_gguf
+from paceline.drafters import open_head_files, prepare_drafter
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.packaged import DRAFTER_FILE, TARGET_FILE, describe_target, find_packaged_drafter, packaged_drafters
 
@@ -38,6 +39,25 @@ def test_packaged_drafter_is_found_for_its_target_only(target: Path, tmp_path: P
     save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"] * np.float32(1.01)}, path, metadata={"format": "pt"})
     assert find_packaged_drafter(target, drafters) is None
     assert find_packaged_drafter(target) is None
+
+
+def test_packaged_drafter_is_found_for_a_quantised_target(target: Path, tmp_path: Path) -> None:
+    drafters = drafters_for(target, tmp_path / "drafters")
+    for block_type in ("F32", "Q8_0"):
+        assert find_packaged_drafter(write_gguf(target, tmp_path / f"{block_type}.gguf", block_type), drafters)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"GGUF" + bytes(40)])
+def test_auto_with_a_damaged_packaged_drafter_is_ngram(
+    content: bytes | None, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = drafters_for(target, tmp_path / "drafters") / "one" / DRAFTER_FILE
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr("paceline.drafters.find_packaged_drafter", lambda target: path)
+    prepared = prepare_drafter("auto", target)
+    assert prepared is not None
+    assert prepared.name == "ngram"
 
 
 def test_packaged_drafter_is_not_used_for_other_sizes(target: Path, tmp_path: Path) -> None:

@@ -152,3 +152,14 @@ def test_drafter_prefill_time_follows_measurements(seed: int) -> None:
         reading.observe(FREE_PREFILL_TOKENS, 9.0)
     assert reading.expected_s(200) == pytest.approx(0.6, rel=0.1)
     assert reading.expected_s(FREE_PREFILL_TOKENS) == 0.0
+
+
+def test_accepted_trial_lets_only_the_next_step_overspend(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculator, _ = open_speculator(0, 0.0, monkeypatch)
+    policy, batch = speculator.policy, [RequestRows.without_draft(make_request(max_tokens=8), 1)]
+    assert isinstance(policy, AdaptiveDraftLength)
+    policy.begin_step(batch)
+    policy._overhead_budget_s = -1.0
+    policy._trial_request = batch[0].request
+    policy.observe_verified(batch[0].request, DraftTree.chain(3, [2, 2], "clock"), [1, 2])
+    assert [policy.begin_step(batch) for _ in range(2)] == [None, SkipReason.UNPROFITABLE]

@@ -30,8 +30,8 @@ class LinearCost:
 
     Args:
         ratio: expected b / a. A ridge penalty, with the weight of `PRIOR_SAMPLES` samples at `usual_y`, keeps b near ratio * a until
-            samples with y > 0 arrive. Samples lower it for good, but do not raise it: if a disturbance made y look costly, the fit must
-            return to what was expected, because steps with y > 0 have stopped.
+            samples with y > 0 arrive. Those move it, but never above its first value: if a disturbance made y look costly, the fit
+            must return to what was expected, because steps with y > 0 have stopped.
         usual_y: a sample with a larger y is scaled down to it, so that it cannot determine b alone; 0 = no scaling and no penalty.
     """
 

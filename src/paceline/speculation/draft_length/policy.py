@@ -187,7 +187,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         self._next_trial_budget_s = 0.0  # seconds that must be saved up before the next trial of a drafter that did not pay
         self._shape = BatchShape(0, 0, False, 0.0, AdapterUse.NONE)  # what the cost of the current step depends on
         self._trial_request: Request | None = None  # request that drafts a trial in the current step
-        self._is_trial_accepted = False  # whether all tokens of the last trial were accepted: then the next step may have another one
+        self._accepted_trial_step = -1  # the last step with a trial whose tokens were all accepted: the next step may have another one
         # whether planning time of a step that then has no drafts counts as drafting that does not pay; not if no request may draft
         self._is_charged = False
         self._mean_output_len = 0.0
@@ -197,8 +197,12 @@ class AdaptiveDraftLength(FixedDraftLength):
     def begin_step(self, batch: Sequence[RequestRows]) -> SkipReason | None:
         self._step += 1
         self._shape, self._trial_request, self._is_charged = BatchShape.from_batch(batch), None, False
-        is_overspent = self._overhead_budget_s < 0.0 and not self._is_trial_accepted
+        is_overspent = self._overhead_budget_s < 0.0 and not self._follows_accepted_trial
         return SkipReason.UNPROFITABLE if is_overspent and self._shape.is_decoding else None
+
+    @property
+    def _follows_accepted_trial(self) -> bool:
+        return self._step == self._accepted_trial_step + 1
 
     def skip_reason(self, request: Request, drafter: Drafter) -> SkipReason | None:
         history = request.draft_histories[drafter.name]
@@ -280,8 +284,8 @@ class AdaptiveDraftLength(FixedDraftLength):
     def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         if (name := drafter_of(tree)) is None:
             return
-        if request is self._trial_request:
-            self._is_trial_accepted = len(accepted_nodes) == tree.tree_depth
+        if request is self._trial_request and len(accepted_nodes) == tree.tree_depth:
+            self._accepted_trial_step = self._step
         rates, history = self.rates[name, request.params.is_greedy], request.draft_histories[name]
         rates_by_depth = rates.rates_by_depth(tree.tree_depth)
         for node, accepted_child in zip([0, *accepted_nodes], [*accepted_nodes, None], strict=True):
@@ -309,7 +313,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             return
         plain_s = min(forward_s, self.cost.step_times(self._shape, 0)[0])  # a stall of the machine must not count as time to save from
         if self._trial_request is not None:
-            if not self._is_trial_accepted:
+            if self._accepted_trial_step != self._step:
                 self._overhead_budget_s -= min(draft_s + plan_s + max(0.0, forward_s - plain_s), MAX_TRIAL_CHARGE * plain_s)
         elif num_drafts == 0 and self._is_charged:
             self._overhead_budget_s -= min(draft_s + plan_s, MAX_CHARGE * plain_s)
@@ -414,10 +418,10 @@ class AdaptiveDraftLength(FixedDraftLength):
             return False
         # a nearly unspent overhead budget always pays for a trial: without trials a cost that was measured too high would stay
         required_s = min(price_s, 0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * plain_s) + prefill_s
-        if self._overhead_budget_s < required_s and not self._is_trial_accepted:
+        if self._overhead_budget_s < required_s and not self._follows_accepted_trial:
             self._next_trial_budget_s = required_s
             return False
-        self._trial_request, self._next_trial_budget_s, self._is_trial_accepted = rows.request, 0.0, False
+        self._trial_request, self._next_trial_budget_s = rows.request, 0.0
         # the estimate of the request's acceptance forgets earlier tokens, so that the two tokens of the trial can change it
         rows.request.draft_histories[drafter].num_verified_tokens = 0.0
         return True
