@@ -21,6 +21,7 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.mtp import load_mtp, restrict_draft_vocab
+from paceline.drafters.packaged import packaged_drafters
 from paceline.drafters.pard2 import check_tokenizer, open_pard2_weights, read_pard2_config
 from paceline.drafters.recurrent_heads.head import RecurrentHeadConfig
 from paceline.models.config import WeightType
@@ -221,7 +222,8 @@ def _check_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions
     if target.tokenizer is not None:
         check_embedding_rows(files, opened.num_embedded_ids, min(len(target.tokenizer.pieces), sizes.vocab_size))
     summary = f"{files.kind.value} head {_reading(config)}; {_sizes_fit(sizes.hidden_size)}"
-    unset = [switch for switch in ambiguous_options(files, config, sizes) if getattr(options, switch[0]) is None]
+    is_ours = files.path.is_relative_to(packaged_drafters())  # then all is as trained
+    unset = [] if is_ours else [switch for switch in ambiguous_options(files, config, sizes) if getattr(options, switch[0]) is None]
     facts = replace(_pair_facts(files, config, opened.weights), ambiguous_options=unset)
     return facts, PairCheck(True, summary, None, _layout_note([name for name, _ in unset]))
 
