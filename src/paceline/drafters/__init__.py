@@ -290,15 +290,28 @@ def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:
             or _open_head_in_folder(target, DRAFT_FOLDER)
             or _open_mtp_module_of_target(target)
         )
-        if head is None and (packaged := find_packaged_drafter(target)) is not None:
-            head = open_head_files(packaged)
-            return PreparedDrafter(HeadKind.EAGLE3.value, packaged, head, is_optional=True)
         if head is None:
-            return PreparedDrafter(NgramDrafter.name)
+            return _open_packaged_drafter(target)
         return PreparedDrafter(head.kind.value, head.path, head, is_optional=head.kind is HeadKind.MTP)
     raise IncompatibleDrafterError(
         f"{target} has no embedded draft model (folder {DRAFT_FOLDER!r}): give a draft model's directory or id instead"
     )
+
+
+def _open_packaged_drafter(target: Path) -> PreparedDrafter:
+    """Open the head of the package for a target; n-grams if there is none, with a notice if its files are gone or damaged."""
+    path = find_packaged_drafter(target)
+    if path is None:
+        return PreparedDrafter(NgramDrafter.name)
+    try:
+        head = open_head_files(path)
+        if head is None:
+            raise CheckpointError(f"{path} holds no head")
+        _read_layer_boundaries(head, target, HeadOptions())
+    except (CheckpointError, IncompatibleDrafterError) as error:
+        notice = f"the packaged drafter is not used ({error}): install paceline again"
+        return PreparedDrafter(NgramDrafter.name, notice=notice)
+    return PreparedDrafter(head.kind.value, path, head, is_optional=True)
 
 
 def _open_head_in_folder(target: Path, name: str) -> HeadFiles | None:
