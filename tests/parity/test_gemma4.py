@@ -162,6 +162,15 @@ def test_gemma4_text_model_stored_with_encoders_has_equal_logits(
     assert np.array_equal(found, expected)
 
 
+def test_gemma4_layer_numbers_may_be_padded_with_zeros(references: Callable[[str], Reference], tmp_path: Path) -> None:
+    """transformers saves "05" in models of more than ten layers."""
+    path = references("all").directory / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    padded = {f"0{layer}": own for layer, own in values["per_layer_config"].items()}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "per_layer_config": padded}), encoding="utf-8")
+    assert read_config(tmp_path).layers == read_config(path.parent).layers
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

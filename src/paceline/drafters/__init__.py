@@ -5,7 +5,6 @@ that it returns the hidden states that heads read. `PreparedDrafters.open` creat
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -291,14 +290,28 @@ def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:
             or _open_head_in_folder(target, DRAFT_FOLDER)
             or _open_mtp_module_of_target(target)
         )
-        packaged = _open_packaged_head(target) if head is None else None
-        found = head or packaged
-        if found is None:
-            return PreparedDrafter(NgramDrafter.name)
-        return PreparedDrafter(found.kind.value, found.path, found, is_optional=found is packaged or found.kind is HeadKind.MTP)
+        if head is None:
+            return _open_packaged_drafter(target)
+        return PreparedDrafter(head.kind.value, head.path, head, is_optional=head.kind is HeadKind.MTP)
     raise IncompatibleDrafterError(
         f"{target} has no embedded draft model (folder {DRAFT_FOLDER!r}): give a draft model's directory or id instead"
     )
+
+
+def _open_packaged_drafter(target: Path) -> PreparedDrafter:
+    """Open the head of the package for a target; n-grams if there is none, with a notice if its files are gone or damaged."""
+    path = find_packaged_drafter(target)
+    if path is None:
+        return PreparedDrafter(NgramDrafter.name)
+    try:
+        head = open_head_files(path)
+        if head is None:
+            raise CheckpointError(f"{path} holds no head")
+        _read_layer_boundaries(head, target, HeadOptions())
+    except (CheckpointError, IncompatibleDrafterError) as error:
+        notice = f"the packaged drafter is not used ({error}): install paceline again"
+        return PreparedDrafter(NgramDrafter.name, notice=notice)
+    return PreparedDrafter(head.kind.value, path, head, is_optional=True)
 
 
 def _open_head_in_folder(target: Path, name: str) -> HeadFiles | None:
@@ -316,14 +329,6 @@ def _open_head_in_folder(target: Path, name: str) -> HeadFiles | None:
         return head
     sizes = read_model_config(target)
     return head if fits_target(head, sizes) or fits_block(head, sizes) else None
-
-
-def _open_packaged_head(target: Path) -> HeadFiles | None:
-    """Open the head of this package for a target; None if there is none, or its file is missing or damaged."""
-    path = find_packaged_drafter(target)
-    with suppress(CheckpointError, IncompatibleDrafterError):
-        return None if path is None else open_head_files(path)
-    return None
 
 
 def _open_mtp_module_of_target(target: Path) -> HeadFiles | None:

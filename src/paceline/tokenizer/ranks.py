@@ -184,23 +184,27 @@ def _read_tekken(content: bytes, path: Path) -> _RankTable:
         raise CheckpointError(f"{path} has {len(vocabulary)} tokens in vocab, expected the {num_ranks} of default_vocab_size; {_WAY_OUT}")
     control = {f"<SPECIAL_{token_id}>": (token_id, True) for token_id in range(len(listed), num_control)}
     for item in listed:
-        control[_text(item, "token_str", path)] = (_checked_rank(item, path, num_control), True)
-    ranks = {}
+        text, token_id = _text(item, "token_str", path), _checked_rank(item, path, num_control)
+        if control.setdefault(text, (token_id, True))[0] != token_id:
+            raise CheckpointError(f"{path} has the control token {shortened(text)} with two ids, expected one; {_WAY_OUT}")
+    ranks: dict[bytes, int] = {}
     for index, item in enumerate(vocabulary[:num_ranks]):
         if _checked_rank(item, path, num_ranks) != index:
             raise CheckpointError(f"{path}: vocab[{index}] has the rank {item['rank']}, expected {index}; {_WAY_OUT}")
-        ranks[_decoded(_text(item, "token_bytes", path), path)] = num_control + index
+        _add_token(ranks, _decoded(_text(item, "token_bytes", path), path), num_control + index, path)
     return _RankTable(ranks, control, _TEKKEN_NAMES, SplitRule((config["pattern"],), ignore_merges=True, add_bos=True))
 
 
 def _read_tiktoken(content: bytes, path: Path, settings: Mapping[str, Any]) -> _RankTable:
     family = _tiktoken_family(path)
-    ranks = {}
+    ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
+        if not line:  # tiktoken passes over empty lines
+            continue
         token, _, rank = line.decode("latin-1").partition(" ")
         if not rank.isdecimal() or len(rank) > 9:
             raise CheckpointError(f"{path}: line {number} is {shortened(line)}, expected a token in base64 and its rank; {_WAY_OUT}")
-        ranks[_decoded(token, path)] = int(rank)
+        _add_token(ranks, _decoded(token, path), int(rank), path)
     first = max(ranks.values(), default=-1) + 1
     control = {f"<|reserved_token_{token_id}|>": (token_id, True) for token_id in range(first, first + family.num_reserved)}
     control |= {text: (first + index, True) for index, text in enumerate(family.control_tokens)}
@@ -240,6 +244,11 @@ def _checked_rank(item: object, path: Path, limit: int) -> int:
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < limit:
         raise CheckpointError(f"{path} has a token of rank {shortened(rank)}, expected a number below {limit}; {_WAY_OUT}")
     return rank
+
+
+def _add_token(ranks: dict[bytes, int], token: bytes, token_id: int, path: Path) -> None:
+    if ranks.setdefault(token, token_id) != token_id:
+        raise CheckpointError(f"{path} has the token {shortened(token)} twice, with the ids {ranks[token]} and {token_id}; {_WAY_OUT}")
 
 
 def _text(item: object, name: str, path: Path) -> str:

@@ -9,7 +9,8 @@ from safetensors.numpy import load_file, save_file
 
 from harness.checkpoints import write_checkpoint
 from harness.gguf_checkpoints import write_gguf
-from paceline.drafters import open_head_files, prepare_drafter
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.drafters import open_head_files, prepare_drafters
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.packaged import DRAFTER_FILE, TARGET_FILE, describe_target, find_packaged_drafter, packaged_drafters
 
@@ -47,24 +48,28 @@ def test_packaged_drafter_is_found_for_a_quantised_target(target: Path, tmp_path
         assert find_packaged_drafter(write_gguf(target, tmp_path / f"{block_type}.gguf", block_type), drafters)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"GGUF" + bytes(40)])
-def test_auto_with_a_damaged_packaged_drafter_is_ngram(
-    content: bytes | None, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = drafters_for(target, tmp_path / "drafters") / "one" / DRAFTER_FILE
-    if content is not None:
-        path.write_bytes(content)
-    monkeypatch.setattr("paceline.drafters.find_packaged_drafter", lambda target: path)
-    prepared = prepare_drafter("auto", target)
-    assert prepared is not None
-    assert prepared.name == "ngram"
-
-
 def test_packaged_drafter_is_not_used_for_other_sizes(target: Path, tmp_path: Path) -> None:
     drafters = drafters_for(target, tmp_path / "drafters")
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     assert find_packaged_drafter(target, drafters) is None
+
+
+@pytest.mark.parametrize("content", [None, b"", b"GGUF", "half"])
+def test_damaged_packaged_drafter_is_replaced_by_ngram_with_a_notice(
+    target: Path, tmp_path: Path, content: bytes | str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder,) = (path for path in packaged_drafters().iterdir() if path.is_dir())
+    whole = (folder / DRAFTER_FILE).read_bytes()
+    drafters = drafters_for(target, tmp_path / "drafters")
+    if content is not None:
+        (drafters / "one" / DRAFTER_FILE).write_bytes(whole[: len(whole) // 2] if isinstance(content, str) else content)
+    monkeypatch.setattr("paceline.drafters.packaged.packaged_drafters", lambda: drafters)
+    prepared = prepare_drafters(target, EngineConfig(), SpeculationConfig(drafter="auto"))
+    assert [drafter.name for drafter in prepared.drafters] == ["ngram"]
+    assert prepared.layer_boundaries == ()
+    (notice,) = prepared.notices
+    assert str(drafters / "one" / DRAFTER_FILE) in notice
 
 
 def test_search_for_a_packaged_drafter_passes_over_an_unreadable_target(tmp_path: Path) -> None:

@@ -179,6 +179,11 @@ def test_tokenizer_json_has_precedence_over_a_rank_file(tmp_path: Path, mini_dir
         (tekken(special_tokens=[{"rank": 0}]), "token_str is None"),
         (tekken(vocab=[{**item, "token_bytes": "?"} for item in tekken()["vocab"]]), "expected bytes in base64"),
         (tekken(special_tokens=[{"rank": 0, "token_str": "a"}, {"rank": 0, "token_str": "b"}]), "two tokens of the id 0"),
+        (tekken(special_tokens=[{"rank": 0, "token_str": "a"}, {"rank": 1, "token_str": "a"}]), "'a' with two ids"),
+        (
+            tekken(vocab=[{**item, "rank": rank} for rank, item in enumerate([tekken()["vocab"][0], *tekken()["vocab"]])]),
+            "twice, with the ids",
+        ),
     ],
 )
 def test_damaged_tekken_json_is_an_error(tmp_path: Path, values: dict[str, Any], message: str) -> None:
@@ -190,7 +195,8 @@ def test_damaged_tekken_json_is_an_error(tmp_path: Path, values: dict[str, Any],
     ("content", "model_type", "message"),
     [
         (b"IQ== 0\nIg== x\n", "llama", "line 2 is"),
-        (b"IQ== 0\n", "llama", "does not contain all 256 bytes"),
+        (b"IQ== 0\nIQ== 1\n", "llama", r"b'!' twice, with the ids 0 and 1"),
+        (b"IQ== 0\n\n", "llama", "does not contain all 256 bytes"),
         (b"IQ== 0\n", "chatglm", "known for the model types .* not for 'chatglm'"),
     ],
 )

@@ -145,6 +145,7 @@ def _attention_sizes(builder: LayerBuilder, is_sliding: Sequence[bool], *, is_lo
         return _checked_attention_sizes(builder, JsonFields({**fields.values, **own}, fields.path))
     if not isinstance(per_layer, Mapping):
         raise CheckpointError(f"{fields.path}: per_layer_config = {shortened(per_layer)}, expected what differs by layer")
+    per_layer = {key.lstrip("0") or "0": own for key, own in per_layer.items()}  # transformers pads the numbers with zeros
     if unknown := per_layer.keys() - {str(index) for index in range(builder.num_layers)}:
         num_layers = builder.num_layers
         raise CheckpointError(f"{fields.path}: per_layer_config names layer {shortened(min(unknown))}, there are {num_layers} layers")
