@@ -146,19 +146,24 @@ def _device(name: str) -> str:
 
 @contextmanager
 def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether the user interrupted; a second interrupt ends the process as usual."""
+    """Yield a function that returns whether Ctrl-C or SIGTERM arrived; a second one ends the process as usual."""
     is_set = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield is_set.is_set
         return
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def stop(*_: object) -> None:
         is_set.set()
-        signal.signal(signal.SIGINT, before)
+        restore()
 
-    signal.signal(signal.SIGINT, stop)
+    for number in before:
+        signal.signal(number, stop)
     try:
         yield is_set.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
@@ -203,3 +204,17 @@ def test_json_lines_are_known_by_their_endings_and_may_hold_line_separators(name
     path = tmp_path / name
     path.write_text('\ufeff{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\n', encoding="utf-8")
     assert [record["prompt"] for record in read_records(path)] == ["a\u2028b", "c"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_training_is_asked_to_stop_by_a_signal_once(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with running._stop_flag() as is_stopped:
+            assert not is_stopped()
+            signal.raise_signal(number)
+            assert is_stopped()
+            assert signal.getsignal(number) is signal.SIG_IGN
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
