@@ -96,6 +96,7 @@ class Family:
         has_mxfp4_experts: checkpoints stack all experts of a layer in two tensors, in MXFP4 or as transposed bfloat16.
         has_norm_offset, has_lm_head_bias: as in `ModelConfig`.
         has_scaled_embedding: embedding rows are multiplied by the square root of the hidden size.
+        has_partial_layer_table: the table of per-layer embeddings may have fewer rows than the vocabulary.
         has_logit_soft_cap: `final_logit_softcapping` is applied to logits.
         has_multipliers: embedding rows are multiplied by `embedding_multiplier`, logits by `lm_head_multiplier` / `logits_scaling`.
     """
@@ -131,5 +132,6 @@ class Family:
     has_norm_offset: bool = False
     has_lm_head_bias: bool = False
     has_scaled_embedding: bool = False
+    has_partial_layer_table: bool = False
     has_logit_soft_cap: bool = False
     has_multipliers: bool = False
