@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "exaone4": "exaone4",
@@ -92,6 +93,8 @@ def write_gguf(
     tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
     if architecture == "deepseek2":
         tensors = _with_absorbed_matrices(tensors, values)
+    if architecture == "gemma3n":
+        tensors = _with_stacked_projections(tensors, values)
     num_mtp_modules = sum(name.endswith(".eh_proj.weight") for name in tensors)
     values["num_hidden_layers"] += num_mtp_modules  # they count as blocks
     _write_metadata(writer, values)
@@ -254,6 +257,20 @@ def _with_absorbed_matrices(tensors: Mapping[str, NDArray[np.float32]], values: 
     return found
 
 
+def _with_stacked_projections(tensors: Mapping[str, NDArray[np.float32]], values: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+    """Projections of AltUp's streams as converters stack them, and per-layer embeddings with zeros for tokens that have none."""
+    found, stacks = dict[str, NDArray[np.float32]](), dict[str, dict[int, NDArray[np.float32]]]()
+    for name, array in tensors.items():
+        if "projections." in name:
+            stack, number, _ = name.rsplit(".", 2)
+            stacks.setdefault(stack, {})[int(number)] = array
+        elif name.endswith("embed_tokens_per_layer.weight"):
+            found[name] = np.pad(array, ((0, values["vocab_size"] - len(array)), (0, 0)))
+        else:
+            found[name + ".weight" if name.endswith("correct_output_scale") else name] = array
+    return found | {f"{stack}.weight": np.stack([own[number] for number in sorted(own)]) for stack, own in stacks.items()}
+
+
 def _as_converted(name: str, array: NDArray[np.float32], values: Mapping[str, Any]) -> NDArray[np.float32]:
     if values["model_type"] in INTERLEAVED and ".q_proj." in name:
         return _interleaved(array, values["num_attention_heads"])
@@ -303,6 +320,8 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
     if values["model_type"] == "gemma2":
         writer.add_attn_logit_softcapping(values["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(values["final_logit_softcapping"])
+    if values["model_type"] == "gemma3n_text":
+        _write_gemma3n(writer, values)
     if values["model_type"] == "granite":
         writer.add_attention_scale(values["attention_multiplier"])
         writer.add_embedding_scale(values["embedding_multiplier"])
@@ -377,6 +396,20 @@ def _write_gemma4(writer: Any, values: Mapping[str, Any]) -> None:
     writer.add_rope_freq_base_swa(ropes[1]["rope_theta"])
     turned = int(ropes[0]["partial_rotary_factor"] * head_size // 2)
     writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * (head_size // 2 - turned), np.float32))
+
+
+def _write_gemma3n(writer: Any, values: Mapping[str, Any]) -> None:
+    import torch
+
+    writer.add_altup_active_idx(values["altup_active_idx"])
+    writer.add_altup_num_inputs(values["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(values["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(values["num_kv_shared_layers"])
+    fractions = torch.tensor(values["activation_sparsity_pattern"], dtype=torch.float32)
+    writer.add_activation_sparsity_scale(torch.distributions.normal.Normal(0, 1).icdf(fractions).tolist())  # -inf for 0
+    writer.add_sliding_window(values["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in values["layer_types"]])
+    writer.add_final_logit_softcapping(values["final_logit_softcapping"])
 
 
 def _write_rope(writer: Any, values: Mapping[str, Any]) -> None:
