@@ -70,6 +70,7 @@ HALVES = {
 }
 """Where blocks of a type have their float16 numbers."""
 _ROUTER_SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+_SHARED_PARTS = ("k_proj.weight", "v_proj.weight", "k_norm.weight")
 TypeOf = Callable[[str], str]
 
 
@@ -258,7 +259,10 @@ def _with_absorbed_matrices(tensors: Mapping[str, NDArray[np.float32]], values: 
 
 
 def _with_stacked_projections(tensors: Mapping[str, NDArray[np.float32]], values: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
-    """Projections of AltUp's streams as converters stack them, and per-layer embeddings with zeros for tokens that have none."""
+    """Projections of AltUp's streams as converters stack them, and zeros for what checkpoints of transformers do not have.
+
+    These are per-layer embeddings of the last tokens, and keys and values of layers that use those of another.
+    """
     found, stacks = dict[str, NDArray[np.float32]](), dict[str, dict[int, NDArray[np.float32]]]()
     for name, array in tensors.items():
         if "projections." in name:
@@ -268,6 +272,9 @@ def _with_stacked_projections(tensors: Mapping[str, NDArray[np.float32]], values
             found[name] = np.pad(array, ((0, values["vocab_size"] - len(array)), (0, 0)))
         else:
             found[name + ".weight" if name.endswith("correct_output_scale") else name] = array
+    for layer in range(values["num_hidden_layers"] - values["num_kv_shared_layers"], values["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.self_attn."
+        found |= {f"{prefix}{part}": np.zeros_like(found[f"model.layers.0.self_attn.{part}"]) for part in _SHARED_PARTS}
     return found | {f"{stack}.weight": np.stack([own[number] for number in sorted(own)]) for stack, own in stacks.items()}
 
 
