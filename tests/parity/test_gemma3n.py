@@ -23,7 +23,7 @@ from harness.parity import (
     transformers_output,
 )
 from paceline.errors import CheckpointError
-from paceline.models.checkpoint import read_model_config
+from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import ModelConfig, WeightType, read_config
 from paceline.models.layers import AttentionConfig, LayerConfig, QKNorm
 from paceline.runtimes.base import assemble_pass
@@ -212,10 +212,11 @@ def test_gemma3n_text_model_stored_with_encoders_has_equal_logits(
     values = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"], "text_config": text, "dtype": "float32"}
     values |= {"vision_config": {"model_type": "gemma3n_vision"}, "audio_config": {"model_type": "gemma3n_audio"}, "eos_token_id": [0, 5]}
     (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    assert read_config(tmp_path).layers == read_config(plain.directory).layers
-    runtime = open_backend(tmp_path, backend)
-    assert np.array_equal(prompt_logits(runtime, plain.token_ids), prompt_logits(open_backend(plain.directory, backend), plain.token_ids))
-    assert runtime.weights.has_encoders if backend == "native" else True
+    config = read_config(tmp_path)
+    assert config.layers == read_config(plain.directory).layers
+    assert open_weights(tmp_path, config).has_encoders
+    found, expected = (prompt_logits(open_backend(directory, backend), plain.token_ids) for directory in (tmp_path, plain.directory))
+    assert np.array_equal(found, expected)
 
 
 def test_gguf_of_gemma3n_pads_the_per_layer_table_with_zeros(references: Callable[[str], Reference], tmp_path: Path) -> None:
@@ -226,6 +227,27 @@ def test_gguf_of_gemma3n_pads_the_per_layer_table_with_zeros(references: Callabl
     ids = [token_id for token_id in reference.token_ids if token_id < NUM_ROWS]
     found, expected = (prompt_logits(open_backend(where, "torch"), ids) for where in (path, reference.directory))
     assert np.array_equal(found, expected)
+
+
+def test_quantised_stacks_of_stream_projections_have_their_dequantised_values(
+    references: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    reference, kind = references("all"), gguf.GGMLQuantizationType.Q8_0
+    path = write_gguf(reference.directory, tmp_path / "model.gguf", lambda name: "Q8_0" if name.startswith("altup") else "F32")
+    widened = tmp_path / "widened"
+    widened.mkdir()
+    (widened / "config.json").write_bytes((reference.directory / "config.json").read_bytes())
+    rounded = {
+        name: gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind) if "altup_" in name else array
+        for name, array in read_tensors(reference.directory).items()
+    }
+    write_tensors(widened, rounded)
+    ids = [token_id for token_id in reference.token_ids if token_id < NUM_ROWS]
+    found, expected, plain = (prompt_logits(open_backend(where, "torch"), ids) for where in (path, widened, reference.directory))
+    assert np.array_equal(found, expected)
+    assert not np.array_equal(found, plain)
+    assert difference(prompt_logits(open_backend(path, "native"), ids), expected) <= BOUND
 
 
 @pytest.mark.parametrize(

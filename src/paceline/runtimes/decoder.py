@@ -423,7 +423,7 @@ def altup_layer(blocks: Blocks[Value], config: LayerConfig, altup: AltUp, stream
     predictions = blocks.mix(streams, streams, coefficients(active_stream(blocks, altup, streams), "altup_predict"), count)
     active = active_stream(blocks, altup, predictions)
     activated = decoder_layer(blocks, config, active, layer)
-    innovation = blocks.add(activated, blocks.scale(active, -1.0))
+    innovation = blocks.mix(activated, active, None, 1, offset=-1.0)  # activated - active
     corrected = blocks.mix(predictions, innovation, coefficients(activated, "altup_correct"), count, offset=1.0)
     if config.per_layer_input is None or layer_input is None:
         return corrected

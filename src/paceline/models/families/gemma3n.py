@@ -57,15 +57,12 @@ def _altup(builder: LayerBuilder) -> AltUp:
 def _mlps(builder: LayerBuilder) -> list[DenseMLP]:
     """Return the MLP of each layer. `intermediate_size` is one width for all layers, or a list with one for each."""
     fields, widths = builder.fields, builder.fields.values.get("intermediate_size")
-    if isinstance(widths, list):
-        limit = 2**31
-        is_valid = len(widths) == builder.num_layers and all(type(width) is int and 0 < width < limit for width in widths)
-        if not is_valid:
-            raise CheckpointError(
-                f"{fields.path}: intermediate_size = {shortened(widths)}, expected a width above 0 for each of {builder.num_layers} layers"
-            )
-    else:
+    if not isinstance(widths, list):
         widths = [fields.integer("intermediate_size")] * builder.num_layers
+    if len(widths) != builder.num_layers or not all(type(width) is int and 0 < width < 2**31 for width in widths):
+        raise CheckpointError(
+            f"{fields.path}: intermediate_size = {shortened(widths)}, expected a width above 0 for each of {builder.num_layers} layers"
+        )
     return [
         replace(builder.mlp(width=width), top_k_factor=NormalDist().inv_cdf(sparsity) if sparsity else None)
         for width, sparsity in zip(widths, _sparsities(builder), strict=True)
@@ -79,12 +76,12 @@ def _sparsities(builder: LayerBuilder) -> list[float]:
         num_sparse = _DEFAULT_SPARSE_LAYERS if count > _DEFAULT_SPARSE_LAYERS else 0
         return [_DEFAULT_SPARSITY] * num_sparse + [0.0] * (count - num_sparse)
     is_list = isinstance(pattern, list) and len(pattern) == count
-    if not is_list or not all(type(one) in (int, float) and 0 <= one < 1 for one in pattern):
+    if not is_list or not all(type(fraction) in (int, float) and 0 <= fraction < 1 for fraction in pattern):
         raise CheckpointError(
             f"{builder.fields.path}: activation_sparsity_pattern = {shortened(pattern)}, expected a number from 0 to below 1 for each of "
             f"{count} layers"
         )
-    return [float(one) for one in pattern]
+    return [float(fraction) for fraction in pattern]
 
 
 def _gemma3n_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,11 +111,8 @@ def _sparsities_of_factors(fields: GgufFields, num_layers: int) -> list[float] |
     factors = fields.architecture_value(key)
     if factors is None:
         return None
-    if (
-        not isinstance(factors, list)
-        or len(factors) != num_layers
-        or not all(type(one) is float and not math.isnan(one) for one in factors)
-    ):
+    is_list = isinstance(factors, list) and len(factors) == num_layers
+    if not is_list or not all(type(factor) is float and not math.isnan(factor) for factor in factors):
         fields.raise_invalid(key, factors, f"a number for each of {num_layers} layers")
     return [round(NormalDist().cdf(factor), _SPARSITY_DECIMALS) for factor in factors]
 
