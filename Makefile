@@ -85,7 +85,7 @@ test-long: $(STAMP)
 	@mkdir -p $(dir $(LONG_RECORD))
 	@{ echo "commit $(COMMIT)"; \
 	   echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; \
-	   echo "seed   $(SEED)$(if $(RESUME),$(comma) resumed)"; echo; } | tee $(if $(RESUME),-a) $(LONG_RECORD)
+	   echo "seed   $(SEED)$(if $(ARGS),$(comma) $(ARGS))$(if $(RESUME),$(comma) resumed)"; echo; } | tee $(if $(RESUME),-a) $(LONG_RECORD)
 	status=0; $(PYTEST) --color=no -m "long or not long" --large-counts --seed=$(SEED) -o faulthandler_timeout=3600 \
 	  $(if $(RESUME),--resume) $(ARGS) 2>&1 | tee $(VENV)/test-long.log || status=$$?; \
 	  $(SANITIZE) 2>&1 | tee -a $(VENV)/test-long.log || status=$$?; \

@@ -12,7 +12,7 @@ from paceline.errors import CapacityError, ConfigError
 from paceline.models.config import ModelConfig
 from paceline.sampling.params import SamplingParams
 from paceline.training.prompts import SELF_MADE, Prompt, Say, read_prompts, write_own_prompts
-from paceline.training.recorder import BATCH, FeatureRecorder, open_recorder, run
+from paceline.training.recorder import FeatureRecorder, batch_size, open_recorder, run
 from paceline.training.saving import save_text, write_errors
 from paceline.training.settings import TrainSettings
 from paceline.training.shards import Recorded, ShardStore, damaged_data
@@ -111,7 +111,8 @@ def _say_estimate(
     loaded: LoadedEngine, recorder: FeatureRecorder, prompts: Sequence[Prompt], settings: TrainSettings, directory: Path, say: Say
 ) -> None:
     """Record a few answers, and print the time and the bytes that all of them will take."""
-    trial = prompts[:: max(1, len(prompts) // BATCH)][:BATCH]
+    count = batch_size(settings)
+    trial = prompts[:: max(1, len(prompts) // count)][:count]
     if not trial:
         return
     start = time.monotonic()
@@ -139,7 +140,7 @@ def _fill(
     temperatures: Sequence[float],
 ) -> None:
     """Record the prompts that a store lacks."""
-    size = max(BATCH, min(1024, _SHARD_BYTES // (settings.max_tokens * recorder.width * 2)))
+    size = max(batch_size(settings), min(1024, _SHARD_BYTES // (settings.max_tokens * recorder.width * 2)))
     while (first := store.num_prompts) < len(prompts):
         start = time.monotonic()
         part = prompts[first : first + size]

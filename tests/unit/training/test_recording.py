@@ -49,7 +49,7 @@ def test_recorded_answers_are_generated_by_the_target(run: TinyRun) -> None:
 def test_interrupted_training_recording_continues(run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, calls = read_model_config(Path(run.settings.model)), []
     answers = recording._answers
-    monkeypatch.setattr(recording, "BATCH", 8)
+    monkeypatch.setattr(recording, "batch_size", lambda _: 8)
     monkeypatch.setattr(recording, "_SHARD_BYTES", 1)
 
     def interrupted(*given: object, **options: object) -> object:
