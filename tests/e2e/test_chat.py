@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from harness.checkpoints import write_byte_level_tokenizer, write_checkpoint
 from harness.fake_llm import TEXT, FakeLLM
 from paceline.cli import app
-from paceline.cli.chat import Chat, Conversation, Shown
+from paceline.cli.chat import Chat, Conversation, DisplayOptions
 from paceline.cli.message_input import Entry
 from paceline.cli.rendering import Writer
 from paceline.cli.reporting import print_notice
@@ -314,7 +314,7 @@ def test_interrupt_after_an_answer_does_not_end_the_chat(monkeypatch: pytest.Mon
     for module in (sys.modules[Chat.__module__], sys.modules[Writer.__module__]):
         monkeypatch.setattr(module, "print_notice", say_and_be_interrupted)
     conversation = Conversation(SamplingParams())
-    Chat(llm, conversation, Sitter("Hi", "And?"), Shown()).run()  # type: ignore[arg-type]
+    Chat(llm, conversation, Sitter("Hi", "And?"), DisplayOptions()).run()  # type: ignore[arg-type]
     assert [turn["content"] for turn in conversation.turns] == ["Hi", TEXT, "And?", TEXT]
     assert told[1] == "Ctrl-D or /exit ends"
 
