@@ -114,7 +114,7 @@ class Solo:
         return self.llm.vocab_size
 
     def samplings(self) -> list[str]:
-        """Those of `SAMPLINGS` that the target can serve: not every tokenizer can be held to a grammar."""
+        """Return the `SAMPLINGS` that the target supports: not every tokenizer supports grammars."""
         try:
             self.llm._input_processor.compiler.matcher(SAMPLINGS["grammar"]["grammar"], [1])
         except (BackendUnavailableError, RequestError):

@@ -1,4 +1,4 @@
-"""Each variant of EAGLE heads computes what the formats say, held to a plain computation without cache, blocks or runtimes."""
+"""Each variant of EAGLE heads equals a plain implementation of the formats, without cache, blocks or runtimes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

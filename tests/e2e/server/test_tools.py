@@ -295,7 +295,7 @@ def test_invalid_tool_field_is_named_in_the_error(tooled: Callable[..., HttpClie
 
 
 def test_required_tool_is_called_even_if_the_template_ignores_tools(client: HttpClient) -> None:
-    """The embedded model's template knows no tools: calls have the generic form, and are held to the schema."""
+    """The embedded model's template does not support tools: calls have the generic form, and the schema is enforced."""
     only = {"type": "function", "function": {"name": "book"}}
     said, reason = whole(client, {**ASKED, "tool_choice": only})
     ((kind, name, arguments),) = said

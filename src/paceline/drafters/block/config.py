@@ -55,7 +55,7 @@ _MAX_CANDIDATES = 1024
 
 
 class MarkovKind(Enum):
-    """What the Markov head of DSpark computes its logits bias from."""
+    """Input from which the Markov head of DSpark computes its logits bias."""
 
     VANILLA = "vanilla"  # from the previous token
     GATED = "gated"  # from the previous token and the row's hidden state

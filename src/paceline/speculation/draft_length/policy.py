@@ -69,7 +69,7 @@ class FixedDraftLength:
             max_rows: maximum number of rows of the pass; None = no limit.
         """
 
-    def prefers(self, rows: RequestRows, tree: DraftTree) -> bool:
+    def is_better_draft(self, rows: RequestRows, tree: DraftTree) -> bool:
         """Return whether a draft is better than the one that the request has.
 
         A sampled draft always replaces it. A choice that depends on the sampled tokens would change the distribution that rejection
@@ -185,7 +185,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         # seconds saved up for drafting that does not pay; while negative, no drafter is called in steps without prefill
         self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)
         self._next_trial_budget_s = 0.0  # seconds that must be saved up before the next trial of a drafter that did not pay
-        self._shape = BatchShape(0, 0, False, 0.0, AdapterUse.NONE)  # what the cost of the current step depends on
+        self._shape = BatchShape(0, 0, False, 0.0, AdapterUse.NONE)  # inputs of the cost model in the current step
         self._trial_request: Request | None = None  # request that drafts a trial in the current step
         self._accepted_trial_step = -1  # the last step with a trial whose tokens were all accepted: the next step may have another one
         # whether planning time of a step that then has no drafts counts as drafting that does not pay; not if no request may draft
@@ -249,7 +249,7 @@ class AdaptiveDraftLength(FixedDraftLength):
                 self._back_off(history, MAX_BACKOFF_LEVEL)
                 rows.skip_drafter(SkipReason.UNPROFITABLE)
 
-    def prefers(self, rows: RequestRows, tree: DraftTree) -> bool:
+    def is_better_draft(self, rows: RequestRows, tree: DraftTree) -> bool:
         if rows.num_draft_tokens == 0 or tree.draft_probs:
             return True
         return sum(self._path_probs(rows.request, tree)) > sum(self._path_probs(rows.request, rows.tree))
