@@ -40,7 +40,7 @@ def chat(*arguments: str, stdin: str | bytes) -> Result:
 
 
 def last_messages(llm: FakeLLM) -> list[str]:
-    """The last message of each time the model was asked."""
+    """The last message of each request to the model."""
     return [messages[-1]["content"] for messages in llm.asked]
 
 
@@ -289,7 +289,7 @@ def test_statistics_are_wrapped_between_words_on_a_terminal_only(monkeypatch: py
 
 
 class Sitter:
-    """Somebody at a terminal, whose messages are known."""
+    """A user at a terminal with given messages."""
 
     is_interactive = True
 
@@ -363,7 +363,7 @@ def sit(gate: Path) -> Iterator[Sit]:
         def sit(*arguments: str) -> Any:
             ours, theirs = os.openpty()
             stack.callback(os.close, theirs)
-            # the first terminal that the leader of a session opens is its own; what that is set to is printed before and behind
+            # the first terminal that the leader of a session opens is its own; what that is set to is printed before and after
             script = 'exec <"$0" >"$0" 2>&1; trap : INT; stty rows 24 cols 80; stty -g; "$@"; echo "status $?"; stty -g'
             line = ["sh", "-c", script, os.ttyname(theirs), sys.executable, "-c", DRIVER, str(TESTS), str(gate), *arguments]
             environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "NO_COLOR": "1"}
@@ -443,4 +443,4 @@ def test_ctrl_c_during_an_answer_keeps_the_typed_input_and_the_chat(sit: Sit, ga
     terminal.expect_exact("not a command")
     terminal.send("/retry\r")
     terminal.expect_exact(said("kept"))
-    leave(terminal)  # status 0: somebody was there to see the errors
+    leave(terminal)  # status 0: the errors were shown interactively

@@ -1,4 +1,4 @@
-"""MTP modules that guess among the first ids alone: which guesses these are, and that no token changes."""
+"""MTP modules with a draft vocabulary of the first ids: which tokens they draft, and that no token changes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -243,7 +243,7 @@ def test_draft_vocab_changes_no_token(
     quantization: str,
     acceptance: str,
 ) -> None:
-    """What is sampled with rejection depends on the guesses; its draft probabilities are over the first ids."""
+    """With rejection sampling the output depends on the drafts; draft probabilities are over the first ids."""
     trees: list[DraftTree] = []
     propose = EagleStyleDrafter.propose
 

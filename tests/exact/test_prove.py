@@ -1,4 +1,4 @@
-"""`paceline prove` finds what changes a token and calls it a bug, and tells it from what rounding decides."""
+"""`paceline prove` reports changed tokens as bugs, and distinguishes them from rounding differences."""
 
 import importlib.util
 import json
@@ -349,7 +349,7 @@ def test_prove_reports_inexact_rows_of_an_exact_backend_as_a_bug(prove: Prove, m
     assert report["findings"][0]["rows_differ_by"] > 0.0
 
 
-# What a report says can be repeated.
+# Reports can be reproduced.
 
 
 def test_prove_with_the_same_seed_gives_the_same_report(prove: Prove) -> None:
@@ -419,7 +419,7 @@ def test_prove_finds_no_difference_in_300_000_tokens_of_mini(part: int, seed: in
         assert proof.transformers.status == "agrees"
 
 
-# What is asked in the wrong way.
+# Invalid arguments.
 
 
 WRONG_USE = [

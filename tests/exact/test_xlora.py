@@ -1,4 +1,4 @@
-"""Promise 1 with X-LoRA, whose rows run twice: however much is drafted and whoever shares batch, prompt and cache, tokens stay the same.
+"""Promise 1 with X-LoRA, whose rows run twice: tokens do not depend on drafts, batch, shared prompts or the cache.
 
 With our kernels so do their logprobs, bit by bit. By torch rows may differ in their last bits between passes of other shapes; tokens of
 these texts do not.
@@ -143,7 +143,7 @@ def test_only_xlora_steps_run_a_scaling_pass(given: Given) -> None:
         after = llm.stats()
         assert output.token_ids == one.answer.token_ids
         num_steps = after.num_steps - before.num_steps
-        assert num_steps < 12  # guesses were kept
+        assert num_steps < 12  # drafts were accepted
         assert after.num_mixture_passes - before.num_mixture_passes == (num_steps if adapter in ("mix", "layers") else 0)
     assert llm.stats().as_dict()["num_mixture_passes"] > 0
 

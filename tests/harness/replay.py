@@ -1,6 +1,6 @@
-"""Drafting replayed on a simulated clock: what a drafter would have guessed behind every token of a text is known, and what passes cost.
+"""Drafting replayed on a simulated clock: the drafts after every token of a text, and the costs of passes, are known.
 
-So a policy is judged exactly and repeatably: by the seconds that it takes for the text, beside those of every fixed draft length.
+So a policy is judged exactly and repeatably: by its seconds for the text, compared with those of every fixed draft length.
 """
 
 import math
@@ -29,8 +29,8 @@ class Costs:
 
     Attributes:
         pass_s: of a pass by its rows.
-        draft_s: of guessing, whatever the depth, and for each guess.
-        host_s: of the other work of a step, for each request and each guess.
+        draft_s: of drafting, whatever the depth, and for each draft token.
+        host_s: of the other work of a step, for each request and each draft token.
         asking_s: of deciding, for each request that is decided for.
     """
 
@@ -45,11 +45,11 @@ class Costs:
 
 @dataclass(frozen=True)
 class Trace:
-    """A text, and what was guessed behind each of its tokens.
+    """A text, and the drafts after each of its tokens.
 
     Attributes:
         token_ids: [T] of the output.
-        guesses: [T] by number of tokens said before.
+        guesses: [T] by number of tokens before.
     """
 
     token_ids: Sequence[int]
@@ -58,7 +58,7 @@ class Trace:
 
 
 class Recorder(Drafter):
-    """Asks another drafter in every step and sends none of its guesses along."""
+    """Calls another drafter in every step and sends none of its drafts."""
 
     def __init__(self, drafter: Drafter, depth: int = DEEPEST) -> None:
         self.name, self.needs, self._drafter, self._depth = drafter.name, drafter.needs, drafter, depth
@@ -126,8 +126,8 @@ def replay(
 
     Args:
         noise: factor of each pass's time as it is measured; the clock goes by the true one.
-        other_noise: the same of guessing, deciding and the other work of a step.
-        drawn: whether guesses are drawn, for rejection.
+        other_noise: the same of drafting, deciding and the other work of a step.
+        drawn: whether draft tokens are drawn, for rejection.
         has_mixture_pass: whether an X-LoRA adapter answers.
     """
     waiting, running, outcome, player = list(texts), list[tuple[Request, Trace]](), Outcome(), _Player(texts, costs)
@@ -159,7 +159,7 @@ def replay(
 
 
 def best_fixed(texts: Sequence[Trace], costs: Costs, *, batch_size: int = 1, deepest: int = DEEPEST) -> tuple[int, float]:
-    """The fixed draft length that takes least time, 0 = none, in which nobody is asked, and its seconds."""
+    """Return the fixed draft length with the least time (0 = the drafter is not called), and its seconds."""
     silent = [replace(text, guesses=[None] * len(text.guesses)) for text in texts]
     plain = replay(FixedDraftLength(1), silent, replace(costs, draft_s=(0.0, 0.0)), batch_size=batch_size)
     times = {0: plain.seconds}
@@ -191,7 +191,7 @@ def _guess(
     *,
     drawn: bool,
 ) -> tuple[float, float]:
-    """Draft for all requests that may; returns seconds of guessing and of deciding."""
+    """Draft for all requests that may; returns seconds of drafting and of deciding."""
     reason = policy.begin_step(batch)
     num_considered = 0
     for rows, (request, _) in zip(batch, running, strict=True):
@@ -262,10 +262,10 @@ def _commit(policy: FixedDraftLength, rows: RequestRows, request: Request, trace
 
 
 def made_up(length: int, chance: Callable[[int], float], random: Any, *, confident: Callable[[float], float] | None = None) -> Trace:
-    """A text whose guesses are right by chance.
+    """A text whose draft tokens are right by chance.
 
     Args:
-        chance: position -> that of the next guess being right.
+        chance: position -> that of the next draft token being right.
         confident: chance -> what the drafter says of it; None = nothing.
     """
     guesses: list[DraftTree | None] = []

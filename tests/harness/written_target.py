@@ -1,4 +1,4 @@
-"""A target that says what is written down for a position, whatever the text, and a drafter that mostly knows it."""
+"""A target with given logits at each position, whatever the text, and a drafter that is mostly right."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +18,7 @@ NUM_POSITIONS = 40
 
 
 class WrittenTarget(Network):
-    """Row p of `table` [NUM_POSITIONS, V] is what it says behind position p."""
+    """Row p of `table` [NUM_POSITIONS, V] is the logits after position p."""
 
     def __init__(self) -> None:
         self.table = np.zeros((NUM_POSITIONS, 1), np.float32)
@@ -41,10 +41,10 @@ class WrittenTarget(Network):
 
 
 class BlockDrafter(Drafter):
-    """Right guesses in blocks of random sizes, with wrong ones behind or beside them.
+    """Right draft tokens in blocks of random sizes, with wrong ones after or next to them.
 
     Attributes:
-        num_guessed: tokens of the text up to the last right guess.
+        num_guessed: tokens of the text up to the last right draft token.
     """
 
     name = "blocks"
@@ -68,7 +68,7 @@ class BlockDrafter(Drafter):
 
 
 class DrawingDrafter(Drafter):
-    """Draws its guesses from distributions that favour the right token of a text, whatever stands before it; says from which ones."""
+    """Samples drafts from distributions that favour the right token of a text, and returns these distributions."""
 
     name = "drawing"
 

@@ -1,4 +1,4 @@
-"""What one request may ask for: cached prompts, samples, log-probabilities, how it is drafted for; none of it changes another token."""
+"""Options of one request: cached prompts, samples, log-probabilities, drafting; none of them changes another token."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ PROMPT = [5, 6, 7, 8] * 20
 
 
 class Spy(Drafter):
-    """Guesses the tokens it is told to; remembers for whom it was asked and of whom it was told."""
+    """Drafts given tokens; records the requests for which `propose` and `observe` were called."""
 
     def __init__(self, name: str = "spy", guesses: Sequence[int] = (40, 41, 42, 43, 44, 45)) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""What steps say of themselves where they are asked: the tree that was guessed, what was kept of it, and what the step emitted."""
+"""Step records on request: the draft tree, its accepted tokens, and the tokens that the step emitted."""
 
 import asyncio
 from collections.abc import Iterator, Sequence

@@ -32,7 +32,7 @@ KEY = "a-key-for-the-front"
 
 @dataclass
 class LocalPool(ReplicaPool):
-    """Applications of one engine that stand for replicas. `lost_after` parts of an answer the one that gives it is gone."""
+    """Applications of one engine in place of replicas. `lost_after` parts of an answer the one that gives it is gone."""
 
     engine: AsyncEngine
     settings: ServerSettings

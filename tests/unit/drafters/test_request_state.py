@@ -1,4 +1,4 @@
-"""What a drafter remembers of a request ends with the request, whatever becomes of its release."""
+"""A drafter's state of a request ends with the request, even if its release fails."""
 
 import gc
 import weakref
@@ -31,7 +31,7 @@ MAKE: dict[str, Callable[[], Drafter]] = {
 
 
 class Refusing(NgramDrafter):
-    """Forgets nobody."""
+    """Never releases a request."""
 
     def release(self, request: Request) -> None:
         raise RuntimeError("no")

@@ -1,4 +1,4 @@
-"""Guessing by frequency, against counting in the whole text."""
+"""Drafting by frequency, compared with counting in the whole text."""
 
 from collections.abc import Sequence
 

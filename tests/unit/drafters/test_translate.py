@@ -155,7 +155,7 @@ def test_draft_to_target_id_mapping_is_invertible(byte_level: ByteTokenizer, byt
 
 
 class ScriptedWriter:
-    """Writes given texts, cut into given ids, and remembers what it was asked."""
+    """Generates given texts, cut into given ids, and records its calls."""
 
     name = "draft_model"
     traits = DrafterTraits("scripted")

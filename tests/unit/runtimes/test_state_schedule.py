@@ -46,7 +46,7 @@ def run(schedule: StateSchedule, num_applied: int, parents: tuple[int, ...]) -> 
 
 
 def trees(random: np.random.Generator, num_rows: int) -> tuple[int, ...]:
-    """Parents of rows: a chain, or each behind any of the last ones."""
+    """Parents of rows: a chain, or each after any of the last ones."""
     if random.random() < 0.3:
         return tuple(range(-1, num_rows - 1))
     return tuple(int(random.integers(max(-1, row - 6), row)) for row in range(num_rows))

@@ -1,4 +1,4 @@
-"""Fields of a request: which are served, ignored or refused, and what an error says of a wrong one."""
+"""Fields of a request: which are served, ignored or refused, and the error for a wrong one."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Under a grammar, any tree gives the tokens of plain constrained decoding; what it forbids costs no row, what it forces no guess."""
+"""Under a grammar, any tree gives the tokens of plain constrained decoding; forbidden tokens cost no row, and forced tokens no drafting."""
 
 import json
 import re
@@ -200,7 +200,7 @@ def started(grammar: Grammar, text: str = "") -> Request:
 
 
 def spelled(tree: DraftTree | None) -> list[str]:
-    """Every node by the text that leads to it, and who guessed it."""
+    """Every node by the text that leads to it, and its drafter."""
     assert tree is not None
     texts = [""]
     for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
@@ -268,7 +268,7 @@ def test_forced_grammar_tokens_are_accepted_without_a_drafter() -> None:
 
 
 def test_grammar_error_while_drafting_causes_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's own row then says why."""
+    """The target's own row then gives the reason."""
     one = started(PERSON)
 
     def broken(self: GrammarMatcher, path: Sequence[int]) -> list[int]:
@@ -330,7 +330,7 @@ def test_end_token_is_not_drafted_before_the_end_of_reasoning() -> None:
 
 
 def test_forced_grammar_tokens_have_their_own_source_name() -> None:
-    """Whoever counts acceptance tells them apart by it."""
+    """Acceptance statistics distinguish them by it."""
     tree = constrain(None, started(PERSON), 2, 3)
     assert tree is not None
     assert tree.sources == ("", FORCED_SOURCE, FORCED_SOURCE)

@@ -42,7 +42,7 @@ def test_slow_start_is_forgotten_on_a_quiet_machine(number: int) -> None:
 
 
 def test_batch_that_becomes_repetitive_again_is_drafted_soon() -> None:
-    """Its guesses were wrong for long: once those that are compared with the text are right, that is out of date."""
+    """Its drafts were wrong for long: once unsent drafts match the text, these statistics are out of date."""
     outcome = copying(3_000, lambda: 1.0, lambda at: 0.0 if 600 <= at < 1_000 else 1.0)
     assert outcome.steps < 850  # 400 of them in between
 

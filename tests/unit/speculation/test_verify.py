@@ -1,4 +1,4 @@
-"""The walk keeps what token-by-token drawing gives, whatever the tree guesses."""
+"""Verification accepts the tokens of token-by-token sampling, whatever the tree contains."""
 
 import numpy as np
 import pytest
@@ -78,7 +78,7 @@ def test_verify_of_any_tree_gives_the_tokens_of_plain_decoding(name, seed):
 
 
 def _check_walk(tree: DraftTree, result, right: tuple[int, ...]) -> None:
-    """The longest guessed prefix of the right text was accepted, and the token after it is the bonus: at the latest the last one."""
+    """The longest drafted prefix of the right text was accepted, and the token after it is the bonus: at the latest the last one."""
     paths = _node_paths(tree)
     longest = min(max(len(path) for path in paths if path == right[: len(path)]), len(right) - 1)
     assert [paths[node] for node in result.accepted_nodes] == [right[:count] for count in range(1, longest + 1)]
