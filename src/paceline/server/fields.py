@@ -128,7 +128,7 @@ class Fields(BaseModel):
 
     @property
     def keep_s(self) -> float | None:
-        """Seconds that the model stays loaded after the request; None = as the server's settings say."""
+        """Seconds that the model stays loaded after the request; None = the server's default."""
         return None
 
     def parameter_names(self) -> Mapping[str, str]:
