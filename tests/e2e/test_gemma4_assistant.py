@@ -96,17 +96,17 @@ def test_gemma4_assistant_drafts_do_not_depend_on_earlier_steps(pair: tuple[Path
     runtime = load_runtime(target, RuntimeOptions(numerics=Numerics.FAST, num_threads=2, backend="native")).runtime
     network = AssistantNetwork(load_assistant(HeadFiles.open(assistant), runtime.config), runtime, max_model_len=256)
     cache = runtime.new_cache(16)
-    for token_ids, guessed in seen[::7]:
+    for token_ids, drafted in seen[::7]:
         sequence, behind = cache.new_sequence(), len(token_ids) - 1
         output = runtime.forward(*assemble_pass([cache.reserve(sequence, range(-1, behind - 1))], [token_ids[:-1]], [[0]]))
         cache.keep_path(sequence, behind - 1)
         token, feature, expected = token_ids[-1], output.hidden_states[-1:].copy(), list[int]()
-        for _ in guessed:
+        for _ in drafted:
             output = network.forward([TreeLevelInput((token,), feature, sequence)], None, None)
             ids, scores = network.cluster_candidates(output, 0, VOCAB_SIZE)
             token, feature = int(ids[scores.argmax()]), output.results[FEATURE].copy()
             expected.append(token)
-        assert guessed == expected, len(token_ids)
+        assert drafted == expected, len(token_ids)
         cache.release(sequence)
     assert len(seen) > 100
 

@@ -106,7 +106,7 @@ def test_draft_vocab_size_limits_mtp_logits_to_the_first_ids(tmp_path: Path, sto
     part = open_mtp_head(restrict_draft_vocab(module, range(FIRST)), num_threads=2, max_model_len=128, backend=backend)
     logits: NDArray[np.float32] = run(whole, ranks=False).logits.copy()
     assert logits.shape == (20, VOCABULARY)
-    assert (logits.argmax(axis=1) >= FIRST).any(), "some guesses are others"
+    assert (logits.argmax(axis=1) >= FIRST).any(), "some of its tokens are others"
     found = run(part, ranks=False).logits.copy()
     assert found.shape == (20, FIRST)
     if backend == "native":

@@ -231,7 +231,7 @@ def compare(tokenizer: Tokenizer, random: np.random.Generator, num_blocks: int, 
         met["blocks"] += blocks.num_blocks
         met["tokens"] += len(ones.output.token_ids)
         met[how_it_ended(case, ones)] += 1
-        met["ended within a block"] += ones.output.finish_reason == "stop" and drafter.num_guessed > len(ones.request.token_ids)
+        met["ended within a block"] += ones.output.finish_reason == "stop" and drafter.num_drafted > len(ones.request.token_ids)
         met["blocks of several"] += sum(blocks.request.stats.num_accepted_tokens_by_position[:1])
     return met
 

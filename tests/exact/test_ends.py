@@ -183,8 +183,8 @@ def compare(tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor],
         except RequestError:  # the grammar does not compile
             continue
         text = [*case.prompt, *plain.token_ids, *case.script[len(case.prompt) + len(plain.token_ids) :]]
-        guessed = run(case, input_processor, cache, target, BlockDrafter(text, input_processor.vocab_size, random), Acceptance.MATCH)
-        assert guessed == plain
+        drafted = run(case, input_processor, cache, target, BlockDrafter(text, input_processor.vocab_size, random), Acceptance.MATCH)
+        assert drafted == plain
         drafter = (BlockDrafter if random.random() < 0.3 else DrawingDrafter)(text, input_processor.vocab_size, random)
         rejected = run(case, input_processor, cache, target, drafter, Acceptance.REJECTION)
         if case.params.is_greedy:

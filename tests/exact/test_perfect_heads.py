@@ -172,7 +172,7 @@ def test_perfect_head_is_always_accepted(
             assert walks.kept >= 0.97 * walks.possible > 60, walks  # a draw may fall between two roundings of a distribution
     assert width == 1 or walks.branches > 0
     check_clean(scene.llm)
-    tally["token ids guessed by heads that must be right"] += scene.num_compared
+    tally["token ids drafted by heads that must be right"] += scene.num_compared
 
 
 def play(scene: Scene, plain: Plain, walks: Walks, *, seed: int) -> None:
@@ -222,4 +222,4 @@ def test_drafts_of_a_misread_head_are_mostly_rejected(
     assert walks.possible > 250
     assert walks.kept < 0.2 * walks.possible
     check_clean(scene.llm)
-    tally["token ids guessed by heads that are misread"] += scene.num_compared
+    tally["token ids drafted by heads that are misread"] += scene.num_compared

@@ -167,7 +167,7 @@ def process_rows_without_the_path_to_them(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogitsProcessor, "edit", lambda self, logits, path=(): real(self, logits))
 
 
-def remember_a_rejected_guess_as_output(patch: pytest.MonkeyPatch) -> None:
+def count_a_rejected_token_as_output(patch: pytest.MonkeyPatch) -> None:
     def verify(tree: DraftTree, logits: Any, request: Any, walked: Any = None) -> VerifyResult:
         result = verify_module.verify(tree, logits, request, walked)
         if len(tree.token_ids) > 1 and not result.accepted_nodes:
@@ -260,7 +260,7 @@ FAULTS = (
     let_a_hit_go_one_row_too_far,
     key_noise_by_node,
     process_rows_without_the_path_to_them,
-    remember_a_rejected_guess_as_output,
+    count_a_rejected_token_as_output,
     drop_the_row_at_a_chunks_border,
     report_logprobs_of_the_next_row,
     let_siblings_see_one_another,

@@ -168,9 +168,9 @@ class Knowing(Drafter):
         self._texts, self._random, self._has_branches = texts, random, has_branches
 
     def propose(self, requests: Sequence[EngineRequest], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        return [self._guess(request) for request in requests]
+        return [self._draft_tree(request) for request in requests]
 
-    def _guess(self, request: EngineRequest) -> DraftTree:
+    def _draft_tree(self, request: EngineRequest) -> DraftTree:
         text, start = self._texts[(request.seed, *request.token_ids[: request.num_prompt_tokens])], len(request.token_ids)
         right = text[start : start + int(self._random.integers(0, 6))]
         wrong = self._random.integers(0, VOCAB, 3).tolist()

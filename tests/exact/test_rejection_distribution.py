@@ -317,7 +317,7 @@ def _likeliest_first(tree: DraftTree) -> Iterable[int]:
 
 
 def _first_path_first(tree: DraftTree) -> Iterable[int]:
-    """As for chosen guesses: how far the first draws go on, which what is drawn there decides, says whether they are left as a chain."""
+    """As for chosen draft tokens: the length of the first chain, which depends on the drawn tokens, decides whether it stays a chain."""
     return dict.fromkeys((*tree.first_child_path(), *range(1, len(tree.parents))))
 
 

@@ -230,7 +230,7 @@ def leave_rows_of_scaling_passes_where_they_are(patch: pytest.MonkeyPatch, llm: 
     patch.setattr(FullAttentionCache, "keep_path", keep_path)
 
 
-def give_guesses_the_scalings_of_the_root(patch: pytest.MonkeyPatch, llm: LLM) -> None:
+def give_draft_tokens_the_scalings_of_the_root(patch: pytest.MonkeyPatch, llm: LLM) -> None:
     module = torch_network if isinstance(llm.runtime, TorchNetwork) else native_network
     real = module.compute_scalings
 
@@ -251,7 +251,7 @@ FAULTS = [
     (share_blocks, "none"),
     (let_scaling_passes_write_what_real_ones_read, "none"),
     (leave_rows_of_scaling_passes_where_they_are, "chaos"),
-    (give_guesses_the_scalings_of_the_root, "oracle"),
+    (give_draft_tokens_the_scalings_of_the_root, "oracle"),
 ]
 
 

@@ -300,7 +300,7 @@ def write_reading_eagle3(directory: Path, *, swapped: bool = False, boundaries: 
 
 
 RECALLED = 5
-"""So far back is the token that the next one of a recalling target is said by: five more can be guessed before they are known."""
+"""So far back is the token that the next one of a recalling target is said by: five more can be drafted before they are known."""
 
 
 def write_recalling_target(directory: Path, num_layers: int = 4) -> Path:

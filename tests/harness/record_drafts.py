@@ -44,7 +44,7 @@ def record(llm: LLM, drafter: Drafter, prompt: Sequence[int], params: SamplingPa
     if speculator.num_drafter_failures:
         raise SystemExit(f"the drafter {drafter.name} failed {speculator.num_drafter_failures} times")
     output = request.token_ids[len(prompt) :]
-    drafts = [recorder.guesses.get(position) for position in range(len(output))]
+    drafts = [recorder.draft_trees.get(position) for position in range(len(output))]
     return Trace([int(token) for token in output], drafts, params.temperature)
 
 
@@ -67,7 +67,7 @@ def _answer(llm: LLM, params: SamplingParams, prompt: EncodedPrompt) -> list[int
 def accepted_share(trace: Trace) -> float:
     """Mean number of draft tokens that are right, over all positions."""
     right = 0
-    for position, tree in enumerate(trace.guesses):
+    for position, tree in enumerate(trace.draft_trees):
         node, tokens = 0, trace.token_ids[position:]
         for token in tokens if tree is not None else ():
             child = tree.child(node, token)

@@ -49,11 +49,11 @@ class Trace:
 
     Attributes:
         token_ids: [T] of the output.
-        guesses: [T] by number of tokens before.
+        draft_trees: [T] by number of tokens before.
     """
 
     token_ids: Sequence[int]
-    guesses: Sequence[DraftTree | None]
+    draft_trees: Sequence[DraftTree | None]
     temperature: float = 0.0
 
 
@@ -63,12 +63,12 @@ class Recorder(Drafter):
     def __init__(self, drafter: Drafter, depth: int = DEEPEST) -> None:
         self.name, self.needs, self._drafter, self._depth = drafter.name, drafter.needs, drafter, depth
         self.traits = replace(drafter.traits, is_lookup=False)
-        self.guesses: dict[int, DraftTree | None] = {}
+        self.draft_trees: dict[int, DraftTree | None] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         deep = [replace(budget, max_rows=self._depth + 1, max_depth=self._depth) for budget in budgets]
         for request, tree in zip(requests, self._drafter.propose(requests, deep), strict=True):
-            self.guesses[request.num_output_tokens] = tree
+            self.draft_trees[request.num_output_tokens] = tree
         return [None] * len(requests)
 
     def observe(self, rows: Any) -> None:
@@ -80,7 +80,7 @@ class Recorder(Drafter):
 
 class _Player(Drafter):
     def __init__(self, texts: Sequence[Trace], costs: Costs) -> None:
-        drafts = (tree for text in texts for tree in text.guesses if tree is not None and tree.num_draft_tokens > 0)
+        drafts = (tree for text in texts for tree in text.draft_trees if tree is not None and tree.num_draft_tokens > 0)
         self.name = next((tree.sources[1] for tree in drafts), "player")
         self.traits = DrafterTraits(is_lookup=costs.draft_s[1] == 0.0)
 
@@ -139,12 +139,12 @@ def replay(
             if has_mixture_pass:
                 running[-1][0].adapter_number, running[-1][0].has_mixture_pass = 1, True
         batch = [RequestRows.without_draft(request, 1) for request, _ in running]
-        draft_s, plan_s = _guess(policy, player, batch, running, layout, costs, other_noise, drawn=drawn)
+        draft_s, plan_s = _draft_batch(policy, player, batch, running, layout, costs, other_noise, drawn=drawn)
         policy.prune_drafts(batch, None)
         num_rows = sum(1 + rows.num_draft_tokens for rows in batch)
-        num_guessed = num_rows - len(batch)
+        num_drafted = num_rows - len(batch)
         pass_s = costs.pass_s(num_rows)
-        host_s = costs.host_s[0] * len(batch) + costs.host_s[1] * num_guessed
+        host_s = costs.host_s[0] * len(batch) + costs.host_s[1] * num_drafted
         outcome.seconds += pass_s + draft_s + plan_s + host_s
         outcome.steps += 1
         for rows, (request, trace) in zip(batch, running, strict=True):
@@ -160,7 +160,7 @@ def replay(
 
 def best_fixed(texts: Sequence[Trace], costs: Costs, *, batch_size: int = 1, deepest: int = DEEPEST) -> tuple[int, float]:
     """Return the fixed draft length with the least time (0 = the drafter is not called), and its seconds."""
-    silent = [replace(text, guesses=[None] * len(text.guesses)) for text in texts]
+    silent = [replace(text, draft_trees=[None] * len(text.draft_trees)) for text in texts]
     plain = replay(FixedDraftLength(1), silent, replace(costs, draft_s=(0.0, 0.0)), batch_size=batch_size)
     times = {0: plain.seconds}
     for depth in range(1, deepest + 1):
@@ -180,7 +180,7 @@ def _request(trace: Trace) -> Request:
     return request
 
 
-def _guess(
+def _draft_batch(
     policy: FixedDraftLength,
     player: _Player,
     batch: Sequence[RequestRows],
@@ -212,7 +212,7 @@ def _guess(
         return 0.0, plan_s
     deepest = 0
     for rows, (request, trace) in zip(batch, running, strict=True):
-        tree = trace.guesses[request.num_output_tokens] if rows.draft_budget is not None else None
+        tree = trace.draft_trees[request.num_output_tokens] if rows.draft_budget is not None else None
         if rows.draft_budget is None or tree is None or tree.num_draft_tokens == 0:
             rows.skip_drafter(SkipReason.NO_MATCH)
             continue
@@ -268,14 +268,14 @@ def made_up(length: int, chance: Callable[[int], float], random: Any, *, confide
         chance: position -> that of the next draft token being right.
         confident: chance -> what the drafter says of it; None = nothing.
     """
-    guesses: list[DraftTree | None] = []
+    draft_trees: list[DraftTree | None] = []
     right = [bool(random.random() < chance(position)) for position in range(length + DEEPEST)]
     for position in range(length):
         depths = range(position, position + DEEPEST)
         tokens = [1 + at % 50 if right[at] else 0 for at in depths]
         probs = None if confident is None else [confident(chance(at)) for at in depths]
-        guesses.append(DraftTree.chain(0, tokens, "player", probs))
-    return Trace([1 + at % 50 for at in range(length)], guesses)
+        draft_trees.append(DraftTree.chain(0, tokens, "player", probs))
+    return Trace([1 + at % 50 for at in range(length)], draft_trees)
 
 
 def outcomes(kinds: Mapping[str, Sequence[Trace]], costs: Costs, *, batch_size: int = 1) -> dict[str, tuple[float, int, float, Outcome]]:

@@ -44,20 +44,20 @@ class BlockDrafter(Drafter):
     """Right draft tokens in blocks of random sizes, with wrong ones after or next to them.
 
     Attributes:
-        num_guessed: tokens of the text up to the last right draft token.
+        num_drafted: tokens of the text up to the last right draft token.
     """
 
     name = "blocks"
 
     def __init__(self, text: Sequence[int], vocab_size: int, random: np.random.Generator) -> None:
         self._text, self._vocab_size, self._random = text, vocab_size, random
-        self.num_guessed = 0
+        self.num_drafted = 0
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         (request,), random = requests, self._random
         start = len(request.token_ids)
         right = list(self._text[start : start + int(random.integers(0, MAX_DEPTH + 1))])
-        self.num_guessed = start + len(right)
+        self.num_drafted = start + len(right)
         wrong = random.integers(0, self._vocab_size, int(random.integers(0, 3))).tolist()
         if not right + wrong:
             return [None]

@@ -85,7 +85,7 @@ def test_step_records_contain_the_accepted_nodes_and_bonus_token(open_llm: Open,
         plain = llm.generate(PROMPTS, one)
         assert [output.steps for output in plain] == [None] * 3
         assert [output.token_ids for output in plain] == [output.token_ids for output in outputs]
-    assert shapes == {True, False}, "chains and trees with branches were guessed"
+    assert shapes == {True, False}, "chains and trees with branches were drafted"
     assert_clean(llm)
 
 

@@ -262,10 +262,10 @@ def test_drafts_for_rejection_are_sampled_from_the_stored_probs(runtime: Network
         fresh = make_request([*request.token_ids, *path])
         other = make_drafter(twin)
         rows: list[np.ndarray] = []
-        guessed = other._sample
-        other._sample = lambda request, row, path, width, guessed=guessed, rows=rows: (  # type: ignore[method-assign]
+        original_sample = other._sample
+        other._sample = lambda request, row, path, width, original_sample=original_sample, rows=rows: (  # type: ignore[method-assign]
             rows.append(row.logits.copy()),
-            guessed(request, row, path, width),
+            original_sample(request, row, path, width),
         )[1]
         ask(other, fresh, depth=1)
         law = TokenProbs.from_distribution(request.processor.process(rows[0], path))

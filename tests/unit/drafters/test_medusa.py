@@ -220,8 +220,8 @@ def test_medusa_accuracy_tree_follows_the_measured_accuracy(table: NDArray[np.fl
 
 def test_medusa_accuracy_counts_positions_after_accepted_drafts() -> None:
     accuracy = CandidateAccuracy()
-    guesses = [[4, 5], [6, 7], [8]]
-    accuracy.observe(guesses, [5, 6])  # the first head's second candidate, then the second head's first; the third has no statistics
+    candidates = [[4, 5], [6, 7], [8]]
+    accuracy.observe(candidates, [5, 6])  # the first head's second candidate, then the second head's first; the third has no statistics
     assert accuracy.trials == [1.0, 1.0, 0.0]
     assert [hits[:2] for hits in accuracy.hits] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
     assert accuracy.estimate(7, 0, 0.25) == 0.25

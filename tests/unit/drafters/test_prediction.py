@@ -135,8 +135,8 @@ def test_each_wrong_prediction_token_costs_about_one_step(seed: int) -> None:
     predicted = [50 if at % 20 == 10 else token for at, token in enumerate(text)]
     prediction, said, num_steps = PredictedText(predicted), 0, 0
     while said < len(text):
-        guessed = list(prediction.propose(16))
-        kept = next((index for index, token in enumerate(guessed) if text[said + index : said + index + 1] != [token]), len(guessed))
+        drafted = list(prediction.propose(16))
+        kept = next((index for index, token in enumerate(drafted) if text[said + index : said + index + 1] != [token]), len(drafted))
         prediction.observe_tokens(text[said : said + kept + 1])
         said += kept + 1
         num_steps += 1

@@ -163,10 +163,12 @@ def plain_logits(config: ModelConfig, seed: int, token_ids: Sequence[int]) -> Fl
     return PlainDecoding(config, seed).logits(token_ids)
 
 
-def random_tree(random: np.random.Generator, num_known: int, num_guesses: int) -> list[int]:
+def random_tree(random: np.random.Generator, num_known: int, num_drafted: int) -> list[int]:
     is_chain = random.random() < 0.3
-    guesses = [node - 1 if is_chain else int(random.integers(num_known - 1, node)) for node in range(num_known, num_known + num_guesses)]
-    return [*range(-1, num_known - 1), *guesses]
+    draft_parents = [
+        node - 1 if is_chain else int(random.integers(num_known - 1, node)) for node in range(num_known, num_known + num_drafted)
+    ]
+    return [*range(-1, num_known - 1), *draft_parents]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -108,7 +108,7 @@ def possible_after(one: Request, path: Sequence[int]) -> list[int]:
     return np.flatnonzero(scores > -np.inf)[:5].tolist()
 
 
-def guess(generator: np.random.Generator, one: Request, right: Sequence[int]) -> DraftTree | None:
+def random_draft(generator: np.random.Generator, one: Request, right: Sequence[int]) -> DraftTree | None:
     """A random tree, right in places; now and then nothing."""
     right = right[one.num_output_tokens :]
     tokens: list[int] = []
@@ -168,7 +168,7 @@ def test_tree_under_a_grammar_gives_the_tokens_of_plain_decoding(
 
         def propose(one: Request, plain: list[int] = plain, layout: TreeLayout = layout) -> DraftTree | None:
             max_depth, max_rows = min(6, one.num_remaining_tokens - 1), int(generator.integers(1, 14))
-            tree = constrain(guess(generator, one, plain), one, max_depth, max_rows, layout=layout)
+            tree = constrain(random_draft(generator, one, plain), one, max_depth, max_rows, layout=layout)
             check(tree, one, max_depth, max_rows, layout)
             nonlocal num_branched
             num_branched += tree is not None and not is_chain(tree.parents)

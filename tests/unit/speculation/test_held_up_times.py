@@ -53,7 +53,7 @@ def test_drafting_restarts_after_a_change_of_speed(slow: float, costs: Costs) ->
     """What draft tokens cost was not measured for long: it is taken to have changed as plain passes did."""
     policy = controller(costs)
     right, nothing = (made_up(400, lambda _: 0.9, np.random.default_rng(0), confident=lambda _: 0.9) for _ in range(2))
-    nothing = replace(nothing, guesses=[None] * 400)
+    nothing = replace(nothing, draft_trees=[None] * 400)
     replay(policy, [right], costs)
     replay(policy, [nothing], costs, noise=lambda: slow, other_noise=lambda: slow)
     replay(policy, [nothing], replace(costs, draft_s=(0.0, 0.0)))

@@ -120,7 +120,7 @@ def test_improved_drafter_is_used_again_soon(machine: str, within: int) -> None:
     """One that takes no time is watched all the while; for one that does, a hundredth of the time is spent on looking."""
     costs = MACHINES[machine]
     traces = texts(lambda at: 0.0 if at < 1_000 else 1.0, np.random.default_rng(0), 1, "nothing", length=3_000)
-    fast = Trace(traces[0].token_ids[:1_000], traces[0].guesses[:1_000])
+    fast = Trace(traces[0].token_ids[:1_000], traces[0].draft_trees[:1_000])
     late_s = replay(controller(costs), traces, costs).seconds - replay(controller(costs), [fast], costs).seconds
     always = texts(lambda _: 1.0, np.random.default_rng(0), 1, "nothing", length=2_000)
     assert late_s < replay(controller(costs), always, costs).seconds + within * costs.pass_s(1)
@@ -198,8 +198,8 @@ def test_sampled_drafts_are_sent_unchanged_by_the_policy() -> None:
     assert seen
     seen.clear()
     probs: Any = {0: SimpleNamespace(is_within=lambda vocab_size: True)}
-    drawn = [tree and replace(tree, draft_probs=probs) for tree in trace.guesses]
-    replay(policy, [replace(trace, guesses=drawn)], costs, drawn=True)
+    drawn = [tree and replace(tree, draft_probs=probs) for tree in trace.draft_trees]
+    replay(policy, [replace(trace, draft_trees=drawn)], costs, drawn=True)
     assert not seen
 
 

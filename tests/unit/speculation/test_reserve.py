@@ -74,7 +74,7 @@ def test_draft_tree_without_enough_blocks_keeps_its_first_path(length: int, num_
     assert cache.pool.num_free == num_free
     (plan,) = reserve([rows], cache)
     assert paths(rows.tree) == expected
-    assert rows.skip_reason is None, "a step with guesses is no plain one"
+    assert rows.skip_reason is None, "a step with draft tokens is no plain one"
     assert rows.request.stats.num_dropped_tokens == len(WHOLE) - len(expected)
     assert len(plan.parents) == 1 + len(expected)
     cache.check()
