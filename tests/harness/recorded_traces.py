@@ -54,7 +54,7 @@ def _fields(trace: Trace) -> dict[str, Any]:
     return {
         "temperature": trace.temperature,
         "token_ids": list(trace.token_ids),
-        "drafts": [None if tree is None or tree.num_draft_tokens == 0 else _draft(tree) for tree in trace.draft_trees],
+        "drafts": [None if tree is None or tree.num_draft_tokens == 0 else _draft(tree) for tree in trace.guesses],
     }
 
 

@@ -1,6 +1,6 @@
-"""Drafting replayed on a simulated clock: the drafts after every token of a text, and the costs of passes, are known.
+"""Drafting replayed on a simulated clock: what a drafter would have guessed behind every token of a text is known, and what passes cost.
 
-So a policy is judged exactly and repeatably: by its seconds for the text, compared with those of every fixed draft length.
+So a policy is judged exactly and repeatably: by the seconds that it takes for the text, beside those of every fixed draft length.
 """
 
 import math
@@ -29,8 +29,8 @@ class Costs:
 
     Attributes:
         pass_s: of a pass by its rows.
-        draft_s: of drafting, whatever the depth, and for each draft token.
-        host_s: of the other work of a step, for each request and each draft token.
+        draft_s: of guessing, whatever the depth, and for each guess.
+        host_s: of the other work of a step, for each request and each guess.
         asking_s: of deciding, for each request that is decided for.
     """
 
@@ -45,30 +45,30 @@ class Costs:
 
 @dataclass(frozen=True)
 class Trace:
-    """A text, and the drafts after each of its tokens.
+    """A text, and what was guessed behind each of its tokens.
 
     Attributes:
         token_ids: [T] of the output.
-        draft_trees: [T] by number of tokens before.
+        guesses: [T] by number of tokens said before.
     """
 
     token_ids: Sequence[int]
-    draft_trees: Sequence[DraftTree | None]
+    guesses: Sequence[DraftTree | None]
     temperature: float = 0.0
 
 
 class Recorder(Drafter):
-    """Calls another drafter in every step and sends none of its drafts."""
+    """Asks another drafter in every step and sends none of its guesses along."""
 
     def __init__(self, drafter: Drafter, depth: int = DEEPEST) -> None:
         self.name, self.needs, self._drafter, self._depth = drafter.name, drafter.needs, drafter, depth
         self.traits = replace(drafter.traits, is_lookup=False)
-        self.draft_trees: dict[int, DraftTree | None] = {}
+        self.guesses: dict[int, DraftTree | None] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         deep = [replace(budget, max_rows=self._depth + 1, max_depth=self._depth) for budget in budgets]
         for request, tree in zip(requests, self._drafter.propose(requests, deep), strict=True):
-            self.draft_trees[request.num_output_tokens] = tree
+            self.guesses[request.num_output_tokens] = tree
         return [None] * len(requests)
 
     def observe(self, rows: Any) -> None:
@@ -80,7 +80,7 @@ class Recorder(Drafter):
 
 class _Player(Drafter):
     def __init__(self, texts: Sequence[Trace], costs: Costs) -> None:
-        drafts = (tree for text in texts for tree in text.draft_trees if tree is not None and tree.num_draft_tokens > 0)
+        drafts = (tree for text in texts for tree in text.guesses if tree is not None and tree.num_draft_tokens > 0)
         self.name = next((tree.sources[1] for tree in drafts), "player")
         self.traits = DrafterTraits(is_lookup=costs.draft_s[1] == 0.0)
 
@@ -126,8 +126,8 @@ def replay(
 
     Args:
         noise: factor of each pass's time as it is measured; the clock goes by the true one.
-        other_noise: the same of drafting, deciding and the other work of a step.
-        drawn: whether draft tokens are drawn, for rejection.
+        other_noise: the same of guessing, deciding and the other work of a step.
+        drawn: whether guesses are drawn, for rejection.
         has_mixture_pass: whether an X-LoRA adapter answers.
     """
     waiting, running, outcome, player = list(texts), list[tuple[Request, Trace]](), Outcome(), _Player(texts, costs)
@@ -139,12 +139,12 @@ def replay(
             if has_mixture_pass:
                 running[-1][0].adapter_number, running[-1][0].has_mixture_pass = 1, True
         batch = [RequestRows.without_draft(request, 1) for request, _ in running]
-        draft_s, plan_s = _draft_batch(policy, player, batch, running, layout, costs, other_noise, drawn=drawn)
+        draft_s, plan_s = _guess(policy, player, batch, running, layout, costs, other_noise, drawn=drawn)
         policy.prune_drafts(batch, None)
         num_rows = sum(1 + rows.num_draft_tokens for rows in batch)
-        num_drafted = num_rows - len(batch)
+        num_guessed = num_rows - len(batch)
         pass_s = costs.pass_s(num_rows)
-        host_s = costs.host_s[0] * len(batch) + costs.host_s[1] * num_drafted
+        host_s = costs.host_s[0] * len(batch) + costs.host_s[1] * num_guessed
         outcome.seconds += pass_s + draft_s + plan_s + host_s
         outcome.steps += 1
         for rows, (request, trace) in zip(batch, running, strict=True):
@@ -159,8 +159,8 @@ def replay(
 
 
 def best_fixed(texts: Sequence[Trace], costs: Costs, *, batch_size: int = 1, deepest: int = DEEPEST) -> tuple[int, float]:
-    """Return the fixed draft length with the least time (0 = the drafter is not called), and its seconds."""
-    silent = [replace(text, draft_trees=[None] * len(text.draft_trees)) for text in texts]
+    """The fixed draft length that takes least time, 0 = none, in which nobody is asked, and its seconds."""
+    silent = [replace(text, guesses=[None] * len(text.guesses)) for text in texts]
     plain = replay(FixedDraftLength(1), silent, replace(costs, draft_s=(0.0, 0.0)), batch_size=batch_size)
     times = {0: plain.seconds}
     for depth in range(1, deepest + 1):
@@ -180,7 +180,7 @@ def _request(trace: Trace) -> Request:
     return request
 
 
-def _draft_batch(
+def _guess(
     policy: FixedDraftLength,
     player: _Player,
     batch: Sequence[RequestRows],
@@ -191,7 +191,7 @@ def _draft_batch(
     *,
     drawn: bool,
 ) -> tuple[float, float]:
-    """Draft for all requests that may; returns seconds of drafting and of deciding."""
+    """Draft for all requests that may; returns seconds of guessing and of deciding."""
     reason = policy.begin_step(batch)
     num_considered = 0
     for rows, (request, _) in zip(batch, running, strict=True):
@@ -212,7 +212,7 @@ def _draft_batch(
         return 0.0, plan_s
     deepest = 0
     for rows, (request, trace) in zip(batch, running, strict=True):
-        tree = trace.draft_trees[request.num_output_tokens] if rows.draft_budget is not None else None
+        tree = trace.guesses[request.num_output_tokens] if rows.draft_budget is not None else None
         if rows.draft_budget is None or tree is None or tree.num_draft_tokens == 0:
             rows.skip_drafter(SkipReason.NO_MATCH)
             continue
@@ -262,20 +262,20 @@ def _commit(policy: FixedDraftLength, rows: RequestRows, request: Request, trace
 
 
 def made_up(length: int, chance: Callable[[int], float], random: Any, *, confident: Callable[[float], float] | None = None) -> Trace:
-    """A text whose draft tokens are right by chance.
+    """A text whose guesses are right by chance.
 
     Args:
-        chance: position -> that of the next draft token being right.
+        chance: position -> that of the next guess being right.
         confident: chance -> what the drafter says of it; None = nothing.
     """
-    draft_trees: list[DraftTree | None] = []
+    guesses: list[DraftTree | None] = []
     right = [bool(random.random() < chance(position)) for position in range(length + DEEPEST)]
     for position in range(length):
         depths = range(position, position + DEEPEST)
         tokens = [1 + at % 50 if right[at] else 0 for at in depths]
         probs = None if confident is None else [confident(chance(at)) for at in depths]
-        draft_trees.append(DraftTree.chain(0, tokens, "player", probs))
-    return Trace([1 + at % 50 for at in range(length)], draft_trees)
+        guesses.append(DraftTree.chain(0, tokens, "player", probs))
+    return Trace([1 + at % 50 for at in range(length)], guesses)
 
 
 def outcomes(kinds: Mapping[str, Sequence[Trace]], costs: Costs, *, batch_size: int = 1) -> dict[str, tuple[float, int, float, Outcome]]:

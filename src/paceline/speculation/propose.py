@@ -171,7 +171,7 @@ class Proposer:
             tree.check()
             depth = max(depth, tree.tree_depth)
             usable = tree.trim(vocab_size=self._vocab_size, max_depth=budget.max_depth, max_rows=budget.max_rows, layout=budget.layout)
-            is_better = policy.is_better_draft(rows, usable) if usable.num_draft_tokens else rows.num_draft_tokens == 0
+            is_better = policy.prefers(rows, usable) if usable.num_draft_tokens else rows.num_draft_tokens == 0
             if is_better:
                 rows.set_draft(usable, tree.num_draft_tokens, SkipReason.UNUSABLE)
         seconds = perf_counter() - start_s

@@ -1,4 +1,4 @@
-"""Scheduling on a real cache: requests that wait, fail, are aborted or use drafts do not affect other requests."""
+"""Who runs when on a real cache, and that whoever waits, fails, goes away or takes guesses never costs another request a thing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ NAN_ID = 96
 
 
 class BushyDrafter(Drafter):
-    """Draft tokens side by side: the path of the second takes blocks of its own. The first path is known to be right."""
+    """Guesses side by side: the path of the second takes blocks of its own. The first path is known to be right."""
 
     name = "bushy"
 
@@ -309,7 +309,7 @@ def test_interrupt_during_a_forward_pass_does_not_end_other_streams(
     is_behind_pass: bool, params: SamplingParams, drafter: Any, open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two streams are open; one is interrupted, and other calls are before that."""
-    params = replace(params, max_tokens=80)  # no request ends earlier, however many draft tokens are accepted
+    params = replace(params, max_tokens=80)  # however many guesses are kept, nobody ends before that
     alone = open_llm(40)
     expected = [alone.generate([prompt], params)[0] for prompt in PROMPTS[:2]]
     llm = open_llm(40, str(directory) if drafter == "self" else drafter)

@@ -181,7 +181,7 @@ def test_drafter_failures_leave_the_text_unchanged(open_llm: Open, solo: list[li
         "begin_step",
         "skip_reason",
         "plan",
-        "is_better_draft",
+        "prefers",
         "prune_drafts",
         "observe_verified",
         "observe_draft_time",

@@ -46,7 +46,7 @@ def runtime(directory: Path) -> Network:
 
 @pytest.fixture(scope="module")
 def twin(directory: Path) -> Network:
-    """The same weights for new drafters: a runtime has one cache."""
+    """The same weights, for drafters that know nothing yet: a runtime has one cache."""
     return open_runtime(directory)
 
 
@@ -215,7 +215,7 @@ def test_wider_draft_tree_contains_the_chain_and_the_likeliest_siblings(runtime:
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_draft_model_stops_after_an_unlikely_token(runtime: Network, width: int) -> None:
-    """The probability halves with each token, and paths below a fifth are not continued: 1/2, 1/4, and 1/8 after the last pass."""
+    """The chance halves with each token, and what is behind less than a fifth is not wanted: 1/2, 1/4, and 1/8 behind the last pass."""
     drafter = make_drafter(runtime, tree_width=width)
     request = make_request([5, 6, 7])
     budget = DraftBudget(1 + 12 * width, 12, TreeLayout.MASK, min_path_prob=0.2, calibrate=lambda _: 0.5)
@@ -229,7 +229,7 @@ def test_draft_model_stops_after_an_unlikely_token(runtime: Network, width: int)
 @pytest.mark.parametrize("layout", TreeLayout)
 @pytest.mark.parametrize("needs_draft_probs", [False, True], ids=["grown", "drawn"])
 def test_draft_tree_fills_the_rows_and_drafts_no_deeper(runtime: Network, layout: TreeLayout, needs_draft_probs: bool) -> None:
-    """Nothing is drafted that the engine would cut: no nodes beyond the rows, no passes after the last level."""
+    """What the engine would cut is not drafted: neither nodes beyond the rows nor passes behind the last level that has one."""
     random = np.random.default_rng(5)
     num_passes = num_levels = 0
     for width, max_rows, depth in itertools.product((2, 4), (2, 3, 5, 9, 17, 33), (1, 4, 8)):
@@ -243,7 +243,7 @@ def test_draft_tree_fills_the_rows_and_drafts_no_deeper(runtime: Network, layout
             assert tree.num_draft_tokens == min(max_rows - 1, width * depth)
         assert runtime.num_passes == tree.tree_depth or (not needs_draft_probs and runtime.num_passes == tree.tree_depth + 1)
         num_passes, num_levels = num_passes + runtime.num_passes, num_levels + tree.tree_depth
-    assert num_passes <= 1.15 * num_levels  # a row whose tokens are less probable than a sibling's had to be computed first
+    assert num_passes <= 1.15 * num_levels  # a row whose guesses turn out to be worth less than a sibling's was needed to know it
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -262,10 +262,10 @@ def test_drafts_for_rejection_are_sampled_from_the_stored_probs(runtime: Network
         fresh = make_request([*request.token_ids, *path])
         other = make_drafter(twin)
         rows: list[np.ndarray] = []
-        original_sample = other._sample
-        other._sample = lambda request, row, path, width, original_sample=original_sample, rows=rows: (  # type: ignore[method-assign]
+        guessed = other._sample
+        other._sample = lambda request, row, path, width, guessed=guessed, rows=rows: (  # type: ignore[method-assign]
             rows.append(row.logits.copy()),
-            original_sample(request, row, path, width),
+            guessed(request, row, path, width),
         )[1]
         ask(other, fresh, depth=1)
         law = TokenProbs.from_distribution(request.processor.process(rows[0], path))
@@ -330,7 +330,7 @@ def _fail(*arguments: object) -> None:
 
 
 def test_request_without_draft_cache_blocks_gets_no_draft(runtime: Network) -> None:
-    """It does not remove drafts of others; one that runs out of blocks keeps its tokens."""
+    """Nor does it take the others' guesses away; one that runs out of room on the way keeps what it has."""
     drafter = DraftModelDrafter(runtime, runtime.new_cache(3), vocab_size=VOCAB_SIZE)
     first, second, third = make_request([5] * 60), make_request([6] * 60), make_request([7] * 30)
     alone = ask(make_drafter(runtime), first)[0]

@@ -59,7 +59,7 @@ def _cell(table: Sequence[int], slot: int, block_size: int) -> tuple[int, int]:
 
 
 def _run_pass(plan: RowPlan, own_table: Sequence[int]) -> Cells:
-    """Copy blocks, then write every row through its path's table; a row may only write to its own slot."""
+    """Copy blocks, then write every row through its path's table; a row may only write where nobody else's row is."""
     size = plan.block_size
     prompt: Cells = {_cell(own_table, slot, size): ("prompt", slot) for slot in range(plan.committed_len)}
     cells = dict(prompt)

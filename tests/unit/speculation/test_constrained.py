@@ -1,4 +1,4 @@
-"""Under a grammar, any tree gives the tokens of plain constrained decoding; forbidden tokens cost no row, and forced tokens no drafting."""
+"""Under a grammar, any tree gives the tokens of plain constrained decoding; what it forbids costs no row, what it forces no guess."""
 
 import json
 import re
@@ -108,7 +108,7 @@ def possible_after(one: Request, path: Sequence[int]) -> list[int]:
     return np.flatnonzero(scores > -np.inf)[:5].tolist()
 
 
-def random_draft(generator: np.random.Generator, one: Request, right: Sequence[int]) -> DraftTree | None:
+def guess(generator: np.random.Generator, one: Request, right: Sequence[int]) -> DraftTree | None:
     """A random tree, right in places; now and then nothing."""
     right = right[one.num_output_tokens :]
     tokens: list[int] = []
@@ -168,7 +168,7 @@ def test_tree_under_a_grammar_gives_the_tokens_of_plain_decoding(
 
         def propose(one: Request, plain: list[int] = plain, layout: TreeLayout = layout) -> DraftTree | None:
             max_depth, max_rows = min(6, one.num_remaining_tokens - 1), int(generator.integers(1, 14))
-            tree = constrain(random_draft(generator, one, plain), one, max_depth, max_rows, layout=layout)
+            tree = constrain(guess(generator, one, plain), one, max_depth, max_rows, layout=layout)
             check(tree, one, max_depth, max_rows, layout)
             nonlocal num_branched
             num_branched += tree is not None and not is_chain(tree.parents)
@@ -200,7 +200,7 @@ def started(grammar: Grammar, text: str = "") -> Request:
 
 
 def spelled(tree: DraftTree | None) -> list[str]:
-    """Every node by the text that leads to it, and its drafter."""
+    """Every node by the text that leads to it, and who guessed it."""
     assert tree is not None
     texts = [""]
     for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
@@ -268,7 +268,7 @@ def test_forced_grammar_tokens_are_accepted_without_a_drafter() -> None:
 
 
 def test_grammar_error_while_drafting_causes_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's own row then gives the reason."""
+    """The target's own row then says why."""
     one = started(PERSON)
 
     def broken(self: GrammarMatcher, path: Sequence[int]) -> list[int]:
@@ -330,7 +330,7 @@ def test_end_token_is_not_drafted_before_the_end_of_reasoning() -> None:
 
 
 def test_forced_grammar_tokens_have_their_own_source_name() -> None:
-    """Acceptance statistics distinguish them by it."""
+    """Whoever counts acceptance tells them apart by it."""
     tree = constrain(None, started(PERSON), 2, 3)
     assert tree is not None
     assert tree.sources == ("", FORCED_SOURCE, FORCED_SOURCE)

@@ -24,7 +24,7 @@ def traces() -> dict[str, list[Trace]]:
 def test_fixed_length_costs_of_synthetic_texts_equal_the_replay(chance: float, batch_size: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     traces = [made_up(length, lambda _: chance, random) for length in (40, 1, 17, 30, 25, 8)]
-    missing = [None if position % 3 == 0 else tree for position, tree in enumerate(traces[0].draft_trees)]
+    missing = [None if position % 3 == 0 else tree for position, tree in enumerate(traces[0].guesses)]
     traces.append(Trace(traces[0].token_ids, missing))
     seconds = [one.seconds for one in fixed_lengths(traces, COSTS, batch_size=batch_size)]
     best, best_s = best_fixed(traces, COSTS, batch_size=batch_size)
@@ -56,8 +56,8 @@ def test_recorded_traces_are_written_and_read_as_they_were(tmp_path: Path, trace
     write_traces(tmp_path / "again.json.gz", {name: traces[name]})
     again = load_traces(tmp_path)[name]
     assert again == traces[name]
-    trees = [tree for trace in traces[name] for tree in trace.draft_trees if tree is not None]
-    assert [tree.confidences for trace in again for tree in trace.draft_trees if tree is not None] == [tree.confidences for tree in trees]
+    trees = [tree for trace in traces[name] for tree in trace.guesses if tree is not None]
+    assert [tree.confidences for trace in again for tree in trace.guesses if tree is not None] == [tree.confidences for tree in trees]
     assert any(tree.tree_depth < tree.num_draft_tokens for tree in trees)
 
 

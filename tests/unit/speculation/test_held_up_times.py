@@ -42,7 +42,7 @@ def test_slow_start_is_forgotten_on_a_quiet_machine(number: int) -> None:
 
 
 def test_batch_that_becomes_repetitive_again_is_drafted_soon() -> None:
-    """Its drafts were wrong for long: once unsent drafts match the text, these statistics are out of date."""
+    """Its guesses were wrong for long: once those that are compared with the text are right, that is out of date."""
     outcome = copying(3_000, lambda: 1.0, lambda at: 0.0 if 600 <= at < 1_000 else 1.0)
     assert outcome.steps < 850  # 400 of them in between
 
@@ -53,7 +53,7 @@ def test_drafting_restarts_after_a_change_of_speed(slow: float, costs: Costs) ->
     """What draft tokens cost was not measured for long: it is taken to have changed as plain passes did."""
     policy = controller(costs)
     right, nothing = (made_up(400, lambda _: 0.9, np.random.default_rng(0), confident=lambda _: 0.9) for _ in range(2))
-    nothing = replace(nothing, draft_trees=[None] * 400)
+    nothing = replace(nothing, guesses=[None] * 400)
     replay(policy, [right], costs)
     replay(policy, [nothing], costs, noise=lambda: slow, other_noise=lambda: slow)
     replay(policy, [nothing], replace(costs, draft_s=(0.0, 0.0)))

@@ -80,7 +80,7 @@ def test_adaptive_length_in_a_batch_is_never_slower_than_plain(chance: float, ma
 
 @pytest.mark.parametrize("machine", ["a draft model", "a dear draft model"])
 def test_drafts_of_a_batch_reach_the_planned_depth(machine: str, seed: int) -> None:
-    """Drafting takes as long as the deepest draft: stopping earlier saves nothing."""
+    """Guessing takes as long as the deepest of all: to stop earlier saves nothing."""
     costs, random = MACHINES[machine], np.random.default_rng(seed)
     traces = texts(lambda _: 0.9, random, 32, "too much")
     assert replay(controller(costs), traces, costs, batch_size=8).seconds < 1.06 * best_fixed_seconds(traces, costs, batch_size=8)
@@ -89,7 +89,7 @@ def test_drafts_of_a_batch_reach_the_planned_depth(machine: str, seed: int) -> N
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_only_confident_drafts_are_sent_if_they_are_better(machine: str, seed: int) -> None:
-    """Passages of 64 tokens that are easy, then hard, with the right draft probabilities: no fixed length is as fast."""
+    """Passages of 64 tokens that are easy, then hard, which the drafter knows: no fixed length does as well."""
     costs, random = MACHINES[machine], np.random.default_rng(seed)
     traces = texts(lambda at: 0.95 if at // 64 % 2 else 0.05, random, 8, "too much", length=256)
     assert replay(controller(costs), traces, costs).seconds < 1.03 * best_fixed_seconds(traces, costs)
@@ -99,7 +99,7 @@ def test_only_confident_drafts_are_sent_if_they_are_better(machine: str, seed: i
 @pytest.mark.parametrize(("machine", "batch_size", "count"), [("cheap rows", 8, 32), ("dear rows", 1, 8)])
 @pytest.mark.parametrize("number", range(6))
 def test_few_rejections_do_not_stop_drafting(machine: str, batch_size: int, count: int, number: int) -> None:
-    """Drafts that are right with probability 0.3, each worth 6 to 14 %: single steps are uninformative for long."""
+    """Guesses right at 0.3, of which one is worth 6 to 14 %: what single steps bring says nothing for long."""
     costs, random = MACHINES[machine], np.random.default_rng(number)
     traces = texts(lambda _: 0.3, random, count, "too much")
     best = best_fixed_seconds(traces, costs, batch_size=batch_size, deepest=4)
@@ -120,7 +120,7 @@ def test_improved_drafter_is_used_again_soon(machine: str, within: int) -> None:
     """One that takes no time is watched all the while; for one that does, a hundredth of the time is spent on looking."""
     costs = MACHINES[machine]
     traces = texts(lambda at: 0.0 if at < 1_000 else 1.0, np.random.default_rng(0), 1, "nothing", length=3_000)
-    fast = Trace(traces[0].token_ids[:1_000], traces[0].draft_trees[:1_000])
+    fast = Trace(traces[0].token_ids[:1_000], traces[0].guesses[:1_000])
     late_s = replay(controller(costs), traces, costs).seconds - replay(controller(costs), [fast], costs).seconds
     always = texts(lambda _: 1.0, np.random.default_rng(0), 1, "nothing", length=2_000)
     assert late_s < replay(controller(costs), always, costs).seconds + within * costs.pass_s(1)
@@ -198,8 +198,8 @@ def test_sampled_drafts_are_sent_unchanged_by_the_policy() -> None:
     assert seen
     seen.clear()
     probs: Any = {0: SimpleNamespace(is_within=lambda vocab_size: True)}
-    drawn = [tree and replace(tree, draft_probs=probs) for tree in trace.draft_trees]
-    replay(policy, [replace(trace, draft_trees=drawn)], costs, drawn=True)
+    drawn = [tree and replace(tree, draft_probs=probs) for tree in trace.guesses]
+    replay(policy, [replace(trace, guesses=drawn)], costs, drawn=True)
     assert not seen
 
 
@@ -213,7 +213,7 @@ def test_tree_branches_with_rows_of_their_own_are_kept() -> None:
 
 
 def test_drafter_without_measured_time_is_tried() -> None:
-    """It may start to copy the right text: its unsent drafts show that within a few tokens."""
+    """It may copy a text that is right: what is left out of its guesses says so within a few tokens."""
     costs = Costs(lambda rows: 0.060 * (1 + 0.65 * (rows - 1)), (2e-5, 0.0))
     known = Costs(lambda rows: 0.060 * (1 + 0.10 * (rows - 1)), (2e-5, 0.0))
     right = texts(lambda _: 1.0, np.random.default_rng(0), 1, "too much", length=64)

@@ -26,7 +26,7 @@ def make_cache(num_blocks: int, layout: TreeLayout = TreeLayout.PATHS) -> KVCach
 
 
 def make_rows(cache: KVCache, length: int, parents: Sequence[int] = (), tokens: Sequence[int] = ()) -> RequestRows:
-    """A request of `length` tokens whose last one is not cached, with draft tokens after it."""
+    """A request of `length` tokens whose last one is not cached, with guesses under it."""
     params = SamplingParams()
     request = Request(list(range(length)), length, params, LogitsProcessor(params, 99, []), cache.new_sequence(), 0, 0, 1000)
     if length > 1:
@@ -48,7 +48,7 @@ def paths(tree: DraftTree | None) -> list[tuple[int, ...]]:
     return found[1:]
 
 
-# 50 and its sibling 51 come first; 52 and 53 after 50; 54 after 52
+# 50 is guessed first, 51 beside it; 52 and 53 behind 50; 54 behind 52
 PARENTS = (0, 0, 1, 1, 3)
 FIRST_PATH = [(50,), (50, 52), (50, 52, 54)]
 WHOLE = [(50,), (51,), (50, 52), (50, 53), (50, 52, 54)]
@@ -74,7 +74,7 @@ def test_draft_tree_without_enough_blocks_keeps_its_first_path(length: int, num_
     assert cache.pool.num_free == num_free
     (plan,) = reserve([rows], cache)
     assert paths(rows.tree) == expected
-    assert rows.skip_reason is None, "a step with draft tokens is no plain one"
+    assert rows.skip_reason is None, "a step with guesses is no plain one"
     assert rows.request.stats.num_dropped_tokens == len(WHOLE) - len(expected)
     assert len(plan.parents) == 1 + len(expected)
     cache.check()
@@ -100,7 +100,7 @@ def test_first_path_of_a_draft_tree_is_kept_in_every_layout(layout: TreeLayout) 
 def test_drafts_are_dropped_before_committed_tokens() -> None:
     cache = make_cache(5)
     first, second = make_rows(cache, 2, PARENTS), make_rows(cache, BLOCK + 1, PARENTS)
-    reserve([first, second], cache)  # request 1 could use all three free blocks; the root of request 2 needs one
+    reserve([first, second], cache)  # of three free blocks the first one wants all, and the second one's root needs one, at a border
     assert paths(first.tree) == [(50,), (51,), (50, 52), (50, 52, 54)], "one path less"
     assert paths(second.tree) == FIRST_PATH, "what the block of its root has room for"
     assert first.skip_reason is second.skip_reason is None

@@ -69,7 +69,7 @@ class FixedDraftLength:
             max_rows: maximum number of rows of the pass; None = no limit.
         """
 
-    def is_better_draft(self, rows: RequestRows, tree: DraftTree) -> bool:
+    def prefers(self, rows: RequestRows, tree: DraftTree) -> bool:
         """Return whether a draft is better than the one that the request has.
 
         A sampled draft always replaces it. A choice that depends on the sampled tokens would change the distribution that rejection
@@ -249,7 +249,7 @@ class AdaptiveDraftLength(FixedDraftLength):
                 self._back_off(history, MAX_BACKOFF_LEVEL)
                 rows.skip_drafter(SkipReason.UNPROFITABLE)
 
-    def is_better_draft(self, rows: RequestRows, tree: DraftTree) -> bool:
+    def prefers(self, rows: RequestRows, tree: DraftTree) -> bool:
         if rows.num_draft_tokens == 0 or tree.draft_probs:
             return True
         return sum(self._path_probs(rows.request, tree)) > sum(self._path_probs(rows.request, rows.tree))
