@@ -21,10 +21,10 @@ TALLY = pytest.StashKey["Counter[str]"]()
 
 
 class ResumableRun:
-    """Remembers, test by test, what has passed, so that a long run that was stopped can go on where it was.
+    """Stores which tests have passed, so that an interrupted long run can resume.
 
-    A result belongs to a commit and a seed: with uncommitted changes in the sources nothing is remembered. Of several processes that run
-    the tests each leaves out what passed before, and the one that collects their results records them.
+    A result belongs to a commit and a seed: with uncommitted changes in the sources nothing is stored. Of several processes that run the
+    tests each leaves out what passed before, and the one that collects their results stores them.
     """
 
     KEY = "paceline/passed"
@@ -78,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Say the seed, also with -q, which drops the header."""
+    """Print the seed, also with -q, which omits the header."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     run = session.config.pluginmanager.get_plugin("resumable-run")
     counts = (
@@ -183,7 +183,7 @@ def seed(pytestconfig: pytest.Config) -> int:
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """The folder of larger test data that may lie beside a checkout."""
+    """The folder of larger test data that may be next to a checkout."""
     folder = REPOSITORY.parent / "shared"
     if not folder.is_dir():
         pytest.skip("no folder ../shared beside this checkout")
@@ -203,7 +203,7 @@ def mini_dir() -> Path:
 
 
 def _worker(config: pytest.Config) -> dict[str, Any] | None:
-    """What one of several processes that run the tests knows of itself."""
+    """Identity of one of several processes that run the tests."""
     return getattr(config, "workerinput", None)
 
 

@@ -79,7 +79,7 @@ def write_gguf(
 
     Args:
         types: the block type of matrices, for all or by the tensor's GGUF name; vectors are F32.
-        metadata: integers, floats, strings and lists, beside or instead of the others.
+        metadata: integers, floats, strings and lists, in addition to or instead of the others.
         max_tensors: tensors in one part of a split file; 0 = one file.
     """
     import gguf
@@ -179,7 +179,7 @@ def random_blocks(rng: np.random.Generator, block_type: str, num_rows: int, colu
 
 
 def dequantize(raw: NDArray[np.uint8], name: str) -> NDArray[np.float32]:
-    """Return the values that the format's own library computes; it does not know Q1_0, whose bits are signs."""
+    """Return the values that the format's own library computes; it lacks Q1_0, whose bits are signs."""
     import gguf
 
     if name != "Q1_0":

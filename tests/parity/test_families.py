@@ -223,7 +223,7 @@ def test_embeddings_and_hidden_states_equal_those_of_transformers(references: Ca
     ],
 )
 def test_family_logits_change_if_a_part_is_left_out(references: Callable[[str], Reference], case: str, changes: dict[str, Any]) -> None:
-    """What the parity above can see: without the soft cap, say, it would fail by far more than its bound."""
+    """Sensitivity of the parity tests above: without the soft cap, for example, they would fail by far more than the bound."""
     reference = references(case)
     config = read_config(reference.directory).for_context(CASES[case].max_model_len)
     if "rope" in changes:

@@ -261,7 +261,7 @@ class Settings:
 
     @property
     def start_lines(self) -> list[str]:
-        """Lines for the user about what the command line leaves open."""
+        """Lines for the user about defaults that were used, such as the built-in model."""
         return [] if self.names_model or self.quiet else [NO_MODEL]
 
     def llm_arguments(self) -> dict[str, Any]:
@@ -383,7 +383,7 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
     elif name == "num_speculative_tokens":
         hint, parser = str, _count_or_word
     flags = flags_of(name)
-    if default is True:  # it needs a --no form
+    if default is True:  # add the --no- form
         flags = tuple(flag + flag.replace("--", "/--no-") for flag in flags)
     metavar = METAVARS.get(name)
     return option(*flags, hint=hint, text=help_text, panel=title, name=name, default=default, metavar=metavar, parser=parser)

@@ -60,6 +60,6 @@ def serve(
         raise BackendUnavailableError(f"a server needs {error.name}: {install_command('serve')}") from error
     if settings.cluster.replicas:
         arguments = {**settings.llm_arguments(), "model": served[0]}
-        run_replicas(arguments, server, settings.cluster, say=print_notice, quiet=settings.quiet, debug=settings.debug)
+        run_replicas(arguments, server, settings.cluster, print_line=print_notice, quiet=settings.quiet, debug=settings.debug)
         return
-    run(served, settings.llm_arguments(), server, say=print_notice, quiet=settings.quiet)
+    run(served, settings.llm_arguments(), server, print_line=print_notice, quiet=settings.quiet)

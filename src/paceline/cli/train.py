@@ -79,7 +79,7 @@ _OPTIONS = (
 
 @partial(with_parameters, parameters=_OPTIONS)
 def train(**given: Any) -> None:
-    """Train a drafter for a model on this machine, and measure what it brings.
+    """Train a drafter for a model on this machine, and measure its speedup.
 
     The target answers the prompts itself; its answers and hidden states stay in the directory. Ctrl-C saves, --resume continues.
     """

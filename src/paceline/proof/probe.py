@@ -54,7 +54,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What was measured.
+    """The measurements of one probe.
 
     Attributes:
         load_s: seconds to load everything.
@@ -150,7 +150,7 @@ def probe(**arguments: Any) -> ProbeResult:
     load_s = time.perf_counter() - start
     rows = (1, *(count + 1 for count in DRAFT_LENGTHS))
     pass_s = _rising(time_passes(llm.runtime, llm.engine.cache, rows, max_model_len=llm.max_model_len, repeats=_PASS_REPEATS))
-    model = getattr(llm.drafter, "model", llm.drafter)  # of a drafter that translates text
+    model = getattr(llm.drafter, "model", llm.drafter)  # a drafter for another vocabulary wraps its model
     runtime, cache = getattr(model, "runtime", None), getattr(model, "cache", None)
     draft_s = 0.0 if runtime is None or cache is None else time_passes(runtime, cache, (1,), max_model_len=llm.max_model_len)[1]
     measured = measure_speedups(llm)
@@ -248,7 +248,7 @@ def _num_accepted(options: Mapping[str, object], arguments: Mapping[str, Any]) -
 def _peak_bytes() -> int:
     try:
         import resource
-    except ImportError:  # not on every system
+    except ImportError:  # Windows
         return 0
     import sys
 

@@ -34,7 +34,7 @@ class DroppingQueueHandler(QueueHandler):
         except Full:
             self.num_dropped += 1
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Write a line for the person who started the server, whatever the level of the log."""
         self.handle(logging.makeLogRecord({"msg": printable(text)}))
 
@@ -83,7 +83,7 @@ class LineWriter(logging.Handler):
 
 @contextmanager
 def queued_lines(write: Callable[[bytes], None], max_waiting: int = MAX_WAITING) -> Iterator[DroppingQueueHandler]:
-    """Start a thread that writes what the handler is given; at the end wait for it for a second at most."""
+    """Start a thread that writes the handler's records. At the end, wait at most a second for it."""
     queued = DroppingQueueHandler(Queue(max_waiting))
     listener = QueueListener(queued.queue, LineWriter(write, queued))
     listener.start()

@@ -240,7 +240,7 @@ def _chat(service: Service, fields: ChatFields) -> "_Chat":
             prompt_logprobs=fields.prompt_logprobs,
         ),
         options=request_options(fields, prediction, adapter=adapter),
-        takes_the_rest=limit is None,
+        fills_context=limit is None,
     )
     return _Chat(service, fields, request)
 
@@ -314,7 +314,7 @@ def tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool], w
 
 
 def _allowed_choice(allowed: object, tools: Sequence[Tool], within: str) -> dict[str, Any]:
-    """The same for a choice of some of the tools, which has `mode` and `tools`."""
+    """Convert a tool choice of type "allowed_tools", which has `mode` and `tools`."""
     given = allowed if isinstance(allowed, Mapping) else {}
     listed = given.get("tools")
     ones = [one.get(within) if within else one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []

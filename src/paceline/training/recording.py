@@ -11,7 +11,7 @@ from paceline.engine.loader import LoadedEngine
 from paceline.errors import CapacityError, ConfigError
 from paceline.models.config import ModelConfig
 from paceline.sampling.params import SamplingParams
-from paceline.training.prompts import SELF_MADE, Prompt, Say, read_prompts, write_own_prompts
+from paceline.training.prompts import SELF_MADE, PrintLine, Prompt, read_prompts, write_own_prompts
 from paceline.training.recorder import FeatureRecorder, batch_size, open_recorder, run
 from paceline.training.saving import save_text, write_errors
 from paceline.training.settings import TrainSettings
@@ -33,7 +33,7 @@ class Data:
     heldout_prompts: Sequence[Prompt]
 
 
-def record(settings: TrainSettings, target: ModelConfig, directory: Path, say: Say) -> Data:
+def record(settings: TrainSettings, target: ModelConfig, directory: Path, print_line: PrintLine) -> Data:
     """Record what is missing of a run's data in `directory`.
 
     Raises:
@@ -48,13 +48,13 @@ def record(settings: TrainSettings, target: ModelConfig, directory: Path, say: S
         boundaries = settings.boundaries or ()
         loaded, recorder = open_recorder(settings, boundaries, target.hidden_size)
         if kept is None:
-            kept = _choose_prompts(loaded, settings, say)
+            kept = _choose_prompts(loaded, settings, print_line)
             _keep_prompts(directory, kept)
-        _say_estimate(loaded, recorder, kept[0][train.num_prompts :], settings, directory, say)
-        _fill(heldout, loaded, recorder, kept[1], settings, say, temperatures=(0.0,))
-        _fill(train, loaded, recorder, kept[0], settings, say, temperatures=settings.temperatures)
+        _print_estimate(loaded, recorder, kept[0][train.num_prompts :], settings, directory, print_line)
+        _fill(heldout, loaded, recorder, kept[1], settings, print_line, temperatures=(0.0,))
+        _fill(train, loaded, recorder, kept[0], settings, print_line, temperatures=settings.temperatures)
     counts = train.counts
-    say(
+    print_line(
         f"data: {counts['sequences']:,} sequences, {counts['tokens']:,} tokens, {counts['answer_tokens']:,} of answers, "
         f"{counts['bytes'] / 1e9:.2f} GB; {counts['left_out']} looping answers left out"
     )
@@ -63,15 +63,15 @@ def record(settings: TrainSettings, target: ModelConfig, directory: Path, say: S
     return Data(train, heldout, kept[1])
 
 
-def _choose_prompts(loaded: LoadedEngine, settings: TrainSettings, say: Say) -> tuple[list[Prompt], list[Prompt]]:
+def _choose_prompts(loaded: LoadedEngine, settings: TrainSettings, print_line: PrintLine) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train with and those held out."""
     num_own = settings.self_prompts if settings.self_prompts is not None else 0 if settings.data else settings.num_prompts
     num_own = min(num_own, settings.num_prompts)
     own: list[Prompt] = []
     if num_own:
         start = time.monotonic()
-        own = write_own_prompts(loaded, settings, num_own, say)
-        say(f"prompts: the target wrote {len(own)} in {time.monotonic() - start:.0f} s")
+        own = write_own_prompts(loaded, settings, num_own, print_line)
+        print_line(f"prompts: the target wrote {len(own)} in {time.monotonic() - start:.0f} s")
     given = read_prompts(settings.data, loaded, settings, most=settings.num_prompts - len(own))
     prompts = _merge(own, given)
     if settings.eval_data:
@@ -107,8 +107,13 @@ def _keep_prompts(directory: Path, prompts: tuple[list[Prompt], list[Prompt]]) -
     save_text(directory / "prompts.json", json.dumps([[asdict(one) for one in part] for part in prompts]))
 
 
-def _say_estimate(
-    loaded: LoadedEngine, recorder: FeatureRecorder, prompts: Sequence[Prompt], settings: TrainSettings, directory: Path, say: Say
+def _print_estimate(
+    loaded: LoadedEngine,
+    recorder: FeatureRecorder,
+    prompts: Sequence[Prompt],
+    settings: TrainSettings,
+    directory: Path,
+    print_line: PrintLine,
 ) -> None:
     """Record a few answers, and print the time and the bytes that all of them will take."""
     count = batch_size(settings)
@@ -122,7 +127,7 @@ def _say_estimate(
     size = int(num_tokens * recorder.width * 2)
     free = shutil.disk_usage(directory).free
     gigabytes = size / 1e9
-    say(
+    print_line(
         f"recording {len(prompts):,} answers: about {num_tokens:,.0f} tokens, {gigabytes:.2f} GB in {directory}, {seconds / 60:.1f} minutes"
     )
     if size + _SPARE_BYTES > free:
@@ -135,7 +140,7 @@ def _fill(
     recorder: FeatureRecorder,
     prompts: Sequence[Prompt],
     settings: TrainSettings,
-    say: Say,
+    print_line: PrintLine,
     *,
     temperatures: Sequence[float],
 ) -> None:
@@ -150,7 +155,9 @@ def _fill(
         seconds = time.monotonic() - start
         left = (len(prompts) - store.num_prompts) / len(part) * seconds
         rate = sum(sum(one.is_answer) for one in answers) / seconds
-        say(f"recorded {store.num_prompts:,} of {len(prompts):,} {store.part} answers, {rate:,.0f} tokens/s, {left / 60:.1f} minutes left")
+        print_line(
+            f"recorded {store.num_prompts:,} of {len(prompts):,} {store.part} answers, {rate:,.0f} tokens/s, {left / 60:.1f} minutes left"
+        )
 
 
 def _answers(

@@ -42,7 +42,7 @@ def test_log_lines_that_stderr_does_not_take_are_dropped_and_counted() -> None:
     with queued_lines(write, max_waiting=3) as lines:
         started_s = time.monotonic()
         for number in range(20):
-            lines.say(f"line {number}")
+            lines.print_line(f"line {number}")
         assert time.monotonic() - started_s < WAIT_S / 2
         is_read.set()
         while not lines.queue.empty():  # type: ignore[union-attr]
@@ -63,7 +63,7 @@ def test_end_of_logging_does_not_wait_for_a_blocked_stderr(num_lines: int) -> No
 
     with queued_lines(write, max_waiting=3) as lines:
         for _ in range(num_lines):
-            lines.say("a")
+            lines.print_line("a")
     logging.shutdown()  # called at the exit of the interpreter: it must not wait for a lock of the writer
     assert time.monotonic() - started_s < WAIT_S / 2
     is_read.set()
@@ -71,7 +71,7 @@ def test_end_of_logging_does_not_wait_for_a_blocked_stderr(num_lines: int) -> No
 
 def test_warnings_of_other_libraries_are_written_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     with log_to_stderr(logging.INFO) as lines:
-        lines.say("a line\nof one")
+        lines.print_line("a line\nof one")
         logging.getLogger("paceline.server").info("%s", "b")
         logging.getLogger("elsewhere").warning("%s", "c")
     assert capfd.readouterr().err.splitlines() == ["a line of one", "b", "c"]

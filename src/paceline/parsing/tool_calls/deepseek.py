@@ -15,7 +15,7 @@ TOKENS = (OPEN, CLOSE, CALL, SEPARATOR, CALL_END)
 TYPE = "function"
 # marks of the results of tools, which the model at times writes itself; what is between them is text
 _OUTPUTS = tuple(f"<｜tool▁{name}｜>" for name in ("outputs▁begin", "output▁begin", "output▁end", "outputs▁end"))
-_OTHER_OPENS = ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool▁calls｜>")  # as distillations spell it
+_OTHER_OPENS = ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool▁calls｜>")  # spelling of distilled models
 
 
 def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:

@@ -70,7 +70,7 @@ class HarmonyReader:
                 yield from _emit_to_end(stream, sink.reasoning)
             else:
                 yield from self._emit_text((*ENDS, START), stream, sink)
-        elif recipient is not None and not is_function:  # to a tool that gpt-oss was trained with, such as python
+        elif recipient is not None and not is_function:  # a call of a built-in tool of gpt-oss, such as python
             stream.mark_emitted()
             yield from _emit_to_end(stream, sink.reasoning if self.has_reasoning else sink.text)
         else:
