@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
+from paceline.machine import peak_memory_bytes
 from paceline.proof.measured_speedup import MeasuredSpeedup, measure_speedups
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
@@ -158,7 +159,7 @@ def probe(**arguments: Any) -> ProbeResult:
     if trial is not None and draft_s == 0.0:
         draft_s = trial.draft_s
     notices = (*llm.notices, *_match_notice(llm.drafter, trial))
-    return ProbeResult(load_s, llm.numerics, pass_s, draft_s, _peak_bytes(), predict(pass_s, draft_s), trial, notices, measured)
+    return ProbeResult(load_s, llm.numerics, pass_s, draft_s, peak_memory_bytes(), predict(pass_s, draft_s), trial, notices, measured)
 
 
 def _rising(pass_s: Mapping[int, float]) -> dict[int, float]:
@@ -243,14 +244,3 @@ def _num_accepted(options: Mapping[str, object], arguments: Mapping[str, Any]) -
         return 0
     # sampled texts: greedy ones of small models repeat themselves, which any layout drafts
     return _try_drafts(llm, llm.drafter, _LAYOUT_TEXTS, _LAYOUT_TOKENS, temperature=1.0).num_accepted
-
-
-def _peak_bytes() -> int:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -116,12 +116,12 @@ def _print_estimate(
     print_line: PrintLine,
 ) -> None:
     """Record a few answers, and print the time and the bytes that all of them will take."""
-    count = batch_size(settings)
+    count = 2 * batch_size(settings)
     trial = prompts[:: max(1, len(prompts) // count)][:count]
     if not trial:
         return
     start = time.monotonic()
-    sequences = _answers(loaded, recorder, trial, settings, settings.temperatures, first=0)
+    sequences = _usable(_answers(loaded, recorder, trial, settings, settings.temperatures, first=0), settings)
     seconds = (time.monotonic() - start) / len(trial) * len(prompts)
     num_tokens = sum(len(one.token_ids) for one in sequences) / len(trial) * len(prompts)
     size = int(num_tokens * recorder.width * 2)
@@ -150,7 +150,7 @@ def _fill(
         start = time.monotonic()
         part = prompts[first : first + size]
         answers = _answers(loaded, recorder, part, settings, temperatures, first=first)
-        usable = [one for one in answers if repeat_share(one.token_ids) <= settings.max_repeat_share]
+        usable = _usable(answers, settings)
         store.append(usable, num_prompts=len(part), num_left_out=len(answers) - len(usable))
         seconds = time.monotonic() - start
         left = (len(prompts) - store.num_prompts) / len(part) * seconds
@@ -187,6 +187,11 @@ def _answers(
         if len(ids) >= 4 and len(features) == len(ids) - 1:
             found.append(Recorded(ids, mask, features, prompt.source or SELF_MADE))
     return found
+
+
+def _usable(answers: Sequence[Recorded], settings: TrainSettings) -> list[Recorded]:
+    """Return the answers that do not repeat themselves."""
+    return [one for one in answers if repeat_share(one.token_ids) <= settings.max_repeat_share]
 
 
 def repeat_share(token_ids: Sequence[int]) -> float:

@@ -72,6 +72,16 @@ def test_interrupted_training_recording_continues(run: TinyRun, tmp_path: Path, 
         assert torch.equal(before.features(index), after.features(index))
 
 
+def test_estimate_of_the_disk_leaves_out_looping_answers(run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, lines = read_model_config(Path(run.settings.model)), list[str]()
+    monkeypatch.setattr(recording, "repeat_share", lambda token_ids: 2.0 * (token_ids[-1] % 2))
+    with quick_profiles():
+        found = record(run.settings, config, tmp_path / DATA_FOLDER, lines.append)
+    counts = found.train.counts
+    assert counts["left_out"] > 0
+    assert f"about {counts['tokens']:,} tokens" in next(line for line in lines if line.startswith("recording"))  # all fit into the trial
+
+
 def test_training_data_recorded_with_other_settings_are_refused(run: TinyRun, tmp_path: Path) -> None:
     config = read_model_config(Path(run.settings.model))
     with pytest.raises(ConfigError, match="recorded with other settings \\(max_answer_tokens\\)"):
