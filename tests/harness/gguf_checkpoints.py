@@ -45,8 +45,11 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4",
+    "muse_glimmer_text": "muse-glimmer",
 }
-INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mixtral", "arcee")
+INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mixtral", "arcee", "muse_glimmer_text")
+_NAMES_OF = {"muse-glimmer": "afmoe"}
+"""For an architecture that the installed gguf package does not know, one whose tensors have the same names."""
 HALVES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -85,11 +88,14 @@ def write_gguf(
     import gguf
 
     values = json.loads((directory / "config.json").read_text())
+    values |= values.get("text_config", {})
     if "moe_k" in values:
         values |= {"num_experts": values["moe_num_experts"], "num_experts_per_tok": values["moe_k"]}
     architecture = ARCHITECTURES[values["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
+    if architecture == "muse-glimmer":
+        tensors = _muse_glimmer_text(tensors, values)
     if architecture == "deepseek2":
         tensors = _with_absorbed_matrices(tensors, values)
     num_mtp_modules = sum(name.endswith(".eh_proj.weight") for name in tensors)
@@ -99,7 +105,7 @@ def write_gguf(
         writer.add_nextn_predict_layers(num_mtp_modules)
     for part in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
         writer.add_array(f"xielu.{part}", [array.item() for name, array in tensors.items() if name.endswith(f".act_fn.{part}")])
-    known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == _NAMES_OF.get(architecture, architecture))
     names = gguf.get_tensor_name_map(known, values["num_hidden_layers"])
     for name, array in tensors.items():
         if ".act_fn." in name:
@@ -254,6 +260,16 @@ def _with_absorbed_matrices(tensors: Mapping[str, NDArray[np.float32]], values: 
     return found
 
 
+def _muse_glimmer_text(tensors: Mapping[str, NDArray[np.float32]], values: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+    """The language model, with norm weights for queries, all of them the factor of queries, and for keys. Source: llama.cpp's converter."""
+    prefix, size = "model.language_model.", values["head_dim"]
+    found = {name.replace(prefix, "model."): array for name, array in tensors.items() if name.startswith((prefix, "lm_head."))}
+    for layer in range(values["num_hidden_layers"]):
+        for part, factor in (("q", values["qk_scale_factor"]), ("k", 1.0)):
+            found[f"model.layers.{layer}.self_attn.{part}_norm.weight"] = np.full(size, factor, np.float32)
+    return found
+
+
 def _as_converted(name: str, array: NDArray[np.float32], values: Mapping[str, Any]) -> NDArray[np.float32]:
     if values["model_type"] in INTERLEAVED and ".q_proj." in name:
         return _interleaved(array, values["num_attention_heads"])
@@ -262,6 +278,7 @@ def _as_converted(name: str, array: NDArray[np.float32], values: Mapping[str, An
     if name.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction.bias")):
         return array[0]
     is_offset = values["model_type"] in ("gemma2", "gemma3_text") and name.endswith("norm.weight")
+    is_offset |= values["model_type"] == "muse_glimmer_text" and name.endswith("layernorm.weight")
     return array + np.float32(1) if is_offset else array
 
 
@@ -295,7 +312,10 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
         writer.add_logit_scale(values["logit_scale"])
     if values["model_type"] in ("gemma2", "gemma3_text", "phi3", "cohere2"):
         writer.add_sliding_window(values.get("sliding_window") or 0)
-    if values["model_type"] in ("olmo3", "exaone4") and values.get("sliding_window"):
+    if values["model_type"] == "muse_glimmer_text":
+        writer.add_logit_scale(values["output_multiplier"])
+        writer.add_final_logit_softcapping(values["final_logit_softcapping"])
+    if values["model_type"] in ("olmo3", "exaone4", "muse_glimmer_text") and values.get("sliding_window"):
         writer.add_sliding_window(values["sliding_window"])
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in values["layer_types"]])
     if "num_experts_per_tok" in values:
