@@ -179,6 +179,8 @@ FAMILIES = (
         fixed_fields={**_FIXED_FIELDS, "scoring_func": "softmax", "norm_topk_prob": False},
         gguf=_gguf_format(GatingFunction.SOFTMAX),
     ),
+    # Moonshot's name for DeepSeek-V3's network. It precedes that family, which a config.json without `model_type` belongs to.
+    replace(_DEEPSEEK_V3, name="kimi_k2", models="Kimi-K2", bundled_drafters=(), gguf=None, gguf_family="deepseek_v3"),
     _DEEPSEEK_V3,
     replace(
         _DEEPSEEK_V3,
