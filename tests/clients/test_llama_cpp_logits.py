@@ -59,6 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         {**EXPERTS["glm4_moe_lite"][1], "mlp_layer_types": ["dense", "sparse", "sparse"], "rms_norm_eps": 1e-6},
     ),
+    "youtu": ("youtu", {**EXPERTS["youtu"][1], "rms_norm_eps": 1e-6}),
     **{name: EXPERTS[name] for name in ("mixtral", "qwen2_moe-plain", "qwen3_moe", "glm4_moe", "ernie4_5_moe-interval", "gemma4-window")},
     "olmoe": ("olmoe", {**EXPERTS["olmoe"][1], "num_key_value_heads": 4}),  # there all heads have keys of their own
     "gpt_oss": ("gpt_oss", {**EXPERTS["gpt_oss"][1], "rope_parameters": PLAIN_YARN}),

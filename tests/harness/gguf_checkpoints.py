@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
+    "youtu": "deepseek2",
     "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4",
@@ -320,6 +321,12 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in values["layer_types"]])
     if "num_experts_per_tok" in values:
         _write_experts(writer, values)
+    if "kv_lora_rank" in values:
+        _write_latent_attention(writer, values)
+    if values["model_type"] == "youtu":
+        writer.add_leading_dense_block_count(values["num_hidden_layers"])
+        writer.add_expert_feed_forward_length(values["intermediate_size"])
+        writer.add_expert_shared_count(0)
     if values["model_type"] == "gemma2":
         writer.add_attn_logit_softcapping(values["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(values["final_logit_softcapping"])
@@ -346,14 +353,6 @@ def _write_experts(writer: Any, values: Mapping[str, Any]) -> None:
     if family == "gpt_oss":
         writer.add_expert_feed_forward_length(values["intermediate_size"])
         writer.add_sliding_window(values["sliding_window"])
-    if "kv_lora_rank" in values:
-        if values["q_lora_rank"] is not None:
-            writer.add_q_lora_rank(values["q_lora_rank"])
-        writer.add_kv_lora_rank(values["kv_lora_rank"])
-        writer.add_key_length_mla(values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
-        writer.add_value_length_mla(values["v_head_dim"])
-        if "mscale_all_dim" in values["rope_parameters"]:
-            writer.add_rope_scaling_yarn_log_mul(0.1 * values["rope_parameters"]["mscale_all_dim"])
     if family in ("glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         is_softmax = family == "deepseek_v2"
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX if is_softmax else gguf.ExpertGatingFuncType.SIGMOID)
@@ -365,6 +364,16 @@ def _write_experts(writer: Any, values: Mapping[str, Any]) -> None:
         if (values["n_group"] or 1) > 1:
             writer.add_expert_group_count(values["n_group"])
             writer.add_expert_group_used_count(values["topk_group"])
+
+
+def _write_latent_attention(writer: Any, values: Mapping[str, Any]) -> None:
+    if values["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(values["q_lora_rank"])
+    writer.add_kv_lora_rank(values["kv_lora_rank"])
+    writer.add_key_length_mla(values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
+    writer.add_value_length_mla(values["v_head_dim"])
+    if "mscale_all_dim" in values["rope_parameters"]:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * values["rope_parameters"]["mscale_all_dim"])
 
 
 def _write_gemma4(writer: Any, values: Mapping[str, Any]) -> None:
