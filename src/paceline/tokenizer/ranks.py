@@ -74,7 +74,7 @@ _FAMILIES = {
     "qwen": _TiktokenFamily("qwen2", _QWEN, named=(("eos_token", _QWEN[0]), ("pad_token", _QWEN[0]))),
     "kimi": _TiktokenFamily("kimi-k2", num_reserved=256),
 }
-_FAMILY_OF_TYPE = {"llama": "llama", "deepseek_v3": "kimi"}
+_FAMILY_OF_TYPE = {"llama": "llama", "deepseek_v3": "kimi", "kimi_k2": "kimi"}
 _FAMILY_OF_TYPE |= dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "qwen")
 
 

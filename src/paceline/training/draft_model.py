@@ -130,7 +130,7 @@ def model_sizes(target: ModelConfig) -> LayerSizes:
 
 def _unsupported(target: ModelConfig, count: int) -> Iterator[str]:
     """Yield what a target has and a draft model cannot have."""
-    for name, neutral in (("embedding_scale", 1.0), ("logit_scale", 1.0), ("logit_soft_cap", None)):
+    for name, neutral in (("embedding_scale", 1.0), ("has_embedding_norm", False), ("logit_scale", 1.0), ("logit_soft_cap", None)):
         if (value := getattr(target, name)) != neutral:
             yield f"{name} = {value}"
     sizes = model_sizes(target)
