@@ -218,12 +218,9 @@ def test_pythonic_parser_reads_one_call_without_parallel_tool_calls() -> None:
 
 
 def test_pythonic_parser_streams_a_long_string_argument() -> None:
-    sink = OutputFormat("lfm2", "none").sink(0, TOOLS)
-    reading = OutputFormat("lfm2", "none").reading(TOOLS, sink, in_reasoning=False)
-    reading.push(f"<|tool_call_start|>[weather(city='{LONG}")
-    assert parsed(sink.take()) == [("call", "weather", f'{{"city": "{LONG}')]
-    reading.push("x")
-    assert [event.json for event in sink.take() if hasattr(event, "json")] == ["x"]
+    stream = OutputFormat("lfm2", "none").stream(TOOLS)
+    assert parsed(stream.push(f"<|tool_call_start|>[weather(city='{LONG}")) == [("call", "weather", f'{{"city": "{LONG}')]
+    assert [event.json for event in stream.push("x") if hasattr(event, "json")] == ["x"]
 
 
 def test_pythonic_parsing_of_faulty_quotes_takes_linear_time() -> None:
