@@ -9,7 +9,6 @@ import pytest
 
 from harness.format_rows import Row, cases, check, longest_of_formats, name_of, parse
 from harness.markup_cases import TOOLS, Case, Parsed, parsed
-from paceline.parsing.held_call import MAX_HELD_CHARS
 from paceline.parsing.registry import OutputFormat
 
 
@@ -18,7 +17,7 @@ def weather(**arguments: Any) -> tuple[str, ...]:
 
 
 NOW = ("call", "now", "{}")
-LONG = "long " * (MAX_HELD_CHARS // 4)
+LONG = "long " * 64
 
 
 def text(*texts: str) -> Parsed:
@@ -126,7 +125,10 @@ LFM2: list[Row] = [
     ("<|tool_call_start|>[weather(any={'a': ", [weather(any={})]),
     ("<|tool_call_start|>[weather(city='A', da", [weather(city="A")]),
     ("<|tool_call_start|>[weather(city='A'), wea", [weather(city="A")]),
-    (f"<|tool_call_start|>[weather(city='{LONG}it's', note='x'), now()]<|tool_call_end|>", [weather(city=f"{LONG}it"), *text("now()")]),
+    (
+        f"<|tool_call_start|>[weather(city='{LONG}it's', note='x'), now()]<|tool_call_end|>",
+        [*text(f"weather(city='{LONG}it's', note='x')"), NOW],
+    ),
 ]
 PYTHONIC: list[Row] = [
     ("[weather(city='A'), now()]", [weather(city="A"), NOW]),
@@ -217,10 +219,10 @@ def test_pythonic_parser_reads_one_call_without_parallel_tool_calls() -> None:
     assert parse(("lfm2", "none"), [single], parallel=False) == [NOW]
 
 
-def test_pythonic_parser_streams_a_long_string_argument() -> None:
+def test_pythonic_call_is_emitted_once_it_is_complete() -> None:
     stream = OutputFormat("lfm2", "none").stream(TOOLS)
-    assert parsed(stream.push(f"<|tool_call_start|>[weather(city='{LONG}")) == [("call", "weather", f'{{"city": "{LONG}')]
-    assert [event.json for event in stream.push("x") if hasattr(event, "json")] == ["x"]
+    assert stream.push("<|tool_call_start|>[weather(city='A'") == []
+    assert parsed(stream.push(")")) == [weather(city="A")]
 
 
 def test_pythonic_parsing_of_faulty_quotes_takes_linear_time() -> None:
