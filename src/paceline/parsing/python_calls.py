@@ -12,9 +12,8 @@ from typing import Any
 
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.python_literals import QUOTES, LiteralReader
-from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
+from paceline.parsing.text_stream import NAME_CHARACTER, WHITESPACE, MalformedError, Parse, TextStream
 
-_NAME = re.compile(r"[\w.\-]")
 _CALL = re.compile(r"([\w.\-]+)\s*\((.*)\)", re.DOTALL)
 _AFTER_STRING = ",)]}:"
 _BETWEEN = WHITESPACE + ",;"
@@ -86,7 +85,7 @@ class CallListReader:
 
     def _read_call(self, stream: TextStream, sink: EventSink, num_calls: int) -> Parse[None]:
         begin = stream.position
-        name = yield from stream.matching(_NAME)
+        name = yield from stream.matching(NAME_CHARACTER)
         yield from stream.skip()
         if not name or not (yield from stream.take("(")):
             if num_calls and stream.has_ended and stream.at == len(stream.text):

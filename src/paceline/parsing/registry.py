@@ -13,7 +13,8 @@ from paceline.parsing.event_sink import EventSink, call_id
 from paceline.parsing.events import Event
 from paceline.parsing.formats import ReasoningFormat as ReasoningFormat
 from paceline.parsing.formats import ToolCallFormat as ToolCallFormat
-from paceline.parsing.output_parser import Markers, OutputParser
+from paceline.parsing.markers import Markers
+from paceline.parsing.output_parser import OutputParser
 from paceline.parsing.text_stream import Parse, TextStream
 from paceline.parsing.tool_calls import (
     apertus,

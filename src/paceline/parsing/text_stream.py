@@ -18,6 +18,8 @@ Emit = Callable[[str], None]
 WHITESPACE = " \t\r\n"
 MAX_NAME_LEN = 256
 """Characters of a name of a tool or an argument."""
+NAME_CHARACTER = re.compile(r"[\w.\-]")
+"""A character of the name of a tool."""
 
 
 class MalformedError(Exception):

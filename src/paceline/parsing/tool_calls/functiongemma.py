@@ -1,7 +1,6 @@
 """<start_function_call>call:f{city:<escape>Paris<escape>,days:3}<end_function_call>: FunctionGemma."""
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,20 +10,19 @@ from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import skip_closers
 from paceline.parsing.json_completer import JsonCompleter
 from paceline.parsing.lenient_json import RawQuotes, emit_json_object
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.schema_grammar import quoted_object_grammar
-from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
 
 OPEN, CLOSE, QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"
 _QUOTES = RawQuotes(QUOTE, OPEN, CLOSE)
-_NAME = re.compile(r"[\w.\-]")
 
 
 def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from stream.skip()
     yield from stream.take("call:")
     yield from stream.skip()
-    name = yield from stream.matching(_NAME)
+    name = yield from stream.matching(NAME_CHARACTER)
     yield from stream.skip()
     if not name or (yield from stream.peek()) != "{":
         raise MalformedError
