@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from paceline.errors import CONTEXT_LENGTH_EXCEEDED, CapacityError, ConfigError, PacelineError, RequestError, printable
 from paceline.sampling.grammars.compile_sandbox import GRAMMAR_BUSY
 from paceline.server.settings import MAX_HEAD_BYTES, MAX_HEADERS, ServerSettings
+from paceline.tokenizer.control_text import strings_in
 
 log = logging.getLogger("paceline.server")
 
@@ -150,16 +151,7 @@ def check_length(name: str, num_chars: int, settings: ServerSettings) -> None:
 
 def num_chars(value: object) -> int:
     """Count the characters of all texts in a JSON value, keys included."""
-    count, left = 0, [value]
-    while left:
-        one: Any = left.pop()
-        if isinstance(one, str):
-            count += len(one)
-        elif isinstance(one, Mapping):
-            left += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple):
-            left += one
-    return count
+    return sum(map(len, strings_in(value)))
 
 
 def field_error(errors: Sequence[Any], body: object) -> HttpError:

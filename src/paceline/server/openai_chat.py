@@ -361,10 +361,6 @@ class _Chat:
     fields: ChatFields
     request: ChatRequest
 
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.fields.stream)
-
     async def collect(self) -> list[Answer]:
         """Generate all outputs."""
         return await self.service.chat.collect(self.request)
