@@ -9,10 +9,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from paceline.parsing.argument_types import admits_text, coerce_argument, is_text, parameter_schema
-from paceline.parsing.lenient_json import NUMBER, escape_json
+from paceline.parsing.lenient_json import escape_json
 from paceline.parsing.text_stream import WHITESPACE, MalformedError
 
 MAX_DEPTH = 100
@@ -23,7 +24,6 @@ _SPACE = re.compile(f"[{WHITESPACE}]*")
 _KEY = re.compile(r"[^\s=,()'\"\[\]{}*]*")
 _WORD = re.compile(r"[-+.\w]*")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-_DECIMAL = re.compile(r"0*([0-9].*)|\.[0-9].*")
 _CONTENT = {
     **{quote: re.compile(rf"[^{quote}\\]*(?:\\.[^{quote}\\]*)*", re.DOTALL) for quote in QUOTES},
     **{quote * 3: re.compile(rf"[^{quote}\\]*(?:(?:\\.|{quote}(?!{quote}{quote}))[^{quote}\\]*)*", re.DOTALL) for quote in QUOTES},
@@ -65,15 +65,17 @@ class LiteralReader:
                 unpacked = json.loads(self._collect(0))
                 if not isinstance(unpacked, dict):
                     raise MalformedError
-                pairs = [f'"{escape_json(key)}": {json.dumps(value, ensure_ascii=False)}' for key, value in unpacked.items()]
-                self.parts.append(", ".join([before.removesuffix(", "), *pairs] if before else pairs))
+                for key, value in unpacked.items():
+                    self.parts.append(f'{before}"{escape_json(key)}": {json.dumps(value, ensure_ascii=False)}')
+                    before = ", "
             else:
                 key = self._match(_KEY)
-                if not key or (self._peek() != "=" or not self._take("=")):
+                if not key:
                     raise MalformedError
+                self._expect("=")
                 self.parts.append(f'{before}"{escape_json(key)}": ')
                 self._read(parameter_schema(schema, key))
-            before = ", "
+                before = ", "
             if self._peek() != "":
                 self._expect(",")
         self.parts.append("}")
@@ -241,21 +243,11 @@ def _scalar(word: str, schema: Mapping[str, Any] | None) -> str:
 
 
 def _number(word: str) -> str | None:
-    """Return a number as JSON writes it; None for other words."""
-    sign, digits = ("-" if word.startswith("-") else ""), word.replace("_", "")
-    digits = digits[1:] if digits[:1] in ("-", "+") else digits
-    if digits[:2].lower() in ("0x", "0o", "0b"):
+    """Return a number as JSON; None for other words."""
+    for parse in (partial(int, base=0), int, float):  # 0x1f, 07, 5.
         try:
-            return sign + str(int(digits, 0))
+            value = parse(word)
         except ValueError:
-            return None
-    found = _DECIMAL.fullmatch(digits)
-    if found is None:
-        return None
-    if found[1] and NUMBER.fullmatch(found[1]) and math.isfinite(float(found[1])):
-        return sign + found[1]
-    try:
-        value = float(digits)
-    except ValueError:
-        return None
-    return sign + repr(value) if math.isfinite(value) else None
+            continue
+        return json.dumps(value) if isinstance(value, int) or math.isfinite(value) else None
+    return None

@@ -39,7 +39,7 @@ ARGUMENTS: list[tuple[str, tuple[str, ...]]] = [
     ("any={'a': [1, (2, 'b'), {'c',}], 3: {}, True: ()}", weather(any={"a": [1, [2, "b"], ["c"]], "3": {}, "true": []})),
     ("any=('a'), new=(1,)", weather(any="a", new=[1])),
     ("days=07, any=[+1, 0x1f, 1_000, .5, 5., 01.5, 00]", weather(days=7, any=[1, 31, 1000, 0.5, 5.0, 1.5, 0])),
-    ("any=1e3, new=-2.50", ("call", "weather", '{"any": 1e3, "new": -2.50}')),
+    ("any=1e3, new=-2.50", weather(any=1000, new=-2.5)),
     ("from=1, class='x', in=[]", ("call", "weather", '{"from": 1, "class": "x", "in": []}')),
     ("city='a\nb\tc\x00'", weather(city="a\nb\tc\x00")),
     ("city='it\\'s \\\\ \\n \\x41 \\101 \\d'", weather(city="it's \\ \n A A \\d")),
