@@ -61,7 +61,7 @@ def prove(
     from paceline.proof.exactness import prove as proving
     from paceline.proof.exactness.cases import read_cases
 
-    _make_ready(json_file, html_file, debug=settings.debug)
+    check_report_files(json_file, html_file)
     given = read_cases(case)
     question = proving.ProofOptions(
         engine=settings.engine,
@@ -136,19 +136,6 @@ def _progress(num_tokens: int, *, quiet: bool) -> "Iterator[Callable[[Tally], No
 
 def _progress_text(tally: "Tally") -> str:
     return f"{tally.all.tokens:,} tokens compared, {tally.all.bugs} bugs, {tally.all.near_ties} near-ties"
-
-
-def _make_ready(*paths: Path | None, debug: bool) -> None:
-    """Quieten libraries, and check that reports can be written, before anything is loaded.
-
-    Raises:
-        ConfigError: a report cannot be written.
-    """
-    from paceline.cli.loading import quieten_libraries
-
-    if not debug:
-        quieten_libraries()
-    check_report_files(*paths)
 
 
 def _write_reports(proof: "Proof", json_file: Path | None, html_file: Path | None) -> Iterator[ConfigError]:

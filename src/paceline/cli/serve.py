@@ -49,10 +49,6 @@ def serve(
             print_notice(line)
     if settings.cluster.replicas and len(served) > 1:
         raise ConfigError(f"replicas serve one model, and {len(served)} are given: leave --replicas out, or serve one model")
-    from paceline.cli.loading import quieten_libraries
-
-    if not settings.debug:
-        quieten_libraries()
     try:
         from paceline.server.replicas.ray_serve import run_replicas
         from paceline.server.run import run

@@ -28,10 +28,6 @@ from paceline.speculation.stats import SpeculationStats, StepRecord
 class Answering(Protocol):
     """One request, ready to be answered."""
 
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the answer is sent as events."""
-
     async def collect(self) -> Any:
         """Generate all outputs."""
 
@@ -70,7 +66,7 @@ async def answer_request(
             answer = await asyncio.to_thread(build, service, fields) if is_slow else build(service, fields)
         log_ignored(fields.ignored, pool.logged_fields)
         if not isinstance(answer, Response):
-            answer = await (_streamed(request, answer) if answer.is_streamed else _whole(request, answer))
+            answer = await (_streamed(request, answer) if fields.is_streamed else _whole(request, answer))
     answer.headers.update(ignored_header(fields.ignored))
     return answer
 

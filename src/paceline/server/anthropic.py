@@ -269,10 +269,6 @@ class _Message:
     fields: MessagesFields
     request: ChatRequest
 
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.fields.stream)
-
     async def collect(self) -> Answer:
         """Generate the output."""
         (answer,) = await self.service.chat.collect(self.request)

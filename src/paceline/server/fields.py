@@ -127,6 +127,11 @@ class Fields(BaseModel):
             self._ignored.setdefault(_printable(name if key is None else f"{name}.{key}"))
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is sent as events."""
+        return bool(getattr(self, "stream", None))
+
+    @property
     def keep_s(self) -> float | None:
         """Seconds that the model stays loaded after the request; None = the server's default."""
         return None

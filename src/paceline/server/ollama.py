@@ -97,6 +97,10 @@ class RequestFields(Fields, at=("ollama", "")):
     speculation: SpeculationFields | None = None
 
     @property
+    def is_streamed(self) -> bool:
+        return self.stream is not False
+
+    @property
     def keep_s(self) -> float | None:
         """Seconds of `keep_alive`; infinite if it is negative."""
         try:
@@ -307,10 +311,6 @@ class _OllamaAnswer:
     fields: RequestFields
     request: ChatRequest | GenerationRequest
     is_chat: bool
-
-    @property
-    def is_streamed(self) -> bool:
-        return self.fields.stream is not False
 
     async def collect(self) -> Answer:
         """Generate the output."""

@@ -157,12 +157,11 @@ class TextFields(FormFields):
 
     def params(self, settings: ServerSettings, defaults: Mapping[str, Any], max_tokens: int | None, **more: Any) -> SamplingParams:
         """Return how tokens are chosen, with the errors of `sampling_params` and `form`."""
-        form = self.form(settings)
         own: dict[str, Any] = {
             "n": self.n,
             "stop": self.stop,
             "include_stop": bool(self.include_stop_str_in_output),
-            "grammar": form and form[1],
+            "grammar": self.form(settings),
         }
         return sampling_params(self, settings, defaults, max_tokens=max_tokens, **own, **more)
 
@@ -361,10 +360,6 @@ class _Chat:
     service: Service
     fields: ChatFields
     request: ChatRequest
-
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.fields.stream)
 
     async def collect(self) -> list[Answer]:
         """Generate all outputs."""

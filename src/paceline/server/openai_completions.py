@@ -97,10 +97,6 @@ class _Completion:
     request: GenerationRequest
     shows_output: bool
 
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.fields.stream)
-
     async def collect(self) -> list[RequestOutput]:
         """Generate all outputs."""
         return await self.service.generation.collect(self.request)

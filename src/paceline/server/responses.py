@@ -219,10 +219,6 @@ class _Response:
     fields: ResponsesFields
     request: ChatRequest
 
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.fields.stream)
-
     async def collect(self) -> tuple[dict[str, Any], Answer]:
         """Begin the answer's object, and generate the output."""
         head = self._head()

@@ -1,8 +1,10 @@
 """The process of a server: its socket, its models, its signals."""
 
 import asyncio
+import faulthandler
 import gc
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +26,10 @@ from paceline.server.connection import connection_class
 from paceline.server.logs import log_to_stderr
 from paceline.server.model_pool import ModelPool
 from paceline.server.settings import MAX_HEAD_BYTES, ServerSettings
-from paceline.server.shutdown_watchdog import ShutdownWatchdog
 
 PrintLine = Callable[[str], None]
 _FLUSH_S = 5  # for the errors of aborted requests to be sent
-_WATCHDOG_S = 5  # until the watchdog exits a process that has not ended
+_HANG_S = 5  # until a process that has not ended is exited
 _MAX_THREADS, _SPARE_THREADS = 256, 4  # spare: for requests that are not admitted
 
 
@@ -47,12 +48,13 @@ def run(
         PacelineError: the address cannot be listened on, the model cannot be loaded, or one of several cannot be read.
     """
     check_parser_names(settings.tool_call_parser, settings.reasoning_parser)
-    with listening_socket(settings) as listening, ShutdownWatchdog() as watchdog:
+    with listening_socket(settings) as listening:
         pool = _pool(models, arguments, settings, print_line=print_line, quiet=quiet)
         try:
-            serve_application(create_pool_app(pool), pool, listening, watchdog, quiet=quiet)
+            serve_application(create_pool_app(pool), pool, listening, quiet=quiet)
         finally:
             asyncio.run(pool.close())
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _pool(
@@ -96,14 +98,15 @@ class ServedService(Protocol):
         """Abort what runs, and end all engines."""
 
 
-def serve_application(
-    app: ASGIApp, service: ServedService, listening: socket.socket, watchdog: ShutdownWatchdog, *, quiet: bool = False
-) -> None:
-    """Serve an application until a signal ends it; notices and log go to stderr without blocking."""
+def serve_application(app: ASGIApp, service: ServedService, listening: socket.socket, *, quiet: bool = False) -> None:
+    """Serve an application until a signal ends it; notices and log go to stderr without blocking.
+
+    After a signal the process exits if it has not ended in time (`exit_within`). The caller cancels that when everything has ended.
+    """
     with log_to_stderr(logging.WARNING if quiet else logging.INFO) as lines:
         _warn(service.settings, lines.print_line)
         _reduce_event_loop_stalls()
-        Server(app, service, listening, lines.print_line, watchdog).run(sockets=[listening])
+        Server(app, service, listening, lines.print_line).run(sockets=[listening])
 
 
 def _reduce_event_loop_stalls() -> None:
@@ -120,17 +123,9 @@ class Server(uvicorn.Server):
         service: of the application.
         listening: a bound socket; it stays the caller's.
         print_line: takes lines for the person who started the server. It is called in the event loop and must not block.
-        watchdog: exits the process if a signal does not end it; None = none.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        service: ServedService,
-        listening: socket.socket,
-        print_line: PrintLine,
-        watchdog: ShutdownWatchdog | None = None,
-    ) -> None:
+    def __init__(self, app: ASGIApp, service: ServedService, listening: socket.socket, print_line: PrintLine) -> None:
         config = uvicorn.Config(
             app,
             http=connection_class(service.settings),  # not uvicorn's automatic choice: each HTTP implementation has other limits
@@ -145,7 +140,7 @@ class Server(uvicorn.Server):
         )
         self._service = service
         super().__init__(config)
-        self._listening, self._print_line, self._watchdog = listening, print_line, watchdog
+        self._listening, self._print_line = listening, print_line
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._num_signals = 0
@@ -163,9 +158,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1
-        if self._watchdog is not None:
-            drain_s = self._service.settings.drain_s if self._num_signals == 1 else 0.0
-            self._watchdog.exit_within(drain_s + _FLUSH_S + _WATCHDOG_S)
+        exit_within((self._service.settings.drain_s if self._num_signals == 1 else 0.0) + _FLUSH_S + _HANG_S)
         if self._loop is None or self._num_signals > 2:
             self.should_exit = self.force_exit = True
         else:
@@ -190,6 +183,12 @@ class Server(uvicorn.Server):
         self._service.admission.is_draining = True
         self._service.admission.abort()
         self.should_exit = True
+
+
+def exit_within(seconds: float) -> None:
+    """Exit the process with code 1 after a time, whatever hangs in it; a later call replaces the time."""
+    nowhere = open(os.devnull, "wb")  # noqa: SIM115  # stderr may be a pipe that is not read
+    faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
 def listening_socket(settings: ServerSettings) -> socket.socket:

@@ -14,7 +14,7 @@ from harness.markup_cases import CASES, TOOLS, Case, Parsed
 from harness.tool_model import answering, write_tool_model
 from paceline import AsyncEngine
 from paceline.parsing import registry as formats
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.tool_calls import hermes
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.server.app import create_app

@@ -2,7 +2,7 @@
 
 from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import json_call_head
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.tool_calls import qwen3_coder
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

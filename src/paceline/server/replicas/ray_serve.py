@@ -1,6 +1,7 @@
 """Replicas as a deployment of Ray Serve, which watches and restarts them. Needs Ray (extra `ray`), imported when it is connected."""
 
 import asyncio
+import faulthandler
 import logging
 import os
 import secrets
@@ -20,7 +21,6 @@ from paceline.server.replicas.replica import ForwardedRequest, Replica, ReplicaL
 from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.run import PrintLine, listening_socket, serve_application
 from paceline.server.settings import ServerSettings
-from paceline.server.shutdown_watchdog import ShutdownWatchdog
 
 DEPLOYMENT = "Replica"
 ROUTER = "paceline.server.replicas.ray_router.PrefixRouter"
@@ -209,7 +209,7 @@ def run_replicas(
             if not quiet:
                 print_line(f"{cluster.replicas} replicas; {facts['banner']}")
             app = create_front(pool, settings, facts["model"], cluster.replicas * facts["max_num_seqs"])
-            with ShutdownWatchdog() as watchdog:  # not around the shutdown of Ray, which may take longer
-                serve_application(app, app.state.service, listening, watchdog, quiet=quiet)
+            serve_application(app, app.state.service, listening, quiet=quiet)
         finally:
+            faulthandler.cancel_dump_traceback_later()  # the shutdown of Ray may take longer
             asyncio.run(pool.close())
