@@ -52,16 +52,17 @@ class MixerTensor:
 def mixer_tensors(file: GgufFile, config: ModelConfig) -> dict[str, MixerTensor]:
     """Return where tensors of recurrent mixers, and those of gated and latent attention, are stored, by internal names."""
     found: dict[str, MixerTensor] = {}
-    is_tiled = gguf_format(FAMILIES[config.family]).has_tiled_value_heads
+    gguf = gguf_format(FAMILIES[config.family])
     for index, layer in enumerate(config.layers):
         block, hidden = f"blk.{index}.", config.hidden_size
         for mixer in layer.mixers:
             if isinstance(mixer, AttentionConfig) and mixer.latent is not None:
                 own = _latent_attention_tensors(block, mixer, mixer.latent, hidden)
             elif isinstance(mixer, AttentionConfig):
-                own = _gated_query_tensors(block, mixer, hidden) if mixer.gate is AttentionGate.VALUE else {}
+                has_gated_queries = mixer.gate is AttentionGate.VALUE and "attention_gate" not in gguf.module_names
+                own = _gated_query_tensors(block, mixer, hidden) if has_gated_queries else {}
             elif isinstance(mixer, GatedDeltaConfig):
-                own = _delta_net_tensors(file, block, mixer, hidden, is_tiled=is_tiled)
+                own = _delta_net_tensors(file, block, mixer, hidden, is_tiled=gguf.has_tiled_value_heads)
             elif isinstance(mixer, Mamba2Config):
                 own = _mamba2_tensors(block, mixer, hidden)
             else:
