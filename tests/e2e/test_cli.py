@@ -403,6 +403,8 @@ def test_command_line_without_arguments_shows_the_commands() -> None:
         (["run", "x", "--format", "json"], "no option --format: paceline serve takes a schema with each request; "),
         (["run", "x", "--zzzzz"], "no option --zzzzz; "),
         (["run", "x", "-mm", "x.gguf"], "no option -mm: only texts are read"),
+        (["bench", "mini", "--quick"], "no option --quick: paceline prove has --quick, paceline bench and train have --minutes"),
+        (["chat", "mini", "-p", "Hi"], 'no option -p: paceline run MODEL "TEXT" completes a text'),
         (["list"], "No such command 'list': models are files and directories that you name"),
         (["pull", "llama3"], "No such command 'pull': paceline run owner/name gets a model"),
         (["-m", "my.gguf", "-p", "Hi", "-n", "32"], '-m is given without a command: paceline run MODEL "TEXT" completes a text'),

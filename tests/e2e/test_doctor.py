@@ -143,6 +143,9 @@ def test_doctor_accepts_lookup_drafters_and_reports_unknown_names(target: Path) 
     code, facts = ask("--model", target, "--drafter", "no such thing")
     assert code == 1
     assert "is neither one of auto, none, ngram" in facts["problems"][0]
+    code, facts = ask("--model", target, "--drafter", "eagle3")
+    assert code == 1
+    assert "'eagle3' is a method whose head or draft model is a file of its own: give its directory or id" in facts["problems"][0]
     code, facts = ask("--model", target, "--drafter", "draft_model")
     assert code == 1
     assert "has no embedded draft model" in facts["problems"][0]
