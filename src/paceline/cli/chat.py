@@ -114,6 +114,10 @@ def _help(conversation: Conversation, argument: str) -> str:
     return "\n".join([*lines, 'A line that ends in \\ goes on in the next one; """ begins and ends a block; pasted lines are one message.'])
 
 
+_SET_AT_START = ("max_model_len", "drafter", "num_speculative_tokens", "threads", "kv_cache_dtype", "kv_cache_gb", "dtype")
+"""Options of the model's engine that users of other programs change in a conversation."""
+
+
 def _set(conversation: Conversation, argument: str) -> str:
     name, _, text = argument.partition(" ")
     name = name.replace("-", "_")
@@ -122,7 +126,10 @@ def _set(conversation: Conversation, argument: str) -> str:
     if name in ("system", "parameter"):  # as in Ollama
         raise RequestError("/set: " + ("use /system TEXT" if name == "system" else "leave out the word parameter: /set temperature 0.7"))
     if name not in SAMPLING.options:
-        meant = OTHER_NAMES.get(name)
+        meant = OTHER_NAMES.get(name, name)
+        if meant in _SET_AT_START:
+            flag = f"--{meant.replace('_', '-')}"
+            raise RequestError(f"/set: {name} is set when the model is loaded; end, and begin again: paceline chat MODEL {flag} VALUE")
         meant = meant if meant in SAMPLING.options else next(iter(get_close_matches(name, SAMPLING.options, 1)), None)
         raise RequestError(f"/set: there is no {name}; " + (f"did you mean {meant}?" if meant else "/set alone lists all"))
     if text.strip():
