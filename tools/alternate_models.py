@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -28,8 +27,8 @@ from paceline.server.model_pool import served_model_name
 from reporting import REPOSITORY, describe_machine
 
 sys.path.insert(0, str(REPOSITORY / "tests"))
-from harness.http_client import events_in  # noqa: E402
-from harness.server_process import Server  # noqa: E402
+from harness.http_client import events_in
+from harness.server_process import Server
 
 PROMPTS = ["Once there was a", "the sea the sea the", "def add(a, b):", "A lighthouse"]
 SAMPLINGS: Sequence[Mapping[str, Any]] = ({"temperature": 0, "max_tokens": 24}, {"temperature": 0.8, "seed": 7, "max_tokens": 40})
@@ -49,8 +48,8 @@ class Alternation:
     """What was found.
 
     Attributes:
-        counts: what became of the requests: "sent", "answered", "left" (its client disconnected), "refused" (429 or 503 with a Retry-After),
-            "lost" (anything else), and "wrong" of the answered ones.
+        counts: what became of the requests: "sent", "answered", "left" (its client disconnected), "refused" (429 or 503 with a
+            Retry-After), "lost" (anything else), and "wrong" of the answered ones.
         faults: one text for each lost or wrong answer.
         latencies_s: of answers.
         memory: seconds since the start, and bytes of resident memory.
@@ -77,7 +76,8 @@ class Alternation:
         for second, num_bytes in self.memory:
             found.setdefault(int(second // 60) + 1, []).append(num_bytes)
         return {
-            minute: [round(value / 1e6) for value in (min(values), statistics.median(values), max(values))] for minute, values in found.items()
+            minute: [round(value / 1e6) for value in (min(values), statistics.median(values), max(values))]
+            for minute, values in found.items()
         }
 
 
@@ -199,9 +199,7 @@ def main() -> None:
     expected = expected_token_ids(given.models, options)
     with closing(Server(*given.models, "--max-loaded", "1", "--drafter", "auto", *options)) as server:
         report = {"machine": describe_machine(), "seconds": switch_seconds(server.url, names)}
-        running = alternate(
-            server.url, expected, server.resident_bytes, seconds=given.seconds, num_clients=given.clients, seed=given.seed
-        )  # fmt: skip
+        running = alternate(server.url, expected, server.resident_bytes, seconds=given.seconds, num_clients=given.clients, seed=given.seed)
         report |= {**asyncio.run(running).as_dict(), "loads": num_loads(server.url)}
     print(json.dumps(report, indent=1))
 

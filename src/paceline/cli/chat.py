@@ -126,11 +126,11 @@ def _set(conversation: Conversation, argument: str) -> str:
     if name in ("system", "parameter"):  # as in Ollama
         raise RequestError("/set: " + ("use /system TEXT" if name == "system" else "leave out the word parameter: /set temperature 0.7"))
     if name not in SAMPLING.options:
-        meant = OTHER_NAMES.get(name, name)
-        if meant in _SET_AT_START:
-            flag = f"--{meant.replace('_', '-')}"
+        ours = OTHER_NAMES.get(name, name)
+        if ours in _SET_AT_START:
+            flag = f"--{ours.replace('_', '-')}"
             raise RequestError(f"/set: {name} is set when the model is loaded; end, and begin again: paceline chat MODEL {flag} VALUE")
-        meant = meant if meant in SAMPLING.options else next(iter(get_close_matches(name, SAMPLING.options, 1)), None)
+        meant = ours if ours in SAMPLING.options else next(iter(get_close_matches(name, SAMPLING.options, 1)), None)
         raise RequestError(f"/set: there is no {name}; " + (f"did you mean {meant}?" if meant else "/set alone lists all"))
     if text.strip():
         value = _value(name, text.strip())

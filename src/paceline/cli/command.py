@@ -43,7 +43,7 @@ class Commands(TyperGroup):
             name = getattr(error, "option_name", None)
             if name is None:
                 raise
-            text = f"{name} is given without a command: paceline run MODEL \"TEXT\" completes a text, paceline chat MODEL is a conversation"
+            text = f'{name} is given without a command: paceline run MODEL "TEXT" completes a text, paceline chat MODEL is a conversation'
             print_error(f"{text}. Commands: {', '.join(self.list_commands(ctx))}")
             raise typer.Exit(EXIT_WRONG_INPUT) from None
 

@@ -67,7 +67,8 @@ def stored_bytes(path: Path) -> int:
 def stored_type(path: Path, weights: Weights, config: ModelConfig) -> str:
     """Return a name for how the weights are stored.
 
-    Of a GGUF file it is the quantisation that the file states, else the block type of most bytes; else the container's name or the float type.
+    Of a GGUF file it is the quantisation that the file states, or the block type of most bytes. Of others it is the container's name or the
+    float type.
     """
     if not is_gguf(path):
         return weights.container or config.weight_type.value

@@ -7,7 +7,6 @@ from itertools import count
 from pathlib import Path
 
 import httpx
-import pytest
 
 from alternate_models import alternate, expected_token_ids, num_loads
 from harness.live_server import until
@@ -37,10 +36,8 @@ def test_models_that_switch_under_load_answer_exactly_in_flat_memory(
     settings = ("--max-loaded", "1", "--max-queue", str(MAX_QUEUE), "--max-num-seqs", "1", "--unload-after", "200ms", "--drafter", "ngram")
     with closing(Server(*names, *settings, *options)) as server:
         for number in count():
-            load = alternate(
-                server.url, expected, server.resident_bytes, seconds=SECONDS_PER_ROUND, num_clients=NUM_CLIENTS, seed=seed + number * NUM_CLIENTS
-            )  # fmt: skip
-            found = asyncio.run(load)
+            size = {"seconds": SECONDS_PER_ROUND, "num_clients": NUM_CLIENTS}
+            found = asyncio.run(alternate(server.url, expected, server.resident_bytes, **size, seed=seed + number * NUM_CLIENTS))
             counts.update(found.counts)
             faults += found.faults
             until(lambda: set(httpx.get(server.url + "/health").json()["models"].values()) == {"unloaded"})
