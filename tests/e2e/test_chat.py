@@ -162,6 +162,11 @@ def test_chat_message_may_start_with_a_path(fake_llm: type[FakeLLM]) -> None:
         ("/set parameter temperature 1", "/set: leave out the word parameter: /set temperature 0.7"),
         ("/set system Be brief", "/set: use /system TEXT"),
         ("/set num_predict 5", "/set: there is no num_predict; did you mean max_tokens?"),
+        (
+            "/set num_ctx 4096",
+            "/set: num_ctx is set when the model is loaded; end, and begin again: paceline chat MODEL --max-model-len",
+        ),
+        ("/set drafter none", "/set: drafter is set when the model is loaded; end, and begin again: paceline chat MODEL --drafter VALUE"),
         ("/byee", "/byee is not a command; did you mean /bye?"),
         ("/retry now", "/retry takes no argument"),
         ("/retry", "/retry: nothing was said yet"),

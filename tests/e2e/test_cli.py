@@ -378,6 +378,12 @@ def test_unknown_option_error_suggests_the_nearest_name(fake_llm: type[FakeLLM],
     assert done.stderr == f"error: there is no option {option}: did you mean {meant}?\n"
 
 
+def test_command_line_without_arguments_shows_the_commands() -> None:
+    done = _invoke()
+    assert isinstance(done.exception, SystemExit)
+    assert [command for command in ("chat", "run", "serve", "doctor") if f"│ {command} " not in done.output] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -397,8 +403,12 @@ def test_unknown_option_error_suggests_the_nearest_name(fake_llm: type[FakeLLM],
         (["run", "x", "--format", "json"], "no option --format: paceline serve takes a schema with each request; "),
         (["run", "x", "--zzzzz"], "no option --zzzzz; "),
         (["run", "x", "-mm", "x.gguf"], "no option -mm: only texts are read"),
+        (["bench", "mini", "--quick"], "no option --quick: paceline prove has --quick, paceline bench and train have --minutes"),
+        (["chat", "mini", "-p", "Hi"], 'no option -p: paceline run MODEL "TEXT" completes a text'),
         (["list"], "No such command 'list': models are files and directories that you name"),
         (["pull", "llama3"], "No such command 'pull': paceline run owner/name gets a model"),
+        (["-m", "my.gguf", "-p", "Hi", "-n", "32"], '-m is given without a command: paceline run MODEL "TEXT" completes a text'),
+        (["--temp", "0"], "--temp is given without a command: "),
         (["frobnicate"], "No such command 'frobnicate'. Commands: chat, run, serve, "),
     ],
 )

@@ -143,6 +143,9 @@ def test_doctor_accepts_lookup_drafters_and_reports_unknown_names(target: Path) 
     code, facts = ask("--model", target, "--drafter", "no such thing")
     assert code == 1
     assert "is neither one of auto, none, ngram" in facts["problems"][0]
+    code, facts = ask("--model", target, "--drafter", "eagle3")
+    assert code == 1
+    assert "'eagle3' is a method whose head or draft model is a file of its own: give its directory or id" in facts["problems"][0]
     code, facts = ask("--model", target, "--drafter", "draft_model")
     assert code == 1
     assert "has no embedded draft model" in facts["problems"][0]
@@ -464,6 +467,15 @@ def test_doctor_compares_the_vocabulary_of_a_gguf_draft_model(tmp_path: Path) ->
     memory = facts["memory"]
     assert memory["draft_weights_bytes"] < memory["target_weights_bytes"]
     assert ask("--model", path, "--drafter", "none")[0] == 0
+
+
+def test_doctor_names_the_quantisation_that_a_gguf_file_states(tmp_path: Path) -> None:
+    """As the server, Ollama and llama.cpp do: in Q4_K_M files of small models most bytes are of other types."""
+    pytest.importorskip("gguf")
+    directory = write_byte_level_tokenizer(write_checkpoint(tmp_path / "hf", "llama", vocab_size=263, num_hidden_layers=1))
+    metadata = {**byte_level_vocabulary(directory), "general.file_type": 15}
+    _, facts = ask("--model", write_gguf(directory, tmp_path / "model.gguf", "Q8_0", metadata=metadata))
+    assert facts["target"]["stored_as"] == "gguf, Q4_K_M"
 
 
 def test_doctor_predicts_the_memory_of_a_requantised_gguf_file(tmp_path: Path) -> None:

@@ -77,6 +77,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("model-Q4_0.gguf", "my-model.gguf"):
         metadata = {**byte_level_vocabulary(bytes_only), "tokenizer.chat_template": "{{ messages[-1].content }}"}
         write_gguf(bytes_only, root / name, "Q4_0", metadata=metadata)
+    long = write_byte_level_tokenizer(write_checkpoint(root / "long", "llama", vocab_size=263, max_position_embeddings=2048, **SMALL))
+    vocabulary = byte_level_vocabulary(long)
+    write_gguf(long, root / "smollm2.gguf", "Q4_0", metadata={**vocabulary, "tokenizer.chat_template": "{{ messages[-1].content }}"})
+    write_gguf(long, root / "gemma.gguf", "Q4_0", metadata=vocabulary)  # a base model
     for name, block, markov in (
         ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", None),
         ("LiquidAI/LFM2.5-1.2B-Instruct", "LiquidAI/LFM2.5-1.2B-Instruct-DSpark", "vanilla"),

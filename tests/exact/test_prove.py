@@ -72,6 +72,15 @@ def test_prove_finds_no_difference_without_a_fault(prove: Prove) -> None:
     assert compared["by"]["event"]["cold"]["cached_tokens"] == 0
 
 
+def test_prove_quick_reports_that_time_ended_it(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_kernels()
+    monkeypatch.setattr(prove_module, "QUICK_S", 0.0)
+    result = run("--model", checkpoint("llama"), "--seed", 1, "--threads", 1, "--no-transformers", "--quick")
+    assert result.exit_code == 0, result.output
+    assert "of 10,000 planned tokens" in result.output
+    assert "--quick ended after 0 s: leave it out to compare everything planned" in " ".join(result.stderr.split())
+
+
 def test_prove_batch_size_option_applies_to_every_case(prove: Prove) -> None:
     code, report = prove("--batch-size", 8)
     assert (code, report["verdict"]) == (0, "equal")

@@ -31,6 +31,22 @@ _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])  # typer expo
 class Commands(TyperGroup):
     """All commands; a word that is none of them is answered in one line."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what precedes the command.
+
+        Raises:
+            typer.Exit: it is an option of a command, as for a program that has no commands; the error is printed.
+        """
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            name = getattr(error, "option_name", None)
+            if name is None:
+                raise
+            text = f'{name} is given without a command: paceline run MODEL "TEXT" completes a text, paceline chat MODEL is a conversation'
+            print_error(f"{text}. Commands: {', '.join(self.list_commands(ctx))}")
+            raise typer.Exit(EXIT_WRONG_INPUT) from None
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the first argument names.
 

@@ -36,6 +36,7 @@ OTHER_OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("ctk", "cache-type-k", "ctv", "cache-type-v"), _BOTH),
     **dict.fromkeys(("np", "parallel", "cb", "cont-batching"), _MANY),
     **dict.fromkeys(("f", "file"), "standard input is the text: paceline run MODEL < FILE"),
+    **dict.fromkeys(("p", "prompt"), 'paceline run MODEL "TEXT" completes a text; paceline prove and bench take --prompts FILE'),
     **dict.fromkeys(("jinja", "e", "escape", "color", "co", "chat-template", "simple-io", "no-warmup"), _LEAVE_OUT + "it needs no option"),
     **dict.fromkeys(("metrics", "slots", "props", "nowordwrap"), _LEAVE_OUT + "it needs no option"),
     **dict.fromkeys(("rope-freq-base", "rope-freq-scale", "rope-scale", "rope-scaling"), _LEAVE_OUT + "the files of the model have it"),
@@ -62,5 +63,6 @@ OTHER_OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("lookup-cache-static", "lcs", "lookup-cache-dynamic", "lcd"), "--drafter suffix, or ngram"),
     **dict.fromkeys(("num-ctx", "context-size", "context-length"), "--max-model-len"),
     **dict.fromkeys(("num-predict",), "--max-tokens"),
+    "quick": "paceline prove has --quick, paceline bench and train have --minutes",
 }
 """What to use in place of an option of another program, by its name without dashes."""

@@ -106,6 +106,8 @@ def _run(question: "ProofOptions", *, quiet: bool) -> "tuple[Proof, bool]":
     except KeyboardInterrupt:
         print_notice("interrupted: the report holds what was compared so far")
         return prover.proof, True
+    if question.seconds is not None and not prover.proof.is_whole and not quiet:
+        print_notice(f"--quick ended after {question.seconds:g} s: leave it out to compare everything planned; --tokens sets how much")
     return prover.proof, False
 
 

@@ -346,6 +346,9 @@ def _resolve_path(name: str, *, token: str | None, offline: bool) -> Path:
     try:
         return resolve_model(name, token=token, offline=offline, with_heads=True)
     except CheckpointError as error:
+        if name in (kind.value for kind in HeadKind):
+            text = "is a method whose head or draft model is a file of its own: give its directory or id"
+            raise IncompatibleDrafterError(f"drafter {name!r} {text}; 'auto', the default, finds what comes with the target") from error
         close = get_close_matches(name, DRAFTER_NAMES, 1)
         suggestion = f" (did you mean {close[0]}?)" if close else ""
         raise IncompatibleDrafterError(

@@ -178,7 +178,8 @@ class AsyncEngine:
         self._worker.close()
         if (sandbox := self.loaded.input_processor.compiler.sandbox) is not None:
             sandbox.close()  # a grammar that is being compiled would keep a thread and the engine alive
-        await asyncio.to_thread(self._worker.join)
+        if (thread := self._worker.own_thread) is not None:
+            await asyncio.to_thread(thread.join)  # not a method of the worker: the pool's thread may hold it for longer than the call takes
 
     def _prompt_encoder(self, prompts: Prompt | Sequence[Prompt]) -> Callable[[], list[list[int]]]:
         return lambda: [self.loaded.input_processor.prompt_ids(one) for one in list_prompts(prompts)]
@@ -294,10 +295,10 @@ class _Worker:
                 self._closed = ConfigError, "the engine is closed: open another one"
                 self._inbox.put(_Command(self._stop_thread, lambda _: None))
 
-    def join(self) -> None:
-        """Wait until the thread has ended."""
-        if self._is_own_process:
-            self.thread.join()
+    @property
+    def own_thread(self) -> Thread | None:
+        """Return the thread, None in a forked process, which does not have it."""
+        return self.thread if self._is_own_process else None
 
     @property
     def _is_own_process(self) -> bool:

@@ -65,10 +65,14 @@ def stored_bytes(path: Path) -> int:
 
 
 def stored_type(path: Path, weights: Weights, config: ModelConfig) -> str:
-    """Return a name for how the weights are stored: the most common GGUF type by bytes, the container's name, or the float type."""
+    """Return a name for how the weights are stored.
+
+    Of a GGUF file it is the quantisation that the file states, or the block type of most bytes. Of others it is the container's name or the
+    float type.
+    """
     if not is_gguf(path):
         return weights.container or config.weight_type.value
-    return main_block_type(path)
+    return open_gguf(path).file_type or main_block_type(path)
 
 
 def main_block_type(path: Path) -> str:

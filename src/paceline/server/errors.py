@@ -167,7 +167,8 @@ def field_error(errors: Sequence[Any], body: object) -> HttpError:
     if first["type"] == FIELD_ERROR:
         return HttpError(400, f"{name} {first['msg']}", parameter=name, code=first["ctx"]["code"])
     if first["type"] == "missing":
-        return HttpError(400, f"{name} is missing: send it", parameter=name, code="missing_required_parameter")
+        what = "one of the names that GET /v1/models lists" if name == "model" else "it"
+        return HttpError(400, f"{name} is missing: send {what}", parameter=name, code="missing_required_parameter")
     if first["type"] == "union_tag_invalid":
         name, expected = f"{name}.type", first["ctx"]["expected_tags"].replace("'", "")
         return unsupported(name, f"it is {shown(first['ctx']['tag'])}; send one of {expected}")

@@ -12,7 +12,6 @@ from paceline.errors import ConfigError, PacelineError, convert_memory_errors
 from paceline.hub import resolve_model
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, stored_bytes, stored_type
 from paceline.models.config import ModelConfig
-from paceline.models.gguf.file import open_gguf
 from paceline.models.tensor_names import num_parameters
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -58,8 +57,6 @@ class ModelFacts:
             text = f"max_model_len is {engine.max_model_len}, and {engine.model} was made for {config.max_positions} tokens"
             raise ConfigError(f"{text}: lower max_model_len")
         stored = stored_type(path, open_weights(path, config), config)
-        if is_gguf(path):
-            stored = open_gguf(path).file_type or stored
         options = quant_options("quantization", engine.quantization)
         quantization = stored if options is None else f"int{options.bits}"
         return cls(path, config, stored_bytes(path), num_parameters(config), quantization, engine.max_model_len or config.max_positions)

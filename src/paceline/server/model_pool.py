@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -39,6 +40,8 @@ log = logging.getLogger("paceline.server")
 
 _MEMORY_PER_BYTE = 1.25
 """Memory that loading a model takes, for each byte of its files; its cache grows later."""
+_FREEING_DELAYS_S = (0.0, 0.05, 0.2, 0.5)
+"""Before each attempt to free an unloaded model, which a request that just ended may hold a moment longer."""
 _SINGLE_MODEL_SETTINGS = ("adapters", "merge_adapter", "draft_adapter", "gguf_file", "revision")
 
 
@@ -392,11 +395,16 @@ class ModelPool:
                 model.snapshot = await EngineSnapshot.of(engine, model.snapshot.num_loads)
             model.snapshot = model.snapshot.unloaded()
             await engine.close()
+            runtime = weakref.ref(engine.loaded.engine.runtime)
         finally:
             model.is_closing = False
         del engine
-        _free_memory()
-        _log("model_unloaded", model)
+        for delay_s in _FREEING_DELAYS_S:
+            await asyncio.sleep(delay_s)
+            _free_memory()
+            if runtime() is None:
+                break
+        _log("model_unloaded", model, **({} if runtime() is None else {"memory": "held"}))
 
 
 def served_model_name(model: str) -> str:

@@ -16,6 +16,7 @@ _COMPLETION = "llama.cpp's own completions are not served: use /v1/completions w
 UNSERVED = {
     "/completion": _COMPLETION,
     "/infill": _COMPLETION,
+    "/slots": "slots are not served: GET /metrics counts the requests that run and wait",
     "/embedding": _EMBEDDINGS,
     "/v1/embeddings": _EMBEDDINGS,
     "/embeddings": _EMBEDDINGS,
@@ -35,7 +36,7 @@ def unserved_routes(pool: ModelPool) -> APIRouter:
     router = APIRouter(include_in_schema=False)
     models = ", ".join(repr(model.name) for model in pool.models)
     for path, text in UNSERVED.items():
-        router.add_api_route(path, _refusal(text.format(models=models)), methods=["POST", "DELETE"])
+        router.add_api_route(path, _refusal(text.format(models=models)), methods=["GET", "POST", "DELETE"])
     return router
 
 

@@ -290,6 +290,25 @@ def test_unreferenced_engine_ends_its_thread(open_llm: Open, is_used: bool) -> N
     assert worker() is None, "the model's memory is held"
 
 
+def test_closed_async_engine_is_held_by_no_call_in_another_thread(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of the event loop's pool may keep its last call for longer than the call takes, and with it the model's memory."""
+    to_thread, calls = asyncio.to_thread, list[object]()
+
+    async def keep(function: Callable[..., Any], *arguments: Any) -> Any:
+        calls.append((function, arguments))
+        return await to_thread(function, *arguments)
+
+    engine = serve(open_llm)
+    asyncio.run(engine.generate(PROMPTS[0], GREEDY))
+    monkeypatch.setattr(asyncio, "to_thread", keep)
+    worker = weakref.ref(engine._worker)
+    asyncio.run(engine.close())
+    del engine
+    gc.collect()
+    assert len(calls) == 1
+    assert worker() is None, "the model's memory is held"
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_async_engine_used_in_a_forked_process_raises(open_llm: Open, is_busy: bool) -> None:

@@ -98,6 +98,12 @@ def test_request_error_names_field_value_and_allowed_value(client: HttpClient, d
     assert "None" not in message
 
 
+def test_missing_model_name_error_names_the_path_that_lists_models(client: HttpClient) -> None:
+    for path in ("/api/generate", "/api/chat"):
+        answer = client.post(path, {})
+        assert (answer.status_code, answer.json()["error"]) == (400, "model is missing: send one of the names that GET /v1/models lists")
+
+
 HALVES: list[tuple[Spoken, dict[str, Any], str]] = [
     (CHAT, {"messages": [*TURNS, {"role": "user", "content": f"a{HALF}"}]}, "messages[1].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]}, "messages[0].content[0].text"),

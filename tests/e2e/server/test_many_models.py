@@ -208,6 +208,32 @@ def test_model_pool_unloads_a_model_if_loading_runs_out_of_memory(names: list[st
     asyncio.run(run())
 
 
+def test_model_that_is_held_a_moment_longer_is_freed_before_another_loads(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with serving(names, collects_all=True) as (pool, ask):
+            await ask(PATH, {**FIELDS, "model": "alpha"})
+            alpha, beta = pool.models
+            assert alpha.service is not None
+            held = [alpha.service.engine.loaded.engine.runtime]
+            runtime, free_memory, load, was_held = weakref.ref(held[0]), model_pool._free_memory, beta.open, list[bool]()
+            assert load is not None
+
+            def free() -> None:
+                free_memory()
+                held.clear()
+
+            def open_recorded() -> AsyncEngine:
+                was_held.append(runtime() is not None)
+                return load()
+
+            monkeypatch.setattr(model_pool, "_free_memory", free)
+            beta.open = open_recorded
+            assert (await ask(PATH, {**FIELDS, "model": "beta"})).status_code == 200
+            assert was_held == [False]
+
+    asyncio.run(run())
+
+
 def test_model_pool_unloads_an_idle_model_and_loads_it_again(names: list[str], expected: dict[str, str]) -> None:
     async def run() -> None:
         async with serving(names, unload_after="300ms", collects_all=True) as (pool, ask):

@@ -93,11 +93,12 @@ def test_sampling_parameters_of_a_request_override_recommended_ones(params: Para
 
 @pytest.mark.parametrize("path", UNSERVED)
 def test_known_but_unserved_path_is_status_501_with_advice(client: HttpClient, path: str) -> None:
-    method = "DELETE" if path.endswith("delete") else "POST"
+    method = "DELETE" if path.endswith("delete") else "GET" if path == "/slots" else "POST"
     answer = client.ask(method, path, json={"model": "x", "input": "y"})
     assert answer.status_code == 501
     error = answer.json()["error"]
     text = error if path.startswith("/api") else error["message"]
     assert ("'mini'" in text) is (path.startswith("/api") and "embed" not in path)
-    assert ("/v1/completions" in text) is (not path.startswith("/api") or "embed" in path)
+    assert ("/v1/completions" in text) is ("embed" in path or path in ("/completion", "/infill"))
+    assert ("/metrics" in text) is (path == "/slots")
     assert ("/v1/chat/completions" in text) is ("embed" in path)
