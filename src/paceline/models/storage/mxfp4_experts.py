@@ -7,12 +7,14 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import WeightType
+from paceline.models.containers.small_floats import read_e2m1
 from paceline.models.grouped import RUN
 from paceline.models.layers import ExpertMLP
-from paceline.models.mxfp4 import matrix_from_blocks
+from paceline.models.mxfp4 import half_scales
+from paceline.models.storage.packed_weights import lazy_matrix
 from paceline.models.storage.safetensors_file import view_tensor
 from paceline.models.storage.stored_model import StoredModel
-from paceline.models.weights import GroupedTensor, LazyTensor, Tensor, TensorInfo, take_tensor
+from paceline.models.weights import LazyTensor, Tensor, TensorInfo, take_tensor
 
 _STACKED_MATRICES = {
     "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
@@ -45,7 +47,9 @@ def lazy_experts(stored: StoredModel, layer: int, mlp: ExpertMLP, hidden_size: i
                 if plain is not None:
                     found[f"{name}.weight"] = _lazy_view(plain.array[expert, :, part_rows].T, plain.weight_type)
                 elif blocks is not None and exponents is not None:
-                    found[f"{name}.weight"] = _lazy_groups(blocks[expert, part_rows], exponents[expert, part_rows], where)
+                    pairs = blocks[expert, part_rows].reshape(-1, columns // 2)
+                    matrix = read_e2m1(where, pairs, exponents[expert, part_rows], half_scales)
+                    found[f"{name}.weight"] = lazy_matrix(matrix, bias.weight_type)
     return found
 
 
@@ -62,9 +66,3 @@ def _take_bytes(stored: StoredModel, name: str, shape: tuple[int, ...]) -> NDArr
 def _lazy_view(array: NDArray[Any], weight_type: WeightType) -> LazyTensor:
     info = TensorInfo(array.shape, weight_type, None, array.nbytes)
     return LazyTensor(info, (array,), lambda: Tensor(array, weight_type, array.shape))
-
-
-def _lazy_groups(blocks: NDArray[np.uint8], exponents: NDArray[np.uint8], where: str) -> LazyTensor:
-    rows, groups = exponents.shape
-    info = TensorInfo((rows, groups * RUN), WeightType.F32, 4, blocks.nbytes + 4 * exponents.size)
-    return LazyTensor(info, (blocks, exponents), lambda: GroupedTensor(matrix_from_blocks(blocks, exponents, where)))
