@@ -38,7 +38,7 @@ class Heads:
 
     def __init__(self, table: NDArray[np.float32], num_heads: int = 3, token_map: NDArray[np.int64] | None = None) -> None:
         self.table = table
-        self.heads = SimpleNamespace(num_heads=num_heads, token_map=token_map, notices=())
+        self.heads = SimpleNamespace(num_heads=num_heads, token_map=token_map, notices=(), num_lm_head_rows=table.shape[1])
         self.num_passes = 0
         self.ranking: SummaryOptions | None = None
 
@@ -100,6 +100,8 @@ def test_medusa_tensor_errors_name_the_wrong_tensors(tmp_path: Path) -> None:
         opened("short map", "vllm", arrays, token_map=np.arange(96))
     with pytest.raises(CheckpointError, match=r"token_map names ids from 1 to 97, the target's go from 0 to 96"):
         opened("wrong map", "vllm", arrays, token_map=np.arange(1, 98))
+    with pytest.raises(CheckpointError, match=r"token_map names an id twice"):
+        opened("double map", "vllm", arrays, token_map=np.zeros(97, np.int64))
     bare = tmp_path / "lacking" / "medusa_lm_head.safetensors"
     edit(bare, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".linear." in name])  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="holds no medusa heads"):
