@@ -1,7 +1,7 @@
 """The weights of a checkpoint by internal names, memory-mapped: nothing is read before it is used."""
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -100,6 +100,7 @@ class Weights(Mapping[str, AnyTensor]):
 
     def __init__(self, tensors: Mapping[str, AnyTensor]) -> None:
         self._tensors = dict(tensors)
+        self._names: Collection[str] = self._tensors
 
     @classmethod
     def from_stored(cls, model: StoredModel, config: ModelConfig, provided_elsewhere: Container[str] = ()) -> "Weights":
@@ -150,18 +151,15 @@ class Weights(Mapping[str, AnyTensor]):
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        """Return the internal names of all tensors, in the order in which a forward pass uses them."""
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._tensors)
-
-    def names(self) -> list[str]:
-        """Return the internal names of all tensors, in the order in which a forward pass uses them."""
-        return list(self._tensors)
+        return len(self._names)
 
     def has(self, name: str) -> bool:
-        """Return whether the network has this tensor."""
-        return name in self._tensors
+        """Return whether the network has this tensor, without computing it."""
+        return name in self._names
 
     def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return the matrix rows with these indices as exact float32, [len(row_indices), columns]. Other rows are not read."""
@@ -220,18 +218,6 @@ class LazyWeights(Weights):
         if found is None:
             found = self._tensors[name] = self._make(name)
         return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def names(self) -> list[str]:
-        return list(self._names)
-
-    def has(self, name: str) -> bool:
-        return name in self._names
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)

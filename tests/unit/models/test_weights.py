@@ -54,7 +54,7 @@ def test_internal_tensor_names_map_to_checkpoint_names(tmp_path: Path) -> None:
     tensors = random_tensors()
     write_safetensors(tmp_path / "model.safetensors", tensors)
     weights = open_weights(tmp_path, CONFIG)
-    assert weights.names() == list(tensor_shapes(CONFIG))
+    assert list(weights) == list(tensor_shapes(CONFIG))
     assert np.array_equal(weights["layers.1.q_proj.weight"].array, tensors["model.layers.1.self_attn.q_proj.weight"])
     assert np.array_equal(weights["final_norm.weight"].array, tensors["model.norm.weight"])
     assert weights["embedding.weight"].shape == (11, 8)
@@ -258,7 +258,7 @@ def test_stacked_projections_are_views_of_row_ranges(tmp_path: Path) -> None:
             stacked[f"model.layers.{layer}.{stack}.weight"] = np.concatenate(rows)
     write_safetensors(tmp_path / "model.safetensors", {**tensors, **stacked})
     weights = open_weights(tmp_path, config)
-    assert weights.names() == list(tensor_shapes(config))
+    assert list(weights) == list(tensor_shapes(config))
     qkv, gate_up = stacked["model.layers.1.self_attn.qkv_proj.weight"], stacked["model.layers.1.mlp.gate_up_proj.weight"]
     for name, rows in {
         "q_proj": qkv[:8],

@@ -127,7 +127,7 @@ class QuantizedWeights(LazyWeights):
     """
 
     def __init__(self, weights: Weights, quantize: Callable[[str], AnyTensor], schemes: _Schemes) -> None:
-        super().__init__(weights.names(), lambda name: quantize(name) if name in schemes else weights[name])
+        super().__init__(weights, lambda name: quantize(name) if name in schemes else weights[name])
         self._weights, self._schemes = weights, schemes
 
     def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
