@@ -25,7 +25,7 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.sampling.residual import TokenProbs
-from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, LastHiddenStates, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
@@ -38,19 +38,11 @@ _MAX_TRIALS = 512.0  # when a depth has this many trials, its counts are halved,
 
 
 @dataclass(slots=True)
-class _LastHiddenState:
-    """The target's final hidden state [E] of the token at `position`."""
-
-    position: int
-    hidden_state: FloatArray
-
-
-@dataclass(slots=True)
 class _RequestDraft:
     """One request's draft of this step.
 
     Attributes:
-        feature: the target's hidden state that the heads read.
+        feature: the target's hidden state [E] that the heads read.
         depth: number of heads to use.
         uses_top_tokens: the top tokens that the pass returns are enough to sample from; otherwise whole rows of logits are used.
         needs_draw: the pass must also draw a token from each row, with the target's noise.
@@ -58,7 +50,7 @@ class _RequestDraft:
 
     request: Request
     budget: DraftBudget
-    feature: _LastHiddenState
+    feature: FloatArray
     depth: int
     uses_top_tokens: bool
     needs_draw: bool
@@ -120,7 +112,7 @@ class MedusaDrafter(Drafter):
             raise ConfigError(f"medusa tree {tree!r} is unknown: use one of {', '.join((*DYNAMIC_TREES, *STATIC_TREES))}")
         self._network, self._tree = network, tree
         self.traits = DrafterTraits(self._description(), network.heads.notices)
-        self._features = RequestState[_LastHiddenState]()
+        self._features = LastHiddenStates()
         # for each request the number of its tokens at the last draft, and the candidates of each depth
         self._pending = RequestState[tuple[int, Sequence[Sequence[int]]]]()
         self._accuracy = {is_greedy: CandidateAccuracy() for is_greedy in (True, False)}
@@ -131,9 +123,7 @@ class MedusaDrafter(Drafter):
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:
             self._update_accuracy(one.request)
-            last = one.first_position + one.num_rows - 1
-            if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # the last row that the target has run
-                self._features[one.request] = _LastHiddenState(last, np.array(one.hidden_states[-1], np.float32))
+            self._features.observe(one)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
@@ -144,7 +134,7 @@ class MedusaDrafter(Drafter):
             draws = target_noise_draws(drawn)
             if draws is not None:
                 draws = draws.reshape(depth, len(active))
-            outputs = self._network.forward(np.stack([draft.feature.hidden_state for draft in active]), depth, draws)
+            outputs = self._network.forward(np.stack([draft.feature for draft in active]), depth, draws)
             trees |= {id(draft.request): self._draft(draft, outputs, row) for row, draft in enumerate(active)}
         return [trees.get(id(request)) for request in requests]
 
@@ -154,9 +144,9 @@ class MedusaDrafter(Drafter):
         return f"medusa ({heads.num_heads} head{'s' if heads.num_heads > 1 else ''}, {tree})"
 
     def _new_request_draft(self, request: Request, budget: DraftBudget) -> _RequestDraft | None:
-        feature = self._features.get(request)
+        feature = self._features.find(request)
         depth = min(budget.max_depth, budget.max_rows - 1, self._network.heads.num_heads)
-        if feature is None or feature.position != len(request.token_ids) - 2 or depth < 1:
+        if feature is None or depth < 1:
             return None
         is_greedy = request.params.is_greedy
         uses_top_tokens = request.processor.only_scales and (is_greedy or not budget.needs_draft_probs)
