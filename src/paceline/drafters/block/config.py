@@ -35,7 +35,7 @@ GGUF_KEYS = {
 }  # fmt: skip
 """config.json field -> GGUF metadata key, without the architecture prefix."""
 SINK_TENSOR_NAMES = ("self_attn.attention_sink_bias", "self_attn.sinks")
-CONVOLUTION_NAMES = ("attention_conv", "mlp_conv")
+CONVOLUTION_NAMES = {"attention_conv": "attention_convolution", "mlp_conv": "mlp_convolution"}
 SELECTOR_PREFIX = "candidate_selector."
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"

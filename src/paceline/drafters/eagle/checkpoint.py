@@ -20,11 +20,10 @@ from paceline.drafters.eagle.config import (
 )
 from paceline.drafters.head_files import (
     GGUF_LAYER_MODULE_NAMES,
-    LAYER_MODULE_NAMES,
     HeadFiles,
     Shapes,
-    add_layer_shapes,
     gguf_tensors,
+    layer_tensors,
     read_target_ids,
 )
 from paceline.drafters.head_kinds import HeadKind
@@ -36,12 +35,6 @@ from paceline.models.gguf.stored_tensor import TensorSource
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 
 _MASK_FEATURE_TENSOR = "mask_hidden"
-_LAYER_TENSOR_NAMES = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "hidden_norm": "hidden_norm",
-    **LAYER_MODULE_NAMES,
-}
 _INTERNAL_TENSOR_NAMES = {
     "embed_tokens": "embedding", "norm": "final_norm", "lm_head": "lm_head", "fc": "fc", "input_norm": "input_norm",
     "embedding_layernorm": "embedding_norm", "hidden_states_layernorm": "feature_norm",
@@ -85,12 +78,14 @@ def open_eagle_checkpoint(files: HeadFiles, config: EagleConfig, target: ModelCo
         IncompatibleDrafterError: the head has another vocabulary than the target, or its mask token has no embedding.
     """
     files = files.with_canonical_names(TENSOR_NAME_ALIASES)
-    required, optional = _tensor_shapes(files, config, target)
+    names, required, optional = _tensor_shapes(files, config, target)
     files.check_shapes(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]
     id_tables = ("token_map",) if config.is_eagle1 else ("d2t", "t2d")
     files.check_all_used([*used, *id_tables], ignored=lambda name: _is_ignored_tensor(files, name))
-    tensors: dict[str, AnyTensor] = {internal_tensor_name(name): files.matrix(name) for name in used if name != _MASK_FEATURE_TENSOR}
+    tensors: dict[str, AnyTensor] = {
+        names.get(name, _internal_tensor_name(name)): files.matrix(name) for name in used if name != _MASK_FEATURE_TENSOR
+    }
     mask = as_float32(files.weight(_MASK_FEATURE_TENSOR)).reshape(-1) if _MASK_FEATURE_TENSOR in used else None
     ids = read_target_ids(files, config.layers.vocab_size, target)
     if "token_map" in files.tensors:
@@ -121,12 +116,9 @@ def check_embedding_rows(files: HeadFiles, num_embedded_ids: int, num_tokenizer_
         )
 
 
-def internal_tensor_name(name: str) -> str:
-    """Return the name in `network.py` of a tensor in the file."""
+def _internal_tensor_name(name: str) -> str:
+    """Return the name in `network.py` of a tensor that belongs to no layer."""
     stem, kind = name.rsplit(".", 1)
-    if stem.startswith("layers."):
-        _, layer, part = stem.split(".", 2)
-        return f"layers.{layer}.{_LAYER_TENSOR_NAMES[part]}.{kind}"
     return f"{_INTERNAL_TENSOR_NAMES.get(stem, stem)}.{kind}"
 
 
@@ -141,12 +133,16 @@ def _is_ignored_tensor(files: HeadFiles, name: str) -> bool:
     return name.startswith("verifier_") or (name in (FIRST_NORM, LAST_NORM) and files.kind is HeadKind.EAGLE and has_nested_config(files))
 
 
-def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[Shapes, Shapes]:
-    """Return the shapes of required tensors, and of tensors that are used if the file has them."""
+def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[dict[str, str], Shapes, Shapes]:
+    """Return internal names of the layers' tensors, the shapes of required tensors, and of those that are used if the file has them."""
     layers = config.layers
     hidden, width = layers.hidden_size, config.feature_size
-    required: Shapes = {}
-    optional: Shapes = {}
+    names, required, optional = layer_tensors(layers)
+    if not config.is_eagle1:  # the first layer reads [embedding, feature]
+        for name in (f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"):
+            required[name] = required[name][0], 2 * hidden
+    if not (config.has_input_norm if config.is_eagle1 else config.has_embedding_norm):
+        del required[FIRST_NORM]
     if config.is_eagle1 or config.has_fc:
         required["fc.weight"] = (hidden, 2 * hidden if config.is_eagle1 else width)
         optional["fc.bias"] = (hidden,)
@@ -166,12 +162,6 @@ def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -
     if config.kind is HeadKind.PEAGLE:
         stored = files.tensors.get(_MASK_FEATURE_TENSOR)
         required[_MASK_FEATURE_TENSOR] = stored.shape if stored is not None and prod(stored.shape) == width else (1, 1, width)
-    for layer in range(layers.num_layers):
-        has_norm = layer > 0 or (config.has_input_norm if config.is_eagle1 else config.has_embedding_norm)
-        norms = ("input_layernorm", "post_attention_layernorm") if has_norm else ("post_attention_layernorm",)
-        input_size = 2 * hidden if layer == 0 and not config.is_eagle1 else hidden  # the first layer of EAGLE-3 reads [embedding, feature]
-        sizes = layers.layers[layer]
-        add_layer_shapes(required, optional, f"layers.{layer}.", sizes, hidden_size=hidden, input_size=input_size, norms=norms)
     if config.has_own_embedding:
         required["embed_tokens.weight"] = ((files.matrix_shape("embed_tokens.weight") or (0, 0))[0], hidden)
     has_other_vocab = layers.vocab_size != target.vocab_size or hidden != target.hidden_size
@@ -179,7 +169,7 @@ def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -
         required["lm_head.weight"] = ((files.matrix_shape("lm_head.weight") or (layers.vocab_size, 0))[0], hidden)
     elif config.has_own_lm_head or (has_other_vocab and not config.is_eagle1):
         required["lm_head.weight"] = (layers.vocab_size, hidden)
-    return required, optional
+    return names, required, optional
 
 
 def _read_token_map(files: HeadFiles, target: ModelConfig) -> NDArray[np.int64]:
