@@ -313,6 +313,23 @@ def read_target_ids(files: HeadFiles, size: int, target: ModelConfig) -> NDArray
     return None if np.array_equal(ids, np.arange(target.vocab_size)) else ids
 
 
+def read_token_map(files: HeadFiles, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the target ids of a draft vocabulary in vLLM's format (`token_map`), ascending, and the index in the file of each.
+
+    Raises:
+        IncompatibleDrafterError: an id is not in the target's vocabulary, or is there twice.
+    """
+    ids = files.integer_vector("token_map")
+    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(np.unique(ids)) < len(ids):
+        span = f"from {ids.min()} to {ids.max()}" if len(ids) else "none"
+        raise IncompatibleDrafterError(
+            f"{files.path}: token_map has {len(ids)} ids, {span}, of the target's {vocab_size}, each at most once: "
+            "the head was made for another model"
+        )
+    order = np.argsort(ids)
+    return ids[order], order
+
+
 def _tensor_files(directory: Path) -> tuple[Path, ...]:
     """Return the files in a directory that contain the head's tensors; safetensors files are preferred to PyTorch files."""
     for name in METHOD_FILE_NAMES:

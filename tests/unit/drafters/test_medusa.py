@@ -98,9 +98,9 @@ def test_medusa_tensor_errors_name_the_wrong_tensors(tmp_path: Path) -> None:
         opened("wide", "rows", random_heads(rows=4000))
     with pytest.raises(CheckpointError, match=r"token_map has 96 entries for vocabulary matrices of 97 rows"):
         opened("short map", "vllm", arrays, token_map=np.arange(96))
-    with pytest.raises(CheckpointError, match=r"token_map names ids from 1 to 97, the target's go from 0 to 96"):
+    with pytest.raises(IncompatibleDrafterError, match=r"token_map has 97 ids, from 1 to 97, of the target's 97"):
         opened("wrong map", "vllm", arrays, token_map=np.arange(1, 98))
-    with pytest.raises(CheckpointError, match=r"token_map names an id twice"):
+    with pytest.raises(IncompatibleDrafterError, match=r"token_map has 97 ids, from 0 to 0, of the target's 97, each at most once"):
         opened("double map", "vllm", arrays, token_map=np.zeros(97, np.int64))
     bare = tmp_path / "lacking" / "medusa_lm_head.safetensors"
     edit(bare, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".linear." in name])  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from paceline.drafters.head_files import (
     gguf_tensors,
     layer_tensors,
     read_target_ids,
+    read_token_map,
 )
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
@@ -89,7 +90,8 @@ def open_eagle_checkpoint(files: HeadFiles, config: EagleConfig, target: ModelCo
     mask = as_float32(files.weight(_MASK_FEATURE_TENSOR)).reshape(-1) if _MASK_FEATURE_TENSOR in used else None
     ids = read_target_ids(files, config.layers.vocab_size, target)
     if "token_map" in files.tensors:
-        tensors["lm_head.weight"], ids = _select_lm_head_rows(files, files.weight("lm_head.weight"), _read_token_map(files, target))
+        ids, order = read_token_map(files, target.vocab_size)
+        tensors["lm_head.weight"] = _select_lm_head_rows(files, files.weight("lm_head.weight"), ids, order)
     num_embedded_ids = tensors["embedding.weight"].shape[0] if config.has_own_embedding else target.vocab_size
     if config.mask_token_id is not None and config.mask_token_id >= num_embedded_ids:
         raise IncompatibleDrafterError(
@@ -172,32 +174,14 @@ def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -
     return names, required, optional
 
 
-def _read_token_map(files: HeadFiles, target: ModelConfig) -> NDArray[np.int64]:
-    """Read the draft vocabulary in vLLM's format: a list of target ids in any order."""
-    ids = files.integer_vector("token_map").reshape(-1)
-    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(np.unique(ids)) < len(ids):
-        span = f"from {ids.min()} to {ids.max()}" if len(ids) else "none"
-        raise IncompatibleDrafterError(
-            f"{files.path}: token_map has {len(ids)} ids, {span}, of the target's {target.vocab_size}, each at most once: "
-            "the head was made for another model"
-        )
-    return ids
-
-
-def _select_lm_head_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
-    """Return the lm_head rows of a draft vocabulary, in ascending order of target ids, and these ids, ascending.
-
-    Args:
-        lm_head: a matrix with one row per draft id, or with rows of all target ids.
-        ids: target id of each draft id, in any order.
-    """
-    order = np.argsort(ids)
-    if lm_head.shape[0] != len(ids) and lm_head.shape[0] <= int(ids.max()):
+def _select_lm_head_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64], order: NDArray[np.int64]) -> Tensor:
+    """Return the lm_head rows of a draft vocabulary (`read_token_map`), of a matrix with a row for each of its ids or for all ids."""
+    if lm_head.shape[0] != len(ids) and lm_head.shape[0] <= int(ids[-1]):
         raise CheckpointError(
             f"{files.path}: token_map has {len(ids)} ids for {lm_head.shape[0]} rows of lm_head.weight; download it again"
         )
-    rows = order if lm_head.shape[0] == len(ids) else ids[order]
-    return Tensor(lm_head.array[rows], lm_head.weight_type, (len(ids), lm_head.shape[1])), ids[order]
+    rows = order if lm_head.shape[0] == len(ids) else ids
+    return Tensor(lm_head.array[rows], lm_head.weight_type, (len(ids), lm_head.shape[1]))
 
 
 def open_gguf_eagle(path: Path) -> HeadFiles | None:

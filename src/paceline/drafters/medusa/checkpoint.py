@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_files import HeadFiles, check_target_sizes
+from paceline.drafters.head_files import HeadFiles, check_target_sizes, read_token_map
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights, take_rows
@@ -81,11 +81,11 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
     num_lm_head_rows = _check_tensor_shapes(files, names, target.hidden_size)
     if not has_lm_heads:
         num_lm_head_rows = target_lm_head.shape[0]
-    token_map = files.integer_vector("token_map") if "token_map" in files.tensors else None
-    _check_token_map(files, token_map, num_lm_head_rows, target.vocab_size)
+    token_map, order = read_token_map(files, target.vocab_size) if "token_map" in files.tensors else (None, slice(None))
     if token_map is None:
         check_target_sizes(files, target, hidden_size=hidden, vocab_rows=num_lm_head_rows)
-    order = slice(None) if token_map is None or np.all(np.diff(token_map) > 0) else np.argsort(token_map)
+    elif len(token_map) != num_lm_head_rows:
+        raise CheckpointError(f"{files.path}: token_map has {len(token_map)} entries for vocabulary matrices of {num_lm_head_rows} rows")
     weights: dict[str, AnyTensor] = {}
     for (head, block, kind), name in sorted(names.blocks.items()):
         weights[f"heads.{head}.blocks.{block}.{kind}"] = files.weight(name)
@@ -102,7 +102,7 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
         Weights(weights),
         not names.lm_heads,
         num_lm_head_rows,
-        None if token_map is None else token_map[order],
+        token_map,
         None if has_lm_heads else target.logit_soft_cap,
         _num_heads_notice(files, names.num_heads),
         not has_lm_heads,
@@ -166,20 +166,6 @@ def _check_tensor_shapes(files: HeadFiles, names: _TensorNames, hidden: int) -> 
         required |= {head_name.format(head): (num_lm_head_rows, hidden) for head in range(names.num_heads)}
     files.check_shapes(required)
     return num_lm_head_rows
-
-
-def _check_token_map(files: HeadFiles, token_map: NDArray[np.int64] | None, num_lm_head_rows: int, vocab_size: int) -> None:
-    if token_map is None:
-        return
-    if token_map.shape != (num_lm_head_rows,):
-        raise CheckpointError(f"{files.path}: token_map has {token_map.size} entries for vocabulary matrices of {num_lm_head_rows} rows")
-    if len(np.unique(token_map)) < token_map.size:
-        raise CheckpointError(f"{files.path}: token_map names an id twice; the file is damaged, download it again")
-    if token_map.size and not 0 <= token_map.min() <= token_map.max() < vocab_size:
-        raise CheckpointError(
-            f"{files.path}: token_map names ids from {token_map.min()} to {token_map.max()}, the target's go from 0 to {vocab_size - 1}: "
-            "it was made for another base model"
-        )
 
 
 def _num_heads_notice(files: HeadFiles, num_heads: int) -> tuple[str, ...]:
