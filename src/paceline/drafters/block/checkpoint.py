@@ -24,7 +24,7 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.checkpoint import is_gguf
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.storage.tensor_file import read_torch_file
-from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32, take_rows
+from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32, half_split_order, take_rows
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 _TENSOR_NAMES = {
@@ -131,13 +131,9 @@ def _interleaved_rope_to_neox(tensors: dict[str, AnyTensor], layers: ModelConfig
     """Reorder query and key rows: rotary embeddings then rotate value i with value i + size / 2 instead of with its neighbour."""
     for layer, mixer in layers.attention_layers.items():
         size, rotated = mixer.head_size, mixer.rope.rotary_size(mixer.head_size)
-        own = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, size)])
-        for part, heads in (("q", mixer.num_heads), ("k", mixer.num_kv_heads)):
-            rows = (np.arange(heads)[:, None] * size + own).reshape(-1)
-            for name, order in ((f"{part}_proj.weight", rows), (f"{part}_proj.bias", rows), (f"{part}_norm.weight", own)):
-                stored = tensors.get(f"layers.{layer}.{name}")
-                if stored is not None:
-                    tensors[f"layers.{layer}.{name}"] = take_rows(stored, order)
+        for name in (f"layers.{layer}.{part}{kind}" for part in "qk" for kind in ("_proj.weight", "_proj.bias", "_norm.weight")):
+            if (stored := tensors.get(name)) is not None:
+                tensors[name] = take_rows(stored, half_split_order(stored.shape[0], size, rotated))
 
 
 def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, str], Shapes, Shapes, Sequence[str]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.gguf.file import GgufFile, open_gguf
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.gguf.stored_tensor import TensorSource
-from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
+from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32, half_split_order
 
 _MASK_FEATURE_TENSOR = "mask_hidden"
 _INTERNAL_TENSOR_NAMES = {
@@ -232,4 +233,5 @@ def _tensor_source(stored: GgufTensor, config: dict[str, Any]) -> TensorSource:
     num_heads = heads.get(part)
     if not isinstance(num_heads, int) or num_heads < 1 or stored.shape[0] % (2 * num_heads):  # wrong numbers are refused with the config
         return TensorSource(stored, stored.shape)
-    return TensorSource(stored, stored.shape, rows=lambda: np.arange(stored.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1))
+    size = stored.shape[0] // num_heads
+    return TensorSource(stored, stored.shape, rows=partial(half_split_order, stored.shape[0], size, size))
