@@ -294,10 +294,12 @@ def test_medusa_never_drafts_ids_beyond_the_target_vocabulary() -> None:
         assert list(tree.token_ids[1:]) == expected
 
 
-def test_nan_medusa_logits_remove_the_draft_of_one_request_only(table: NDArray[np.float32]) -> None:
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", ["probability", "accuracy", "zephyr_stage2"])
+def test_nan_medusa_logits_remove_the_draft_of_one_request_only(table: NDArray[np.float32], tree: str, params: SamplingParams) -> None:
     broken = table.copy()
     broken[0] = np.nan
-    drafter, requests = a_drafter(broken, num_heads=1), [a_request([1, 2]), a_request([1, 3])]
+    drafter, requests = a_drafter(broken, num_heads=1, tree=tree), [a_request([1, 2], params), a_request([1, 3], params)]
     show(drafter, requests[0], 0.0)
     show(drafter, requests[1], 4.0)
     trees = drafter.propose(requests, [DraftBudget(2, 1, TreeLayout.CHAIN)] * 2)

@@ -229,6 +229,8 @@ class MedusaDrafter(Drafter):
     def _acceptance_rates(self, depth: int, probs: Sequence[float], *, is_greedy: bool) -> Sequence[float]:
         """Estimate for each candidate of a depth the probability that it is accepted, given that the tokens before it are."""
         accuracy = self._accuracy[is_greedy]
+        if not probs:
+            return probs
         if self._tree == "accuracy":
             priors = [_PRIOR_FIRST_ACCURACY, *(_PRIOR_SECOND_ACCURACY * 0.5**rank for rank in range(len(probs) - 1))]
             return [accuracy.estimate(depth, rank, prior) for rank, prior in enumerate(priors)]
