@@ -207,7 +207,6 @@ def _write_file(
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_directory(path.parent)
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
@@ -279,13 +278,3 @@ def _remove_old_temporary_files(directory: Path) -> None:
         with suppress(OSError):
             if time.time() - temporary.stat().st_mtime > _MAX_TEMPORARY_AGE_S:
                 temporary.unlink()
-
-
-def _sync_directory(directory: Path) -> None:
-    """Sync a directory, so that a rename survives a power failure. Systems that cannot open directories skip this."""
-    with suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
