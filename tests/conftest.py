@@ -21,15 +21,16 @@ TALLY = pytest.StashKey["Counter[str]"]()
 
 
 class ResumableRun:
-    """Remembers, test by test, what has passed, so that a long run that was stopped can go on where it was.
+    """Stores which tests have passed, so that an interrupted long run can resume.
 
-    A result belongs to a commit and a seed: with uncommitted changes in the sources nothing is remembered.
+    A result belongs to a commit and a seed: with uncommitted changes in the sources nothing is stored. Of several processes that run the
+    tests each leaves out what passed before, and the one that collects their results stores them.
     """
 
     KEY = "paceline/passed"
 
-    def __init__(self, cache: pytest.Cache, *, seed: int, resume: bool) -> None:
-        self._cache = cache
+    def __init__(self, cache: pytest.Cache, *, seed: int, resume: bool, is_worker: bool) -> None:
+        self._cache, self._is_worker = cache, is_worker
         commit = "" if _git("status", "--porcelain", "--", "src", "tests", "pyproject.toml") else _git("rev-parse", "HEAD")
         self._run = f"{commit} seed {seed}" if commit else ""
         record = cache.get(self.KEY, None) if resume else None
@@ -44,13 +45,13 @@ class ResumableRun:
             items[:] = [item for item in items if item.nodeid not in self.passed_before]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if self._run and report.when == "call" and report.passed:
+        if self._run and not self._is_worker and report.when == "call" and report.passed:
             self._passed.append(report.nodeid)
             if time.monotonic() - self._saved_s > SAVE_INTERVAL_S:  # all of them are written each time
                 self._save()
 
     def pytest_sessionfinish(self) -> None:
-        if self._run:
+        if self._run and not self._is_worker:
             self._save()
 
     def _save(self) -> None:
@@ -71,12 +72,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is not None:
         _pin_to_core(int(worker["workerid"].removeprefix("gw")))
     if config.getoption("--large-counts") and getattr(config, "cache", None) is not None:
-        run = ResumableRun(config.cache, seed=config.getoption("--seed"), resume=config.getoption("--resume"))
+        seed, resume = config.getoption("--seed"), config.getoption("--resume")
+        run = ResumableRun(config.cache, seed=seed, resume=resume, is_worker=worker is not None)
         config.pluginmanager.register(run, "resumable-run")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Say the seed, also with -q, which drops the header."""
+    """Print the seed, also with -q, which omits the header."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     run = session.config.pluginmanager.get_plugin("resumable-run")
     counts = (
@@ -181,7 +183,7 @@ def seed(pytestconfig: pytest.Config) -> int:
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """The folder of larger test data that may lie beside a checkout."""
+    """The folder of larger test data that may be next to a checkout."""
     folder = REPOSITORY.parent / "shared"
     if not folder.is_dir():
         pytest.skip("no folder ../shared beside this checkout")
@@ -201,7 +203,7 @@ def mini_dir() -> Path:
 
 
 def _worker(config: pytest.Config) -> dict[str, Any] | None:
-    """What one of several processes that run the tests knows of itself."""
+    """Identity of one of several processes that run the tests."""
     return getattr(config, "workerinput", None)
 
 

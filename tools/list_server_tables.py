@@ -17,7 +17,7 @@ from paceline.parsing.registry import REASONING_FORMATS, REASONING_SYNONYMS, TOO
 from paceline.server import adapter_routes, answer_form, anthropic, model_routes, ollama, openai_chat, openai_completions, responses
 from paceline.server import fields as shared_fields
 from paceline.server.app import create_app
-from paceline.server.field_table import LEFTOVERS, NOTHING, OTHER_SAMPLERS, REQUEST, TABLE, TEXT_REQUEST, FieldRules, Refusal
+from paceline.server.field_table import LEFTOVERS, OTHER_SAMPLERS, REQUEST, TABLE, TEXT_REQUEST, UNSET_VALUES, FieldRules, Refusal
 from paceline.server.fields import Fields, SamplingFields
 from paceline.server.settings import ServerSettings
 from page_blocks import REPOSITORY, run
@@ -157,7 +157,7 @@ def _refused(rules: Mapping[str, Refusal]) -> str:
     """Refused names, each with the values that are ignored."""
     found = []
     for name, rule in rules.items():
-        values = [_number(value) for value in rule.harmless if value is not None and not any(value is one for one in NOTHING)]
+        values = [_number(value) for value in rule.ignored_values if value is not None and not any(value is one for one in UNSET_VALUES)]
         found.append(f"`{name}`" + (f" ({', '.join(f'`{value}`' for value in dict.fromkeys(values))})" if values else ""))
     return ", ".join(found)
 

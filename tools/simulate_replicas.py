@@ -225,7 +225,7 @@ class Simulation:
         self._start(replica)
 
     def _start(self, replica: Replica) -> None:
-        """Let waiting jobs run while there is room, and say when the next one ends."""
+        """Let waiting jobs run while there is room, and return when the next one ends."""
         while replica.waiting and len(replica.running) < self._world.num_running:
             job = replica.waiting.popleft()
             job.began_s, job.work = self._now_s, self._work(replica, job)

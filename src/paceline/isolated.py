@@ -182,7 +182,7 @@ class IsolatedFunction:
     def reset_after_fork(self) -> None:
         """In a forked child, give up the parent's process, and replace the lock, which a thread of the parent may have held."""
         if self._process is not None:
-            self._process.disown()
+            self._process.detach_after_fork()
             self._process = None
         self._lock = threading.Lock()
 
@@ -243,7 +243,7 @@ class _Process:
             raise _out_of_memory_error(limits)
         raise IsolatedError(Failure.RAISED, found["message"], found["error"])
 
-    def disown(self) -> None:
+    def detach_after_fork(self) -> None:
         """In a forked child, close the pipes without ending the process, which belongs to the parent."""
         self.terminate.detach()
         _close_pipes(self.popen)

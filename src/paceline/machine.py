@@ -53,6 +53,16 @@ def total_memory_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -
     return min([total, *(limit for limit, _, _ in _memory_limits(cgroups, membership))])
 
 
+def peak_memory_bytes() -> int:
+    """Return the most memory that this process has held; 0 on Windows."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024
+
+
 def _system_memory_bytes() -> tuple[int, int]:
     """Return the memory of the machine and what of it is free or can be freed without swapping.
 

@@ -1,4 +1,6 @@
-"""Asks a server through the official client of one API and writes what it understood as JSON; runs in an environment with that client.
+"""Sends a request to a server through the official client of one API and prints the parsed response as JSON.
+
+Runs in an environment with that client:
 
 python ask_server.py API URL '{"messages": ..., "seed": ..., "temperature": ..., "max_tokens": ...}'
 """

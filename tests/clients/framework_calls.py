@@ -1,4 +1,7 @@
-"""Asks a server through litellm and langchain-openai; runs in the environment that has them. Arguments: address, key. Prints JSON."""
+"""Sends requests to a server through litellm and langchain-openai.
+
+Runs in the environment that has them. Arguments: address, key. Prints JSON.
+"""
 
 import json
 import os
@@ -17,7 +20,7 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 
 
 class Person(BaseModel):
-    """What the model is asked for."""
+    """The requests to send."""
 
     age: int
 

@@ -1,4 +1,7 @@
-"""Asks a server through OpenAI's own client, unchanged; runs in the environment that has it. Arguments: address, key. Prints JSON."""
+"""Sends requests to a server through OpenAI's own client, unchanged.
+
+Runs in the environment that has it. Arguments: address, key. Prints JSON.
+"""
 
 import asyncio
 import json
@@ -16,7 +19,7 @@ PROMPT: Any = {"model": "mini", "prompt": "The old fisherman", "temperature": 0,
 
 
 class Person(BaseModel):
-    """What the model is asked for."""
+    """The requests to send."""
 
     age: int
     is_tall: bool

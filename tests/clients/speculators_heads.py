@@ -62,7 +62,7 @@ def build(case: Case) -> torch.nn.Module:
 
 
 def run(model: torch.nn.Module, case: Case) -> dict[str, np.ndarray]:
-    """What goes in, and `logits` [steps, pairs, V]: of each pair, and of those drafted behind it, in turn, the text's tokens."""
+    """The inputs, and `logits` [steps, pairs, V] of each pair and of those drafted after it, with the text's tokens as drafts."""
     random = torch.Generator().manual_seed(case["seed"] + 1)
     vocab_size, hidden = case["layer"]["vocab_size"], case["layer"]["hidden_size"]
     width = hidden if case["kind"] == "mtp" else hidden * len(case["config"]["eagle_aux_hidden_state_layer_ids"])
@@ -88,7 +88,7 @@ def run(model: torch.nn.Module, case: Case) -> dict[str, np.ndarray]:
 def run_parallel(
     model: torch.nn.Module, features: torch.Tensor, token_ids: torch.Tensor, nobody: torch.Tensor, seen: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Every pair with all masked ones behind it: what training samples of them is replaced by all there are, its loss by nothing."""
+    """Every pair with all masked pairs after it. Training samples some of them; here all are used, and the loss is left out."""
     anchors, depths = (part.flatten() for part in torch.meshgrid(torch.arange(NUM_PAIRS - STEPS), torch.arange(1, STEPS), indexing="ij"))
     anchors = torch.cat((torch.arange(NUM_PAIRS), anchors))
     depths = torch.cat((torch.zeros(NUM_PAIRS, dtype=torch.long), depths))

@@ -1,4 +1,4 @@
-"""Matrices that other tools packed, beside what these tools unpack, in an environment of their own (make test-clients)."""
+"""Matrices packed by other tools, compared with what these tools unpack, in a separate environment (make test-clients)."""
 
 import json
 import subprocess

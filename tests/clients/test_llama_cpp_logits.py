@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
+from harness.checkpoints import MINISTRAL3, MUSE_GLIMMER, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
 from harness.expert_checkpoints import CASES as EXPERTS
 from harness.expert_checkpoints import GPT_OSS_ROPE
 from harness.expert_checkpoints import LATENT as LATENT_SIZES
@@ -59,6 +59,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         {**EXPERTS["glm4_moe_lite"][1], "mlp_layer_types": ["dense", "sparse", "sparse"], "rms_norm_eps": 1e-6},
     ),
+    "muse_glimmer": ("muse_glimmer_text", {**MUSE_GLIMMER, "post_norm_eps": 1e-8}),  # there the latter is a constant
+    "youtu": ("youtu", {**EXPERTS["youtu"][1], "rms_norm_eps": 1e-6}),
     **{name: EXPERTS[name] for name in ("mixtral", "qwen2_moe-plain", "qwen3_moe", "glm4_moe", "ernie4_5_moe-interval", "gemma4-window")},
     "olmoe": ("olmoe", {**EXPERTS["olmoe"][1], "num_key_value_heads": 4}),  # there all heads have keys of their own
     "gpt_oss": ("gpt_oss", {**EXPERTS["gpt_oss"][1], "rope_parameters": PLAIN_YARN}),
@@ -89,8 +91,7 @@ def test_float32_logits_equal_those_of_llama_cpp(clients: Path, tmp_path: Path, 
     family, values = CASES[name]
     directory = write_checkpoint(tmp_path / "model", family, **values)
     path = tmp_path / "model.gguf"
-    architecture = ARCHITECTURES[json.loads((directory / "config.json").read_text(encoding="utf-8"))["model_type"]]
-    write_gguf(directory, path, metadata={"tokenizer.ggml.model": "no_vocab", f"{architecture}.vocab_size": VOCAB_SIZE})
+    write_gguf(directory, path, metadata={"tokenizer.ggml.model": "no_vocab", f"{ARCHITECTURES[family]}.vocab_size": VOCAB_SIZE})
     assert distance_to_llama_cpp(clients, path, tmp_path) < BOUNDS.get(family, 2e-4)
     tally["files whose logits are llama.cpp's"] += 1
 

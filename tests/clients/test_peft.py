@@ -1,4 +1,4 @@
-"""Adapters that PEFT wrote, beside what PEFT computes with them, in an environment of its own (make test-clients)."""
+"""Adapters written by PEFT, compared with PEFT's results, in a separate environment (make test-clients)."""
 
 import subprocess
 import time
@@ -57,7 +57,7 @@ def written(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def logits_beside(network: Network, adapter: Adapter, ids: Sequence[int]) -> FloatArray:
-    """Of all rows of a text, with an adapter beside the weights."""
+    """Logits of all rows of a text, with an unmerged adapter."""
     number, cache = network.load_adapter(adapter), network.new_cache(8)
     plan = cache.reserve(cache.new_sequence(), range(-1, len(ids) - 1), len(ids))
     return network.forward(*assemble_pass([plan], [ids], [range(len(ids))], [number])).logits.copy()

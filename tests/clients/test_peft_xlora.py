@@ -1,4 +1,4 @@
-"""X-LoRA adapters that PEFT wrote, beside what PEFT computes with them, in an environment of its own (make test-clients)."""
+"""X-LoRA adapters written by PEFT, compared with PEFT's results, in a separate environment (make test-clients)."""
 
 import subprocess
 from pathlib import Path

@@ -104,7 +104,7 @@ def until(holds: Callable[[], bool], timeout_s: float, says: Callable[[], str] =
 
 @pytest.fixture(scope="module")
 def solo() -> Iterator[HttpClient]:
-    """One engine, asked request by request."""
+    """One engine that gets one request after another."""
     import asyncio
 
     engine = AsyncEngine.open("mini", threads=1)

@@ -1,4 +1,4 @@
-"""`paceline serve` asked by the official client of OpenAI's API, by what is built on it, and by lm-eval and schemathesis, unchanged."""
+"""`paceline serve` with the official OpenAI client, libraries built on it, lm-eval and schemathesis, all unchanged."""
 
 import json
 import os

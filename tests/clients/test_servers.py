@@ -58,12 +58,12 @@ def asked(clients: Path, server: Server, tally: "Counter[str]", request: pytest.
 
 
 def once(kinds: list[str]) -> list[str]:
-    """The same, what comes several times in a row told once."""
+    """The same list without consecutive duplicates."""
     return [kind for index, kind in enumerate(kinds) if index == 0 or kind != kinds[index - 1]]
 
 
 def check(found: dict[str, Any], expected: RequestOutput) -> None:
-    """What holds whichever client asks."""
+    """Properties that hold for every client."""
     assert found["whole"] == found["streamed"] == expected.text
     assert found["usage"] == found["streamed_usage"] == [expected.usage.prompt_tokens, expected.usage.completion_tokens]
     assert set(found["json"]) == {"age"}

@@ -1,4 +1,4 @@
-"""Heads that the speculators library wrote, beside its own classes, which live in an environment of their own (make test-clients)."""
+"""Heads written by the speculators library, compared with its own classes, in a separate environment (make test-clients)."""
 
 import json
 import subprocess
@@ -172,7 +172,7 @@ def heads(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_speculators_heads_compute_what_the_library_classes_do(
     name: str, backend: str, heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: "Counter[str]"
 ) -> None:
-    """Log-probabilities and drafts of true pairs and of those behind them; a head that overlooks the switch would show."""
+    """Log-probabilities and drafts of true pairs and of those after them; a head that overlooks the switch would show."""
     if backend == "torch":
         monkeypatch.setattr(load_module, "kernels_path", lambda: None)
     case, given = CASES[name], np.load(heads / f"{name}.npz")
@@ -209,7 +209,7 @@ def outputs(case: Case, folder: Path, given: Mapping[str, NDArray[Any]], ignore:
 
 
 def _of_eagle3(head: RecurrentHead, token_ids: NDArray[np.int32], features: Floats, steps: int) -> Floats:
-    """All true pairs in one pass, and then behind each of them, the last one first, a chain of those that follow in the text."""
+    """All true pairs in one pass, and then after each of them, the last one first, a chain of those that follow in the text."""
     count = len(token_ids)
     true = head.run_target_feature_pairs([_pairs(token_ids, features)], needs_logits=True, needs_all_logits=True)
     logits = np.full((steps, *true.logits.shape), np.nan, np.float32)
@@ -225,7 +225,7 @@ def _of_eagle3(head: RecurrentHead, token_ids: NDArray[np.int32], features: Floa
 
 
 def _of_peagle(head: RecurrentHead, token_ids: NDArray[np.int32], features: Floats) -> Floats:
-    """The last pair of each beginning of the text, with two masked ones behind it."""
+    """The last pair of each beginning of the text, with two masked ones after it."""
     count = len(token_ids)
     logits = np.full((3, count, head.config.layers.vocab_size), np.nan, np.float32)
     for end in range(1, count + 1):

@@ -1,6 +1,6 @@
 """Writes LoRA adapters of many kinds with PEFT, and what PEFT computes with each; runs in PEFT's environment.
 
-Arguments: a folder of models, `NAME/base` each. Adapters are written beside the bases, with `expected.safetensors` (ids and logits) and,
+Arguments: a folder of models, `NAME/base` each. Adapters are written next to the bases, with `expected.safetensors` (ids and logits) and,
 where PEFT can merge them, the merged model in `merged`; then an empty file `done`, a model after the other in the order of their names.
 """
 

@@ -1,6 +1,6 @@
 """Writes X-LoRA adapters with PEFT, and what PEFT computes with each; runs in PEFT's environment.
 
-Arguments: a folder of models, `NAME/base` each. Adapters are written beside the bases, with `expected.safetensors`: ids, logits of a pass
+Arguments: a folder of models, `NAME/base` each. Adapters are written next to the bases, with `expected.safetensors`: ids, logits of a pass
 over all of them, ids that PEFT generates (without a cache, as it does by itself), and how many rows a cache holds that is given to it.
 What PEFT itself saves (0.21.2) lies in `NAME/saved`: of the classifier it leaves out layers whose number is also an adapter's.
 """

@@ -14,7 +14,7 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     """A fresh class, so that a test may change how it fails; in place of the real one."""
     monkeypatch.setenv("COLUMNS", "200")
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
-        monkeypatch.setenv(name, "1")  # set by the command if nobody has: so that it is taken back
+        monkeypatch.setenv(name, "1")  # the command sets it if it is unset; monkeypatch restores it
     fake = type("ThisTestsLLM", (FakeLLM,), {"made": []})
     module = ModuleType("paceline.llm")
     module.LLM = fake  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A way of guessing is one class and one line of the table; nothing else has to know of it."""
+"""A new drafter is one class and one line of the table."""
 
 import importlib.util
 from pathlib import Path

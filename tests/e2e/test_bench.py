@@ -25,7 +25,7 @@ def bench(*arguments: str) -> Result:
 def test_bench_measures_two_modes_of_one_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["paceline", "bench", *SHORT])
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
-        monkeypatch.setenv(name, "1")  # set by the command if nobody has: so that it is taken back
+        monkeypatch.setenv(name, "1")  # the command sets it if it is unset; monkeypatch restores it
     files = [tmp_path / name for name in ("result.json", "result.html")]
     done = bench(*SHORT, "--json-file", str(files[0]), "--html", str(files[1]))
     assert done.exit_code == 0, done.output

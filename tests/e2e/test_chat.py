@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from harness.checkpoints import write_byte_level_tokenizer, write_checkpoint
 from harness.fake_llm import TEXT, FakeLLM
 from paceline.cli import app
-from paceline.cli.chat import Chat, Conversation, Shown
+from paceline.cli.chat import Chat, Conversation, DisplayOptions
 from paceline.cli.message_input import Entry
 from paceline.cli.rendering import Writer
 from paceline.cli.reporting import print_notice
@@ -40,7 +40,7 @@ def chat(*arguments: str, stdin: str | bytes) -> Result:
 
 
 def last_messages(llm: FakeLLM) -> list[str]:
-    """The last message of each time the model was asked."""
+    """The last message of each request to the model."""
     return [messages[-1]["content"] for messages in llm.asked]
 
 
@@ -289,7 +289,7 @@ def test_statistics_are_wrapped_between_words_on_a_terminal_only(monkeypatch: py
 
 
 class Sitter:
-    """Somebody at a terminal, whose messages are known."""
+    """A user at a terminal with given messages."""
 
     is_interactive = True
 
@@ -314,7 +314,7 @@ def test_interrupt_after_an_answer_does_not_end_the_chat(monkeypatch: pytest.Mon
     for module in (sys.modules[Chat.__module__], sys.modules[Writer.__module__]):
         monkeypatch.setattr(module, "print_notice", say_and_be_interrupted)
     conversation = Conversation(SamplingParams())
-    Chat(llm, conversation, Sitter("Hi", "And?"), Shown()).run()  # type: ignore[arg-type]
+    Chat(llm, conversation, Sitter("Hi", "And?"), DisplayOptions()).run()  # type: ignore[arg-type]
     assert [turn["content"] for turn in conversation.turns] == ["Hi", TEXT, "And?", TEXT]
     assert told[1] == "Ctrl-D or /exit ends"
 
@@ -363,7 +363,7 @@ def sit(gate: Path) -> Iterator[Sit]:
         def sit(*arguments: str) -> Any:
             ours, theirs = os.openpty()
             stack.callback(os.close, theirs)
-            # the first terminal that the leader of a session opens is its own; what that is set to is printed before and behind
+            # the first terminal that the leader of a session opens is its own; what that is set to is printed before and after
             script = 'exec <"$0" >"$0" 2>&1; trap : INT; stty rows 24 cols 80; stty -g; "$@"; echo "status $?"; stty -g'
             line = ["sh", "-c", script, os.ttyname(theirs), sys.executable, "-c", DRIVER, str(TESTS), str(gate), *arguments]
             environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "NO_COLOR": "1"}
@@ -443,4 +443,4 @@ def test_ctrl_c_during_an_answer_keeps_the_typed_input_and_the_chat(sit: Sit, ga
     terminal.expect_exact("not a command")
     terminal.send("/retry\r")
     terminal.expect_exact(said("kept"))
-    leave(terminal)  # status 0: somebody was there to see the errors
+    leave(terminal)  # status 0: the errors were shown interactively

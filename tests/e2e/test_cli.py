@@ -115,7 +115,7 @@ def test_show_drafts_ends_where_a_stop_string_cut_the_text(fake_llm: type[FakeLL
     assert _invoke("run", "Once", "--show-drafts").stdout == "{The}[ quick br]\n"
 
 
-# --- what is asked of the engine ---
+# --- options of the engine ---
 
 
 def test_run_completes_the_prompt_unchanged(fake_llm: type[FakeLLM]) -> None:
@@ -604,7 +604,7 @@ LIMITS = ("--max-tokens", "32", "--ignore-eos", "--offline")
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, dict[str, Any]]:
-    """What the embedded model says to PROMPT, by drafter."""
+    """Output of the embedded model for PROMPT, by drafter."""
     with pytest.MonkeyPatch.context() as patch:
         _keep_library_settings(patch)
         return {drafter: _answer(drafter) for drafter in ("none", "ngram", "auto")}

@@ -1,4 +1,4 @@
-"""`paceline doctor`: what it says of good and bad pairs and files, how fast, and with which libraries."""
+"""`paceline doctor`: its reports on good and bad pairs and files, its run time, and the libraries it imports."""
 
 import json
 import os
@@ -459,7 +459,7 @@ def test_doctor_compares_the_vocabulary_of_a_gguf_draft_model(tmp_path: Path) ->
     assert size == 263
     path = write_gguf(directory, tmp_path / "draft.gguf", "Q8_0", metadata=byte_level_vocabulary(directory))
     code, facts = ask("--model", directory, "--drafter", path)
-    assert (code, pair_of(facts)["match"]) == (0, "padded")  # the file knows nothing of two added tokens
+    assert (code, pair_of(facts)["match"]) == (0, "padded")  # the file lacks two added tokens
     assert facts["drafters"][0]["model"]["stored_as"] == "gguf, Q8_0"
     memory = facts["memory"]
     assert memory["draft_weights_bytes"] < memory["target_weights_bytes"]

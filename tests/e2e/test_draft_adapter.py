@@ -1,4 +1,4 @@
-"""A LoRA adapter for the draft model: it guesses as the adapter has it, and no token changes."""
+"""A LoRA adapter for the draft model: drafts follow the adapter, and no token changes."""
 
 from collections.abc import Callable
 from pathlib import Path

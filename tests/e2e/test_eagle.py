@@ -76,7 +76,7 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 class PlainTargets:
-    """What targets say by themselves, each opened and asked once."""
+    """Outputs of targets without drafts; each is opened and run once."""
 
     def __init__(self) -> None:
         self._llms: dict[Path, LLM] = {}
@@ -132,12 +132,12 @@ def test_perfect_eagle_tree_is_accepted_in_the_paths_layout(name: str, heads: He
 
 
 def test_eagle_skips_a_cached_prefix_that_ran_without_the_head(heads: Heads, plain: PlainTargets) -> None:
-    """Rows that ran without the head: it drafts from what is behind them, at the right places."""
+    """Rows that ran without the head: it drafts from the rows after them, at the right positions."""
     for name, is_perfect in (("reading", True), ("reading 3", True), ("listening", False)):
         llm = open_llm(heads(name))
         (text,) = prompts(100)
         (expected,) = plain(heads(name), [text])
-        generate_without_head(llm, text)  # the cache knows the prompt, the head does not
+        generate_without_head(llm, text)  # the prompt is in the target's cache, but not in the head's
         seen: list[int] = []
         pairs = drafter_of(llm).pairs
         keep = pairs.mark_computed
@@ -208,7 +208,7 @@ def test_eagle_head_loaded_for_another_target_is_refused(heads: Heads, tmp_path:
 
 
 def test_eagle_head_with_fewer_embeddings_than_tokens_is_refused(tmp_path: Path) -> None:
-    """Where it ends within the padding behind them, no id is guessed that it could not go on from."""
+    """If the text ends within the padding after them, only ids with an embedding are drafted."""
     target = write_checkpoint(tmp_path / "target", "llama")
     write_tokenizer(target, vocab_size=80)  # of 97 rows
     for rows in (79, 80):

@@ -1,4 +1,4 @@
-"""Everything that can go wrong is one clear error of the right class, and nothing is left behind."""
+"""Every failure is one clear error of the right class, and leaves no resources."""
 
 import json
 import logging
@@ -197,7 +197,7 @@ def test_closed_stream_frees_its_blocks(llm: LLM, count: int) -> None:
 
 
 class FailingDrafter(Drafter):
-    """Does as it is told; fails nowhere but there."""
+    """Fails only in the given method."""
 
     name = "failing"
 
@@ -323,7 +323,7 @@ class PanicException(BaseException):
 
 
 class Panicking:
-    """The tokenizers library, until a method of it is told to panic."""
+    """The tokenizers library, with methods that panic on demand."""
 
     def __init__(self, library: Any, method: str) -> None:
         self._library, self._method = library, method
@@ -352,7 +352,7 @@ def test_tokenizer_panic_ends_its_request_alone(llm: LLM, method: str, monkeypat
 
 
 def test_too_long_prompt_error_gives_advice_that_works(directory: Path) -> None:
-    """Whoever follows it gets further, and is never sent back."""
+    """Following the error's advice works and does not lead to an earlier error."""
     with raises(RequestError, "maximum context length is 64 tokens", "shorten the prompt or raise max_model_len"):
         open_llm(directory, max_model_len=64).generate([[5] * 64])
     assert len(open_llm(directory, max_model_len=65).generate([[5] * 64], GREEDY)[0].token_ids) == 1

@@ -1,4 +1,4 @@
-"""Assistants of Gemma 4 in the engine: right where they must be, never wrong, found beside their target, refused beside others."""
+"""Gemma 4 assistants in the engine: accepted where they must be, found next to their target, refused for others."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def open_llm(target: Path, drafter: str | list[str], **options: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and an assistant that know nothing of one another."""
+    """A target and an assistant with unrelated random weights."""
     folder = tmp_path_factory.mktemp("pair")
     return write_target(folder / "target"), write_assistant(folder / "assistant", **CLUSTERS)
 
@@ -62,7 +62,7 @@ def test_perfect_gemma4_assistant_is_always_accepted(tmp_path: Path, changes: di
 
 @pytest.mark.parametrize("shape", [{"num_speculative_tokens": 4}, {"num_speculative_tokens": 4, "tree_width": 3}], ids=["chain", "tree"])
 def test_gemma4_assistant_of_a_moe_target_changes_no_token(tmp_path: Path, shape: dict[str, int]) -> None:
-    """As beside 26B-A4B: a batch whose rows choose experts of their own, and each alone."""
+    """As with 26B-A4B: a batch whose rows choose different experts, and each row alone."""
     values = {**EXPERTS, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
     target, assistant = write_target(tmp_path / "target", **values), write_assistant(tmp_path / "assistant")
     plain, drafting = open_llm(target, "none"), open_llm(target, str(assistant), **shape)
@@ -78,7 +78,7 @@ def test_gemma4_assistant_of_a_moe_target_changes_no_token(tmp_path: Path, shape
 
 
 def test_gemma4_assistant_drafts_do_not_depend_on_earlier_steps(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """After steps that kept and dropped guesses, windows that moved and cached prompts."""
+    """After steps that accepted and rejected drafts, moving windows and cached prompts."""
     target, assistant = pair
     llm = open_llm(target, str(assistant), prefill_chunk_size=32)
     seen: list[tuple[list[int], list[int]]] = []
@@ -96,17 +96,17 @@ def test_gemma4_assistant_drafts_do_not_depend_on_earlier_steps(pair: tuple[Path
     runtime = load_runtime(target, RuntimeOptions(numerics=Numerics.FAST, num_threads=2, backend="native")).runtime
     network = AssistantNetwork(load_assistant(HeadFiles.open(assistant), runtime.config), runtime, max_model_len=256)
     cache = runtime.new_cache(16)
-    for token_ids, guessed in seen[::7]:
+    for token_ids, drafted in seen[::7]:
         sequence, behind = cache.new_sequence(), len(token_ids) - 1
         output = runtime.forward(*assemble_pass([cache.reserve(sequence, range(-1, behind - 1))], [token_ids[:-1]], [[0]]))
         cache.keep_path(sequence, behind - 1)
         token, feature, expected = token_ids[-1], output.hidden_states[-1:].copy(), list[int]()
-        for _ in guessed:
+        for _ in drafted:
             output = network.forward([TreeLevelInput((token,), feature, sequence)], None, None)
             ids, scores = network.cluster_candidates(output, 0, VOCAB_SIZE)
             token, feature = int(ids[scores.argmax()]), output.results[FEATURE].copy()
             expected.append(token)
-        assert guessed == expected, len(token_ids)
+        assert drafted == expected, len(token_ids)
         cache.release(sequence)
     assert len(seen) > 100
 

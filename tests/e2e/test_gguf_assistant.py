@@ -1,4 +1,4 @@
-"""Assistants of Gemma 4 in GGUF files: as right as the directory of the same weights, found beside their target, refused when damaged."""
+"""Gemma 4 assistants in GGUF files: equal to the directory of the same weights, found next to their target, refused when damaged."""
 
 import shutil
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def open_llm(target: Path, drafter: str | list[str], **options: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """A target and an assistant, in directories, that know nothing of one another."""
+    """A target and an assistant in directories, with unrelated random weights."""
     made: dict[str, tuple[Path, Path]] = {}
 
     def pair(kind: str) -> tuple[Path, Path]:
@@ -81,7 +81,7 @@ def loaded(path: Path, target: Path) -> Assistant:
 
 def check_equal(found: Assistant, expected: Assistant) -> None:
     """All that they compute from, bit for bit."""
-    layers = replace(found.config.layers, family=expected.config.layers.family)  # a file does not tell the two families apart
+    layers = replace(found.config.layers, family=expected.config.layers.family)  # a file does not distinguish the two families
     assert replace(found.config, layers=layers) == expected.config
     assert set(found.weights) == set(expected.weights)
     for name in expected.weights:
@@ -116,7 +116,7 @@ def test_gguf_assistant_equals_its_safetensors_directory(
 def test_gguf_assistant_names_of_older_converters_are_read(
     pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, names: dict[str, str], metadata: dict[str, Any]
 ) -> None:
-    """Older converters had others; what no name tells is known by its shape."""
+    """Older converters used other names; unnamed tensors are recognised by their shapes."""
     target, directory = pair_of("clusters")
     path = write_gguf_assistant(directory, tmp_path / "assistant.gguf", architecture="gemma4_assistant", names=names, metadata=metadata)
     check_equal(loaded(path, target), loaded(directory, target))
@@ -124,7 +124,7 @@ def test_gguf_assistant_names_of_older_converters_are_read(
 
 @pytest.mark.parametrize(("changes", "types"), [({}, "Q8_0"), (CLUSTERS, "Q8_0"), (CLUSTERS, "BF16")])
 def test_perfect_gguf_assistant_is_always_accepted_by_a_gguf_target(tmp_path: Path, changes: dict[str, Any], types: str) -> None:
-    """Quantised as well: the roundings of both are small beside how sure they are."""
+    """Quantised as well: rounding errors are small compared with the margins."""
     target, directory, successor = write_right_pair(tmp_path, sharpness=3.0, **changes)
     model = write_gguf_target(target, tmp_path / "model.gguf", types)
     path = write_gguf_assistant(directory, tmp_path / "assistant.gguf", types)
@@ -140,7 +140,7 @@ def test_perfect_gguf_assistant_is_always_accepted_by_a_gguf_target(tmp_path: Pa
 
 
 def test_gguf_assistant_next_to_its_target_is_used_by_default(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
-    """In the folder `assistant` beside a GGUF file, or of a directory; one of another model there is not for this one."""
+    """In the folder `assistant` next to a GGUF file, or in a directory; one for another model is not used."""
     target, directory = pair_of("clusters")
     model = write_gguf_target(target, tmp_path / "model.gguf")
     folder = tmp_path / "assistant"

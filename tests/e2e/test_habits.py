@@ -1,4 +1,4 @@
-"""Calls as users of other libraries write them: the same work, or one error that says our name for it."""
+"""Calls as users of other libraries write them: they work, or one error gives paceline's name."""
 
 import asyncio
 import copy

@@ -71,7 +71,7 @@ def default_of(head: Path, target: Path) -> EagleConfig:
 
 
 def notes_of(target: Path, head: Path, **options: object) -> list[str]:
-    """What a probe says about the head's options."""
+    """A probe's result for the head's options."""
     arguments = {"model": str(target), "drafter": str(head), "drafter_options": options, **LIMITS}
     question = DoctorOptions(model=str(target), drafters=(str(head),), drafter_options=options, probe_arguments=arguments)
     found = diagnose(question)

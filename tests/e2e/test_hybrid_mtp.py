@@ -1,4 +1,4 @@
-"""Qwen's hybrid families guess with the module of their own files, and say what is wrong with one."""
+"""Qwen's hybrid families draft with the MTP module in their files; errors name what is wrong with one."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_hybrid_model_with_mtp_drafts_equals_plain_decoding(
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_mtp_module_is_found_without_its_config_field(tmp_path: Path, count: int) -> None:
-    """Fine-tuned checkpoints say 0 and hold one, or say 1 and hold none."""
+    """Fine-tuned checkpoints may state 0 modules and contain one, or state 1 and contain none."""
     target = write_whole(tmp_path) if count == 0 else write_host(tmp_path / "model", "qwen3_5")
     change_config(target, mtp_num_hidden_layers=count)
     assert open_llm(target, "auto").drafter_name == ("ngram+mtp" if count == 0 else "ngram")
@@ -95,7 +95,7 @@ def test_mtp_module_is_found_without_its_config_field(tmp_path: Path, count: int
 
 @pytest.mark.parametrize("prefix", ["mtp.", "model.mtp."])
 def test_mtp_module_of_a_multimodal_model_drafts_its_text(tmp_path: Path, prefix: str) -> None:
-    """As Qwen3.5 is published: the text model nested, images beside it, the module at the top."""
+    """As Qwen3.5 is published: the text model is nested next to the image encoder, the module is at the top level."""
     target = write_whole(tmp_path, prefix=prefix)
     expected = [output.token_ids for output in open_llm(target, "none").generate(PROMPTS, GREEDY)]
     values = json.loads((target / "config.json").read_text(encoding="utf-8"))

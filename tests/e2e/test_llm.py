@@ -1,4 +1,4 @@
-"""The public class as a caller meets it: what goes in, what comes out, and that how it was asked changes no token."""
+"""The public class `LLM`: inputs, outputs, and that the form of a call changes no token."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -266,7 +266,7 @@ def test_profile_is_stored_in_the_configured_cache_directory(shared_llm: LLM, me
 
 def test_explain_shows_drafts_and_costs() -> None:
     llm = LLM("mini", drafter="ngram", threads=2)
-    for _ in range(8):  # on a busy machine measured passes may say that no draft pays
+    for _ in range(8):  # on a busy machine, measured passes may indicate that no draft pays
         (output,) = llm.generate("one two three " * 20, SamplingParams(max_tokens=64, ignore_eos=True), speculation={"trees": True})
         drafted = [step for step in output.steps or () if step.draft_token_ids]
         if drafted:

@@ -50,7 +50,7 @@ def test_medusa_tree_of_each_kind_accepts_the_right_path(
     for params in (GREEDY, SAMPLED):
         for output, prompt in zip(llm.generate(PROMPTS, params), PROMPTS, strict=True):
             assert output.token_ids == follow(successor, prompt, 40)
-            assert output.speculation.steps == 1 + (8 if tree != "mc_sim_7b_63" else 10)  # its fourth level begins behind 40 nodes
+            assert output.speculation.steps == 1 + (8 if tree != "mc_sim_7b_63" else 10)  # its fourth level begins after 40 nodes
             assert output.speculation.num_draft_tokens > 2 * output.speculation.num_accepted_tokens  # it was a tree
 
 

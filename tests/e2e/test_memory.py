@@ -1,4 +1,4 @@
-"""What opening a model takes, at its peak and after, is what doctor says before: weights, keys and values, a pass, and the drafter's.
+"""Memory of opening a model, peak and afterwards, equals doctor's estimate: weights, keys and values, a pass, and the drafter.
 
 In a process of its own each, above what one has that has run the mini. Small counts: the forms that are laid out anew.
 """

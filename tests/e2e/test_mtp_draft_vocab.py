@@ -1,4 +1,4 @@
-"""MTP modules that guess among the first ids alone: which guesses these are, and that no token changes."""
+"""MTP modules with a draft vocabulary of the first ids: which tokens they draft, and that no token changes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_draft_vocab_size_limits_mtp_logits_to_the_first_ids(tmp_path: Path, sto
     part = open_mtp_head(restrict_draft_vocab(module, range(FIRST)), num_threads=2, max_model_len=128, backend=backend)
     logits: NDArray[np.float32] = run(whole, ranks=False).logits.copy()
     assert logits.shape == (20, VOCABULARY)
-    assert (logits.argmax(axis=1) >= FIRST).any(), "some guesses are others"
+    assert (logits.argmax(axis=1) >= FIRST).any(), "some of its tokens are others"
     found = run(part, ranks=False).logits.copy()
     assert found.shape == (20, FIRST)
     if backend == "native":
@@ -243,7 +243,7 @@ def test_draft_vocab_changes_no_token(
     quantization: str,
     acceptance: str,
 ) -> None:
-    """What is sampled with rejection depends on the guesses; its draft probabilities are over the first ids."""
+    """With rejection sampling the output depends on the drafts; draft probabilities are over the first ids."""
     trees: list[DraftTree] = []
     propose = EagleStyleDrafter.propose
 

@@ -96,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
-        monkeypatch.setenv(name, "1")  # set by the commands if nobody has: so that it is taken back
+        monkeypatch.setenv(name, "1")  # the commands set it if it is unset; monkeypatch restores it
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -27,7 +27,7 @@ def test_recurrent_state_records_of_long_prompts_are_bounded(hybrid: Path, monke
     counts, real = [], RecurrentStateCache._take_records
     monkeypatch.setattr(RecurrentStateCache, "_take_records", lambda memory, text, count: counts.append(count) or real(memory, text, count))
     llm = LLM(str(hybrid), drafter=str(hybrid), num_speculative_tokens=4, max_model_len=512, kv_cache_gb=0.1, dtype="f32", threads=1)
-    llm.engine.speculator.policy = FixedDraftLength(4)  # it always guesses
+    llm.engine.speculator.policy = FixedDraftLength(4)  # it always drafts
     counts.clear()
     prompt = np.random.default_rng(0).integers(1, llm.vocab_size, 480).tolist()
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))

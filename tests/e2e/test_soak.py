@@ -124,7 +124,7 @@ def fork(soak: Soak, random: np.random.Generator) -> None:
             except ConfigError:
                 code = 3
         except BaseException:
-            traceback.print_exc()  # nobody else can say what it was
+            traceback.print_exc()  # the parent cannot report the cause
         finally:
             os._exit(code)
     deadline = time.monotonic() + PATIENCE_S

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoints import write_checkpoint
+from harness.checkpoints import MUSE_GLIMMER, write_checkpoint
 from harness.expert_checkpoints import CASES as EXPERTS
 from harness.gemma4_checkpoints import GEMMA4
 from harness.hybrid_checkpoints import CASES as HYBRIDS
@@ -25,6 +25,7 @@ MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": EXPERTS["gpt_oss"],
     "deepseek": EXPERTS["deepseek_v3"],
+    "muse_glimmer": ("muse_glimmer_text", MUSE_GLIMMER),
     "qwen3_5": HYBRIDS["qwen3_5-moe"],
     "lfm3": HYBRIDS["lfm3"],
     "granite": HYBRIDS["granite"],

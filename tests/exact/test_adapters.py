@@ -1,4 +1,4 @@
-"""Promise 1 beside adapters: whoever shares the batch, the prompt and the cache, a request gets what it gets alone with its adapter."""
+"""Promise 1 with adapters: a request's output does not depend on other requests in the batch, shared prompts or the cache."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -192,7 +192,7 @@ class Events:
 
     def __init__(self, given: Given, llm: LLM, random: np.random.Generator) -> None:
         self.given, self.llm, self._random = given, llm, random
-        self._loaded: dict[str, str] = {}  # what a name stands for now
+        self._loaded: dict[str, str] = {}  # adapter that the name refers to now
         self._live: dict[Request, tuple[str | None, int]] = {}
         self._answers: dict[tuple[str | None, int], RequestOutput] = {}
         self.num_compared = self.num_refused = 0

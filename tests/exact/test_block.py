@@ -30,6 +30,7 @@ MAX_ROUNDS = 12
 TARGETS = [
     *("llama-f32-native", "llama-bf16-native", "qwen3-f32-paths", "qwen3-bf16-native", "sliding-f32-native", "sliding-bf16-paths"),
     *("gemma4-f32-native", "gemma4-bf16-paths", "gpt_oss-f32-native", "gpt_oss-bf16-paths"),
+    *("muse_glimmer-f32-native", "muse_glimmer-bf16-paths"),
     *(f"{name}-{dtype}-native" for name in (*HYBRIDS, "nemotron_h") for dtype in ("f32", "bf16")),
 ]
 SHAPES = {"chain": (7, 1), "tree": (5, 3)}  # depth and width
@@ -40,6 +41,7 @@ NORMAL = {
     ("gpt_oss-bf16-paths", "dflash", "tree"),
     ("lfm3-f32-native", "dspark-unaligned", "chain"),
     ("qwen3_5-f32-native", "dflash2", "tree"),
+    ("muse_glimmer-f32-native", "dflash-sliding-both-ways", "chain"),
 }
 """Cases of a normal run."""
 

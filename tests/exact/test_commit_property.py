@@ -41,7 +41,7 @@ LETTERS = ("a", "b", "ab", "aab", " the", "é", "你", "😀", "👩‍🚀", "t
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, what the target says at every position, and what ends the request."""
+    """A prompt, the target's token at every position, and what ends the request."""
 
     prompt: list[int]
     script: list[int]  # by position, the prompt's included
@@ -137,7 +137,7 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
         seen = request.num_output_tokens
         if request.num_output_tokens and not request.is_finished:
             assert request.cached_sequence.committed_len == len(request.token_ids) - 1
-    kept_last = request.origins[-1] is TokenOrigin.ACCEPTED  # by a walk that went on behind the end: its row ran
+    kept_last = request.origins[-1] is TokenOrigin.ACCEPTED  # by verification that continued after the end: its row ran
     assert request.cached_sequence.committed_len == len(request.token_ids) - (not kept_last)
     assert request.error is None, request.error
     output = input_processor.make_output(request, numerics="exact", drafter="none")
@@ -147,7 +147,7 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
 
 
 def assert_as_defined(case: Case, ran: Ran, tokenizer: Tokenizer) -> None:
-    """The request ended with the first token that ends it, and its text is what its tokens say, up to the stop."""
+    """The request ended with the first token that ends it, and its text is that of its tokens, up to the stop."""
     params, ids = case.params, ran.output.token_ids
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else case.eos_ids)}
     limit = min(params.max_tokens, case.max_model_len - len(case.prompt))
@@ -183,7 +183,7 @@ def assert_same(case: Case, blocks: Ran, ones: Ran, *, walks_on: bool) -> None:
     """Everything that is left of a request, but for how its tokens came.
 
     Args:
-        walks_on: walks go on behind the end, so that commit is left to cut.
+        walks_on: verification continues after the end, so that only commit cuts.
     """
     for name in ("token_ids", "text", "finish_reason", "usage", "seed", "logprobs"):
         assert getattr(blocks.output, name) == getattr(ones.output, name), name
@@ -231,7 +231,7 @@ def compare(tokenizer: Tokenizer, random: np.random.Generator, num_blocks: int, 
         met["blocks"] += blocks.num_blocks
         met["tokens"] += len(ones.output.token_ids)
         met[how_it_ended(case, ones)] += 1
-        met["ended within a block"] += ones.output.finish_reason == "stop" and drafter.num_guessed > len(ones.request.token_ids)
+        met["ended within a block"] += ones.output.finish_reason == "stop" and drafter.num_drafted > len(ones.request.token_ids)
         met["blocks of several"] += sum(blocks.request.stats.num_accepted_tokens_by_position[:1])
     return met
 
@@ -260,7 +260,7 @@ def test_request_ends_at_the_same_token_with_single_and_multi_token_steps(
 
 @pytest.fixture
 def walks_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Walks that go on behind the end, as far as guesses are right."""
+    """Verification that continues after the end, as far as drafts are right."""
     monkeypatch.setattr(FinishCheck, "finishes_with", lambda self, token_id: False)
 
 

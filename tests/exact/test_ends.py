@@ -1,8 +1,8 @@
-"""What a request gives, or fails with, does not depend on guesses, wherever and however it ends.
+"""The output or error of a request does not depend on drafts, wherever and however it ends.
 
 Grammars, stop texts, bans, repeated n-grams, minimum lengths and processors that raise are drawn at random, for models with and without
-an end token. Plainly decoded, each request gives a text, or some tokens and an error. With guesses that know the text it must give the
-same: rows behind its end are none that plain decoding reaches, so what is wrong with them is nobody's business.
+an end token. Plainly decoded, each request gives a text, or some tokens and an error. With drafts that are mostly right it must give the
+same: rows after its end are none that plain decoding reaches, so errors in them must not matter.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ pytest.importorskip("llguidance")
 
 
 class Raising:
-    """A processor that fails behind some texts; others it leaves alone."""
+    """A processor that fails after some texts."""
 
     def __init__(self, length: int, kind: int) -> None:
         self._length, self._kind = length, kind
@@ -48,7 +48,7 @@ class Raising:
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, what the target says at every position, and what the request asks for."""
+    """A prompt, the target's token at every position, and the request's options."""
 
     prompt: list[int]
     script: list[int]
@@ -171,7 +171,7 @@ def _score(distribution: Any, token: int) -> float:
 
 
 def compare(tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor], random: np.random.Generator, count: int) -> Counter[str]:
-    """So many requests, plainly and with guesses, by both rules; what was met."""
+    """Run requests with and without drafts, with both acceptance rules; return which cases occurred."""
     met: Counter[str] = Counter()
     target = WrittenTarget()
     cache = target.new_cache(60)
@@ -180,11 +180,11 @@ def compare(tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor],
         input_processor = makers[case.eos_ids]
         try:
             plain = run(case, input_processor, cache, target, None, Acceptance.MATCH)
-        except RequestError:  # what was asked for does not compile
+        except RequestError:  # the grammar does not compile
             continue
         text = [*case.prompt, *plain.token_ids, *case.script[len(case.prompt) + len(plain.token_ids) :]]
-        guessed = run(case, input_processor, cache, target, BlockDrafter(text, input_processor.vocab_size, random), Acceptance.MATCH)
-        assert guessed == plain
+        drafted = run(case, input_processor, cache, target, BlockDrafter(text, input_processor.vocab_size, random), Acceptance.MATCH)
+        assert drafted == plain
         drafter = (BlockDrafter if random.random() < 0.3 else DrawingDrafter)(text, input_processor.vocab_size, random)
         rejected = run(case, input_processor, cache, target, drafter, Acceptance.REJECTION)
         if case.params.is_greedy:

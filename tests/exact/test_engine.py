@@ -1,4 +1,4 @@
-"""Promise 1 in the engine: whoever else is there, comes, goes, takes the room or shares a prompt, a request gets what it gets alone."""
+"""Promise 1 in the engine: a request's output does not depend on other requests, preemption or shared prompts."""
 
 import asyncio
 from collections import Counter
@@ -31,7 +31,7 @@ from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.request import FinishReason, Request
 
 Directory = Callable[[str], Path]
-NUM_BLOCKS = 8  # one more than the longest request may need: most of the others must wait, give way or forget
+NUM_BLOCKS = 8  # one more than the longest request may need: most others must wait, be preempted or lose cached blocks
 PLENTY = 40
 MAX_ROUNDS = 12
 TEXT_DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "several", "oracle", "wrong", "chaos"]
@@ -59,7 +59,7 @@ IN_A_NORMAL_RUN = {
 
 @dataclass(frozen=True)
 class Given:
-    """A target, what is asked of it with the answers, and what its drafters load, by kind."""
+    """A target, its requests with the expected outputs, and the files of its drafters by kind."""
 
     solo: Solo
     jobs: list[list[Job]]
@@ -112,7 +112,7 @@ def test_every_request_of_a_batch_equals_the_request_alone(
     for jobs in given.jobs:
         for enable_prefix_caching in (True, False) if large_counts else (len(kind) % 2 == 0,):
             llm = given.open(kind, random, jobs, enable_prefix_caching=enable_prefix_caching)
-            for _ in range(MAX_ROUNDS):  # one, unless nobody had to give way or nothing was forgotten
+            for _ in range(MAX_ROUNDS):  # one round, unless no request was preempted or nothing was evicted
                 traffic = Traffic(llm, jobs, random)
                 traffic.run()
                 check_clean(llm)
@@ -184,7 +184,7 @@ def test_random_engine_events_leak_no_block_and_change_no_token(
             with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
                 patch.setattr(llm.runtime, "forward", interrupted(llm.runtime.forward, is_behind_pass=is_behind_pass))
                 engine.step()
-                continue  # there was no pass: whoever ran had to make room
+                continue  # there was no pass: the running request was preempted
             assert not any(request.error or request.cached_sequence.plan for request in traffic.live)
         elif event == "step":
             oldest = running[0] if running else None
@@ -298,7 +298,7 @@ def faulty(given_of: GivenOf, seed: int) -> Faulty:
 
 @pytest.fixture
 def differs() -> Any:
-    """Some request's tokens are not those it gets alone; the message says whose."""
+    """Raised if a request's tokens differ from those it gets alone."""
     return pytest.raises(AssertionError, match=r"prompt of \d+, sample \d")
 
 

@@ -1,4 +1,4 @@
-"""Constrained output is the same with speculation off and on, and it is what the grammar says."""
+"""Constrained output is the same with speculation off and on, and it matches the grammar."""
 
 import json
 from collections import Counter
@@ -161,7 +161,7 @@ def test_drafts_change_no_answer_after_reasoning(mini_dir: Path, large_counts: b
 
 
 def test_fault_of_drafts_without_the_grammar_is_found(reference: ReferenceOutput, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask that forgets the path is right at the root only."""
+    """A mask that ignores the path is right only at the root."""
     from paceline.sampling.grammars.matcher import GrammarMatcher
 
     real = GrammarMatcher.mask

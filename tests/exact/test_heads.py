@@ -1,4 +1,4 @@
-"""Promise 1 with heads, draft models and stacks, whether they know the target or not: nobody's guesses change a token."""
+"""Promise 1 with heads, draft models and combined drafters, trained for the target or not: drafts change no token."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +52,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Given:
-    """A target with its pairs, what is asked of it, and what it answers to each alone."""
+    """A target with its drafters, its requests, and its output for each request alone."""
 
     solo: Solo
     pairs: dict[str, Pair]
@@ -153,7 +153,7 @@ def test_heads_of_every_kind_change_no_token(
     large_counts: bool,
     tally: "Counter[str]",
 ) -> None:
-    """As a batch that does not fit, so that some are preempted, and one by one, behind prefixes that are cached."""
+    """As a batch that does not fit, so that some are preempted, and one by one, with cached prefixes."""
     given = given_of(target)
     llm = given.open(kind, *SHAPES[shape])
     for sampling in SAMPLINGS if large_counts else ("greedy", "sampled"):
@@ -235,7 +235,7 @@ def test_rejection_sampling_works_with_every_head(
 
 
 def check_rejected(output: RequestOutput, params: SamplingParams) -> None:
-    """A text under the second rule ends as asked, and its counters add up."""
+    """With acceptance "rejection" a text ends as requested, and its counters add up."""
     stats, ids, stops = output.speculation, output.token_ids, set(params.stop_token_ids)
     assert stats.acceptance == stats.as_dict()["acceptance"] == "rejection"
     assert stats.num_emitted_tokens == stats.num_accepted_tokens + stats.num_bonus_tokens == len(ids)

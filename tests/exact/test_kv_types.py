@@ -18,7 +18,7 @@ from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.speculation.drafter import Drafter
 
 BY_TYPE = pytest.mark.parametrize("kv_cache_dtype", [one.value for one in KVCacheDtype])
-LENGTHS = (251, 40, 507)  # outputs go on across the ends of splits, behind 256 and 512 positions
+LENGTHS = (251, 40, 507)  # outputs continue across the ends of splits, at 256 and 512 positions
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True, seed=3)
 FREE = SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, seed=3)
 Outputs = list[Sequence[int]]
@@ -41,7 +41,7 @@ def prompts() -> list[list[int]]:
 
 
 def answers(directory: Path, kv_cache_dtype: str, params: SamplingParams, drafter: str | Drafter = "none", **options: Any) -> Outputs:
-    """The output tokens of each prompt, all in one engine, and again behind what it has kept of them."""
+    """The output tokens of each prompt, all in one engine, and again with the prefixes that it has cached."""
     given = {"threads": 2, "device": "cpu", "backend": "native", "max_model_len": 700, "kv_cache_gb": 0.02, **options}
     with LLM(str(directory), drafter=drafter, kv_cache_dtype=kv_cache_dtype, **given) as llm:
         found = llm.generate(prompts(), params)

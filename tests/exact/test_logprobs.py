@@ -1,4 +1,4 @@
-"""Log-probabilities are the target's own: the same bits whatever drafts and whoever else is there, and transformers' within 1e-4."""
+"""Log-probabilities are the target's own: the same bits with any drafter and batch, and those of transformers within 1e-4."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -50,7 +50,7 @@ class Walks:
 
 
 def likeliest_path(tree: DraftTree) -> list[int]:
-    """The nodes a head holds likeliest one behind the other; a tree of paths that are likely as a whole may go deeper elsewhere."""
+    """The chain of the most probable tokens of a head; a tree of paths that are likely as a whole may go deeper elsewhere."""
     path = [0]
     while children := tree.children(path[-1]):
         path.append(children[0])
@@ -98,7 +98,7 @@ def plain_of(heads: PerfectHeads) -> Iterator[PlainOf]:
 
 
 class Plain:
-    """A target decoded plainly, alone; it remembers its answers."""
+    """A target decoded plainly and alone; caches its outputs."""
 
     def __init__(self, directory: Path) -> None:
         self.solo = Solo(directory, "f32", "native")
@@ -172,7 +172,7 @@ def test_perfect_head_is_always_accepted(
             assert walks.kept >= 0.97 * walks.possible > 60, walks  # a draw may fall between two roundings of a distribution
     assert width == 1 or walks.branches > 0
     check_clean(scene.llm)
-    tally["token ids guessed by heads that must be right"] += scene.num_compared
+    tally["token ids drafted by heads that must be right"] += scene.num_compared
 
 
 def play(scene: Scene, plain: Plain, walks: Walks, *, seed: int) -> None:
@@ -192,7 +192,7 @@ def play(scene: Scene, plain: Plain, walks: Walks, *, seed: int) -> None:
     walks.assert_right()
 
     num_preemptions = stats().num_preemptions
-    scene.ask(prompts(31, 33, 50, 32, seed=seed + 7), replace(GREEDY, max_tokens=90))  # in chunks, beside others that draft
+    scene.ask(prompts(31, 33, 50, 32, seed=seed + 7), replace(GREEDY, max_tokens=90))  # in chunks, together with requests that draft
     assert stats().num_preemptions > num_preemptions
     walks.assert_right()
 
@@ -216,10 +216,10 @@ def play(scene: Scene, plain: Plain, walks: Walks, *, seed: int) -> None:
 def test_drafts_of_a_misread_head_are_mostly_rejected(
     name: str, heads: PerfectHeads, plain_of: PlainOf, walks: Walks, tally: "Counter[str]"
 ) -> None:
-    """Halves swapped, offsets of ids taken for ids, or every head one token further than its place says."""
+    """Halves swapped, offsets of ids taken for ids, or every head one token further than its index."""
     scene = Scene(heads, name, plain_of(name), depth=3, width=1)
     scene.ask(prompts(31, 40, 70, 64, seed=9))
     assert walks.possible > 250
     assert walks.kept < 0.2 * walks.possible
     check_clean(scene.llm)
-    tally["token ids guessed by heads that are misread"] += scene.num_compared
+    tally["token ids drafted by heads that are misread"] += scene.num_compared

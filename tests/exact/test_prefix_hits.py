@@ -56,7 +56,7 @@ def targets(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 
 class Talks:
-    """A target's prompts and what it says to them without any cached rows, asked once each."""
+    """A target's prompts and its outputs without cached rows, computed once."""
 
     def __init__(self, solo: Solo) -> None:
         random = np.random.default_rng(3)
@@ -83,7 +83,7 @@ class Talks:
         return [*turns, *turns[-2:]]
 
     def behind_hits(self, params: SamplingParams) -> list[RequestOutput]:
-        """What plain decoding answers with a prefix cache, asked in this order."""
+        """Outputs of plain decoding with a prefix cache, in this order of requests."""
         if params not in self._behind_hits:
             self._behind_hits[params] = ask(
                 self._solo.open("none", num_blocks=NUM_BLOCKS, state_interval=BLOCK), self.sequence(params), params
@@ -102,7 +102,7 @@ def talks_of(targets: Targets) -> Callable[[str], Talks]:
 
 @pytest.fixture
 def open_with(targets: Targets, talks_of: Callable[[str], Talks]) -> OpenWith:
-    """A target by name with a drafter by kind; it is told what `params` gives."""
+    """A target by name with a drafter by kind, which gets the output for `params`."""
 
     def open_it(name: str, kind: str, params: SamplingParams = GREEDY, **options: Any) -> LLM:
         solo, drafts = targets(name)
@@ -213,7 +213,7 @@ def test_drafter_prefills_only_the_last_block_of_a_cached_prompt(
     assert kind == "medusa" or max(first) >= len(prompt) - BLOCK, "the first time it reads all of it"
     drafter_rows.clear()
     ask(llm, [prompt], params)
-    behind = len(prompt) - 96  # tokens behind the cached blocks
+    behind = len(prompt) - 96  # tokens after the cached blocks
     assert 0 < max(drafter_rows) <= max(behind + 2, DEPTH + 2), drafter_rows
     assert sum(first) - sum(drafter_rows) >= 95 or kind == "medusa", "a pair joins two tokens: there is one less"
     assert len(drafter_rows) <= len(first)

@@ -1,4 +1,4 @@
-"""`paceline prove` finds what changes a token and calls it a bug, and tells it from what rounding decides."""
+"""`paceline prove` reports changed tokens as bugs, and distinguishes them from rounding differences."""
 
 import importlib.util
 import json
@@ -167,7 +167,7 @@ def process_rows_without_the_path_to_them(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogitsProcessor, "edit", lambda self, logits, path=(): real(self, logits))
 
 
-def remember_a_rejected_guess_as_output(patch: pytest.MonkeyPatch) -> None:
+def count_a_rejected_token_as_output(patch: pytest.MonkeyPatch) -> None:
     def verify(tree: DraftTree, logits: Any, request: Any, walked: Any = None) -> VerifyResult:
         result = verify_module.verify(tree, logits, request, walked)
         if len(tree.token_ids) > 1 and not result.accepted_nodes:
@@ -260,7 +260,7 @@ FAULTS = (
     let_a_hit_go_one_row_too_far,
     key_noise_by_node,
     process_rows_without_the_path_to_them,
-    remember_a_rejected_guess_as_output,
+    count_a_rejected_token_as_output,
     drop_the_row_at_a_chunks_border,
     report_logprobs_of_the_next_row,
     let_siblings_see_one_another,
@@ -274,7 +274,7 @@ FAULTS = (
 def test_prove_reports_every_planted_fault(
     plant: Callable[[pytest.MonkeyPatch], None], prove: Prove, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prove_module, "MOST_BUGS", 1)
+    monkeypatch.setattr(prove_module, "MAX_BUGS", 1)
     plant(monkeypatch)
     code, report = prove("--tokens", 4 * TOKENS)
     assert (code, report["verdict"]) == (1, "bug")
@@ -318,7 +318,7 @@ def test_prove_reports_row_dependent_noise_as_near_ties(prove: Prove, monkeypatc
 def test_prove_reports_noise_above_the_load_measurement_as_a_bug(prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a kernel that is wrong for some shapes: passes of 1 and 8 rows are right."""
     jittery(monkeypatch, lambda rows: 2e-3 if rows in (1, 8) else 2e-1)
-    monkeypatch.setattr(prove_module, "MOST_BUGS", 5)
+    monkeypatch.setattr(prove_module, "MAX_BUGS", 5)
     code, report = prove("--numerics", "fast", "--tokens", 2 * TOKENS)
     assert (code, report["verdict"]) == (1, "bug")
     assert {"rows"} <= {finding["kind"] for finding in report["findings"]}, "seen where tokens agree too"
@@ -333,7 +333,7 @@ def test_prove_reports_wrong_token_choices_as_a_bug_despite_noise(
 ) -> None:
     jittery(monkeypatch, lambda rows: 1e-3)
     plant(monkeypatch)
-    monkeypatch.setattr(prove_module, "MOST_BUGS", 3)
+    monkeypatch.setattr(prove_module, "MAX_BUGS", 3)
     code, report = prove("--numerics", "fast")
     assert (code, report["verdict"]) == (1, "bug")
     assert all(finding["rows_differ_by"] is None or finding["rows_differ_by"] < report["noise_bound"] for finding in report["findings"])
@@ -342,14 +342,14 @@ def test_prove_reports_wrong_token_choices_as_a_bug_despite_noise(
 def test_prove_reports_inexact_rows_of_an_exact_backend_as_a_bug(prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     prove("--tokens", 1)  # the answer of the test at load is remembered
     jittery(monkeypatch, lambda rows: 1e-3)
-    monkeypatch.setattr(prove_module, "MOST_BUGS", 1)
+    monkeypatch.setattr(prove_module, "MAX_BUGS", 1)
     code, report = prove()
     assert code == 1
     assert report["findings"][0]["kind"] == "load"
     assert report["findings"][0]["rows_differ_by"] > 0.0
 
 
-# What a report says can be repeated.
+# Reports can be reproduced.
 
 
 def test_prove_with_the_same_seed_gives_the_same_report(prove: Prove) -> None:
@@ -362,7 +362,7 @@ def test_prove_with_the_same_seed_gives_the_same_report(prove: Prove) -> None:
 
 
 def test_prove_repeats_a_reported_case_by_number_and_by_file(prove: Prove, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(prove_module, "MOST_BUGS", 1)
+    monkeypatch.setattr(prove_module, "MAX_BUGS", 1)
     with pytest.MonkeyPatch.context() as patch:
         key_noise_by_node(patch)
         _, report = prove("--tokens", 4 * TOKENS)
@@ -405,7 +405,7 @@ def test_prove_finds_no_difference_for_every_kind_of_layer(
 def test_prove_finds_no_difference_in_300_000_tokens_of_mini(part: int, seed: int, tally: "Counter[str]") -> None:
     """In parts with cases and prompts of their own, so that a run that was stopped can go on."""
     skip_without_kernels()
-    prover = Prover(ProofOptions(num_tokens=100_000, seed=seed + part, asks_transformers=part == 0))
+    prover = Prover(ProofOptions(num_tokens=100_000, seed=seed + part, compares_transformers=part == 0))
     for _ in prover.run():
         pass
     proof = prover.proof
@@ -419,7 +419,7 @@ def test_prove_finds_no_difference_in_300_000_tokens_of_mini(part: int, seed: in
         assert proof.transformers.status == "agrees"
 
 
-# What is asked in the wrong way.
+# Invalid arguments.
 
 
 WRONG_USE = [

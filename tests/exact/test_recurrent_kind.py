@@ -1,7 +1,7 @@
-"""A kind of layer memory that the project does not know: a recurrent state. Its network runs in the real engine and says the same tokens.
+"""A layer cache defined only in this test: a recurrent state. Its network runs in the real engine and emits the same tokens.
 
 The toy network's logits depend on a state h_t = f(h_(t-1), token), computed by the memory's own rules, and on attention over rows in
-blocks. All its arithmetic is with integers, so one wrong row changes what it says.
+blocks. All its arithmetic is with integers, so one wrong row changes its output.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,19 +31,19 @@ from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.speculator import Speculator
 from paceline.speculation.tree import DraftTree
 
-SIZE, STRIDE = 4, 2  # slots of a block; a state is kept behind every second block
+SIZE, STRIDE = 4, 2  # slots of a block; a state is kept after every second block
 WIDTH, VOCAB, MODULUS = 3, 13, 10_007
 LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
 Values = NDArray[np.int64]
 
 
 class RecurrentStateCache(LayerCache):
-    """A state per sequence. A pass leaves the state behind each of its rows; that of the last row kept becomes the sequence's.
+    """A state per sequence. A pass leaves the state after each of its rows; that of the last row kept becomes the sequence's.
 
     Attributes:
-        behind: by sequence, the length and the state behind its committed rows; none = the state before any row.
-        left: by sequence, [num_rows, WIDTH] behind each row of the pass under way.
-        crossed: by sequence, states behind blocks that the last pass filled and nobody knows yet, by the block's index.
+        behind: by sequence, the length and the state after its committed rows; none = the state before any row.
+        left: by sequence, [num_rows, WIDTH] after each row of the pass under way.
+        crossed: by sequence, states after blocks that the last pass filled and nobody knows yet, by the block's index.
         kept: where sequences can begin.
     """
 
@@ -100,7 +100,7 @@ class RecurrentStateCache(LayerCache):
 
 
 class Toy(Network):
-    """The network. `said` computes from the whole text what `forward` computes from what it remembers."""
+    """The network. `said` computes from the whole text what `forward` computes from its state."""
 
     def __init__(self, layout: TreeLayout) -> None:
         random = np.random.default_rng(5)
@@ -160,7 +160,7 @@ class Toy(Network):
 
 
 class Knowing(Drafter):
-    """Knows what will be said; guesses some of it, with wrong guesses behind and beside."""
+    """Has the expected output; drafts some of it, with wrong draft tokens after and next to it."""
 
     name = "knowing"
 
@@ -168,9 +168,9 @@ class Knowing(Drafter):
         self._texts, self._random, self._has_branches = texts, random, has_branches
 
     def propose(self, requests: Sequence[EngineRequest], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        return [self._guess(request) for request in requests]
+        return [self._draft_tree(request) for request in requests]
 
-    def _guess(self, request: EngineRequest) -> DraftTree:
+    def _draft_tree(self, request: EngineRequest) -> DraftTree:
         text, start = self._texts[(request.seed, *request.token_ids[: request.num_prompt_tokens])], len(request.token_ids)
         right = text[start : start + int(self._random.integers(0, 6))]
         wrong = self._random.integers(0, VOCAB, 3).tolist()
@@ -182,7 +182,7 @@ class Knowing(Drafter):
 
 @dataclass
 class Traffic:
-    """Prompts that share beginnings, and what plain decoding without any cache says behind each."""
+    """Prompts that share beginnings, and the output of plain decoding without a cache for each."""
 
     toy: Toy
     prompts: list[list[int]]

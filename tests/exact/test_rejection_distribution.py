@@ -317,7 +317,7 @@ def _likeliest_first(tree: DraftTree) -> Iterable[int]:
 
 
 def _first_path_first(tree: DraftTree) -> Iterable[int]:
-    """As for chosen guesses: how far the first draws go on, which what is drawn there decides, says whether they are left as a chain."""
+    """As for chosen draft tokens: the length of the first chain, which depends on the drawn tokens, decides whether it stays a chain."""
     return dict.fromkeys((*tree.first_child_path(), *range(1, len(tree.parents))))
 
 
@@ -348,7 +348,7 @@ def test_pruning_a_sampled_tree_in_node_order_keeps_the_distribution(seed, monke
 
 @pytest.mark.parametrize("drafts", [sparse_probs, ending_probs])
 def test_fault_of_a_sampled_tree_that_widens_with_depth_is_found(drafts, seed):
-    """Where nothing is cut at all: two draws behind a chain, of which there may be fewer. So levels must not become wider."""
+    """Where nothing is cut at all: two draws after a chain, of which there may be fewer. So levels must not become wider."""
     cases = ((full_probs(seed, 2 * case), drafts(seed, 2 * case + 1, 3)) for case in range(NUM_WRONG_CUTS))
     assert any(distribution_of_step((0, 1, 2, 2), target, draft) != plain_distribution(target, 4) for target, draft in cases)
 

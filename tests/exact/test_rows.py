@@ -108,7 +108,7 @@ def compare_mixes(subject: Subject, seed: int, repeats: int) -> tuple[int, int]:
 
 
 def compare_trees(subject: Subject, seed: int, num_trees: int) -> tuple[int, int]:
-    """Random trees behind random prefixes, committed along a random path and continued; every node against decoding its path alone."""
+    """Random trees after random prefixes, committed along a random path and continued; every node against decoding its path alone."""
     random = np.random.default_rng(seed)
     runtime, cache = subject.runtime, subject.cache
     rows = differing = 0
@@ -118,7 +118,7 @@ def compare_trees(subject: Subject, seed: int, num_trees: int) -> tuple[int, int
         sequence = cache.new_sequence()
         run(runtime, cache, [(sequence, range(-1, len(prefix) - 1), prefix)])
         cache.keep_path(sequence, len(prefix) - 1)
-        for _ in range(2):  # the second tree grows behind what the first one committed
+        for _ in range(2):  # the second tree grows after what the first one committed
             size = int(random.integers(2, 13))
             parents = [-1, *sorted(int(random.integers(0, node)) for node in range(1, size))]
             tokens = random.integers(0, runtime.config.vocab_size, size).tolist()

@@ -1,4 +1,4 @@
-"""Over seeds, text made of verified guesses has exactly the target's distribution, and is each seed's plain text."""
+"""Over seeds, speculative output has exactly the target's distribution, and equals plain decoding for each seed."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,7 +16,7 @@ from paceline.speculation.tree import DraftTree
 from paceline.speculation.verify import VerifyResult, verify
 
 NUM_TOKENS = 3
-TARGET = ScriptedTarget(vocab_size=12, spread=1.0)  # flat enough for guesses to fail at every depth
+TARGET = ScriptedTarget(vocab_size=12, spread=1.0)  # flat enough that drafts fail at every depth
 PARAMS = {
     "top-k": SamplingParams(temperature=1.0, top_k=5),
     "penalties": SamplingParams(temperature=0.8, top_k=6, repetition_penalty=1.6, frequency_penalty=0.8, presence_penalty=0.6),
@@ -59,7 +59,7 @@ def _two_best_a_level(context: Tokens) -> Candidate:
 
 
 PROPOSERS: dict[str, Proposer] = {"chain": _argmax_chain, "tree": _two_best_a_level}
-# Parameters, guesses, and seeds by default: a text takes 0.5 ms, with penalties 0.8 ms.
+# Parameters, drafts, and default number of seeds: a text takes 0.5 ms, with penalties 0.8 ms.
 NUM_SEEDS = {("top-k", "chain"): 4_000, ("penalties", "tree"): 3_000, ("top-k", "tree"): 2_000, ("penalties", "chain"): 2_000}
 LARGE_NUM_SEEDS = 50_000
 NUM_BROKEN_SEEDS = 1_500
@@ -71,7 +71,7 @@ def _commit(request: Request, result: VerifyResult, tree: DraftTree) -> None:
 
 
 def _speculate(params: SamplingParams, seed: int, propose: Proposer, commit_result: Commit = _commit) -> tuple[Tokens, int]:
-    """The first tokens of one request, and how many of them were guessed."""
+    """The first tokens of one request, and how many of them were drafted."""
     processor = LogitsProcessor(params, TARGET.vocab_size, TARGET.prompt)
     length = len(TARGET.prompt)
     request = Request(list(TARGET.prompt), length, params, processor, CachedSequence(), seed, 0, max_len=length + NUM_TOKENS)

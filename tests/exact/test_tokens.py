@@ -74,7 +74,7 @@ class Plain:
     vocab_size: int
 
     def by_prompt(self, names: Sequence[str]) -> dict[tuple[tuple[int, ...], int], list[int]]:
-        """What the adversaries know. A seed names the sampling, greedy ones share one."""
+        """Outputs given to the adversaries, by prompt and seed. Greedy requests share a seed."""
         known = {}
         for name in names:
             for index, prompt in enumerate(self.prompts):
@@ -86,7 +86,7 @@ class Plain:
 
 
 def seed_of(name: str) -> int:
-    """Every sampling gets a seed, so that the adversaries can tell them apart."""
+    """Each sampling gets a seed, by which adversaries distinguish requests."""
     return 100 + sorted(SAMPLINGS).index(name)
 
 
@@ -354,7 +354,7 @@ def test_fault_of_unmoved_rows_of_a_masked_tree_is_found(faulty: Faulty, monkeyp
 
 
 def test_fault_of_a_rejected_draft_in_history_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache goes on behind the whole first path instead of behind what was accepted."""
+    """The cache continues after the whole first path instead of after the accepted tokens."""
     real = verify_module.verify
 
     def keeps_a_draft(tree: object, logits: object, request: object, walked: object = None) -> object:

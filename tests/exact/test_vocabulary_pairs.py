@@ -1,4 +1,4 @@
-"""Promise 1 with draft models of another vocabulary: whatever they say, the tokens are the target's."""
+"""Promise 1 with draft models of another vocabulary: whatever they draft, the tokens are the target's."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Promise 1 with X-LoRA, whose rows run twice: however much is drafted and whoever shares batch, prompt and cache, tokens stay the same.
+"""Promise 1 with X-LoRA, whose rows run twice: tokens do not depend on drafts, batch, shared prompts or the cache.
 
 With our kernels so do their logprobs, bit by bit. By torch rows may differ in their last bits between passes of other shapes; tokens of
 these texts do not.
@@ -143,7 +143,7 @@ def test_only_xlora_steps_run_a_scaling_pass(given: Given) -> None:
         after = llm.stats()
         assert output.token_ids == one.answer.token_ids
         num_steps = after.num_steps - before.num_steps
-        assert num_steps < 12  # guesses were kept
+        assert num_steps < 12  # drafts were accepted
         assert after.num_mixture_passes - before.num_mixture_passes == (num_steps if adapter in ("mix", "layers") else 0)
     assert llm.stats().as_dict()["num_mixture_passes"] > 0
 
@@ -230,7 +230,7 @@ def leave_rows_of_scaling_passes_where_they_are(patch: pytest.MonkeyPatch, llm: 
     patch.setattr(FullAttentionCache, "keep_path", keep_path)
 
 
-def give_guesses_the_scalings_of_the_root(patch: pytest.MonkeyPatch, llm: LLM) -> None:
+def give_draft_tokens_the_scalings_of_the_root(patch: pytest.MonkeyPatch, llm: LLM) -> None:
     module = torch_network if isinstance(llm.runtime, TorchNetwork) else native_network
     real = module.compute_scalings
 
@@ -251,7 +251,7 @@ FAULTS = [
     (share_blocks, "none"),
     (let_scaling_passes_write_what_real_ones_read, "none"),
     (leave_rows_of_scaling_passes_where_they_are, "chaos"),
-    (give_guesses_the_scalings_of_the_root, "oracle"),
+    (give_draft_tokens_the_scalings_of_the_root, "oracle"),
 ]
 
 

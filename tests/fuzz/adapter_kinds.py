@@ -29,7 +29,7 @@ def write(folder: Path) -> None:
 
 
 class AdapterFile(Kind):
-    """A kind that is read beside the config of a model."""
+    """A kind of file that is read together with a model's config."""
 
     def prepare(self) -> None:
         write(self.folder)

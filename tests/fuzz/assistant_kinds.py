@@ -1,4 +1,4 @@
-"""The files of Gemma 4's assistants, beside a target that is whole."""
+"""Damaged files of Gemma 4 assistants, with an intact target."""
 
 import json
 from abc import abstractmethod
@@ -33,7 +33,7 @@ ASSISTANT: dict[str, Any] = {
         "per_layer_config": {"3": {"head_dim": 16}},
     },
 }  # fmt: skip
-RUN = 20  # every so many files what was opened guesses
+RUN = 20  # the drafter drafts once in this many files
 
 
 class AssistantKind(Kind):
@@ -78,7 +78,7 @@ class AssistantKind(Kind):
             self.run(assistant)
 
     def run(self, assistant: Any) -> None:
-        """It guesses behind a text, whatever that is worth."""
+        """It drafts after a text without errors."""
         from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, TreeLevelInput
         from paceline.runtimes.base import Numerics, assemble_pass
         from paceline.runtimes.load import RuntimeOptions, load_runtime

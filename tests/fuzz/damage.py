@@ -120,7 +120,7 @@ def damaged_json_text(value: Any, rng: Rng) -> bytes:
 
 
 def _front(data: bytes, rng: Rng) -> int:
-    """Headers stand in front: half of the damage is there."""
+    """Headers come first: half of the damage is there."""
     return min(len(data), 2000) if rng.integers(2) else len(data)
 
 

@@ -16,7 +16,7 @@ from harness.gguf_checkpoints import write_gguf
 
 
 class HeadKind(Kind):
-    """A drafting head beside a target whose facts are known."""
+    """A drafting head, with the facts of its target."""
 
     def prepare(self) -> None:
         target = self.folder / "target"

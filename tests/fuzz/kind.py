@@ -1,6 +1,6 @@
-"""A kind of file that a stranger can send: what surrounds it, how one is made from a number, and how it is opened.
+"""A kind of untrusted file: the files around it, how one is made from a seed, and how it is opened.
 
-A file follows from the seed, its kind and its index alone, so a worker and whoever looks into a failure make the same one.
+A file follows from the seed, its kind and its index alone, so a worker and a developer who repeats a failure make the same one.
 """
 
 import json

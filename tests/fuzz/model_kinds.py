@@ -203,7 +203,7 @@ class GgufModelFile(Kind):
         writer.write_tensors_to_file()
         writer.close()
         self.valid = self.path.read_bytes()
-        self.keys = list(gguf.GGUFReader(self.path).fields)[3:]  # behind the header's own
+        self.keys = list(gguf.GGUFReader(self.path).fields)[3:]  # after the header's own
 
     def undamaged(self) -> bytes:
         return self.valid

@@ -1,4 +1,4 @@
-"""Whatever a stranger's file says: it opens, or it is one of our errors; soon, in bounded memory, and the process lives.
+"""Any untrusted file opens or raises one of our errors, within bounded time and memory; the process survives.
 
 A failure prints its seed, kind and index, which make the same file again, and keeps the file as it was.
 """

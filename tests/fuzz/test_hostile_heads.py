@@ -1,4 +1,4 @@
-"""Heads of strangers: whatever their names, shapes and configs say is refused in one line, at once and in little memory."""
+"""Untrusted heads: bad names, shapes and configs are refused in one line, at once and with little memory."""
 
 import json
 import time

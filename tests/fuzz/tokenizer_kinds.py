@@ -139,7 +139,7 @@ class TiktokenFile(TekkenFile):
 
 
 class TokenizerConfigFile(Kind):
-    """Every 60th is asked for a conversation, which takes a process of its own."""
+    """Every 60th also renders a conversation, which takes a separate process."""
 
     name, share = "tokenizer_config.json", 60
 

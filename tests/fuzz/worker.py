@@ -1,6 +1,6 @@
 """Opens files in a process with limits: `python worker.py FOLDER SEED`. Reads lines of JSON {"kind", "begin", "end"}, writes one a file.
 
-A line says how opening the file ended: "opened", "refused" with the error's text, or "failed" with what else was raised, was wrong with the
+A line is how opening the file ended: "opened", "refused" with the error's text, or "failed" with what else was raised, was wrong with the
 error, or exceeded a limit. A process that dies leaves no line for the file it died of.
 """
 
@@ -35,7 +35,7 @@ def main(folder: Path, seed: int) -> None:
 
     warnings.simplefilter("error", RuntimeWarning)
     kinds = {kind.__name__: kind(folder / kind.__name__) for kind in KINDS}
-    for name, kind in kinds.items():  # where the files are, for whoever looks into a failure
+    for name, kind in kinds.items():  # where the files are, to look into a failure
         link = folder / f"{name}.path"
         link.unlink(missing_ok=True)
         link.symlink_to(kind.path)

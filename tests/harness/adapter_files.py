@@ -19,8 +19,8 @@ def write_adapter(directory: Path, tensors: Mapping[str, NDArray[Any]], **settin
     """A directory as PEFT's save_pretrained() makes it.
 
     Args:
-        tensors: by their names behind `base_model.model.`.
-        settings: what adapter_config.json says otherwise than `SETTINGS`.
+        tensors: by their names after `base_model.model.`.
+        settings: values of adapter_config.json that differ from `SETTINGS`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps({**SETTINGS, **settings}))

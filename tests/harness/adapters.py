@@ -23,7 +23,7 @@ class Asked:
     params: SamplingParams
     adapter: str | None
     answer: RequestOutput
-    beyond: list[int]  # what drafters may guess
+    beyond: list[int]  # what drafters may draft
 
 
 def make_adapter(

@@ -11,7 +11,7 @@ from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.speculator import Speculator
 
-NUM_DRAFT_TOKENS = 4  # where nothing else is asked for
+NUM_DRAFT_TOKENS = 4  # unless given
 
 
 def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Drafters that are given the tokens of plain decoding: one that is right as often as it is told, one that breaks the interface."""
+"""Drafters that are given the tokens of plain decoding: one with a given share of right tokens, one that breaks the interface."""
 
 from collections.abc import Sequence
 

@@ -55,7 +55,7 @@ class Bench:
             level=level,
         )
         shape = config.kv_groups()[0].stored_shape(NUM_BLOCKS, BLOCK_SIZE, kv_cache_dtype)
-        storage = np.full(shape, 0xFF, np.uint8)  # not a number in any type: what nobody wrote must not be read
+        storage = np.full(shape, 0xFF, np.uint8)  # NaN in any type: unwritten values must not be read
         run.execution.set_cache([storage[0], storage[-1]], kv_cache_dtype=kv_cache_dtype)  # the same array if values are part of the keys
         return cls(config, run, storage, kv_cache_dtype)
 

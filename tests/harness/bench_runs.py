@@ -16,7 +16,7 @@ PROMPTS = [EncodedPrompt((3, 1, 4)), EncodedPrompt((1, 5, 9))]
 
 
 def fake_mode(name: str, *words: str, program: str = "paceline", baseline: str = PLAIN) -> Mode:
-    """A mode whose worker behaves as the words say."""
+    """A mode whose worker behaves as the given words describe."""
     return Mode(name, program, (sys.executable, str(WORKER), f"name={name}", *words), {"model": "none"}, baseline)
 
 
@@ -28,7 +28,7 @@ def run_of(
     watcher: RunProgress | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Run:
-    """A run that has not begun; small unless the plan says otherwise."""
+    """A run that has not begun; small unless the plan differs."""
     plan = plan or BenchPlan(rounds=3, tokens=33, num_prompts=2, minutes=5, timeout_s=30, load_timeout_s=30)
     questions = EncodedWorkloads(prompts or {"made up": PROMPTS}, (), 4096, 1024)
     return Run(plan, modes, questions, tokenizer or Tokenizer.__new__(Tokenizer), watcher or RunProgress(), time.monotonic())

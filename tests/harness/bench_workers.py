@@ -1,6 +1,6 @@
 """Workers of programs that do not exist, for tests of the benchmark; run as scripts, they import nothing of paceline.
 
-Arguments are how they behave: `drafts=3` (accepted guesses a step), `text=other` (tokens that differ from plain's), `loops`, `dies=2` and
+Arguments are how they behave: `drafts=3` (accepted draft tokens a step), `text=other` (other tokens), `loops`, `dies=2` and
 `hangs=2` (at the second request), `refuses`, `nonsense`, `silent` (no counts), `child` (starts a process that would outlive it).
 """
 

@@ -106,14 +106,14 @@ def _dflash2_shapes(config: Mapping[str, Any], vocab_size: int) -> dict[str, Seq
 
 
 def write_random_block2(directory: Path, *, hidden_size: int = 64) -> Path:
-    """A DFlash2 drafter that knows nothing of its target of 3 layers."""
+    """A random DFlash2 drafter for a target of 3 layers."""
     nested = {**DFLASH2["dflash_config"], "mask_token_id": 3, "target_layer_ids": [-1, 0, 2], "conv_kernel_size": 3}
     config = {**DFLASH2, "hidden_size": hidden_size, "num_hidden_layers": 2, "dflash_config": nested}
     return write_head(directory, config, block_tensors(config, target_hidden=hidden_size))
 
 
 def write_random_block(directory: Path, *, markov: str | None = None, hidden_size: int = 64, **more: Any) -> Path:
-    """A drafter that knows nothing of its target of 3 layers."""
+    """A random drafter for a target of 3 layers."""
     config = {**(DFLASH if markov is None else DSPARK), "hidden_size": hidden_size, "num_hidden_layers": 2, "mask_token_id": 3, **more}
     layers = [-1, 0, 2]
     if markov is None:
@@ -137,7 +137,7 @@ def perfect_block(successor: NDArray[np.int64], *, sharpness: float, hidden_size
         "vocab_size": count,
     }  # fmt: skip
     tensors = block_tensors(config, target_hidden=hidden_size)
-    tensors["norm.weight"] = torch.zeros(hidden_size)  # rows of the block say nothing
+    tensors["norm.weight"] = torch.zeros(hidden_size)  # rows of the block have no effect
     tensors["markov_head.markov_w1.weight"] = torch.eye(count)
     output = torch.zeros(count, count)
     output[torch.from_numpy(successor), torch.arange(count)] = sharpness * hidden_size**0.5  # as the target's own logits
@@ -185,7 +185,7 @@ def write_fitted_block(directory: Path, kind: str, texts: Sequence[Sequence[int]
     if is_dspark:
         config |= {**layers, "markov_head_type": markov, "confidence_head_with_markov": bool(confidence)}
         log_probs = np.log((counts + 0.02) / (counts + 0.02).sum(0))
-        tensors["norm.weight"] *= 0.2  # rows of the block say little
+        tensors["norm.weight"] *= 0.2  # rows of the block have little effect
         tensors["markov_head.markov_w1.weight"] = torch.eye(VOCAB_SIZE)
         tensors["markov_head.markov_w2.weight"] = torch.from_numpy(2.0 * log_probs).float()
         if markov == "rnn":  # the output lets the token before through, and little else

@@ -43,9 +43,9 @@ def write_gguf_block(
     """Write a drafter; return its tensors with the values that the file holds.
 
     Args:
-        config: of the drafter, with all sizes of its layers; sliding layers must say whether they are causal.
+        config: of the drafter, with all sizes of its layers; sliding layers must specify whether they are causal.
         matrix_type: of matrices whose rows fill its blocks; types that the gguf package cannot make become random blocks.
-        metadata: integers, strings, booleans and lists of the architecture, in place of those that the config stands for.
+        metadata: integers, strings, booleans and lists of the architecture, in place of those from the config.
     """
     import gguf
 

@@ -69,8 +69,23 @@ _CHAT_TEMPLATE = (
     "{{ '<|im_start|> ' + message['role'] + ' ' + message['content'] + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|> assistant' }}{% endif %}"
 )
-_WITH_OFFSET = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # their files hold norm weights less 1
+_WITH_OFFSET = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "muse_glimmer_text")
+"""Families whose files hold norm weights less 1."""
 # Values of configs as published, small.
+MUSE_GLIMMER = {
+    "num_hidden_layers": 5,
+    "sliding_window": 16,
+    "qk_scale_factor": 3.0,
+    "output_multiplier": 0.6,
+    "final_logit_softcapping": 3.0,
+    "rms_norm_eps": 1e-2,
+    "post_norm_eps": 0.1,
+}
+_MUSE_GLIMMER_ENCODER = {
+    "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8},
+    "out_hidden_size": 128,
+    "projector_hidden_size": 64,
+}
 OLMO3_ROPE = {
     "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 128},
     "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
@@ -123,7 +138,6 @@ def _make_checkpoint(
     directory: Path, family: str, *, dtype: str, seed: int, max_shard_size: str, query_key_scale: float, **overrides: Any
 ) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     values = {
         "vocab_size": VOCAB_SIZE,
@@ -144,8 +158,7 @@ def _make_checkpoint(
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(family, **values)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_causal_lm().from_config(_transformers_config(family, values), dtype=torch.float32)
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
                 torch.nn.init.uniform_(parameter, -3.0, 1.0)
@@ -156,7 +169,8 @@ def _make_checkpoint(
             elif name.endswith((".gate.weight", ".router.weight", ".router.proj.weight")):
                 torch.nn.init.normal_(parameter, std=0.5)  # rows choose their experts clearly
             elif "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
-                offset = 1.0 if family in _WITH_OFFSET and "linear_attn" not in name else 0.0
+                is_plain = "linear_attn" in name or (family == "muse_glimmer_text" and name.endswith(".language_model.norm.weight"))
+                offset = 1.0 if family in _WITH_OFFSET and not is_plain else 0.0
                 torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)
                 if family.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
                     parameter.data *= query_key_scale
@@ -169,6 +183,22 @@ def _make_checkpoint(
                 torch.nn.init.uniform_(buffer, 0.6, 1.4)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     write_tokenizer(directory, values["vocab_size"])
+
+
+def auto_causal_lm() -> Any:
+    """Return transformers' AutoModelForCausalLM, which then also knows Muse Glimmer: it has no class for the text model alone."""
+    from transformers import AutoModelForCausalLM, MuseGlimmerConfig, MuseGlimmerForConditionalGeneration
+
+    AutoModelForCausalLM.register(MuseGlimmerConfig, MuseGlimmerForConditionalGeneration, exist_ok=True)
+    return AutoModelForCausalLM
+
+
+def _transformers_config(family: str, values: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    if family != "muse_glimmer_text":
+        return AutoConfig.for_model(family, **values)
+    return AutoConfig.for_model("muse_glimmer", text_config={**values, "model_type": family}, **_MUSE_GLIMMER_ENCODER)
 
 
 def write_tokenizer(directory: Path, vocab_size: int = VOCAB_SIZE) -> Path:

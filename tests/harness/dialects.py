@@ -1,4 +1,4 @@
-"""The dialects of the server, as tests speak them: how a chat is asked for, and what was said in an answer."""
+"""The server's API dialects for tests: how a chat request is made, and how the answer is read."""
 
 import json
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ class Spoken(ABC):
     names: ClassVar[Mapping[str, str]] = {}  # of fields that are called otherwise
 
     def fields(self, messages: Sequence[Object], **sampling: Any) -> Object:
-        """The body that asks for an answer."""
+        """The body of a request."""
         return {"model": "mini", "messages": list(messages), **{self.names.get(name, name): value for name, value in sampling.items()}}
 
     def whole(self, client: HttpClient, fields: Object) -> Object:
@@ -44,11 +44,11 @@ class Spoken(ABC):
 
     @abstractmethod
     def said(self, answer: Object) -> Said:
-        """What a whole answer says."""
+        """The contents of a complete answer."""
 
     @abstractmethod
     def streamed(self, events: Sequence[Object]) -> Said:
-        """What a stream says."""
+        """The contents of a stream."""
 
     @abstractmethod
     def ending(self, answer: Object) -> tuple[Any, ...]:
@@ -68,7 +68,7 @@ class Spoken(ABC):
 
 
 def joined(pieces: Sequence[tuple[str, str]]) -> Said:
-    """Pieces of texts and thoughts, neighbours of one kind put together."""
+    """Pieces of text and reasoning; consecutive pieces of one kind are joined."""
     found: Said = []
     for kind, text in pieces:
         if found and found[-1][0] == kind:

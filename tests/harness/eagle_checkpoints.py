@@ -141,13 +141,13 @@ def write_head(
     return directory
 
 
-# A target whose next token is a function of what heads are given. Its rows are [current, earlier, mean]: the code of the current token,
-# that of the one before it, and where it is asked for the mean of what all tokens but the first say. The heads of this target guess
-# the same from what they are given, and from nothing else.
+# A target whose next token is a function of the inputs of heads. Its rows are [current, earlier, mean]: the code of the current token, the
+# code of the one before it and, if requested, the mean of the codes of all tokens but the first. The heads of this target draft the same
+# token from these inputs alone.
 CODE = 24  # values of a code, all +1 or -1; the last one is +1 for every token but the first
 HIDDEN = 3 * CODE
 HEAD = 24
-FIRST_TOKEN = 1  # begins every prompt; nobody listens to it
+FIRST_TOKEN = 1  # begins every prompt; no head reads it
 SHARPNESS = 100.0
 
 
@@ -158,7 +158,7 @@ def codes(seed: int = 0) -> NDArray[np.float32]:
 
 
 def speaking(seed: int = 1) -> NDArray[np.float32]:
-    """Rows of the vocabulary matrix: ids that are not in the draft vocabulary are never said."""
+    """Rows of lm_head: ids that are not in the draft vocabulary are never generated."""
     values = np.zeros((VOCAB_SIZE, HIDDEN), np.float32)
     values[DRAFT_IDS] = np.random.default_rng(seed).normal(0.0, 1.0, (len(DRAFT_IDS), HIDDEN))
     return values
@@ -172,7 +172,7 @@ def recalling() -> NDArray[np.float32]:
 
 
 def aimed(offset: int, theta: float = 10000.0) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """A query and a key [HEAD] that fit best where the key stands `offset` positions before the query."""
+    """A query and a key [HEAD] that match best where the key is `offset` positions before the query."""
     frequencies = theta ** (-np.arange(0, HEAD, 2) / HEAD)
     key = np.concatenate([np.ones(HEAD // 2), np.zeros(HEAD // 2)])
     turned = np.concatenate([np.cos(offset * frequencies), -np.sin(offset * frequencies)])
@@ -183,7 +183,7 @@ def aimed(offset: int, theta: float = 10000.0) -> tuple[NDArray[np.float32], NDA
 def write_legible_target(
     directory: Path, *, num_layers: int = 4, reads_mean: bool = True, looks_back: int = 1, hears_current: bool = True
 ) -> Path:
-    """A llama whose next token is said by its current token, the one `looks_back` before it and, in a share, the mean of all."""
+    """A llama whose next token depends on its current token, the one `looks_back` before it and, in a share, the mean of all."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 8,
@@ -198,7 +198,7 @@ def write_legible_target(
     constant = CODE - 1
     query, key = np.zeros((3 * HEAD, HIDDEN), np.float32), np.zeros((3 * HEAD, HIDDEN), np.float32)
     value, out = np.zeros((3 * HEAD, HIDDEN), np.float32), np.zeros((HIDDEN, 3 * HEAD), np.float32)
-    # head 0 looks back and writes that token's code behind the current one's
+    # head 0 attends back and writes that token's code after the current one's
     shape, mark = aimed(looks_back)
     query[:HEAD, constant], key[:HEAD, constant] = shape * size, mark * size
     value[:HEAD, :CODE] = np.eye(CODE) * size
@@ -247,7 +247,7 @@ def silent_layer(prefix: str, columns: int, norms: Sequence[str]) -> dict[str, N
 
 
 def write_listening_eagle1(directory: Path, *, swapped: bool = False) -> Path:
-    """For the target that reads the mean: knows tokens only, and hears all of them through its own cache."""
+    """For the target that depends on the mean: reads tokens only, all of them through its own cache."""
     tensors = silent_layer("layers.0.", HIDDEN, ["post_attention_layernorm"])
     fc = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
     fc[:CODE, :CODE] = np.eye(CODE)
@@ -261,7 +261,7 @@ def write_listening_eagle1(directory: Path, *, swapped: bool = False) -> Path:
 
 
 def write_reading_eagle1(directory: Path, *, swapped: bool = False, max_positions: int = 1024, **config: Any) -> Path:
-    """For the target without the mean: the token before the current one it knows from the feature alone."""
+    """For the target without the mean: reads the token before the current one from the feature alone."""
     fc = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
     fc[:CODE, :CODE] = np.eye(CODE)
     fc[CODE : 2 * CODE, HIDDEN : HIDDEN + CODE] = np.eye(CODE)
@@ -300,11 +300,11 @@ def write_reading_eagle3(directory: Path, *, swapped: bool = False, boundaries: 
 
 
 RECALLED = 5
-"""So far back is the token that the next one of a recalling target is said by: five more can be guessed before they are known."""
+"""So far back is the token that the next one of a recalling target is said by: five more can be drafted before they are known."""
 
 
 def write_recalling_target(directory: Path, num_layers: int = 4) -> Path:
-    """A target whose next token is said by the one `RECALLED` before the current one alone."""
+    """A target whose next token depends only on the token `RECALLED` positions before the current one."""
     return write_legible_target(directory, num_layers=num_layers, reads_mean=False, looks_back=RECALLED, hears_current=False)
 
 

@@ -29,11 +29,11 @@ from paceline.speculation.drafter import Drafter
 
 BLOCK = 32
 MAX_CONTEXT = 224
-BEYOND = 12  # tokens of the text that would follow a stop, for drafters that do not know of it
+BEYOND = 12  # tokens after a stop, for drafters that ignore stops
 
 
 def lean_to_others(token_ids: Sequence[int], scores: Any) -> Any:
-    """A custom processor: what was said last, and before that, is less likely."""
+    """A custom processor: the last two tokens are less likely."""
     for back, token in enumerate(token_ids[:-4:-1]):
         scores[token] -= 2.0 - 0.5 * back
     return scores
@@ -46,7 +46,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "top-p": {"temperature": 0.8, "top_p": 0.9},
     "top-k-penalties": {"temperature": 1.3, "top_k": 20, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
     "free": {"temperature": 1.3},
-    "few-tokens": {"temperature": 1.0, "logit_bias": {10: 40.0, 11: 40.0}},  # says the same again and again
+    "few-tokens": {"temperature": 1.0, "logit_bias": {10: 40.0, 11: 40.0}},  # repeats itself
     "everything": {
         "temperature": 0.9,
         "min_p": 0.02,
@@ -75,7 +75,7 @@ class Job:
 
     Attributes:
         parent: index of the job whose whole text the prompt begins with; this one comes when that one has ended.
-        beyond: the first sample's text without what stops it, as far as known: what drafters may guess.
+        beyond: the first sample's text without what stops it, as far as known: what drafters may draft.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Job:
 
 
 def known_of(jobs: Sequence[Job]) -> Answers:
-    """What adversaries are told of jobs."""
+    """The outputs of jobs that adversaries get."""
     return {(tuple(job.prompt), job.params.seed or 0): job.beyond for job in jobs}
 
 
@@ -114,7 +114,7 @@ class Solo:
         return self.llm.vocab_size
 
     def samplings(self) -> list[str]:
-        """Those of `SAMPLINGS` that the target can serve: not every tokenizer can be held to a grammar."""
+        """Return the `SAMPLINGS` that the target supports: not every tokenizer supports grammars."""
         try:
             self.llm._input_processor.compiler.matcher(SAMPLINGS["grammar"]["grammar"], [1])
         except (BackendUnavailableError, RequestError):
@@ -166,7 +166,7 @@ class JobMaker:
     def __init__(self, solo: Solo, random: np.random.Generator, *, max_tokens: int) -> None:
         self._solo, self._random, self._max_tokens = solo, random, max_tokens
         self._heads = [self._draw(BLOCK) for _ in range(2)]
-        self._bodies = [self._draw(BLOCK) for _ in range(2)]  # behind either head: the same tokens, but other rows
+        self._bodies = [self._draw(BLOCK) for _ in range(2)]  # after either prefix: the same tokens, but other rows
 
     def make(self, count: int) -> list[Job]:
         jobs: list[Job] = []
@@ -286,7 +286,7 @@ def open_drafting(kind: str, solo: "Solo", known: Answers, draft: Path, *, depth
 
 
 def write_heads_and_target(folder: Path, name: str) -> tuple[Path, dict[str, Path]]:
-    """A target whose next token heads can know, by the name of its kind, and these heads by theirs."""
+    """A target whose next token heads can predict, by kind, and these heads by kind."""
     from harness.eagle_checkpoints import write_legible_target, write_listening_eagle1, write_reading_eagle1, write_reading_eagle3
     from harness.gemma4_assistants import CLUSTERS, write_right_pair
     from harness.medusa_checkpoints import perfect_heads, write_heads, write_successor_target

@@ -35,7 +35,7 @@ def run_to_end(llm: LLM) -> None:
 
 
 def assert_clean(llm: LLM) -> None:
-    """Nothing is held by anybody."""
+    """Check that no blocks are in use."""
     cache = llm.engine.cache
     cache.check()
     assert cache.pool.num_free == cache.pool.num_blocks

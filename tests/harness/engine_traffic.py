@@ -1,4 +1,4 @@
-"""Random traffic through an engine: requests come, run beside others and end; each is compared with what it gets alone."""
+"""Random traffic through an engine: requests arrive, run together and end; each is compared with its output alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -174,7 +174,7 @@ def check_engine(engine: Engine) -> None:
 
 
 def check_clean(llm: LLM) -> None:
-    """Nothing is held by anybody, and the sums agree."""
+    """Check that no blocks are in use, and that the sums agree."""
     engine = llm.engine
     engine.cache.check()
     assert engine.is_idle

@@ -26,7 +26,7 @@ def never(_: Text) -> bool:
 
 
 class _Ahead:
-    """What `RejectionSampler` asks where a text ends."""
+    """The end condition of a text for `RejectionSampler`."""
 
     def __init__(self, ends: Ends) -> None:
         self._ends, self._text = ends, ()
@@ -39,7 +39,7 @@ class _Ahead:
 def sparse_probs(seed: int, case: int, vocab_size: int) -> ProbsOf:
     """Random rational probabilities, others for each text; some tokens impossible, some certain."""
 
-    @cache  # every way through a step asks for the same texts again
+    @cache  # every path through a step needs the same texts again
     def probs(text: Text) -> TokenProbs:
         weights = np.random.default_rng([seed, case, len(text), *text]).integers(0, 6, vocab_size)
         if not weights.any():
@@ -52,7 +52,7 @@ def sparse_probs(seed: int, case: int, vocab_size: int) -> ProbsOf:
 def full_probs(seed: int, case: int, vocab_size: int = 3) -> ProbsOf:
     """Probabilities that leave no token out: every tree of a shape can be drawn."""
 
-    @cache  # every way through a step asks for the same texts again
+    @cache  # every path through a step needs the same texts again
     def probs(text: Text) -> TokenProbs:
         weights = np.random.default_rng([seed, case, len(text), *text]).integers(1, 6, vocab_size)
         return TokenProbs(np.array([Fraction(int(weight), int(weights.sum())) for weight in weights], object))
@@ -61,7 +61,7 @@ def full_probs(seed: int, case: int, vocab_size: int = 3) -> ProbsOf:
 
 
 def ending_probs(seed: int, case: int, vocab_size: int = 3) -> Drafts:
-    """The same of a drafter that ends behind token 1."""
+    """The same for a drafter that stops after token 1."""
     probs = full_probs(seed, case, vocab_size)
     return lambda text: None if text and text[-1] == 1 else probs(text)
 

@@ -100,7 +100,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """By a name: the family and values of its config; those that end in -window have one of 16 tokens."""
 
 OF_CONVERTERS = ["mixtral", "qwen2_moe-plain", "qwen3_moe", "olmoe", "glm4_moe", "glm4_moe-groups", "gpt_oss", "gemma4-window"]
-OF_CONVERTERS += ["ernie4_5_moe-interval", "deepseek_v2", "deepseek_v3"]
+OF_CONVERTERS += ["ernie4_5_moe-interval", "deepseek_v2", "deepseek_v3", "youtu"]
 """Those whose configs GGUF metadata has room for."""
 
 

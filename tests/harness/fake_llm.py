@@ -1,4 +1,4 @@
-"""A model that always says the same, for tests of the command line."""
+"""A model with a fixed output, for tests of the command line."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ class FakeTokenizer:
 
 
 class FakeLLM:
-    """Says the same whatever it is asked, and remembers how it was asked."""
+    """Returns a fixed output and records the arguments of calls."""
 
     made: "list[FakeLLM]"
     fails_at: int | None = None  # step
@@ -163,7 +163,7 @@ def _record(step: list[tuple[bytes, TokenOrigin]], ids: Sequence[int]) -> StepRe
 
 
 class EchoLLM(FakeLLM):
-    """Says back the last message, and waits in the middle for as long as the file `gate` exists."""
+    """Echoes the last message, and waits in the middle while the file `gate` exists."""
 
     gate: Path
 

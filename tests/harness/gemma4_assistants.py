@@ -1,4 +1,4 @@
-"""Tiny assistants of Gemma 4 beside tiny targets, written by transformers, whose classes need two mends to be built."""
+"""Tiny Gemma 4 assistants and targets written by transformers, with two fixes to its classes."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +33,7 @@ LAYERS: dict[str, Any] = {
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """Within, transformers knows who shares keys where all layers do, and where none does."""
+    """Context manager: fix transformers' key sharing where all layers, or none, share keys."""
     from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
 
     def mending(real: Any) -> property:
@@ -118,7 +118,7 @@ def write_gguf_assistant(
 
     Args:
         types: the block type of matrices whose rows are whole blocks.
-        metadata: beside or instead of the other values, without the architecture; None leaves one out.
+        metadata: in addition to or instead of the other values, without the architecture; None leaves one out.
         names: other names of tensors, by the usual ones.
         change: what is done to the arrays, by their names in the file.
     """
@@ -219,9 +219,9 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 def write_right_pair(folder: Path, *, sharpness: float = 0.5, **changes: Any) -> tuple[Path, Path, list[int]]:
-    """A target that says the successor of every token, its assistant, which knows that, and the successors.
+    """A target that generates the successor of every token, its assistant, which drafts the same, and the successors.
 
-    Both compute the same logits: their layers add nothing, so that what is said follows from the last token's embedding alone.
+    Both compute the same logits: their layers add nothing, so that the output follows from the last token's embedding alone.
     """
     target = write_target(folder / "target", tie_word_embeddings=False, final_logit_softcapping=None)
     layers = {"hidden_size": 64, "intermediate_size": 48}

@@ -42,11 +42,15 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
+    "youtu": "deepseek2",
     "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4",
+    "muse_glimmer_text": "muse-glimmer",
 }
-INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mixtral", "arcee")
+INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mixtral", "arcee", "muse_glimmer_text")
+_NAMES_OF = {"muse-glimmer": "afmoe"}
+"""For an architecture that the installed gguf package does not know, one whose tensors have the same names."""
 HALVES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -79,17 +83,20 @@ def write_gguf(
 
     Args:
         types: the block type of matrices, for all or by the tensor's GGUF name; vectors are F32.
-        metadata: integers, floats, strings and lists, beside or instead of the others.
+        metadata: integers, floats, strings and lists, in addition to or instead of the others.
         max_tensors: tensors in one part of a split file; 0 = one file.
     """
     import gguf
 
     values = json.loads((directory / "config.json").read_text())
+    values |= values.get("text_config", {})
     if "moe_k" in values:
         values |= {"num_experts": values["moe_num_experts"], "num_experts_per_tok": values["moe_k"]}
     architecture = ARCHITECTURES[values["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
+    if architecture == "muse-glimmer":
+        tensors = _muse_glimmer_text(tensors, values)
     if architecture == "deepseek2":
         tensors = _with_absorbed_matrices(tensors, values)
     num_mtp_modules = sum(name.endswith(".eh_proj.weight") for name in tensors)
@@ -99,7 +106,7 @@ def write_gguf(
         writer.add_nextn_predict_layers(num_mtp_modules)
     for part in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
         writer.add_array(f"xielu.{part}", [array.item() for name, array in tensors.items() if name.endswith(f".act_fn.{part}")])
-    known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == _NAMES_OF.get(architecture, architecture))
     names = gguf.get_tensor_name_map(known, values["num_hidden_layers"])
     for name, array in tensors.items():
         if ".act_fn." in name:
@@ -179,7 +186,7 @@ def random_blocks(rng: np.random.Generator, block_type: str, num_rows: int, colu
 
 
 def dequantize(raw: NDArray[np.uint8], name: str) -> NDArray[np.float32]:
-    """Return the values that the format's own library computes; it does not know Q1_0, whose bits are signs."""
+    """Return the values that the format's own library computes; it lacks Q1_0, whose bits are signs."""
     import gguf
 
     if name != "Q1_0":
@@ -254,6 +261,16 @@ def _with_absorbed_matrices(tensors: Mapping[str, NDArray[np.float32]], values: 
     return found
 
 
+def _muse_glimmer_text(tensors: Mapping[str, NDArray[np.float32]], values: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+    """The language model, with norm weights for queries, all of them the factor of queries, and for keys. Source: llama.cpp's converter."""
+    prefix, size = "model.language_model.", values["head_dim"]
+    found = {name.replace(prefix, "model."): array for name, array in tensors.items() if name.startswith((prefix, "lm_head."))}
+    for layer in range(values["num_hidden_layers"]):
+        for part, factor in (("q", values["qk_scale_factor"]), ("k", 1.0)):
+            found[f"model.layers.{layer}.self_attn.{part}_norm.weight"] = np.full(size, factor, np.float32)
+    return found
+
+
 def _as_converted(name: str, array: NDArray[np.float32], values: Mapping[str, Any]) -> NDArray[np.float32]:
     if values["model_type"] in INTERLEAVED and ".q_proj." in name:
         return _interleaved(array, values["num_attention_heads"])
@@ -262,6 +279,7 @@ def _as_converted(name: str, array: NDArray[np.float32], values: Mapping[str, An
     if name.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction.bias")):
         return array[0]
     is_offset = values["model_type"] in ("gemma2", "gemma3_text") and name.endswith("norm.weight")
+    is_offset |= values["model_type"] == "muse_glimmer_text" and name.endswith("layernorm.weight")
     return array + np.float32(1) if is_offset else array
 
 
@@ -295,11 +313,20 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
         writer.add_logit_scale(values["logit_scale"])
     if values["model_type"] in ("gemma2", "gemma3_text", "phi3", "cohere2"):
         writer.add_sliding_window(values.get("sliding_window") or 0)
-    if values["model_type"] in ("olmo3", "exaone4") and values.get("sliding_window"):
+    if values["model_type"] == "muse_glimmer_text":
+        writer.add_logit_scale(values["output_multiplier"])
+        writer.add_final_logit_softcapping(values["final_logit_softcapping"])
+    if values["model_type"] in ("olmo3", "exaone4", "muse_glimmer_text") and values.get("sliding_window"):
         writer.add_sliding_window(values["sliding_window"])
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in values["layer_types"]])
     if "num_experts_per_tok" in values:
         _write_experts(writer, values)
+    if "kv_lora_rank" in values:
+        _write_latent_attention(writer, values)
+    if values["model_type"] == "youtu":
+        writer.add_leading_dense_block_count(values["num_hidden_layers"])
+        writer.add_expert_feed_forward_length(values["intermediate_size"])
+        writer.add_expert_shared_count(0)
     if values["model_type"] == "gemma2":
         writer.add_attn_logit_softcapping(values["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(values["final_logit_softcapping"])
@@ -326,14 +353,6 @@ def _write_experts(writer: Any, values: Mapping[str, Any]) -> None:
     if family == "gpt_oss":
         writer.add_expert_feed_forward_length(values["intermediate_size"])
         writer.add_sliding_window(values["sliding_window"])
-    if "kv_lora_rank" in values:
-        if values["q_lora_rank"] is not None:
-            writer.add_q_lora_rank(values["q_lora_rank"])
-        writer.add_kv_lora_rank(values["kv_lora_rank"])
-        writer.add_key_length_mla(values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
-        writer.add_value_length_mla(values["v_head_dim"])
-        if "mscale_all_dim" in values["rope_parameters"]:
-            writer.add_rope_scaling_yarn_log_mul(0.1 * values["rope_parameters"]["mscale_all_dim"])
     if family in ("glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         is_softmax = family == "deepseek_v2"
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX if is_softmax else gguf.ExpertGatingFuncType.SIGMOID)
@@ -345,6 +364,16 @@ def _write_experts(writer: Any, values: Mapping[str, Any]) -> None:
         if (values["n_group"] or 1) > 1:
             writer.add_expert_group_count(values["n_group"])
             writer.add_expert_group_used_count(values["topk_group"])
+
+
+def _write_latent_attention(writer: Any, values: Mapping[str, Any]) -> None:
+    if values["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(values["q_lora_rank"])
+    writer.add_kv_lora_rank(values["kv_lora_rank"])
+    writer.add_key_length_mla(values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
+    writer.add_value_length_mla(values["v_head_dim"])
+    if "mscale_all_dim" in values["rope_parameters"]:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * values["rope_parameters"]["mscale_all_dim"])
 
 
 def _write_gemma4(writer: Any, values: Mapping[str, Any]) -> None:

@@ -123,7 +123,7 @@ def mtp_as(layout: str, folder: Path, target: Path, *, is_swapped: bool = False)
 
 
 class PerfectHeads:
-    """Pairs of a target and heads that must be right, written when they are asked for.
+    """Pairs of a target and heads that must be right, written on first use.
 
     Attributes:
         targets: without heads: "mean", "legible", "recalling" and "successor".
@@ -191,7 +191,7 @@ def _tensors(head: Path) -> Tensors:
 
 
 def write_random_pairs(folder: Path) -> dict[str, Pair]:
-    """A random target, heads that know nothing of it, and a draft model that often knows."""
+    """A random target, unrelated random heads, and a draft model that is often right."""
     target = write_checkpoint(folder / "target", "qwen3", num_hidden_layers=3, seed=4)
     draft = write_checkpoint(folder / "draft", "qwen3", num_hidden_layers=3, seed=4)
     random = np.random.default_rng(6)
@@ -235,7 +235,7 @@ def _with_mask_token(draft: Path, folder: Path) -> Path:
 
 
 def write_known_pairs(folder: Path) -> dict[str, Pair]:
-    """A target that reads the mean, heads that know it, and some that do not hear the mean and are right now and then."""
+    """A target that depends on the mean, heads that read it, and heads without the mean, which are right sometimes."""
     target = write_legible_target(folder / "target", num_layers=NUM_LAYERS)
     heads = {
         "eagle": str(write_listening_eagle1(folder / "eagle")),
@@ -247,7 +247,7 @@ def write_known_pairs(folder: Path) -> dict[str, Pair]:
 
 
 def write_cyclic_pairs(folder: Path) -> dict[str, Pair]:
-    """The successor target, which leaves its cycle now and then, and heads that know the cycle."""
+    """The successor target, which leaves its cycle now and then, and heads that draft the cycle."""
     target, successor = write_successor_target(folder / "target", "qwen3", sharpness=SHARPNESS)
     pairs = {f"medusa-{layout}": medusa_as(layout, folder / layout, target) for layout in ("rows", "tgi", "vllm_map")}
     pairs["dspark"] = Pair(target, str(write_perfect_block(folder / "dspark", successor, sharpness=SHARPNESS)))
@@ -262,7 +262,7 @@ def write_expert_pairs(folder: Path) -> dict[str, Pair]:
 
 
 def write_gemma4_pairs(folder: Path) -> dict[str, Pair]:
-    """A random Gemma 4 with assistants that know nothing of it, in a directory and in a file."""
+    """A random Gemma 4 with unrelated random assistants, in a directory and in a file."""
     target = write_target(folder / "target")
     dense, clustered = write_assistant(folder / "dense"), write_assistant(folder / "clustered", **CLUSTERS)
     file = write_gguf_assistant(clustered, folder / "assistant.gguf")

@@ -1,4 +1,4 @@
-"""A server's application asked within this process, without a socket."""
+"""Sends requests to a server application within this process, without a socket."""
 
 import asyncio
 import json

@@ -108,7 +108,7 @@ def write_hybrid_gguf(
 
     Args:
         types: the block type of matrices, for all or by the tensor's name.
-        metadata: values beside or instead of the others, None = left out.
+        metadata: values in addition to or instead of the others, None = left out.
         fuses_inputs: qwen3_next's queries, keys, values and gates in one matrix, as its first files have them.
         fuses_experts: gates and ups of a layer's experts in one stack.
         leaves_out: names of tensors.
@@ -281,7 +281,7 @@ def hybrid_tensors(tensors: Mapping[str, Floats], values: Mapping[str, Any], *, 
     """The tensors of a checkpoint as a converter names and stores them."""
     found: dict[str, Floats] = {}
     experts: dict[str, dict[int, Floats]] = {}
-    num_layers = values.get("num_hidden_layers", 0)  # 0 where there are no modules behind them
+    num_layers = values.get("num_hidden_layers", 0)  # 0 if no modules come after them
     for name, array in tensors.items():
         is_offset = values["model_type"].startswith("qwen") and name.endswith("norm.weight") and "linear_attn" not in name
         stored = array + np.float32(1) if is_offset or name.startswith("mtp.pre_fc_norm") else array

@@ -24,7 +24,7 @@ class LiveServer:
     """One that listens.
 
     Attributes:
-        said: what it told the person who started it.
+        said: lines that it printed.
         connections: those that are open.
     """
 
@@ -39,7 +39,7 @@ class LiveServer:
 
     @property
     def num_open(self) -> int:
-        """Samples behind its admission."""
+        """Number of admitted samples."""
         count: int = self.app.state.service.admission.num_open
         return count
 

@@ -1,4 +1,4 @@
-"""What opening a model and filling its context takes in a process of its own, against what doctor says: JSON on stdout.
+"""Memory of opening a model and filling its context in a separate process, compared with doctor's estimate: JSON on stdout.
 
 python -m harness.load_memory MODEL QUANT CONTEXT [DRAFT_MODEL]
 """

@@ -55,7 +55,7 @@ def events_of(case: Case, pieces: Iterable[str], tools: Sequence[Tool] = TOOLS) 
     for piece in pieces:
         events += stream.push(piece)
     events += stream.finish()
-    assert stream.parser.is_done
+    assert stream.is_done
     return events, stream.sink.num_calls - len(stream.sink.broken_off)
 
 

@@ -1,4 +1,4 @@
-"""Tiny Medusa heads in the real layouts, and a target whose every next token is known, for heads that must guess perfectly."""
+"""Tiny Medusa heads in the real layouts, and a target whose next tokens are known, for heads that must draft perfectly."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -98,14 +98,14 @@ def write_successor_target(
 
 
 def successor_rows(successor: NDArray[np.int64], steps: int, sharpness: float = 1.0, hidden: int = 128) -> NDArray[np.float32]:
-    """A vocabulary matrix that reads the token `steps` behind a token off its feature."""
+    """An lm_head that maps a token's feature to the token `steps` positions after it."""
     rows = np.zeros((VOCAB_SIZE, hidden), np.float32)
     rows[steps_behind(successor, steps), np.arange(VOCAB_SIZE)] = sharpness
     return rows
 
 
 def steps_behind(successor: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
-    """For every token the one `steps` behind it."""
+    """For every token the one `steps` positions after it."""
     tokens = np.arange(VOCAB_SIZE)
     for _ in range(steps):
         tokens = successor[tokens]
@@ -113,7 +113,7 @@ def steps_behind(successor: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
 
 
 def perfect_heads(successor: NDArray[np.int64], num_heads: int = 3, *, shift: int = 0, sharpness: float = 1.0, hidden: int = 128) -> Arrays:
-    """Heads that know the successor target: head i says the token i + 2 behind the feature's, or `shift` more."""
+    """Heads for the successor target: head i drafts the token i + 2 positions after the feature's, or `shift` more."""
     arrays: Arrays = {}
     for head in range(num_heads):
         arrays[f"{head}.0.linear.weight"] = np.zeros((hidden, hidden), np.float32)
@@ -123,7 +123,7 @@ def perfect_heads(successor: NDArray[np.int64], num_heads: int = 3, *, shift: in
 
 
 def perfect_blocks(successor: NDArray[np.int64], num_heads: int = 3, *, hidden: int = 128) -> Arrays:
-    """The same for one vocabulary matrix, the target's: the block moves the feature to the token i + 1 behind."""
+    """The same for one vocabulary matrix, the target's: the block moves the feature to the token i + 1 positions later."""
     arrays: Arrays = {}
     for head in range(num_heads):
         weight = np.zeros((hidden, hidden), np.float32)

@@ -1,4 +1,4 @@
-"""Tiny MTP modules inside plain dense models, in the layouts that exist, and one that must guess perfectly."""
+"""Tiny MTP modules inside plain dense models, in the layouts that exist, and one that must draft perfectly."""
 
 import json
 from pathlib import Path
@@ -118,7 +118,7 @@ def random_module(
     family: str = "qwen3",
     seed: int = 0,
 ) -> Arrays:
-    """`fc`, `norm_e`, `norm_h`, `norm`, and the tensors of a layer by their names behind `layer.`; norm weights as they multiply.
+    """`fc`, `norm_e`, `norm_h`, `norm`, and the tensors of a layer by their names after `layer.`; norm weights as they multiply.
 
     Args:
         family: qwen3, or mimo, which has biases in place of norms of q and k.
@@ -156,7 +156,7 @@ def random_module(
 
 
 def add_module(directory: Path, layout: str, arrays: Arrays, *, num_layers: int, **own: NDArray[np.float32]) -> Path:
-    """Store a module in the model that lies in `directory`; `own`: its copies `lm_head` and `embed` ("extra_layer" alone has room)."""
+    """Store a module in the model in `directory`; `own`: its copies `lm_head` and `embed` ("extra_layer" alone has room)."""
 
     def change(tensors: Arrays) -> None:
         given = {**arrays, **own}
@@ -174,7 +174,7 @@ def perfect_module(*, hidden: int = 128, is_swapped: bool = False) -> Arrays:
     """A module for the successor target: it passes the pair's token on, and the target's matrix reads the successor off.
 
     Args:
-        is_swapped: pass the feature on instead, as a module does whose halves are swapped: it then says the token that was last.
+        is_swapped: pass the feature on instead, as a module does whose halves are swapped: it then drafts the last token again.
     """
     arrays = random_module(hidden=hidden, seed=3)
     passed = np.zeros((hidden, 2 * hidden), np.float32)

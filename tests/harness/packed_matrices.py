@@ -1,4 +1,4 @@
-"""Quantised matrices as other tools store them, written here from their definitions, with the values they stand for in float64."""
+"""Quantised matrices as other tools store them, written here from their definitions, with the represented values in float64."""
 
 import json
 from collections.abc import Callable

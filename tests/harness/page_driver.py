@@ -1,4 +1,4 @@
-"""The page driven from a test: what is typed, what is asked of the server, and streams written by hand that answer in its place."""
+"""Drives the page from a test: typed input, requests to the server, and handwritten streams that replace its answers."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -7,26 +7,26 @@ from typing import Any
 TAXI = "I need a taxi to the airport."
 CHAT = "**/v1/chat/completions"
 Step = tuple[Sequence[str], Sequence[str], int]
-"""(texts it emitted, texts it guessed in a chain, how many of these were accepted)"""
+"""(texts it emitted, texts it drafted in a chain, how many of these were accepted)"""
 
 
 def scripted_stream(steps: Sequence[Step], *, first_id: int = 100, finish_reason: str | None = "stop", numerics: str = "exact") -> str:
     """The body of an answer. Token ids count up from `first_id`; without a finish reason it breaks off."""
     events: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}]
     start = 0
-    for emitted, guessed, num_accepted in steps:
+    for emitted, drafted, num_accepted in steps:
         ids = list(range(first_id + start, first_id + start + len(emitted)))
         tree = {
             "start": start,
             "token_ids": ids,
-            "draft_token_ids": [*ids[:num_accepted], *range(9000, 9000 + len(guessed) - num_accepted)],
-            "draft_texts": list(guessed),
-            "parents": list(range(len(guessed))),
-            "sources": ["scripted"] * len(guessed),
+            "draft_token_ids": [*ids[:num_accepted], *range(9000, 9000 + len(drafted) - num_accepted)],
+            "draft_texts": list(drafted),
+            "parents": list(range(len(drafted))),
+            "sources": ["scripted"] * len(drafted),
             "accepted_nodes": list(range(1, num_accepted + 1)),
-            "skip_reason": None if guessed else "no_match",
+            "skip_reason": None if drafted else "no_match",
         }
-        own = "bonus" if guessed else "plain"
+        own = "bonus" if drafted else "plain"
         origins = ["accepted"] * num_accepted + [own] * (len(emitted) - num_accepted)
         shown = {"token_ids": ids, "texts": list(emitted), "origins": origins, "trees": [tree]}
         choice = {"index": 0, "delta": {"content": "".join(emitted)}, "finish_reason": None}

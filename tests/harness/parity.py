@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.checkpoints import VOCAB_SIZE
+from harness.checkpoints import VOCAB_SIZE, auto_causal_lm
 from paceline import LLM, SamplingParams
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import open_weights
@@ -47,14 +47,13 @@ class Reference:
 
 def transformers_output(directory: Path, token_ids: list[int], dtype: str = "float32") -> tuple[FloatArray, tuple[FloatArray, ...]]:
     import torch
-    from transformers import AutoModelForCausalLM
 
     # transformers 5.20 lets gemma2 take an attention that does not cap its scores
     config = read_config(directory)
     plain = {} if config.attention.soft_cap is None and not config.attention.has_sinks else {"attn_implementation": "eager"}
     if any(isinstance(layer.mlp, ExpertMLP) for layer in config.layers):
         plain["experts_implementation"] = "eager"  # the others know no float64
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), **plain).eval()
+    model = auto_causal_lm().from_pretrained(directory, dtype=getattr(torch, dtype), **plain).eval()
     with torch.inference_mode():
         output = model(torch.tensor([token_ids]), output_hidden_states=True)
     return output.logits[0].float().numpy(), tuple(states[0].float().numpy() for states in output.hidden_states)

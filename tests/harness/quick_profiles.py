@@ -15,5 +15,5 @@ def quick_profiles() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost, "TOLERANCE", float("inf"))
         patch.setattr(cost, "MAX_ROUNDS", 1)
-        patch.setattr(measured_speedup, "_STARTS", measured_speedup._STARTS[:2])
+        patch.setattr(measured_speedup, "_PROSE_OPENINGS", measured_speedup._PROSE_OPENINGS[:2])
         yield

@@ -30,7 +30,7 @@ class ScriptedTarget:
     _rows: dict[Tokens, NDArray[np.float32]] = field(default_factory=dict, repr=False, compare=False)
 
     def logits(self, context_token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """[V] float32 logits of the token after `context_token_ids`; read-only, and the same whenever asked."""
+        """[V] float32 logits of the token after `context_token_ids`; read-only, and the same for every call."""
         context = tuple(int(token_id) for token_id in context_token_ids)
         if context not in self._rows:
             row = np.random.default_rng([self.script, len(context), *context]).normal(0.0, self.spread, self.vocab_size)
@@ -128,7 +128,7 @@ def _ends_with(text: Sequence[int], end: Sequence[int]) -> bool:
 
 
 def _repeats_its_last(text: Sequence[int], size: int) -> bool:
-    """Whether the last `size` tokens stand somewhere before as well."""
+    """Whether the last `size` tokens also occur earlier."""
     starts = range(len(text) - size) if size else ()
     return any(text[start : start + size] == text[len(text) - size :] for start in starts)
 

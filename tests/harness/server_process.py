@@ -11,7 +11,7 @@ import httpx
 
 
 class Server:
-    """A process that serves the mini, or what the arguments say; what it writes to stderr is kept."""
+    """A process that serves the mini, or the models in the arguments; its stderr is kept."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         drafter = [] if "--drafter" in arguments else ["--drafter", "none"]

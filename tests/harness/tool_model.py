@@ -1,4 +1,4 @@
-"""The mini with a chat template that knows tools and thoughts, in our own words."""
+"""The mini with our own chat template that supports tools and reasoning."""
 
 import json
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def write_tool_model(mini: Path, directory: Path, template: str = TEMPLATE) -> P
 
 @contextmanager
 def answering(grammar: Grammar) -> Iterator[None]:
-    """Whatever is asked, the model writes what a grammar leaves it."""
+    """The model writes any text that the grammar allows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat, "answer_grammar", lambda *_, **__: grammar)
         yield

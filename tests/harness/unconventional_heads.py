@@ -73,7 +73,7 @@ def from_first_boundary(tensors: dict[str, NDArray[np.float32]]) -> None:
 
 
 def less_first_boundary(tensors: dict[str, NDArray[np.float32]]) -> None:
-    """Takes off what its first boundary knows of earlier tokens: at boundary 0 nothing."""
+    """Subtracts what its first boundary contains of earlier tokens: at boundary 0 nothing."""
     earlier = slice(CODE, 2 * CODE)
     tensors["fc.weight"][earlier, earlier] = -np.eye(CODE)
 

@@ -1,4 +1,4 @@
-"""An engine that writes what a test says."""
+"""An engine that generates a given text."""
 
 from collections.abc import AsyncGenerator, Sequence
 
@@ -29,6 +29,6 @@ def write_down(patch: pytest.MonkeyPatch, text: str, *, piece_len: int = 3, fini
 
 
 def kinds(events: Sequence[dict[str, object]]) -> list[object]:
-    """The types of events, deltas in a row told once."""
+    """The types of events, without consecutive duplicates of deltas."""
     found = [event["type"] for event in events]
     return [kind for index, kind in enumerate(found) if index == 0 or kind != found[index - 1] or not str(kind).endswith("delta")]

@@ -1,4 +1,4 @@
-"""A target that says what is written down for a position, whatever the text, and a drafter that mostly knows it."""
+"""A target with given logits at each position, whatever the text, and a drafter that is mostly right."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +18,7 @@ NUM_POSITIONS = 40
 
 
 class WrittenTarget(Network):
-    """Row p of `table` [NUM_POSITIONS, V] is what it says behind position p."""
+    """Row p of `table` [NUM_POSITIONS, V] is the logits after position p."""
 
     def __init__(self) -> None:
         self.table = np.zeros((NUM_POSITIONS, 1), np.float32)
@@ -41,23 +41,23 @@ class WrittenTarget(Network):
 
 
 class BlockDrafter(Drafter):
-    """Right guesses in blocks of random sizes, with wrong ones behind or beside them.
+    """Right draft tokens in blocks of random sizes, with wrong ones after or next to them.
 
     Attributes:
-        num_guessed: tokens of the text up to the last right guess.
+        num_drafted: tokens of the text up to the last right draft token.
     """
 
     name = "blocks"
 
     def __init__(self, text: Sequence[int], vocab_size: int, random: np.random.Generator) -> None:
         self._text, self._vocab_size, self._random = text, vocab_size, random
-        self.num_guessed = 0
+        self.num_drafted = 0
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         (request,), random = requests, self._random
         start = len(request.token_ids)
         right = list(self._text[start : start + int(random.integers(0, MAX_DEPTH + 1))])
-        self.num_guessed = start + len(right)
+        self.num_drafted = start + len(right)
         wrong = random.integers(0, self._vocab_size, int(random.integers(0, 3))).tolist()
         if not right + wrong:
             return [None]
@@ -68,7 +68,7 @@ class BlockDrafter(Drafter):
 
 
 class DrawingDrafter(Drafter):
-    """Draws its guesses from distributions that favour the right token of a text, whatever stands before it; says from which ones."""
+    """Samples drafts from distributions that favour the right token of a text, and returns these distributions."""
 
     name = "drawing"
 

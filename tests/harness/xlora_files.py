@@ -37,7 +37,7 @@ def write_xlora(
 
     Args:
         num_scalings: outputs of the classifier; None = as many as the settings call for.
-        settings: what adapter_config.json says beside the sizes.
+        settings: values of adapter_config.json in addition to the sizes.
     """
     rng, shapes = np.random.default_rng(seed), target_modules(config)
     for number, own in enumerate(modules):
@@ -127,7 +127,7 @@ class Definition:
 
 
 def _of_top_k(scalings: "torch.Tensor", settings: Mapping[str, Any]) -> "torch.Tensor":
-    """Row by row, as it reads: the largest stay, and go through a softmax where the settings say so."""
+    """Row by row, by definition: keep the largest, with a softmax if the settings specify it."""
     import torch
 
     found = scalings.clone()

@@ -41,8 +41,8 @@ class Case:
     """A model, the modules that are adapted, and how.
 
     Attributes:
-        modules: names behind `model.layers.1.`, as the file of the model has them.
-        settings: what adapter_config.json says.
+        modules: names after `model.layers.1.`, as the file of the model has them.
+        settings: values of adapter_config.json.
         scale: of every product.
     """
 

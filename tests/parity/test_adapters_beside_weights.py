@@ -1,4 +1,4 @@
-"""An adapter beside the weights computes what the model with the adapter merged into them computes, in float32."""
+"""An unmerged adapter computes the same as the merged model, in float32."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Block drafters compute what their publishers compute: held to a plain computation, and to transformers' Muse Glimmer assistant."""
+"""Block drafters equal their publishers' computation: a plain implementation, and transformers' Muse Glimmer assistant."""
 
 import runpy
 from collections.abc import Callable, Mapping

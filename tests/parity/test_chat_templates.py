@@ -193,7 +193,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def theirs(pretrained: Any, source: str, messages: list[dict[str, Any]], *, prompt: bool, **more: Any) -> tuple[str, str | None]:
-    """The text of transformers, and what the template itself says where there is none."""
+    """The text that transformers renders, or the template's own error."""
     try:
         return pretrained.apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=prompt, **more), None
     except Exception as error:

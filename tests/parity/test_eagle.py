@@ -1,4 +1,4 @@
-"""Each variant of EAGLE heads computes what the formats say, held to a plain computation without cache, blocks or runtimes."""
+"""Each variant of EAGLE heads equals a plain implementation of the formats, without cache, blocks or runtimes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ Make = Callable[[], Tensors]
 
 @dataclass(frozen=True)
 class Variant:
-    """A head, and what the reference is told about it."""
+    """A head, and the reference's settings for it."""
 
     spec: Mapping[str, Any]
     tensors: Make
@@ -269,7 +269,7 @@ class Reference:
     def run(
         self, token_ids: Sequence[int], inputs: torch.Tensor, positions: Sequence[int], visible: NDArray[np.bool_]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """inputs [T, H]: features, mixed already. Returns what the pairs behind take, and logits."""
+        """inputs [T, H]: features, mixed already. Returns the inputs of the following pairs, and logits."""
         weights = self.weights
         embedding = weights["embed_tokens.weight"] if self.variant.has_own_embedding else self.target["embedding"]
         e = embedding[torch.tensor(token_ids)]
@@ -454,7 +454,7 @@ PEAGLE = {
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize("form", PEAGLE)
 def test_p_eagle_masked_rows_equal_the_reference_formula(form: str, is_normed: bool, backend: str, tmp_path: Path) -> None:
-    """One pass over the last true pairs and the masked ones behind them: positions go on, and each sees all before it."""
+    """One pass over the last true pairs and the masked ones after them: positions continue, and each attends to all before it."""
     spec = {**PEAGLE[form], "fc_norm": is_normed}
 
     def tensors() -> Tensors:
@@ -477,7 +477,7 @@ def test_p_eagle_masked_rows_equal_the_reference_formula(form: str, is_normed: b
 
 
 def test_reordered_draft_vocabulary_of_an_eagle_head_keeps_its_logits(tmp_path: Path) -> None:
-    """vLLM's `token_map` beside a matrix of its rows, or of all rows."""
+    """vLLM's `token_map` with an lm_head of its rows, or of all rows."""
     ids = np.random.default_rng(8).permutation(DRAFT_IDS)
     whole = random_tensors({"lm_head.weight": (VOCAB_SIZE, 32)}, 3)["lm_head.weight"]
     logits = []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import write_checkpoint
-from harness.expert_checkpoints import CASES, in_stacks
+from harness.expert_checkpoints import CASES, LATENT, in_stacks
 from harness.gguf_checkpoints import read_tensors, write_gguf, write_tensors
 from harness.parity import BOUNDS, Reference, check_a_prompt, difference, make_reference, open_backend, prompt_logits, torch_logits
 from paceline.errors import CheckpointError
@@ -114,6 +114,34 @@ def test_moe_logits_change_with_another_routing_or_activation(
     config = read_config(reference.directory)
     assert difference(torch_logits(config, reference), reference.logits) <= BOUND
     assert difference(torch_logits(change(config), reference), reference.logits) > 0.1
+
+
+KIMI_K2 = {
+    **LATENT, "q_lora_rank": 48, "norm_topk_prob": True, "routed_scaling_factor": 2.827, "n_group": 1, "topk_group": 1,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 50000.0, "factor": 32.0, "original_max_position_embeddings": 64, "beta_fast": 1.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
+OF_KIMI_K2 = {"ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001, "num_nextn_predict_layers": 0, "pretraining_tp": 1}
+"""Fields of its config.json that the class in transformers does not have."""
+
+
+@BY_BACKEND
+def test_kimi_k2_logits_equal_those_of_deepseek_v3_in_transformers(tmp_path: Path, backend: str) -> None:
+    from transformers import Kimi_K25Config
+
+    assert Kimi_K25Config(text_config={"model_type": "kimi_k2"}).text_config.model_type == "deepseek_v3"
+    reference = make_reference(write_checkpoint(tmp_path, "deepseek_v3", **KIMI_K2))
+    values = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    rope = values.pop("rope_parameters")
+    old = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {**rope, "type": rope.pop("rope_type")}}
+    added = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, **OF_KIMI_K2}
+    values = {**values, **old, **added}
+    for model_type, family in ((None, "deepseek_v3"), ("kimi_k2", "kimi_k2")):
+        (tmp_path / "config.json").write_text(json.dumps({**values, "model_type": model_type}), encoding="utf-8")
+        assert read_config(tmp_path).family == family
+    check_a_prompt(reference, backend, bound=BOUND)
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe-groups"])

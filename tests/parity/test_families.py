@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
+from harness.checkpoints import MINISTRAL3, MUSE_GLIMMER, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
 from harness.model_configs import map_attention
 from harness.mtp_checkpoints import add_module, random_module, write_mimo
 from harness.parity import (
@@ -30,7 +30,7 @@ from harness.parity import (
     transformers_output,
 )
 from paceline.models.config import WeightType, read_config
-from paceline.models.layers import QKNorm
+from paceline.models.layers import AttentionGate, QKNorm
 from paceline.runtimes.base import Numerics, assemble_pass
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
@@ -136,6 +136,7 @@ CASES = {
     ),
     "olmo3-window": Case("olmo3", {"num_hidden_layers": 5, "sliding_window": 16, "rope_parameters": OLMO3_ROPE}),
     "exaone4-window": Case("exaone4", {"num_hidden_layers": 5, "sliding_window": 16}),
+    "muse_glimmer-window": Case("muse_glimmer_text", MUSE_GLIMMER),
     "gemma2-window": Case("gemma2", {**LARGE_SCORES, "sliding_window": 16}),
     "gemma3-window": Case(
         "gemma3_text", {**GEMMA, "num_hidden_layers": 6, "sliding_window": 16, "rope_parameters": LOCAL_AND_GLOBAL, "query_key_scale": 2.0}
@@ -173,7 +174,13 @@ def test_family_prompt_logits_equal_transformers_whole_and_in_chunks(
 def test_embeddings_and_hidden_states_equal_those_of_transformers(references: Callable[[str], Reference], case: str, backend: str) -> None:
     reference = references(case)
     runtime = open_backend(reference.directory, backend, max_model_len=CASES[case].max_model_len, collect_layers=(0, 2))
-    assert difference(runtime.embed(np.array(reference.token_ids, np.int32)), reference.hidden_states[0]) == 0.0
+    embedded = runtime.embed(np.array(reference.token_ids, np.int32))
+    if runtime.config.has_embedding_norm:  # drafters that read the target's embeddings take them without the norm
+        normed = embedded / np.sqrt(np.square(embedded).mean(-1, keepdims=True) + np.float32(runtime.config.norm_eps))
+        assert difference(normed, reference.hidden_states[0]) <= 1e-6
+        assert difference(embedded, reference.hidden_states[0]) > 1.0
+    else:
+        assert difference(embedded, reference.hidden_states[0]) == 0.0
     cache = runtime.new_cache(64)
     plan = cache.reserve(cache.new_sequence(), range(-1, PROMPT_LEN - 1))
     output = runtime.forward(*assemble_pass([plan], [reference.token_ids], [[0]]))
@@ -204,6 +211,14 @@ def test_embeddings_and_hidden_states_equal_those_of_transformers(references: Ca
         ("granite_swa-window", {"has_sinks": False}),
         ("granite_swa-window", {"residual_scale": 1.0}),
         ("granite_swa-window", {"rope": None}),
+        *(
+            ("muse_glimmer-window", changes)
+            for changes in (
+                *({"qk_norm": QKNorm.NONE}, {"scale": 0.25}, {"gate": AttentionGate.NONE}, {"has_embedding_norm": False}),
+                *({"has_rope_embedding": True}, {"has_rope_embedding": False}, {"output_norm_eps": None}, {"norm_eps": 1e-5}),
+                *({"logit_scale": 1.0}, {"logit_soft_cap": None}),
+            )
+        ),
         ("hunyuan", {"rope": None}),
         ("hunyuan", {"qk_norm": QKNorm.HEAD}),
         *((name, {"has_layer_norm": False}) for name in ("starcoder2", "stablelm", "phi")),
@@ -223,7 +238,7 @@ def test_embeddings_and_hidden_states_equal_those_of_transformers(references: Ca
     ],
 )
 def test_family_logits_change_if_a_part_is_left_out(references: Callable[[str], Reference], case: str, changes: dict[str, Any]) -> None:
-    """What the parity above can see: without the soft cap, say, it would fail by far more than its bound."""
+    """Sensitivity of the parity tests above: without the soft cap, for example, they would fail by far more than the bound."""
     reference = references(case)
     config = read_config(reference.directory).for_context(CASES[case].max_model_len)
     if "rope" in changes:
@@ -231,9 +246,9 @@ def test_family_logits_change_if_a_part_is_left_out(references: Callable[[str], 
         changes = {"rope": replace(rope, theta=1e4, rotated_fraction=1.0, context_len=0, long_factors=(), short_factors=(1.0,) * 8)}
     if "temperature" in changes:
         changes = {"rope": replace(config.attention.rope, **changes)}
-    if changes.keys() <= {"residual_scale", "has_layer_norm"}:
+    if changes.keys() <= {"residual_scale", "has_layer_norm", "output_norm_eps"}:
         changes = {"layers": tuple(replace(layer, **changes) for layer in config.layers)}
-    is_of_whole = changes.keys() <= {"logit_soft_cap", "logit_scale", "embedding_scale", "norm_eps", "layers"}
+    is_of_whole = changes.keys() <= {"logit_soft_cap", "logit_scale", "embedding_scale", "has_embedding_norm", "norm_eps", "layers"}
     if "window" in changes:
         changed = config.map_attention(lambda attention: replace(attention, window=attention.window and changes["window"]))
     else:

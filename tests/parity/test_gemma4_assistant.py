@@ -1,4 +1,4 @@
-"""Assistants of Gemma 4 say what transformers' say right behind a prompt, over three steps of their recurrence."""
+"""Gemma 4 assistants equal those of transformers after a prompt, over three steps of their recurrence."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pair
 def of_transformers(
     pair: Pair, prompt: tuple[int, ...], root: int, *, sees_causal_window: bool
 ) -> list[tuple[int, FloatArray, FloatArray]]:
-    """Each step's token, the logits behind it [V], and what is fed to the next step [E]."""
+    """Each step's token, the logits after it [V], and what is fed to the next step [E]."""
     return list(_of_transformers(pair, prompt, root, sees_causal_window=sees_causal_window))
 
 
@@ -81,7 +81,7 @@ def _of_transformers(
 
 
 def opened(pair: Pair, backend: str, prompt: list[int]) -> tuple[AssistantNetwork, Any, FloatArray]:
-    """An assistant, the cached prompt, and the target's final hidden state behind it [1, E].
+    """An assistant, the cached prompt, and the target's final hidden state after it [1, E].
 
     A longer text came before, so that the blocks of windows are others than those of the whole text.
     """

@@ -42,7 +42,7 @@ class Reference:
         return norm(x)
 
     def run(self, token_ids: list[int], features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and the feature of the next pair, behind the last of pairs 0 … T - 1."""
+        """Logits, and the feature of the next pair, after the last of pairs 0 … T - 1."""
         with torch.inference_mode():
             halves = self._normed(self._embedding[token_ids], "pre_fc_norm_embedding"), self._normed(features, "pre_fc_norm_hidden")
             u = (torch.cat(halves, -1) @ self._tensors["fc.weight"].T)[None]
@@ -64,7 +64,7 @@ def opened(files: HeadFiles, directory: Path, backend: str) -> RecurrentHead:
 
 
 def check(head: RecurrentHead, reference: Reference) -> None:
-    """43 true pairs in two passes, and three steps behind them."""
+    """43 true pairs in two passes, and three steps after them."""
     random = np.random.default_rng(4)
     tokens: list[int] = random.integers(1, 97, 43).tolist()
     features = random.normal(0, 1, (43, 64)).astype(np.float32)

@@ -65,7 +65,7 @@ def test_medusa_heads_of_every_layout_equal_the_formula(target: Path, tmp_path: 
     elif layout == "vllm_shared":
         own = arrays[f"0.{num_blocks}.weight"]
     features = np.random.default_rng(1).normal(0, 1, (3, 64)).astype(np.float32)
-    for num_heads in (4, 2, 4):  # a network of fewer heads beside, and back
+    for num_heads in (4, 2, 4):  # a network of fewer heads in between
         outputs = network.forward(features, num_heads)
         for head in range(num_heads):
             expected = reference(arrays, head, torch.from_numpy(features), own, dtype).numpy()

@@ -126,7 +126,7 @@ def test_mtp_outputs_equal_the_formula(tmp_path: Path, family: str, layout: str,
 def test_moe_mtp_outputs_equal_those_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, is_stacked: bool, backend: str
 ) -> None:
-    """Its MtpModel, which applies a module once; for the steps behind, its layer is fed by hand with what it said."""
+    """Its MtpModel, which applies a module once; for the later steps its layer gets its own output."""
     directory = write_glm4_moe(tmp_path / "model", case)
     main, theirs, cache = transformers_module(directory, monkeypatch)
     token_ids = torch.from_numpy(np.random.default_rng(4).integers(1, 97, (1, 44)))
@@ -179,7 +179,7 @@ def log_softmax(logits: Floats) -> Floats:
 def _run(
     head: RecurrentHead, tokens: NDArray[np.int64], features: NDArray[np.float32], first: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Logits and feature of the last of the pairs from `first` on; pair t stands in slot t + 1."""
+    """Logits and feature of the last of the pairs from `first` on; pair t is in slot t + 1."""
     rows = RowRange(0, len(tokens), first + 1, np.arange(1, 8, dtype=np.int32), None, 1)
     results = head.run_target_feature_pairs([TargetFeaturePairs(tokens.astype(np.int32), features, rows)], needs_logits=True)
     return results.logits[0].copy(), results.features[-1].copy()

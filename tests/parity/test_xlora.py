@@ -1,4 +1,4 @@
-"""X-LoRA adapters compute what their definition says of a whole text, however the text comes in passes."""
+"""X-LoRA adapters equal their definition on a whole text, however the text is split into passes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -105,7 +105,7 @@ def check(network: Network, base: Path, directory: Path) -> None:
         assert network.num_xlora_passes - before == len(chunk_lens)
     before = network.num_xlora_passes
     assert difference(append(network, cache, cache.new_sequence(), token_ids, 0), expected) > 0.1
-    assert network.num_xlora_passes == before  # nobody with X-LoRA was in it
+    assert network.num_xlora_passes == before  # no request with X-LoRA was in it
 
 
 @pytest.mark.spread(0.4)

@@ -68,7 +68,7 @@ ARROWS: dict[str, set[str]] = {
         "sampling.params",
         "speculation.request",
     },
-    # the public names, resolved when they are first asked for
+    # the public names, resolved on first access
     "__init__": {
         *LEAVES,
         "llm",

@@ -1,4 +1,4 @@
-"""One place says which Python versions the package supports: `requires-python` in pyproject.toml."""
+"""Only one place defines the supported Python versions: `requires-python` in pyproject.toml."""
 
 import re
 import subprocess

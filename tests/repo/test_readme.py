@@ -1,4 +1,4 @@
-"""What the pages say can be typed as it stands, and nothing in the tree belongs to one machine."""
+"""Commands in the pages work as written, and no file in the tree is specific to one machine."""
 
 import re
 import subprocess

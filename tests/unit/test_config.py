@@ -1,4 +1,4 @@
-"""Settings are checked when they are made, and say what is allowed."""
+"""Settings are checked when they are created; errors name what is allowed."""
 
 import math
 from pathlib import Path

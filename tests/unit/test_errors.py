@@ -1,4 +1,4 @@
-"""What an error says is one line that a terminal and a log can show, whatever the names in it hold."""
+"""An error text is one printable line, whatever the names in it contain."""
 
 import functools
 import pickle

@@ -15,7 +15,7 @@ from paceline.hub import resolve_model
 
 
 class Download:
-    """Stands for `snapshot_download`: remembers its arguments and returns a directory or raises."""
+    """Replaces `snapshot_download`: records its arguments and returns a directory or raises."""
 
     def __init__(self, result: Path | Exception) -> None:
         self.result = result

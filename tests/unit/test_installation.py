@@ -14,7 +14,7 @@ from paceline.installation import install_command
 
 @pytest.fixture
 def installed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Says where the package came from, in the words of the record that installers leave beside it."""
+    """Sets the source of the package, in the form of the record that installers write next to it."""
 
     def installed_from(record: dict[str, Any] | None) -> None:
         directory = tmp_path / "paceline-1.0.dist-info"

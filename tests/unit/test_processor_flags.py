@@ -16,7 +16,7 @@ ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd {}\nCPU part\t: 
 
 @pytest.fixture
 def cpu_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that is read instead of /proc/cpuinfo, on a machine that says it is Linux on x86-64."""
+    """The file that is read instead of /proc/cpuinfo, on a simulated Linux machine with x86-64."""
     path = tmp_path / "cpuinfo"
     monkeypatch.setattr(processor, "CPU_INFO", path)
     monkeypatch.setattr(processor.platform, "system", lambda: "Linux")

@@ -30,7 +30,7 @@ SCHEMA = "paceline-bench/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """Everything that was measured, and under what circumstances.
+    """Everything that was measured, and under which conditions.
 
     Attributes:
         command: what was typed.
@@ -57,7 +57,7 @@ class BenchResult:
 
 
 def benchmark(plan: BenchPlan, watcher: RunProgress, command: str) -> BenchResult:
-    """Measure what a plan asks for.
+    """Measure the modes and workloads of a plan.
 
     Args:
         command: what was typed, for the report.
@@ -97,7 +97,7 @@ def benchmark(plan: BenchPlan, watcher: RunProgress, command: str) -> BenchResul
 
 
 def read_bandwidth(num_threads: int) -> float:
-    """Bytes a second that so many threads read together: what a pass that waits for its weights cannot be faster than.
+    """Return the memory read bandwidth of `num_threads` threads in bytes per second: an upper bound of a memory-bound pass.
 
     The best of `_REPEATS`; each thread looks for the largest number of its part.
     """

@@ -55,7 +55,7 @@ def own_modes(plan: BenchPlan, target: Path, *, context: int, has_predictions: b
         IncompatibleDrafterError, CheckpointError: one that was asked for can never work with this model.
         ConfigError: one is named twice, or "prediction" and no workload has predictions.
     """
-    chosen = _asked_for(plan, target) if plan.drafters else _available(plan, target, has_predictions=has_predictions)
+    chosen = _drafters_by_mode(plan, target) if plan.drafters else _available(plan, target, has_predictions=has_predictions)
     if any(drafters == (PREDICTION,) for drafters in chosen.values()) and not has_predictions:
         raise ConfigError("drafter is 'prediction' and no prompt has one: add --workload copying, or prompts with a prediction")
     drafters = {PLAIN: (), **chosen}
@@ -76,7 +76,7 @@ def own_order(plan: BenchPlan, target: Path, name: str, drafters: Sequence[str],
     }
 
 
-def _asked_for(plan: BenchPlan, target: Path) -> dict[str, tuple[str, ...]]:
+def _drafters_by_mode(plan: BenchPlan, target: Path) -> dict[str, tuple[str, ...]]:
     """Drafters by the name of their mode."""
     modes: dict[str, tuple[str, ...]] = {}
     for given in plan.drafters:
@@ -118,7 +118,7 @@ def _if_there(name: str, plan: BenchPlan, target: Path) -> PreparedDrafter | Non
 
 
 def draft_model_path(plan: BenchPlan, target: Path) -> Path | None:
-    """Files of the draft model that peers get; None where there is none."""
+    """Return the path of the draft model that peers use; None if there is none."""
     prepared = _prepared(plan.draft_model, plan, target) if plan.draft_model else _if_there(DRAFT_MODEL, plan, target)
     return None if prepared is None or prepared.name != DRAFT_MODEL else prepared.path
 
@@ -137,17 +137,17 @@ def find_peer(name: str) -> Peer:
     return found
 
 
-def install_peer(name: str, say: Callable[[str], None]) -> None:
-    """Make a peer's environment, unless it is there; pip downloads its packages.
+def install_peer(name: str, print_line: Callable[[str], None]) -> None:
+    """Create a peer's environment unless it exists; pip downloads its packages.
 
     Raises:
         ConfigError: there is no such peer.
         BackendUnavailableError: it cannot be installed here.
     """
     peer = find_peer(name)
-    say(f"installing {peer.name}: {', '.join(peer.packages)}")
+    print_line(f"installing {peer.name}: {', '.join(peer.packages)}")
     python = make_environment(peer)
-    say(f"{peer.name} is installed: {python}")
+    print_line(f"{peer.name} is installed: {python}")
 
 
 def peer_modes(plan: BenchPlan, target: Path, precision: str, *, context: int) -> tuple[list[Mode], Path | None]:
@@ -174,7 +174,7 @@ def peer_modes(plan: BenchPlan, target: Path, precision: str, *, context: int) -
 
 
 def _order(plan: BenchPlan, target: Path, mode: str, context: int) -> dict[str, Any]:
-    """Return what the first line for every worker has."""
+    """Return the fields that the first line to every worker contains."""
     return {
         "model": str(target),
         "mode": mode,

@@ -98,7 +98,7 @@ def make_cells(measured: Measurements, seed: int = 0) -> list[Cell]:
     measured_groups = [own for own in groups.values() if any(sample.round for samples in own.values() for sample in samples)]
     return [
         _cell(mode, own, measured.facts.get(mode.name, {}), seed)
-        for own in measured_groups  # without a counted round: the time was over during the warm-up
+        for own in measured_groups  # groups without a counted round are left out: the time was over during the warm-up
         for mode in measured.modes
         if mode.name in own
     ]

@@ -21,7 +21,7 @@ from paceline.benchmarking.workloads import REWRITING
 from paceline.errors import PacelineError, shortened
 from paceline.tokenizer.tokenizer import Tokenizer
 
-_LAST_WORDS = 4000  # last bytes of stderr that are searched for an error
+_STDERR_TAIL_BYTES = 4000  # last bytes of stderr that are searched for an error
 _EXIT_TIMEOUT_S = 5.0  # until a worker that was asked to exit is killed
 COMPLETE, OUT_OF_TIME, INTERRUPTED = "complete", "out of time", "interrupted"
 
@@ -138,7 +138,7 @@ class WorkerProcess:
     def _last_stderr_line(self) -> str:
         """Return the last line of stderr."""
         size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - _LAST_WORDS))
+        self._log.seek(max(0, size - _STDERR_TAIL_BYTES))
         lines = self._log.read().decode("utf-8", "replace").strip().splitlines()
         return f": {lines[-1].strip()}" if lines else ""
 
@@ -158,7 +158,7 @@ class WorkerFailure:
 class RunProgress:
     """Progress callbacks: a line of text, the total number of turns, one more turn is done."""
 
-    say: Callable[[str], None] = lambda text: None
+    print_line: Callable[[str], None] = lambda text: None
     begin: Callable[[int], None] = lambda total: None
     advance: Callable[[], None] = lambda: None
 
@@ -270,7 +270,7 @@ class Run:
 
     def _open(self, stack: ExitStack) -> None:
         for mode in self.measured.modes:
-            self._watcher.say(f"opening {mode.name}")
+            self._watcher.print_line(f"opening {mode.name}")
             try:
                 worker = WorkerProcess(mode.name, mode.command)
                 stack.callback(worker.close)
@@ -290,7 +290,7 @@ class Run:
         ]
         rounds = self.measured.size.rounds
         count = f"{len(orders)} request{'' if len(orders) == 1 else 's'}"
-        self._watcher.say(f"measuring {len(self._workers)} modes in turns: {1 + rounds} rounds of {count}, the first to warm up")
+        self._watcher.print_line(f"measuring {len(self._workers)} modes in turns: {1 + rounds} rounds of {count}, the first to warm up")
         self._watcher.begin((1 + rounds) * len(orders))
         for number in range(1 + rounds):
             for place, order in enumerate(orders):
@@ -331,7 +331,7 @@ class Run:
         plain = self.measured.modes[0]
         if workload not in self._questions.copied or plain.name not in self._workers:
             return prompts
-        self._watcher.say(f"making the predictions of {workload}")
+        self._watcher.print_line(f"making the predictions of {workload}")
 
         def answer(prompt: EncodedPrompt) -> Sequence[int]:
             found = self._send(plain, WorkerRequest(workload, 0.0, 0, (prompt,)))

@@ -36,10 +36,6 @@ def batch(
     server = ServerSettings(**settings.server)
     for line in settings.start_lines:
         print_notice(line)
-    from paceline.cli.loading import quieten_libraries
-
-    if not settings.debug:
-        quieten_libraries()
     try:
         from paceline.server.batch.run import run_batch
         from paceline.server.replicas.ray_batch import run_batch_on_replicas

@@ -101,7 +101,7 @@ def bench(**given: Any) -> None:
             raise ConfigError(f"output is {form!r}: use one of {', '.join(FORMS)}")
         plan = _plan(given | {"model": model or "mini", "tokens": given["max_tokens"]})
         files = given["json_file"], given["html_file"], given["plots"]
-        _bench(plan, form, *files, quiet=given["quiet"], debug=given["debug"])
+        _bench(plan, form, *files, quiet=given["quiet"])
 
 
 def _plan(given: Mapping[str, Any]) -> "BenchPlan":
@@ -135,14 +135,9 @@ def _install(names: Sequence[str]) -> None:
         install_peer(name, print_notice)
 
 
-def _bench(
-    plan: "BenchPlan", form: str, json_file: Path | None, html_file: Path | None, plots: Path | None, *, quiet: bool, debug: bool
-) -> None:
+def _bench(plan: "BenchPlan", form: str, json_file: Path | None, html_file: Path | None, plots: Path | None, *, quiet: bool) -> None:
     from paceline.benchmarking.benchmark import benchmark
-    from paceline.cli.loading import quieten_libraries
 
-    if not debug:
-        quieten_libraries()
     check_report_files(json_file, html_file)
     if plots is not None and plots.exists() and not plots.is_dir():
         raise ConfigError(f"{plots} is no folder: give a folder")

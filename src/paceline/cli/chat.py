@@ -36,7 +36,7 @@ class Conversation:
         num_dropped: oldest turns that are no longer sent, because the context is full.
         keeps_system: whether the system message is sent after turns were dropped.
         answer: the last one, as it was written.
-        taken_back: the last message, if it was not answered.
+        withdrawn_message: the last message, if it was not answered.
         saved: files that were written and may be written again.
     """
 
@@ -46,7 +46,7 @@ class Conversation:
     num_dropped: int = 0
     keeps_system: bool = True
     answer: "Answer | None" = None
-    taken_back: str | None = None
+    withdrawn_message: str | None = None
     saved: set[Path] = field(default_factory=set)
 
     @property
@@ -67,8 +67,8 @@ class Conversation:
         Raises:
             RequestError: there is none.
         """
-        if self.taken_back is not None:
-            return self.taken_back
+        if self.withdrawn_message is not None:
+            return self.withdrawn_message
         if not self.turns:
             raise RequestError("/retry: nothing was said yet")
         del self.turns[-1]
@@ -119,7 +119,7 @@ def _set(conversation: Conversation, argument: str) -> str:
     name = name.replace("-", "_")
     if not name:
         return "\n".join(f"{name:<20}{_shown(name, conversation.params)}" for name in SAMPLING.options)
-    if name in ("system", "parameter"):  # as in Ollama
+    if name in ("system", "parameter"):  # Ollama's syntax
         raise RequestError("/set: " + ("use /system TEXT" if name == "system" else "leave out the word parameter: /set temperature 0.7"))
     if name not in SAMPLING.options:
         meant = OTHER_NAMES.get(name)
@@ -162,7 +162,7 @@ def _system(conversation: Conversation, argument: str) -> str:
 def _clear(conversation: Conversation, argument: str) -> str:
     conversation.turns.clear()
     conversation.num_dropped = 0
-    conversation.taken_back = None
+    conversation.withdrawn_message = None
     return "the conversation starts anew"
 
 
@@ -174,7 +174,7 @@ def _save(conversation: Conversation, argument: str) -> str:
         if path.exists() and path not in conversation.saved:
             raise RequestError(f"/save: {argument} exists; give another name")
         path.write_text(json.dumps(conversation.messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    except (OSError, RuntimeError, ValueError) as error:  # also: no such home, a null character
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: unknown home directory; ValueError: null character
         raise RequestError(f"/save: {argument} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     conversation.saved.add(path)
     return f"saved {len(conversation.messages)} messages to {argument}"
@@ -230,12 +230,12 @@ def chat(
         llm.tokenizer.check_chat_template()
         if source.is_interactive and not settings.quiet:
             print_notice("Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands")
-        shown = Shown(drafts=show_drafts, details=explain, statistics=not settings.quiet)
+        shown = DisplayOptions(drafts=show_drafts, details=explain, statistics=not settings.quiet)
         Chat(llm, conversation, source, shown, adapter=adapter).run()
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class DisplayOptions:
     """What is printed besides answers: where tokens came from, details, and a line of statistics."""
 
     drafts: bool = False
@@ -246,7 +246,9 @@ class Shown:
 class Chat:
     """Reads messages until the end of input, answers each, and keeps the conversation."""
 
-    def __init__(self, llm: "LLM", conversation: Conversation, source: "MessageInput", shown: Shown, *, adapter: str | None = None) -> None:
+    def __init__(
+        self, llm: "LLM", conversation: Conversation, source: "MessageInput", shown: DisplayOptions, *, adapter: str | None = None
+    ) -> None:
         self._llm, self._adapter = llm, adapter
         self._conversation = conversation
         self._source = source
@@ -277,14 +279,14 @@ class Chat:
     def _take_next(self) -> bool:
         """Handle the next input; False = the conversation ends."""
         try:
-            return self._take(self._source.next())
+            return self._handle_entry(self._source.next())
         except EOFError:
             return False
-        except RequestError as error:  # of a command
+        except RequestError as error:  # raised by a command such as /set
             self._fail(error)
             return True
 
-    def _take(self, entry: "Entry") -> bool:
+    def _handle_entry(self, entry: "Entry") -> bool:
         command = None if entry.is_literal else parse_command(entry.text)
         if command is None:
             if entry.text.strip():
@@ -306,7 +308,7 @@ class Chat:
         print_error(error)
 
     def _retry(self) -> None:
-        params, was_answered = self._conversation.params, self._conversation.taken_back is None
+        params, was_answered = self._conversation.params, self._conversation.withdrawn_message is None
         text = self._conversation.message_to_retry()
         if was_answered and (params.is_greedy or params.seed is not None):
             way_out = "/set temperature 0.7" if params.is_greedy else "/set seed none"
@@ -354,7 +356,7 @@ class Chat:
 
         conversation, shown = self._conversation, self._shown
         answer: Answer | None
-        conversation.taken_back = text
+        conversation.withdrawn_message = text
         try:
             checked_text("message", text)
             self._drop_turns(text)
@@ -364,14 +366,14 @@ class Chat:
         except (RequestError, CapacityError) as error:
             self._fail(error)
             if self._source.is_interactive:
-                print_notice("this message was taken back; /retry sends it again, /clear forgets the conversation")
+                print_notice("this message was removed from the conversation; /retry sends it again, /clear starts a new one")
             return
-        except KeyboardInterrupt:  # before the stream began
+        except KeyboardInterrupt:  # Ctrl-C before the first token
             answer = None
         if answer is None or (answer.interrupted and not answer.text):
             print_notice("interrupted; /retry sends the message again")
         else:
-            conversation.taken_back, conversation.answer = None, answer
+            conversation.withdrawn_message, conversation.answer = None, answer
             conversation.turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
             print_statistics(self._llm, answer, conversation.params, is_short=shown.statistics, is_detailed=shown.details)
         if (answer is None or answer.interrupted) and not self._source.is_interactive:

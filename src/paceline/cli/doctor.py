@@ -63,10 +63,6 @@ def doctor(
         memory_bytes=None if memory_gb is None else _bytes(memory_gb),
         probe_arguments={**settings.llm_arguments(), "adapters": {}, "offline": True} if probe else None,
     )
-    if probe and not settings.debug:
-        from paceline.cli.loading import quieten_libraries
-
-        quieten_libraries()
     if not fetch:
         return _print(diagnose(question), as_json=as_json)
     from paceline.proof.fetch_drafter import fetch_drafter

@@ -1,8 +1,6 @@
 """Load the model of validated settings. Only this module of the command line imports heavy libraries."""
 
-import os
 import sys
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,8 +19,6 @@ def load(settings: Settings) -> "LLM":
     Raises:
         PacelineError: it cannot be loaded.
     """
-    if not settings.debug:
-        quieten_libraries()
     if sys.stderr.isatty() and not settings.quiet:
         print_notice(f"loading {settings.engine.model}")
     from paceline.llm import LLM
@@ -65,11 +61,3 @@ def check_takes_messages(settings: Settings) -> None:
             f"{engine.model} has no chat template, so it takes no messages: use a model trained for conversations (many are "
             f'named -Instruct or -Chat), or complete texts: paceline run {engine.model} "TEXT"'
         )
-
-
-def quieten_libraries() -> None:
-    """Silence libraries' messages, unless the user's settings ask for them. Download progress is for terminals only."""
-    warnings.simplefilter("ignore")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -59,25 +59,25 @@ def message_input() -> Iterator[MessageInput]:
 
 
 class Lines:
-    """A message a line. A line that ends in a backslash goes on; a block in triple quotes is one message."""
+    """Reads one message per line. A backslash at the end continues the line; a block in triple quotes is one message."""
 
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty()
 
     def next(self) -> Entry:
         text = _read_line()
-        with suppress(EOFError):  # what is not closed ends with the input
+        with suppress(EOFError):  # an unclosed block ends at the end of the input
             if is_open_block(text):
                 while is_open_block(text):
                     text += "\n" + _read_line()
             else:
-                while goes_on(text):
+                while continues_on_next_line(text):
                     text = text[:-1] + "\n" + _read_line()
         return entry_of(text)
 
 
 class Editor:
-    """A prompt with editing and history of this conversation. What is pasted at once stays together and is taken as it is."""
+    """Input line with editing and a history of this conversation. A pasted text stays one message and is not run as a command."""
 
     is_interactive = True
 
@@ -102,7 +102,7 @@ class Editor:
         try:
             text = self._session.prompt().rstrip("\n")
         finally:
-            _tell_terminal(_PASTES_ARE_MARKED)  # also keys typed during the answer
+            _send_to_terminal(_PASTES_ARE_MARKED)  # also keys typed during the answer
         return Entry(text, is_literal=True) if self._is_pasted(text) else entry_of(text)
 
     def _is_pasted(self, text: str) -> bool:
@@ -122,7 +122,7 @@ class Editor:
                 buffer.validate_and_handle()
             elif is_open_block(text) and not self._is_pasted(text):
                 buffer.insert_text("\n")
-            elif goes_on(text) and buffer.document.is_cursor_at_the_end:
+            elif continues_on_next_line(text) and buffer.document.is_cursor_at_the_end:
                 buffer.delete_before_cursor()
                 buffer.insert_text("\n")
             else:
@@ -152,13 +152,13 @@ def entry_of(text: str) -> Entry:
 
 
 def is_open_block(text: str) -> bool:
-    """Whether it begins with triple quotes and does not end with others."""
+    """Return whether a text begins with triple quotes that are not closed."""
     block = text.strip()
     return block.startswith(QUOTES) and not block.removeprefix(QUOTES).endswith(QUOTES)
 
 
-def goes_on(text: str) -> bool:
-    """Whether it ends in a single backslash."""
+def continues_on_next_line(text: str) -> bool:
+    """Return whether a line ends in a single backslash."""
     return text.endswith("\\") and not text.endswith("\\\\")
 
 
@@ -183,11 +183,11 @@ def _waiting_keys() -> Iterator[None]:
     try:
         yield
     finally:
-        _tell_terminal(_PASTES_ARE_TYPED)
+        _send_to_terminal(_PASTES_ARE_TYPED)
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
-def _tell_terminal(sequence: str) -> None:
+def _send_to_terminal(sequence: str) -> None:
     """Send a control sequence to the terminal, past a redirected stdout; Windows consoles may not support it."""
     if sys.platform == "win32":
         return

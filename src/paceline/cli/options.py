@@ -239,9 +239,12 @@ class Settings:
             server[name] = tuple(server[name] or ())
         drafters = tuple(speculation["drafter"])
         speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
-        speculation["drafter_options"] = named_values(speculation["drafter_options"])
+        speculation["drafter_options"] = named_values(
+            "--drafter-options", speculation["drafter_options"], "NAME=VALUE, such as tree=accuracy"
+        )
         if "adapters" in given[EngineConfig]:
-            given[EngineConfig]["adapters"] = named_directories(given[EngineConfig]["adapters"])
+            directories = named_values("--adapter", given[EngineConfig]["adapters"], "NAME=DIR, such as sql=adapters/sql")
+            given[EngineConfig]["adapters"] = directories
         configs = EngineConfig(**given[EngineConfig]), SamplingParams(**sampling), SpeculationConfig(**speculation)
         cluster = ClusterSettings(**given[ClusterSettings])
         given_sampling = frozenset(sampling) & set(_OPEN_NAMES)
@@ -261,7 +264,7 @@ class Settings:
 
     @property
     def start_lines(self) -> list[str]:
-        """Lines for the user about what the command line leaves open."""
+        """Lines for the user about defaults that were used, such as the built-in model."""
         return [] if self.names_model or self.quiet else [NO_MODEL]
 
     def llm_arguments(self) -> dict[str, Any]:
@@ -383,7 +386,7 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
     elif name == "num_speculative_tokens":
         hint, parser = str, _count_or_word
     flags = flags_of(name)
-    if default is True:  # it needs a --no form
+    if default is True:  # add the --no- form
         flags = tuple(flag + flag.replace("--", "/--no-") for flag in flags)
     metavar = METAVARS.get(name)
     return option(*flags, hint=hint, text=help_text, panel=title, name=name, default=default, metavar=metavar, parser=parser)
@@ -394,34 +397,20 @@ def flags_of(name: str) -> tuple[str, ...]:
     return FLAGS.get(name, (f"--{name.replace('_', '-')}",))
 
 
-def named_values(texts: Iterable[str]) -> dict[str, str]:
-    """Return drafters' options by name.
-
-    Raises:
-        ConfigError: one has no "=".
-    """
-    found = {}
-    for text in texts:
-        name, separator, found[name] = text.partition("=")
-        if not separator:
-            raise ConfigError(f"--drafter-options is {text!r}: use NAME=VALUE, such as tree=accuracy")
-    return found
-
-
-def named_directories(texts: Iterable[str]) -> dict[str, str]:
-    """Return directories of adapters by name.
+def named_values(flag: str, texts: Iterable[str], example: str) -> dict[str, str]:
+    """Return the values of a repeatable option by name.
 
     Raises:
         ConfigError: one has no "=", or a name comes twice.
     """
     found: dict[str, str] = {}
     for text in texts:
-        name, separator, directory = text.partition("=")
-        if not separator or not name or not directory:
-            raise ConfigError(f"--adapter is {text!r}: use NAME=DIR, such as sql=adapters/sql")
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise ConfigError(f"{flag} is {text!r}: use {example}")
         if name in found:
-            raise ConfigError(f"--adapter names {name!r} twice: give each adapter a name of its own")
-        found[name] = directory
+            raise ConfigError(f"{flag} names {name!r} twice: give each name once")
+        found[name] = value
     return found
 
 

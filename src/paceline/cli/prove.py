@@ -27,18 +27,18 @@ _DRAFTER_HELP = (
     "The drafter, as for `run`; may be given several times. auto: ngram, suffix, prediction and what comes with the model. "
     "Two adversaries are always added."
 )
-_OF_DRAFTERS = SPECULATION.part("draft_quantization", "draft_adapter", "drafter_options").options
+_DRAFTER_SETTINGS = SPECULATION.part("draft_quantization", "draft_adapter", "drafter_options").options
 BATCH_HELP = "Requests at a time, at most 8. Default: 1, 4 and 8."
 CASE_HELP = "Run this case alone: its number, or a JSON file that --json-file wrote, whose differing cases run again."
 TRANSFORMERS_HELP = "Compare logits with transformers too, where it can load the model."
-PROVING = (
+PROVE_OPTIONS = (
     MODEL,
     MEMORY.part("max_model_len", "kv_cache_dtype", "kv_cache_gb"),
-    replace(SPECULATION, options={"drafter": _DRAFTER_HELP, **_OF_DRAFTERS}),
+    replace(SPECULATION, options={"drafter": _DRAFTER_HELP, **_DRAFTER_SETTINGS}),
 )
 
 
-@partial(with_settings, panels=PROVING)
+@partial(with_settings, panels=PROVE_OPTIONS)
 def prove(
     *,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="File with a prompt a line. Default: cuts of a sample text.")] = None,
@@ -61,7 +61,7 @@ def prove(
     from paceline.proof.exactness import prove as proving
     from paceline.proof.exactness.cases import read_cases
 
-    _make_ready(json_file, html_file, debug=settings.debug)
+    check_report_files(json_file, html_file)
     given = read_cases(case)
     question = proving.ProofOptions(
         engine=settings.engine,
@@ -73,7 +73,7 @@ def prove(
         seconds=proving.QUICK_S if quick else None,
         cases=given.cases,
         only=given.only,
-        asks_transformers=transformers,
+        compares_transformers=transformers,
         command=["paceline", *sys.argv[1:]],
     )
     for line in settings.start_lines:
@@ -123,7 +123,7 @@ def _progress(num_tokens: int, *, quiet: bool) -> "Iterator[Callable[[Tally], No
         quarters = 4 * tally.all.tokens // num_tokens
         if not quiet and shown < quarters < 4:
             shown = quarters
-            print_notice(f"{_so_far(tally)} of {num_tokens:,}")
+            print_notice(f"{_progress_text(tally)} of {num_tokens:,}")
 
     if quiet or not console.is_terminal:
         yield show_line
@@ -131,24 +131,11 @@ def _progress(num_tokens: int, *, quiet: bool) -> "Iterator[Callable[[Tally], No
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("loading", total=num_tokens)
-        yield lambda tally: bar.update(task, completed=min(tally.all.tokens, num_tokens), description=_so_far(tally))
+        yield lambda tally: bar.update(task, completed=min(tally.all.tokens, num_tokens), description=_progress_text(tally))
 
 
-def _so_far(tally: "Tally") -> str:
+def _progress_text(tally: "Tally") -> str:
     return f"{tally.all.tokens:,} tokens compared, {tally.all.bugs} bugs, {tally.all.near_ties} near-ties"
-
-
-def _make_ready(*paths: Path | None, debug: bool) -> None:
-    """Quieten libraries, and check that reports can be written, before anything is loaded.
-
-    Raises:
-        ConfigError: a report cannot be written.
-    """
-    from paceline.cli.loading import quieten_libraries
-
-    if not debug:
-        quieten_libraries()
-    check_report_files(*paths)
 
 
 def _write_reports(proof: "Proof", json_file: Path | None, html_file: Path | None) -> Iterator[ConfigError]:

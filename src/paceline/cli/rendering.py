@@ -50,7 +50,7 @@ class WordWrap:
         self._is_cut = False  # the word's beginning is written already
 
     def push(self, text: str, style: str) -> Iterator[Piece]:
-        """Take text; return what can be written."""
+        """Add text and yield the pieces that can be written."""
         width = shutil.get_terminal_size().columns
         for unit in _UNITS.findall(text):
             if unit.isspace():
@@ -187,7 +187,7 @@ class DraftWriter(Writer):
         self._at_line_start = text.endswith("\n")
 
     def _mark(self, origin: TokenOrigin | None) -> None:
-        """Close the bracket of a run that ends here and open that of the one that begins."""
+        """Close the bracket of the previous run of tokens and open that of the next."""
         if not self._in_colour and origin is not self._open:
             closing = MARKS[self._open][1] if self._open else ""
             self._put(closing + (MARKS[origin][0] if origin else ""))
@@ -210,7 +210,7 @@ def legend() -> Text:
 
 @dataclass(slots=True)
 class Answer:
-    """Output of a stream, complete or up to Ctrl-C.
+    """The text and statistics of one streamed answer, complete or up to Ctrl-C.
 
     Attributes:
         text: everything that was written.

@@ -1,7 +1,9 @@
 """Print notices and errors to stderr; errors are one line and an exit code."""
 
+import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -42,12 +44,17 @@ def exit_code(error: PacelineError) -> int:
 
 @contextmanager
 def reported_errors(*, debug: bool) -> Iterator[None]:
-    """Turn what a command raises into a line on stderr and an exit code.
+    """Silence libraries, and turn what a command raises into a line on stderr and an exit code.
+
+    Args:
+        debug: whether to show what libraries print, and tracebacks.
 
     Raises:
         typer.Exit: 2 for errors the caller can fix, 130 for Ctrl-C, 1 for everything else; a closed pipe prints nothing.
         StdoutError: stdout cannot be written.
     """
+    if not debug:
+        _quieten_libraries()
     try:
         yield
         sys.stdout.flush()
@@ -69,3 +76,11 @@ def reported_errors(*, debug: bool) -> Iterator[None]:
             traceback.print_exc()
         print_error(f"{type(error).__name__}: {error} (unexpected; --debug prints where)")
         raise typer.Exit(EXIT_FAILURE) from None
+
+
+def _quieten_libraries() -> None:
+    """Silence libraries' messages, unless the user's settings ask for them. Download progress is for terminals only."""
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

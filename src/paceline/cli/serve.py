@@ -49,10 +49,6 @@ def serve(
             print_notice(line)
     if settings.cluster.replicas and len(served) > 1:
         raise ConfigError(f"replicas serve one model, and {len(served)} are given: leave --replicas out, or serve one model")
-    from paceline.cli.loading import quieten_libraries
-
-    if not settings.debug:
-        quieten_libraries()
     try:
         from paceline.server.replicas.ray_serve import run_replicas
         from paceline.server.run import run
@@ -60,6 +56,6 @@ def serve(
         raise BackendUnavailableError(f"a server needs {error.name}: {install_command('serve')}") from error
     if settings.cluster.replicas:
         arguments = {**settings.llm_arguments(), "model": served[0]}
-        run_replicas(arguments, server, settings.cluster, say=print_notice, quiet=settings.quiet, debug=settings.debug)
+        run_replicas(arguments, server, settings.cluster, print_line=print_notice, quiet=settings.quiet, debug=settings.debug)
         return
-    run(served, settings.llm_arguments(), server, say=print_notice, quiet=settings.quiet)
+    run(served, settings.llm_arguments(), server, print_line=print_notice, quiet=settings.quiet)

@@ -79,19 +79,15 @@ _OPTIONS = (
 
 @partial(with_parameters, parameters=_OPTIONS)
 def train(**given: Any) -> None:
-    """Train a drafter for a model on this machine, and measure what it brings.
+    """Train a drafter for a model on this machine, and measure its speedup.
 
     The target answers the prompts itself; its answers and hidden states stay in the directory. Ctrl-C saves, --resume continues.
     """
     with reported_errors(debug=given["debug"]):
-        _train(given, given["output"], resume=given["resume"], quiet=given["quiet"], debug=given["debug"])
+        _train(given, given["output"], resume=given["resume"], quiet=given["quiet"])
 
 
-def _train(given: dict[str, Any], output: Path, *, resume: bool, quiet: bool, debug: bool) -> None:
-    from paceline.cli.loading import quieten_libraries
-
-    if not debug:
-        quieten_libraries()
+def _train(given: dict[str, Any], output: Path, *, resume: bool, quiet: bool) -> None:
     try:
         import torch  # noqa: F401
 

@@ -580,7 +580,7 @@ def _token_ratio(target: Tokenizer, draft: Tokenizer) -> float:
 
 
 def _compatibility_note(comparison: VocabularyComparison, max_model_len: int, required_context: int, adapter: str | None) -> str:
-    """Return what the drafter's description says about an adapter, a different vocabulary, and a context shorter than the target's."""
+    """Return the part of the drafter's description on its adapter, a different vocabulary, and a context shorter than the target's."""
     note = "" if adapter is None else f"; with the adapter {Path(adapter).name or adapter}"
     note += "" if comparison.coverage == 1.0 else f"; {comparison.match.value} vocabularies: {comparison.describe_token_conversion()}"
     if max_model_len < required_context:

@@ -48,7 +48,7 @@ def read_fetched_drafter(target: Path) -> FetchedDrafter | None:
     """Return the drafter that was downloaded for a target; None if there is none."""
     path = _record_path(target)
     values = None
-    with suppress(CheckpointError):  # a damaged record is as none
+    with suppress(CheckpointError):  # a damaged record is ignored
         values = None if path is None else read_json(path)
     if values is None or not isinstance(values.get("drafter"), str) or not isinstance(values.get("path"), str):
         return None

@@ -87,7 +87,7 @@ class LoadedTarget:
         )
 
     def quantize(self, weights: Weights, files: Sequence[Path], *, as_draft_model: bool = False) -> Weights:
-        """Quantise the weights of a head as the settings say, and cache the result on disk.
+        """Quantise the weights of a head according to the settings, and cache the result on disk.
 
         Args:
             files: the files that `weights` were read from; the cache is only valid while they are unchanged.

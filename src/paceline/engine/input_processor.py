@@ -151,7 +151,7 @@ class InputProcessor:
             raise RequestError(text, parameter="cache_salt") from None
         predictions = self._prediction_ids_of_prompts(options.get("prediction"), num_prompts, has_prediction_drafter=has_prediction_drafter)
         shown_ids = parse_token_ids(options.get("shown_token_ids", ()), "shown_token_ids")
-        _check_token_ids(shown_ids, "shown_token_ids", self.tokenizer.vocab_size)  # it may have more ids than the model
+        _check_token_ids(shown_ids, "shown_token_ids", self.tokenizer.vocab_size)  # the tokenizer may have more ids than the model
         adapters = _adapter_names(options.get("adapter"), num_prompts)
         return [
             PromptOptions(

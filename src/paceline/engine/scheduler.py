@@ -104,7 +104,7 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(slots=True)
 class _RequestInfo:
-    """What the scheduler stores for a request.
+    """The scheduler's state of one request.
 
     Attributes:
         arrival: number of the request in order of arrival.

@@ -149,7 +149,7 @@ class RecurrentStateCache(LayerCache):
         return sum(int(array.nbytes) for array in (*self._all_states(), *records) if array is not None)
 
     def plan_update(self, sequence_id: int) -> StateUpdate:
-        """Return the state update of the reserved pass. If the pass has run and is repeated, only what is not yet done."""
+        """Return the state update of the reserved pass. If the pass is repeated, leave out what is already done."""
         sequence = self._sequences[sequence_id]
         self._finish_pass(sequence)
         saves = [(end - sequence.length, state) for end, state in sequence.saved_states]

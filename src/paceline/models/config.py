@@ -74,6 +74,7 @@ class ModelConfig:
     Attributes:
         max_positions: number of tokens of the longest supported text.
         has_norm_offset: checkpoints store norm weights minus 1, and `Weights.from_stored` adds 1.
+        has_embedding_norm: embedding rows are normalised, without a weight.
         has_lm_head_bias: the lm_head has a bias.
         embedding_scale, logit_scale: factors of embedding rows and of logits.
         per_layer_vocab_size: number of rows of Gemma's per-layer embedding table; 0 = the model has none.
@@ -90,6 +91,7 @@ class ModelConfig:
     weight_type: WeightType
     tied_embeddings: bool = False
     has_norm_offset: bool = False
+    has_embedding_norm: bool = False
     has_lm_head_bias: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -288,6 +290,7 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
         weight_type=weight_type or _parse_weight_type(_dtype_name(fields.values), path),
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
         has_norm_offset=family.has_norm_offset,
+        has_embedding_norm=family.has_embedding_norm,
         has_lm_head_bias=family.has_lm_head_bias,
         embedding_scale=_read_embedding_scale(fields, family),
         logit_scale=_read_logit_scale(fields) if family.has_multipliers else 1.0,

@@ -35,6 +35,7 @@ class QKNorm(Enum):
     NONE = "none"
     HEAD = "head"  # one norm for each head
     HEAD_AFTER_ROPE = "head_after_rope"
+    UNWEIGHTED_HEAD = "unweighted_head"  # one norm for each head, without a weight
     WIDTH = "width"  # one norm over the values of all heads
 
 
@@ -398,6 +399,7 @@ class LayerConfig:
     Attributes:
         mixer, mlp: one of the two may be None: the layer then has neither this part nor its norm.
         parallel_mixer: a second mixer of the same input, whose output is added to that of `mixer`, an attention; None = there is none.
+        output_norm_eps: epsilon of the norms of what is added to the residual stream; None = that of the network's other norms.
         residual_scale: outputs of mixer and MLP are multiplied by it before they are added to the residual stream.
         per_layer_input: settings of the per-layer input; None = there is none.
         has_output_scale: the residual stream after the layer is multiplied by a learned scalar.
@@ -410,6 +412,7 @@ class LayerConfig:
     mlp: DenseMLP | ExpertMLP | None
     parallel_mixer: Recurrent | None = None
     norm_order: NormOrder = NormOrder.PRE
+    output_norm_eps: float | None = None
     residual_scale: float = 1.0
     per_layer_input: PerLayerInput | None = None
     has_output_scale: bool = False

@@ -59,6 +59,7 @@ MULTIMODAL_MODELS: Mapping[str, MultimodalModel] = {
     "idefics3": MultimodalModel(),
     "smolvlm": MultimodalModel(),
     "lfm2_vl": MultimodalModel(default_text_type="lfm2"),
+    "muse_glimmer": MultimodalModel("muse_glimmer_text"),
 }
 """Supported multimodal models, by their `model_type`."""
 

@@ -140,7 +140,7 @@ class Weights(Mapping[str, AnyTensor]):
         if config.tied_embeddings and "lm_head.weight" in stored:
             _check_tied(tensors.get("embedding.weight", packed.get("embedding.weight")), stored["lm_head.weight"], files)
         if config.has_norm_offset:
-            tensors |= {name: add_norm_offset(tensor) for name, tensor in tensors.items() if _is_stored_minus_one(name)}
+            tensors |= {name: add_norm_offset(tensor) for name, tensor in tensors.items() if _is_stored_minus_one(name, config)}
         if FAMILIES[config.family].has_interleaved_rope:
             _reorder_rope_rows(tensors, packed, config)
         weights = cls(tensors)
@@ -284,9 +284,10 @@ def _split_rows(name: str, tensor: StoredWeight, sizes: Sequence[int]) -> list[S
     ]
 
 
-def _is_stored_minus_one(name: str) -> bool:
+def _is_stored_minus_one(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor is a norm weight that is stored minus 1. Norms after recurrent mixers are stored unchanged."""
-    return name.endswith("norm.weight") and not name.endswith("gated_norm.weight")
+    is_plain = name == "final_norm.weight" and FAMILIES[config.family].has_plain_final_norm
+    return name.endswith("norm.weight") and not name.endswith("gated_norm.weight") and not is_plain
 
 
 def add_norm_offset(tensor: AnyTensor) -> Tensor:

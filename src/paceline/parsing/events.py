@@ -70,7 +70,7 @@ Event = Text | Reasoning | ToolCallStart | ToolCallArguments | Finished
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step of the engine added to one sample.
+    """The text, tokens and events that one engine step added to a sample.
 
     Attributes:
         chunk: the engine's tokens, origins and log-probabilities. Its text is that of `events`, markup included.

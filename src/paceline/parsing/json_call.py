@@ -16,7 +16,7 @@ _NAMES = ("name", "tool_name")  # the second is Cohere's
 _NESTED = ("function", "tool_call")
 _FENCE = "```"
 _LANGUAGE = re.compile(r"[\w+-]")
-_AFTER_NAME = "<[`"  # what begins an end mark
+_AFTER_NAME = "<[`"  # first characters of end marks
 
 
 def read_json_calls(stream: TextStream, sink: EventSink, *, only_known: bool = False) -> Parse[None]:
@@ -90,7 +90,7 @@ def read_json_call(stream: TextStream, sink: EventSink, *, only_known: bool = Fa
         key = yield from _read_key(stream)
         if key in _NESTED and (yield from stream.peek()) == "{":
             yield from read_json_call(stream, sink, only_known=only_known)
-            yield from _pass_rest(stream)
+            yield from _skip_to_brace(stream)
             return
         if key == "tool_calls" and (yield from stream.peek()) == "[":
             yield from read_json_calls(stream, sink, only_known=only_known)
@@ -101,7 +101,7 @@ def read_json_call(stream: TextStream, sink: EventSink, *, only_known: bool = Fa
                 raise MalformedError
         elif key in _ARGUMENTS and name is not None:
             yield from emit_arguments(stream, sink, name)
-            yield from _pass_rest(stream)
+            yield from _skip_to_brace(stream)
             return
         elif key in _ARGUMENTS:
             held = _object_text((yield from read_json_value(stream)))
@@ -165,7 +165,7 @@ def _object_text(value: str) -> str:
     return value
 
 
-def _pass_rest(stream: TextStream) -> Parse[None]:
+def _skip_to_brace(stream: TextStream) -> Parse[None]:
     """Pass what follows the arguments up to the brace if it is well-formed; otherwise pass nothing."""
     stream.mark_emitted()
     yield from stream.skip()

@@ -24,7 +24,7 @@ class JsonCompleter:
         self._parts: list[str] = []
         self._closers: list[str] = []
         self._separator = self._key = self._escape = ""  # held: a comma, a key with its colon, the beginning of an escape
-        self._last = ""  # what was passed on last: "value", "word" or nothing in this object or list
+        self._last = ""  # last item emitted in this object or list: "value", "word" or "" (none)
         self.in_string = self._in_key = self._expects_key = False
 
     @property

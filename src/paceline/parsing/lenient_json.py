@@ -14,7 +14,7 @@ from paceline.parsing.text_stream import MAX_NAME_LEN, WHITESPACE, Emit, Malform
 
 MAX_DEPTH = 200
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_LAX_NUMBER = re.compile(r"([-+]?)(0|[1-9][0-9]*)?(?:\.([0-9]*))?([eE][-+]?[0-9]+)?")
+_LENIENT_NUMBER = re.compile(r"([-+]?)(0|[1-9][0-9]*)?(?:\.([0-9]*))?([eE][-+]?[0-9]+)?")
 _LITERALS = {
     **dict.fromkeys(("true", "True", "TRUE"), "true"),
     **dict.fromkeys(("false", "False", "FALSE"), "false"),
@@ -56,7 +56,7 @@ def json_word(word: str) -> str | None:
     """Return the JSON of a number or a literal as JavaScript or Python write it; None if the word is neither."""
     if word in _LITERALS or NUMBER.fullmatch(word):
         return _LITERALS.get(word, word)
-    found = _LAX_NUMBER.fullmatch(word)
+    found = _LENIENT_NUMBER.fullmatch(word)
     if found is None or not (found[2] or found[3]):
         return None
     fraction = f".{found[3] or '0'}" if found[3] is not None else ""

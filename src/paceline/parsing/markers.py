@@ -20,6 +20,20 @@ def including_mark(parse: ParseMarkup, num_chars: int) -> ParseMarkup:
     return parse_from_mark
 
 
+def section_of(mark: str, parse_call: ParseMarkup, close: str) -> ParseMarkup:
+    """Return a parser of calls that each begin with `mark`, and of the end mark after them. The first `mark` may be missing."""
+
+    def parse_section(stream: TextStream, sink: EventSink) -> Parse[None]:
+        yield from stream.skip()
+        yield from stream.take(mark)
+        yield from parse_call(stream, sink)
+        while sink.can_call and (yield from stream.take(mark)):
+            yield from parse_call(stream, sink)
+        yield from stream.take_or_end(close)
+
+    return parse_section
+
+
 @dataclass(frozen=True, slots=True)
 class Markers:
     """The opening marks of a format, with their parsers.

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.markers import Markers as Markers
-from paceline.parsing.markers import ParseMarkup as ParseMarkup
+from paceline.parsing.markers import Markers, ParseMarkup
 from paceline.parsing.reasoning import ReasoningReader
 from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
 

@@ -141,8 +141,5 @@ def _parse(text: str, tools: Sequence[Tool], formats: OutputFormat, *, in_reason
     if in_reasoning is None:
         closed_at = text.find(one.close) if one and one.close and one.opened else -1
         in_reasoning = closed_at >= 0 and one is not None and one.open not in text[:closed_at]
-    sink = formats.sink(0, tools)
-    parser = formats.reading(tools, sink, in_reasoning=in_reasoning, parses_calls=True)
-    parser.push(text)
-    parser.finish()
-    return ParsedOutput.of_events(sink.take(), sink.broken_off)
+    stream = formats.stream(tools, in_reasoning=in_reasoning, parses_calls=True)
+    return ParsedOutput.of_events([*stream.push(text), *stream.finish()], stream.sink.broken_off)

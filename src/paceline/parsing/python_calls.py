@@ -1,30 +1,25 @@
 """Parses calls that are written as Python, f(a='x', n=3), alone or in a list.
 
-A call is parsed while it arrives. If that fails, the rest of its block is parsed as a whole. An unescaped quote within a string is then
+A call is parsed when it is complete. If that fails, the rest of its block is parsed as a whole. An unescaped quote within a string is then
 accepted if the call can be parsed in exactly one way, and calls that can be parsed are kept even if others cannot.
 """
 
-import json
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any
 
-from paceline.parsing.argument_types import parameter_schema
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.held_call import HeldCall
-from paceline.parsing.lenient_json import escape_json
-from paceline.parsing.python_literals import AFTER_STRING, BrokenStringError, LiteralReader
-from paceline.parsing.text_stream import WHITESPACE, Emit, MalformedError, Parse, TextStream
+from paceline.parsing.python_literals import QUOTES, LiteralReader
+from paceline.parsing.text_stream import NAME_CHARACTER, WHITESPACE, MalformedError, Parse, TextStream
 
-_NAME = re.compile(r"[\w.\-]")
-_KEY = re.compile(r"[^\s=,()'\"\[\]{}*]")
+_CALL = re.compile(r"([\w.\-]+)\s*\((.*)\)", re.DOTALL)
+_AFTER_STRING = ",)]}:"
 _BETWEEN = WHITESPACE + ",;"
 _MAX_REPAIR_CHARS = 16384
 _MAX_CANDIDATES = 16  # each one costs a pass over the call
 _PRINT = "print"
-Result = TypeVar("Result")
 Segment = tuple[str, tuple[str, str] | None]
 """The text of a call, with its name and arguments if it can be read."""
 
@@ -40,7 +35,7 @@ class CallListReader:
         is_code: whether calls may be within print() and after a module's name.
     """
 
-    ends: Sequence[str] = ()
+    ends: tuple[str, ...] = ()
     ends_strings: bool = False
     only_known: bool = False
     is_code: bool = False
@@ -61,8 +56,7 @@ class CallListReader:
             yield from stream.skip(_BETWEEN)
             if (yield from self._is_over(stream, is_bracketed=is_bracketed)):
                 break
-            with ExitStack() as stack:
-                yield from self._read_call(stream, sink, HeldCall(stream, sink, stack), num_calls)
+            yield from self._read_call(stream, sink, num_calls)
             stream.mark_emitted()
             num_calls += 1
         else:
@@ -89,8 +83,9 @@ class CallListReader:
             return
         raise MalformedError
 
-    def _read_call(self, stream: TextStream, sink: EventSink, call: HeldCall, num_calls: int) -> Parse[None]:
-        name = yield from stream.matching(_NAME)
+    def _read_call(self, stream: TextStream, sink: EventSink, num_calls: int) -> Parse[None]:
+        begin = stream.position
+        name = yield from stream.matching(NAME_CHARACTER)
         yield from stream.skip()
         if not name or not (yield from stream.take("(")):
             if num_calls and stream.has_ended and stream.at == len(stream.text):
@@ -98,20 +93,56 @@ class CallListReader:
             raise MalformedError
         if self.is_code and name == _PRINT and name not in sink.tool_names:
             yield from stream.skip()
-            with ExitStack() as stack:
-                yield from self._read_call(stream, sink, HeldCall(stream, sink, stack), num_calls)
+            yield from self._read_call(stream, sink, num_calls)
             yield from stream.skip()
             yield from stream.take(")")
             return
-        call.name = self._tool_name(name, sink)
+        name = self._tool_name(name, sink)
+        start = stream.position
+        is_closed = yield from self._pass_arguments(stream)
+        is_cut = not is_closed and stream.has_ended and stream.at == len(stream.text)
+        reader = LiteralReader(stream.text[start - stream.num_dropped : stream.at])
         try:
-            yield from _read_arguments(stream, call.emit, sink.schema_of(call.name), LiteralReader(self.ends, self.ends_strings))
-            call.open()
+            reader.read_arguments(sink.schema_of(name))
+            is_read = is_closed or is_cut
         except MalformedError:
-            if stream.has_ended and stream.at == len(stream.text):
-                call.open()
-                raise
-            yield from self._recover(stream, sink, call, num_calls)
+            is_read = is_cut and reader.at == len(reader.text)
+        has_parenthesis = is_closed and (yield from stream.take(")"))
+        if is_read and (has_parenthesis or is_cut or reader.text.strip()):
+            stream.mark_emitted()
+            with sink.call(name):
+                sink.arguments("".join(reader.parts))
+        else:
+            yield from self._recover(stream, sink, begin, num_calls)
+
+    def _pass_arguments(self, stream: TextStream) -> Parse[bool]:
+        """Pass the text up to the parenthesis after it, or up to the end of the list or block where that is missing.
+
+        Returns whether one of them comes next. Otherwise the text has ended, or a quote within a string ends it.
+        """
+        depth, quote = 0, ""
+        while (char := (yield from stream.peek())) != "":
+            if plain := _run_without(f"{quote[:1]}\\" if quote else "'\"()[]{}", self.ends).match(stream.text, stream.at):
+                stream.at = plain.end()
+            elif quote and char == "\\":
+                yield from stream.wait(2)
+                stream.at = min(stream.at + 2, len(stream.text))
+            elif quote and (yield from stream.take(quote)):
+                quote = ""
+                yield from stream.skip()
+                if (yield from stream.peek()) not in ("", *_AFTER_STRING, *QUOTES) and (yield from stream.one_of(self.ends)) is None:
+                    return False
+            elif (not quote or self.ends_strings) and (yield from stream.one_of(self.ends)) is not None:
+                return not quote
+            elif not quote and char in QUOTES:
+                quote = char * 3 if (yield from stream.take(char * 3)) else char
+                stream.at += len(quote) % 3
+            elif not quote and not depth and char in ")]}":
+                return char != "}"
+            else:
+                depth += 0 if quote else (char in "([{") - (char in ")]}")
+                stream.at += 1
+        return False
 
     def _tool_name(self, name: str, sink: EventSink) -> str:
         """Return the name of the tool; in code the module before it is left out."""
@@ -121,28 +152,20 @@ class CallListReader:
             raise MalformedError
         return name
 
-    def _recover(self, stream: TextStream, sink: EventSink, call: HeldCall, num_calls: int) -> Parse[None]:
-        """Read the rest of the block, from the call on that was begun, as a whole."""
+    def _recover(self, stream: TextStream, sink: EventSink, begin: int, num_calls: int) -> Parse[None]:
+        """Read the rest of the block, from the call at `begin` on, as a whole."""
+        stream.at = begin - stream.num_dropped
         yield from _pass_until(stream, self.ends)
-        segments = self._best_split(call.source, sink)
-        if not call.is_open:
-            if not num_calls and not any(found for _, found in segments):
-                raise MalformedError
-            stream.mark_emitted()
-            self._emit_segments(segments, sink)
-            return
-        (_, first), *others = segments
+        segments = self._best_split(stream.text[begin - stream.num_dropped : stream.at], sink)
+        if not num_calls and not any(found for _, found in segments):
+            raise MalformedError
         stream.mark_emitted()
-        if first:
-            sink.arguments(first[1][call.num_emitted :])
-            call.end()
-            self._emit_segments(others, sink)
-            return
-        call.end()
-        sink.text(", ".join(text for text, _ in others))
-        yield from self._pass_end(stream)
-        stream.mark_emitted()
-        raise MalformedError
+        for text, found in segments:
+            if found and sink.can_call:
+                with sink.call(found[0]):
+                    sink.arguments(found[1])
+            else:
+                sink.text(text)
 
     def _best_split(self, block: str, sink: EventSink) -> list[Segment]:
         """Return the calls of a block: brackets within strings count or do not, whichever gives more calls."""
@@ -151,92 +174,37 @@ class CallListReader:
         splits = [[(text, self._repaired(text, sink)) for text in _split(block, in_strings=in_strings)] for in_strings in (True, False)]
         return max(splits, key=lambda segments: sum(found is not None for _, found in segments))
 
-    def _emit_segments(self, segments: Sequence[Segment], sink: EventSink) -> None:
-        for text, found in segments:
-            if found and sink.can_call:
-                with sink.call(found[0]):
-                    sink.arguments(found[1])
-            else:
-                sink.text(text)
-
     def _repaired(self, text: str, sink: EventSink) -> tuple[str, str] | None:
         """Return the name and the arguments of a call, if it can be read in exactly one way."""
+        written = _CALL.fullmatch(text)
+        if written is None:
+            return None
         try:
-            return self._parse(text, sink, is_strict=True)
+            name = self._tool_name(written[1], sink)
         except MalformedError:
-            pass
-        try:
-            self._parse(text, sink, is_strict=False)
-        except BrokenStringError as error:
-            found = []
-            for candidate in _requoted(text, error.place):
-                try:
-                    found.append(self._parse(candidate, sink, is_strict=True))
-                except MalformedError:
-                    continue
-            return found[0] if len(found) == 1 else None
-        except MalformedError:
-            pass
-        return None
-
-    def _parse(self, text: str, sink: EventSink, *, is_strict: bool) -> tuple[str, str]:
-        stream, parts = TextStream(text, has_ended=True), list[str]()
-        name = _run(stream.matching(_NAME))
-        _run(stream.skip())
-        _run(stream.expect("("))
-        name = self._tool_name(name, sink)
-        _run(_read_arguments(stream, parts.append, sink.schema_of(name), LiteralReader(is_strict=is_strict)))
-        if not name or stream.at < len(text) or not text.endswith(")"):
-            raise MalformedError
-        return name, "".join(parts)
+            return None
+        schema = sink.schema_of(name)
+        arguments, string_start = _arguments_json(written[2], schema)
+        if arguments is None and string_start >= 0:
+            found = [one for text in _requoted(written[2], string_start) if (one := _arguments_json(text, schema)[0]) is not None]
+            arguments = found[0] if len(found) == 1 else None
+        return None if arguments is None else (name, arguments)
 
 
-def _read_arguments(stream: TextStream, emit: Emit, schema: Mapping[str, Any] | None, literals: LiteralReader) -> Parse[None]:
-    """Pass the arguments of a call and the parenthesis after them, and emit them as an object.
-
-    The parenthesis may be missing before the end of the block.
-    """
-    emit("{")
-    before = ""
-    while True:
-        yield from stream.skip()
-        if (yield from stream.take(")")):
-            break
-        if before and (yield from _at_end(stream, literals.ends)):
-            break
-        if (yield from stream.take("**")):
-            before = yield from _read_unpacked(stream, emit, literals, before)
-        else:
-            key = yield from stream.matching(_KEY)
-            yield from stream.skip()
-            if not key:
-                raise MalformedError
-            yield from stream.expect("=")
-            emit(f'{before}"{escape_json(key)}": ')
-            yield from literals.read(stream, emit, parameter_schema(schema, key))
-            before = ", "
-        yield from stream.skip()
-        if not (yield from stream.take(",")) and (yield from stream.peek()) != ")" and not (yield from _at_end(stream, literals.ends)):
-            raise MalformedError
-    emit("}")
+def _arguments_json(text: str, schema: Mapping[str, Any] | None) -> tuple[str | None, int]:
+    """Return arguments as JSON, None if they are none, and where the last string begins that was read."""
+    reader = LiteralReader(text)
+    try:
+        reader.read_arguments(schema)
+    except MalformedError:
+        return None, reader.string_start
+    return "".join(reader.parts), reader.string_start
 
 
-def _read_unpacked(stream: TextStream, emit: Emit, literals: LiteralReader, before: str) -> Parse[str]:
-    """Pass an object after ** and write its pairs; returns what to write before the next argument."""
-    parts: list[str] = []
-    yield from literals.read(stream, parts.append)
-    given = json.loads("".join(parts))
-    if not isinstance(given, dict):
-        raise MalformedError
-    for key, value in given.items():
-        emit(f'{before}"{escape_json(key)}": ')
-        emit(json.dumps(value, ensure_ascii=False))
-        before = ", "
-    return before
-
-
-def _at_end(stream: TextStream, ends: Sequence[str]) -> Parse[bool]:
-    return (yield from stream.peek()) in ("", "]") or (yield from stream.one_of(ends)) is not None
+@cache
+def _run_without(characters: str, ends: tuple[str, ...]) -> "re.Pattern[str]":
+    """Return a pattern of a run without characters and the first characters of `ends`."""
+    return re.compile(f"[^{re.escape(characters + ''.join(end[0] for end in ends))}]+")
 
 
 def _pass_until(stream: TextStream, ends: Sequence[str]) -> Parse[None]:
@@ -290,17 +258,8 @@ def _requoted(text: str, start: int) -> Iterator[str]:
         elif text[at] == quote:
             places.append(at)
         at += 1
-    ends = [place for place in places if text[place + 1 :].lstrip(WHITESPACE)[:1] in tuple(AFTER_STRING)]
+    ends = [place for place in places if text[place + 1 :].lstrip(WHITESPACE)[:1] in ("", *_AFTER_STRING)]
     for end in ends if len(ends) <= _MAX_CANDIDATES else ():
         inside = [place for place in places if place < end]
         pieces = [text[left + 1 : right] for left, right in zip([start, *inside], [*inside, end], strict=True)]
         yield text[: start + 1] + f"\\{quote}".join(pieces) + text[end:]
-
-
-def _run(reading: Generator[None, None, Result]) -> Result:
-    """Return the result of a parser on a whole text."""
-    try:
-        next(reading)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
-    raise AssertionError("a whole text is waited for")

@@ -4,7 +4,7 @@ Formats have the names of vLLM's parsers where vLLM has one. A new format is a f
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError, RequestError
 from paceline.parsing import answer_tags, reasoning
@@ -13,8 +13,9 @@ from paceline.parsing.event_sink import EventSink, call_id
 from paceline.parsing.events import Event
 from paceline.parsing.formats import ReasoningFormat as ReasoningFormat
 from paceline.parsing.formats import ToolCallFormat as ToolCallFormat
-from paceline.parsing.output_parser import Markers, OutputParser
-from paceline.parsing.text_stream import StreamParser, TextStream
+from paceline.parsing.markers import Markers
+from paceline.parsing.output_parser import OutputParser
+from paceline.parsing.text_stream import Parse, TextStream
 from paceline.parsing.tool_calls import (
     apertus,
     cohere,
@@ -164,19 +165,28 @@ class OutputStream:
 
     Attributes:
         sink: collects the events; has the numbers of calls.
+        stream, reading: the text, and the parser that reads it.
+        is_done: whether the parser has read all text.
     """
 
     sink: EventSink
-    parser: StreamParser
+    stream: TextStream
+    reading: Parse[None]
+    is_done: bool = field(default=False, init=False)
 
     def push(self, text: str) -> list[Event]:
         """Return the events of the next piece of text."""
-        self.parser.push(text)
-        return self.sink.take()
+        self.stream.add(text)
+        return self._resume() if text else []
 
     def finish(self) -> list[Event]:
         """Return the last events, as no more text comes."""
-        self.parser.finish()
+        self.stream.has_ended = True
+        return self._resume()
+
+    def _resume(self) -> list[Event]:
+        if not self.is_done:
+            self.is_done = next(self.reading, True) is True
         return self.sink.take()
 
 
@@ -195,12 +205,9 @@ class OutputFormat:
     reasoning_parser: str
 
     def __post_init__(self) -> None:
-        for field, name in zip(("tool_call_parser", "reasoning_parser"), check_parser_names(*self._names), strict=True):
-            object.__setattr__(self, field, name)
-
-    @property
-    def _names(self) -> tuple[str, str]:
-        return self.tool_call_parser, self.reasoning_parser
+        names = check_parser_names(self.tool_call_parser, self.reasoning_parser)
+        for attribute, name in zip(("tool_call_parser", "reasoning_parser"), names, strict=True):
+            object.__setattr__(self, attribute, name)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> "OutputFormat":
@@ -256,38 +263,33 @@ class OutputFormat:
         one = self.reasoning_format
         return one is not None and one.opened is not None and prompt.rstrip().endswith(one.open)
 
-    def stream(self, tools: Sequence[Tool], *, sample: int = 0, several: bool = True, in_reasoning: bool = False) -> OutputStream:
+    def stream(
+        self,
+        tools: Sequence[Tool],
+        *,
+        sample: int = 0,
+        several: bool = True,
+        in_reasoning: bool = False,
+        parses_calls: bool | None = None,
+    ) -> OutputStream:
         """Return a parser of one sample.
 
         Args:
-            tools: those that the model was shown; without any, calls are text.
+            tools: those that the model was shown.
             sample: the sample's index in its request.
             several: whether the answer may have more than one call.
             in_reasoning: whether the prompt has begun reasoning.
-        """
-        sink = self.sink(sample, tools, several=several)
-        return OutputStream(sink, self.reading(tools, sink, in_reasoning=in_reasoning))
-
-    def sink(self, sample: int, tools: Sequence[Tool], *, several: bool = True) -> EventSink:
-        """Return a collector of the events of a sample."""
-        new_id = call_id if self.tool_call_parser == NONE else TOOL_CALL_FORMATS[self.tool_call_parser].new_id
-        return EventSink(sample, tools, None if several else 1, new_id)
-
-    def reading(self, tools: Sequence[Tool], sink: EventSink, *, in_reasoning: bool, parses_calls: bool | None = None) -> StreamParser:
-        """Return a parser of one sample into a sink.
-
-        Args:
-            in_reasoning: whether the prompt has begun reasoning.
             parses_calls: whether calls are parsed; None = if there are tools.
         """
-        stream, has_reasoning = TextStream(), self.reasoning_format is not None
-        has_calls = self.tool_call_parser != NONE and (bool(tools) if parses_calls is None else parses_calls)
-        if (has_calls and self.tool_call_parser == HARMONY) or self.reasoning_parser == HARMONY_REASONING:
-            return StreamParser(stream, harmony.HarmonyReader(has_reasoning=has_reasoning, has_calls=has_calls).read(stream, sink))
-        one = self.reasoning_format
+        calls = TOOL_CALL_FORMATS.get(self.tool_call_parser)
+        sink = EventSink(sample, tools, None if several else 1, calls.new_id if calls else call_id)
+        if not (tools if parses_calls is None else parses_calls):
+            calls = None
+        stream, one = TextStream(), self.reasoning_format
+        if self.reasoning_parser == HARMONY_REASONING or (calls and self.tool_call_parser == HARMONY):
+            reader = harmony.HarmonyReader(has_reasoning=one is not None, has_calls=calls is not None)
+            return OutputStream(sink, stream, reader.read(stream, sink))
         parser = OutputParser(
-            one.markers if one else Markers(),
-            TOOL_CALL_FORMATS[self.tool_call_parser].markers if has_calls else Markers(),
-            one.opened if one and in_reasoning else None,
+            one.markers if one else Markers(), calls.markers if calls else Markers(), one.opened if one and in_reasoning else None
         )
-        return StreamParser(stream, parser.read(stream, sink))
+        return OutputStream(sink, stream, parser.read(stream, sink))

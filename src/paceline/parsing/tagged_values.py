@@ -54,7 +54,7 @@ class ValueTags:
 
 
 class TaggedValues:
-    """Reads the values of all calls of an answer."""
+    """Parses the argument values of all tool calls of an answer."""
 
     def __init__(self, stream: TextStream, sink: EventSink, tags: ValueTags) -> None:
         self._stream, self._sink, self._tags = stream, sink, tags

@@ -18,6 +18,8 @@ Emit = Callable[[str], None]
 WHITESPACE = " \t\r\n"
 MAX_NAME_LEN = 256
 """Characters of a name of a tool or an argument."""
+NAME_CHARACTER = re.compile(r"[\w.\-]")
+"""A character of the name of a tool."""
 
 
 class MalformedError(Exception):
@@ -212,27 +214,3 @@ def _open_from(text: str, start: int, markers: Sequence[str], longest: int) -> i
         if any(marker.startswith(text[at:]) for marker in markers):
             return at
     return len(text)
-
-
-@dataclass(slots=True)
-class StreamParser:
-    """Runs a parser over text that arrives in pieces."""
-
-    stream: TextStream
-    reading: Parse[None]
-    is_done: bool = field(default=False, init=False)
-
-    def push(self, text: str) -> None:
-        """Parse the next piece."""
-        if text:
-            self.stream.add(text)
-            self._resume()
-
-    def finish(self) -> None:
-        """Parse what is left, as no more text comes."""
-        self.stream.has_ended = True
-        self._resume()
-
-    def _resume(self) -> None:
-        if not self.is_done:
-            self.is_done = next(self.reading, True) is True

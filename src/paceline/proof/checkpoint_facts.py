@@ -19,7 +19,7 @@ from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What pairing needs of a tokenizer.
+    """The tokenizer facts that a pairing check needs.
 
     Attributes:
         pieces: vocabulary pieces by id.

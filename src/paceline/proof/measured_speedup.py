@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 NEW_PROSE, COPYING = "new prose", "copying"
 _PROSE_TOKENS = 128
-_PASSAGE_TOKENS = 64  # of a passage that is copied: it is in the prompt twice, and its first _COPIED_BEFORE tokens a third time
+_PASSAGE_TOKENS = 64  # length of a copied passage: the prompt contains it twice, and its first _COPIED_BEFORE tokens a third time
 _COPIED_BEFORE, _COPIED_TOKENS = 12, 48
-_WARM_UP_TEXTS = 2  # of each kind, not counted: in them costs and acceptance are learnt
+_WARM_UP_TEXTS = 2  # texts of each kind that are not counted: they warm up the cost model and acceptance rates
 _SECONDS = 20.0  # for each kind: no text begins later
-_TEMPERATURE = 0.7  # of new prose: greedy texts of small models repeat themselves, which is easy to draft
-_STARTS = (
+_TEMPERATURE = 0.7  # for new prose: greedy texts of small models repeat themselves, which is easy to draft
+_PROSE_OPENINGS = (
     "The old lighthouse keeper had never", "Most people think that bread is",
     "In the spring of that year, the village", "My first week at the new job was", "A volcano is a mountain that",
     "There was once a boy who wanted", "The meeting began late because", "When the rain finally stopped, we",
@@ -60,7 +60,7 @@ def measure_speedups(llm: "LLM") -> tuple[MeasuredSpeedup, ...]:
     if llm.drafter is None or llm.max_model_len < 2 * _PROSE_TOKENS:
         return ()
     params = SamplingParams(max_tokens=_PROSE_TOKENS, temperature=_TEMPERATURE, ignore_eos=True)
-    prose, texts = _measure(llm, NEW_PROSE, _STARTS, params)
+    prose, texts = _measure(llm, NEW_PROSE, _PROSE_OPENINGS, params)
     copies = [2 * text[:_PASSAGE_TOKENS] + text[:_COPIED_BEFORE] for text in texts]
     copying, _ = _measure(llm, COPYING, copies, SamplingParams(max_tokens=_COPIED_TOKENS, temperature=0.0, ignore_eos=True))
     return prose, copying

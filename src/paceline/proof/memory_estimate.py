@@ -14,9 +14,9 @@ from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.runtimes.backend import choose_backend
 from paceline.runtimes.load import default_kv_cache_dtype
 
-_ROWS_BESIDE_WINDOW = 640
+_ROWS_BEYOND_WINDOW = 640
 """Rows that a sliding-window layer keeps in addition to its window: rows not yet freed, and those of a pass."""
-_WANTED_ROWS = 64  # of the largest pass that is timed at load
+_WANTED_ROWS = 64  # rows of the largest pass that is timed at load
 _LEAST_CONTEXT = 256  # tokens; a model with room for fewer is reported as not fitting
 
 
@@ -48,7 +48,7 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """What a target and its draft model take together, against what is available.
+    """The memory that a target and its draft model need, and the memory that is available.
 
     Attributes:
         draft: None without a draft model.
@@ -154,7 +154,7 @@ def estimate_memory(
         weights,
         config.kv_bytes_per_token(kept) * 1000,
         backend,
-        tuple((group.window + _ROWS_BESIDE_WINDOW, group.bytes_per_token(kept)) for group in windows if group.window is not None),
+        tuple((group.window + _ROWS_BEYOND_WINDOW, group.bytes_per_token(kept)) for group in windows if group.window is not None),
         4 * StateLayout.for_layers(config.recurrent_layers).state_size,
         _pass_bytes(checkpoint, schemes, max_model_len) if backend == "native" else 0,
     )

@@ -128,7 +128,7 @@ class HeadFacts:
     ambiguous_options: Sequence[tuple[str, Sequence[object]]] = ()
 
     def memory(self, quantization: QuantOptions | None) -> ModelMemory:
-        """Return the memory it takes once loaded."""
+        """Return the memory that the head takes once it is loaded."""
         schemes = {} if quantization is None else quantization_schemes(Weights(self.weights), quantization)
         num_bytes = sum(schemes[name].nbytes(tensor.shape) if name in schemes else tensor.nbytes for name, tensor in self.weights.items())
         return ModelMemory(num_bytes + self.copied_bytes, self.cache_bytes_per_1k, "native")
@@ -222,7 +222,7 @@ def _check_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions
     if target.tokenizer is not None:
         check_embedding_rows(files, opened.num_embedded_ids, min(len(target.tokenizer.pieces), sizes.vocab_size))
     summary = f"{files.kind.value} head {_reading(config)}; {_sizes_fit(sizes.hidden_size)}"
-    is_ours = files.path.is_relative_to(packaged_drafters())  # then all is as trained
+    is_ours = files.path.is_relative_to(packaged_drafters())  # the packaged heads were trained with the defaults
     unset = [] if is_ours else [switch for switch in ambiguous_options(files, config, sizes) if getattr(options, switch[0]) is None]
     facts = replace(_pair_facts(files, config, opened.weights), ambiguous_options=unset)
     return facts, PairCheck(True, summary, None, _layout_note([name for name, _ in unset]))
@@ -244,7 +244,9 @@ def _check_mtp(
     summary = f"mtp module of {place}{limit}; {_sizes_fit(target.config.hidden_size)}"
     facts = _pair_facts(files, module.config, weights)
     if num_ids is not None:
-        own = restrict_draft_vocab(module, np.arange(num_ids) if chosen else range(num_ids), copy_quant)  # of the size in use
+        own = restrict_draft_vocab(
+            module, np.arange(num_ids) if chosen else range(num_ids), copy_quant
+        )  # the copied lm_head has as many rows as the draft vocabulary
         if own.has_lm_head_copy:
             weights = Weights({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
             copied = own.weights.info("lm_head.weight").nbytes

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
+from paceline.machine import peak_memory_bytes
 from paceline.proof.measured_speedup import MeasuredSpeedup, measure_speedups
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
@@ -54,7 +55,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What was measured.
+    """The measurements of one probe.
 
     Attributes:
         load_s: seconds to load everything.
@@ -150,7 +151,7 @@ def probe(**arguments: Any) -> ProbeResult:
     load_s = time.perf_counter() - start
     rows = (1, *(count + 1 for count in DRAFT_LENGTHS))
     pass_s = _rising(time_passes(llm.runtime, llm.engine.cache, rows, max_model_len=llm.max_model_len, repeats=_PASS_REPEATS))
-    model = getattr(llm.drafter, "model", llm.drafter)  # of a drafter that translates text
+    model = getattr(llm.drafter, "model", llm.drafter)  # a drafter for another vocabulary wraps its model
     runtime, cache = getattr(model, "runtime", None), getattr(model, "cache", None)
     draft_s = 0.0 if runtime is None or cache is None else time_passes(runtime, cache, (1,), max_model_len=llm.max_model_len)[1]
     measured = measure_speedups(llm)
@@ -158,7 +159,7 @@ def probe(**arguments: Any) -> ProbeResult:
     if trial is not None and draft_s == 0.0:
         draft_s = trial.draft_s
     notices = (*llm.notices, *_match_notice(llm.drafter, trial))
-    return ProbeResult(load_s, llm.numerics, pass_s, draft_s, _peak_bytes(), predict(pass_s, draft_s), trial, notices, measured)
+    return ProbeResult(load_s, llm.numerics, pass_s, draft_s, peak_memory_bytes(), predict(pass_s, draft_s), trial, notices, measured)
 
 
 def _rising(pass_s: Mapping[int, float]) -> dict[int, float]:
@@ -243,14 +244,3 @@ def _num_accepted(options: Mapping[str, object], arguments: Mapping[str, Any]) -
         return 0
     # sampled texts: greedy ones of small models repeat themselves, which any layout drafts
     return _try_drafts(llm, llm.drafter, _LAYOUT_TEXTS, _LAYOUT_TOKENS, temperature=1.0).num_accepted
-
-
-def _peak_bytes() -> int:
-    try:
-        import resource
-    except ImportError:  # not on every system
-        return 0
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

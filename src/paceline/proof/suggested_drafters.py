@@ -167,7 +167,7 @@ _MAX_SUFFIXES = 4  # -GPTQ-Int4, -qat-q4_0-gguf
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """What was measured of the target.
+    """Measured costs of the target.
 
     Attributes:
         pass_s: seconds of a pass by its number of rows.
@@ -247,7 +247,7 @@ def recommend_drafter(suggested: Sequence[SuggestedDrafter]) -> SuggestedDrafter
 def _predict(
     method: str, parameters: float | None, costs: PassCosts, quantization: QuantOptions | None
 ) -> tuple[Prediction, Prediction] | None:
-    if parameters is None:  # lookup brings what the text repeats, which no table knows; --probe measures it
+    if parameters is None:  # lookup: the speedup depends on how repetitive the text is; --probe measures it
         return None
     num_bytes = parameters * (2.0 if quantization is None else quantization.bits / 8 + 2 / quantization.group)
     num_bytes += costs.lm_head_bytes if method in _READS_LM_HEAD else 0.0

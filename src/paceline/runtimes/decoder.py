@@ -213,8 +213,8 @@ def attention_block(blocks: Blocks[Value], attention: AttentionConfig, x: Value,
         return _latent_attention_block(blocks, attention, attention.latent, x, layer)
 
     def normed_and_rotated(x: Value, name: str, num_heads: int, rope: RopeConfig) -> Value:
-        if attention.qk_norm is QKNorm.HEAD:
-            x = blocks.head_norm(x, prefix + name, num_heads)
+        if attention.qk_norm in (QKNorm.HEAD, QKNorm.UNWEIGHTED_HEAD):
+            x = blocks.head_norm(x, prefix + name if attention.qk_norm is QKNorm.HEAD else None, num_heads)
         elif attention.qk_norm is QKNorm.WIDTH:
             x = blocks.rms_norm(x, prefix + name)
         x = blocks.rope(x, num_heads, rope) if attention.has_rope_embedding else x
@@ -333,9 +333,9 @@ def _dense_mlp(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> V
     return _scaled(blocks, blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0], mlp.output_scale)
 
 
-def stream_norm(blocks: Blocks[Value], config: LayerConfig, x: Value, name: str) -> Value:
-    """Return the norm of rows of the residual stream, or of what is added to it: a layer norm or an RMS norm."""
-    return blocks.layer_norm(x, name) if config.has_layer_norm else blocks.rms_norm(x, name)
+def stream_norm(blocks: Blocks[Value], config: LayerConfig, x: Value, name: str, epsilon: float | None = None) -> Value:
+    """Return the norm of rows of the residual stream, or of what is added to it: a layer norm or an RMS norm with this epsilon."""
+    return blocks.layer_norm(x, name) if config.has_layer_norm else blocks.rms_norm(x, name, epsilon)
 
 
 def decoder_layer(
@@ -354,7 +354,7 @@ def decoder_layer(
         return stream_norm(blocks, config, x, prefix + name) if order.has_input_norm else x
 
     def output_norm(x: Value, name: str) -> Value:
-        x = stream_norm(blocks, config, x, prefix + name) if order.has_output_norm else x
+        x = stream_norm(blocks, config, x, prefix + name, config.output_norm_eps) if order.has_output_norm else x
         return _scaled(blocks, x, config.residual_scale)
 
     def with_convolutions(x: Value, name: str, compute: Callable[[Value], Value]) -> Value:
@@ -404,7 +404,8 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> NetworkD
         raise ConfigError(f"collect_layers = {list(collect_layers)}: boundaries go from 0 to {config.num_layers}")
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        boundaries, size = [blocks.embedding("embedding")], config.per_layer_input_size
+        embedded, size = blocks.embedding("embedding"), config.per_layer_input_size
+        boundaries = [blocks.head_norm(embedded, None, 1) if config.has_embedding_norm else embedded]
         inputs = per_layer_inputs(blocks, config, boundaries[0]) if size else None
         for index, layer in enumerate(config.layers):
             layer_input = None if inputs is None else blocks.columns(inputs, index * size, size)

@@ -15,7 +15,7 @@ RowSampling: TypeAlias = NDArray[np.void]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SummaryOptions:
-    """What to compute from each row of logits.
+    """The summary to compute of each row of logits.
 
     The native runtime builds a program for each object (compared by identity), so use the same object for all passes.
 

@@ -99,7 +99,7 @@ class LogitsProcessor:
         ends = {*params.stop_token_ids, *(token_id for token_id in eos_token_ids if token_id < vocab_size)}
         self._end_ids = np.array(sorted(ends), np.int64)
         self._min_tokens = params.min_tokens if ends else 0
-        # What follows is created only if a parameter needs it, because it takes time for each token.
+        # The state below is created only if a parameter needs it, because updating it takes time for each token.
         penalises_seen, has_ngrams = params.repetition_penalty != 1.0, params.no_repeat_ngram_size > 0
         prompt_ids = _distinct_ids(prompt_token_ids, vocab_size) if penalises_seen or has_ngrams else None
         self._seen = TokenCounts(prompt_ids) if penalises_seen else None

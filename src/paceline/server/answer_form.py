@@ -18,8 +18,8 @@ from paceline.server.settings import ServerSettings
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _TYPES = "text, json_object, json_schema, regex, choice or grammar"
 
-Form = tuple[str, Grammar]
-"""The name of the field that holds an answer to a form, and the grammar."""
+MakeGrammar = Callable[[str, Any, ServerSettings], Grammar]
+"""Makes a grammar of the name and the value of a field."""
 
 
 class ResponseFormat(Fields, at=("chat", "response_format")):
@@ -33,28 +33,6 @@ class ResponseFormat(Fields, at=("chat", "response_format")):
     choice: FastList[str] | None = None
     grammar: str | None = None
     value: Any = None
-
-    def form(self, settings: ServerSettings) -> Grammar | None:
-        """The grammar; None = any text."""
-        name = "response_format"
-        if self.type == "text":
-            return None
-        schema = self.json_schema or self.given_schema or self.value
-        if self.type == "json_object" and schema is None:
-            return Grammar.json_object()
-        if self.type in ("json_object", "json_schema", "json"):
-            if isinstance(schema, dict) and schema is self.json_schema and "schema" in schema:
-                schema = schema["schema"]
-            elif schema is self.json_schema and schema is not None and not {"type", "properties", "$ref", "anyOf"} & set(schema):
-                schema = None  # a name and no schema
-            return schema_grammar(name, schema, settings)
-        if self.type == "regex":
-            return regex_grammar(name, self.pattern or self.regex or self.value, settings)
-        if self.type == "choice":
-            return choice_grammar(name, self.choice or self.value, settings)
-        if self.type == "grammar":
-            return lark_grammar(name, self.grammar or self.value, settings)
-        raise invalid(f"{name}.type", f"is {shown(self.type)}: send {_TYPES}")
 
 
 class StructuredOutputs(Fields, at=("chat", "structured_outputs")):
@@ -79,52 +57,46 @@ class FormFields(SamplingFields):
     regex: str | None = None
     grammar: str | None = None
 
-    def form(self, settings: ServerSettings) -> Form | None:
-        """Return the form of the answer, None = any text; HttpError if there are two, or it is wrong."""
-        names = self._form_names()
-        if len(names) > 1:
-            raise invalid(names[0], f"and {names[1]} both hold the answer to a form: send one of them")
-        found = [*self._structured(settings), *self._top_level(settings)]
-        if self.response_format is not None and (grammar := self.response_format.form(settings)) is not None:
-            found.append(("response_format", grammar))
-        return found[0] if found else None
-
-    def _form_names(self) -> list[str]:
-        """The fields that hold a form."""
-        within, names = self.structured_outputs, list[str]()
-        if within is not None:
-            given = [(field.alias or name, getattr(within, name)) for name, field in StructuredOutputs.model_fields.items()]
-            names += [f"structured_outputs.{name}" for name, value in given if value not in (None, False)]
-        names += [name for name in _TOP_LEVEL if getattr(self, name) not in (None, "")]
-        has_format = self.response_format is not None and self.response_format.type != "text"
-        return [*names, "response_format"] if has_format else names
+    def form(self, settings: ServerSettings) -> Grammar | None:
+        """Return the grammar of the answer, None = any text; HttpError if there are two, or it is wrong."""
+        given = self._given_forms()
+        if len(given) > 1:
+            raise invalid(given[0][0], f"and {given[1][0]} both hold the answer to a form: send one of them")
+        for name, value, make in given:
+            return make(name, value, settings)
+        return None
 
     def form_name(self) -> str:
         """The field that a wrong grammar is an error of."""
-        given = [name for name in (*_TOP_LEVEL, "response_format") if getattr(self, name) not in (None, "")]
-        return "structured_outputs" if self.structured_outputs is not None else next(iter(given), "tools")
+        return next((name.partition(".")[0] for name, _, _ in self._given_forms()), "tools")
 
-    def _structured(self, settings: ServerSettings) -> list[Form]:
-        given, name = self.structured_outputs, "structured_outputs"
-        if given is None:
-            return []
-        found = [
-            (f"{name}.{key}", make(f"{name}.{key}", value, settings))
-            for key, value, make in (
-                ("json", given.json_form, schema_grammar),
-                ("regex", given.regex, regex_grammar),
-                ("choice", given.choice, choice_grammar),
-                ("grammar", given.grammar, lark_grammar),
-                ("structural_tag", given.structural_tag, tags_grammar),
-            )
-            if value is not None
-        ]
-        return [*found, (f"{name}.json_object", Grammar.json_object())] if given.json_object else found
+    def _given_forms(self) -> list[tuple[str, Any, MakeGrammar]]:
+        """The fields that hold a form: name, value, and what makes the grammar."""
+        within = {} if self.structured_outputs is None else self.structured_outputs.model_dump(by_alias=True)
+        given = [(f"structured_outputs.{name}", value, _WITHIN[name]) for name, value in within.items() if value not in (None, False)]
+        given += [(name, value, make) for name, make in _TOP_LEVEL.items() if (value := getattr(self, name)) not in (None, "")]
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        return [*given, ("response_format", self.response_format, format_grammar)] if has_format else given
 
-    def _top_level(self, settings: ServerSettings) -> list[Form]:
-        return [
-            (name, make(name, value, settings)) for name, make in _TOP_LEVEL.items() if (value := getattr(self, name)) not in (None, "")
-        ]
+
+def format_grammar(name: str, form: ResponseFormat, settings: ServerSettings) -> Grammar:
+    """Return the grammar of a `response_format` of another type than text."""
+    schema = form.json_schema or form.given_schema or form.value
+    if form.type == "json_object" and schema is None:
+        return Grammar.json_object()
+    if form.type in ("json_object", "json_schema", "json"):
+        if isinstance(schema, dict) and schema is form.json_schema and "schema" in schema:
+            schema = schema["schema"]
+        elif schema is form.json_schema and schema is not None and not {"type", "properties", "$ref", "anyOf"} & set(schema):
+            schema = None  # a name and no schema
+        return schema_grammar(name, schema, settings)
+    if form.type == "regex":
+        return regex_grammar(name, form.pattern or form.regex or form.value, settings)
+    if form.type == "choice":
+        return choice_grammar(name, form.choice or form.value, settings)
+    if form.type == "grammar":
+        return lark_grammar(name, form.grammar or form.value, settings)
+    raise invalid(f"{name}.type", f"is {shown(form.type)}: send {_TYPES}")
 
 
 def schema_grammar(name: str, schema: object, settings: ServerSettings) -> Grammar:
@@ -219,7 +191,15 @@ def _parsed(name: str, given: object) -> object:
 
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TAG_TYPES = ("", "structural_tag", "triggered_tags")
-_TOP_LEVEL: dict[str, Callable[[str, Any, ServerSettings], Grammar]] = {
+_WITHIN: dict[str, MakeGrammar] = {
+    "json": schema_grammar,
+    "regex": regex_grammar,
+    "choice": choice_grammar,
+    "grammar": lark_grammar,
+    "json_object": lambda *_: Grammar.json_object(),
+    "structural_tag": tags_grammar,
+}
+_TOP_LEVEL: dict[str, MakeGrammar] = {
     "guided_json": schema_grammar,
     "guided_regex": regex_grammar,
     "guided_choice": choice_grammar,

@@ -28,10 +28,6 @@ from paceline.speculation.stats import SpeculationStats, StepRecord
 class Answering(Protocol):
     """One request, ready to be answered."""
 
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the answer is sent as events."""
-
     async def collect(self) -> Any:
         """Generate all outputs."""
 
@@ -70,7 +66,7 @@ async def answer_request(
             answer = await asyncio.to_thread(build, service, fields) if is_slow else build(service, fields)
         log_ignored(fields.ignored, pool.logged_fields)
         if not isinstance(answer, Response):
-            answer = await (_streamed(request, answer) if answer.is_streamed else _whole(request, answer))
+            answer = await (_streamed(request, answer) if fields.is_streamed else _whole(request, answer))
     answer.headers.update(ignored_header(fields.ignored))
     return answer
 
@@ -91,7 +87,7 @@ async def answer_json(
         service = await _service_of(request, pool, fields)
         with pool.admission.admitted(0):
             body = await asyncio.to_thread(lambda: large_json(compute(service, fields)))
-    return Response(body, media_type="application/json", headers=headers_of(fields, pool))
+    return Response(body, media_type="application/json", headers=response_headers(fields, pool))
 
 
 async def read_request(request: Request, pool: ModelPool, kind: type[Read]) -> Read:
@@ -99,14 +95,14 @@ async def read_request(request: Request, pool: ModelPool, kind: type[Read]) -> R
     return (await _read(request, pool, kind))[0]
 
 
-def headers_of(fields: Fields, pool: ModelPool) -> dict[str, str]:
+def response_headers(fields: Fields, pool: ModelPool) -> dict[str, str]:
     """Return the headers that name ignored fields, which are logged."""
     log_ignored(fields.ignored, pool.logged_fields)
     return ignored_header(fields.ignored)
 
 
 async def _read(request: Request, pool: ModelPool, kind: type[Read]) -> tuple[Read, bool]:
-    """Return the fields, and whether they are so many that what is made of them takes long."""
+    """Return the fields, and whether the body is so large that processing it would block the event loop."""
     content = await request.body()
     is_slow = len(content) > MAX_INLINE_BYTES
     read = partial(read_body, kind, content, pool.settings)
@@ -203,7 +199,7 @@ def speculation_of(outputs: Sequence[RequestOutput], *, shows_origins: bool, tex
 
 
 def chunk_origins(chunk: StreamChunk, texts: TokenTexts | None = None) -> dict[str, Any]:
-    """The same of one chunk of a stream."""
+    """Return the origins of the tokens of one stream chunk."""
     return {"speculation": _origins(chunk.token_ids, chunk.origins, chunk.steps or None, texts)}
 
 

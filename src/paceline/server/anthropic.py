@@ -173,12 +173,12 @@ def _message(service: Service, fields: MessagesFields) -> "_Message":
     grammar = None if form is None else schema_grammar("output_config.format", form.json_schema, service.settings)
     defaults = service.sampling_defaults.chat
     params = sampling_params(fields, service.settings, defaults, max_tokens=limit, stop=fields.stop_sequences, grammar=grammar)
-    request = _chat_request(fields, service, params, adapter, takes_the_rest=limit is None)
+    request = _chat_request(fields, service, params, adapter, fills_context=limit is None)
     return _Message(service, fields, request)
 
 
 def _chat_request(
-    fields: ConversationFields, service: Service, params: SamplingParams, adapter: str | None, *, takes_the_rest: bool = False
+    fields: ConversationFields, service: Service, params: SamplingParams, adapter: str | None, *, fills_context: bool = False
 ) -> ChatRequest:
     edits = [] if fields.context_management is None else fields.context_management.edits or []
     if any(edit != _KEEPS_ALL for edit in edits):
@@ -194,7 +194,7 @@ def _chat_request(
         continue_final_message=turns.last is not None and turns.last["role"] == "assistant",
         params=params,
         options=request_options(fields, adapter=adapter),
-        takes_the_rest=takes_the_rest,
+        fills_context=fills_context,
     )
 
 
@@ -223,7 +223,7 @@ def conversation(fields: ConversationFields) -> Turns:
 
 
 def _system_texts(system: str | list[TextBlock] | None) -> list[str]:
-    """Texts of the system prompt. A first block with the mark is left out; of a single text its first line is."""
+    """Return the texts of the system prompt, without the billing mark: a first block, or the first line of a single text."""
     if isinstance(system, str):
         return [system.partition("\n")[2] if system.startswith(_BILLING_MARK) else system]
     texts = [block.text for block in system or []]
@@ -268,10 +268,6 @@ class _Message:
     service: Service
     fields: MessagesFields
     request: ChatRequest
-
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.fields.stream)
 
     async def collect(self) -> Answer:
         """Generate the output."""
@@ -382,7 +378,7 @@ def _block(part: Text | Reasoning | ToolCall) -> dict[str, Any]:
         return {"type": "text", "text": part.text}
     if isinstance(part, Reasoning):
         return {"type": "thinking", "thinking": part.text, "signature": ""}
-    found = part.parsed()  # None where the answer broke off within the call; its stop reason is then max_tokens
+    found = part.parsed()  # None if the answer ended within the call; its stop reason is then max_tokens
     return {"type": "tool_use", "id": part.id, "name": part.name, "input": found or {}}
 
 

@@ -55,7 +55,7 @@ class ChatService:
         return request.prompt(self._generation.engine.loaded.input_processor).token_ids
 
     def thinking_options(self, fields: Fields, *, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
-        """Return the chat template's variables for whether to think, and how much. What it has no variable for is ignored.
+        """Return the chat template's variables that switch reasoning on or off and set its effort. Options without a variable are ignored.
 
         Agents send such fields to every model.
 
@@ -103,7 +103,7 @@ class ChatService:
             raise await self._explained(request, error) from error
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[Step, None]:
-        """What every step adds; the samples of a request are mixed. The rest as for `collect`."""
+        """Yield what each engine step adds. Steps of different samples are interleaved. Arguments and errors: see `collect`."""
         turn = self._turn(request)
         async with aclosing(self._generation.stream(turn.generation_request())) as stream:
             try:
@@ -113,8 +113,8 @@ class ChatService:
                 raise await self._explained(request, error) from error
 
     async def _explained(self, request: ChatRequest, error: RequestError) -> RequestError:
-        """The same error, about the schema of a tool where that is what does not compile."""
-        if not request.offered_tools or not str(error).startswith("grammar: "):  # as those of the compiler do
+        """Return an error that names the tool whose schema does not compile, or `error` itself if another grammar is wrong."""
+        if not request.offered_tools or not str(error).startswith("grammar: "):  # the compiler's errors begin so
             return error
         return await asyncio.to_thread(schema_error, request, error, self._generation.engine.loaded.input_processor.compiler)
 
@@ -141,7 +141,7 @@ class _Turn:
         self.parser = ChatOutputParser(self.formats, tuple(self.request.offered_tools))
 
     def generation_request(self) -> GenerationRequest:
-        """What the engine generates."""
+        """Return the request for the engine."""
         options = RequestOptions(**self.request.options)
         if ids := self.parser.shown_token_ids(self.tokenizer):
             options["shown_token_ids"] = ids
@@ -149,7 +149,7 @@ class _Turn:
             prompt_ids=self._prompt_ids,
             params=self.request.params,
             options=options,
-            takes_the_rest=self.request.takes_the_rest,
+            fills_context=self.request.fills_context,
             grammar=self._grammar,
         )
 
@@ -190,7 +190,7 @@ class _Turn:
 
 
 def schema_error(request: ChatRequest, error: RequestError, compiler: GrammarCompiler) -> RequestError:
-    """The error of a request whose grammar does not compile: a schema that does not by itself, or all of them together.
+    """Return the error for tool schemas that do not compile: it names one schema, or all if only their combination fails.
 
     Takes time, because schemas are compiled.
     """
@@ -202,10 +202,8 @@ def schema_error(request: ChatRequest, error: RequestError, compiler: GrammarCom
     for tool in request.offered_tools:
         if (wrong := _compile_error(Grammar.json_schema(arguments_schema(tool)), compiler)) is not None:
             reason = str(wrong).removeprefix("grammar: ")
-            return RequestError(
-                f"{tool.place} is no schema that arguments can be held to ({reason}): send another one", parameter=tool.place
-            )
-    text = "the schemas of the tools cannot be held to together: send fewer tools, simpler schemas, or tool_choice auto without strict"
+            return RequestError(f"{tool.place} cannot be enforced on arguments ({reason}): send another schema", parameter=tool.place)
+    text = "the schemas of the tools cannot be enforced together: send fewer tools, simpler schemas, or tool_choice auto without strict"
     return RequestError(f"tools: {text}", parameter="tools")
 
 

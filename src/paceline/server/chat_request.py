@@ -20,7 +20,7 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """What a dialect requests.
+    """A chat request, in the same form for all API dialects.
 
     Attributes:
         messages: as chat templates know them: `role` and `content`, of answers `tool_calls` ({"id", "type", "function": {"name",
@@ -33,7 +33,7 @@ class ChatRequest:
         add_generation_prompt: whether the prompt begins the model's turn.
         continue_final_message: whether the last message is left open, so that the answer continues its text.
         allow_special_tokens: whether control tokens that the messages spell out are control tokens.
-        takes_the_rest: whether `params.max_tokens` is replaced by the rest of the context after the prompt.
+        fills_context: whether `params.max_tokens` is replaced by the rest of the context after the prompt.
     """
 
     messages: Messages
@@ -47,7 +47,7 @@ class ChatRequest:
     allow_special_tokens: bool = False
     params: SamplingParams
     options: RequestOptions = field(default_factory=lambda: RequestOptions())
-    takes_the_rest: bool = False
+    fills_context: bool = False
 
     @property
     def offered_tools(self) -> Sequence[Tool]:
@@ -76,7 +76,7 @@ class Turns:
         self._call_names: dict[str, str] = {}
 
     def add_text(self, role: str, texts: Iterable[str]) -> None:
-        """Add texts of "system", "user" or "assistant"."""
+        """Append texts to the message of a role: "system", "user" or "assistant"."""
         self._turn(role)["content"] += [{"type": "text", "text": text} for text in texts]
 
     def add_reasoning(self, text: str) -> None:

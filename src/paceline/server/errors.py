@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from paceline.errors import CONTEXT_LENGTH_EXCEEDED, CapacityError, ConfigError, PacelineError, RequestError, printable
 from paceline.sampling.grammars.compile_sandbox import GRAMMAR_BUSY
 from paceline.server.settings import MAX_HEAD_BYTES, MAX_HEADERS, ServerSettings
+from paceline.tokenizer.control_text import strings_in
 
 log = logging.getLogger("paceline.server")
 
@@ -150,16 +151,7 @@ def check_length(name: str, num_chars: int, settings: ServerSettings) -> None:
 
 def num_chars(value: object) -> int:
     """Count the characters of all texts in a JSON value, keys included."""
-    count, left = 0, [value]
-    while left:
-        one: Any = left.pop()
-        if isinstance(one, str):
-            count += len(one)
-        elif isinstance(one, Mapping):
-            left += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple):
-            left += one
-    return count
+    return sum(map(len, strings_in(value)))
 
 
 def field_error(errors: Sequence[Any], body: object) -> HttpError:
@@ -171,7 +163,7 @@ def field_error(errors: Sequence[Any], body: object) -> HttpError:
     """
     same = _closest(errors, body)
     first = same[0]
-    name = field_name(_place(first, body)[0])
+    name = field_name(_place(first, body))
     if first["type"] == FIELD_ERROR:
         return HttpError(400, f"{name} {first['msg']}", parameter=name, code=first["ctx"]["code"])
     if first["type"] == "missing":
@@ -205,25 +197,11 @@ def shown(value: object) -> str:
 
 
 def _closest(errors: Sequence[Any], body: object) -> list[Any]:
-    """The errors about one place. Where a field has several forms, only those of the form that fits best.
-
-    It has the fewest errors; of several such forms it is the one whose list fits furthest.
-    """
-    first = _place(errors[0], body)[0]
-    about, forms = list[Any](), dict[str | int | None, list[Any]]()
-    for error in errors:
-        place, tags = _place(error, body)
-        if place[: len(first)] == first:
-            about.append(error)
-            if len(place) > len(first):
-                forms.setdefault(tags.get(len(first)), []).append(error)
-    if not forms:
-        return about
-
-    def fit(found: Sequence[Any]) -> tuple[int, list[int]]:
-        return -len(found), [part for part in _place(found[0], body)[0] if isinstance(part, int)]
-
-    return _closest(max(forms.values(), key=fit), body)
+    """The errors about one place. Where a field has several forms, that of the form which fits furthest."""
+    first = _place(errors[0], body)
+    within = [(place, error) for error in errors if (place := _place(error, body))[: len(first)] == first]
+    furthest, _ = max(within, key=lambda found: (len(found[0]), [part for part in found[0] if isinstance(part, int)]))
+    return [error for place, error in within if place == furthest]
 
 
 def _expected(error: Any) -> str:
@@ -233,12 +211,12 @@ def _expected(error: Any) -> str:
     return _EXPECTED.get(error["type"], str(error["msg"]))
 
 
-def _place(error: Any, body: object) -> tuple[list[str | int], dict[int, str | int]]:
-    """The keys and indices that lead to a wrong field, and the forms that were tried, by how many keys precede each.
+def _place(error: Any, body: object) -> list[str | int]:
+    """The keys and indices that lead to a wrong field.
 
-    pydantic's `loc` holds both; a part that `body` has at its place is a key.
+    pydantic's `loc` also names the forms that were tried; a part that `body` has at its place is a key.
     """
-    place, forms = list[str | int](), dict[int, str | int]()
+    place = list[str | int]()
     is_of_object = error["type"] in ("missing", FIELD_ERROR)  # their input is the object that holds the field
     current: Any = body
     for part in error["loc"]:
@@ -248,8 +226,6 @@ def _place(error: Any, body: object) -> tuple[list[str | int], dict[int, str | i
         if is_key or (isinstance(current, list) and isinstance(part, int) and part < len(current)):
             place.append(part)
             current = current[part]
-        else:
-            forms.setdefault(len(place), part)
     if is_of_object:
         place.append(error["loc"][-1] if error["type"] == "missing" else error["ctx"]["name"])
-    return place, forms
+    return place

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+UNSET_VALUES: tuple[Any, ...] = (None, False, "", [], {})
 """Values by which a field requests nothing."""
 
 
@@ -17,19 +17,19 @@ class Refusal:
     """Why a field is refused.
 
     Attributes:
-        harmless: values that are ignored, because they request what the server does anyway.
+        ignored_values: values that are ignored, because they request what the server does anyway.
         only_with: it is refused only where one of these fields of the same object is neither missing nor 0 nor 1.
         equal_to: a field of the same object; the same value as there is ignored.
     """
 
     reason: str
-    harmless: tuple[Any, ...] = NOTHING
+    ignored_values: tuple[Any, ...] = UNSET_VALUES
     only_with: tuple[str, ...] = ()
     equal_to: str | None = None
 
     def applies(self, value: object, given: Mapping[str, Any]) -> bool:
         """Whether `value` is refused in the object `given`."""
-        if value in self.harmless or (self.equal_to is not None and value == given.get(self.equal_to)):
+        if value in self.ignored_values or (self.equal_to is not None and value == given.get(self.equal_to)):
             return False
         return not self.only_with or any(given.get(name) not in (None, 0, 1) for name in self.only_with)
 
@@ -54,14 +54,14 @@ def _ignored(*lines: str) -> FieldRules:
     return FieldRules(frozenset(" ".join(lines).split()))
 
 
-def _refused(reason: str, names: str, *also_harmless: Any) -> FieldRules:
-    return FieldRules(refused={name: Refusal(reason, (*NOTHING, *also_harmless)) for name in names.split()})
+def _refused(reason: str, names: str, *also_ignored: Any) -> FieldRules:
+    return FieldRules(refused={name: Refusal(reason, (*UNSET_VALUES, *also_ignored)) for name in names.split()})
 
 
 _TEXT_ONLY = "this server reads and writes text only"
 _OLD_TOOLS = "it is the old form of tools; send tools"
 _NOT_STORED = "nothing is stored; send the whole conversation"
-_NO_REACH = "this server reaches no other one"
+_NO_OUTGOING = "this server reaches no other one"
 _NO_SAMPLER = "there is no such sampler; use temperature, top_k, top_p and min_p"
 _PENALTIES = ("repeat_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _OWN_TEMPLATE = "the model has its own chat template"
@@ -85,10 +85,10 @@ REQUEST = _ignored(
 )
 OTHER_SAMPLERS = FieldRules(
     refused={
-        "typical_p": Refusal(_NO_SAMPLER, (*NOTHING, 1)),
-        "typical": Refusal(_NO_SAMPLER, (*NOTHING, 1)),
-        "tfs_z": Refusal(_NO_SAMPLER, (*NOTHING, 1)),
-        "length_penalty": Refusal("there is no beam search", (*NOTHING, 1)),
+        "typical_p": Refusal(_NO_SAMPLER, (*UNSET_VALUES, 1)),
+        "typical": Refusal(_NO_SAMPLER, (*UNSET_VALUES, 1)),
+        "tfs_z": Refusal(_NO_SAMPLER, (*UNSET_VALUES, 1)),
+        "length_penalty": Refusal("there is no beam search", (*UNSET_VALUES, 1)),
         "samplers": Refusal("the order of samplers is fixed"),
         "penalize_nl": Refusal("penalties count every token", (None, True)),
         "repeat_last_n": Refusal("penalties count the whole text; leave it out", (None, -1), _PENALTIES),
@@ -102,7 +102,7 @@ TEXT_REQUEST = (
     REQUEST
     | OTHER_SAMPLERS
     | _refused("there is no beam search; request n samples", "use_beam_search num_beams early_stopping", 1)
-    | FieldRules(refused={"best_of": Refusal("there is no beam search; request n samples", (*NOTHING, 1), equal_to="n")})
+    | FieldRules(refused={"best_of": Refusal("there is no beam search; request n samples", (*UNSET_VALUES, 1), equal_to="n")})
     | _refused("send logprobs", "n_probs logprob_token_ids return_tokens_as_token_ids")
     | _refused("send a regex or choices", "allowed_token_ids")
     | _refused("send max_tokens", "max_new_tokens max_output_tokens max_length num_predict")
@@ -128,7 +128,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         | _refused(_OLD_TOOLS, "functions function_call", "none")
         | _refused(_TEXT_ONLY, "audio")
         | _refused(_TEXT_ONLY, "modalities", ["text"])
-        | _refused(_NO_REACH, "web_search_options moderation plugins search_parameters")
+        | _refused(_NO_OUTGOING, "web_search_options moderation plugins search_parameters")
         | _refused("no chat template has a variable for it; write it in a message", "verbosity", "medium")
         | _refused("a message is continued by continue_final_message", "echo")
         | _refused("the chat template adds what the prompt needs", "add_special_tokens")
@@ -182,7 +182,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         | _refused(_NOT_STORED, "previous_response_id conversation prompt")
         | _refused("answers are not kept for later; stream them", "background")
         | _refused("send the request to /v1/chat/completions", "top_logprobs")
-        | _refused(_NO_REACH, "moderation")
+        | _refused(_NO_OUTGOING, "moderation")
         | _refused("send max_output_tokens", "max_tokens max_completion_tokens")
         | _refused("send text.format", "response_format structured_outputs guided_json")
         | _refused("send reasoning.effort", "reasoning_effort")
@@ -204,7 +204,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         | _refused("this server runs nothing", "container")
         | _refused("send max_tokens", "max_tokens_to_sample max_completion_tokens")
         | _refused("send stop_sequences", "stop")
-        | _refused(_NO_REACH, "mcp_servers")
+        | _refused(_NO_OUTGOING, "mcp_servers")
         | _refused("there is one speed", "speed", "standard"),
         "messages[]": LEFTOVERS | _ignored("model type usage stop_reason stop_sequence name timestamp stop_details container"),
         "content[]": LEFTOVERS

@@ -39,7 +39,7 @@ WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
 """A whole number, which may be written 8.0: languages with one type of number write it so."""
 
 
-class Reading:
+class UnservedFields:
     """The fields of one request that are not served.
 
     Attributes:
@@ -51,8 +51,8 @@ class Reading:
         self._refuses_unknown = refuses_unknown
         self._num_checked = 0
 
-    def sort_out(self, kind: "type[Fields]", given: Mapping[str, Any]) -> None:
-        """Decide about every field of `given` that `kind` does not serve.
+    def check_unserved(self, kind: "type[Fields]", given: Mapping[str, Any]) -> None:
+        """Check each field of `given` that `kind` does not serve, and record those that are ignored.
 
         Raises:
             PydanticCustomError: one is refused, misspelled, or unknown where those are refused.
@@ -109,10 +109,10 @@ class Fields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _sort_out_fields(cls, given: Any, info: ValidationInfo) -> Any:
+    def _check_unserved_fields(cls, given: Any, info: ValidationInfo) -> Any:
         if isinstance(given, dict) and not given.keys() <= cls.served:
-            reading = info.context if isinstance(info.context, Reading) else Reading()
-            reading.sort_out(cls, given)
+            unserved = info.context if isinstance(info.context, UnservedFields) else UnservedFields()
+            unserved.check_unserved(cls, given)
         return given
 
     @property
@@ -121,14 +121,19 @@ class Fields(BaseModel):
         return self._ignored
 
     def ignore(self, parameter: str, key: str | None = None) -> None:
-        """Add a field that this model has no use for, or a key of it, to those that are ignored."""
+        """Report a field, or one of its keys, as ignored, because this model does not support it."""
         name = self.parameter_names().get(parameter, parameter)
         if len(self._ignored) <= _MAX_NAMED:
             self._ignored.setdefault(_printable(name if key is None else f"{name}.{key}"))
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is sent as events."""
+        return bool(getattr(self, "stream", None))
+
+    @property
     def keep_s(self) -> float | None:
-        """Seconds that the model stays loaded after the request; None = as the server's settings say."""
+        """Seconds that the model stays loaded after the request; None = the server's default."""
         return None
 
     def parameter_names(self) -> Mapping[str, str]:
@@ -166,12 +171,12 @@ def read_body(kind: type[Read], content: bytes, settings: ServerSettings) -> Rea
                 check_count(name, len(body[name]), getattr(settings, limit))
         if _HALF_CHARACTER.search(content):
             _check_characters({name: value for name, value in body.items() if name in kind.served and name not in _ECHOED})
-    reading = Reading(refuses_unknown=settings.unknown_fields == "refuse")
+    unserved = UnservedFields(refuses_unknown=settings.unknown_fields == "refuse")
     try:
-        fields = kind.model_validate(body, context=reading)
+        fields = kind.model_validate(body, context=unserved)
     except ValidationError as error:
         raise field_error(error.errors(include_url=False), body) from None
-    fields._ignored = reading.ignored
+    fields._ignored = unserved.ignored
     return fields
 
 

@@ -7,8 +7,8 @@ from typing import Any
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode  # json.dumps makes one for every call
 _LINE_BREAKS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 """Characters that JSON allows within a string and that `str.splitlines` takes for the end of a line, as many clients do."""
-_PIECE_ITEMS, _PIECE_CHARS = 64, 65_536
-"""Items of a list, and characters of a text, that are encoded at once."""
+_PIECE_ITEMS = 64
+"""Items of a list that are encoded at once."""
 _MAX_DEPTH = 12
 """Objects and lists in one another that are encoded piece by piece: answers have their long lists within 6."""
 
@@ -41,11 +41,6 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
                     yield "," if index else ""
                     yield from _pieces(inner, depth - 1)
         yield "]"
-    elif isinstance(value, str) and len(value) > _PIECE_CHARS:
-        yield '"'
-        for start in range(0, len(value), _PIECE_CHARS):
-            yield _ENCODE(value[start : start + _PIECE_CHARS])[1:-1]
-        yield '"'
     else:
         yield _ENCODE(value)
 

@@ -20,13 +20,13 @@ from paceline.server.settings import ServerSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What one HTTP request generates.
+    """The prompts and sampling parameters of one HTTP request.
 
     Attributes:
         prompt_ids: makes the token ids of each prompt; slow, so it is called in a thread.
         num_prompts: number of prompts.
         params: of every prompt.
-        takes_the_rest: whether `params.max_tokens` is replaced by the rest of the context after each prompt.
+        fills_context: whether `params.max_tokens` is replaced by the rest of the context after each prompt.
         grammar: called after the prompts are made, replaces the grammar of `params`; None = keep that of `params`.
     """
 
@@ -34,7 +34,7 @@ class GenerationRequest:
     num_prompts: int = 1
     params: SamplingParams
     options: RequestOptions = field(default_factory=lambda: RequestOptions())
-    takes_the_rest: bool = False
+    fills_context: bool = False
     grammar: Callable[[], Grammar | None] | None = None
 
     @property
@@ -102,7 +102,7 @@ class Generation:
         """Tokenise the prompts and build their parameters. Slow: called in a thread."""
         prompts = request.prompt_ids(self.engine.loaded.input_processor)
         params = request.params if request.grammar is None else replace(request.params, grammar=request.grammar())
-        if not request.takes_the_rest:
+        if not request.fills_context:
             return prompts, [params] * len(prompts)
         loaded = self.engine.loaded
         room = min(loaded.input_processor.max_model_len, loaded.engine.cache.max_slots - BLOCK_SIZE)

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 from typing import IO, Any
@@ -34,44 +34,27 @@ class DroppingQueueHandler(QueueHandler):
         except Full:
             self.num_dropped += 1
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Write a line for the person who started the server, whatever the level of the log."""
         self.handle(logging.makeLogRecord({"msg": printable(text)}))
 
 
-class NoLock(AbstractContextManager[None]):
-    """A lock that never blocks, for a handler that one thread uses."""
-
-    def acquire(self) -> None:
-        """Do nothing."""
-
-    def release(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-class LineWriter(logging.Handler):
-    """Writes records as lines, in the thread of a listener.
+class LineWriter(QueueListener):
+    """Writes the records of a handler as lines, in a thread of its own. It is no `Handler`, whose lock `logging.shutdown` would wait for.
 
     Args:
         write: takes bytes; may block.
     """
 
     def __init__(self, write: Callable[[bytes], None], source: DroppingQueueHandler) -> None:
-        super().__init__()
+        super().__init__(source.queue)
         self._write, self._source = write, source
         self._is_closed = False
 
-    def createLock(self) -> None:  # noqa: N802  # the name is logging's
-        """Have no lock: `logging.shutdown` would wait for a thread that is stuck in a write."""
-        self.lock = NoLock()  # type: ignore[assignment]  # None is no context manager, which Python 3.13 needs
-
-    def emit(self, record: logging.LogRecord) -> None:
+    def handle(self, record: logging.LogRecord) -> None:
         if self._is_closed:
             return
-        lines = [self.format(record)]
+        lines = [record.getMessage()]
         if num_dropped := self._source.num_dropped:
             self._source.num_dropped = 0
             lines.append(f"{num_dropped} log lines were dropped: stderr was not read fast enough")
@@ -83,9 +66,9 @@ class LineWriter(logging.Handler):
 
 @contextmanager
 def queued_lines(write: Callable[[bytes], None], max_waiting: int = MAX_WAITING) -> Iterator[DroppingQueueHandler]:
-    """Start a thread that writes what the handler is given; at the end wait for it for a second at most."""
+    """Start a thread that writes the handler's records. At the end, wait at most a second for it."""
     queued = DroppingQueueHandler(Queue(max_waiting))
-    listener = QueueListener(queued.queue, LineWriter(write, queued))
+    listener = LineWriter(write, queued)
     listener.start()
 
     def stop() -> None:

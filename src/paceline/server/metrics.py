@@ -40,7 +40,7 @@ class EngineSnapshot:
         return cls(stats, engine.loaded.drafter_name, 1.0 - pool.num_free / pool.num_blocks, is_loaded=True, num_loads=num_loads)
 
     def unloaded(self) -> "EngineSnapshot":
-        """The same after the engine was closed."""
+        """Return the counters as they are after the engine was closed: nothing runs or waits."""
         return replace(self, stats=replace(self.stats, num_running=0, num_waiting=0), cache_usage=0.0, is_loaded=False)
 
 

@@ -56,7 +56,7 @@ def add_middleware(
 ) -> None:
     """Add `ServerMiddleware`, and CORS for the origins that the settings allow."""
     app.add_middleware(ServerMiddleware, settings=settings, admission=admission, count_response=count_response)
-    if settings.allow_origin:  # outermost: a preflight has no key, and refusals need its headers too
+    if settings.allow_origin:  # added last, so it runs first: preflights carry no key, and error responses need CORS headers too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allow_origin,

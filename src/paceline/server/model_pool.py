@@ -31,7 +31,7 @@ from paceline.server.admission import AdmissionControl, shutting_down
 from paceline.server.errors import HttpError, http_error_of
 from paceline.server.metrics import EngineSnapshot, Metrics, merged_pages
 from paceline.server.model_facts import ModelFacts, template_facts
-from paceline.server.service import Service, adapter_of, is_model_meant, is_same_model, model_not_found
+from paceline.server.service import Service, adapter_of, is_same_model, matches_model_name, model_not_found
 from paceline.server.settings import ServerSettings
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ log = logging.getLogger("paceline.server")
 
 _MEMORY_PER_BYTE = 1.25
 """Memory that loading a model takes, for each byte of its files; its cache grows later."""
-_OF_ONE_MODEL = ("adapters", "merge_adapter", "draft_adapter", "gguf_file", "revision")
+_SINGLE_MODEL_SETTINGS = ("adapters", "merge_adapter", "draft_adapter", "gguf_file", "revision")
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +93,7 @@ class ServedModel:
         return [] if self.service is None else sorted(self.service.drafters)
 
     def adapter_of(self, name: str | None) -> str | None:
-        """As `Service.adapter_of`."""
+        """See `Service.adapter_of`."""
         return adapter_of(name, self.name, self.adapters)
 
     def template(self) -> tuple[str, tuple[str, ...]]:
@@ -172,7 +172,7 @@ class ModelPool:
         Raises:
             PacelineError: the headers of a model's files cannot be read, or an argument or a setting belongs to one model.
         """
-        given = {name: arguments.get(name) for name in _OF_ONE_MODEL}
+        given = {name: arguments.get(name) for name in _SINGLE_MODEL_SETTINGS}
         given |= {name: getattr(settings, name) for name in ("served_model_name", "adapter_loading")}
         for name in (name for name, value in given.items() if value):
             raise ConfigError(f"{name} belongs to one model, and {len(names)} are served: leave it out, or serve one model")
@@ -204,14 +204,14 @@ class ModelPool:
             return self.models[0]
         if name is None:
             return self.models[0]
-        for is_meant in (is_same_model, is_model_meant):
+        for is_meant in (is_same_model, matches_model_name):
             for model in self.models:
                 if is_meant(name, model.name):
                     return model
         raise model_not_found(name, *(repr(model.name) for model in self.models))
 
     def take_loaded(self, model: ServedModel, at_end: ExitStack) -> Service | None:
-        """Return what answers a request; None = the model is not loaded, or must make room for another: `wait` for it.
+        """Return the service that answers a request; None = the model is not loaded, or is about to be unloaded: `wait` for it.
 
         Args:
             at_end: closed when the request has ended.
@@ -241,7 +241,7 @@ class ModelPool:
             finally:
                 model.waiting = [one for one in model.waiting if one[0] is not loaded]
                 if not model.waiting:
-                    for other in self.models:  # none needs to make room any more
+                    for other in self.models:  # none has to be unloaded for this model any more
                         other.idle.set()
 
     def unload_soon(self, model: ServedModel) -> None:
@@ -251,7 +251,7 @@ class ModelPool:
             self._set_timer(model)
 
     def count_response(self, route: str | None, status: int | None, model: str | None) -> None:
-        """Count a response in the metrics; the model is None where the request was for none."""
+        """Count a response in the metrics. model: None if the request named no model."""
         first = self.models[0].name
         self._metrics[first].count_response(route, status, model or (first if len(self.models) == 1 else ""))
 
@@ -263,7 +263,7 @@ class ModelPool:
         return merged_pages(self._metrics[model.name].text(model.snapshot) for model in self.models)
 
     async def close(self) -> None:
-        """Abort what runs and waits, and close all engines. May be called again."""
+        """Abort running and waiting requests, and close all engines. May be called again."""
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
@@ -344,7 +344,7 @@ class ModelPool:
             except CapacityError:
                 if not await self._unload_least_used(model):
                     raise
-        if gc.get_freeze_count():  # as the server does with what is there at its start: the collector does not visit the model's objects
+        if gc.get_freeze_count():  # as at the server's start, so that the garbage collector does not visit the model's objects
             gc.freeze()
         _log("model_loaded", model, seconds=round(time.monotonic() - began_s, 3))
 
@@ -377,7 +377,7 @@ class ModelPool:
                 await self._unload(model)
 
     async def _unload(self, model: ServedModel, wanted: ServedModel | None = None) -> None:
-        """Let the requests of a model end, and free it; keep it if none waits for `wanted` any more."""
+        """Wait until the requests of a model have ended, then free it. Keep it if no request waits for `wanted` any more."""
         model.is_closing = True
         try:
             while model.num_requests:

@@ -66,14 +66,14 @@ def model_routes(pool: ModelPool) -> APIRouter:
     @router.get("/models", include_in_schema=False)
     @router.get("/v1/models")
     async def models() -> Response:
-        """The models that are served, and their adapters, whose parents they are."""
+        """List the served models, and their adapters with the model as parent."""
         found = [described(model, adapter) for model in pool.models for adapter in (None, *model.adapters)]
         return JSONResponse({"object": "list", "data": found})
 
     @router.get("/models/{name:path}", include_in_schema=False)
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """One of them by its name."""
+        """Return one served model or adapter by its name."""
         found = pool.find(name)
         return JSONResponse(described(found, found.adapter_of(name)))
 

@@ -16,7 +16,7 @@ from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Te
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.server.answer_form import schema_grammar
-from paceline.server.answering import answer_request, headers_of, named, read_request, request_schema, speculation_of
+from paceline.server.answering import answer_request, named, read_request, request_schema, response_headers, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, invalid, num_chars, shown
 from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields, WholeNumber
@@ -97,6 +97,10 @@ class RequestFields(Fields, at=("ollama", "")):
     speculation: SpeculationFields | None = None
 
     @property
+    def is_streamed(self) -> bool:
+        return self.stream is not False
+
+    @property
     def keep_s(self) -> float | None:
         """Seconds of `keep_alive`; infinite if it is negative."""
         try:
@@ -164,12 +168,12 @@ def ollama_routes(pool: ModelPool) -> APIRouter:
 
     @router.get("/api/tags")
     async def tags() -> Response:
-        """The models that are served, and their adapters."""
+        """List the served models and their adapters."""
         return JSONResponse({"models": [{**one, "modified_at": started} for model in pool.models for one in _listed(model)]})
 
     @router.get("/api/ps")
     async def running() -> Response:
-        """Those of them that are loaded, and how long they stay so without requests."""
+        """List the loaded models, and when they will be unloaded if no request comes."""
         found = [{**one, **_loaded_facts(model)} for model in pool.models if model.service is not None for one in _listed(model)]
         return JSONResponse({"models": found})
 
@@ -179,7 +183,7 @@ def ollama_routes(pool: ModelPool) -> APIRouter:
         fields = await read_request(request, pool, ShowFields)
         with named(fields.parameter_names()):
             found = await asyncio.to_thread(_shown, fields, pool)
-        return JSONResponse({**found, "modified_at": started}, headers=headers_of(fields, pool))
+        return JSONResponse({**found, "modified_at": started}, headers=response_headers(fields, pool))
 
     return router
 
@@ -265,7 +269,7 @@ def _generation(fields: RequestFields, service: Service, adapter: str | None) ->
     """Fields that a `ChatRequest` and a `GenerationRequest` share."""
     options, longest = fields.options or Options(), service.engine.loaded.input_processor.max_model_len
     if options.num_ctx not in (None, longest):
-        fields.ignore("options.num_ctx")  # Ollama's clients send one of their own
+        fields.ignore("options.num_ctx")  # Ollama's clients send their own default
     limit, sampling = token_limit("options.num_predict", options.num_predict, unlimited=(0, -1, -2)), _sampling(fields)
     is_raw = isinstance(fields, GenerateFields) and _is_raw(fields, service)
     params = sampling_params(
@@ -277,7 +281,7 @@ def _generation(fields: RequestFields, service: Service, adapter: str | None) ->
         grammar=_grammar(fields, service),
         logprobs=num_top_logprobs(logprobs=fields.logprobs, top_logprobs=fields.top_logprobs),
     )
-    return {"params": params, "options": request_options(sampling, adapter=adapter), "takes_the_rest": limit is None}
+    return {"params": params, "options": request_options(sampling, adapter=adapter), "fills_context": limit is None}
 
 
 def _grammar(fields: RequestFields, service: Service) -> Grammar | None:
@@ -307,10 +311,6 @@ class _OllamaAnswer:
     fields: RequestFields
     request: ChatRequest | GenerationRequest
     is_chat: bool
-
-    @property
-    def is_streamed(self) -> bool:
-        return self.fields.stream is not False
 
     async def collect(self) -> Answer:
         """Generate the output."""
@@ -457,7 +457,7 @@ def _listed(model: ServedModel) -> list[dict[str, Any]]:
 
 
 def _loaded_facts(model: ServedModel) -> dict[str, Any]:
-    """What the list of loaded models has of each in addition."""
+    """Return the fields that only the list of loaded models has: memory, expiry time and context length."""
     left_s = model.keep_s
     if model.unload_at_s is not None:
         left_s = model.unload_at_s - asyncio.get_running_loop().time()

@@ -157,12 +157,11 @@ class TextFields(FormFields):
 
     def params(self, settings: ServerSettings, defaults: Mapping[str, Any], max_tokens: int | None, **more: Any) -> SamplingParams:
         """Return how tokens are chosen, with the errors of `sampling_params` and `form`."""
-        form = self.form(settings)
         own: dict[str, Any] = {
             "n": self.n,
             "stop": self.stop,
             "include_stop": bool(self.include_stop_str_in_output),
-            "grammar": form and form[1],
+            "grammar": self.form(settings),
         }
         return sampling_params(self, settings, defaults, max_tokens=max_tokens, **own, **more)
 
@@ -240,7 +239,7 @@ def _chat(service: Service, fields: ChatFields) -> "_Chat":
             prompt_logprobs=fields.prompt_logprobs,
         ),
         options=request_options(fields, prediction, adapter=adapter),
-        takes_the_rest=limit is None,
+        fills_context=limit is None,
     )
     return _Chat(service, fields, request)
 
@@ -314,7 +313,7 @@ def tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool], w
 
 
 def _allowed_choice(allowed: object, tools: Sequence[Tool], within: str) -> dict[str, Any]:
-    """The same for a choice of some of the tools, which has `mode` and `tools`."""
+    """Convert a tool choice of type "allowed_tools", which has `mode` and `tools`."""
     given = allowed if isinstance(allowed, Mapping) else {}
     listed = given.get("tools")
     ones = [one.get(within) if within else one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
@@ -361,10 +360,6 @@ class _Chat:
     service: Service
     fields: ChatFields
     request: ChatRequest
-
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.fields.stream)
 
     async def collect(self) -> list[Answer]:
         """Generate all outputs."""

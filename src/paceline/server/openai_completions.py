@@ -83,7 +83,7 @@ def _completion(service: Service, fields: CompletionFields) -> "_Completion":
         num_prompts=len(prompts),
         params=params,
         options=request_options(fields, fields.prediction, adapter=adapter),
-        takes_the_rest=limit is None,
+        fills_context=limit is None,
     )
     return _Completion(service, fields, request, shows_output=limit != 0)
 
@@ -96,10 +96,6 @@ class _Completion:
     fields: CompletionFields
     request: GenerationRequest
     shows_output: bool
-
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.fields.stream)
 
     async def collect(self) -> list[RequestOutput]:
         """Generate all outputs."""
@@ -119,7 +115,7 @@ class _Completion:
         top = answer_head(self.service, self.request.options, "text_completion", "cmpl")
         if self.fields.includes_usage:
             top["usage"] = None
-        num_chars: dict[int, int] = {}  # of the tokens so far, by choice
+        num_chars: dict[int, int] = {}  # characters sent so far, by index of the choice
         outputs: dict[int, RequestOutput] = {}
         async with aclosing(self.service.generation.stream(self.request)) as stream:
             async for index, chunk in stream:

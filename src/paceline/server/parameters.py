@@ -30,7 +30,7 @@ def sampling_params(
 
     Args:
         defaults: of parameters that the request leaves open.
-        max_tokens: None = as many as fit; see `generation.GenerationRequest.takes_the_rest`.
+        max_tokens: None = as many as fit; see `generation.GenerationRequest.fills_context`.
         n: None = one.
         stop: empty texts are left out.
         more: parameters that dialects have in fields of their own.
@@ -51,7 +51,7 @@ def sampling_params(
 
 
 def token_limit(name: str, *limits: int | None, low: int = 1, unlimited: Sequence[int] = (-1,)) -> int | None:
-    """The first limit that is given; None = what the context holds.
+    """Return the first limit that is given; None = as many tokens as fit in the context.
 
     Args:
         name: the field, for errors.

@@ -141,7 +141,7 @@ class ResponsesFields(SamplingFields, at=("responses", "")):
 
 
 def response_routes(pool: ModelPool) -> APIRouter:
-    """The route of responses, with and without /v1."""
+    """Return a router with /v1/responses and /responses."""
     router = APIRouter(tags=["openai"])
 
     @router.post("/responses", include_in_schema=False)
@@ -172,7 +172,7 @@ def _response(service: Service, fields: ResponsesFields) -> "_Response":
             grammar=_grammar(fields, service.settings),
         ),
         options=request_options(fields, adapter=adapter),
-        takes_the_rest=limit is None,
+        fills_context=limit is None,
     )
     return _Response(service, fields, request)
 
@@ -218,10 +218,6 @@ class _Response:
     service: Service
     fields: ResponsesFields
     request: ChatRequest
-
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.fields.stream)
 
     async def collect(self) -> tuple[dict[str, Any], Answer]:
         """Begin the answer's object, and generate the output."""
@@ -311,7 +307,7 @@ class _Response:
         }
 
     def _usage(self, items: list[dict[str, Any]], output: RequestOutput) -> dict[str, Any]:
-        """Token counts; those of the reasoning are what its text has by itself."""
+        """Return token counts. Reasoning tokens are counted by encoding the reasoning text again."""
         tokenizer, usage = self.service.engine.loaded.input_processor.tokenizer, output.usage
         texts = [part["text"] for item in items if item["type"] == "reasoning" for part in item["content"]]
         num_reasoning = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)

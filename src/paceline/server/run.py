@@ -1,8 +1,10 @@
 """The process of a server: its socket, its models, its signals."""
 
 import asyncio
+import faulthandler
 import gc
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,45 +26,49 @@ from paceline.server.connection import connection_class
 from paceline.server.logs import log_to_stderr
 from paceline.server.model_pool import ModelPool
 from paceline.server.settings import MAX_HEAD_BYTES, ServerSettings
-from paceline.server.shutdown_watchdog import ShutdownWatchdog
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 _FLUSH_S = 5  # for the errors of aborted requests to be sent
-_WATCHDOG_S = 5  # until the watchdog exits a process that has not ended
+_HANG_S = 5  # until a process that has not ended is exited
 _MAX_THREADS, _SPARE_THREADS = 256, 4  # spare: for requests that are not admitted
 
 
-def run(models: Sequence[str], arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, quiet: bool = False) -> None:
+def run(
+    models: Sequence[str], arguments: Mapping[str, Any], settings: ServerSettings, *, print_line: PrintLine, quiet: bool = False
+) -> None:
     """Serve models until a signal ends the process: load a single one now, and each of several when it is first requested.
 
     Args:
         models: one or more, as `AsyncEngine.open` takes them.
         arguments: further ones of it, for every model.
-        say: takes lines for the person who started the server.
+        print_line: takes lines for the person who started the server.
         quiet: whether to write only warnings and errors.
 
     Raises:
         PacelineError: the address cannot be listened on, the model cannot be loaded, or one of several cannot be read.
     """
     check_parser_names(settings.tool_call_parser, settings.reasoning_parser)
-    with listening_socket(settings) as listening, ShutdownWatchdog() as watchdog:
-        pool = _pool(models, arguments, settings, say=say, quiet=quiet)
+    with listening_socket(settings) as listening:
+        pool = _pool(models, arguments, settings, print_line=print_line, quiet=quiet)
         try:
-            serve_application(create_pool_app(pool), pool, listening, watchdog, quiet=quiet)
+            serve_application(create_pool_app(pool), pool, listening, quiet=quiet)
         finally:
             asyncio.run(pool.close())
+            faulthandler.cancel_dump_traceback_later()
 
 
-def _pool(models: Sequence[str], arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, quiet: bool) -> ModelPool:
+def _pool(
+    models: Sequence[str], arguments: Mapping[str, Any], settings: ServerSettings, *, print_line: PrintLine, quiet: bool
+) -> ModelPool:
     if len(models) > 1:
         pool = ModelPool.of_names(models, arguments, settings)
         if not quiet:
-            say(f"{len(models)} models, loaded when they are requested, {settings.max_loaded} at a time")
+            print_line(f"{len(models)} models, loaded when they are requested, {settings.max_loaded} at a time")
         return pool
     reopen = partial(AsyncEngine.open, **{**arguments, "model": models[0]})
     engine = reopen()
     for notice in engine.loaded.notices:
-        say(notice)
+        print_line(notice)
     try:
         pool = ModelPool.of_engine(engine, settings, reopen)
     except PacelineError:
@@ -70,17 +76,17 @@ def _pool(models: Sequence[str], arguments: Mapping[str, Any], settings: ServerS
         raise
     if not quiet:
         defaults = engine.loaded.sampling_defaults
-        say(engine.loaded.banner)
+        print_line(engine.loaded.banner)
         if engine.loaded.input_processor.tokenizer.has_chat_template:
-            say(f"{defaults.describe(defaults.fill_chat(SamplingParams(), ()))}, where a conversation leaves it open")
+            print_line(f"{defaults.describe(defaults.fill_chat(SamplingParams(), ()))}, where a conversation leaves it open")
         else:
-            say("the model has no chat template: texts are completed (/v1/completions, /api/generate), messages are refused")
-        say(engine.loaded.cache_banner)
+            print_line("the model has no chat template: texts are completed (/v1/completions, /api/generate), messages are refused")
+        print_line(engine.loaded.cache_banner)
     return pool
 
 
-class Served(Protocol):
-    """What a server needs of a pool of models, or of the front of replicas."""
+class ServedService(Protocol):
+    """The part of a model pool, or of the front of replicas, that a server uses."""
 
     @property
     def settings(self) -> ServerSettings: ...
@@ -92,15 +98,18 @@ class Served(Protocol):
         """Abort what runs, and end all engines."""
 
 
-def serve_application(app: ASGIApp, service: Served, listening: socket.socket, watchdog: ShutdownWatchdog, *, quiet: bool = False) -> None:
-    """Serve an application until a signal ends it; notices and log go to stderr without blocking."""
+def serve_application(app: ASGIApp, service: ServedService, listening: socket.socket, *, quiet: bool = False) -> None:
+    """Serve an application until a signal ends it; notices and log go to stderr without blocking.
+
+    After a signal the process exits if it has not ended in time (`exit_within`). The caller cancels that when everything has ended.
+    """
     with log_to_stderr(logging.WARNING if quiet else logging.INFO) as lines:
-        _warn(service.settings, lines.say)
-        _shorten_stalls()
-        Server(app, service, listening, lines.say, watchdog).run(sockets=[listening])
+        _warn(service.settings, lines.print_line)
+        _reduce_event_loop_stalls()
+        Server(app, service, listening, lines.print_line).run(sockets=[listening])
 
 
-def _shorten_stalls() -> None:
+def _reduce_event_loop_stalls() -> None:
     """Let the event loop interrupt worker threads sooner, and keep the garbage collector from visiting the model's objects."""
     sys.setswitchinterval(0.0002)  # 1 ms, each time a step asks for the interpreter lock, made steps of 0.2 s beside a body being parsed
     gc.collect()
@@ -113,14 +122,13 @@ class Server(uvicorn.Server):
     Args:
         service: of the application.
         listening: a bound socket; it stays the caller's.
-        say: takes lines for the person who started the server. It is called in the event loop and must not block.
-        watchdog: exits the process if a signal does not end it; None = none.
+        print_line: takes lines for the person who started the server. It is called in the event loop and must not block.
     """
 
-    def __init__(self, app: ASGIApp, service: Served, listening: socket.socket, say: Say, watchdog: ShutdownWatchdog | None = None) -> None:
+    def __init__(self, app: ASGIApp, service: ServedService, listening: socket.socket, print_line: PrintLine) -> None:
         config = uvicorn.Config(
             app,
-            http=connection_class(service.settings),  # not whichever is installed: each has other limits
+            http=connection_class(service.settings),  # not uvicorn's automatic choice: each HTTP implementation has other limits
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             log_config=None,  # its lines repeat paths and texts of errors
             access_log=False,
@@ -132,7 +140,7 @@ class Server(uvicorn.Server):
         )
         self._service = service
         super().__init__(config)
-        self._listening, self._say, self._watchdog = listening, say, watchdog
+        self._listening, self._print_line = listening, print_line
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._num_signals = 0
@@ -146,13 +154,11 @@ class Server(uvicorn.Server):
         host, port = self._listening.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
         url = f"http://{name}:{port}"
-        self._say(f"{self._service.model} answers at {url}/v1 (OpenAI) and {url} (Anthropic, Ollama); chat page: {url}/")
+        self._print_line(f"{self._service.model} answers at {url}/v1 (OpenAI) and {url} (Anthropic, Ollama); chat page: {url}/")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1
-        if self._watchdog is not None:
-            drain_s = self._service.settings.drain_s if self._num_signals == 1 else 0.0
-            self._watchdog.exit_within(drain_s + _FLUSH_S + _WATCHDOG_S)
+        exit_within((self._service.settings.drain_s if self._num_signals == 1 else 0.0) + _FLUSH_S + _HANG_S)
         if self._loop is None or self._num_signals > 2:
             self.should_exit = self.force_exit = True
         else:
@@ -164,10 +170,10 @@ class Server(uvicorn.Server):
     async def _drain(self) -> None:
         admission, drain_s = self._service.admission, self._service.settings.drain_s
         if admission.num_open:
-            self._say(f"shutting down: {admission.num_open} running samples get {drain_s:g} s to finish")
+            self._print_line(f"shutting down: {admission.num_open} running samples get {drain_s:g} s to finish")
         if not await admission.drain(drain_s):
             what = f"{admission.num_open} samples" if admission.num_open else "requests"
-            self._say(f"{what} were not finished within {drain_s:g} s and were aborted")
+            self._print_line(f"{what} were not finished within {drain_s:g} s and were aborted")
         await self._service.close()  # even if nothing runs: requests whose client disconnected may have left work
         admission.abort()  # those that are not admitted, such as one whose body has not arrived
         self.should_exit = True
@@ -177,6 +183,12 @@ class Server(uvicorn.Server):
         self._service.admission.is_draining = True
         self._service.admission.abort()
         self.should_exit = True
+
+
+def exit_within(seconds: float) -> None:
+    """Exit the process with code 1 after a time, whatever hangs in it; a later call replaces the time."""
+    nowhere = open(os.devnull, "wb")  # noqa: SIM115  # stderr may be a pipe that is not read
+    faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
 def listening_socket(settings: ServerSettings) -> socket.socket:
@@ -193,11 +205,11 @@ def listening_socket(settings: ServerSettings) -> socket.socket:
     return bound
 
 
-def _warn(settings: ServerSettings, say: Say) -> None:
+def _warn(settings: ServerSettings, print_line: PrintLine) -> None:
     if "*" in settings.allow_origin and not settings.api_keys:
-        say("WARNING: --allow-origin * without an API key: scripts of every web page that is open on this machine can use the model")
+        print_line("WARNING: --allow-origin * without an API key: scripts of every web page that is open on this machine can use the model")
     if settings.is_loopback:
         return
-    say(f"WARNING: {settings.host} can be reached from other machines, and HTTP is not encrypted: use a proxy with TLS")
+    print_line(f"WARNING: {settings.host} can be reached from other machines, and HTTP is not encrypted: use a proxy with TLS")
     if not settings.api_keys:
-        say("WARNING: there is no API key: anyone who reaches this address can use the model")
+        print_line("WARNING: there is no API key: anyone who reaches this address can use the model")

@@ -73,7 +73,7 @@ class Service:
 
     def is_own_name(self, name: str) -> bool:
         """Whether a name means the model itself."""
-        return is_model_meant(name, self.model)
+        return matches_model_name(name, self.model)
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
@@ -87,12 +87,12 @@ class Service:
 
     @property
     def reads_predictions(self) -> bool:
-        """Whether a drafter has a use for what a request predicts."""
+        """Whether a drafter uses the prediction of a request."""
         return self.engine.loaded.engine.speculator.uses_predicted_outputs
 
     @property
     def fingerprint(self) -> str:
-        """What answers depend on apart from the request: OpenAI's `system_fingerprint`."""
+        """OpenAI's `system_fingerprint`: identifies everything but the request that the output depends on."""
         return f"paceline-{__version__}-{self.engine.loaded.numerics}"
 
 
@@ -101,19 +101,19 @@ def is_same_model(name: str, model: str) -> bool:
     return name.removesuffix(LATEST) == model.removesuffix(LATEST)
 
 
-def is_model_meant(name: str, model: str) -> bool:
+def matches_model_name(name: str, model: str) -> bool:
     """Whether a request's name means a model: as `is_same_model`, and the ending of a GGUF file may be left out."""
     return name.removesuffix(LATEST).removesuffix(GGUF) == model.removesuffix(LATEST).removesuffix(GGUF)
 
 
 def adapter_of(name: str | None, model: str, adapters: Collection[str]) -> str | None:
-    """As `Service.adapter_of`, of a model and its adapters."""
+    """See `Service.adapter_of`; for any model and its adapters."""
     if name is None or is_same_model(name, model):
         return None
     for known in (name, name.removesuffix(LATEST)):
         if known in adapters:
             return known
-    if is_model_meant(name, model):
+    if matches_model_name(name, model):
         return None
     raise model_not_found(name, repr(model), *(f"its adapter {one!r}" for one in adapters))
 

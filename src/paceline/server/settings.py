@@ -24,7 +24,7 @@ _COUNTS = (
     "max_messages", "max_prompt_chars", "max_prompts", "max_n", "max_stop", "max_stop_chars", "max_grammar_chars", "max_tools",
     "max_connections", "max_loaded",
 )  # fmt: skip
-_MOST = {
+_MAX_SETTINGS = {
     "max_body_mb": 4096, "head_timeout_s": 86_400, "body_timeout_s": 86_400, "request_timeout_s": 604_800, "send_timeout_s": 86_400,
     "grammar_timeout_s": 3600, "drain_s": 86_400,
 }  # fmt: skip
@@ -102,7 +102,7 @@ class ServerSettings:
             _check_number(name, getattr(self, name), low, high)
         for name in _COUNTS:
             _check_number(name, getattr(self, name), 1, 2**31 - 1)
-        for name, high in _MOST.items():
+        for name, high in _MAX_SETTINGS.items():
             _check_number(name, getattr(self, name), 0, high)
         if self.unknown_fields not in ("ignore", "refuse"):
             raise ConfigError(f"unknown_fields is {self.unknown_fields!r}: use ignore or refuse")

@@ -111,7 +111,7 @@ class CommittedRows:
     collected_hidden_states: tuple[FloatArray, ...] = ()
 
     def select_layers(self, collected_layers: Sequence[int], wanted_layers: Sequence[int]) -> "CommittedRows":
-        """Return the rows with the hidden states of the layer boundaries `wanted_layers` only, a part of `collected_layers`."""
+        """Return the rows with hidden states of only `wanted_layers`, a subset of `collected_layers`."""
         if tuple(collected_layers) == tuple(wanted_layers):
             return self
         wanted = tuple(self.collected_hidden_states[collected_layers.index(layer)] for layer in wanted_layers)

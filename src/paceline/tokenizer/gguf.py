@@ -21,7 +21,7 @@ from paceline.tokenizer.byte_level import DEFAULT_SPLIT, SPLITS, bos_eos_process
 from paceline.tokenizer.parts import TokenizerParts
 
 MAX_TOKENS = 1 << 20
-_WAY_OUT = "use the model's safetensors directory, which holds tokenizer.json, or a newer conversion of it"
+_ADVICE = "use the model's safetensors directory, which holds tokenizer.json, or a newer conversion of it"
 # Texts of tokens that end an answer, because some GGUF files do not list these tokens as EOS, EOT or EOM.
 _END_TEXTS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"})
 _END_TEXTS |= {"<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<turn|>"}
@@ -58,7 +58,7 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> Tokenize
         raise fields.error("model", kind, f"a kind this version cannot build (it knows {', '.join(map(repr, _BUILDERS))})")
     vocabulary = _Vocabulary.read(fields, is_sentencepiece=kind == "llama", may_repeat=kind == "gemma4")
     build = _BUILDERS[kind]
-    with convert_library_errors(f"{source}: its tokenizer cannot be built; {_WAY_OUT}", CheckpointError):
+    with convert_library_errors(f"{source}: its tokenizer cannot be built; {_ADVICE}", CheckpointError):
         backend, add_bos, notice = build(fields, vocabulary)
         backend.add_tokens(_added_tokens(fields, vocabulary, is_sentencepiece=kind == "llama"))
         backend.post_processor = _bos_eos_processor(fields, vocabulary, add_bos=add_bos)
@@ -86,10 +86,10 @@ class _MetadataFields:
         return name if "." in name else f"tokenizer.ggml.{name}"
 
     def error(self, name: str, value: object, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.source}: {self.full_key(name)} is {shortened(value)}, {problem}; {_WAY_OUT}")
+        return CheckpointError(f"{self.source}: {self.full_key(name)} is {shortened(value)}, {problem}; {_ADVICE}")
 
     def missing_error(self, name: str) -> CheckpointError:
-        return CheckpointError(f"{self.source} has no {self.full_key(name)}, so it holds no tokenizer we can read; {_WAY_OUT}")
+        return CheckpointError(f"{self.source} has no {self.full_key(name)}, so it holds no tokenizer we can read; {_ADVICE}")
 
     def get(self, name: str) -> Any:
         return self.values.get(self.full_key(name))

@@ -34,10 +34,10 @@ from paceline.tokenizer.parts import TokenizerParts
 
 _ORIGINAL = "original"  # folder of Meta's files
 _TIKTOKEN_FILES = ("tiktoken.model", "qwen.tiktoken", "tokenizer.model", f"{_ORIGINAL}/tokenizer.model")
-_POSSESSIVE = re.compile(r"\{\d+(?:,\d*)?\}\+")  # not repeated again for tiktoken, but for the tokenizers library
+_POSSESSIVE = re.compile(r"\{\d+(?:,\d*)?\}\+")  # tiktoken reads {n}+ as possessive, the tokenizers library as a repetition of {n}
 _DUPLICATE = "\U0010fffd"
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
-_WAY_OUT = "download it again, or save a tokenizer.json with the model's own library"
+_ADVICE = "download it again, or save a tokenizer.json with the model's own library"
 _TEKKEN_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 _OLD_TEKKEN = (  # control tokens of files that do not list them
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
@@ -54,7 +54,7 @@ _QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" 
 
 @dataclass(frozen=True, slots=True)
 class _TiktokenFamily:
-    """What a file of tiktoken does not contain.
+    """Properties of a tokenizer that its tiktoken file does not contain.
 
     Attributes:
         split: name of the rule in `SPLITS`.
@@ -74,7 +74,7 @@ _FAMILIES = {
     "qwen": _TiktokenFamily("qwen2", _QWEN, named=(("eos_token", _QWEN[0]), ("pad_token", _QWEN[0]))),
     "kimi": _TiktokenFamily("kimi-k2", num_reserved=256),
 }
-_FAMILY_OF_TYPE = {"llama": "llama", "deepseek_v3": "kimi"}
+_FAMILY_OF_TYPE = {"llama": "llama", "deepseek_v3": "kimi", "kimi_k2": "kimi"}
 _FAMILY_OF_TYPE |= dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "qwen")
 
 
@@ -128,7 +128,7 @@ def read_rank_file(path: Path, settings: Mapping[str, Any], chat_templates: Mapp
     control = {text: token_id for text, (token_id, _) in table.control.items()}
     named = {**table.named, **_named_tokens(settings)}
     ids = {**pieces, **control}
-    with convert_library_errors(f"{path}: its tokenizer cannot be built; {_WAY_OUT}", CheckpointError):
+    with convert_library_errors(f"{path}: its tokenizer cannot be built; {_ADVICE}", CheckpointError):
         backend = byte_level_backend(ids, derive_merges({piece: (0.0, rank) for piece, rank in pieces.items()}), table.split)
         if any(_DUPLICATE in piece for piece in pieces):
             backend.decoder = decoders.Sequence([decoders.Replace(_DUPLICATE, ""), backend.decoder])
@@ -143,16 +143,16 @@ def read_rank_file(path: Path, settings: Mapping[str, Any], chat_templates: Mapp
 def _checked_pieces(table: _RankTable, path: Path) -> dict[str, int]:
     """Return the ids of ordinary tokens by piece. A token spelled like a control token gets a suffix, which decoding removes."""
     if not table.ranks.keys() >= {bytes([byte]) for byte in range(256)}:
-        raise CheckpointError(f"{path} does not contain all 256 bytes, so it cannot encode every text; {_WAY_OUT}")
+        raise CheckpointError(f"{path} does not contain all 256 bytes, so it cannot encode every text; {_ADVICE}")
     ids = [*table.ranks.values(), *(token_id for token_id, _ in table.control.values())]
     if len(set(ids)) != len(ids):
         token_id = Counter(ids).most_common(1)[0][0]
-        raise CheckpointError(f"{path} has two tokens of the id {token_id}, expected one; {_WAY_OUT}")
+        raise CheckpointError(f"{path} has two tokens of the id {token_id}, expected one; {_ADVICE}")
     check_token_ids(ids)
     spelled = {"".join(map(BYTE_CHARACTERS.__getitem__, token)): rank for token, rank in table.ranks.items()}
     problem = merge_work_error(spelled)
     if problem is not None:
-        raise CheckpointError(f"{path} has the token {shortened(problem[0])}, {problem[1]}; {_WAY_OUT}")
+        raise CheckpointError(f"{path} has the token {shortened(problem[0])}, {problem[1]}; {_ADVICE}")
     return {piece + _DUPLICATE if piece in table.control else piece: rank for piece, rank in spelled.items()}
 
 
@@ -170,27 +170,27 @@ def _read_tekken(content: bytes, path: Path) -> _RankTable:
     values = json_object(content, path)
     config = values.get("config")
     if not isinstance(config, dict) or not isinstance(config.get("pattern"), str):
-        raise CheckpointError(f"{path} has no config.pattern, so it is not a tekken.json; {_WAY_OUT}")
+        raise CheckpointError(f"{path} has no config.pattern, so it is not a tekken.json; {_ADVICE}")
     possessive = _POSSESSIVE.search(config["pattern"])
     if possessive is not None:
-        raise CheckpointError(f"{path}: config.pattern contains {shortened(possessive[0])}, which is not supported; {_WAY_OUT}")
+        raise CheckpointError(f"{path}: config.pattern contains {shortened(possessive[0])}, which is not supported; {_ADVICE}")
     vocabulary, listed = values.get("vocab"), values.get("special_tokens")
     listed = [{"rank": rank, "token_str": text} for rank, text in enumerate(_OLD_TEKKEN)] if listed is None else listed
     if not isinstance(vocabulary, list) or not isinstance(listed, list):
-        raise CheckpointError(f"{path} has no lists vocab and special_tokens; {_WAY_OUT}")
+        raise CheckpointError(f"{path} has no lists vocab and special_tokens; {_ADVICE}")
     num_control = _count(config, "default_num_special_tokens", path)
     num_ranks = _count(config, "default_vocab_size", path) - num_control
     if not 0 <= num_ranks <= len(vocabulary):
-        raise CheckpointError(f"{path} has {len(vocabulary)} tokens in vocab, expected the {num_ranks} of default_vocab_size; {_WAY_OUT}")
+        raise CheckpointError(f"{path} has {len(vocabulary)} tokens in vocab, expected the {num_ranks} of default_vocab_size; {_ADVICE}")
     control = {f"<SPECIAL_{token_id}>": (token_id, True) for token_id in range(len(listed), num_control)}
     for item in listed:
         text, token_id = _text(item, "token_str", path), _checked_rank(item, path, num_control)
         if control.setdefault(text, (token_id, True))[0] != token_id:
-            raise CheckpointError(f"{path} has the control token {shortened(text)} with two ids, expected one; {_WAY_OUT}")
+            raise CheckpointError(f"{path} has the control token {shortened(text)} with two ids, expected one; {_ADVICE}")
     ranks: dict[bytes, int] = {}
     for index, item in enumerate(vocabulary[:num_ranks]):
         if _checked_rank(item, path, num_ranks) != index:
-            raise CheckpointError(f"{path}: vocab[{index}] has the rank {item['rank']}, expected {index}; {_WAY_OUT}")
+            raise CheckpointError(f"{path}: vocab[{index}] has the rank {item['rank']}, expected {index}; {_ADVICE}")
         _add_token(ranks, _decoded(_text(item, "token_bytes", path), path), num_control + index, path)
     return _RankTable(ranks, control, _TEKKEN_NAMES, SplitRule((config["pattern"],), ignore_merges=True, add_bos=True))
 
@@ -203,7 +203,7 @@ def _read_tiktoken(content: bytes, path: Path, settings: Mapping[str, Any]) -> _
             continue
         token, _, rank = line.decode("latin-1").partition(" ")
         if not rank.isdecimal() or len(rank) > 9:
-            raise CheckpointError(f"{path}: line {number} is {shortened(line)}, expected a token in base64 and its rank; {_WAY_OUT}")
+            raise CheckpointError(f"{path}: line {number} is {shortened(line)}, expected a token in base64 and its rank; {_ADVICE}")
         _add_token(ranks, _decoded(token, path), int(rank), path)
     first = max(ranks.values(), default=-1) + 1
     control = {f"<|reserved_token_{token_id}|>": (token_id, True) for token_id in range(first, first + family.num_reserved)}
@@ -235,26 +235,26 @@ def _tiktoken_family(path: Path) -> _TiktokenFamily:
 def _count(config: Mapping[str, Any], name: str, path: Path) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_TOKENS:
-        raise CheckpointError(f"{path}: config.{name} is {shortened(value)}, expected a number up to {MAX_TOKENS}; {_WAY_OUT}")
+        raise CheckpointError(f"{path}: config.{name} is {shortened(value)}, expected a number up to {MAX_TOKENS}; {_ADVICE}")
     return value
 
 
 def _checked_rank(item: object, path: Path, limit: int) -> int:
     rank = item.get("rank") if isinstance(item, dict) else None
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < limit:
-        raise CheckpointError(f"{path} has a token of rank {shortened(rank)}, expected a number below {limit}; {_WAY_OUT}")
+        raise CheckpointError(f"{path} has a token of rank {shortened(rank)}, expected a number below {limit}; {_ADVICE}")
     return rank
 
 
 def _add_token(ranks: dict[bytes, int], token: bytes, token_id: int, path: Path) -> None:
     if ranks.setdefault(token, token_id) != token_id:
-        raise CheckpointError(f"{path} has the token {shortened(token)} twice, with the ids {ranks[token]} and {token_id}; {_WAY_OUT}")
+        raise CheckpointError(f"{path} has the token {shortened(token)} twice, with the ids {ranks[token]} and {token_id}; {_ADVICE}")
 
 
 def _text(item: object, name: str, path: Path) -> str:
     text = item.get(name) if isinstance(item, dict) else None
     if not isinstance(text, str) or not text or not is_unicode(text):
-        raise CheckpointError(f"{path} has a token whose {name} is {shortened(text)}, expected a text; {_WAY_OUT}")
+        raise CheckpointError(f"{path} has a token whose {name} is {shortened(text)}, expected a text; {_ADVICE}")
     return text
 
 
@@ -264,5 +264,5 @@ def _decoded(text: str, path: Path) -> bytes:
     except (binascii.Error, ValueError):
         token = b""
     if not token:
-        raise CheckpointError(f"{path} has the token {shortened(text)}, expected bytes in base64; {_WAY_OUT}")
+        raise CheckpointError(f"{path} has the token {shortened(text)}, expected bytes in base64; {_ADVICE}")
     return token

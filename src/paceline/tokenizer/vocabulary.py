@@ -136,8 +136,8 @@ def compare_pieces(target: Sequence[str], draft: Sequence[str], *, sample_ids: S
     shared_pieces = int((mapped >= 0).sum()) / known
     sample_coverage = _sample_coverage(target, mapped, sample_ids)
     enough = shared_pieces >= MIN_SHARED_PIECES if sample_coverage is None else sample_coverage >= MIN_SAMPLE_COVERAGE
-    alike = VocabularyMatch.PADDED if is_padded else VocabularyMatch.OVERLAPPING
-    match = alike if enough else VocabularyMatch.DISJOINT
+    partial_match = VocabularyMatch.PADDED if is_padded else VocabularyMatch.OVERLAPPING
+    match = partial_match if enough else VocabularyMatch.DISJOINT
     return VocabularyComparison(match, coverage, shared_pieces, first, sample_coverage, _spellable_share(target, draft))
 
 
@@ -146,14 +146,14 @@ def match_ids(source: Sequence[str], destination: Sequence[str]) -> IdMap:
 
     Pieces are compared as they are if both vocabularies are byte-level or both are SentencePiece, else by the bytes that they stand for.
     """
-    alike: dict[str, int] = {}
+    ids_by_piece: dict[str, int] = {}
     by_bytes: dict[bytes, int] = {}
     texts: Sequence[bytes] = ()
     if is_byte_level(source) == is_byte_level(destination):
-        alike = {piece: token_id for token_id, piece in reversed(list(enumerate(destination))) if piece}
+        ids_by_piece = {piece: token_id for token_id, piece in reversed(list(enumerate(destination))) if piece}
     else:
         by_bytes, texts = _ids_by_bytes(destination), piece_bytes(source)
-    found = [alike.get(piece, -1) for piece in source] if not by_bytes else [by_bytes.get(text, -1) for text in texts]
+    found = [ids_by_piece.get(piece, -1) for piece in source] if not by_bytes else [by_bytes.get(text, -1) for text in texts]
     return np.asarray(found, np.int64)
 
 

@@ -81,7 +81,7 @@ class TrainableDraftModel(TrainableDrafter):
         for number, layer in enumerate(one for one in self.layers if isinstance(one, DecoderLayer)):
             normed = layer.input_layernorm(x)
             context = layer.self_attn.keys_values(normed, places)
-            if number == len(self.layers) - 1:  # of the last layer only the roots' rows are read
+            if number == len(self.layers) - 1:  # in the last layer, only the roots' rows are needed
                 x, normed, rows = gather_rows(x, batch.roots), gather_rows(normed, batch.roots), batch.roots
             x = x + layer.self_attn(normed[:, :, None], rows[:, :, None], context, rows + 1, None)[:, :, 0]
             x = layer.feed_forward(x)
@@ -95,7 +95,7 @@ class TrainableDraftModel(TrainableDrafter):
     def hits(self, batch: Batch) -> Tensor:
         rows, matrix = self.outputs(batch)[batch.is_root].to(self.dtype), self.lm_head.to(self.dtype)
         best = torch.cat([(part @ matrix.T).argmax(-1) for part in torch.split(rows, CHUNK_ROWS)])
-        is_right = best == token_at(batch, batch.roots + 1)[batch.is_root]  # by label: each has one root, in the same order
+        is_right = best == token_at(batch, batch.roots + 1)[batch.is_root]  # indexed by label: each label has one root, in the same order
         labels = batch.labels_at(batch.roots[..., None] + 1 + torch.arange(self.depth, device=best.device))
         return (labels >= 0) & batch.is_root[..., None] & is_right[labels.clamp(min=0)]
 
@@ -124,13 +124,13 @@ class TrainableDraftModel(TrainableDrafter):
 
 def model_sizes(target: ModelConfig) -> LayerSizes:
     """Return the sizes of a draft model's layers, with the rotary settings of the target."""
-    attention = list(target.attention_layers.values())[-1]  # as `of_target`
+    attention = list(target.attention_layers.values())[-1]  # the same layer as in `LayerSizes.of_target`
     return replace(LayerSizes.of_target(target), rope=attention.rope, has_bias=attention.bias and attention.qk_norm is QKNorm.NONE)
 
 
 def _unsupported(target: ModelConfig, count: int) -> Iterator[str]:
     """Yield what a target has and a draft model cannot have."""
-    for name, neutral in (("embedding_scale", 1.0), ("logit_scale", 1.0), ("logit_soft_cap", None)):
+    for name, neutral in (("embedding_scale", 1.0), ("has_embedding_norm", False), ("logit_scale", 1.0), ("logit_soft_cap", None)):
         if (value := getattr(target, name)) != neutral:
             yield f"{name} = {value}"
     sizes = model_sizes(target)

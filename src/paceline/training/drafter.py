@@ -48,7 +48,7 @@ class TargetMatrices:
 
 
 class Score(NamedTuple):
-    """Of one depth of a draft: weighted loss, the rows [R] of the batch that have a label, and whether each is predicted."""
+    """Training result at one depth: weighted loss, the rows [R] of the batch with a label, and whether each label was predicted."""
 
     loss: Tensor
     rows: Tensor
@@ -56,7 +56,7 @@ class Score(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Of one batch: the loss, and by depth the rows that were predicted and all rows."""
+    """Training result of one batch: the loss, and for each depth the number of correct rows and of all rows."""
 
     loss: Tensor
     num_hits: list[int]

@@ -14,7 +14,7 @@ from paceline.training.shards import SequenceData
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of some texts.
+    """Estimated acceptance on a set of texts.
 
     Attributes:
         mean_acceptance_length: tokens of a step, as `SpeculationStats` counts them: the prompt's last pass is a step.
@@ -27,7 +27,7 @@ class Estimate:
     num_tokens: int
 
 
-def walk(hits: NDArray[np.bool_]) -> tuple[int, int]:
+def count_steps(hits: NDArray[np.bool_]) -> tuple[int, int]:
     """Return the steps and tokens of a text.
 
     Args:
@@ -53,7 +53,7 @@ def estimate(drafter: TrainableDrafter, data: SequenceData, device: str, batch_t
         for row, index in enumerate(indices):
             own = hits[row][batch.is_root[row]].cpu().numpy()
             if len(own):
-                found.setdefault(data.sources[index], []).append((*walk(own), int(own[:, 0].sum())))
+                found.setdefault(data.sources[index], []).append((*count_steps(own), int(own[:, 0].sum())))
     everything = [one for parts in found.values() for one in parts]
     return {name: _summary(parts) for name, parts in (*found.items(), ("all", everything)) if parts}
 

@@ -40,7 +40,7 @@ class LayerSizes:
     norm_eps: float
     activation: str
     has_qk_norm: bool
-    has_bias: bool = False  # of q, k and v
+    has_bias: bool = False  # whether q, k and v have biases
 
     @classmethod
     def of_target(cls, target: ModelConfig) -> "LayerSizes":

@@ -13,7 +13,7 @@ CHUNK_ROWS = 512
 
 
 class Targets(NamedTuple):
-    """What rows are to predict.
+    """Training targets of the rows.
 
     Attributes:
         labels: [M] draft ids; -1 = the token has none.

@@ -25,11 +25,11 @@ SELF_MADE = "self"
 _MARK = "paceline-user-turn"
 _PROMPT_KEYS = ("prompt", "question", "instruction", "query")
 _ANSWER_KEYS = ("response", "answer", "output", "completion")
-_PIECE_TOKENS = 64  # of a text, which the target continues
-_CHARACTERS = 4  # of a token, about
-Say = Callable[[str], None]  # shows a line of progress to the user
+_PIECE_TOKENS = 64  # tokens of a text's beginning, which the target continues
+_CHARACTERS = 4  # per token, roughly
+PrintLine = Callable[[str], None]  # shows a line of progress to the user
 _ROUND = 256  # user turns written in one call
-_ROUNDS_BETWEEN_LINES = 4  # of progress
+_ROUNDS_BETWEEN_LINES = 4  # rounds between two lines of progress
 _MAX_ROUNDS = 4  # times the number of rounds that would do if every turn were usable
 _MAX_TURN_TOKENS, _LEAST_TURN_TOKENS = 96, 4
 
@@ -180,11 +180,11 @@ def _from_text(text: str, source: str, loaded: LoadedEngine, settings: TrainSett
 
 
 def write_own_prompts(
-    loaded: LoadedEngine, settings: TrainSettings, count: int, say: Callable[[str], None] = lambda _: None
+    loaded: LoadedEngine, settings: TrainSettings, count: int, print_line: Callable[[str], None] = lambda _: None
 ) -> list[Prompt]:
     """Return `count` user turns that the target writes itself, or as many as it writes that end and differ.
 
-    Without a chat template they are beginnings of texts. `say` gets a line of progress now and then.
+    Without a chat template they are beginnings of texts. `print_line` gets a line of progress now and then.
 
     Raises:
         ConfigError: the target has neither a chat template nor a first token to continue.
@@ -209,7 +209,7 @@ def write_own_prompts(
         if len(found) >= count:
             break
         if number % _ROUNDS_BETWEEN_LINES == 0:
-            say(f"prompts: the target wrote {len(found):,} of {count:,}")
+            print_line(f"prompts: the target wrote {len(found):,} of {count:,}")
     return [one for one in found.values() if len(one.token_ids) <= settings.max_prompt_tokens][:count]
 
 

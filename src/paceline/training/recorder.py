@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.engine.loader import LoadedEngine, load_engine, parse_settings
 from paceline.engine.request import EngineRequest
+from paceline.machine import usable_processors
 from paceline.models.weights import to_bf16
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
@@ -19,8 +20,12 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.training.settings import TrainSettings
 
-BATCH = 32
-"""Requests that run together."""
+_BATCH, _BATCH_PER_THREAD = 32, 8
+
+
+def batch_size(settings: TrainSettings) -> int:
+    """Return how many requests run together: 32, on more than four processors 8 for each."""
+    return max(_BATCH, _BATCH_PER_THREAD * (settings.threads or usable_processors()))
 
 
 class FeatureRecorder(Drafter):
@@ -69,7 +74,7 @@ def open_recorder(settings: TrainSettings, boundaries: tuple[int, ...], hidden_s
     """
     recorder = FeatureRecorder(boundaries, hidden_size)
     options = {
-        "gguf_file": settings.gguf_file, "threads": settings.threads, "drafter": recorder, "max_num_seqs": BATCH,
+        "gguf_file": settings.gguf_file, "threads": settings.threads, "drafter": recorder, "max_num_seqs": batch_size(settings),
         "enable_prefix_caching": False, "max_model_len": settings.max_tokens + 1,
     }  # fmt: skip
     config, speculation, drafters = parse_settings(settings.model, options)

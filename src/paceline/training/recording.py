@@ -11,8 +11,8 @@ from paceline.engine.loader import LoadedEngine
 from paceline.errors import CapacityError, ConfigError
 from paceline.models.config import ModelConfig
 from paceline.sampling.params import SamplingParams
-from paceline.training.prompts import SELF_MADE, Prompt, Say, read_prompts, write_own_prompts
-from paceline.training.recorder import BATCH, FeatureRecorder, open_recorder, run
+from paceline.training.prompts import SELF_MADE, PrintLine, Prompt, read_prompts, write_own_prompts
+from paceline.training.recorder import FeatureRecorder, batch_size, open_recorder, run
 from paceline.training.saving import save_text, write_errors
 from paceline.training.settings import TrainSettings
 from paceline.training.shards import Recorded, ShardStore, damaged_data
@@ -33,7 +33,7 @@ class Data:
     heldout_prompts: Sequence[Prompt]
 
 
-def record(settings: TrainSettings, target: ModelConfig, directory: Path, say: Say) -> Data:
+def record(settings: TrainSettings, target: ModelConfig, directory: Path, print_line: PrintLine) -> Data:
     """Record what is missing of a run's data in `directory`.
 
     Raises:
@@ -48,13 +48,13 @@ def record(settings: TrainSettings, target: ModelConfig, directory: Path, say: S
         boundaries = settings.boundaries or ()
         loaded, recorder = open_recorder(settings, boundaries, target.hidden_size)
         if kept is None:
-            kept = _choose_prompts(loaded, settings, say)
+            kept = _choose_prompts(loaded, settings, print_line)
             _keep_prompts(directory, kept)
-        _say_estimate(loaded, recorder, kept[0][train.num_prompts :], settings, directory, say)
-        _fill(heldout, loaded, recorder, kept[1], settings, say, temperatures=(0.0,))
-        _fill(train, loaded, recorder, kept[0], settings, say, temperatures=settings.temperatures)
+        _print_estimate(loaded, recorder, kept[0][train.num_prompts :], settings, directory, print_line)
+        _fill(heldout, loaded, recorder, kept[1], settings, print_line, temperatures=(0.0,))
+        _fill(train, loaded, recorder, kept[0], settings, print_line, temperatures=settings.temperatures)
     counts = train.counts
-    say(
+    print_line(
         f"data: {counts['sequences']:,} sequences, {counts['tokens']:,} tokens, {counts['answer_tokens']:,} of answers, "
         f"{counts['bytes'] / 1e9:.2f} GB; {counts['left_out']} looping answers left out"
     )
@@ -63,15 +63,15 @@ def record(settings: TrainSettings, target: ModelConfig, directory: Path, say: S
     return Data(train, heldout, kept[1])
 
 
-def _choose_prompts(loaded: LoadedEngine, settings: TrainSettings, say: Say) -> tuple[list[Prompt], list[Prompt]]:
+def _choose_prompts(loaded: LoadedEngine, settings: TrainSettings, print_line: PrintLine) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train with and those held out."""
     num_own = settings.self_prompts if settings.self_prompts is not None else 0 if settings.data else settings.num_prompts
     num_own = min(num_own, settings.num_prompts)
     own: list[Prompt] = []
     if num_own:
         start = time.monotonic()
-        own = write_own_prompts(loaded, settings, num_own, say)
-        say(f"prompts: the target wrote {len(own)} in {time.monotonic() - start:.0f} s")
+        own = write_own_prompts(loaded, settings, num_own, print_line)
+        print_line(f"prompts: the target wrote {len(own)} in {time.monotonic() - start:.0f} s")
     given = read_prompts(settings.data, loaded, settings, most=settings.num_prompts - len(own))
     prompts = _merge(own, given)
     if settings.eval_data:
@@ -107,21 +107,27 @@ def _keep_prompts(directory: Path, prompts: tuple[list[Prompt], list[Prompt]]) -
     save_text(directory / "prompts.json", json.dumps([[asdict(one) for one in part] for part in prompts]))
 
 
-def _say_estimate(
-    loaded: LoadedEngine, recorder: FeatureRecorder, prompts: Sequence[Prompt], settings: TrainSettings, directory: Path, say: Say
+def _print_estimate(
+    loaded: LoadedEngine,
+    recorder: FeatureRecorder,
+    prompts: Sequence[Prompt],
+    settings: TrainSettings,
+    directory: Path,
+    print_line: PrintLine,
 ) -> None:
     """Record a few answers, and print the time and the bytes that all of them will take."""
-    trial = prompts[:: max(1, len(prompts) // BATCH)][:BATCH]
+    count = 2 * batch_size(settings)
+    trial = prompts[:: max(1, len(prompts) // count)][:count]
     if not trial:
         return
     start = time.monotonic()
-    sequences = _answers(loaded, recorder, trial, settings, settings.temperatures, first=0)
+    sequences = _usable(_answers(loaded, recorder, trial, settings, settings.temperatures, first=0), settings)
     seconds = (time.monotonic() - start) / len(trial) * len(prompts)
     num_tokens = sum(len(one.token_ids) for one in sequences) / len(trial) * len(prompts)
     size = int(num_tokens * recorder.width * 2)
     free = shutil.disk_usage(directory).free
     gigabytes = size / 1e9
-    say(
+    print_line(
         f"recording {len(prompts):,} answers: about {num_tokens:,.0f} tokens, {gigabytes:.2f} GB in {directory}, {seconds / 60:.1f} minutes"
     )
     if size + _SPARE_BYTES > free:
@@ -134,22 +140,24 @@ def _fill(
     recorder: FeatureRecorder,
     prompts: Sequence[Prompt],
     settings: TrainSettings,
-    say: Say,
+    print_line: PrintLine,
     *,
     temperatures: Sequence[float],
 ) -> None:
     """Record the prompts that a store lacks."""
-    size = max(BATCH, min(1024, _SHARD_BYTES // (settings.max_tokens * recorder.width * 2)))
+    size = max(batch_size(settings), min(1024, _SHARD_BYTES // (settings.max_tokens * recorder.width * 2)))
     while (first := store.num_prompts) < len(prompts):
         start = time.monotonic()
         part = prompts[first : first + size]
         answers = _answers(loaded, recorder, part, settings, temperatures, first=first)
-        usable = [one for one in answers if repeat_share(one.token_ids) <= settings.max_repeat_share]
+        usable = _usable(answers, settings)
         store.append(usable, num_prompts=len(part), num_left_out=len(answers) - len(usable))
         seconds = time.monotonic() - start
         left = (len(prompts) - store.num_prompts) / len(part) * seconds
         rate = sum(sum(one.is_answer) for one in answers) / seconds
-        say(f"recorded {store.num_prompts:,} of {len(prompts):,} {store.part} answers, {rate:,.0f} tokens/s, {left / 60:.1f} minutes left")
+        print_line(
+            f"recorded {store.num_prompts:,} of {len(prompts):,} {store.part} answers, {rate:,.0f} tokens/s, {left / 60:.1f} minutes left"
+        )
 
 
 def _answers(
@@ -179,6 +187,11 @@ def _answers(
         if len(ids) >= 4 and len(features) == len(ids) - 1:
             found.append(Recorded(ids, mask, features, prompt.source or SELF_MADE))
     return found
+
+
+def _usable(answers: Sequence[Recorded], settings: TrainSettings) -> list[Recorded]:
+    """Return the answers that do not repeat themselves."""
+    return [one for one in answers if repeat_share(one.token_ids) <= settings.max_repeat_share]
 
 
 def repeat_share(token_ids: Sequence[int]) -> float:

@@ -22,7 +22,7 @@ from paceline.training.draft_model import TrainableDraftModel
 from paceline.training.drafter import TargetMatrices, TrainableDrafter
 from paceline.training.eagle3 import TrainableEagle3Head
 from paceline.training.medusa import TrainableMedusaHeads
-from paceline.training.prompts import Say
+from paceline.training.prompts import PrintLine
 from paceline.training.recording import Data, record
 from paceline.training.saving import save_text, saved_file, write_errors
 from paceline.training.serving import measure
@@ -41,11 +41,11 @@ _DRAFTERS: dict[str, type[TrainableDrafter]] = {
 }
 
 
-def train(settings: TrainSettings, directory: Path, say: Say, *, is_resumed: bool = False) -> bool:
+def train(settings: TrainSettings, directory: Path, print_line: PrintLine, *, is_resumed: bool = False) -> bool:
     """Train a drafter into `directory`; return whether it is finished, False after an interrupt.
 
     Args:
-        say: takes lines of progress.
+        print_line: takes lines of progress.
         is_resumed: continue the run in the directory; its settings are used.
 
     Raises:
@@ -75,27 +75,29 @@ def train(settings: TrainSettings, directory: Path, say: Say, *, is_resumed: boo
         settings.write(directory)
         if settings.drafter == DRAFT_MODEL:
             tokenizer.save(directory)
-    data = record(settings, config, directory / DATA_FOLDER, say)
+    data = record(settings, config, directory / DATA_FOLDER, print_line)
     weights = open_weights(target, config, num_threads=settings.threads or usable_processors())
     end_ids = (*tokenizer.end_token_ids, *config.eos_token_ids, 0)
-    drafter = make_drafter(settings, TargetMatrices(config, weights, end_ids[0]), data, say)
-    trainer = Trainer(drafter, data.train.open(), data.heldout.open(), settings, directory, say, device=device)
+    drafter = make_drafter(settings, TargetMatrices(config, weights, end_ids[0]), data, print_line)
+    trainer = Trainer(drafter, data.train.open(), data.heldout.open(), settings, directory, print_line, device=device)
     if is_resumed and (directory / CHECKPOINT).is_file():
         trainer.load()
     with _stop_flag() as is_stopped:
         if not trainer.run(is_stopped):
-            say(f"saved after step {trainer.progress.step:,}: paceline train {settings.drafter} --output {directory} --resume goes on")
+            print_line(
+                f"saved after step {trainer.progress.step:,}: paceline train {settings.drafter} --output {directory} --resume goes on"
+            )
             return False
     name = Path(settings.model).name
     export(drafter, directory, name)
-    say(f"written: {directory / WEIGHTS_FILE}, {(directory / WEIGHTS_FILE).stat().st_size / 1e6:.1f} MB")
-    results = measure(settings, directory, data.heldout_prompts, drafter.depth, say)
+    print_line(f"written: {directory / WEIGHTS_FILE}, {(directory / WEIGHTS_FILE).stat().st_size / 1e6:.1f} MB")
+    results = measure(settings, directory, data.heldout_prompts, drafter.depth, print_line)
     files = [(file.name, file.stat().st_size) for file in weight_files(target)]
     write_card(directory, settings, trainer.progress, data, results, _facts(drafter, trainer, files))
     return True
 
 
-def make_drafter(settings: TrainSettings, target: TargetMatrices, data: Data, say: Say) -> TrainableDrafter:
+def make_drafter(settings: TrainSettings, target: TargetMatrices, data: Data, print_line: PrintLine) -> TrainableDrafter:
     """Return the drafter with its start values, which depend on the seed."""
     sequences = data.train.open()
     vocabulary = choose_vocabulary(sequences, settings.draft_vocab_size or target.config.vocab_size, target.config.vocab_size)
@@ -103,7 +105,7 @@ def make_drafter(settings: TrainSettings, target: TargetMatrices, data: Data, sa
     drafter = _DRAFTERS[settings.drafter](target, vocabulary, settings)
     heldout = data.heldout.open()
     boundaries = ", ".join(map(str, settings.boundaries or ())) or "none"
-    say(
+    print_line(
         f"{settings.drafter}: {drafter.num_parameters():,} trained values, reads boundaries {boundaries}; "
         f"{len(vocabulary.target_ids):,} draft ids cover {vocabulary.coverage(sequences):.1%} of the data, "
         f"{vocabulary.coverage(heldout):.1%} of held-out answers"

@@ -9,7 +9,7 @@ from paceline.engine.loader import LoadedEngine, load_engine, parse_settings
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.stats import SpeculationStats
-from paceline.training.prompts import Prompt, Say
+from paceline.training.prompts import PrintLine, Prompt
 from paceline.training.recording import repeat_share
 from paceline.training.settings import TrainSettings
 
@@ -19,7 +19,7 @@ _QUANTIZATION = {"eagle3": "int4"}
 """`--draft-quantization` by method, else auto: four bits make a head's step a third as long, and cost it next to no accuracy."""
 
 
-def measure(settings: TrainSettings, directory: Path, prompts: Sequence[Prompt], depth: int, say: Say) -> dict[str, Any]:
+def measure(settings: TrainSettings, directory: Path, prompts: Sequence[Prompt], depth: int, print_line: PrintLine) -> dict[str, Any]:
     """Return the results of held-out prompts by source, temperature and drafter.
 
     Args:
@@ -65,7 +65,7 @@ def measure(settings: TrainSettings, directory: Path, prompts: Sequence[Prompt],
                     found[source, mode] = spent + seconds, counts
         rows += _rows(found, temperature)
         for row in rows[-len(modes) :] if found else []:
-            say(f"T = {temperature:g}, {row['drafter']}: {row['tokens_per_s']:.0f} tokens/s, {row['speedup']:.2f} x plain")
+            print_line(f"T = {temperature:g}, {row['drafter']}: {row['tokens_per_s']:.0f} tokens/s, {row['speedup']:.2f} x plain")
     fixed = _fixed(with_head, name, usable, settings.max_answer_tokens, depth)
     return {"speeds": rows, "fixed": fixed, "are_texts_equal": are_equal, "num_looping": num_looping}
 
@@ -94,7 +94,7 @@ def _generate(
 
 
 def _rows(found: Mapping[tuple[str, str], tuple[float, SpeculationStats]], temperature: float) -> list[dict[str, Any]]:
-    """Return the results of one temperature, those of all sources last."""
+    """Return the results of one temperature by source; those of all sources together come last."""
     order = sorted(found, key=lambda key: key[0] == "all")
     plain = {source: stats.num_emitted_tokens / seconds for (source, mode), (seconds, stats) in found.items() if mode == "plain"}
     rows = []

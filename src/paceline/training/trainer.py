@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from paceline.errors import CheckpointError, shortened
+from paceline.machine import peak_memory_bytes
 from paceline.training.batches import epoch_batches, make_batch
 from paceline.training.drafter import TrainableDrafter
 from paceline.training.estimate import Estimate, estimate
-from paceline.training.prompts import Say
+from paceline.training.prompts import PrintLine
 from paceline.training.saving import saved_file
 from paceline.training.settings import TrainSettings
 from paceline.training.shards import SequenceData
@@ -32,7 +33,7 @@ _SAVE_S, _ESTIMATE_S, _SAY_S = 120.0, 90.0, 20.0
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run is.
+    """Progress of a training run.
 
     Attributes:
         step: steps done.
@@ -67,13 +68,13 @@ class Trainer:
         heldout: SequenceData,
         settings: TrainSettings,
         directory: Path,
-        say: Say,
+        print_line: PrintLine,
         *,
         device: str = "cpu",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafter, self.settings, self.directory, self.progress = drafter.to(device), settings, directory, Progress()
-        self._data, self._heldout, self._say, self._device, self._clock = data, heldout, say, device, clock
+        self._data, self._heldout, self._print_line, self._device, self._clock = data, heldout, print_line, device, clock
         matrices = [one for one in drafter.parameters() if one.dim() > 1]
         vectors = [one for one in drafter.parameters() if one.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -98,7 +99,7 @@ class Trainer:
                 sums = _Sums()
                 if progress.elapsed_s - said_s >= _SAY_S or len(progress.history) == 1:
                     said_s = progress.elapsed_s
-                    self._say_progress()
+                    self._print_progress()
             if progress.elapsed_s - estimated_s >= max(_ESTIMATE_S, 6 * self.settings.minutes):
                 estimated_s = progress.elapsed_s
                 self._estimate()
@@ -165,20 +166,19 @@ class Trainer:
             }
         )
         parts = [f"{name} {one.mean_acceptance_length:.2f} (first {one.accuracy:.0%})" for name, one in found.items()]
-        self._say(f"held out, tokens a step: {', '.join(parts)}")
+        self._print_line(f"held out, tokens a step: {', '.join(parts)}")
 
     def estimates(self) -> dict[str, Estimate]:
         """Return the estimates on held-out texts."""
         return estimate(self.drafter, self._heldout, self._device, self.settings.batch_tokens)
 
-    def _say_progress(self) -> None:
+    def _print_progress(self) -> None:
         progress, last = self.progress, self.progress.history[-1]
         left_s = (progress.total_steps - progress.step) * progress.elapsed_s / progress.step
         accuracy = " ".join(f"{one:.2f}" for one in last["accuracy"])
         where = f"step {progress.step:,} of {progress.total_steps:,}, epoch {progress.epoch + 1}"
-        self._say(
-            f"{where}: loss {last['loss']:.3f}, accuracy {accuracy}, {last['tokens_per_s']:,.0f} tokens/s, {left_s / 60:.1f} minutes left"
-        )
+        rate, memory = f"{last['tokens_per_s']:,.0f} tokens/s", f"{peak_memory_bytes() / 1e9:.1f} GB of memory"
+        self._print_line(f"{where}: loss {last['loss']:.3f}, accuracy {accuracy}, {rate}, {memory}, {left_s / 60:.1f} minutes left")
 
     def save(self) -> None:
         """Write the checkpoint; an interrupted write leaves the one before it."""

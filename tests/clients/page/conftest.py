@@ -1,4 +1,4 @@
-"""The page in a real browser: Debian's Chromium, driven by Playwright. Where one of them is missing the tests are skipped and say so."""
+"""The page in a real browser: Debian's Chromium, driven by Playwright. If one of them is missing, the tests are skipped with a message."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ class PageServer:
     def __init__(self, log: Path, *arguments: str, port: int = 0) -> None:
         command = [sys.executable, "-m", "paceline", "serve", "--port", str(port), "--threads", "1", *arguments]
         command += ["--drafter", "auto", "--drafter", "ngram"]
-        with log.open("w") as stderr:  # a pipe that nobody reads would stop the server when it is full
+        with log.open("w") as stderr:  # an unread pipe would block the server when it is full
             self.process = subprocess.Popen(command, stderr=stderr)
         while self.process.poll() is None:
             if found := re.search(r"answers at (http://\S+:(\d+))/v1", log.read_text(encoding="utf-8")):
@@ -62,7 +62,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 @pytest.fixture(scope="package")
 def chromium(clients: Path) -> str:
     """Where Chromium is; Playwright can be imported."""
-    # beside this environment's own packages those of the one that foreign clients of the server live in
+    # adds the packages of the environment of the API clients to those of this one
     sys.path += map(str, clients.glob(f"servers/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"))
     pytest.importorskip("playwright.sync_api", reason="Playwright is not installed here: pip install playwright")
     path = next(filter(None, map(shutil.which, CHROMIUM)), None)
@@ -95,7 +95,7 @@ def is_problem(message: Any) -> bool:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
-    """Opens pages; at the end nothing may have gone wrong in them, and nobody but their server may have been asked."""
+    """Opens pages; afterwards checks that they had no errors and sent requests only to their server."""
     contexts, problems = [], []
 
     def open_page(url: str, *, expects_faults: bool = False, **options: Any) -> Any:

@@ -245,7 +245,7 @@ def ground(page: Any) -> list[int]:
     return [int(value) for value in re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))]
 
 
-# where the focus is: [its place among all elements, its outline, whether nothing lies over its middle, its markup]
+# the focused element: [its index among all elements, its outline, whether nothing covers its middle, its markup]
 FOCUS = """() => {
   const node = document.activeElement;
   const box = node.getBoundingClientRect();

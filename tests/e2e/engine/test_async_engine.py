@@ -168,7 +168,7 @@ def test_async_engine_close_ends_open_requests_and_refuses_new_ones(serve: Serve
     run(serve(), work)
 
 
-@pytest.mark.filterwarnings("ignore:coroutine method 'aclose':RuntimeWarning")  # Python 3.13 says of the closed loop what is meant here
+@pytest.mark.filterwarnings("ignore:coroutine method 'aclose':RuntimeWarning")  # Python 3.13; the closed loop is intended
 def test_async_engine_can_be_used_from_different_event_loops(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
     """A loop that was closed over an open stream takes its request with it."""
     engine = serve()

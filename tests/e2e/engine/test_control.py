@@ -1,4 +1,4 @@
-"""What one request may ask for: cached prompts, samples, log-probabilities, how it is drafted for; none of it changes another token."""
+"""Options of one request: cached prompts, samples, log-probabilities, drafting; none of them changes another token."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,17 +22,17 @@ PROMPT = [5, 6, 7, 8] * 20
 
 
 class Spy(Drafter):
-    """Guesses the tokens it is told to; remembers for whom it was asked and of whom it was told."""
+    """Drafts given tokens; records the requests for which `propose` and `observe` were called."""
 
-    def __init__(self, name: str = "spy", guesses: Sequence[int] = (40, 41, 42, 43, 44, 45)) -> None:
+    def __init__(self, name: str = "spy", draft_ids: Sequence[int] = (40, 41, 42, 43, 44, 45)) -> None:
         self.name = name
-        self._guesses = guesses
+        self._draft_ids = draft_ids
         self.asked: list[tuple[Request, DraftBudget]] = []
         self.told: list[Request] = []
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         self.asked += zip(requests, budgets, strict=True)
-        return [DraftTree.chain(request.token_ids[-1], self._guesses, self.name) for request in requests]
+        return [DraftTree.chain(request.token_ids[-1], self._draft_ids, self.name) for request in requests]
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         self.told += [one.request for one in rows]
@@ -201,7 +201,7 @@ def test_has_candidates_is_called_only_for_the_named_drafter(open_llm: Open, mon
     llm.engine.speculator.policy = FixedDraftLength(4)
     llm.generate([[5]], GREEDY, speculation={"drafter": "second"})
     assert set(looked_at) == {"second"}
-    assert members[1].asked == [], "it cannot guess"
+    assert members[1].asked == [], "it cannot draft"
     assert_clean(llm)
 
 

@@ -1,4 +1,4 @@
-"""Whatever is raised, wherever: it ends what it belongs to, everybody else goes on, and nobody waits for ever."""
+"""An exception anywhere ends only the request that it belongs to; all others continue, and none waits forever."""
 
 import asyncio
 import gc
@@ -52,7 +52,7 @@ def failing(kind: type[BaseException]) -> SamplingParams:
 
 
 class FaultyDrafter(Drafter):
-    """Raises wherever it is asked to."""
+    """Raises in the given methods."""
 
     name = "faulty"
 
@@ -83,7 +83,7 @@ class FaultyDrafter(Drafter):
 
 
 class FaultyPolicy(FixedDraftLength):
-    """Raises wherever it is asked to."""
+    """Raises in the given methods."""
 
     def __init__(self, kind: type[BaseException], where: str) -> None:
         super().__init__(4)
@@ -157,7 +157,7 @@ def test_system_exit_of_a_signal_handler_leaves_generate(open_llm: Open, solo: l
         next(stream)
         with pytest.raises(RequestError, match="out of a request"):
             llm.generate([PROMPTS[0]], failing(SystemExit))
-        assert sum((chunk.token_ids for chunk in stream), solo[0][:1])[-5:] == solo[0][-5:]  # of somebody else
+        assert sum((chunk.token_ids for chunk in stream), solo[0][:1])[-5:] == solo[0][-5:]  # of another library
     finally:
         signal.signal(signal.SIGTERM, before)
     assert_clean(llm)
@@ -190,7 +190,7 @@ def test_drafter_failures_leave_the_text_unchanged(open_llm: Open, solo: list[li
     ],
 )
 def test_policy_failures_leave_the_text_unchanged(open_llm: Open, solo: list[list[int]], where: str) -> None:
-    """Also a mistake of our own there costs guesses, no request."""
+    """A bug of paceline there costs drafts, no request."""
 
     async def work(engine: AsyncEngine) -> None:
         outputs = await engine.generate(PROMPTS, GREEDY)

@@ -1,4 +1,4 @@
-"""Gemma 4 in the engine: what its layers of two sizes hold, that nothing is left behind, and the ids it must not say."""
+"""Gemma 4 in the engine: caches of its layers of two sizes, no leaked blocks, and ids that it must not emit."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A pass never has more rows than `max_num_batched_tokens`, whatever prompts, guesses and grammars want, and drafters run in parts."""
+"""A pass never has more rows than `max_num_batched_tokens`, whatever prompts, drafts and grammars need; drafters run in parts."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def plan_nothing(batch: Any, drafter: Any, max_rows: int | None) -> None:
 def test_forced_grammar_tokens_fit_max_num_batched_tokens(
     mini_dir: Path, max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also for requests whose drafting does not pay: what is forced is guessed for them all the same."""
+    """Forced tokens are drafted also for requests whose drafting does not pay."""
     pytest.importorskip("llguidance")
     params = SamplingParams(max_tokens=40, grammar=Grammar.choice(["the whole of this long sentence is forced, to its very end."]))
     prompts = ["One: ", "Two: ", "Three: "]

@@ -1,4 +1,4 @@
-"""What steps say of themselves where they are asked: the tree that was guessed, what was kept of it, and what the step emitted."""
+"""Step records on request: the draft tree, its accepted tokens, and the tokens that the step emitted."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -85,7 +85,7 @@ def test_step_records_contain_the_accepted_nodes_and_bonus_token(open_llm: Open,
         plain = llm.generate(PROMPTS, one)
         assert [output.steps for output in plain] == [None] * 3
         assert [output.token_ids for output in plain] == [output.token_ids for output in outputs]
-    assert shapes == {True, False}, "chains and trees with branches were guessed"
+    assert shapes == {True, False}, "chains and trees with branches were drafted"
     assert_clean(llm)
 
 

@@ -1,4 +1,4 @@
-"""Long texts in front of a model whose layers see a window: what they hold, what is found again, and that nothing is left behind."""
+"""Long texts with sliding-window layers: cached rows, prefix hits, and no leaked blocks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The mini behind an application, and nothing of it left when its tests have ended."""
+"""A server application with the mini; no resources are left after its tests."""
 
 import asyncio
 from collections.abc import Callable, Iterator

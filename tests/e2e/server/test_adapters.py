@@ -1,4 +1,4 @@
-"""Adapters are asked for as models, in every dialect, and loaded by requests where that is switched on."""
+"""Adapters are selected as models in every dialect, and loaded by requests where that is enabled."""
 
 import asyncio
 from collections.abc import Callable, Iterator

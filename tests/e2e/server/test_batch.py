@@ -54,7 +54,7 @@ def answers_in(path: Path) -> list[dict[str, Any]]:
 
 
 def told(line: dict[str, Any]) -> tuple[Any, ...]:
-    """What does not depend on when it was asked."""
+    """The fields that do not depend on the time of the request."""
     body = line["response"]["body"]
     counts = {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens")} if "usage" in body else None
     return line["id"], line["response"]["status_code"], body.get("choices"), counts, body.get("error")
@@ -62,7 +62,7 @@ def told(line: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.fixture
 def run(engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Answers lines with the engine that is open already; what was said is in `run.said`."""
+    """Answers lines with the open engine; printed lines are in `run.said`."""
 
     class Kept:
         opened = engine.loaded

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: what the engine says, in OpenAI's shape, whole or in pieces."""
+"""`/v1/chat/completions`: the engine's output in OpenAI's format, complete or streamed."""
 
 import json
 from collections.abc import Callable
@@ -154,7 +154,7 @@ def test_chat_answer_contains_token_origins_on_request(client: HttpClient) -> No
 
 
 def test_chat_answer_contains_draft_trees_on_request(client: HttpClient, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.loaded.engine.speculator, "policy", FixedDraftLength(4))  # the same guesses every time, whatever they cost
+    monkeypatch.setattr(engine.loaded.engine.speculator, "policy", FixedDraftLength(4))  # the same drafts every time, whatever they cost
     told = client.json(PATH, GREEDY)["choices"][0]["message"]["content"]
     predicted = {"prediction": {"type": "content", "content": told}}
     fields = {**GREEDY, **predicted, "speculation": {"trees": True, "drafter": "prediction"}}

@@ -16,7 +16,7 @@ TEMPLATE = "{{ 7 * 191 }}{% include '" + MARK + "' %}{{ ''.__class__.__mro__ }}{
 
 
 class Watch:
-    """What Python was asked to do for the outside, while it is on."""
+    """Audit events of Python that reach outside the process, while it is enabled."""
 
     def __init__(self) -> None:
         self.is_on = False

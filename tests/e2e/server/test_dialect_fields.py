@@ -164,7 +164,7 @@ DESCRIBED: list[tuple[Spoken, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("dialect", "more"), DESCRIBED, ids=[case[0].path for case in DESCRIBED])
 def test_tools_unknown_to_the_template_are_described_in_the_prompt(client: HttpClient, dialect: Spoken, more: dict[str, Any]) -> None:
-    """The embedded model's template knows no tools: they are described in the system message."""
+    """The embedded model's template does not support tools: they are described in the system message."""
     whole = dialect.whole(client, asked(dialect, **more))
     assert dialect.said(whole)
     assert dialect.ending(whole)[1] > dialect.ending(dialect.whole(client, asked(dialect)))[1] + 50

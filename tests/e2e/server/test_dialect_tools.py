@@ -1,4 +1,4 @@
-"""Thoughts and calls of tools, in every dialect: in its own blocks or items, streamed as whole, and back into the conversation."""
+"""Reasoning and tool calls in every dialect: its own blocks or items, streamed and complete, and sent back in the conversation."""
 
 import asyncio
 import copy

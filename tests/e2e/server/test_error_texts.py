@@ -1,4 +1,4 @@
-"""What an error says: the field, its value, what is wanted instead, and limits that are the ones applied."""
+"""Error texts: the field, its value, what is allowed, and the limits that are really applied."""
 
 import json
 import math

@@ -18,7 +18,7 @@ from paceline.server.app import create_app
 from paceline.server.asgi_client import batched_parts, call_app
 from paceline.server.replicas import front as front_module
 from paceline.server.replicas.front import create_front
-from paceline.server.replicas.ray_batch import lines_a_block
+from paceline.server.replicas.ray_batch import lines_per_block
 from paceline.server.replicas.ray_serve import actor_options, ray_cluster
 from paceline.server.replicas.replica import ForwardedRequest, Replica, ReplicaLostError, ReplicaPool, ResponseHead, replica_settings
 from paceline.server.replicas.routing import choose_replica
@@ -32,7 +32,7 @@ KEY = "a-key-for-the-front"
 
 @dataclass
 class LocalPool(ReplicaPool):
-    """Applications of one engine that stand for replicas. `lost_after` parts of an answer the one that gives it is gone."""
+    """Applications of one engine in place of replicas. `lost_after` parts of an answer the one that gives it is gone."""
 
     engine: AsyncEngine
     settings: ServerSettings
@@ -269,7 +269,7 @@ def test_stream_chunks_close_in_time_are_joined_without_loss(fails: bool) -> Non
 def test_ray_import_error_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
-        monkeypatch.setenv(name, "0")  # set by the command if nobody has: so that it is taken back
+        monkeypatch.setenv(name, "0")  # the command sets it if it is unset; monkeypatch restores it
     with (
         pytest.raises(BackendUnavailableError, match=r"need ray: pip install .*ray\]"),
         ray_cluster(ClusterSettings(), {"threads": 1}, part="serve"),
@@ -296,4 +296,4 @@ def test_cluster_settings_out_of_range_are_refused(name: str, value: object) -> 
 
 
 def test_batch_block_size_is_large_but_gives_every_replica_some_lines() -> None:
-    assert [lines_a_block(*sizes) for sizes in ((1, 2, 8), (80, 2, 8), (10_000, 2, 8), (10_000, 1000, 8))] == [1, 10, 64, 2]
+    assert [lines_per_block(*sizes) for sizes in ((1, 2, 8), (80, 2, 8), (10_000, 2, 8), (10_000, 1000, 8))] == [1, 10, 64, 2]

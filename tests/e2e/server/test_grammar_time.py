@@ -1,4 +1,4 @@
-"""Schemas from strangers: one that takes minutes to compile costs its sender seconds and nobody else anything."""
+"""Untrusted schemas: one that takes minutes to compile costs its sender seconds and other requests nothing."""
 
 import json
 import threading

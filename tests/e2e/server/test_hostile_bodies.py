@@ -1,4 +1,4 @@
-"""Bodies that no client sends: whatever stands at whatever place, the answer is a refusal in the dialect's shape, or an answer."""
+"""Malformed bodies: any value in any place gets an error in the dialect's format, or an answer."""
 
 import asyncio
 import copy
@@ -136,7 +136,7 @@ HOSTILE += [["a"] * 3000, {"type": "image"}, {"$ref": "#"}, [{"type": "object", 
 
 
 def places(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something stands in a body."""
+    """The path of a value in a body."""
     if here:
         yield here
     if isinstance(value, dict | list):

@@ -1,4 +1,4 @@
-"""Clients that go away, queues that are full, servers that end: nobody waits in vain and nothing stays."""
+"""Clients that disconnect, full queues, servers that shut down: no request hangs and no resource leaks."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ SHORT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "t
 
 
 class Visitor:
-    """A client as an application sees it, which goes away when it is told to."""
+    """A client as the application sees it, which disconnects on command."""
 
     def __init__(self, app: FastAPI, path: str, fields: dict[str, Any]) -> None:
         self._body: list[dict[str, Any]] = [{"type": "http.request", "body": json.dumps(fields).encode(), "more_body": False}]

@@ -1,4 +1,4 @@
-"""Several models behind one server: loaded when they are requested, and unloaded for another or when they are idle."""
+"""Several models in one server: loaded when they are requested, and unloaded for another or when they are idle."""
 
 import asyncio
 import gc

@@ -40,7 +40,7 @@ def total(numbers: Numbers, name: str) -> float:
 
 
 def grown(client: HttpClient, ask: Callable[[], object]) -> Callable[[str], float]:
-    """How much a number grew while `ask` was answered."""
+    """Increase of a metric while `ask` was answered."""
     before = read(client)
     ask()
     after = read(client)
@@ -95,7 +95,7 @@ def test_default_served_model_name_contains_no_directories(model: str, name: str
 
 
 def test_inter_token_latency_counts_every_gap_between_steps(client: HttpClient) -> None:
-    """One for each step of a sample behind its first; their sum is its time of decoding, whether it was streamed or not."""
+    """One for each step of a sample after its first; their sum is its time of decoding, whether it was streamed or not."""
     answers: list[dict[str, Any]] = []
     growth = grown(client, lambda: answers.extend([client.json(CHAT, FIELDS), *client.events(CHAT, FIELDS)]))
     steps = answers[0]["speculation"]["steps"]

@@ -1,4 +1,4 @@
-"""What every request passes before anybody answers it: host, key, form, size. Each test fails without the line it is about."""
+"""Checks before the routes: host, API key, content type, size. Each test fails without the line that it tests."""
 
 import asyncio
 import gzip
@@ -74,7 +74,7 @@ def test_health_and_ready_need_no_api_key(served: Served) -> None:
 
 
 def test_api_keys_are_compared_in_constant_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them with `compare_digest`, by hashes of one length, also behind one that fits."""
+    """All keys are compared with `compare_digest`, by hashes of one length, also after a match."""
     compared: list[tuple[int, int]] = []
     import hmac
 

@@ -74,7 +74,7 @@ def content_of(path: str, body: str, *, is_streamed: bool) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """What an answer says: each dialect has it under names of its own."""
+    """The text of an answer, which each dialect has in other fields."""
     if isinstance(value, list):
         for one in value:
             yield from _texts(one)

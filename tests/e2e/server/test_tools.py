@@ -1,4 +1,4 @@
-"""Tools and thoughts in `/v1/chat/completions`: told apart from the text, and forced where a call is required."""
+"""Tool calls and reasoning in `/v1/chat/completions`: separated from the text, and forced where a call is required."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from harness.markup_cases import CASES, TOOLS, Case, Parsed
 from harness.tool_model import answering, write_tool_model
 from paceline import AsyncEngine
 from paceline.parsing import registry as formats
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.tool_calls import hermes
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.server.app import create_app
@@ -54,7 +54,7 @@ def tooled(tool_engine: AsyncEngine) -> Callable[..., HttpClient]:
 
 
 def whole(client: HttpClient, fields: dict[str, Any]) -> tuple[Parsed, str]:
-    """What a whole answer says, thoughts first, then text, then calls; and why it ended."""
+    """Contents of a complete answer: reasoning, text, calls, and the finish reason."""
     (choice,) = client.json(PATH, fields)["choices"]
     message = choice["message"]
     said = [("reasoning", message["reasoning_content"])] if "reasoning_content" in message else []
@@ -295,7 +295,7 @@ def test_invalid_tool_field_is_named_in_the_error(tooled: Callable[..., HttpClie
 
 
 def test_required_tool_is_called_even_if_the_template_ignores_tools(client: HttpClient) -> None:
-    """The embedded model's template knows no tools: calls have the generic form, and are held to the schema."""
+    """The embedded model's template does not support tools: calls have the generic form, and the schema is enforced."""
     only = {"type": "function", "function": {"name": "book"}}
     said, reason = whole(client, {**ASKED, "tool_choice": only})
     ((kind, name, arguments),) = said
@@ -353,7 +353,7 @@ def test_tools_without_a_tool_call_parser_are_refused(tooled: Callable[..., Http
 
 
 def test_strict_tools_without_an_opening_token_do_not_constrain_the_text(tooled: Callable[..., HttpClient]) -> None:
-    """Nothing says where a call begins in a vocabulary without a token for it, so the text stays free."""
+    """Without a token that marks the beginning of a call, the text is not constrained."""
     strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in DESCRIBED]
     assert whole(tooled(), {**ASKED, "tools": strict, "max_tokens": 12})[0]
 

@@ -1,4 +1,4 @@
-"""Which modes a model has: plain, the drafters that are there or were asked for, and peers that are installed."""
+"""Which modes a model has: plain, the drafters that are available or requested, and installed peers."""
 
 import json
 import shutil

@@ -96,9 +96,9 @@ def test_bench_batch_gives_the_tokens_of_its_single_requests(own_kernels: None) 
 def test_own_bench_worker_drafts_from_a_prediction(own_kernels: None) -> None:
     plain = OwnModel(order()).answer(request())
     assert (plain["num_draft_tokens"], plain["acceptance_length"]) == (0, 1.0)
-    guessed = OwnModel(order("prediction")).answer(request(prediction=plain["token_ids"]))
-    assert guessed["token_ids"] == plain["token_ids"]
-    assert guessed["num_accepted_tokens"] > 0
+    drafted = OwnModel(order("prediction")).answer(request(prediction=plain["token_ids"]))
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["num_accepted_tokens"] > 0
 
 
 def test_bench_worker_answers_an_invalid_request_with_an_error(own_kernels: None) -> None:

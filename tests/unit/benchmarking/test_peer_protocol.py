@@ -1,4 +1,4 @@
-"""What a worker says, line by line, whatever library it runs; here that is a fake one."""
+"""The protocol of workers, line by line, with a fake library."""
 
 import io
 import json

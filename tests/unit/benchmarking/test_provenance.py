@@ -55,7 +55,7 @@ def test_provenance_of_a_checkout_contains_its_commit(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     subprocess.run(["git", *author, "-C", str(tmp_path), "commit", "-q", "--allow-empty", "-m", "x"], check=True)
-    assert commit(tmp_path) is None  # somebody else's repository
+    assert commit(tmp_path) is None  # another repository
 
 
 def test_measured_memory_bandwidth_is_plausible() -> None:

@@ -1,4 +1,4 @@
-"""Reports say the same everywhere, hold where numbers come from, and show what strangers wrote as text."""
+"""Reports agree in all formats, contain the provenance of numbers, and escape untrusted text."""
 
 import json
 import re
@@ -27,7 +27,7 @@ HOSTILE = '<script>alert("x")</script>'
 
 @pytest.fixture(scope="module")
 def result() -> BenchResult:
-    """Of a mode that guesses, one that does not, one with other tokens, and one that died."""
+    """Results of a mode with drafts, one without, one with other tokens, and one that died."""
     modes = [
         fake_mode("plain"),
         fake_mode("fast", "drafts=3"),
@@ -83,7 +83,7 @@ MACHINE += ["read_bandwidth_bytes_per_s", "load_average_before", "load_average_a
 
 
 def test_bench_json_has_the_documented_fields(result: BenchResult) -> None:
-    """Whoever reads files of another day finds the same: a change here is a new number in `schema`."""
+    """Files of other versions stay readable: a change here needs a new number in `schema`."""
     found = as_dict(result)
     assert found["schema"] == "paceline-bench/1"
     assert list(found) == TOP

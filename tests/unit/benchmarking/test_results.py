@@ -1,4 +1,4 @@
-"""A ratio is a speedup only where tokens are the same, something was guessed, and the text does not run in circles."""
+"""A ratio is a speedup only if tokens are equal, something was drafted, and the text does not repeat itself."""
 
 from collections.abc import Sequence
 from dataclasses import replace

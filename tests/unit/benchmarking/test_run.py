@@ -15,7 +15,7 @@ def test_bench_modes_alternate_and_rotate_on_each_prompt(tmp_path: Path) -> None
     log = tmp_path / "order"
     measured([fake_mode(name, f"order={log}") for name in ("plain", "B", "C")])
     order = [line[0] for line in log.read_text().splitlines()]
-    assert "".join(order[:3]) == "pBC"  # everybody answers once, to see how long it takes
+    assert "".join(order[:3]) == "pBC"  # every worker answers once, to measure its time
     # four rounds of two prompts
     assert "".join(order[3:]) == "pBC BCp BCp CpB CpB pBC pBC BCp".replace(" ", "")
 
@@ -103,6 +103,6 @@ def test_bench_defaults_shrink_to_the_time_limit_with_a_notice() -> None:
 def test_bench_sends_a_batch_as_one_request() -> None:
     plan = BenchPlan(rounds=1, tokens=33, batch_size=3)
     found = measured([fake_mode("plain"), fake_mode("B", "drafts=2")], plan=plan)
-    assert {len(one.outputs) for one in found.samples} == {3}  # of two prompts the first one is asked twice
+    assert {len(one.outputs) for one in found.samples} == {3}  # the first of two prompts is run twice
     assert {one.prompt for one in found.samples} == {0}
     assert [cell.speedup is not None for cell in make_cells(found)] == [False, True]

@@ -1,4 +1,4 @@
-"""Workers that die, hang or talk nonsense cost an error and leave nothing behind."""
+"""Workers that die, hang or break the protocol cost an error and leave no process."""
 
 import sys
 import time

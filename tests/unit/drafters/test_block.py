@@ -384,7 +384,7 @@ def test_dflash2_candidates_are_sampled_from_their_own_distribution(
 
 
 def marginals(random: np.random.Generator, confidence: float, num_rows: int = 15) -> list[DraftTokens]:
-    """The four best tokens of each row, 0 to 3; 4 stands for all others."""
+    """The four best tokens of each row, 0 to 3; 4 = any other."""
     rows = []
     for depth in range(num_rows):
         best = confidence * 0.97**depth

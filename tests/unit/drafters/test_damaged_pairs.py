@@ -1,4 +1,4 @@
-"""Drafts of pairs where a head's rows are no numbers, or a token has no embedding: fewer guesses, never an error."""
+"""Drafts from pairs with NaN rows, or a token without an embedding: fewer draft tokens, never an error."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def begun(embedding: np.ndarray, known: list[int], seed: int, *, tree_width: int
     shapes = {f"layers.0.{name}.weight": shape for name, shape in shapes.items()}
     shapes |= {"fc.weight": (HIDDEN, 2 * HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
     tensors = {name: plain_tensor(random.normal(0, 0.5, shape).astype(np.float32)) for name, shape in shapes.items()}
-    tensors["lm_head.weight"].array[:4] = 0.0  # the tokens of the texts are not the best guess
+    tensors["lm_head.weight"].array[:4] = 0.0  # the tokens of the texts are not the most probable ones
     config = EagleConfig(kind=HeadKind.EAGLE, layers=LAYERS, target_hidden_size=HIDDEN)
     runtime = load_head(target_feature_network(config), LAYERS, Weights(tensors), num_threads=1, max_model_len=100)
     head = RecurrentHead(config, runtime, runtime, plain_tensor(embedding), target_ids=None)
@@ -53,7 +53,7 @@ def embedding(seed: int) -> np.ndarray:
 
 
 def test_nan_logits_of_an_eagle_draft_token_end_the_draft(embedding: np.ndarray, seed: int) -> None:
-    """The pairs of drafted tokens are damaged: what was guessed before is proposed."""
+    """The pairs of drafted tokens are damaged: tokens drafted before are proposed."""
     embedding[4:] = np.nan
     drafter, request = begun(embedding, [1, 2, 3], seed)
     (tree,) = drafter.propose([request], [DraftBudget(5, 4, TreeLayout.MASK)])

@@ -1,4 +1,4 @@
-"""What files of EAGLE heads are taken for, and what is said of those that cannot be used."""
+"""How files of EAGLE heads are recognised, and the errors for unusable ones."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Files of heads: found under their many names, read without running anything, and told apart."""
+"""Files of heads: found under many names, read without running code, and distinguished."""
 
 import json
 import pickle

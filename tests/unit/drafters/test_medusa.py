@@ -156,7 +156,7 @@ def test_medusa_tree_contains_the_most_probable_nodes(table: NDArray[np.float32]
 
 
 def test_medusa_rows_form_a_tree_if_the_heads_are_uncertain(table: NDArray[np.float32]) -> None:
-    """A tree width of 1 says how many guesses there are, not their shape."""
+    """A tree width of 1 limits the number of draft tokens, not their shape."""
     sure = np.zeros_like(table)
     sure[:, 7] = 30.0
     for rows, parents in ((table * 0.01, (-1, 0, 0, 0)), (sure, (-1, 0, 1, 2))):
@@ -203,7 +203,7 @@ def test_published_medusa_tree_drafts_the_listed_ranks(table: NDArray[np.float32
 
 
 def test_medusa_accuracy_tree_follows_the_measured_accuracy(table: NDArray[np.float32]) -> None:
-    """A head whose third guess is always right comes to have its third guesses tried, and alone where there is room for one."""
+    """If the third candidate of a head is always right, it is drafted, and alone if there is room for one."""
     drafter = a_drafter(table, tree="accuracy", num_heads=1)
     ranks = np.argsort(-table[3])
     tried = []
@@ -222,15 +222,15 @@ def test_medusa_accuracy_tree_follows_the_measured_accuracy(table: NDArray[np.fl
 
 def test_medusa_accuracy_counts_positions_after_accepted_drafts() -> None:
     accuracy = CandidateAccuracy()
-    guesses = [[4, 5], [6, 7], [8]]
-    accuracy.observe(guesses, [5, 6])  # the first one's second guess, then the second one's first; nothing is known of the third
+    candidates = [[4, 5], [6, 7], [8]]
+    accuracy.observe(candidates, [5, 6])  # the first head's second candidate, then the second head's first; the third has no statistics
     assert accuracy.trials == [1.0, 1.0, 0.0]
     assert [hits[:2] for hits in accuracy.hits] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
     assert accuracy.estimate(7, 0, 0.25) == 0.25
 
 
 def test_sampled_medusa_drafts_carry_their_distribution(table: NDArray[np.float32], large_counts: bool) -> None:
-    """Drawn from what each head says, which the tree names; and with other noise than the target's."""
+    """Drawn from each head's distribution, which the tree contains, and with other noise than the target's."""
     num_seeds = 3000 if large_counts else 1500
     counts = np.zeros(50)
     differ = 0

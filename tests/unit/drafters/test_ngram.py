@@ -11,7 +11,7 @@ from paceline.speculation.drafter import DraftBudget
 
 
 def search(token_ids: Sequence[int], count: int, min_match: int, max_match: int) -> list[int]:
-    """The definition: of all earlier places with the longest matching end, the latest one goes on the same way, guesses included."""
+    """The definition: the latest of all earlier occurrences of the longest matching suffix, drafts included."""
     size = len(token_ids)
     for length in range(min(max_match, size - 1), min_match - 1, -1):
         for end in range(size - 1, length - 1, -1):
@@ -34,7 +34,7 @@ def test_ngram_proposals_equal_a_search_of_the_whole_text(vocab_size: int, seed:
         text: list[int] = []
         while len(text) < 80:
             text.extend(random.integers(0, vocab_size, random.integers(1, 9)).tolist())
-            for _ in range(int(random.integers(1, 3))):  # asked twice, nothing changes
+            for _ in range(int(random.integers(1, 3))):  # a second call changes nothing
                 count = int(random.integers(0, 12))
                 found = index.propose(text, count)
                 assert found == search(text, count, min_match, max_match)

@@ -1,4 +1,4 @@
-"""What a user may say of heads: read from Python and from a command line, refused where nothing would come of it."""
+"""Options of heads: read from Python and the command line, refused where they have no effect."""
 
 from collections.abc import Mapping
 from pathlib import Path

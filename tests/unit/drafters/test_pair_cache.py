@@ -1,4 +1,4 @@
-"""A head's rows beside its target's: which pairs run when, with which features, at which slots, and what a new sequence may see."""
+"""A head's rows in the target's cache: which pairs run when, with which features and slots, and what a new sequence may reuse."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class SilentHead(Network):
 
 @dataclass
 class Bench:
-    """A target's cache, the pairs beside it, and the tokens that each kept row was computed from, by block and slot."""
+    """A target's cache, the pairs stored with it, and the tokens that each kept row was computed from, by block and slot."""
 
     cache: KVCache
     pairs: FeaturePairCache
@@ -65,7 +65,7 @@ class Bench:
             )
 
     def run(self, request: Request, *, include_root: bool) -> RequestFeaturePairs | None:
-        """Run what waits, and check it: every pair joins its token with the feature of what stands before it."""
+        """Run pending pairs and check them: every pair joins its token with the feature of the token before it."""
         rows = self.pairs.pending_pairs(request, include_root=include_root)
         if rows is None:
             return None
@@ -160,7 +160,7 @@ def test_eagle_uses_only_the_drafted_part_of_a_cached_prefix() -> None:
     bench.commit(second, 70)
     rows = bench.run(second, include_root=True)
     assert rows is not None
-    assert rows.rows.first_slot == rows.rows.cached_len == 65  # the pair of token 64 needs a feature nobody has
+    assert rows.rows.first_slot == rows.rows.cached_len == 65  # the pair of token 64 needs a feature that is not stored
     third = bench.request([*second.token_ids[:130], 5, 6, 7])
     assert bench.cache.match_prefix(third.cached_sequence, third.token_ids) == 128
     bench.commit(third, 4)

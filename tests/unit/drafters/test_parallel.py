@@ -1,4 +1,4 @@
-"""P-EAGLE in the engine: one pass a proposal, whatever its depth and however many requests ask; right guesses stay right."""
+"""P-EAGLE in the engine: one pass a proposal, for any depth and number of requests; right drafts stay right."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -95,7 +95,7 @@ def test_peagle_drafts_follow_the_sampling_parameters(changes: dict[str, float],
 
 
 def test_peagle_sampled_drafts_use_the_noise_of_their_positions(target: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is what the target would draw there if its law were the head's, whoever else is in the pass."""
+    """Each is the token that the target would draw with the head's distribution, independent of the rest of the pass."""
     llm = open_llm(target, head)
     drafter = drafter_of(llm)
     run_target_feature_pairs, propose, seen, checked = drafter.head.run_target_feature_pairs, drafter.propose, [], []

@@ -102,7 +102,7 @@ def test_prediction_proposals_equal_a_search_of_all_positions(vocab_size: int, s
         ([1, 2, 9, 4], [5, 6, 7]),
         ([1, 2, 4], [5, 6, 7]),  # left out
         ([1, 2, 9, 8, 3], [4, 5, 6]),  # inserted
-        ([1, 2, 9, 8, 7, 6], [7, 8]),  # 6 stands near
+        ([1, 2, 9, 8, 7, 6], [7, 8]),  # 6 occurs nearby
         ([1, 2, 30, 31], [5, 6, 7]),  # two for two
         ([1, 2, 30, 31, 32], []),  # something else
         ([1, 2, 30, 31, 32, 5, 6], [7, 8]),  # back again
@@ -117,9 +117,9 @@ def test_prediction_realigns_after_a_mismatch(output: list[int], expected: list[
 
 
 def test_prediction_realigns_by_the_rule_that_was_right_before() -> None:
-    words = [1, 2, 3, 4, 1, 5, 3, 6, 1, 7, 3, 8, 1, 9]  # the 1 and the 3 stand near everywhere
+    words = [1, 2, 3, 4, 1, 5, 3, 6, 1, 7, 3, 8, 1, 9]  # the 1 and the 3 occur nearby everywhere
     swapped = PredictedText(words)
-    swapped.observe_tokens([1, 2, 1, 4, 1, 5, 1, 6])  # each 3 became a 1, which also stands near
+    swapped.observe_tokens([1, 2, 1, 4, 1, 5, 1, 6])  # each 3 became a 1, which also occurs nearby
     assert list(swapped.propose(2)) == [1, 7]
     swapped.observe_tokens([1, 7, 1])
     assert list(swapped.propose(3)) == [8, 1, 9]
@@ -135,8 +135,8 @@ def test_each_wrong_prediction_token_costs_about_one_step(seed: int) -> None:
     predicted = [50 if at % 20 == 10 else token for at, token in enumerate(text)]
     prediction, said, num_steps = PredictedText(predicted), 0, 0
     while said < len(text):
-        guessed = list(prediction.propose(16))
-        kept = next((index for index, token in enumerate(guessed) if text[said + index : said + index + 1] != [token]), len(guessed))
+        drafted = list(prediction.propose(16))
+        kept = next((index for index, token in enumerate(drafted) if text[said + index : said + index + 1] != [token]), len(drafted))
         prediction.observe_tokens(text[said : said + kept + 1])
         said += kept + 1
         num_steps += 1

@@ -1,4 +1,4 @@
-"""What a drafter remembers of a request ends with the request, whatever becomes of its release."""
+"""A drafter's state of a request ends with the request, even if its release fails."""
 
 import gc
 import weakref
@@ -31,7 +31,7 @@ MAKE: dict[str, Callable[[], Drafter]] = {
 
 
 class Refusing(NgramDrafter):
-    """Forgets nobody."""
+    """Never releases a request."""
 
     def release(self, request: Request) -> None:
         raise RuntimeError("no")
@@ -44,7 +44,7 @@ def make_request(token_ids: list[int]) -> Request:
     )
 
 
-def guess(drafter: Drafter, request: Request) -> list[int]:
+def draft_ids(drafter: Drafter, request: Request) -> list[int]:
     (tree,) = drafter.propose([request], [DraftBudget(5, 4)])
     return [] if tree is None else list(tree.token_ids)
 
@@ -74,11 +74,11 @@ def test_request_with_a_reused_object_id_gets_new_drafter_state(name: str) -> No
     drafter, places = MAKE[name](), set[int]()
     for _ in range(20):
         request = make_request(TEXT)
-        assert guess(drafter, request) == guess(MAKE[name](), make_request(TEXT))
+        assert draft_ids(drafter, request) == draft_ids(MAKE[name](), make_request(TEXT))
         places.add(id(request))
         del request
         request = make_request(OTHER)
-        assert guess(drafter, request) == guess(MAKE[name](), make_request(OTHER))
+        assert draft_ids(drafter, request) == draft_ids(MAKE[name](), make_request(OTHER))
         places.add(id(request))
         del request
     assert len(places) < 40, "places are taken again"

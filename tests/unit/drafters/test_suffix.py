@@ -1,4 +1,4 @@
-"""Guessing by frequency, against counting in the whole text."""
+"""Drafting by frequency, compared with counting in the whole text."""
 
 from collections.abc import Sequence
 
@@ -162,7 +162,7 @@ def finish(drafter: SuffixDrafter, output: Sequence[int], namespace: str | None)
     drafter.release(request)
 
 
-def guess(drafter: SuffixDrafter, text: Sequence[int], namespace: str | None) -> list[Path]:
+def draft_paths(drafter: SuffixDrafter, text: Sequence[int], namespace: str | None) -> list[Path]:
     request = make_request(text, 1, namespace)
     (tree,) = drafter.propose([request], [DraftBudget(9, 4)])
     return paths(tree)
@@ -173,11 +173,11 @@ def test_suffix_outputs_are_shared_only_within_a_namespace() -> None:
     for store, theirs, ours in [(None, "a", "a"), (SuffixStore(), None, "a"), (SuffixStore(), "a", None), (SuffixStore(), "a", "b")]:
         drafter = SuffixDrafter(store=store)
         finish(drafter, output, theirs)
-        assert guess(drafter, [5, 11, 12], ours) == []
+        assert draft_paths(drafter, [5, 11, 12], ours) == []
     shared = SuffixDrafter(store=SuffixStore())
     finish(shared, output, "a")
-    assert guess(shared, [5, 11, 12], "a") == [(13,), (13, 14), (13, 14, 15), (13, 14, 15, 16)]
-    assert guess(shared, [5, 77, 10], "a") == [], "prompts are not stored"
+    assert draft_paths(shared, [5, 11, 12], "a") == [(13,), (13, 14), (13, 14, 15), (13, 14, 15, 16)]
+    assert draft_paths(shared, [5, 77, 10], "a") == [], "prompts are not stored"
     assert "namespace" in shared.traits.description
 
 
@@ -185,16 +185,16 @@ def test_suffix_draft_ends_with_the_stored_output() -> None:
     drafter = SuffixDrafter(store=SuffixStore())
     for output in ([10, 11, 12], [20, 21, 22], [30, 11, 12]):
         finish(drafter, output, "a")
-    assert guess(drafter, [5, 10, 11], "a") == [(12,)]
-    assert guess(drafter, [5, 11, 12], "a") == []
-    assert guess(drafter, [5, 20, 21, 22], "a") == []
+    assert draft_paths(drafter, [5, 10, 11], "a") == [(12,)]
+    assert draft_paths(drafter, [5, 11, 12], "a") == []
+    assert draft_paths(drafter, [5, 20, 21, 22], "a") == []
 
 
 def test_suffix_prefers_its_own_text_unless_the_store_matches_longer() -> None:
     drafter = SuffixDrafter(store=SuffixStore())
     finish(drafter, [1, 2, 3, 4, 50, 51], "a")
-    assert guess(drafter, [3, 4, 60, 3, 4], "a")[0] == (60,)
-    assert guess(drafter, [3, 4, 60, 2, 3, 4], "a")[0] == (50,)
+    assert draft_paths(drafter, [3, 4, 60, 3, 4], "a")[0] == (60,)
+    assert draft_paths(drafter, [3, 4, 60, 2, 3, 4], "a")[0] == (50,)
 
 
 def test_suffix_store_changes_do_not_break_a_running_request(seed: int) -> None:

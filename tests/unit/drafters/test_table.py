@@ -1,4 +1,4 @@
-"""From what a user asks for to a drafter, or an error that says why not."""
+"""From the user's setting to a drafter, or an error with the reason."""
 
 import json
 import re

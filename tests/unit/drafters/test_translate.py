@@ -155,7 +155,7 @@ def test_draft_to_target_id_mapping_is_invertible(byte_level: ByteTokenizer, byt
 
 
 class ScriptedWriter:
-    """Writes given texts, cut into given ids, and remembers what it was asked."""
+    """Generates given texts, cut into given ids, and records its calls."""
 
     name = "draft_model"
     traits = DrafterTraits("scripted")
@@ -179,7 +179,7 @@ def writer() -> ScriptedWriter:
     return ScriptedWriter()
 
 
-def guess(drafter: TextDrafter, request: Request, depth: int = 8) -> list[int] | None:
+def draft_ids(drafter: TextDrafter, request: Request, depth: int = 8) -> list[int] | None:
     (tree,) = drafter.propose([request], [DraftBudget(depth + 1, depth)])
     return None if tree is None else list(tree.token_ids[1:])
 
@@ -194,7 +194,7 @@ def test_draft_context_of_another_vocabulary_is_retokenized(
     seen: list[int] = []
     for token_id in ids[1:]:
         request.token_ids.append(token_id)
-        guess(drafter, request)
+        draft_ids(drafter, request)
         ((context, num_unchanged),) = writer.contexts
         assert context[:num_unchanged] == seen[:num_unchanged]
         seen = context
@@ -210,9 +210,9 @@ def test_no_draft_starts_within_a_multi_token_character(
     writer.answer = [byte_fallback.pieces.index("▁the")]
     ids = [token_id for token_id, _ in byte_level.tokenize("a😺".encode())]
     request = make_request(ids[:-1], len(byte_level.pieces))
-    assert guess(drafter, request) is None
+    assert draft_ids(drafter, request) is None
     request.token_ids.append(ids[-1])
-    assert guess(drafter, request) is not None
+    assert draft_ids(drafter, request) is not None
     assert "😺".encode() == b"".join(byte_fallback.bytes_of[token_id] for token_id in writer.contexts[0][0])[-4:]
 
 
@@ -235,7 +235,7 @@ def test_translated_draft_is_tokenized_by_the_target(
     drafter = TextDrafter(writer, target=byte_level, draft=byte_level)
     writer.answer = [token_id for piece in written for token_id, _ in byte_level.tokenize(piece.encode())]
     request = make_request([token_id for token_id, _ in byte_level.tokenize(before.encode())], len(byte_level.pieces))
-    found = guess(drafter, request)
+    found = draft_ids(drafter, request)
     assert [byte_level.bytes_of[token_id].decode() for token_id in found or ()] == expected
 
 
@@ -244,9 +244,9 @@ def test_special_tokens_end_a_translated_draft(byte_level: ByteTokenizer, writer
     end = byte_level.pieces.index("<|endoftext|>")
     request = make_request([byte_level.pieces.index("a")], len(byte_level.pieces))
     writer.answer = [byte_level.pieces.index("b"), end, byte_level.pieces.index("c")]
-    assert guess(drafter, request) == [byte_level.pieces.index("b")]
+    assert draft_ids(drafter, request) == [byte_level.pieces.index("b")]
     writer.answer = [end]
-    assert guess(drafter, request) is None
+    assert draft_ids(drafter, request) is None
 
 
 def test_bos_token_of_the_target_is_replaced_by_that_of_the_draft_model(
@@ -259,9 +259,9 @@ def test_bos_token_of_the_target_is_replaced_by_that_of_the_draft_model(
     assert (mini.bos_ids, other.bos_ids) == ((), (other.pieces.index("<|start_story|>"),))
     text = b"Once upon a time"
     ids = [token_id for token_id, _ in mini.tokenize(text)]
-    guess(TextDrafter(writer, target=mini, draft=other), make_request(ids, len(mini.pieces)))
+    draft_ids(TextDrafter(writer, target=mini, draft=other), make_request(ids, len(mini.pieces)))
     assert writer.contexts[0][0] == [*other.bos_ids, *(token_id for token_id, _ in other.tokenize(text, at_start=True))]
-    guess(TextDrafter(writer, target=other, draft=mini), make_request(writer.contexts[0][0], len(other.pieces)))
+    draft_ids(TextDrafter(writer, target=other, draft=mini), make_request(writer.contexts[0][0], len(other.pieces)))
     assert b"".join(mini.bytes_of[token_id] for token_id in writer.contexts[0][0]) == b" " + text
 
 
@@ -277,7 +277,7 @@ def test_draft_model_with_a_disjoint_vocabulary_drafts_and_frees_blocks(mini_dir
         [token_id for token_id, _ in mini.tokenize(b"Once upon a time, there was a little girl named")], len(mini.pieces)
     )
     for word in (b" Lily", b".", b" She"):
-        found = guess_any(drafter, request)
+        found = draft_any_ids(drafter, request)
         assert found
         request.token_ids.extend(token_id for token_id, _ in mini.tokenize(word))
     drafter.release(request)
@@ -285,6 +285,6 @@ def test_draft_model_with_a_disjoint_vocabulary_drafts_and_frees_blocks(mini_dir
     assert drafter.model.cache.pool.num_free == drafter.model.cache.pool.num_blocks
 
 
-def guess_any(drafter: Drafter, request: Request) -> list[int]:
+def draft_any_ids(drafter: Drafter, request: Request) -> list[int]:
     (tree,) = drafter.propose([request], [DraftBudget(5, 4)])
     return [] if tree is None else list(tree.token_ids[1:])

@@ -34,7 +34,7 @@ class Job:
         return min(self.num_uncached, max_rows)
 
     def run(self, num_rows: int) -> None:
-        """What a pass does: rows for known tokens, one more token behind the last of them."""
+        """Simulate a pass: rows for known tokens, one more token after the last of them."""
         self.num_cached += num_rows
         self.num_known += self.num_cached == self.num_known
 
@@ -94,7 +94,7 @@ class Simulation:
         self.scheduler: Scheduler = Scheduler(self.blocks, self.limits, lambda job: job.is_ready)
         self.passes: list[list[str]] = []
         self.rows: list[list[int]] = []
-        self.num_kept_waiting = 0  # passes without a row for somebody who decodes: only for want of blocks
+        self.num_kept_waiting = 0  # passes without a row for a decoding request: only if blocks are missing
 
     def add(self, *jobs: Job) -> None:
         for job in jobs:

@@ -1,4 +1,4 @@
-"""One thread at a time, and nothing that was left in a queue is forgotten."""
+"""One thread at a time, and no queued call is lost."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Random use of a small cache of labels, held to lists: no operation loses, mixes or leaks a row."""
+"""Random operations on a small cache of labels, compared with lists: no operation loses, mixes or leaks a row."""
 
 from collections.abc import Sequence
 from dataclasses import replace

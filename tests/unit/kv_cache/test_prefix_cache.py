@@ -1,4 +1,4 @@
-"""Blocks that outlive their sequence: an adopted block holds exactly the rows asked for, whatever happened to the cache before."""
+"""Blocks that outlive their sequence: a matched block holds exactly the right rows, whatever happened to the cache before."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -84,7 +84,7 @@ class CheckedCache:
             self.cache.register_prefix(text.sequence, text.token_ids)
 
     def extend(self, text: Text) -> None:
-        """Run and remember everything but the last token."""
+        """Run and cache everything but the last token."""
         count = len(text.token_ids) - 1 - text.sequence.committed_len
         if count:
             self.run(text, range(-1, count - 1))
@@ -115,7 +115,7 @@ class CheckedCache:
         return [self._label(text, 0, text.token_ids[: slot + 1]) for slot in range(len(text.token_ids) - 1)]
 
     def check(self) -> None:
-        """The cache's own check; every committed row; no known block ever changes; whatever nobody owns can be had."""
+        """Check the cache, every committed row, that no indexed block changed, and that all blocks without owners can be allocated."""
         self.cache.check()
         for text in self.texts:
             assert self._rows(text.sequence.block_table, text.sequence.committed_len) == self.labels(text)[: text.sequence.committed_len]
@@ -363,7 +363,7 @@ def test_equal_block_is_indexed_after_the_first_was_evicted():
 
 
 def test_release_of_an_equal_block_touches_the_indexed_one():
-    """The beginning of a chain is not given up before its end, though another sequence's block stands for it."""
+    """The beginning of a prefix is not evicted before its end, though another sequence's block replaces it."""
     checked = CheckedCache(num_blocks=8)
     first, second = checked.start(range(9)), checked.start(range(13))
     checked.extend(first)

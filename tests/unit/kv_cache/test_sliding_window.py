@@ -96,7 +96,7 @@ class Bench:
         return kept
 
     def has_room(self, num_rows: int) -> bool:
-        """Whether so many rows may run beside those that do."""
+        """Whether this many rows fit in addition to those that run."""
         plans = [text.sequence.plan for text in self.texts]
         return num_rows + sum(len(plan.parents) for plan in plans if plan is not None) <= self.limits.max_rows
 
@@ -155,7 +155,7 @@ def random_event(bench: Bench, generator: np.random.Generator) -> None:
 
 
 def run_events(seed: int, num_schedules: int, num_blocks: int = NUM_BLOCKS, limits: PassLimits | None = None) -> tuple[int, int]:
-    """Returns rows adopted, and how often there was no room, which is for the cache alone to say."""
+    """Return the number of matched rows, and how often the cache had no room."""
     num_adopted, refused = 0, list[str]()
     for schedule in range(num_schedules):
         generator, bench = np.random.default_rng([seed, schedule]), Bench(num_blocks, limits=limits)
@@ -244,7 +244,7 @@ def test_prefix_hit_ends_where_its_window_is_stored() -> None:
 
 @pytest.mark.parametrize("num_before", range(6))
 def test_interrupted_release_never_frees_an_owned_block(num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C behind any of the calls that give blocks back: some may be lost, none may be free and owned."""
+    """Ctrl-C after any of the calls that free blocks: some may be lost, none may be free and owned."""
     bench, real, calls = Bench(), BlockPool.release, iter(range(num_before))
 
     def interrupted(pool: BlockPool, blocks: Sequence[int]) -> None:

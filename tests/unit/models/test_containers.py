@@ -115,7 +115,7 @@ def test_gptq_version_follows_symmetric_zero_points(tmp_path: Path) -> None:
     for second in (True, False):
         case = gptq(SHAPE, symmetric=True, second=second, says="gptq" if second else "gptq_v2")
         assert np.array_equal(as_float32(unpack_matrix(opened(tmp_path, case), WeightType.F32)), case.values.astype(np.float32))
-    wrong = gptq(SHAPE, second=True, says="gptq")  # of others nothing is known but what config.json says
+    wrong = gptq(SHAPE, second=True, says="gptq")  # for others, only config.json gives the settings
     assert not np.array_equal(as_float32(unpack_matrix(opened(tmp_path, wrong), WeightType.F32)), wrong.values.astype(np.float32))
 
 

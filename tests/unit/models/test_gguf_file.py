@@ -158,7 +158,7 @@ def test_gguf_metadata_text_that_is_not_utf8_is_refused_on_access(tmp_path: Path
 
 
 def test_gguf_metadata_arrays_nested_too_deep_are_refused(tmp_path: Path) -> None:
-    """A few bytes could otherwise ask for any depth of recursion."""
+    """A few bytes could otherwise cause any depth of recursion."""
     depth = 10_000
     key = b"deep"
     data = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key + struct.pack("<I", 9)

@@ -24,7 +24,7 @@ def tensor_of(block_type: str, raw: NDArray[np.uint8]) -> GgufTensor:
 
 
 def tiled(size: int) -> NDArray[np.int64]:
-    """Where columns of heads of `size` are that stand by turns of two."""
+    """Column indices of heads of `size` whose pairs are interleaved."""
     return np.arange(COLUMNS).reshape(-1, 2, size).swapaxes(0, 1).reshape(-1)
 
 

@@ -1,4 +1,4 @@
-"""Mapped files that become shorter are noticed before anything behind their new end is read."""
+"""Truncation of mapped files is detected before anything after their new end is read."""
 
 import os
 import time

@@ -319,7 +319,7 @@ def test_quantised_tensor_sizes_are_known_before_quantising(tmp_path: Path, cach
 
 
 def test_least_recently_used_quantised_cache_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has one of them open goes on with it."""
+    """Processes that have one of them open keep using it."""
     all_weights, paths, found = [make_weights(seed) for seed in range(4)], list[Path](), list[Weights]()
     for number, weights in enumerate(all_weights[:3]):
         found.append(quantized_weights(weights, INT4, tmp_path))

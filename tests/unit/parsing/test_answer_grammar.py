@@ -66,7 +66,7 @@ REASONING_PARSERS = {
 
 
 def grammar_of(formats: OutputFormat, tokenizer: Tokenizer, tools: tuple[Tool, ...] = TOOLS, **choices: Any) -> Grammar | None:
-    """The grammar of an answer that has to be a call, unless `choices` say otherwise."""
+    """The grammar of an answer that has to be a call, unless `choices` differs."""
     return answer_grammar(formats, tokenizer, tools, **{"tool_use": ToolUse.REQUIRED, **choices})
 
 

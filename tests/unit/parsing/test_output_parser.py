@@ -1,4 +1,4 @@
-"""Calls and thoughts are found in what a model writes, wherever the pieces of its text begin."""
+"""Tool calls and reasoning are found in a model's output, however it is split into pieces."""
 
 import json
 import time

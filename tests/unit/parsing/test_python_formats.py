@@ -9,7 +9,6 @@ import pytest
 
 from harness.format_rows import Row, cases, check, longest_of_formats, name_of, parse
 from harness.markup_cases import TOOLS, Case, Parsed, parsed
-from paceline.parsing.held_call import MAX_HELD_CHARS
 from paceline.parsing.registry import OutputFormat
 
 
@@ -18,7 +17,7 @@ def weather(**arguments: Any) -> tuple[str, ...]:
 
 
 NOW = ("call", "now", "{}")
-LONG = "long " * (MAX_HELD_CHARS // 4)
+LONG = "long " * 64
 
 
 def text(*texts: str) -> Parsed:
@@ -40,7 +39,7 @@ ARGUMENTS: list[tuple[str, tuple[str, ...]]] = [
     ("any={'a': [1, (2, 'b'), {'c',}], 3: {}, True: ()}", weather(any={"a": [1, [2, "b"], ["c"]], "3": {}, "true": []})),
     ("any=('a'), new=(1,)", weather(any="a", new=[1])),
     ("days=07, any=[+1, 0x1f, 1_000, .5, 5., 01.5, 00]", weather(days=7, any=[1, 31, 1000, 0.5, 5.0, 1.5, 0])),
-    ("any=1e3, new=-2.50", ("call", "weather", '{"any": 1e3, "new": -2.50}')),
+    ("any=1e3, new=-2.50", weather(any=1000, new=-2.5)),
     ("from=1, class='x', in=[]", ("call", "weather", '{"from": 1, "class": "x", "in": []}')),
     ("city='a\nb\tc\x00'", weather(city="a\nb\tc\x00")),
     ("city='it\\'s \\\\ \\n \\x41 \\101 \\d'", weather(city="it's \\ \n A A \\d")),
@@ -126,7 +125,10 @@ LFM2: list[Row] = [
     ("<|tool_call_start|>[weather(any={'a': ", [weather(any={})]),
     ("<|tool_call_start|>[weather(city='A', da", [weather(city="A")]),
     ("<|tool_call_start|>[weather(city='A'), wea", [weather(city="A")]),
-    (f"<|tool_call_start|>[weather(city='{LONG}it's', note='x'), now()]<|tool_call_end|>", [weather(city=f"{LONG}it"), *text("now()")]),
+    (
+        f"<|tool_call_start|>[weather(city='{LONG}it's', note='x'), now()]<|tool_call_end|>",
+        [*text(f"weather(city='{LONG}it's', note='x')"), NOW],
+    ),
 ]
 PYTHONIC: list[Row] = [
     ("[weather(city='A'), now()]", [weather(city="A"), NOW]),
@@ -217,13 +219,10 @@ def test_pythonic_parser_reads_one_call_without_parallel_tool_calls() -> None:
     assert parse(("lfm2", "none"), [single], parallel=False) == [NOW]
 
 
-def test_pythonic_parser_streams_a_long_string_argument() -> None:
-    sink = OutputFormat("lfm2", "none").sink(0, TOOLS)
-    reading = OutputFormat("lfm2", "none").reading(TOOLS, sink, in_reasoning=False)
-    reading.push(f"<|tool_call_start|>[weather(city='{LONG}")
-    assert parsed(sink.take()) == [("call", "weather", f'{{"city": "{LONG}')]
-    reading.push("x")
-    assert [event.json for event in sink.take() if hasattr(event, "json")] == ["x"]
+def test_pythonic_call_is_emitted_once_it_is_complete() -> None:
+    stream = OutputFormat("lfm2", "none").stream(TOOLS)
+    assert stream.push("<|tool_call_start|>[weather(city='A'") == []
+    assert parsed(stream.push(")")) == [weather(city="A")]
 
 
 def test_pythonic_parsing_of_faulty_quotes_takes_linear_time() -> None:

@@ -45,9 +45,9 @@ FUNCTIONGEMMA: list[Row] = [
     (gemma("weather{city:<escape>A<escape>}")[:-3], [weather(city="A")]),
     ("<start_function_call>call:weather{city:<escape>Par", [weather(city="Par")]),
     ("<start_function_call>call:weather{at:{x:1.5,", [weather(at={"x": 1.5})]),
-    ("<start_function_call>call:weather{days:3", [weather()]),
+    ("<start_function_call>call:weather{days:3", [weather(days=3)]),
     (gemma("now"), text(gemma("now"))),
-    (gemma("weather{city}"), text(gemma("weather{city}"))),
+    (gemma("weather{city}"), [weather()]),
 ]
 SEED_OSS: list[Row] = [
     (

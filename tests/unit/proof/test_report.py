@@ -1,4 +1,4 @@
-"""Reports: one page without foreign parts and without trust in what a model or a file says; the second witness's counts."""
+"""Reports: one page without external resources, with untrusted text escaped, and with the counts of the transformers check."""
 
 import json
 from html.parser import HTMLParser

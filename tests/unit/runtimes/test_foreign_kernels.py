@@ -74,10 +74,10 @@ def memory_of(roots: Iterable[object]) -> dict[int, int]:
 
 
 def record_pass(network: NativeNetwork, record: Path) -> tuple[dict[int, int], dict[int, bytes]]:
-    """Write down a pass of a tree behind a prompt beside another prompt, and run it.
+    """Record a pass with a tree after a prompt and another prompt, and run it.
 
     Returns:
-        sizes of the regions by address, in the order of the record; the bytes of the cache and of all buffers behind the pass.
+        sizes of the regions by address, in the order of the record; the bytes of the cache and of all buffers after the pass.
     """
     cache = network.new_cache(8)
     one, other = cache.new_sequence(), cache.new_sequence()
@@ -89,7 +89,7 @@ def record_pass(network: NativeNetwork, record: Path) -> tuple[dict[int, int], d
     program = network._programs[None]
     execution, num_rows = program.execution, len(batch.positions)
     for buffer in execution._buffers:
-        buffer[...] = 0  # what lies there from before may look like a pointer, which would be moved
+        buffer[...] = 0  # old contents may look like a pointer, which would be moved
     assert network._shared._cache is not None
     storage = network._shared._cache[0]
     execution.buffer_rows(program.inputs[TOKEN_IDS], num_rows)[...] = network.embed(inputs[TOKEN_IDS])

@@ -1,4 +1,4 @@
-"""Heads: the same numbers on our kernels and on torch, one cache for networks beside one another, and slots that are not seen."""
+"""Heads: the same numbers with our kernels and torch, one cache for several networks, and masked slots."""
 
 from collections.abc import Mapping
 

@@ -180,7 +180,7 @@ def test_kv_cache_that_does_not_fit_in_memory_is_a_capacity_error(seed: int, mon
 
 
 def test_native_buffers_start_at_cache_lines(token_ids: list[int], seed: int) -> None:
-    """So no vector of the kernels lies across two of them; the arrays are large enough to be mapped, which numpy begins 16 bytes later."""
+    """So no vector of the kernels spans two of them; the arrays are large enough to be mapped, which numpy begins 16 bytes later."""
     runtime = open_runtime(seed)
     cache = runtime.new_cache(4000)
     plan = cache.reserve(cache.new_sequence(), range(-1, 39))
@@ -243,7 +243,7 @@ def test_concurrent_native_runtimes_get_their_own_results(token_ids: list[int], 
 
 
 def test_concurrent_passes_of_one_native_runtime_do_not_deadlock(seed: int) -> None:
-    """Nobody may do that: what comes out is worth nothing. But threads that disagree on how many rows there are must not hang."""
+    """Invalid use with undefined results. But threads that disagree on the number of rows must not hang."""
     script = f"""
 import threading, time
 from unit.runtimes.test_native import assemble_pass, open_runtime

@@ -68,7 +68,7 @@ def test_native_attention_row_is_bit_equal_alone_and_in_a_chunk(cached_len: int,
 
 
 def compare_trees(level: str, seed: int, mask_of: Callable[[Sequence[int]], np.ndarray] = tree_mask, num_trees: int = 12) -> int:
-    """Masked rows that differ from decoding their path alone, each node in slots of its own behind the same prefix."""
+    """Masked rows that differ from decoding their path alone, each node in slots of its own after the same prefix."""
     random = np.random.default_rng(seed)
     bench = Bench.make(4, 2, 24, level=level, num_threads=2)
     differing = 0
@@ -94,7 +94,7 @@ def test_native_attention_tree_row_is_bit_equal_to_its_path_decoded_alone(level:
 
 
 def test_native_attention_with_any_mask_equals_its_definition(seed: int) -> None:
-    """Rows that see later ones as well, and two masked ranges beside a causal one."""
+    """Rows that attend to later ones as well, and two masked ranges together with a causal one."""
     random = np.random.default_rng(seed)
     bench = Bench.make(4, 2, 16)
     sizes, tables = (7, 3, 5), (blocks(1), blocks(2), blocks(3))
@@ -116,7 +116,7 @@ def test_native_attention_with_any_mask_equals_its_definition(seed: int) -> None
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("count", [1, 2, 5, 17, 40])
 def test_native_attention_of_sequences_in_one_pass_is_independent(count: int, num_threads: int, seed: int) -> None:
-    """A lone row, a chunk or a tree each, behind prefixes of their own, against the same work pass by pass."""
+    """A lone row, a chunk or a tree each, after prefixes of their own, against the same work pass by pass."""
     random = np.random.default_rng(seed)
     together, apart = (Bench.make(4, 2, 16, num_threads=threads) for threads in (num_threads, 1))
     work, ranges, start = [], [], 0

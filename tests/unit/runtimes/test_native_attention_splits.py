@@ -22,7 +22,7 @@ BY_TYPE = pytest.mark.parametrize("kv_cache_dtype", KVCacheDtype, ids=lambda kv_
 BY_FLOAT_TYPE = pytest.mark.parametrize(
     "kv_cache_dtype", [KVCacheDtype.F32, KVCacheDtype.BF16, KVCacheDtype.F16], ids=lambda kv_cache_dtype: kv_cache_dtype.value
 )
-# What rounding q and the weights costs beside the values as they are stored; else the arithmetic of float32.
+# Rounding error of q and the weights, in addition to that of the stored values; else the arithmetic of float32.
 TOLERANCE = {KVCacheDtype.F32: 3e-6, KVCacheDtype.BF16: 2e-2, KVCacheDtype.F16: 5e-6, KVCacheDtype.INT8: 2e-2}
 
 
@@ -123,7 +123,7 @@ def test_stored_keys_and_values_are_as_exact_as_their_dtype(kv_cache_dtype: KVCa
 def test_long_context_attention_is_bit_equal_for_chunks_and_single_rows(
     window: int | None, kv_cache_dtype: KVCacheDtype, seed: int
 ) -> None:
-    """On all libraries, whatever the passes and the threads: the last rows of a long text, behind the same rows."""
+    """On all libraries, whatever the passes and the threads: the last rows of a long text, after the same rows."""
     random = np.random.default_rng(seed)
     results = []
     for level, num_threads, sizes in (

@@ -36,7 +36,7 @@ COLUMNS = 96
 
 
 def block_max_of(logits: FloatArray) -> FloatArray:
-    """As their definition says: NaN where one is."""
+    """By definition: NaN if a value is NaN."""
     return np.stack([logits[:, begin : begin + BLOCK_COLUMNS].max(1) for begin in range(0, logits.shape[1], BLOCK_COLUMNS)], 1)
 
 
@@ -164,7 +164,7 @@ def test_block_max_decides_which_blocks_are_read() -> None:
     logits, params = rows_of("steep", 1, 5_000, 2), SamplingParams(temperature=0.0)
     block_max, best = block_max_of(logits), int(logits[0].argmax())
     other = 0 if best >= BLOCK_COLUMNS else 5 * BLOCK_COLUMNS
-    logits[0, other + 3] = 1e6  # of which the block_max know nothing
+    logits[0, other + 3] = 1e6  # which the block maxima do not include
     assert sample(logits, block_max, params, DraftTree.root_only(3), 1) == ([best], [])
     logits[0, best] -= 1.0  # the row is another one, which is seen
     assert sample(logits, block_max, params, DraftTree.root_only(3), 1) is None

@@ -80,7 +80,7 @@ def as_codes(rows: FloatArray, group: int) -> tuple[np.ndarray, FloatArray]:
 
 
 def expected(rows: FloatArray, weight: GroupedTensor) -> tuple[np.ndarray, np.ndarray]:
-    """The product from its definition, in float64 behind the integer sums, and how far float32 may be from it."""
+    """The product from its definition, in float64 after the integer sums, and how far float32 may be from it."""
     matrix = weight.matrix
     codes, scales = as_codes(rows, matrix.group_size)
     stored = unpack_nibbles(matrix.codes.view(np.uint8)) if matrix.bits == 4 else matrix.codes

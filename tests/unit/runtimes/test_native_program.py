@@ -108,7 +108,7 @@ def expected(x: FloatArray, seed: int) -> np.ndarray:
 @BY_LEVEL
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_attention_layers_of_different_shapes_run_in_one_program(level: str, num_threads: int, seed: int) -> None:
-    """Heads, head sizes, windows, soft caps and rotary tables of their own; a prompt, then rows behind it."""
+    """Heads, head sizes, windows, soft caps and rotary tables of their own; a prompt, then rows after it."""
     run = Network([WIDTH], build, tensors=weights(seed), num_threads=num_threads, level=level, tables=tables())
     run.execution.set_cache(
         [np.full((4, layer.kv_heads, BLOCK_SIZE, layer.head_size), np.nan, np.float32) for layer in LAYERS for _ in range(2)]

@@ -139,7 +139,7 @@ def test_recurrent_mixer_equals_its_reference(mixer: Recurrent, num_rows: int, s
 
 
 class PlainDecoding:
-    """Logits behind each token of a text, run one by one in a network of their own; a text that goes on where the last one ended is
+    """Logits after each token of a text, run one by one in a network of their own; a text that goes on where the last one ended is
     not run again from its beginning."""
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
@@ -163,10 +163,12 @@ def plain_logits(config: ModelConfig, seed: int, token_ids: Sequence[int]) -> Fl
     return PlainDecoding(config, seed).logits(token_ids)
 
 
-def random_tree(random: np.random.Generator, num_known: int, num_guesses: int) -> list[int]:
+def random_tree(random: np.random.Generator, num_known: int, num_drafted: int) -> list[int]:
     is_chain = random.random() < 0.3
-    guesses = [node - 1 if is_chain else int(random.integers(num_known - 1, node)) for node in range(num_known, num_known + num_guesses)]
-    return [*range(-1, num_known - 1), *guesses]
+    draft_parents = [
+        node - 1 if is_chain else int(random.integers(num_known - 1, node)) for node in range(num_known, num_known + num_drafted)
+    ]
+    return [*range(-1, num_known - 1), *draft_parents]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -204,7 +206,7 @@ def test_recurrent_rows_equal_plain_decoding_after_rejections(num_threads: int, 
 
 
 def committed_state(network: NativeNetwork, cache: KVCache, sequence: object) -> FloatArray:
-    """The state behind the committed rows, brought there by a row that is dropped."""
+    """The state after the committed rows, computed by a row that is dropped."""
     plan = cache.reserve(sequence, [-1])  # type: ignore[arg-type]
     network.forward(*assemble_pass([plan], [[0]], [[0]]))
     cache.cancel(sequence)  # type: ignore[arg-type]
@@ -370,7 +372,7 @@ def append(network: NativeNetwork, cache: KVCache, sequence: CachedSequence, tok
 
 @pytest.mark.parametrize("num_known", [1, MIN_UNRECORDED_ROWS])
 def test_interrupt_in_the_recurrent_state_cache_leaves_other_requests(num_known: int, seed: int) -> None:
-    """The request ends, as in the engine; whoever begins with what it left gets the rows of plain decoding."""
+    """The request ends, as in the engine; a request that reuses its cache gets the rows of plain decoding."""
     config = recurrent_config(*ALL_KINDS)
     network, token_ids = open_network(config, seed, num_threads=1), np.random.default_rng(seed).integers(0, config.vocab_size, 90).tolist()
     wanted, line, is_over, num_hits = plain_logits(config, seed, token_ids), 0, False, 0

@@ -1,4 +1,4 @@
-"""What the native kernels do to one row at a time, held to float64."""
+"""Row-wise native kernels, compared with float64."""
 
 from collections.abc import Callable
 

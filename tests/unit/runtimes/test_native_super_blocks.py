@@ -44,7 +44,7 @@ def raw_blocks(random: np.random.Generator, name: str, outputs: int = OUTPUTS, c
 
 
 def stored(name: str, raw: NDArray[np.uint8], block: int = 256) -> GroupedMatrix:
-    """The matrix; of blocks of 128 columns its halves of super-blocks stand in another order."""
+    """The matrix; with blocks of 128 columns, its halves of super-blocks are in another order."""
     matrix = convert_blocks_to_groups(raw, block_type(name), name)
     return matrix if block == 256 else matrix.reorder_runs(half_order(matrix.shape[1]))
 

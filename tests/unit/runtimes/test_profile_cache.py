@@ -1,4 +1,4 @@
-"""Facts survive whoever dies while writing them, and any garbage in their file."""
+"""Cached facts survive a process that dies while writing, and any garbage in their file."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What guessing needs of rows of logits: our kernels and torch find what numpy finds, whatever the rows hold."""
+"""Summaries of logits for drafting: our kernels and torch equal numpy for any values."""
 
 import numpy as np
 import pytest
@@ -87,7 +87,7 @@ def test_ranking_of_a_nan_row_is_marked(source: str, value: float, place: int) -
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_token_sampled_while_ranking_equals_that_of_the_sampler(source: str, temperature: float, is_mapped: bool, seed: int) -> None:
-    """With the noise of the target's ids, in every row that asks for it."""
+    """With the noise of the target's ids, in every row that requires it."""
     num_drawn = 0
     for size in SIZES[1:]:
         rows = np.concatenate([rows_of(size, seed + repeat)[[0, 1, 2, 4]] * scale for repeat, scale in enumerate((0.1, 0.5, 2.0))])

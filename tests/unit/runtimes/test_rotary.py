@@ -1,4 +1,4 @@
-"""Rotary tables reach as far as texts do, whatever length a model says it was made for, and no bit depends on when they grew."""
+"""Rotary tables cover any text length, whatever the model's trained length, and no bit depends on when they grew."""
 
 import time
 import tracemalloc
@@ -99,7 +99,7 @@ def test_hidden_states_are_bit_equal_while_the_rotary_table_grows() -> None:
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model made for 512 positions, and one of the same weights that says a hundred million."""
+    """A model made for 512 positions, and one of the same weights with a configured length of a hundred million."""
     modest = write_checkpoint(tmp_path_factory.mktemp("rotary") / "modest", "llama", num_hidden_layers=2)
     absurd = write_checkpoint(tmp_path_factory.mktemp("rotary") / "absurd", "llama", num_hidden_layers=2, max_position_embeddings=ABSURD)
     return modest, absurd

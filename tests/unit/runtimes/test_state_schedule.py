@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from paceline.runtimes.native.records import CHECKPOINT_INTERVAL
-from paceline.runtimes.native.states import IN_PLACE, NOWHERE, StateSchedule, plan_state_schedule
+from paceline.runtimes.native.states import IN_PLACE, NOT_STORED, StateSchedule, plan_state_schedule
 
 Path = tuple[int, ...]
 
@@ -26,13 +26,13 @@ def run(schedule: StateSchedule, num_applied: int, parents: tuple[int, ...]) -> 
         state = places[origin]
         if path >= 0:
             state = (*state, *schedule.paths[path].tolist())
-            if to != NOWHERE:
+            if to != NOT_STORED:
                 places[to] = state
         else:
-            assert to == NOWHERE
+            assert to == NOT_STORED
         assert to < schedule.num_temporary_states
         assert num_rows <= CHECKPOINT_INTERVAL
-        assert to != NOWHERE or not num_saves
+        assert to != NOT_STORED or not num_saves
         saves |= dict.fromkeys(range(first_save, first_save + num_saves), state)
         for row in schedule.order[first_row : first_row + num_rows].tolist():
             own = schedule.ancestors[row]
@@ -46,7 +46,7 @@ def run(schedule: StateSchedule, num_applied: int, parents: tuple[int, ...]) -> 
 
 
 def trees(random: np.random.Generator, num_rows: int) -> tuple[int, ...]:
-    """Parents of rows: a chain, or each behind any of the last ones."""
+    """Parents of rows: a chain, or each after any of the last ones."""
     if random.random() < 0.3:
         return tuple(range(-1, num_rows - 1))
     return tuple(int(random.integers(max(-1, row - 6), row)) for row in range(num_rows))

@@ -47,9 +47,9 @@ def test_torch_and_native_recurrent_networks_have_equal_logits(name: str, seed: 
     np.testing.assert_allclose(one_pass(open_torch(config, seed), token_ids), one_pass(native, token_ids), atol=BOUND, rtol=BOUND)
 
 
-def random_tree(random: np.random.Generator, num_known: int, num_guesses: int) -> list[int]:
-    guesses = [int(random.integers(num_known - 1, node)) for node in range(num_known, num_known + num_guesses)]
-    return [*range(-1, num_known - 1), *guesses]
+def random_tree(random: np.random.Generator, num_known: int, num_drafted: int) -> list[int]:
+    draft_parents = [int(random.integers(num_known - 1, node)) for node in range(num_known, num_known + num_drafted)]
+    return [*range(-1, num_known - 1), *draft_parents]
 
 
 @pytest.mark.spread(0.5)

@@ -1,35 +1,31 @@
 """A log that is not read, and a process that does not end by itself."""
 
 import logging
+import subprocess
+import sys
 import threading
 import time
-from queue import SimpleQueue
 
 import pytest
 
 from paceline.server.logs import log_to_stderr, queued_lines
-from paceline.server.shutdown_watchdog import EXIT_CODE, ShutdownWatchdog
 
 WAIT_S = 10
 
 
-def test_shutdown_watchdog_exits_a_process_that_does_not_end_in_time() -> None:
-    ended: SimpleQueue[int] = SimpleQueue()
-    with ShutdownWatchdog(ended.put) as watchdog:
-        watchdog.exit_within(60)
-        watchdog.exit_within(0.01)  # a second signal does not wait
-        assert ended.get(timeout=WAIT_S) == EXIT_CODE
-
-
-def test_shutdown_watchdog_does_not_exit_a_process_that_ends_in_time() -> None:
-    ended: SimpleQueue[int] = SimpleQueue()
-    for has_deadline in (False, True):
-        with ShutdownWatchdog(ended.put) as watchdog:
-            if has_deadline:
-                watchdog.exit_within(0.1)
-        watchdog._thread.join(WAIT_S)
-        assert not watchdog._thread.is_alive()
-    assert ended.empty()
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_process_that_does_not_end_in_time_exits_with_code_1(is_cancelled: bool) -> None:
+    cancel = "faulthandler.cancel_dump_traceback_later()" if is_cancelled else ""
+    script = f"""
+import faulthandler, time
+from paceline.server.run import exit_within
+exit_within(60)
+exit_within(0.01)  # a second signal does not wait
+{cancel}
+time.sleep(0.5 if {is_cancelled} else 60)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=50, check=False)
+    assert (ended.returncode, ended.stderr) == (0 if is_cancelled else 1, b"")
 
 
 def test_log_lines_that_stderr_does_not_take_are_dropped_and_counted() -> None:
@@ -42,7 +38,7 @@ def test_log_lines_that_stderr_does_not_take_are_dropped_and_counted() -> None:
     with queued_lines(write, max_waiting=3) as lines:
         started_s = time.monotonic()
         for number in range(20):
-            lines.say(f"line {number}")
+            lines.print_line(f"line {number}")
         assert time.monotonic() - started_s < WAIT_S / 2
         is_read.set()
         while not lines.queue.empty():  # type: ignore[union-attr]
@@ -63,7 +59,7 @@ def test_end_of_logging_does_not_wait_for_a_blocked_stderr(num_lines: int) -> No
 
     with queued_lines(write, max_waiting=3) as lines:
         for _ in range(num_lines):
-            lines.say("a")
+            lines.print_line("a")
     logging.shutdown()  # called at the exit of the interpreter: it must not wait for a lock of the writer
     assert time.monotonic() - started_s < WAIT_S / 2
     is_read.set()
@@ -71,7 +67,7 @@ def test_end_of_logging_does_not_wait_for_a_blocked_stderr(num_lines: int) -> No
 
 def test_warnings_of_other_libraries_are_written_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     with log_to_stderr(logging.INFO) as lines:
-        lines.say("a line\nof one")
+        lines.print_line("a line\nof one")
         logging.getLogger("paceline.server").info("%s", "b")
         logging.getLogger("elsewhere").warning("%s", "c")
     assert capfd.readouterr().err.splitlines() == ["a line of one", "b", "c"]

@@ -1,4 +1,4 @@
-"""Fields of a request: which are served, ignored or refused, and what an error says of a wrong one."""
+"""Fields of a request: which are served, ignored or refused, and the error for a wrong one."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ import pytest
 
 from paceline.server import adapter_routes, anthropic, model_routes, ollama, openai_chat, openai_completions, responses
 from paceline.server.errors import HttpError
-from paceline.server.field_table import NOTHING, TABLE, Refusal
+from paceline.server.field_table import TABLE, UNSET_VALUES, Refusal
 from paceline.server.fields import IGNORED_HEADER, Fields, closest_name, ignored_header, log_ignored, read_body
 from paceline.server.framing import data_event, line, named_event
 from paceline.server.openai_chat import ChatFields
@@ -234,4 +234,4 @@ def test_every_refused_field_has_a_reason() -> None:
                 assert isinstance(rule, Refusal)
                 assert rule.reason, name
                 assert not rule.applies(None, {}), name
-                assert NOTHING[0] is None
+                assert UNSET_VALUES[0] is None

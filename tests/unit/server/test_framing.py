@@ -20,11 +20,9 @@ def value(generator: random.Random, depth: int) -> Any:
     return [generator.choice(TEXTS), generator.randrange(-5, 10**6), -0.25, generator.choice([None, True, False])][kind]
 
 
-@pytest.mark.parametrize(("items", "chars", "depth"), [(1, 1, 12), (2, 3, 12), (4, 7, 2), (64, 65_536, 12)])
-def test_large_json_written_in_pieces_equals_json_dumps(
-    items: int, chars: int, depth: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, number in (("_PIECE_ITEMS", items), ("_PIECE_CHARS", chars), ("_MAX_DEPTH", depth)):
+@pytest.mark.parametrize(("items", "depth"), [(1, 12), (2, 12), (4, 2), (64, 12)])
+def test_large_json_written_in_pieces_equals_json_dumps(items: int, depth: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in (("_PIECE_ITEMS", items), ("_MAX_DEPTH", depth)):
         monkeypatch.setattr(framing, name, number)
     generator = random.Random(seed)
     for _ in range(300):
@@ -38,6 +36,6 @@ def test_large_json_is_written_in_short_pieces(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(framing, "_as_bytes", lambda text: lengths.append(len(text)) or real(text))
     best = [{"token": "a", "logprob": -1.5, "bytes": [97]}] * 20
     content = [{"token": "a", "logprob": -1.5, "bytes": [97], "top_logprobs": best}] * 2000
-    large_json({"choices": [{"message": {"content": "word " * 400_000}, "logprobs": {"content": content}}], "tokens": [5] * 100_000})
-    assert sum(lengths) > 3_000_000
+    large_json({"choices": [{"message": {"content": "word"}, "logprobs": {"content": content}}], "tokens": [5] * 100_000})
+    assert sum(lengths) > 1_000_000
     assert max(lengths) < 200_000

@@ -1,4 +1,4 @@
-"""Large JSON bodies: the same values as `json.loads`, in pieces, and counted."""
+"""Large JSON bodies: the same values as `json.loads`, and counted."""
 
 import json
 import random
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from paceline.server import json_body
 from paceline.server.errors import HttpError
 from paceline.server.json_body import MAX_CONTAINERS, MAX_ITEMS, MAX_MEMBERS, parse_json
 
@@ -20,13 +19,9 @@ def result(parse: Any, body: bytes) -> Any:
         return type(error)
 
 
-@pytest.mark.parametrize("piece_chars", [1, 7, 64])
 @pytest.mark.parametrize("ensure_ascii", [True, False])
-def test_json_strings_parsed_in_pieces_equal_json_loads(
-    piece_chars: int, ensure_ascii: bool, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_parsed_by_the_python_scanner_equals_json_loads(ensure_ascii: bool, seed: int) -> None:
     """Whole and cut anywhere, also within escapes and surrogate pairs."""
-    monkeypatch.setattr(json_body, "_PIECE_CHARS", piece_chars)
     generator = random.Random(seed)
     for _ in range(300):
         text = "".join(generator.choices(CHARACTERS, k=generator.randrange(80)))

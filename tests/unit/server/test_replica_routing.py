@@ -84,7 +84,7 @@ def test_prefix_keys_are_spread_evenly_and_few_move_with_a_lost_replica() -> Non
 
 
 def test_replica_load_never_exceeds_the_least_by_more_than_max_lead() -> None:
-    """All requests begin alike and last long: the affine replica takes its lead, then everybody takes turns."""
+    """All requests begin alike and last long: the affine replica takes its lead, then all replicas take turns."""
     loads = dict.fromkeys(names(5), 0)
     for _ in range(100):
         loads[choose_replica(loads, 1, max_lead=3)] += 1

@@ -1,4 +1,4 @@
-"""The simulation of many replicas agrees with theory where there is one, and its seed says all."""
+"""The simulation of many replicas agrees with queueing theory, and is determined by its seed."""
 
 import math
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_simulated_wait_of_two_replicas_is_near_that_of_one_queue(seed: int) -> 
 
 
 def test_simulated_wait_of_a_front_equals_the_md1_queue(seed: int) -> None:
-    """M/D/1: replicas that take next to nothing behind a front that is busy for half of its time."""
+    """M/D/1: replicas with negligible service time and a front that is busy half of the time."""
     times = replace(EQUAL, front_s=0.5)
     world = World(num_replicas=4, num_running=16, num_requests=20_000, num_beginnings=0, fronts=1)
     outcome = Simulation(times, world, seed, draw_work=lambda _: 1e-9, rate=1.0).run()

@@ -1,4 +1,4 @@
-"""What a user is told of how much was drafted."""
+"""The explanation of draft lengths for users."""
 
 from harness.replay import Costs, controller, made_up, replay
 from paceline.speculation.draft_length.explain import explain_policy, explain_steps

@@ -183,7 +183,7 @@ def test_drafter_without_candidates_is_not_called(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("is_lookup", [True, False])
 def test_skip_reason_unprofitable_is_kept_if_another_drafter_has_no_match(is_lookup: bool) -> None:
-    """It tells more than that the other one found nothing."""
+    """It is more informative than that the other drafter found nothing."""
     lookup, other = Scripted("lookup", lambda request: None, is_lookup=True), Scripted("other", chain(*RIGHT, source="other", prob=0.01))
     lookup.traits = DrafterTraits(is_lookup=is_lookup)
     (rows,) = propose(speculator_of([lookup, other], adaptive(row_s=0.5)), make_request([1, 2]))

@@ -32,7 +32,7 @@ def make_request(num_prompt: int = 900, max_tokens: int = 256) -> Request:
 
 
 class Clock(Drafter):
-    """Reads for so many simulated seconds a token what it has not seen, and guesses `accepted` tokens right."""
+    """Reads new tokens at a given number of simulated seconds each, and drafts `accepted` right tokens."""
 
     name = "clock"
 
@@ -61,7 +61,7 @@ class Clock(Drafter):
 
 
 def decode(speculator: Speculator, drafter: Clock, num_tokens: int, *, max_tokens: int = 256) -> float:
-    """Simulated seconds of one request behind a long prompt that says so many tokens."""
+    """Simulated seconds of one request with a long prompt that generates this many tokens."""
     request, seconds = make_request(max_tokens=max_tokens), 0.0
     while request.num_output_tokens < num_tokens:
         rows, before = RequestRows.without_draft(request, 1), drafter.seconds

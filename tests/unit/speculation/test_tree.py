@@ -147,7 +147,7 @@ def test_trim_to_a_chain_keeps_the_first_node_of_each_level():
 
 
 def _drawn_tree(generator: np.random.Generator, vocab_size: int = 6) -> DraftTree:
-    """A tree in which every node's children are drawn; the distribution of each node is told by its first value."""
+    """A tree in which every node's children are drawn; the distribution of each node is identified by its first value."""
     tokens: list[int] = []
     parents: list[int] = []
     for node in range(int(generator.integers(1, 8))):

@@ -1,4 +1,4 @@
-"""The walk keeps what token-by-token drawing gives, whatever the tree guesses."""
+"""Verification accepts the tokens of token-by-token sampling, whatever the tree contains."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def _request(target: ScriptedTarget, params: SamplingParams, seed: int, sample_i
     return Request(list(target.prompt), len(target.prompt), params, processor, CachedSequence(), seed, sample_index, max_len)
 
 
-def _guess(generator: np.random.Generator, root: int, right: tuple[int, ...], vocab_size: int) -> DraftTree:
+def _random_draft(generator: np.random.Generator, root: int, right: tuple[int, ...], vocab_size: int) -> DraftTree:
     """A random tree in which each level often holds the right token somewhere."""
     tokens: list[int] = []
     parents: list[int] = []
@@ -67,7 +67,7 @@ def test_verify_of_any_tree_gives_the_tokens_of_plain_decoding(name, seed):
         request = _request(target, PARAMS[name], case, sample_index=case % 3)
         while not request.is_finished:
             done = request.num_output_tokens
-            tree = _guess(generator, request.token_ids[-1], plain[done:], target.vocab_size)
+            tree = _random_draft(generator, request.token_ids[-1], plain[done:], target.vocab_size)
             result = verify(tree, _logits(target, request, tree), request)
             _check_walk(tree, result, plain[done:NUM_TOKENS])
             assert request.num_output_tokens == done
@@ -78,7 +78,7 @@ def test_verify_of_any_tree_gives_the_tokens_of_plain_decoding(name, seed):
 
 
 def _check_walk(tree: DraftTree, result, right: tuple[int, ...]) -> None:
-    """The longest guessed prefix of the right text was accepted, and the token after it is the bonus: at the latest the last one."""
+    """The longest drafted prefix of the right text was accepted, and the token after it is the bonus: at the latest the last one."""
     paths = _node_paths(tree)
     longest = min(max(len(path) for path in paths if path == right[: len(path)]), len(right) - 1)
     assert [paths[node] for node in result.accepted_nodes] == [right[:count] for count in range(1, longest + 1)]

@@ -1,4 +1,4 @@
-"""What a GGUF file may say about its tokenizer, and what it may not."""
+"""Allowed and refused tokenizer metadata of GGUF files."""
 
 import itertools
 import random

@@ -39,6 +39,7 @@ FAMILIES = {
     "llama": ("tokenizer.model", LLAMA3_PATTERN),
     "qwen2": ("qwen.tiktoken", QWEN_PATTERN),
     "deepseek_v3": ("tiktoken.model", KIMI_PATTERN),
+    "kimi_k2": ("tiktoken.model", KIMI_PATTERN),
 }
 
 

@@ -1,9 +1,9 @@
-"""The walk over recorded texts counts steps as decoding does."""
+"""The count_steps over recorded texts counts steps as decoding does."""
 
 import numpy as np
 import pytest
 
-from paceline.training.estimate import walk
+from paceline.training.estimate import count_steps
 
 
 @pytest.mark.parametrize(
@@ -16,4 +16,4 @@ from paceline.training.estimate import walk
     ],
 )
 def test_acceptance_estimate_counts_steps_of_a_recorded_text(hits: list[list[int]], steps: int) -> None:
-    assert walk(np.array(hits, bool)) == (steps, len(hits))
+    assert count_steps(np.array(hits, bool)) == (steps, len(hits))

@@ -49,7 +49,7 @@ def test_recorded_answers_are_generated_by_the_target(run: TinyRun) -> None:
 def test_interrupted_training_recording_continues(run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, calls = read_model_config(Path(run.settings.model)), []
     answers = recording._answers
-    monkeypatch.setattr(recording, "BATCH", 8)
+    monkeypatch.setattr(recording, "batch_size", lambda _: 8)
     monkeypatch.setattr(recording, "_SHARD_BYTES", 1)
 
     def interrupted(*given: object, **options: object) -> object:
@@ -70,6 +70,16 @@ def test_interrupted_training_recording_continues(run: TinyRun, tmp_path: Path, 
     for index in range(len(before)):  # the same, bit for bit, whatever ran together
         np.testing.assert_array_equal(before.token_ids[index], after.token_ids[index])
         assert torch.equal(before.features(index), after.features(index))
+
+
+def test_estimate_of_the_disk_leaves_out_looping_answers(run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, lines = read_model_config(Path(run.settings.model)), list[str]()
+    monkeypatch.setattr(recording, "repeat_share", lambda token_ids: 2.0 * (token_ids[-1] % 2))
+    with quick_profiles():
+        found = record(run.settings, config, tmp_path / DATA_FOLDER, lines.append)
+    counts = found.train.counts
+    assert counts["left_out"] > 0
+    assert f"about {counts['tokens']:,} tokens" in next(line for line in lines if line.startswith("recording"))  # all fit into the trial
 
 
 def test_training_data_recorded_with_other_settings_are_refused(run: TinyRun, tmp_path: Path) -> None:

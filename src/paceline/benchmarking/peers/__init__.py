@@ -97,7 +97,7 @@ def environment_python(peer: Peer) -> Path | None:
 
 
 def make_environment(peer: Peer, run: Run | None = None) -> Path:
-    """Install a peer, unless it is; returns its Python. What is there of an earlier attempt is thrown away.
+    """Install a peer unless it is installed, and return its Python. Remains of an earlier attempt are deleted.
 
     Args:
         run: runs a command.

@@ -30,7 +30,7 @@ DRAFT_TOKENS = 16
 MIN_PATH_PROBABILITY = 0.75
 LOOKUP_NGRAM, LOOKUP_TOKENS = 2, 10
 _CANDIDATES = 10
-_ROWS = 512  # of a pass over a prompt
+_ROWS = 512  # rows of a prefill pass
 
 Propose = Callable[[list[int]], list[int]]
 
@@ -61,7 +61,7 @@ class Context:
         self._step = options.n_batch
 
     def read(self, token_ids: Sequence[int], *, outputs: int) -> None:
-        """Pass over further tokens; the last `outputs` of them answer."""
+        """Run a forward pass over more tokens and compute logits for the last `outputs` of them."""
         for start in range(0, len(token_ids), self._step):
             part = token_ids[start : start + self._step]
             for row, token in enumerate(part):

@@ -41,7 +41,7 @@ class OpenModel(Protocol):
     """A model in a worker."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what the reply to the first line has in addition."""
+        """Return additional fields for the reply to the first line."""
 
     def answer(self, order: Any, /) -> dict[str, Any]:
         """Run a request and return the reply."""
@@ -90,7 +90,7 @@ class PeerError(Exception):
 
 
 def serve(open_model: Callable[[Any], OpenModel], expected: type[Exception] = PeerError) -> None:
-    """Open what the first line of stdin names and answer the others; whatever the library prints goes to stderr.
+    """Load the model that the first line of stdin names, and answer the requests after it. The library's output goes to stderr.
 
     Args:
         expected: errors of this type have no traceback.
@@ -103,14 +103,14 @@ def serve(open_model: Callable[[Any], OpenModel], expected: type[Exception] = Pe
 def answer_orders(open_model: Callable[[Any], OpenModel], orders: TextIO, answers: TextIO, expected: type[Exception] = PeerError) -> None:
     """Run `serve` on two given streams."""
 
-    def say(answer: Mapping[str, Any]) -> None:
+    def send(answer: Mapping[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
     def failed(error: Exception) -> None:
         if not isinstance(error, expected):
             traceback.print_exc()
-        say({"error": (str(error).strip() or type(error).__name__).splitlines()[0]})
+        send({"error": (str(error).strip() or type(error).__name__).splitlines()[0]})
 
     start = time.perf_counter()
     try:
@@ -120,10 +120,10 @@ def answer_orders(open_model: Callable[[Any], OpenModel], orders: TextIO, answer
     except Exception as error:
         failed(error)
         return
-    say({"ready": True, "load_s": time.perf_counter() - start, **opened.facts()})
+    send({"ready": True, "load_s": time.perf_counter() - start, **opened.facts()})
     for line in orders:
         try:
-            say(opened.answer(json.loads(line)))
+            send(opened.answer(json.loads(line)))
         except Exception as error:
             failed(error)
 

@@ -23,7 +23,7 @@ Tones = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar.
+    """One bar of a chart.
 
     Attributes:
         value: None = there is none, and `note` has the reason.
@@ -166,19 +166,19 @@ def page(result: BenchResult) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">',
         f"<title>paceline bench: {name}</title><style>{_styles()}</style></head><body><main>",
         f"<h1>{name}: plain decoding and speculation</h1>",
-        *_troubles(result),
+        *_failures(result),
         *_overview(result, tones),
     ]
     for (workload, temperature), cells in groupby(result.cells, key=lambda cell: (cell.workload, cell.temperature)):
         parts.append(_cells(text.cell_title(workload, temperature), list(cells), tones))
     parts.append("<section><h2>Circumstances</h2><dl>")
-    parts += [f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in text.circumstances(result)]
+    parts += [f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in text.measurement_conditions(result)]
     parts.append("</dl></section><section><h2>What the columns are</h2>")
     parts += [f'<p class="muted">{_text(note)}</p>' for note in text.NOTES]
     return "".join([*parts, "</section></main></body></html>\n"])
 
 
-def _troubles(result: BenchResult) -> Iterator[str]:
+def _failures(result: BenchResult) -> Iterator[str]:
     found = [f'<p class="fault">failed: {_text(line)}</p>' for line in text.failures(result)]
     found += [f'<p class="muted">{_text(notice)}</p>' for notice in result.measured.notices]
     if result.measured.ended != "complete":
@@ -252,5 +252,5 @@ def _row(cell: Cell) -> str:
 
 
 def _text(value: object) -> str:
-    """As text of the page: names come from files and from users."""
+    """Escape a value for HTML, because names come from files and users."""
     return escape(printable(str(value)))

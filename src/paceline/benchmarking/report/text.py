@@ -1,4 +1,4 @@
-"""A result as text: numbers and circumstances in words, and tables for the terminal."""
+"""A result as text: numbers and measurement conditions as text, and tables for the terminal."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -48,7 +48,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """As per cent."""
+    """Format a share as a percentage."""
     return UNKNOWN if value is None else f"{value:.0%}"
 
 
@@ -87,7 +87,7 @@ def summary_line(summary: Summary) -> str:
     return f"{summary.speedup:.2f} ({summary.lowest:.2f} to {summary.highest:.2f}; {counted})"
 
 
-def circumstances(result: BenchResult) -> Iterator[tuple[str, str]]:
+def measurement_conditions(result: BenchResult) -> Iterator[tuple[str, str]]:
     """Names and values of what numbers depend on."""
     size, machine, plan = result.measured.size, result.machine, result.plan
     yield "model", f"{result.model.shown}, {result.model.precision}"
@@ -151,7 +151,7 @@ def report(result: BenchResult) -> Group:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column()
-    for name, value in circumstances(result):
+    for name, value in measurement_conditions(result):
         facts.add_row(name, Text(printable(value)))
     return Group(*parts, facts, Text(), *(Text(note, style="dim") for note in NOTES))
 

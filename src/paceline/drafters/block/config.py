@@ -55,7 +55,7 @@ _MAX_CANDIDATES = 1024
 
 
 class MarkovKind(Enum):
-    """What the Markov head of DSpark computes its logits bias from."""
+    """Input from which the Markov head of DSpark computes its logits bias."""
 
     VANILLA = "vanilla"  # from the previous token
     GATED = "gated"  # from the previous token and the row's hidden state
@@ -77,7 +77,7 @@ class BlockConfig:
         embedding_scale: factor applied to the token embeddings.
         logit_scale, logit_soft_cap: applied to the logits, in this order.
         sample_from_anchor: True: each row drafts the token after its position, so the anchor's row drafts too. False: each row drafts the
-            token at its position, so the anchor's row drafts nothing. None: the config does not say.
+            token at its position, so the anchor's row drafts nothing. None: the config does not specify it.
         markov: kind of DSpark's Markov head, which adds a bias to the logits that depends on drafted tokens; None = there is none.
         has_confidence: there is a confidence head, which predicts the probability that a draft token is accepted.
         has_markov_confidence: the confidence head also reads the Markov embedding of the token before.

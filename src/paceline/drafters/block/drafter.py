@@ -46,7 +46,7 @@ class BlockDrafter(Drafter):
         head: the drafter's networks.
         cache: the target's KV cache; the drafter's context rows use the same block tables.
         vocab_size: V of the target; ids from it on are never drafted.
-        sample_from_anchor: whether the anchor's row drafts, see `BlockConfig`; only a first assumption if the config does not say.
+        sample_from_anchor: whether the anchor's row drafts, see `BlockConfig`; only a first assumption if the config does not specify it.
         tree_width: draft tokens after each node; 1 = a chain.
     """
 

@@ -118,7 +118,7 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
 
 
 def ambiguous_options(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> list[tuple[str, list[object]]]:
-    """Return the drafter options whose right value the head's files do not tell, each with the values to try instead of the default.
+    """Return the drafter options that the head's files leave open, each with the values to try instead of the default.
 
     Some training code numbers layer outputs where inference code numbers layer inputs, so layer boundaries may be off by one. The reference
     training code ignores `rope_theta`. The defaults of the other options differ between training codes.

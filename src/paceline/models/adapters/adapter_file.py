@@ -25,13 +25,13 @@ _FLOAT_TYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
 
 
 class TensorRole(Enum):
-    """What a tensor of an adapter file is for its module: a low-rank matrix, a bias, or a whole matrix."""
+    """Role of a tensor in an adapter file: a low-rank matrix, a bias, or a full replacement matrix."""
 
     DOWN = "lora_A"
     UP = "lora_B"
     UP_BIAS = "lora_B.bias"
     BIAS = "bias"
-    WHOLE = "weight"
+    FULL_WEIGHT = "weight"
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,8 +108,8 @@ class _AdapterBuilder:
                 self._add_biases(target, self._read_scaled_values(module, TensorRole.UP_BIAS, scale))
         if isinstance(target, TargetModule) and TensorRole.BIAS in module.tensors:
             self._add_replaced_biases(target, self._read_values(module, TensorRole.BIAS))
-        if isinstance(target, TargetModule) and TensorRole.WHOLE in module.tensors:
-            self._add_replacement(next(iter(target.parts)), self._read_values(module, TensorRole.WHOLE))
+        if isinstance(target, TargetModule) and TensorRole.FULL_WEIGHT in module.tensors:
+            self._add_replacement(next(iter(target.parts)), self._read_values(module, TensorRole.FULL_WEIGHT))
 
     def apply_to_tied_head(self) -> None:
         """Apply the changes of the embedding to lm_head, which is tied to it."""

@@ -113,7 +113,7 @@ class AdapterTargets:
         if part != EMBEDDING:
             shapes = {TensorRole.DOWN: (rank, columns), TensorRole.UP: (rows, rank), TensorRole.UP_BIAS: (rows,)}
         if part in (EMBEDDING, LM_HEAD):
-            shapes[TensorRole.WHOLE] = target.shape
+            shapes[TensorRole.FULL_WEIGHT] = target.shape
         if all(f"{matrix.name}.bias" in self._shapes for name in target.parts for matrix in self.matrices[name]):
             shapes[TensorRole.BIAS] = (rows,)
         return shapes
@@ -198,7 +198,7 @@ class AdapterTargets:
         suffixes = self._settings.targets.saved
         if not suffixes:
             return
-        held = {module.name for module in self._adapter_modules if TensorRole.WHOLE in module.tensors}
+        held = {module.name for module in self._adapter_modules if TensorRole.FULL_WEIGHT in module.tensors}
         if self._changes_tied_head and held:
             held.add(LM_HEAD)
         paths = [name.split(".") for name in checkpoint_names(self._config).values()]

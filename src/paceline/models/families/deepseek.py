@@ -16,6 +16,13 @@ from paceline.models.layers import AttentionConfig, ExpertRouting, LatentProject
 _GREEDY, _BY_GROUP = "greedy", "group_limited_greedy"
 _MAX_SIZE = 1024
 """Limit of the number of heads and of their sizes: shapes are listed by head before they are compared with the stored tensors."""
+_LATENT_KEYS = {
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_nope_head_dim": "attention.key_length_mla",
+    "v_head_dim": "attention.value_length_mla",
+}
+"""Metadata keys of the sizes of latent attention."""
 
 
 def _latent_attention(builder: LayerBuilder) -> AttentionConfig:
@@ -88,17 +95,13 @@ def _youtu_layers(builder: LayerBuilder) -> Layers:
     return builder.layers(_latent_attention(builder), [builder.mlp()] * builder.num_layers)
 
 
-def _gguf_fields(gating: GatingFunction, fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    grouped = grouped_experts_gguf_fields(fields, config)
+def _latent_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     key, scaling = "rope.scaling.yarn_log_multiplier", config.get("rope_scaling") or {}
     if scaling and fields.architecture_value(key):  # converters store 0.1 mscale_all_dim
         scaling = {**scaling, **dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * fields.number(key), 6))}
     return {
-        **fields.read_experts(gating=(gating,)),
         "rope_scaling": scaling or None,
-        **grouped,
         "num_key_value_heads": config["num_attention_heads"],
-        "topk_method": "noaux_tc" if gating is GatingFunction.SIGMOID else _BY_GROUP if grouped["n_group"] > 1 else _GREEDY,
         "q_lora_rank": fields.architecture_value("attention.q_lora_rank") or None,
         "kv_lora_rank": fields.count("attention.kv_lora_rank"),
         "qk_nope_head_dim": fields.count("attention.key_length_mla") - config["head_dim"],
@@ -106,8 +109,22 @@ def _gguf_fields(gating: GatingFunction, fields: GgufFields, config: Mapping[str
     }
 
 
+def _gguf_fields(gating: GatingFunction, fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    grouped = grouped_experts_gguf_fields(fields, config)
+    return {
+        **fields.read_experts(gating=(gating,)),
+        **_latent_gguf_fields(fields, config),
+        **grouped,
+        "topk_method": "noaux_tc" if gating is GatingFunction.SIGMOID else _BY_GROUP if grouped["n_group"] > 1 else _GREEDY,
+    }
+
+
+def _has_no_experts(fields: GgufFields) -> bool:
+    return not fields.architecture_value("expert_count")
+
+
 def _has_sigmoid_router(fields: GgufFields) -> bool:
-    return bool(fields.architecture_value("expert_gating_func") == GatingFunction.SIGMOID)
+    return not _has_no_experts(fields) and bool(fields.architecture_value("expert_gating_func") == GatingFunction.SIGMOID)
 
 
 def _gguf_format(gating: GatingFunction) -> GgufFormat:
@@ -116,14 +133,7 @@ def _gguf_format(gating: GatingFunction) -> GgufFormat:
         architectures=("deepseek2",),
         matches=_has_sigmoid_router if gating is GatingFunction.SIGMOID else None,
         read_extra_fields=partial(_gguf_fields, gating),
-        metadata_keys={
-            "q_lora_rank": "attention.q_lora_rank",
-            "kv_lora_rank": "attention.kv_lora_rank",
-            "qk_nope_head_dim": "attention.key_length_mla",
-            "v_head_dim": "attention.value_length_mla",
-            "n_shared_experts": "expert_shared_count",
-            "routed_scaling_factor": "expert_weights_scale",
-        },
+        metadata_keys={**_LATENT_KEYS, "n_shared_experts": "expert_shared_count", "routed_scaling_factor": "expert_weights_scale"},
         has_latent_attention=True,
     )
 
@@ -179,6 +189,8 @@ FAMILIES = (
         fixed_fields={**_FIXED_FIELDS, "scoring_func": "softmax", "norm_topk_prob": False},
         gguf=_gguf_format(GatingFunction.SOFTMAX),
     ),
+    # Moonshot's name for DeepSeek-V3's network. It precedes that family, which a config.json without `model_type` belongs to.
+    replace(_DEEPSEEK_V3, name="kimi_k2", models="Kimi-K2", bundled_drafters=(), gguf=None, gguf_family="deepseek_v3"),
     _DEEPSEEK_V3,
     replace(
         _DEEPSEEK_V3,
@@ -220,6 +232,12 @@ FAMILIES = (
             **special_ids(128000, 128001),
         },
         fixed_fields={"attention_bias": False, "mlp_bias": False, "rope_interleave": True},
-        gguf=None,
+        gguf=GgufFormat(
+            architectures=("deepseek2",),
+            matches=_has_no_experts,
+            read_extra_fields=_latent_gguf_fields,
+            metadata_keys=_LATENT_KEYS,
+            has_latent_attention=True,
+        ),
     ),
 )

@@ -37,6 +37,7 @@ class GgufFormat:
         read_extra_fields: function that returns the family's own config.json fields, given those that every GGUF file has.
         metadata_keys: GGUF keys of config.json fields, for errors, where `gguf/config.py` does not list them.
         module_names: GGUF names of modules that differ from those in `gguf/weights.py`.
+        ignored_tensors: names in a block of tensors that the network does not have, and that `read_extra_fields` has checked.
         has_interleaved_rope: rows of q and k are stored for interleaved (GPT-J style) rotary embeddings.
         has_rope: rotary settings are read from the usual metadata. False = `read_extra_fields` reads them, or there are none.
         has_untied_output: a file without `output.weight` is damaged. False = such a file has tied embeddings.
@@ -52,6 +53,7 @@ class GgufFormat:
     read_extra_fields: Callable[[GgufFields, Mapping[str, Any]], dict[str, Any]] = no_extra_fields
     metadata_keys: Mapping[str, str] = field(default_factory=dict)
     module_names: Mapping[str, str] = field(default_factory=dict)
+    ignored_tensors: tuple[str, ...] = ()
     has_interleaved_rope: bool = False
     has_rope: bool = True
     has_untied_output: bool = False
@@ -94,7 +96,8 @@ class Family:
         count_layers: function that returns how many layers config.json describes; None = `num_hidden_layers`.
         field_aliases: maps other names of config.json fields to the usual ones. If a file has both, the alias is read.
         has_mxfp4_experts: checkpoints stack all experts of a layer in two tensors, in MXFP4 or as transposed bfloat16.
-        has_norm_offset, has_lm_head_bias: as in `ModelConfig`.
+        has_norm_offset, has_embedding_norm, has_lm_head_bias: as in `ModelConfig`.
+        has_plain_final_norm: the weight of the final norm is stored as it is, also with `has_norm_offset`.
         has_scaled_embedding: embedding rows are multiplied by the square root of the hidden size.
         has_logit_soft_cap: `final_logit_softcapping` is applied to logits.
         has_multipliers: embedding rows are multiplied by `embedding_multiplier`, logits by `lm_head_multiplier` / `logits_scaling`.
@@ -129,6 +132,8 @@ class Family:
     field_aliases: Mapping[str, str] = field(default_factory=dict)
     has_mxfp4_experts: bool = False
     has_norm_offset: bool = False
+    has_plain_final_norm: bool = False
+    has_embedding_norm: bool = False
     has_lm_head_bias: bool = False
     has_scaled_embedding: bool = False
     has_logit_soft_cap: bool = False

@@ -20,6 +20,7 @@ from paceline.models.families import (
     layer_norm,
     lfm2,
     llama,
+    muse_glimmer,
     nemotron_h,
     olmo,
     qwen,
@@ -29,7 +30,7 @@ from paceline.models.families.family import Family
 
 _MODULES = (
     llama, apertus, deepseek, ernie, hunyuan, qwen, gemma, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2, nemotron_h,
-    falcon_h1, layer_norm,
+    falcon_h1, layer_norm, muse_glimmer,
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 

@@ -98,6 +98,24 @@ class GgufFields:
         """Return whether any of the blocks has a tensor with this name after the prefix, such as `attn_q.bias`."""
         return any(self.has_tensor(f"blk.{block}.{name}") for block in range(num_blocks))
 
+    def constant_vector(self, name: str, size: int) -> float:
+        """Return the value that all elements of a float32 vector have.
+
+        Raises:
+            CheckpointError: The file lacks the tensor, or it is not such a vector of `size` elements.
+        """
+        tensor = self.file.tensors.get(name)
+        if tensor is None or tensor.block_type.name != "F32" or tensor.shape != (size,):
+            found = "is missing" if tensor is None else f"is of type {tensor.block_type.name} and shape {list(tensor.shape)}"
+            raise CheckpointError(f"{self.file.path}: {name} {found}, expected F32 of shape [{size}]; download the file again")
+        values = tensor.data.view("<f4")
+        if not 0 < values.min() == values.max() < np.inf:
+            raise CheckpointError(
+                f"{self.file.path}: {name} holds numbers from {values.min()} to {values.max()}, expected one number above 0; "
+                "download the file again"
+            )
+        return float(str(values[0]))  # the shortest decimal, see `metadata_value`
+
     def num_tensor_rows(self, name: str) -> int:
         """Return the number of rows of a tensor; 0 if the file does not have it."""
         tensor = self.file.tensors.get(name)

@@ -202,7 +202,10 @@ def _find_network_sources(file: GgufFile, config: ModelConfig, extra: ExtraTenso
     unknown = [
         name
         for name in file.tensors
-        if name not in known and not _is_unused_kv_tensor(name, config) and not _is_mtp_tensor(name, file, config)
+        if name not in known
+        and not _is_unused_kv_tensor(name, config)
+        and not _is_mtp_tensor(name, file, config)
+        and not _is_ignored_tensor(name, config)
     ]
     if extra is not None:
         unknown = [name for name in unknown if name not in extra.other_names]
@@ -290,6 +293,12 @@ def _is_unused_kv_tensor(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor projects keys or values in a layer that reads the KV cache of another layer."""
     found = re.fullmatch(r"blk\.(\d{1,9})\.(attn_k|attn_v|attn_k_norm)\.weight", name)
     return found is not None and shares_kv(config, int(found[1]))
+
+
+def _is_ignored_tensor(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor of a layer is in `GgufFormat.ignored_tensors`."""
+    found = re.fullmatch(r"blk\.(\d{1,9})\.(.*)", name)
+    return found is not None and int(found[1]) < config.num_layers and found[2] in gguf_format(FAMILIES[config.family]).ignored_tensors
 
 
 def _is_mtp_tensor(name: str, file: GgufFile, config: ModelConfig) -> bool:

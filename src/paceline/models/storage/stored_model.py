@@ -21,7 +21,7 @@ TEXT_MODEL_PREFIXES = ("model.language_model.", "language_model.model.", "model.
 """Prefixes of newer and older multimodal models, of Idefics, and of Nemotron-H."""
 ENCODER_PREFIXES = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "audio_tower.", "embed_vision.",
-    "embed_audio.", "vision_embedder.",
+    "embed_audio.", "vision_embedder.", "vision_adapter.", "vision_projection.",
 )  # fmt: skip
 _DRAFTING_PARTS = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")  # prefixes of drafting heads' tensors
 

@@ -6,7 +6,7 @@ Reasoning is between <|inner_prefix|> and <|inner_suffix|>; a call within it end
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
 from paceline.parsing.lenient_json import emit_json_object, read_short_string
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 

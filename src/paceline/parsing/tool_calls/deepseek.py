@@ -5,7 +5,7 @@ from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import take_fence
 from paceline.parsing.json_call_list import take_any
 from paceline.parsing.lenient_json import emit_json_object
-from paceline.parsing.markers import Markers, including_mark
+from paceline.parsing.markers import Markers, including_mark, section_of
 from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
@@ -15,17 +15,7 @@ TOKENS = (OPEN, CLOSE, CALL, SEPARATOR, CALL_END)
 TYPE = "function"
 # marks of the results of tools, which the model at times writes itself; what is between them is text
 _OUTPUTS = tuple(f"<｜tool▁{name}｜>" for name in ("outputs▁begin", "output▁begin", "output▁end", "outputs▁end"))
-_OTHER_OPENS = ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool▁calls｜>")  # as distillations spell it
-
-
-def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Parse all calls. Marks may be missing: distilled models leave them out."""
-    yield from stream.skip()
-    yield from stream.take(CALL)
-    yield from _read_call(stream, sink)
-    while sink.can_call and (yield from stream.take(CALL)):
-        yield from _read_call(stream, sink)
-    yield from stream.take_or_end(CLOSE)
+_OTHER_OPENS = ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool▁calls｜>")  # spelling of distilled models
 
 
 def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -56,6 +46,7 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     stream.mark_emitted()
 
 
+read_calls = section_of(CALL, _read_call, CLOSE)  # distilled models leave marks out
 MARKERS = Markers(
     anywhere={
         **dict.fromkeys((OPEN, *_OTHER_OPENS), read_calls),

@@ -6,7 +6,7 @@ V3.2 puts the calls into <｜DSML｜function_calls>, V4 into <｜DSML｜tool_cal
 from dataclasses import replace
 
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.tagged_calls import TaggedCallFormat
 
 DSML = "｜DSML｜"

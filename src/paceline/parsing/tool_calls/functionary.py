@@ -1,21 +1,19 @@
 """<function=name>{…}</function>, or >>>name, line end, {…} in version 3.2: Functionary 3.1 and 3.2, custom tools of Llama 3.1."""
 
-import re
 import string
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
 from paceline.parsing.lenient_json import emit_json_object
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import drop_mark
-from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 RECIPIENT, TEXT = ">>>", "all"
-_NAME = re.compile(r"[\w.\-]")
 
 
 def read_function(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -28,7 +26,7 @@ def read_function(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 def read_recipient(stream: TextStream, sink: EventSink) -> Parse[None]:
     """Parse a call of version 3.2, or drop the heading of text."""
-    name = yield from stream.matching(_NAME)
+    name = yield from stream.matching(NAME_CHARACTER)
     if not (yield from stream.take("\n")):
         raise MalformedError
     if name != TEXT:
@@ -38,7 +36,7 @@ def read_recipient(stream: TextStream, sink: EventSink) -> Parse[None]:
 def read_first_recipient(stream: TextStream, sink: EventSink) -> Parse[None]:
     """Parse the same at the beginning of an answer, where the prompt already has the mark. Its name must be an offered tool's."""
     stream.at -= 1
-    name = yield from stream.matching(_NAME)
+    name = yield from stream.matching(NAME_CHARACTER)
     if (name != TEXT and not sink.has_tool(name)) or not (yield from stream.take("\n")):
         raise MalformedError
     if name != TEXT:

@@ -2,7 +2,7 @@
 
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.python_calls import CallListReader
 from paceline.parsing.schema_grammar import python_call_grammar
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream

@@ -1,7 +1,5 @@
 """<|tool_call>call:name{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>: Gemma 4."""
 
-import re
-
 from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
@@ -10,7 +8,7 @@ from paceline.parsing.lenient_json import RawQuotes, emit_json_object
 from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
 from paceline.parsing.schema_grammar import quoted_object_grammar
-from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
+from paceline.parsing.text_stream import NAME_CHARACTER, WHITESPACE, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
@@ -20,7 +18,6 @@ _CALL, _LABEL = "call:", "thought"
 _RESPONSE = "<|tool_response>"  # the result of a call, whose mark the model at times writes itself
 _QUOTES = RawQuotes(QUOTE, OPEN, CLOSE)
 _READER = ReasoningReader(THINK[1])
-_NAME = re.compile(r"[\w.\-]")
 
 
 def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -41,7 +38,7 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from stream.skip()
-    name = yield from stream.matching(_NAME)
+    name = yield from stream.matching(NAME_CHARACTER)
     yield from stream.skip()
     if not name or (yield from stream.peek()) != "{":
         raise MalformedError

@@ -1,19 +1,16 @@
 """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>, with line ends or without: GLM 4.5 to 4.7."""
 
-import re
-
 from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.tagged_calls import TaggedCallFormat
-from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 TOKENS = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
-_NAME = re.compile(r"[\w.\-]")
 TAGS = TaggedCallFormat(open=OPEN, close=CLOSE, parameter=KEY, key_end=KEY_END, value=VALUE, parameter_end=VALUE_END)
 
 
@@ -22,7 +19,7 @@ def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from skip_repeated_mark(stream, OPEN)
     if sink.num_calls and (yield from stream.peek()) == "":  # an opening mark where a closing one should be
         return
-    name = yield from stream.matching(_NAME)
+    name = yield from stream.matching(NAME_CHARACTER)
     yield from stream.skip()
     following = yield from stream.one_of((KEY, CLOSE))
     if not name or (not sink.has_tool(name) and following != KEY) or (following is None and (yield from stream.peek()) != ""):

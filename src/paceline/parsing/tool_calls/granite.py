@@ -7,7 +7,7 @@ from paceline.parsing.markers import Markers
 from paceline.parsing.text_stream import WHITESPACE, Parse, TextStream
 
 THINK = ("Here is my thought process:", "Here is my response:")
-_THINK_SHORT = ("Here's my thought process:", "Here's my response:")  # as quantised models write
+_THINK_SHORT = ("Here's my thought process:", "Here's my response:")  # spelling of quantised models
 OPEN = "<|tool_call|>"
 CALLS = JsonCallList(open_marks=(OPEN, "<tool_call>"), close_marks=("</tool_call>",), before="[", after="]")
 

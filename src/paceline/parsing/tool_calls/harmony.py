@@ -8,7 +8,7 @@ from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import emit_arguments, skip_closers
 from paceline.parsing.markers import Markers
-from paceline.parsing.text_stream import WHITESPACE, Emit, MalformedError, Parse, TextStream
+from paceline.parsing.text_stream import NAME_CHARACTER, WHITESPACE, Emit, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
@@ -21,7 +21,6 @@ _NO_TOOLS = ("assistant", "user")  # recipients of messages that are no calls
 _TO_FUNCTION = f"to={_FUNCTIONS}"
 TEXT_SIGNS = (_TO_FUNCTION,)
 _WRITTEN_HEADERS = tuple(f"{words}{_TO_FUNCTION}" for words in ("assistantcommentary ", "assistant commentary ", "commentary ", ""))
-_NAME = re.compile(r"[\w.\-]")
 _TYPES = (CONSTRAIN, "json", "code", CHANNEL, "commentary", MESSAGE)
 
 
@@ -70,7 +69,7 @@ class HarmonyReader:
                 yield from _emit_to_end(stream, sink.reasoning)
             else:
                 yield from self._emit_text((*ENDS, START), stream, sink)
-        elif recipient is not None and not is_function:  # to a tool that gpt-oss was trained with, such as python
+        elif recipient is not None and not is_function:  # a call of a built-in tool of gpt-oss, such as python
             stream.mark_emitted()
             yield from _emit_to_end(stream, sink.reasoning if self.has_reasoning else sink.text)
         else:
@@ -109,7 +108,7 @@ class HarmonyReader:
 
     def _read_written_call(self, stream: TextStream, sink: EventSink) -> Parse[None]:
         """Parse a call after its header, which is text: to=functions.name json {…}."""
-        name = yield from stream.matching(_NAME)
+        name = yield from stream.matching(NAME_CHARACTER)
         yield from stream.skip()
         while (word := (yield from stream.one_of(_TYPES))) is not None:
             stream.at += len(word)

@@ -3,21 +3,18 @@
 Hunyuan 4 leaves out <tool_sep> and the line ends. The published Hunyuan 3 has a suffix in each tag: <tool_calls:opensource>.
 """
 
-import re
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import take_any
 from paceline.parsing.lenient_json import emit_json_object
-from paceline.parsing.markers import Markers
+from paceline.parsing.markers import Markers, including_mark, section_of
 from paceline.parsing.reasoning import reasoning_format
 from paceline.parsing.tagged_calls import LINE_END, TaggedCallFormat
-from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
-
-_NAME = re.compile(r"[\w.\-]")
 
 
 class Hunyuan3:
@@ -46,21 +43,14 @@ class Hunyuan3:
 
     def format_of(self, signs: tuple[str, ...]) -> ToolCallFormat:
         """Return the format that these texts in a chat template show."""
-        markers = Markers(anywhere={self._open: self.read_calls, self._call: self.read_bare_call})
+        read_calls = section_of(self._call, self._read_call, self._close)
+        markers = Markers(anywhere={self._open: read_calls, self._call: including_mark(read_calls, len(self._call))})
         tags = (self._open, self._close, self._call, self._separator, self._call_end, self._key, self._key_end, self._value)
         return ToolCallFormat(markers, signs, (*tags, self._value_end), self.calls_grammar, self._open)
 
-    def read_calls(self, stream: TextStream, sink: EventSink) -> Parse[None]:
-        yield from stream.skip()
-        yield from stream.take(self._call)
-        yield from self._read_call(stream, sink)
-        while sink.can_call and (yield from stream.take(self._call)):
-            yield from self._read_call(stream, sink)
-        yield from stream.take_or_end(self._close)
-
     def _read_call(self, stream: TextStream, sink: EventSink) -> Parse[None]:
         yield from stream.skip()
-        name = yield from stream.matching(_NAME)
+        name = yield from stream.matching(NAME_CHARACTER)
         yield from stream.skip()
         has_separator = yield from stream.take(self._separator)
         yield from stream.skip()
@@ -78,11 +68,6 @@ class Hunyuan3:
         yield from take_any(stream, (self._call_end,))
         yield from stream.skip()
         stream.mark_emitted()
-
-    def read_bare_call(self, stream: TextStream, sink: EventSink) -> Parse[None]:
-        """Parse calls whose outer mark is missing."""
-        stream.at -= len(self._call)
-        yield from self.read_calls(stream, sink)
 
     def calls_grammar(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
         """Build the grammar. Arguments come in the schema's order."""

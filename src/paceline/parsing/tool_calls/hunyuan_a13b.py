@@ -8,7 +8,7 @@ from dataclasses import replace
 from paceline.parsing.answer_tags import think_before
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import JsonCallList
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import drop_mark
 
 ANSWER = ("<answer>", "</answer>")

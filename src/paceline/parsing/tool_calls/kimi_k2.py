@@ -6,7 +6,7 @@ from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import emit_arguments, skip_closers
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"

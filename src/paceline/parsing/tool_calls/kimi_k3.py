@@ -6,6 +6,7 @@ may also be one JSON object in a section `json`.
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape, unescape
 from typing import Any
 
@@ -13,12 +14,12 @@ from paceline.parsing.argument_types import parameter_schema
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.lenient_json import emit_json_object, escape_json
-from paceline.parsing.markers import Markers
+from paceline.parsing.markers import Markers, section_of
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
-from paceline.parsing.schema_grammar import value_grammar
+from paceline.parsing.schema_grammar import parameters_grammar
 from paceline.parsing.tagged_values import TaggedValues, ValueTags
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
 OPEN_TAG, CLOSE_TAG, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
@@ -38,15 +39,6 @@ _ARGUMENT, _ARGUMENT_END = f"{OPEN_TAG}argument ", section("argument")[1]
 _TAG_END = f'"{SEPARATOR}'
 _VALUE_TAGS = ValueTags(_ARGUMENT, _ARGUMENT_END, _CALL, (_CALL_END, CLOSE), block_opening=OPEN)
 _JSON, _JSON_END = f"{OPEN_TAG}json", section("json")[1]
-
-
-def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
-    yield from stream.skip()
-    yield from stream.expect(_CALL)
-    yield from _read_call(stream, sink)
-    while sink.can_call and (yield from stream.take(_CALL)):
-        yield from _read_call(stream, sink)
-    yield from stream.take_or_end(CLOSE)
 
 
 def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -93,7 +85,7 @@ def _read_attributes(stream: TextStream) -> Parse[dict[str, str]]:
 read_reasoning = ReasoningReader(THINK[1], open=THINK[0])
 # the marks of the answer are also those of reasoning, because they are markup without tools, too
 _ANSWER = dict.fromkeys((*RESPONSE, MESSAGE[1]), drop_mark)
-MARKERS = Markers(anywhere={OPEN: read_calls, **_ANSWER})
+MARKERS = Markers(anywhere={OPEN: section_of(_CALL, _read_call, CLOSE), **_ANSWER})
 THINK_MARKERS = Markers(anywhere=_ANSWER, first={THINK[0]: read_reasoning, THINK[1]: drop_mark})
 
 
@@ -102,23 +94,18 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     calls = []
     for tool in tools:
         head = grammar.literal(f'{_CALL}tool="{escape(tool.name)}" index="')
-        calls.append(f"{head} /[0-9]{{1,3}}/ {grammar.literal(_TAG_END)} {_arguments(grammar, tool)} {grammar.literal(_CALL_END)}")
+        arguments = parameters_grammar(grammar, tool, partial(_opening, grammar), _ARGUMENT_END)
+        calls.append(f"{head} /[0-9]{{1,3}}/ {grammar.literal(_TAG_END)} {arguments} {grammar.literal(_CALL_END)}")
     empty = grammar.literal("".join(RESPONSE))
     return f"({empty})? {grammar.literal(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
 
 
-def _arguments(grammar: ToolCallGrammar, tool: Tool) -> str:
-    root = arguments_schema(tool)
-    required, parts = root.get("required") or (), ['""']
-    for name in root.get("properties") or ():
-        schema = parameter_schema(root, name) or {}
-        named = schema.get("type")
-        types = grammar.literal(named) if isinstance(named, str) else "/[a-z]+/"
-        key = grammar.literal(f'{_ARGUMENT}key="{escape(name)}" type="')
-        opening = f"{key} {types} {grammar.literal(_TAG_END)}"
-        one = grammar.rule(f"{opening} {value_grammar(grammar, root, schema, _ARGUMENT_END)}")
-        parts.append(one if name in required else f"{one}?")
-    return " ".join(parts)
+def _opening(grammar: ToolCallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    """Return a grammar of the tag of an argument."""
+    named = schema.get("type")
+    types = grammar.literal(named) if isinstance(named, str) else "/[a-z]+/"
+    key = grammar.literal(f'{_ARGUMENT}key="{escape(name)}" type="')
+    return f"{key} {types} {grammar.literal(_TAG_END)}"
 
 
 FORMAT = ToolCallFormat(MARKERS, (OPEN_TAG, "'tools'"), TOKENS, calls_grammar)

@@ -1,7 +1,7 @@
 """<minimax:tool_call><invoke name="…"><parameter name="key">value</parameter>…</invoke></minimax:tool_call>: MiniMax-M2."""
 
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.tagged_calls import TaggedCallFormat
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"

@@ -1,6 +1,5 @@
 """[TOOL_CALLS][{"name": …, "arguments": {…}}, …] or, newer, [TOOL_CALLS]name[ARGS]{…}: Mistral, Devstral and Ministral."""
 
-import re
 from collections.abc import Sequence
 
 from paceline.parsing.end_mark import skip_repeated_mark
@@ -9,13 +8,12 @@ from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import emit_arguments, json_call_head, read_json_calls, skip_closers
 from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import ReasoningReader
-from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
 THINK = ("[THINK]", "[/THINK]")
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_NAME = re.compile(r"[\w.\-]")
 read_reasoning = ReasoningReader(THINK[1], open=THINK[0])
 
 
@@ -30,12 +28,12 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 def _read_named(stream: TextStream, sink: EventSink) -> Parse[None]:
-    name = yield from stream.matching(_NAME)
+    name = yield from stream.matching(NAME_CHARACTER)
     if not name:
         raise MalformedError
     yield from stream.skip()
     if (yield from stream.take(CALL_ID)):
-        yield from stream.matching(_NAME)
+        yield from stream.matching(NAME_CHARACTER)
     has_mark = yield from stream.take(ARGS)
     yield from stream.skip()
     if not has_mark and (yield from stream.peek()) != "{":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import WHITESPACE, Parse, TextStream

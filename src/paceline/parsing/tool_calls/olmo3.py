@@ -1,7 +1,7 @@
 """<function_calls>, a line f(a="x") for each call, </function_calls>: OLMo 3."""
 
 from paceline.parsing.formats import ToolCallFormat, call_list
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.python_calls import CallListReader
 from paceline.parsing.schema_grammar import python_call_grammar
 

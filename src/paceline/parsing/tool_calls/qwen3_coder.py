@@ -4,7 +4,7 @@ from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call import read_json_calls
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import Parse, TextStream
 

@@ -6,7 +6,7 @@ Reasoning is between <seed:think> and </seed:think>. Remarks on the thinking bud
 from dataclasses import replace
 
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import ReasoningReader
 from paceline.parsing.tool_calls import qwen3_coder
 

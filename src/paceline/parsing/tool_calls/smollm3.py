@@ -1,7 +1,7 @@
 """<tool_call> with JSON, as Hermes, or Python between <code> and </code>: SmolLM3."""
 
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
 from paceline.parsing.python_calls import CallListReader
 from paceline.parsing.tool_calls import hermes
 

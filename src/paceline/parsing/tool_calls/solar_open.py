@@ -3,15 +3,14 @@
 The prompt ends with the role of the first message.
 """
 
-import re
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import emit_arguments, skip_closers
-from paceline.parsing.markers import Markers
+from paceline.parsing.markers import Markers, section_of
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
-from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
@@ -20,20 +19,10 @@ CALL, NAME, ARGUMENTS, CALL_END = "<|tool_call:begin|>", "<|tool_call:name|>", "
 BEGIN, CONTENT, END = "<|begin|>assistant", "<|content|>", "<|end|>"
 THINK = ("<|think|>", END)
 TOKENS = (OPEN, CLOSE, CALL, NAME, ARGUMENTS, CALL_END)
-_ID = re.compile(r"[\w.\-]")
-
-
-def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
-    yield from stream.skip()
-    yield from stream.expect(CALL)
-    yield from _read_call(stream, sink)
-    while sink.can_call and (yield from stream.take(CALL)):
-        yield from _read_call(stream, sink)
-    yield from stream.take_or_end(CLOSE)
 
 
 def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
-    call_id = yield from stream.matching(_ID)
+    call_id = yield from stream.matching(NAME_CHARACTER)
     yield from stream.expect(NAME)
     name = (yield from stream.until(ARGUMENTS)).strip()
     if not name or not name.isprintable():
@@ -48,7 +37,7 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 read_reasoning = ReasoningReader(THINK[1])
 _ANSWER = dict.fromkeys((BEGIN, CONTENT, END), drop_mark)
-MARKERS = Markers(anywhere={OPEN: read_calls, **_ANSWER})
+MARKERS = Markers(anywhere={OPEN: section_of(CALL, _read_call, CLOSE), **_ANSWER})
 THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, **_ANSWER})
 
 

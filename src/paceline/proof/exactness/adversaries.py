@@ -17,8 +17,8 @@ Answers: TypeAlias = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
 """Output tokens of plain decoding, by prompt and seed."""
 
 RIGHT_SHARE = 0.65
-_OUT_OF_RANGE_SHARE = 0.1  # of the wrong tokens
-_EXTEND_SHARE = 0.6  # of new nodes that extend the previous node
+_OUT_OF_RANGE_SHARE = 0.1  # share of the wrong tokens whose id is out of range
+_EXTEND_SHARE = 0.6  # share of new nodes that extend the previous node
 
 
 class AnswerDrafter(Drafter):

@@ -31,7 +31,7 @@ SHAPES = ("chain", "tree")
 BATCHES = ("1", "4", "8")
 EVENTS = ("cold", "prefix hit", "near hit", "next turn", "preempted", "chunked", "full passes")
 """near hit: prompts that differ in one token ran before; next turn: the prompt is an earlier prompt with its output."""
-TOGETHER = "together"
+ALL_DRAFTERS = "together"
 """Drafter name: all drafters of the engine."""
 
 SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
@@ -72,7 +72,7 @@ Factors: TypeAlias = Mapping[str, Sequence[str]]
 
 Level: TypeAlias = tuple[str, str]  # factor, level
 Pair: TypeAlias = frozenset[Level]
-MOST_OF_A_ROUND = 8
+MAX_PROMPTS_PER_ROUND = 8
 """Prompts of a file that one round of cases combines with everything else; the next round takes others."""
 _LENGTHS = {
     "a few tokens": (1, 6),
@@ -98,7 +98,7 @@ class PromptSource(Protocol):
 
 
 class SamplePrompts:
-    """Cuts of the sample text, other ones in each round, and ids that make no text.
+    """Prompts for each round: different excerpts of the sample text, and random ids that are no text.
 
     Args:
         input_processor: encodes.
@@ -129,7 +129,7 @@ class SamplePrompts:
 
 
 class GivenPrompts:
-    """A user's prompts, some of them in each round.
+    """The user's prompts. Each round uses some of them.
 
     Args:
         prompts: ids of each; at least one.
@@ -140,10 +140,10 @@ class GivenPrompts:
 
     @property
     def kinds(self) -> Sequence[str]:
-        return [f"prompt {index + 1}" for index in range(min(len(self._prompts), MOST_OF_A_ROUND))]
+        return [f"prompt {index + 1}" for index in range(min(len(self._prompts), MAX_PROMPTS_PER_ROUND))]
 
     def prompt(self, kind: str, round_number: int) -> tuple[int, ...]:
-        index = self.kinds.index(kind) + round_number * MOST_OF_A_ROUND
+        index = self.kinds.index(kind) + round_number * MAX_PROMPTS_PER_ROUND
         return self._prompts[index % len(self._prompts)]
 
 
@@ -208,7 +208,7 @@ class CaseRequest:
     Attributes:
         prompt: name of its kind.
         sampling: name in `SAMPLINGS`.
-        drafter: name of its drafter; `TOGETHER` = all.
+        drafter: name of its drafter; `ALL_DRAFTERS` = all.
         num_speculative_tokens: its own limit; None = that of the case.
         stop_index: it ends at the token that plain decoding has there; None = by length.
     """
@@ -299,7 +299,7 @@ class CaseMaker:
     def __init__(self, prompts: PromptSource, drafters: Sequence[str], seed: int, batches: Sequence[str] = BATCHES) -> None:
         self._prompts = prompts
         self._batches = batches
-        self._drafters = [*drafters, TOGETHER] if len(drafters) > 1 else list(drafters)
+        self._drafters = [*drafters, ALL_DRAFTERS] if len(drafters) > 1 else list(drafters)
         self._seed = seed
 
     def factors(self) -> Factors:
@@ -328,7 +328,7 @@ class CaseMaker:
             own = np.random.default_rng([self._seed, number])
             first = self._request(row, round_number, own)
             known.append(first)
-            others = tuple(self._companion(known, round_number, own) for _ in range(batch - 1))
+            others = tuple(self._other_request(known, round_number, own) for _ in range(batch - 1))
             yield Case(number, round_number, int(own.integers(2**31)), setting, (first, *others))
 
     def _request(self, row: Mapping[str, str], round_number: int, random: np.random.Generator) -> CaseRequest:
@@ -339,7 +339,7 @@ class CaseMaker:
         ids = self._prompts.prompt(prompt, round_number)
         return CaseRequest(prompt, ids, name, params, row["drafter"], None, stop_index)
 
-    def _companion(self, known: list[CaseRequest], round_number: int, random: np.random.Generator) -> CaseRequest:
+    def _other_request(self, known: list[CaseRequest], round_number: int, random: np.random.Generator) -> CaseRequest:
         """Return another request of the batch, from an earlier case of the round, so that its reference output is reused.
 
         The first few of a round are new.
@@ -358,7 +358,7 @@ def _one_of(items: Sequence[Item], random: np.random.Generator) -> Item:
 
 
 class CasesToRun(NamedTuple):
-    """What `--case` names.
+    """The cases that `--case` selects.
 
     Attributes:
         only: number of a case of the seed; None = not given.

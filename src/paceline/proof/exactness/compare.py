@@ -35,7 +35,7 @@ class Status(StrEnum):
 
 
 class Kind(StrEnum):
-    """What differs first."""
+    """The first kind of difference that was found."""
 
     TOKENS = "tokens"
     ROWS = "rows"  # logits differ, tokens are equal
@@ -50,7 +50,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One difference.
+    """One difference between an output and its reference.
 
     Attributes:
         case: number of the case; None = found when the model was loaded.
@@ -197,8 +197,8 @@ def _mass_before(scores: ScoreArray, maybe: BoolArray, surely: BoolArray, bound:
     of_sure = np.concatenate(([0.0], np.cumsum(np.where(surely, weights, 0.0)[order])))
     of_maybe = np.concatenate(([0.0], np.cumsum(np.where(maybe, weights, 0.0)[order])))
     with np.errstate(invalid="ignore"):
-        before = np.searchsorted(falling, -(scores + bound), side="left")  # those that are better by more than the bound
-        up_to = np.searchsorted(falling, -(scores - bound), side="right")  # those that are not worse by more than the bound
+        before = np.searchsorted(falling, -(scores + bound), side="left")  # number of tokens with a score higher by more than the bound
+        up_to = np.searchsorted(falling, -(scores - bound), side="right")  # number of tokens with a score not lower by more than the bound
     low = of_sure[before] / max(most_total, 1e-300) * math.exp(-bound)
     high = (of_maybe[up_to] - np.where(maybe, weights, 0.0)) / max(least_total, 1e-300) * math.exp(bound)
     return low, high

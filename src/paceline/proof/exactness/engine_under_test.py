@@ -16,7 +16,7 @@ from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.outputs import RequestOutput
 from paceline.proof.exactness.adversaries import RandomDrafter, WrongDrafter
-from paceline.proof.exactness.cases import TOGETHER, Setting
+from paceline.proof.exactness.cases import ALL_DRAFTERS, Setting
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.draft_length.policy import FixedDraftLength
@@ -32,7 +32,7 @@ _PREEMPT_STEPS = 40  # steps of a case during which requests are preempted
 _PREEMPT_EVERY = 3
 _CHUNKS = (5, 7, 16, 31, 33)  # rows, around the borders of blocks and not
 _EDIT_EVERY = 7  # every seventh token of a prediction is wrong
-_EVERY = 5  # one row of logits is kept, at a fifth of the output, for comparison under fast numerics
+_LOGITS_ROW_DIVISOR = 5  # one row of logits is kept, at a fifth of the output, for comparison under fast numerics
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class RecordingSpeculator(Speculator):
 
 
 def max_abs_difference(one: FloatArray, other: FloatArray) -> float:
-    """Largest |difference| of two rows; equal infinities differ by 0, and what is no number differs by infinity."""
+    """Return the largest absolute difference of two rows. Equal infinities differ by 0; NaN differs by infinity."""
     with np.errstate(invalid="ignore"):
         apart = np.where(one == other, np.float32(0.0), np.abs(one - other))
     return float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0))
@@ -100,7 +100,7 @@ class RequestSpec:
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     expected: Sequence[int] | None = None
-    drafter: str = TOGETHER
+    drafter: str = ALL_DRAFTERS
     num_speculative_tokens: int | None = None
 
 
@@ -119,7 +119,7 @@ class EngineUnderTest:
         self.opened, engine = opened, opened.engine
         before = engine.speculator
         members = list(before.drafters)
-        _tell_apart(members)
+        _number_same_names(members)
         vocab_size = opened.input_processor.vocab_size
         self._answers: dict[tuple[tuple[int, ...], int], Sequence[int]] = {}
         self._random_drafter = RandomDrafter(self._answers, vocab_size)
@@ -215,7 +215,7 @@ class EngineUnderTest:
         if spec.expected is None:
             options["speculation"] = {"enabled": False}
         else:
-            name = None if spec.drafter == TOGETHER else spec.drafter
+            name = None if spec.drafter == ALL_DRAFTERS else spec.drafter
             options["speculation"] = {"drafter": name, "num_speculative_tokens": spec.num_speculative_tokens, "trees": True}
             if self._speculator.uses_predicted_outputs:
                 options["prediction"] = self._prediction(spec.expected)
@@ -271,7 +271,7 @@ def open_engine_under_test(engine: EngineConfig, speculation: SpeculationConfig)
     return EngineUnderTest(load_engine(engine, speculation))
 
 
-def _tell_apart(drafters: Sequence[Drafter]) -> None:
+def _number_same_names(drafters: Sequence[Drafter]) -> None:
     """Number drafters with the same name."""
     seen: dict[str, int] = {}
     for drafter in drafters:
@@ -319,12 +319,12 @@ class ReferenceOutputs:
         return recorder.rows.get(index)
 
     def clear(self) -> None:
-        """Drop all of them before a round with other requests."""
+        """Drop all reference outputs, before a round with other requests."""
         self._known.clear()
 
     def _make(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> ReferenceOutput:
         is_exact = self._engine_under_test.is_exact
-        kept = frozenset() if is_exact else frozenset([params.max_tokens // _EVERY])
+        kept = frozenset() if is_exact else frozenset([params.max_tokens // _LOGITS_ROW_DIVISOR])
         recorder = RowRecorder(kept=kept, with_checksums=is_exact)
         output = self._engine_under_test.decode_plain(RequestSpec(prompt_token_ids, params), recorder)
         self.num_made += 1

@@ -33,14 +33,14 @@ DEFAULT_TOKENS = 40_000
 QUICK_TOKENS = 10_000
 QUICK_S = 25.0
 """With --quick, no case is started after so many seconds."""
-MOST_BUGS = 20
+MAX_BUGS = 20
 """The run stops after so many bugs."""
 _MOST_CONTEXT = 2048  # tokens; the default, so that the cache stays small
 _LEAST_CONTEXT = 64
 _MOST_REQUESTS = 8
 _NUM_NOISE_TEXTS = 3
 _TREE_WIDTH = 3
-_FOUND = ("auto", "ngram", "suffix", "prediction")
+_DEFAULT_DRAFTERS = ("auto", "ngram", "suffix", "prediction")
 _NOISE_ROWS = 8
 """Rows of the passes that are compared with passes of one row to measure rounding differences."""
 _NOISE_FACTOR = 4.0
@@ -62,7 +62,7 @@ class ProofOptions:
         seconds: time after which no case is started; None = no limit.
         cases: these alone, as `Case.as_dict` wrote them; empty = those of the seed.
         only: of the seed's cases this one alone.
-        asks_transformers: whether logits are also compared with transformers, where it can load the model.
+        compares_transformers: whether logits are also compared with transformers, where it can load the model.
         command: the arguments of this process, for the report.
     """
 
@@ -75,7 +75,7 @@ class ProofOptions:
     seconds: float | None = None
     cases: Sequence[Case] = ()
     only: int | None = None
-    asks_transformers: bool = True
+    compares_transformers: bool = True
     command: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -248,7 +248,7 @@ class Prover:
             self.proof.is_whole = True
             return True
         seconds = self._question.seconds
-        return len(self.proof.bugs) >= MOST_BUGS or (seconds is not None and time.monotonic() - self._started_s > seconds)
+        return len(self.proof.bugs) >= MAX_BUGS or (seconds is not None and time.monotonic() - self._started_s > seconds)
 
     def _measure_noise(self, engine_under_test: EngineUnderTest) -> None:
         engine, texts = engine_under_test.opened.engine, [one.prompt_token_ids for one in self._some_requests()]
@@ -276,7 +276,7 @@ class Prover:
         is_part = self._question.cases or self._question.only is not None
         reason = (
             "it was switched off"
-            if is_part or not self._question.asks_transformers
+            if is_part or not self._question.compares_transformers
             else reason_not_comparable(self._directory, self._engine)
         )
         if reason is not None:
@@ -322,7 +322,7 @@ def _forward(network: Network, cache: KVCache, sequence: CachedSequence, tokens:
 
 def _speculation(given: SpeculationConfig) -> SpeculationConfig:
     """Return the settings with all available drafters for "auto", and with tree drafting."""
-    drafter = _FOUND if given.drafter == "auto" else given.drafter
+    drafter = _DEFAULT_DRAFTERS if given.drafter == "auto" else given.drafter
     return replace(given, drafter=drafter, tree_width=_TREE_WIDTH)
 
 

@@ -20,7 +20,7 @@ from paceline.proof.exactness.engine_under_test import EngineUnderTest
 from paceline.runtimes.native.library import kernels_path
 
 _PACKAGES = ("paceline", "numpy", "tokenizers", "transformers", "torch")
-_UNSAID = ("hf_token",)  # of the settings: a secret
+_SECRET_SETTINGS = ("hf_token",)  # settings that reports must not contain
 _COUNTS = ("tokens", "bugs", "near_ties", "accepted", "drafted", "cached_tokens", "requests")
 _HEADS = ("tokens", "bugs", "near-ties", "accepted", "drafted", "cached", "answers")
 _CLASSES = {"bug": "bug", "equal": "equal"}
@@ -39,7 +39,7 @@ def provenance(
     """
     runtime = engine_under_test.opened.engine.runtime
     kernels = kernels_path()
-    settings = {name: value for name, value in asdict(engine).items() if name not in _UNSAID}
+    settings = {name: value for name, value in asdict(engine).items() if name not in _SECRET_SETTINGS}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": _without_token(command),
@@ -87,7 +87,7 @@ def page(facts: Mapping[str, Any]) -> str:
             "<h2>What was compared</h2>",
             *(_table(name, levels) for name, levels in facts["compared"]["by"].items()),
             "<h2>Comparison with transformers</h2>",
-            _witness(facts["transformers"]),
+            _transformers_section(facts["transformers"]),
             "<h2>Where these numbers come from</h2>",
             _facts_list(facts["provenance"]),
             "</main></body></html>",
@@ -194,7 +194,7 @@ def _short(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _witness(found: Mapping[str, Any]) -> str:
+def _transformers_section(found: Mapping[str, Any]) -> str:
     if found["status"] == "not_compared":
         return f"<p>Not compared: {_plain(found['reason'])}.</p>"
     says = "It agrees." if found["status"] == "agrees" else "This model differs from transformers. Speculation is not the cause."

@@ -14,8 +14,8 @@ from paceline.proof.exactness.compare import ComparedOutput, Finding, Kind, Outp
 from paceline.proof.exactness.engine_under_test import EngineUnderTest, ReferenceOutput, ReferenceOutputs, RequestSpec, RowRecorder
 from paceline.sampling.params import SamplingParams
 
-_TWICE = ("prefix hit", "next turn")
-_AT_BORDER = 0.5  # share of prompts whose changed token is the first or last of a cache block
+_REPEATED_EVENTS = ("prefix hit", "next turn")
+_BLOCK_EDGE_SHARE = 0.5  # share of prompts whose changed token is the first or last of a cache block
 _SHARED = ("prefix hit", "near hit", "next turn", "preempted")
 
 
@@ -63,11 +63,11 @@ class CaseRunner:
         try:
             requests = case.requests
             if case.setting.event == "near hit":
-                self._run_others(case, salts, random)
-            for run in range(2 if case.setting.event in _TWICE else 1):
+                self._fill_cache(case, salts, random)
+            for run in range(2 if case.setting.event in _REPEATED_EVENTS else 1):
                 if run and case.setting.event == "next turn":
                     requests = tuple(map(self._next_turn, requests))
-                answered += self._run_together(case, requests, run, salts, random)
+                answered += self._run_batch(case, requests, run, salts, random)
             self._engine_under_test.check()
         except BaseException as error:
             if is_interrupt(error):
@@ -91,19 +91,19 @@ class CaseRunner:
         is_short = len(prompt) + request.params.max_tokens <= self._engine_under_test.opened.input_processor.max_model_len
         return replace(request, prompt_token_ids=prompt) if is_short else request
 
-    def _run_others(self, case: Case, salts: Sequence[str], random: np.random.Generator) -> None:
+    def _fill_cache(self, case: Case, salts: Sequence[str], random: np.random.Generator) -> None:
         """Fill the cache with rows of prompts that differ from those of the case in one token each."""
         vocab_size = self._engine_under_test.opened.input_processor.vocab_size
         specs = []
         for one in case.requests:
             prompt, at = list(one.prompt_token_ids), int(random.integers(len(one.prompt_token_ids)))
-            if random.random() < _AT_BORDER and len(prompt) > BLOCK_SIZE:
+            if random.random() < _BLOCK_EDGE_SHARE and len(prompt) > BLOCK_SIZE:
                 at = int(random.choice([at for at in range(len(prompt)) if at % BLOCK_SIZE in (0, BLOCK_SIZE - 1)]))
             prompt[at] = (prompt[at] + 1) % vocab_size
             specs.append(RequestSpec(prompt, SamplingParams(max_tokens=1)))
         self._engine_under_test.run_requests(specs, [RowRecorder() for _ in specs], case.setting, salts, random)
 
-    def _run_together(
+    def _run_batch(
         self, case: Case, requests: Sequence[CaseRequest], run: int, salts: Sequence[str], random: np.random.Generator
     ) -> list[ComparedRequest]:
         references = [self._references.get(one.prompt_token_ids, one.params) for one in requests]

@@ -22,7 +22,7 @@ def report(proof: Proof, *, details: bool) -> Group:
     bugs = proof.bugs
     near_ties = [one for one in proof.findings if one not in bugs]
     parts += [line for finding in [*bugs[:_MOST_SHOWN], *near_ties[:1]] for line in _finding_lines(proof, finding)]
-    parts += [Text(printable(_witness_line(proof)))] * details
+    parts += [Text(printable(_transformers_line(proof)))] * details
     parts.append(_verdict(proof))
     return Group(*parts)
 
@@ -90,7 +90,7 @@ def _request(proof: Proof, finding: Finding) -> str:
     return f"{request.sampling}, drafter {request.drafter}, {request.prompt} ({len(request.prompt_token_ids)} tokens)"
 
 
-def _witness_line(proof: Proof) -> str:
+def _transformers_line(proof: Proof) -> str:
     found = proof.transformers
     if found.status == "not_compared":
         return f"transformers: not compared ({found.reason})"

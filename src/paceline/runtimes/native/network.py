@@ -350,7 +350,7 @@ def _describe_bits(info: TensorInfo) -> str:
 
 @dataclass(slots=True)
 class _SharedState:
-    """What networks with the same weights share."""
+    """State that networks with the same weights share."""
 
     weights: NativeWeights
     tables: RotaryTables

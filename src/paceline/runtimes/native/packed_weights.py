@@ -35,7 +35,7 @@ _KINDS_SUPER_BLOCKS = {
     (5, True): MatrixKind.PANELS_Q5_K, (6, False): MatrixKind.PANELS_Q6_K, (4, False): MatrixKind.PANELS_IQ4_XS,
 }  # fmt: skip
 """Kinds of K-quants, by bits of a code and whether groups have minimums."""
-_UNSIGNED_ZERO_POINTS = {6: 32}  # by bits: zero point after signed codes were made unsigned
+_UNSIGNED_ZERO_POINTS = {6: 32}  # by bits of a code: zero point of signed codes after they were made unsigned
 NARROW_KINDS = frozenset(
     (
         MatrixKind.PANELS_4_BITS, MatrixKind.PANELS_4_BITS_MINIMUM, MatrixKind.PANELS_4_BITS_FLOAT16,

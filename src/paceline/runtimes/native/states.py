@@ -16,7 +16,7 @@ _RANGE_FORMAT = Struct("=11qq4i")  # struct format of `records.StateRange`
 _SAVE_FORMAT = Struct("=2q")  # struct format of `records.StateSave`
 _FIRST_SAVE = 5  # index of `first_save` among the fields of `records.StateStep`; `num_saves` follows
 NO_NODE, NO_PATH = -1, -1
-IN_PLACE, NOWHERE = -1, -2
+IN_PLACE, NOT_STORED = -1, -2
 
 
 class PassStateRecords:
@@ -116,7 +116,7 @@ class _Planner:
         self._num_pending, self._num_applied, self._save_counts = num_pending, num_applied, save_counts
         self._parents = [*range(-1, num_pending - 1), *(num_pending + parent for parent in parents)]
         self._bases: list[int] = []
-        self._earlier_nodes: list[list[int]] = []  # of each node: the earlier nodes on its path that its base state does not include
+        self._earlier_nodes: list[list[int]] = []  # by node: its ancestors whose updates are not yet in its base state
         for parent in self._parents:
             is_first = parent < 0 or len(self._earlier_nodes[parent]) == CHECKPOINT_INTERVAL - 1
             self._bases.append(parent if is_first else self._bases[parent])
@@ -154,7 +154,7 @@ class _Planner:
         )  # fmt: skip
 
     def _next_bases(self, base: int, source: int, free: int) -> list[tuple[int, int, int]]:
-        """Return the bases whose states continue from that of `base`, in reverse order, with where that is and the next free number.
+        """Return (base, location of its start state, next free number) of the bases that continue from `base`, in reverse order.
 
         The last one that is computed may overwrite the temporary state of `base`.
         """
@@ -165,11 +165,11 @@ class _Planner:
         """Append the steps that compute the state of `base` from that in `source`, and run the rows that continue from it.
 
         Returns:
-            Where the state is (number of a temporary state, IN_PLACE or NOWHERE), and the next free number.
+            Where the state is (number of a temporary state, IN_PLACE or NOT_STORED), and the next free number.
         """
         rows = self._rows.get(base, [])
         saves = [number for number, count in enumerate(self._save_counts) if count - 1 == base]
-        to = NOWHERE
+        to = NOT_STORED
         if base < self._num_applied:
             to = IN_PLACE
         elif saves or len(rows) > CHECKPOINT_INTERVAL or self._children.get(base):
@@ -182,7 +182,7 @@ class _Planner:
             self._steps[index][_FIRST_SAVE:] = [saves[0], len(saves)]
         return to, free + (to >= 0)
 
-    def _add_row_steps(self, base: int, source: int, to: int = NOWHERE, path: int = NO_PATH) -> None:
+    def _add_row_steps(self, base: int, source: int, to: int = NOT_STORED, path: int = NO_PATH) -> None:
         """Append the steps of the rows that continue from the state of `base`. The first step computes that state with `path`."""
         rows = self._rows.get(base, [])
         for first in range(0, max(len(rows), path != NO_PATH), CHECKPOINT_INTERVAL):
@@ -190,7 +190,7 @@ class _Planner:
             self._steps.append([source, to, path, len(self._order), len(part), 0, 0])
             self._order += [node - self._num_pending for node in part]
             if path != NO_PATH:
-                source, to, path = to, NOWHERE, NO_PATH
+                source, to, path = to, NOT_STORED, NO_PATH
 
     def _kernel_nodes(self, nodes: list[int], *, is_parent: bool = False) -> list[int]:
         """Return nodes as the kernels number them (`StateSchedule`). is_parent: a pending row is -1."""

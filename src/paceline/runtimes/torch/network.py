@@ -220,7 +220,7 @@ class _Results(Mapping[str, FloatArray]):
 
 @dataclass(slots=True)
 class _SharedState:
-    """What networks with the same weights share."""
+    """State that networks with the same weights share."""
 
     weights: TorchWeights
     kv_storage: Sequence[torch.Tensor] = ()

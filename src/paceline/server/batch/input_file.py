@@ -139,7 +139,7 @@ class Plan:
 
 
 def plan_batch(path: Path, finished: Finished, max_line_bytes: int) -> Plan:
-    """Return what is left to answer of a batch file.
+    """Return the requests of a batch file that are not answered yet.
 
     Raises:
         RequestError: it cannot be read, or two lines have the same custom_id.

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from paceline.errors import CapacityError, ConfigError, RequestError
 
 _BEGINNING = b'{"id":"batch_req_'
-_HEAD_BYTES = 200  # of a line, which show whether a batch wrote it
+_HEAD_BYTES = 200  # first bytes of a line, by which lines of a batch are recognised
 _CHUNK_BYTES = 1 << 20
 
 
@@ -67,7 +67,7 @@ class OutputFile:
         try:
             _lock(self._file, path)
             self.finished = Finished()
-            self._end = self._take_stock()
+            self._end = self._read_earlier_lines()
             self._file.truncate(self._end)
             self._file.seek(self._end)
         except BaseException:
@@ -91,7 +91,7 @@ class OutputFile:
         content = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         try:
             written = 0
-            while written < len(content):  # a full disk takes a part, and then refuses the rest
+            while written < len(content):  # on a nearly full disk, a write may be partial and the next one fail
                 written += self._file.write(content[written:]) or 0
         except OSError as error:
             raise CapacityError(f"{self.path} cannot be written ({error.strerror}): make room and run the same command again") from None
@@ -106,7 +106,7 @@ class OutputFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Cut what was not written to its end, sync, and let others write."""
+        """Remove an incomplete last line, sync, and release the lock."""
         if not self._file.closed:
             try:
                 self._file.truncate(self._end)
@@ -114,7 +114,7 @@ class OutputFile:
             finally:
                 self._file.close()
 
-    def _take_stock(self) -> int:
+    def _read_earlier_lines(self) -> int:
         """Read the lines of earlier runs and return the length of the whole ones; ConfigError if they are not a batch's."""
         end = 0
         for number, line in enumerate(_lines(self._file), 1):
@@ -134,8 +134,8 @@ class OutputFile:
         return end
 
     def _check_tail(self, line: bytes, number: int) -> None:
-        """Check that a line that is no answer is the incomplete last line of an interrupted run, which may be removed."""
-        kept = line.rstrip(b"\0")  # after a loss of power what was not synced may be zeros
+        """Check that an invalid line is the incomplete last line of an interrupted run, which may be removed."""
+        kept = line.rstrip(b"\0")  # after a power loss, bytes that were not synced may be zeros
         kept = b"".join(kept[:_HEAD_BYTES].split())  # other programs write spaces between
         if not line.endswith(b"\n") and (kept.startswith(_BEGINNING) or _BEGINNING.startswith(kept)):
             return

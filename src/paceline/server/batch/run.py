@@ -53,7 +53,7 @@ def _message(content: Mapping[str, Any]) -> str:
 
 SYNC_S = 1.0
 """Seconds of answers that a loss of power may cost."""
-_LINES_A_SAMPLE = 2  # lines in progress for each running sample: prompts are prepared while others run
+_LINES_PER_SAMPLE = 2  # lines in progress for each running sample: prompts are prepared while others run
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class Watcher:
     """Callbacks of a running batch.
 
     Attributes:
-        say: takes notices for the person who started it.
+        print_line: takes notices for the person who started it.
         warn: takes warnings about skipped lines.
         begin: takes the number of requests that are already answered, and of all.
         advance: called after each answer.
     """
 
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
     warn: Callable[[str], None]
     begin: Callable[[int, int], None] = lambda num_done, num_requests: None
     advance: Callable[[], None] = lambda: None
@@ -118,7 +118,7 @@ def run_batch(arguments: Mapping[str, Any], settings: ServerSettings, source: Pa
 
 
 def begin_batch(source: Path, output: OutputFile, settings: ServerSettings, watcher: Watcher) -> Plan:
-    """Return what is left to do, and warn of bad lines."""
+    """Return the requests that are not answered yet, and warn of bad lines."""
     plan = plan_batch(source, output.finished, settings.max_body_bytes)
     for bad in plan.bad:
         watcher.warn(f"line {bad.number} is left out: {bad.reason}")
@@ -137,10 +137,10 @@ async def _answer_all(arguments: Mapping[str, Any], settings: ServerSettings, pl
     engine = await asyncio.to_thread(lambda: AsyncEngine.open(**arguments))
     try:
         for notice in (*engine.loaded.notices, engine.loaded.banner):
-            watcher.say(notice)
+            watcher.print_line(notice)
         app = create_app(engine, batch_settings(settings))
         check_model(output, app.state.service.model, engine.adapters)
-        num_at_once = _LINES_A_SAMPLE * engine.loaded.engine.scheduler.limits.max_num_seqs
+        num_at_once = _LINES_PER_SAMPLE * engine.loaded.engine.scheduler.limits.max_num_seqs
         await answer_lines(app, plan.lines(), num_at_once, output, watcher.advance)
     finally:
         await engine.close()

@@ -53,7 +53,7 @@ _KEPT_HEADERS = (
 
 @dataclass(frozen=True, slots=True)
 class FrontService:
-    """What `serve_application` needs of a front."""
+    """Implements `ServedService` for a front, so that `serve_application` can run it."""
 
     engine: ReplicaPool
     settings: ServerSettings
@@ -148,7 +148,7 @@ async def _forward(service: FrontService, request: Request) -> Response:
             stream = EventStream(_relay_events(parts, dialect), dialect.media_type)
             stream.headers.update(headers)
             return stream
-        content = head.body + await cancel_on_disconnect(request, _rest(parts))
+        content = head.body + await cancel_on_disconnect(request, _read_rest(parts))
         return Response(content, head.status, headers)
     except BaseException:  # otherwise the stream that is returned closes it
         await parts.aclose()
@@ -168,7 +168,7 @@ async def _parts(service: FrontService, forwarded: ForwardedRequest) -> AsyncGen
                 raise replica_lost() from None
 
 
-async def _rest(parts: AsyncGenerator[ResponseHead | bytes, None]) -> bytes:
+async def _read_rest(parts: AsyncGenerator[ResponseHead | bytes, None]) -> bytes:
     """Return the rest of a body. It is sent only when it is whole, so that an error can still have its own status."""
     return b"".join([part async for part in parts if isinstance(part, bytes)])
 

@@ -17,8 +17,8 @@ from paceline.server.replicas.ray_serve import actor_options, ray_cluster
 from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.settings import ServerSettings
 
-_BLOCKS_A_REPLICA = 4  # at least: with fewer, one is idle while another has much left
-_LINES_A_SAMPLE = 8  # of a block, at most, for each sample that runs at a time
+_MIN_BLOCKS_PER_REPLICA = 4  # at least: with fewer, one is idle while another has much left
+_LINES_PER_SAMPLE = 8  # of a block, at most, for each sample that runs at a time
 
 
 class BatchReplica:
@@ -68,9 +68,9 @@ def run_batch_on_replicas(
         return BatchResult(plan.num_requests, output.finished.num_by_status, plan.bad)
 
 
-def lines_a_block(num_lines: int, num_replicas: int, max_num_seqs: int) -> int:
+def lines_per_block(num_lines: int, num_replicas: int, max_num_seqs: int) -> int:
     """Return the lines of a block: large blocks keep a replica busy, small ones balance the load and lose less when it ends."""
-    return max(1, min(num_lines // (_BLOCKS_A_REPLICA * num_replicas), _LINES_A_SAMPLE * max_num_seqs))
+    return max(1, min(num_lines // (_MIN_BLOCKS_PER_REPLICA * num_replicas), _LINES_PER_SAMPLE * max_num_seqs))
 
 
 def _answered(
@@ -79,7 +79,7 @@ def _answered(
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     rows = [{"number": one.number, "custom_id": one.custom_id, "url": one.url, "body": one.body.decode()} for one in plan.lines()]
-    num_blocks = -(-len(rows) // lines_a_block(len(rows), cluster.replicas, arguments["max_num_seqs"]))
+    num_blocks = -(-len(rows) // lines_per_block(len(rows), cluster.replicas, arguments["max_num_seqs"]))
     answers = ray.data.from_items(rows, override_num_blocks=num_blocks).map_batches(
         BatchReplica,
         fn_constructor_args=(dict(arguments), settings),

@@ -1,6 +1,7 @@
 """Replicas as a deployment of Ray Serve, which watches and restarts them. Needs Ray (extra `ray`), imported when it is connected."""
 
 import asyncio
+import faulthandler
 import logging
 import os
 import secrets
@@ -18,9 +19,8 @@ from paceline.server.model_pool import served_model_name
 from paceline.server.replicas.front import create_front
 from paceline.server.replicas.replica import ForwardedRequest, Replica, ReplicaLostError, ReplicaPool, ResponseHead, replica_settings
 from paceline.server.replicas.settings import ClusterSettings
-from paceline.server.run import Say, listening_socket, serve_application
+from paceline.server.run import PrintLine, listening_socket, serve_application
 from paceline.server.settings import ServerSettings
-from paceline.server.shutdown_watchdog import ShutdownWatchdog
 
 DEPLOYMENT = "Replica"
 ROUTER = "paceline.server.replicas.ray_router.PrefixRouter"
@@ -180,13 +180,19 @@ class RayPool(ReplicaPool):
 
 
 def run_replicas(
-    arguments: Mapping[str, Any], settings: ServerSettings, cluster: ClusterSettings, *, say: Say, quiet: bool = False, debug: bool = False
+    arguments: Mapping[str, Any],
+    settings: ServerSettings,
+    cluster: ClusterSettings,
+    *,
+    print_line: PrintLine,
+    quiet: bool = False,
+    debug: bool = False,
 ) -> None:
     """Start replicas and serve them until a signal ends the process.
 
     Args:
         arguments: of `AsyncEngine.open`, for each replica.
-        say, quiet: as for `server.run.run`.
+        print_line, quiet: as for `server.run.run`.
         debug: whether to show the output of replicas.
 
     Raises:
@@ -199,11 +205,11 @@ def run_replicas(
         try:
             facts = pool.describe()
             for notice in facts["notices"]:
-                say(notice)
+                print_line(notice)
             if not quiet:
-                say(f"{cluster.replicas} replicas; {facts['banner']}")
+                print_line(f"{cluster.replicas} replicas; {facts['banner']}")
             app = create_front(pool, settings, facts["model"], cluster.replicas * facts["max_num_seqs"])
-            with ShutdownWatchdog() as watchdog:  # not around the shutdown of Ray, which may take longer
-                serve_application(app, app.state.service, listening, watchdog, quiet=quiet)
+            serve_application(app, app.state.service, listening, quiet=quiet)
         finally:
+            faulthandler.cancel_dump_traceback_later()  # the shutdown of Ray may take longer
             asyncio.run(pool.close())

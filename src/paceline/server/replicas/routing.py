@@ -39,9 +39,9 @@ def choose_replica(loads: Mapping[str, int], key: int, *, max_lead: int = DEFAUL
 
 
 def prefix_key(body: bytes) -> int | None:
-    """A number that requests with the same beginning share; None where there is none.
+    """Return a hash of the beginning of a request, so that requests with the same beginning get the same replica; None = it has none.
 
-    Of a chat the messages up to the first one of a user: later turns begin with the same. Of a prompt its first characters or tokens.
+    For a chat: the messages up to the user's first one, which all later turns contain. For a prompt: its first characters or tokens.
     """
     try:
         fields = json.loads(body)
@@ -55,7 +55,7 @@ def prefix_key(body: bytes) -> int | None:
 
 def _beginning(fields: Mapping[str, Any]) -> Any:
     messages, prompt = fields.get("messages"), fields.get("prompt")
-    if isinstance(given := fields.get("input"), list):  # of a response
+    if isinstance(given := fields.get("input"), list):  # a request to /v1/responses
         messages = given
     elif isinstance(given, str):
         prompt = given

@@ -124,7 +124,7 @@ class DraftHistory:
 
 
 def clip_rate(rate: float) -> float:
-    """Return the nearest rate in [`MIN_RATE`, `MAX_RATE`]."""
+    """Clamp a rate to [`MIN_RATE`, `MAX_RATE`]."""
     return MIN_RATE if rate < MIN_RATE else min(rate, MAX_RATE)
 
 

@@ -95,7 +95,7 @@ class AdapterUse(IntEnum):
 
 @dataclass(slots=True)
 class BatchShape:
-    """What the time of a forward pass depends on, except for its draft tokens.
+    """The shape of a forward pass without its draft tokens: the inputs of the cost model.
 
     Attributes:
         num_rows: rows that are not draft tokens.

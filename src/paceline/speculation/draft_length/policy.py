@@ -185,7 +185,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         # seconds saved up for drafting that does not pay; while negative, no drafter is called in steps without prefill
         self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)
         self._next_trial_budget_s = 0.0  # seconds that must be saved up before the next trial of a drafter that did not pay
-        self._shape = BatchShape(0, 0, False, 0.0, AdapterUse.NONE)  # what the cost of the current step depends on
+        self._shape = BatchShape(0, 0, False, 0.0, AdapterUse.NONE)  # inputs of the cost model in the current step
         self._trial_request: Request | None = None  # request that drafts a trial in the current step
         self._accepted_trial_step = -1  # the last step with a trial whose tokens were all accepted: the next step may have another one
         # whether planning time of a step that then has no drafts counts as drafting that does not pay; not if no request may draft

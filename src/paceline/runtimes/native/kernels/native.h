@@ -274,12 +274,12 @@ typedef struct {
 #define CHECKPOINT_INTERVAL 8
 #define NO_NODE -1
 #define IN_PLACE -1
-#define NOWHERE -2
+#define NOT_STORED -2
 
 /* One step of updating a recurrent state: add the updates of a path to it, compute the outputs of the rows that come next, save it. */
 typedef struct {
     int32_t from;                /* the state to start from: the number of a temporary state, or IN_PLACE = the stored state */
-    int32_t to;                  /* where the state after the path goes: the number of a temporary state, IN_PLACE or NOWHERE */
+    int32_t to;                  /* where the state after the path goes: the number of a temporary state, IN_PLACE or NOT_STORED */
     int32_t path;                /* index in StateRange.paths; -1 = none */
     int32_t first_row, num_rows; /* in StateRange.order; at most CHECKPOINT_INTERVAL rows */
     int32_t first_save, num_saves; /* in StateRange.saves */
@@ -301,7 +301,7 @@ typedef struct {
     /* A node is a row of the range, counted from 0, or -2 - i for the pending row i. */
     const int32_t *parents;   /* [rows] the node before each row; -1 = the last pending row */
     const int32_t *order;     /* [rows] the rows, those of a step next to one another */
-    const int32_t *ancestors; /* [rows][CHECKPOINT_INTERVAL] earlier nodes of a row's path that its step's state lacks, then NO_NODE */
+    const int32_t *ancestors; /* [rows][CHECKPOINT_INTERVAL] ancestors of each row that are not yet in the state of its step, padded with NO_NODE */
     const int32_t *paths;     /* [][CHECKPOINT_INTERVAL] nodes whose updates a step adds */
     const StateStep *steps;
     const StateSave *saves;

@@ -131,7 +131,7 @@ static void multiply_keys(const float *key, const float *query, const float *con
     store(products, lane_sums(sums));
 }
 
-/* Prepare the key and query of a row for one head, and their products with its own key and those of the ancestors that the step's state lacks. */
+/* Prepare the key and query of a row for one head, and their products with its own key and those of the ancestors that are not yet in the step's state. */
 static void prepare_key(const StateRange *range, const StateOperation *op, int row, int head, const float *x, float *prepared) {
     const int size = op->rows_of_state, keys = op->key_heads * size, at = head * size;
     const float *queries = x, *from = x + keys;

@@ -1,0 +1,111 @@
+"""Muse Glimmer."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
+from paceline.models.gguf.fields import GgufFields
+from paceline.models.layer_builder import LayerBuilder
+from paceline.models.layers import AttentionGate, NormOrder, QKNorm, share_equal
+
+_PATTERN = 4
+"""Every fourth layer, counted backward from the last, has full attention without rotary embeddings."""
+
+
+def _layers(builder: LayerBuilder) -> Layers:
+    """Return the layers. Queries are multiplied by `qk_scale_factor` after their norm, which is part of the scale of scores here."""
+    fields = builder.fields
+    scale = builder.head_size**-0.5 * fields.positive_number("qk_scale_factor")
+    attention = replace(builder.attention(qk_norm=QKNorm.UNWEIGHTED_HEAD, scale=scale), gate=AttentionGate.VALUE)
+    is_sliding = builder.sliding_layers(_PATTERN, first=(builder.num_layers - 1) % _PATTERN)
+    layers = builder.layers(attention, builder.mlp(), norm_order=NormOrder.SANDWICH, is_sliding=is_sliding)
+    epsilon = fields.epsilon("post_norm_eps", 1e-8)
+    return share_equal(
+        replace(layer, mixer=replace(layer.attention, has_rope_embedding=rotates), output_norm_eps=epsilon)
+        for layer, rotates in zip(layers, _layers_with_rope(builder), strict=True)
+    )
+
+
+def _layers_with_rope(builder: LayerBuilder) -> list[bool]:
+    """Return for each layer whether it has rotary embeddings: those with base 0 in `layer_rope_theta` have none."""
+    theta, thetas = builder.rope.theta, builder.fields.values.get("layer_rope_theta")
+    if thetas is None:
+        return [(builder.num_layers - 1 - layer) % _PATTERN > 0 for layer in range(builder.num_layers)]
+    # transformers rotates with the base of rope_parameters, whichever other base the list has
+    if not isinstance(thetas, list) or len(thetas) != builder.num_layers or any(own not in (0, theta) for own in thetas):
+        raise CheckpointError(
+            f"{builder.fields.path}: layer_rope_theta = {shortened(thetas)}, expected 0 or the rope_theta {theta:g} for each of "
+            f"{builder.num_layers} layers"
+        )
+    return [own != 0 for own in thetas]
+
+
+def _gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the family's own config.json fields. Layers with a sliding window are those with rotary embeddings, as in llama.cpp.
+
+    Files have norm weights for queries and keys in place of `qk_scale_factor`: all of queries are the factor, all of keys 1.
+    """
+    num_layers, window = config["num_hidden_layers"], fields.read_sliding_window(config["num_hidden_layers"])
+    if "layer_types" not in window:
+        fields.raise_invalid("attention.sliding_window_pattern", None, "for each layer whether it has a sliding window")
+    theta = fields.number("rope.freq_base_swa", config["rope_theta"])
+    factors = [
+        {fields.constant_vector(f"blk.{layer}.attn_{part}_norm.weight", config["head_dim"]) for layer in range(num_layers)} for part in "qk"
+    ]
+    if len(factors[0]) > 1 or factors[1] != {1.0}:
+        raise CheckpointError(
+            f"{fields.file.path}: attn_q_norm and attn_k_norm are {sorted(factors[0])} and {sorted(factors[1])}, expected one factor for "
+            "the queries of all layers, and 1 for keys; download the file again"
+        )
+    return {
+        **window,
+        "rope_theta": theta,
+        "layer_rope_theta": [theta if kind == "sliding_attention" else 0 for kind in window["layer_types"]],
+        "qk_scale_factor": factors[0].pop(),
+        "output_multiplier": fields.number("logit_scale"),
+        "final_logit_softcapping": fields.architecture_value("final_logit_softcapping") or None,
+    }
+
+
+FAMILIES = (
+    Family(
+        name="muse_glimmer_text",
+        architecture="MuseGlimmerForConditionalGeneration",
+        models="Muse Glimmer (text)",
+        bundled_drafters=("dflash",),
+        published_heads=("dflash2",),
+        layers=_layers,
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "hidden_activation": "silu",
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 2048,
+            "qk_scale_factor": 3.87,
+            "lm_head_multiplier": 0.19611613513818404,
+            "final_logit_softcapping": 20.0,
+            **special_ids(200000, 200001),
+        },
+        fixed_fields={"attention_bias": False},
+        field_aliases={"output_multiplier": "lm_head_multiplier"},
+        activation_field="hidden_activation",
+        module_names={"attention_gate": "self_attn.gate_proj"},
+        has_norm_offset=True,
+        has_plain_final_norm=True,
+        has_embedding_norm=True,
+        has_logit_soft_cap=True,
+        has_multipliers=True,
+        gguf=GgufFormat(
+            architectures=("muse-glimmer",),
+            read_extra_fields=_gguf_fields,
+            metadata_keys={"output_multiplier": "logit_scale", "layer_rope_theta": "attention.sliding_window_pattern"},
+            module_names={"attention_gate": "attn_gate"},
+            ignored_tensors=("attn_q_norm.weight", "attn_k_norm.weight"),
+            has_interleaved_rope=True,
+            has_untied_output=True,
+        ),
+    ),
+)
