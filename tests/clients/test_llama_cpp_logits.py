@@ -13,6 +13,7 @@ from harness.checkpoints import MINISTRAL3, MUSE_GLIMMER, OLMO3_ROPE, VOCAB_SIZE
 from harness.expert_checkpoints import CASES as EXPERTS
 from harness.expert_checkpoints import GPT_OSS_ROPE
 from harness.expert_checkpoints import LATENT as LATENT_SIZES
+from harness.gemma3n_checkpoints import GEMMA3N
 from harness.gemma4_checkpoints import GEMMA4, UNIFIED
 from harness.gguf_checkpoints import ARCHITECTURES, with_random_blocks, write_gguf
 from harness.hybrid_checkpoints import CASES as HYBRID
@@ -26,6 +27,10 @@ GEMMA = {"query_pre_attn_scalar": 16, "tie_word_embeddings": True, "sliding_wind
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 1.5}
 LATENT = {**LATENT_SIZES, "rms_norm_eps": 1e-6, "n_group": 1, "topk_group": 1}
 PLAIN_YARN = {**GPT_OSS_ROPE, "factor": 1.0}  # llama.cpp rounds the borders of YaRN's ramp, as transformers does for no gpt-oss
+# there these sizes are fixed: 20 layers with keys of their own, the first 10 of them sparse, and 256 values of an input of a layer; its
+# MLPs are so wide that the deviation of a sample, which llama.cpp takes, is nearly that of all values
+MOBILE = {"num_hidden_layers": 22, "layer_types": None, "activation_sparsity_pattern": None, "intermediate_size": 4096, "laurel_rank": 64}
+MOBILE |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": VOCAB_SIZE, "initializer_range": 0.05, "query_key_scale": 0.1}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -64,6 +69,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: EXPERTS[name] for name in ("mixtral", "qwen2_moe-plain", "qwen3_moe", "glm4_moe", "ernie4_5_moe-interval", "gemma4-window")},
     "olmoe": ("olmoe", {**EXPERTS["olmoe"][1], "num_key_value_heads": 4}),  # there all heads have keys of their own
     "gpt_oss": ("gpt_oss", {**EXPERTS["gpt_oss"][1], "rope_parameters": PLAIN_YARN}),
+    "gemma3n": ("gemma3n_text", {**GEMMA3N, **MOBILE, "final_logit_softcapping": 30.0}),
     # there the last two layers in front of those that share are a local and a global one
     "gemma4": ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 4, "final_logit_softcapping": 30.0}),
     "gemma4_unified": ("gemma4_unified_text", {**UNIFIED, "final_logit_softcapping": 30.0}),
@@ -81,7 +87,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": HYBRID["nemotron_h"],
     "nemotron_h_moe": ("nemotron_h", {**HYBRID["nemotron_h-moe"][1], "use_bias": False}),  # there biases are not read
 }
-BOUNDS = {"gemma2": 5e-3, "gemma3_text": 5e-3, "gemma4_text": 2e-2, "gemma4_unified_text": 5e-3}
+BOUNDS = {"gemma2": 5e-3, "gemma3_text": 5e-3, "gemma3n_text": 2e-2, "gemma4_text": 2e-2, "gemma4_unified_text": 5e-3}
 BOUNDS |= {"phi": 5e-3, "starcoder2": 5e-3}
 """Of families whose activation llama.cpp looks up in a table of float16; every layer of the first of Gemma 4 does so twice."""
 

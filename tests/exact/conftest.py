@@ -8,6 +8,7 @@ import pytest
 
 from harness.checkpoints import MUSE_GLIMMER, write_checkpoint
 from harness.expert_checkpoints import CASES as EXPERTS
+from harness.gemma3n_checkpoints import GEMMA3N
 from harness.gemma4_checkpoints import GEMMA4
 from harness.hybrid_checkpoints import CASES as HYBRIDS
 from harness.quick_profiles import quick_profiles
@@ -32,6 +33,7 @@ MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": HYBRIDS["nemotron_h"],
     "olmo_hybrid": HYBRIDS["olmo_hybrid"],
     "falcon_h1": HYBRIDS["falcon_h1"],
+    "gemma3n": ("gemma3n_text", {**GEMMA3N, "final_logit_softcapping": 30.0}),  # four streams, of which a layer computes one
     "gemma4": ("gemma4_text", {**GEMMA4, "final_logit_softcapping": 30.0}),  # layers of two sizes, and some that share keys
 }
 """Targets that are more than a family: its name, and values of the config. Windows of less than a block move within and across blocks."""

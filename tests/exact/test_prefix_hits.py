@@ -30,6 +30,7 @@ CASES = [
     *(("llama", kind) for kind in TEXT_DRAFTERS),
     ("sliding", "draft_model"),
     ("sliding", "chaos"),
+    ("gemma3n", "draft_model"),
     ("gemma4", "draft_model"),
     ("gpt_oss", "chaos"),
     *((name, kind) for name in HYBRIDS for kind in ("draft_model", "chaos")),

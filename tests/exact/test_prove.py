@@ -386,7 +386,7 @@ def test_prove_repeats_a_reported_case_by_number_and_by_file(prove: Prove, monke
 
 # Models of other kinds.
 
-KINDS = ("sliding", "qwen3_5", "gemma4", "gpt_oss", "lfm3")
+KINDS = ("sliding", "qwen3_5", "gemma3n", "gemma4", "gpt_oss", "lfm3")
 
 
 @pytest.mark.parametrize("name", KINDS)

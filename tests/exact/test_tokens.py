@@ -50,6 +50,7 @@ SAMPLE = [
     "gemma4-f32-native",
     "gpt_oss-bf16-native",
     "qwen3_5-f32-native",
+    "gemma3n-bf16-native",
 ]  # of `make test`
 DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "several", "oracle", "wrong", "chaos"]
 IN_A_NORMAL_RUN = {  # a third of the drafters each, and each with at least two targets

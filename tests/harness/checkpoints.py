@@ -123,7 +123,7 @@ def write_checkpoint(
     Each is made once a run and copied: making one takes eight times as long.
 
     Args:
-        query_key_scale: factor on the weights of the query and key projections, of Gemma 4 their norms, for large attention scores.
+        query_key_scale: factor on the weights of the query and key projections, of Gemma 3n and 4 their norms, for large attention scores.
         overrides: values of its transformers config.
     """
     options: dict[str, Any] = {"dtype": dtype, "seed": seed, "max_shard_size": max_shard_size, "query_key_scale": query_key_scale}
@@ -166,13 +166,17 @@ def _make_checkpoint(
                 torch.nn.init.normal_(parameter, std=0.5)
             elif name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=1.0 if name.endswith("sinks") else 0.3)
+            elif name.endswith("modality_router.weight"):
+                torch.nn.init.normal_(parameter, std=6.0)  # of inputs divided by the hidden size, so that tanh is not nearly linear
+            elif name.endswith("correct_output_scale"):
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
             elif name.endswith((".gate.weight", ".router.weight", ".router.proj.weight")):
                 torch.nn.init.normal_(parameter, std=0.5)  # rows choose their experts clearly
             elif "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
                 is_plain = "linear_attn" in name or (family == "muse_glimmer_text" and name.endswith(".language_model.norm.weight"))
                 offset = 1.0 if family in _WITH_OFFSET and not is_plain else 0.0
                 torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)
-                if family.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
+                if family.startswith(("gemma3n", "gemma4")) and name.endswith(("q_norm.weight", "k_norm.weight")):
                     parameter.data *= query_key_scale
             elif name.endswith(("q_proj.weight", "k_proj.weight")):
                 parameter.data *= query_key_scale

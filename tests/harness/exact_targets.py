@@ -14,7 +14,7 @@ from paceline.runtimes.native.network import NativeNetwork
 HYBRIDS = ["qwen3_5", "lfm3", "granite", "falcon_h1"]
 """Those with recurrent layers, which take no trees as paths."""
 RECURRENT = [*HYBRIDS, "olmo_hybrid"]
-TARGETS = ["llama", "qwen2", "qwen3", "mini", "sliding", "gpt_oss", "gemma4", *RECURRENT, "phi", "deepseek", "muse_glimmer"]
+TARGETS = ["llama", "qwen2", "qwen3", "mini", "sliding", "gpt_oss", "gemma4", *RECURRENT, "phi", "deepseek", "muse_glimmer", "gemma3n"]
 DTYPES = ["f32", "bf16"]
 BACKENDS = ["native", "paths"]
 """Our kernels as they run, with masked trees, and with trees as paths over shared blocks (`opened_as`)."""

@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "exaone4": "exaone4",
@@ -73,6 +74,7 @@ HALVES = {
 }
 """Where blocks of a type have their float16 numbers."""
 _ROUTER_SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+_SHARED_PARTS = ("k_proj.weight", "v_proj.weight", "k_norm.weight")
 TypeOf = Callable[[str], str]
 
 
@@ -99,6 +101,8 @@ def write_gguf(
         tensors = _muse_glimmer_text(tensors, values)
     if architecture == "deepseek2":
         tensors = _with_absorbed_matrices(tensors, values)
+    if architecture == "gemma3n":
+        tensors = _with_stacked_projections(tensors, values)
     num_mtp_modules = sum(name.endswith(".eh_proj.weight") for name in tensors)
     values["num_hidden_layers"] += num_mtp_modules  # they count as blocks
     _write_metadata(writer, values)
@@ -261,6 +265,26 @@ def _with_absorbed_matrices(tensors: Mapping[str, NDArray[np.float32]], values: 
     return found
 
 
+def _with_stacked_projections(tensors: Mapping[str, NDArray[np.float32]], values: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+    """Projections of AltUp's streams as converters stack them, and zeros for what checkpoints of transformers do not have.
+
+    These are per-layer embeddings of the last tokens, and keys and values of layers that use those of another.
+    """
+    found, stacks = dict[str, NDArray[np.float32]](), dict[str, dict[int, NDArray[np.float32]]]()
+    for name, array in tensors.items():
+        if "projections." in name:
+            stack, number, _ = name.rsplit(".", 2)
+            stacks.setdefault(stack, {})[int(number)] = array
+        elif name.endswith("embed_tokens_per_layer.weight"):
+            found[name] = np.pad(array, ((0, values["vocab_size"] - len(array)), (0, 0)))
+        else:
+            found[name + ".weight" if name.endswith("correct_output_scale") else name] = array
+    for layer in range(values["num_hidden_layers"] - values["num_kv_shared_layers"], values["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.self_attn."
+        found |= {f"{prefix}{part}": np.zeros_like(found[f"model.layers.0.self_attn.{part}"]) for part in _SHARED_PARTS}
+    return found | {f"{stack}.weight": np.stack([own[number] for number in sorted(own)]) for stack, own in stacks.items()}
+
+
 def _muse_glimmer_text(tensors: Mapping[str, NDArray[np.float32]], values: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
     """The language model, with norm weights for queries, all of them the factor of queries, and for keys. Source: llama.cpp's converter."""
     prefix, size = "model.language_model.", values["head_dim"]
@@ -330,6 +354,8 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
     if values["model_type"] == "gemma2":
         writer.add_attn_logit_softcapping(values["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(values["final_logit_softcapping"])
+    if values["model_type"] == "gemma3n_text":
+        _write_gemma3n(writer, values)
     if values["model_type"] == "granite":
         writer.add_attention_scale(values["attention_multiplier"])
         writer.add_embedding_scale(values["embedding_multiplier"])
@@ -406,6 +432,20 @@ def _write_gemma4(writer: Any, values: Mapping[str, Any]) -> None:
     writer.add_rope_freq_base_swa(ropes[1]["rope_theta"])
     turned = int(ropes[0]["partial_rotary_factor"] * head_size // 2)
     writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * (head_size // 2 - turned), np.float32))
+
+
+def _write_gemma3n(writer: Any, values: Mapping[str, Any]) -> None:
+    import torch
+
+    writer.add_altup_active_idx(values["altup_active_idx"])
+    writer.add_altup_num_inputs(values["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(values["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(values["num_kv_shared_layers"])
+    fractions = torch.tensor(values["activation_sparsity_pattern"], dtype=torch.float32)
+    writer.add_activation_sparsity_scale(torch.distributions.normal.Normal(0, 1).icdf(fractions).tolist())  # -inf for 0
+    writer.add_sliding_window(values["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in values["layer_types"]])
+    writer.add_final_logit_softcapping(values["final_logit_softcapping"])
 
 
 def _write_rope(writer: Any, values: Mapping[str, Any]) -> None:

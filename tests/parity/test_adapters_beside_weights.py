@@ -10,6 +10,7 @@ import pytest
 from harness.adapters import make_adapter
 from harness.checkpoints import write_checkpoint
 from harness.expert_checkpoints import CASES as EXPERTS
+from harness.gemma3n_checkpoints import GEMMA3N
 from harness.gemma4_checkpoints import GEMMA4
 from harness.hybrid_checkpoints import CASES as HYBRIDS
 from paceline import BackendUnavailableError, ConfigError, QuantOptions
@@ -31,6 +32,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {}),  # embedding rows are scaled
     "glm4": ("glm4", {}),  # rotates pairs side by side, and joins gate and up
     "phi3": ("phi3", {}),
+    "gemma3n": ("gemma3n_text", GEMMA3N),
     "gemma4": ("gemma4_text", GEMMA4),
     "qwen3_5": HYBRIDS["qwen3_5"],
     "granite": HYBRIDS["granite"],

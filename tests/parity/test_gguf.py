@@ -10,6 +10,7 @@ import pytest
 
 from harness import expert_checkpoints
 from harness.checkpoints import MINISTRAL3, MUSE_GLIMMER, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
+from harness.gemma3n_checkpoints import GEMMA3N
 from harness.gemma4_checkpoints import GEMMA4
 from harness.gguf_checkpoints import dequantize, read_tensors, with_random_blocks, write_gguf, write_tensors
 from harness.parity import prompt_logits
@@ -73,6 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "seed_oss-biased-tied": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),
+    "gemma3n": ("gemma3n_text", {**GEMMA3N, "vocab_size_per_layer_input": VOCAB_SIZE}),
     "muse_glimmer": ("muse_glimmer_text", {**MUSE_GLIMMER, "post_norm_eps": 1e-8, "qk_scale_factor": 3.87}),
     "gemma4": ("gemma4_text", GEMMA4),
     "gemma4-projected": ("gemma4_text", {**GEMMA4, "attention_k_eq_v": False, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
@@ -132,7 +134,7 @@ def test_unquantised_gguf_has_the_config_and_tensors_of_its_directory(checkpoint
 @pytest.mark.parametrize(
     ("case", "dtype", "block_type"),
     [
-        *((case, "float32", "F32") for case in ("llama-llama3", "phi3", "gemma4", "glm4_moe", "gpt_oss", "muse_glimmer")),
+        *((case, "float32", "F32") for case in ("llama-llama3", "phi3", "gemma3n", "gemma4", "glm4_moe", "gpt_oss", "muse_glimmer")),
         ("llama", "float16", "F16"),
         ("llama", "bfloat16", "BF16"),
         ("gemma2", "bfloat16", "BF16"),

@@ -158,7 +158,7 @@ def test_multimodal_tie_word_embeddings_follows_the_stored_tensors(
 
 
 def test_every_supported_multimodal_model_is_compared_with_transformers() -> None:
-    elsewhere = {"gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe", "muse_glimmer"}
+    elsewhere = {"gemma3n", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe", "muse_glimmer"}
     assert set(MULTIMODAL_MODELS) == {*CASES, *elsewhere}
 
 

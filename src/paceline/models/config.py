@@ -18,7 +18,7 @@ from paceline.models.families.table import find_family
 from paceline.models.json_fields import JsonFields, RecordedFields
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
-from paceline.models.layers import AttentionConfig, LayerConfig, Recurrent
+from paceline.models.layers import AltUp, AttentionConfig, LayerConfig, Recurrent
 from paceline.models.multimodal import has_conflicting_ties, text_model_fields
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
@@ -77,7 +77,8 @@ class ModelConfig:
         has_embedding_norm: embedding rows are normalised, without a weight.
         has_lm_head_bias: the lm_head has a bias.
         embedding_scale, logit_scale: factors of embedding rows and of logits.
-        per_layer_vocab_size: number of rows of Gemma's per-layer embedding table; 0 = the model has none.
+        per_layer_vocab_size: number of rows of Gemma's per-layer embedding table; 0 = the model has none. Tokens after
+            the last row use row 0.
         suppressed_token_ids: tokens that are never sampled.
         sampling: recommended sampling parameters, as pairs of name and value.
     """
@@ -126,6 +127,11 @@ class ModelConfig:
         """Return how many values each layer takes as its per-layer input for a token; 0 = there is none."""
         first = self.layers[0].per_layer_input
         return 0 if first is None else first.size
+
+    @property
+    def altup(self) -> AltUp | None:
+        """Return the settings of alternating updates; None = the network has one residual stream."""
+        return self.layers[0].altup
 
     def kv_groups(self, *, by_window: bool = True) -> tuple[KVGroup, ...]:
         """Return the layers that write keys and values, grouped by shape and window, in layer order.
@@ -297,7 +303,7 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
         logit_soft_cap=builder.soft_cap("final_logit_softcapping") if family.has_logit_soft_cap else None,
         bos_token_id=_read_bos_token_id(generation, fields.values),
         eos_token_ids=_read_eos_token_ids(generation_fields, fields),
-        per_layer_vocab_size=_read_per_layer_vocab_size(fields) if layers[0].per_layer_input is not None else 0,
+        per_layer_vocab_size=_read_per_layer_vocab_size(fields, family) if layers[0].per_layer_input is not None else 0,
         suppressed_token_ids=generation_fields.token_ids("suppress_tokens"),
         sampling=_read_recommended_sampling(generation),
     )
@@ -312,9 +318,9 @@ def _read_recommended_sampling(generation: Mapping[str, Any]) -> tuple[tuple[str
     return tuple((name, value) for name, value in found if isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def _read_per_layer_vocab_size(fields: JsonFields) -> int:
+def _read_per_layer_vocab_size(fields: JsonFields, family: Family) -> int:
     size, vocab_size = fields.integer("vocab_size_per_layer_input"), fields.integer("vocab_size")
-    if size < vocab_size:
+    if size < vocab_size and not family.has_partial_layer_table:
         raise CheckpointError(
             f"{fields.path}: vocab_size_per_layer_input = {size} is below vocab_size = {vocab_size}: some tokens have no input"
         )

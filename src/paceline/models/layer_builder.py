@@ -97,6 +97,7 @@ class LayerBuilder:
         self,
         *,
         bias: bool = False,
+        width: int | None = None,
         width_field: str = "intermediate_size",
         has_gate: bool = True,
         activations: Mapping[str, Activation] | None = None,
@@ -104,6 +105,7 @@ class LayerBuilder:
         """Return a dense MLP.
 
         Args:
+            width: number of its hidden values; None = that of the field `width_field`.
             width_field: name of the config.json field for its width.
             activations: supported activations by their names in config.json; None = those of most families.
         """
@@ -117,7 +119,8 @@ class LayerBuilder:
             )
         if not has_gate and not bias and self.flag("mlp_bias"):
             raise CheckpointError(f"{self.fields.path}: mlp_bias = true is not supported for {self.family.name}, only false is")
-        return DenseMLP(intermediate_size=self.fields.integer(width_field), activation=activation, bias=bias, has_gate=has_gate)
+        size = self.fields.integer(width_field) if width is None else width
+        return DenseMLP(intermediate_size=size, activation=activation, bias=bias, has_gate=has_gate)
 
     def routing(self, *, count_fields: Sequence[str] = ("num_experts_per_tok",)) -> ExpertRouting:
         """Return the routing of experts. `norm_topk_prob` decides whether weights are normalised.

@@ -300,6 +300,8 @@ class DenseMLP:
         has_gate: there is a gate projection. False = the MLP computes down(activation(up(x))) with GELU, else
             down(activation(up(x)) * up(x)): with ReLU, squared ReLU.
         gate_scale, output_scale: factors of the gate projection's result, before the activation, and of the MLP's output.
+        top_k_factor: the gate projection's result becomes max(x - mean(x) - top_k_factor * std(x), 0), which is zero for all but about the
+            largest k values if they have a normal distribution (Gemma 3n); None = it is unchanged.
     """
 
     intermediate_size: int
@@ -308,6 +310,7 @@ class DenseMLP:
     has_gate: bool = True
     gate_scale: float = 1.0
     output_scale: float = 1.0
+    top_k_factor: float | None = None
 
 
 class RouterScoring(Enum):
@@ -378,6 +381,26 @@ class PerLayerInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AltUp:
+    """Alternating updates: the residual stream is `num_streams` streams x_i of `width` values, and a layer computes only the active one.
+
+    With g(x) = tanh(router(norm(x)) / width), a layer predicts p_i = x_i + sum_j predict(g(x_active))_ij x_j, computes y from p_active, and
+    corrects the streams to p_i + (1 + correct(g(y))_i) (y - p_active).
+
+    Attributes:
+        active: index of the stream that layers compute.
+        has_output_scale: the corrected active stream is multiplied by a learned vector before the gate of the per-layer input reads it.
+
+    Source: Baykal et al. 2023, "Alternating Updates for Efficient Transformers", section 3; Gemma 3n's model in transformers 5.24.
+    """
+
+    num_streams: int
+    active: int
+    width: int
+    has_output_scale: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConvolution:
     """DFlash2's convolutions along a block of draft positions, before and after each mixer and MLP. Every position has its own kernel.
 
@@ -406,6 +429,10 @@ class LayerConfig:
         has_layer_norm: norms of the residual stream, and of what is added to it, are layer norms. False = RMS norms.
         has_norm_bias: these norms have a bias.
         convolution: settings of convolutions before and after mixer and MLP; None = there are none.
+        altup: settings of alternating updates; None = there is one residual stream. With it, what the per-layer input gives is added to all
+            streams but the first.
+        laurel_rank: rank of a learned residual: norm(right(left(n))) + n is added after the mixer, where n is its input, and the sum is
+            divided by sqrt(2); 0 = there is none.
     """
 
     mixer: AttentionConfig | Recurrent | None
@@ -419,6 +446,8 @@ class LayerConfig:
     has_layer_norm: bool = False
     has_norm_bias: bool = False
     convolution: BlockConvolution | None = None
+    altup: AltUp | None = None
+    laurel_rank: int = 0
 
     @property
     def mixers(self) -> "tuple[AttentionConfig | Recurrent, ...]":

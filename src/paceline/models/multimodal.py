@@ -43,6 +43,7 @@ _QWEN2_VL = MultimodalModel(
 )
 MULTIMODAL_MODELS: Mapping[str, MultimodalModel] = {
     "gemma3": MultimodalModel("gemma3_text"),
+    "gemma3n": MultimodalModel("gemma3n_text"),
     "gemma4": MultimodalModel("gemma4_text"),
     "gemma4_unified": MultimodalModel("gemma4_unified_text"),
     "qwen3_5": MultimodalModel("qwen3_5_text"),

@@ -35,6 +35,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if size := config.per_layer_input_size:
         shapes["layer_embedding.weight"] = (config.per_layer_vocab_size, config.num_layers * size)
         shapes |= {"layer_inputs_proj.weight": (config.num_layers * size, hidden), "layer_inputs_norm.weight": (size,)}
+    for index in range(config.altup.num_streams - 1 if config.altup is not None else 0):
+        shapes |= {f"altup_proj.{index}.weight": (hidden, hidden), f"altup_unembed_proj.{index}.weight": (hidden, hidden)}
     for index, layer in enumerate(config.layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(layer, hidden).items()}
     shapes |= {f"final_norm.{kind}": (hidden,) for kind in _norm_kinds(config.layers[-1])}
@@ -64,6 +66,13 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         shapes["input_norm.weight"] = (hidden,)
     if layer.has_output_scale:
         shapes["output_scale.weight"] = (1,)
+    if layer.altup is not None:
+        count = layer.altup.num_streams
+        shapes |= {"altup_router_norm.weight": (hidden,), "altup_router.weight": (count, hidden)}
+        shapes |= {"altup_predict.weight": (count * count, count), "altup_correct.weight": (count, count)}
+        shapes["altup_output_scale.weight"] = (hidden,)
+    if rank := layer.laurel_rank:
+        shapes |= {"laurel_left.weight": (rank, hidden), "laurel_right.weight": (hidden, rank), "laurel_norm.weight": (hidden,)}
     return shapes
 
 
@@ -184,6 +193,16 @@ _CHECKPOINT_MODULES = {
     "input_gate": "per_layer_input_gate",
     "input_proj": "per_layer_projection",
     "input_norm": "post_per_layer_input_norm",
+    "altup_proj": "model.altup_projections",
+    "altup_unembed_proj": "model.altup_unembed_projections",
+    "altup_router_norm": "altup.router_norm",
+    "altup_router": "altup.modality_router",
+    "altup_predict": "altup.prediction_coefs",
+    "altup_correct": "altup.correction_coefs",
+    "altup_output_scale.weight": "altup.correct_output_scale",
+    "laurel_left": "laurel.linear_left",
+    "laurel_right": "laurel.linear_right",
+    "laurel_norm": "laurel.post_laurel_norm",
     **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
     **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
     "activation": "mlp.act_fn",
@@ -213,8 +232,8 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
     names_by_layer = {layer: _layer_checkpoint_names(layer, config) for layer in dict.fromkeys(config.layers)}
     for name in tensor_shapes(config):
         if not name.startswith("layers."):
-            part, kind = name.split(".")
-            names[name] = f"{family_names.get(part, _CHECKPOINT_MODULES[part])}.{kind}"
+            part, *others = name.split(".")
+            names[name] = ".".join([family_names.get(part, _CHECKPOINT_MODULES[part]), *others])
             continue
         _, index, *path = name.split(".")
         parts = names_by_layer[config.layers[int(index)]]

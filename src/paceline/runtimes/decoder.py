@@ -11,6 +11,7 @@ from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 from paceline.models.layers import (
     Activation,
+    AltUp,
     AttentionConfig,
     AttentionGate,
     BlockConvolution,
@@ -23,6 +24,7 @@ from paceline.models.layers import (
     LayerConfig,
     Mamba2Config,
     NormOrder,
+    PerLayerInput,
     QKNorm,
     Recurrent,
     ShortConvConfig,
@@ -36,7 +38,7 @@ Value = TypeVar("Value")
 TOKEN_IDS = "token_ids"
 """Name of a language model's input."""
 PER_LAYER_EMBEDDINGS = "layer_rows"
-"""Name of the input for which the native runtime looks up rows of the table of per-layer embeddings (Gemma 4)."""
+"""Name of the input for which the native runtime looks up rows of the table of per-layer embeddings (Gemma 3n and 4)."""
 
 LOGITS, SUMMARY, HIDDEN_STATES, COLLECTED = "logits", "summary", "hidden_states", "collected"
 """Names of results."""
@@ -168,6 +170,10 @@ class Blocks(Protocol[Value]):
         """Return x times the weight `name`, which has one element."""
         ...
 
+    def scale_columns(self, x: Value, name: str) -> Value:
+        """Return x times the weight `name`, which has an element for each column."""
+        ...
+
     def input(self, name: str, width: int) -> Value:
         """Return the input [T, width] with this name, see `Network.forward`."""
         ...
@@ -176,8 +182,19 @@ class Blocks(Protocol[Value]):
         """Return the values next to one another, [T, sum of widths]."""
         ...
 
-    def silu_residual(self, x: Value, y: Value) -> Value:
-        """Return x + silu(y)."""
+    def mix(self, y: Value, x: Value, weights: Value | None, num_streams: int, *, offset: float = 0.0, first: int = 0) -> Value:
+        """Return `num_streams` adjacent streams y_i + sum_j (weights_ij + offset) x_j; those before `first` are y_i.
+
+        The streams x_j are as wide as those of y. weights: [T, num_streams * number of x_j]; None = zeros.
+        """
+        ...
+
+    def gaussian_top_k(self, x: Value, factor: float) -> Value:
+        """Return max(x - mean(x) - factor * std(x), 0) of each row, where std is that of all values (without Bessel's correction)."""
+        ...
+
+    def match_rms(self, x: Value, like: Value) -> Value:
+        """Return x * rms(like) / rms(x) of each row, where mean(x^2) counts as at least 1e-5."""
         ...
 
     def summarize(self, logits: Value, options: SummaryOptions) -> Value:
@@ -330,6 +347,7 @@ def _dense_mlp(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> V
     if not gates and mlp.activation is Activation.GELU_TANH:
         return blocks.linear(blocks.activated(up, mlp.activation), prefix + "down_proj")[0]
     gate = _scaled(blocks, gates[0] if gates else up, mlp.gate_scale)
+    gate = gate if mlp.top_k_factor is None else blocks.gaussian_top_k(gate, mlp.top_k_factor)
     return _scaled(blocks, blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0], mlp.output_scale)
 
 
@@ -369,16 +387,69 @@ def decoder_layer(
         normed = input_norm(x, "attention_norm") if normed is None else normed
         mixed = with_convolutions(normed, "attention_convolution", lambda n: token_mixer(blocks, mixers, n, layer))
         x = blocks.add(x, output_norm(mixed, "attention_output_norm"))
+        x = blocks.scale(blocks.add(x, _laurel(blocks, normed, prefix)), 0.5**0.5) if config.laurel_rank else x
     if mlp is not None:
         stream = x
         mlp_input = normed if order is NormOrder.PARALLEL and normed is not None else input_norm(x, "mlp_norm")
         mixed = with_convolutions(mlp_input, "mlp_convolution", lambda n: mlp_block(blocks, mlp, n, layer, stream))
         x = blocks.add(x, output_norm(mixed, "mlp_output_norm"))
     if config.per_layer_input is not None and layer_input is not None:
-        (gate,) = blocks.linear(x, prefix + "input_gate")
-        (added,) = blocks.linear(blocks.gated(gate, layer_input, config.per_layer_input.activation), prefix + "input_proj")
-        x = blocks.add(x, blocks.rms_norm(added, prefix + "input_norm"))
+        x = blocks.add(x, _per_layer_output(blocks, config.per_layer_input, x, layer_input, prefix))
     return blocks.scale_by(x, prefix + "output_scale") if config.has_output_scale else x
+
+
+def _per_layer_output(blocks: Blocks[Value], config: PerLayerInput, x: Value, layer_input: Value, prefix: str) -> Value:
+    """Return what a layer adds to the residual stream for its per-layer input, gated by x."""
+    (gate,) = blocks.linear(x, prefix + "input_gate")
+    (added,) = blocks.linear(blocks.gated(gate, layer_input, config.activation), prefix + "input_proj")
+    return blocks.rms_norm(added, prefix + "input_norm")
+
+
+def _laurel(blocks: Blocks[Value], x: Value, prefix: str) -> Value:
+    """Return the learned augmented residual x + norm(right(left(x)))."""
+    (low_rank,) = blocks.linear(x, prefix + "laurel_left")
+    return blocks.add(x, blocks.rms_norm(blocks.linear(low_rank, prefix + "laurel_right")[0], prefix + "laurel_norm"))
+
+
+def altup_layer(blocks: Blocks[Value], config: LayerConfig, altup: AltUp, streams: Value, layer: int, layer_input: Value | None) -> Value:
+    """Return the streams [T, num_streams * E] after one layer with alternating updates, see `AltUp`. Arguments as in `decoder_layer`."""
+    prefix, count = f"layers.{layer}.", altup.num_streams
+
+    def coefficients(x: Value, name: str) -> Value:
+        scaled = blocks.scale(blocks.rms_norm(x, prefix + "altup_router_norm"), 1.0 / altup.width)
+        (routed,) = blocks.linear(scaled, prefix + "altup_router")
+        return blocks.linear(blocks.soft_cap(routed, 1.0), prefix + name)[0]  # a soft cap of 1 is tanh
+
+    predictions = blocks.mix(streams, streams, coefficients(active_stream(blocks, altup, streams), "altup_predict"), count)
+    active = active_stream(blocks, altup, predictions)
+    activated = decoder_layer(blocks, config, active, layer)
+    innovation = blocks.mix(activated, active, None, 1, offset=-1.0)  # activated - active
+    corrected = blocks.mix(predictions, innovation, coefficients(activated, "altup_correct"), count, offset=1.0)
+    if config.per_layer_input is None or layer_input is None:
+        return corrected
+    x = active_stream(blocks, altup, corrected)
+    x = blocks.scale_columns(x, prefix + "altup_output_scale") if altup.has_output_scale else x
+    added = _per_layer_output(blocks, config.per_layer_input, x, layer_input, prefix)
+    return blocks.mix(corrected, added, None, count, offset=1.0, first=1)
+
+
+def active_stream(blocks: Blocks[Value], altup: AltUp, streams: Value) -> Value:
+    """Return the stream [T, E] that layers compute."""
+    return blocks.columns(streams, altup.active * altup.width, altup.width)
+
+
+def split_into_streams(blocks: Blocks[Value], altup: AltUp, x: Value) -> Value:
+    """Return the streams before the first layer: x, and projections of x with the root mean square of x."""
+    projected = blocks.linear(x, *(f"altup_proj.{index}" for index in range(altup.num_streams - 1)))
+    return blocks.concat(x, *(blocks.match_rms(stream, x) for stream in projected))
+
+
+def merge_streams(blocks: Blocks[Value], altup: AltUp, streams: Value) -> Value:
+    """Return the mean of the first stream and of projections of the others with its root mean square."""
+    first, *others = (blocks.columns(streams, index * altup.width, altup.width) for index in range(altup.num_streams))
+    projected = (blocks.linear(stream, f"altup_unembed_proj.{index}")[0] for index, stream in enumerate(others))
+    matched = (blocks.match_rms(stream, first) for stream in projected)
+    return blocks.scale(reduce(blocks.add, matched, first), 1.0 / altup.num_streams)
 
 
 def per_layer_inputs(blocks: Blocks[Value], config: ModelConfig, x: Value) -> Value:
@@ -395,7 +466,8 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> NetworkD
     """Return the function that defines a language model. Its input is `token_ids`.
 
     Its results are `logits` [R, V]; `hidden_states` [T, E], after the final norm; and `collected.0`, `collected.1`, ... [T, E], the
-    residual stream at the layer boundaries in `collect_layers`. Boundary i is the input of layer i; boundary L the output of the last one.
+    residual stream at the layer boundaries in `collect_layers`; with AltUp the active one. Boundary i is the input of layer i; boundary L
+    the output of the last one.
 
     Raises:
         ConfigError: a boundary does not exist.
@@ -404,18 +476,27 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> NetworkD
         raise ConfigError(f"collect_layers = {list(collect_layers)}: boundaries go from 0 to {config.num_layers}")
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        embedded, size = blocks.embedding("embedding"), config.per_layer_input_size
-        boundaries = [blocks.head_norm(embedded, None, 1) if config.has_embedding_norm else embedded]
-        inputs = per_layer_inputs(blocks, config, boundaries[0]) if size else None
+        embedded, size, altup = blocks.embedding("embedding"), config.per_layer_input_size, config.altup
+        embedded = blocks.head_norm(embedded, None, 1) if config.has_embedding_norm else embedded
+        inputs = per_layer_inputs(blocks, config, embedded) if size else None
+        boundaries = [embedded if altup is None else split_into_streams(blocks, altup, embedded)]
         for index, layer in enumerate(config.layers):
             layer_input = None if inputs is None else blocks.columns(inputs, index * size, size)
-            boundaries.append(decoder_layer(blocks, layer, boundaries[-1], index, layer_input=layer_input))
-        hidden = stream_norm(blocks, config.layers[-1], boundaries[-1], "final_norm")
+            boundaries.append(
+                decoder_layer(blocks, layer, boundaries[-1], index, layer_input=layer_input)
+                if altup is None
+                else altup_layer(blocks, layer, altup, boundaries[-1], index, layer_input)
+            )
+        last = boundaries[-1] if altup is None else merge_streams(blocks, altup, boundaries[-1])
+        hidden = stream_norm(blocks, config.layers[-1], last, "final_norm")
         logits = blocks.lm_head(blocks.logits_rows(hidden), "embedding" if config.tied_embeddings else "lm_head")
         logits = _scaled(blocks, logits, config.logit_scale)
         if config.logit_soft_cap is not None:
             logits = blocks.soft_cap(logits, config.logit_soft_cap)
-        collected = {f"{COLLECTED}.{place}": boundaries[layer] for place, layer in enumerate(collect_layers)}
+        residuals = [boundaries[layer] for layer in collect_layers]
+        if altup is not None:
+            residuals = [active_stream(blocks, altup, streams) for streams in residuals]
+        collected = {f"{COLLECTED}.{place}": residual for place, residual in enumerate(residuals)}
         return {LOGITS: logits, HIDDEN_STATES: hidden, **collected}
 
     return compose

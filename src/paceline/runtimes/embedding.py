@@ -30,8 +30,13 @@ def per_layer_embedding_rows(
     weights: Weights, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType
 ) -> NDArray[np.float32]:
     """Return rows [T, L * size] float32 of the table of per-layer embeddings, rounded to `round_to`, times sqrt(size)."""
-    rows = round_to_type(weights.rows("layer_embedding.weight", token_ids), round_to)
+    rows = round_to_type(weights.rows("layer_embedding.weight", per_layer_row_indices(token_ids, config)), round_to)
     return _scale_and_round(rows, float(config.per_layer_input_size**0.5), round_to)
+
+
+def per_layer_row_indices(token_ids: NDArray[np.int32], config: ModelConfig) -> NDArray[np.int32]:
+    """Return the row of the table of per-layer embeddings for each token: row 0 for tokens after the last row."""
+    return np.where(token_ids < config.per_layer_vocab_size, token_ids, 0).astype(np.int32)
 
 
 def scaled_rows(rows: NDArray[np.float32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:

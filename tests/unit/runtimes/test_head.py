@@ -9,7 +9,7 @@ from harness.model_configs import make_config
 from harness.native_network import plain_tensor
 from paceline.errors import BackendUnavailableError
 from paceline.models.config import ModelConfig
-from paceline.models.layers import BlockConvolution
+from paceline.models.layers import Activation, BlockConvolution
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows, Network, RowRange
@@ -30,9 +30,13 @@ def network(blocks: Blocks[Value]) -> Mapping[str, Value]:
     joined = blocks.concat(blocks.input("left", WIDTH), blocks.input("right", 20), blocks.input("left", WIDTH))
     (mixed,) = blocks.linear(joined, "mix")
     (pushed,) = blocks.linear(mixed, "push")
-    out = decoder_layer(blocks, CONFIG.layers[0], blocks.silu_residual(mixed, pushed), 0)
+    out = decoder_layer(blocks, CONFIG.layers[0], blocks.add(mixed, blocks.activated(pushed, Activation.SILU)), 0)
     selected = blocks.logits_rows(out)
-    return {"out": out, "logits": blocks.lm_head(blocks.silu_residual(selected, selected), "lm_head"), "mixed": mixed}
+    return {
+        "out": out,
+        "logits": blocks.lm_head(blocks.add(selected, blocks.activated(selected, Activation.SILU)), "lm_head"),
+        "mixed": mixed,
+    }
 
 
 def push(blocks: Blocks[Value]) -> Mapping[str, Value]:

@@ -108,6 +108,62 @@ def test_native_addition_rounds_once(width: int, level: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+def test_native_scaling_of_columns_rounds_once(width: int, level: str, seed: int) -> None:
+    x, weight = values(3, width, seed), values(1, width, seed + 1)[0]
+    tensors = {"scale.weight": plain_tensor(weight)}
+    (found,) = Network([width], lambda blocks, inputs: [blocks.scale_columns(inputs[0], "scale")], tensors=tensors, level=level)(x)
+    assert np.array_equal(found, x * weight)
+
+
+@pytest.mark.parametrize("width", [1, 15, 33, 200, 4100])
+@pytest.mark.parametrize(("inputs", "outputs", "first", "offset"), [(4, 4, 0, 0.0), (1, 4, 0, 1.0), (1, 4, 1, 1.0), (3, 2, 1, -0.5)])
+def test_native_mix_equals_its_definition(inputs: int, outputs: int, first: int, offset: float, width: int, level: str, seed: int) -> None:
+    x, y, weights = values(5, inputs * width, seed), values(5, outputs * width, seed + 1), values(5, outputs * inputs, seed + 2, 0.3)
+    widths = [x.shape[1], y.shape[1], weights.shape[1]]
+
+    def build(blocks: NativeBlocks, given: list[Value]) -> list[Value]:
+        return [blocks.mix(given[1], given[0], matrix, outputs, offset=offset, first=first) for matrix in (given[2], None)]
+
+    found = Network(widths, build, level=level)(x, y, weights)
+    streams, wide = (rows.astype(np.float64).reshape(5, -1, width) for rows in (x, y))
+    for result, matrix in zip(found, (weights.astype(np.float64), np.zeros(weights.shape)), strict=True):
+        sums = np.einsum("toi,tiw->tow", matrix.reshape(5, outputs, inputs) + offset, streams)
+        sums[:, :first] = 0
+        assert np.allclose(result, (wide + sums).reshape(y.shape), rtol=1e-5, atol=1e-5)
+    for row in range(5):  # whatever else is in the pass
+        alone = Network(widths, build, level=level)(x[row : row + 1], y[row : row + 1], weights[row : row + 1])
+        assert all(np.array_equal(one[0], whole[row]) for one, whole in zip(alone, found, strict=True))
+
+
+@pytest.mark.parametrize("factor", [1.6448536, 0.0, -0.5])
+@pytest.mark.parametrize("width", [1, 2, 15, 33, 4100])
+def test_native_gaussian_top_k_uses_the_deviation_of_all_values(width: int, factor: float, level: str, seed: int) -> None:
+    x = values(5, width, seed) + np.float32(2)
+    run = Network([width], lambda blocks, inputs: [blocks.gaussian_top_k(inputs[0], factor)], level=level)
+    (found,) = run(x)
+    wide = x.astype(np.float64)
+    expected = (wide - wide.mean(axis=1, keepdims=True) - factor * wide.std(axis=1, keepdims=True)).clip(0)
+    assert np.allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert (found > 0).any() == (expected > 0).any()
+    assert all(np.array_equal(run(x[row : row + 1])[0][0], found[row]) for row in range(5))
+    x[0, 0] = np.nan
+    assert np.isnan(run(x)[0]).all(axis=1).tolist() == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize("width", [1, 15, 33, 4100])
+def test_native_match_rms_equals_its_definition(width: int, level: str, seed: int) -> None:
+    x, like = values(5, width, seed), values(5, width, seed + 1, scale=7.0)
+    x[0], x[1] = 0.0, 1e-4  # mean squares below the least one
+    like[2] = 0.0
+    run = Network([width, width], lambda blocks, inputs: [blocks.match_rms(*inputs)], level=level)
+    (found,) = run(x, like)
+    wide, wanted = x.astype(np.float64), np.sqrt((like.astype(np.float64) ** 2).mean(axis=1, keepdims=True))
+    expected = wide * wanted / np.sqrt(np.maximum((wide**2).mean(axis=1, keepdims=True), 1e-5))
+    assert np.allclose(found, expected, rtol=2e-6, atol=0)
+    assert all(np.array_equal(run(x[row : row + 1], like[row : row + 1])[0][0], found[row]) for row in range(5))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_native_scaling_rounds_once(width: int, level: str, seed: int) -> None:
     x = values(3, width, seed)
     (found,) = Network([width], lambda blocks, inputs: [blocks.scale(inputs[0], 0.22)], level=level)(x)

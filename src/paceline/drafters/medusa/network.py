@@ -11,6 +11,7 @@ import numpy as np
 
 from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.models.config import ModelConfig
+from paceline.models.layers import Activation
 from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, LogitsRows, Network
 from paceline.runtimes.decoder import LOGITS, SUMMARY, Blocks, Value
 from paceline.runtimes.load import load_head
@@ -101,7 +102,7 @@ class MedusaNetwork:
                 products = blocks.linear(hidden_states, *names)
             else:
                 products = tuple(blocks.linear(x, name)[0] for x, name in zip(hidden, names, strict=True))
-            hidden = [blocks.silu_residual(x, product) for x, product in zip(hidden, products, strict=True)]
+            hidden = [blocks.add(x, blocks.activated(product, Activation.SILU)) for x, product in zip(hidden, products, strict=True)]
         if self.heads.has_shared_lm_head:
             return {f"head.{head}": x for head, x in enumerate(hidden)}
         return {f"{LOGITS}.{head}": blocks.lm_head(x, f"heads.{head}.lm_head") for head, x in enumerate(hidden)}

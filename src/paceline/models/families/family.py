@@ -99,6 +99,7 @@ class Family:
         has_norm_offset, has_embedding_norm, has_lm_head_bias: as in `ModelConfig`.
         has_plain_final_norm: the weight of the final norm is stored as it is, also with `has_norm_offset`.
         has_scaled_embedding: embedding rows are multiplied by the square root of the hidden size.
+        has_partial_layer_table: the table of per-layer embeddings may have fewer rows than the vocabulary.
         has_logit_soft_cap: `final_logit_softcapping` is applied to logits.
         has_multipliers: embedding rows are multiplied by `embedding_multiplier`, logits by `lm_head_multiplier` / `logits_scaling`.
     """
@@ -136,5 +137,6 @@ class Family:
     has_embedding_norm: bool = False
     has_lm_head_bias: bool = False
     has_scaled_embedding: bool = False
+    has_partial_layer_table: bool = False
     has_logit_soft_cap: bool = False
     has_multipliers: bool = False

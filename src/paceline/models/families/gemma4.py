@@ -34,7 +34,7 @@ def _gemma4_layers(builder: LayerBuilder) -> tuple[LayerConfig, ...]:
     Source: Gemma 4's model in transformers 5.23.
     """
     is_sliding = sliding_layers(builder)
-    return build_layers(builder, is_sliding, _kv_layers(builder, is_sliding))
+    return build_layers(builder, is_sliding, kv_layers(builder, is_sliding))
 
 
 def sliding_layers(builder: LayerBuilder) -> list[bool]:
@@ -93,7 +93,7 @@ def _refuse_bidirectional(builder: LayerBuilder) -> None:
         raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}: it embeds text, it does not generate")
 
 
-def _kv_layers(builder: LayerBuilder, is_sliding: Sequence[bool]) -> list[int | None]:
+def kv_layers(builder: LayerBuilder, is_sliding: Sequence[bool]) -> list[int | None]:
     """Return for each layer whose KV cache it reads; None = its own. The last layers read that of an earlier layer of their type."""
     fields, count = builder.fields, _read_non_negative(builder.fields, "num_kv_shared_layers")
     first = builder.num_layers - count

@@ -12,6 +12,7 @@ from paceline.models.families import (
     exaone,
     falcon_h1,
     gemma,
+    gemma3n,
     gemma4,
     glm,
     gpt_oss,
@@ -29,8 +30,8 @@ from paceline.models.families import (
 from paceline.models.families.family import Family
 
 _MODULES = (
-    llama, apertus, deepseek, ernie, hunyuan, qwen, gemma, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2, nemotron_h,
-    falcon_h1, layer_norm, muse_glimmer,
+    llama, apertus, deepseek, ernie, hunyuan, qwen, gemma, gemma3n, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2,
+    nemotron_h, falcon_h1, layer_norm, muse_glimmer,
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 

@@ -30,7 +30,7 @@ class TensorSource:
     Attributes:
         tensor: stored tensor with its rows.
         shape: shape of the network's tensor.
-        expert: index of its expert if `tensor` stacks those of all experts. Rows are then counted within the expert.
+        expert: index in the stack if `tensor` stacks the matrices of experts (or of streams). Rows are then counted within the matrix.
         rows: row order; None = consecutive rows from `first_row` on.
         columns: column order; None = the stored order.
     """

@@ -69,6 +69,16 @@ _GGUF_MODULE_NAMES = {
     "input_proj": "proj",
     "input_norm": "post_norm",
     "output_scale": "layer_output_scale",
+    "altup_proj": "altup_proj",
+    "altup_unembed_proj": "altup_unembd_proj",
+    "altup_router_norm": "altup_router_norm",
+    "altup_router": "altup_router",
+    "altup_predict": "altup_predict_coef",
+    "altup_correct": "altup_correct_coef",
+    "altup_output_scale": "altup_correct_scale",
+    "laurel_left": "laurel_l",
+    "laurel_right": "laurel_r",
+    "laurel_norm": "laurel_post_norm",
 }
 """GGUF names of modules, by internal name. `GgufFormat.module_names` has a family's exceptions."""
 _GGUF_TENSOR_NAMES = {
@@ -253,11 +263,19 @@ def _find_sources(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tupl
             if gguf.has_interleaved_rope and layer is not None:
                 rows = _half_split_row_order(layer.mixer, name.split(".")[-2], shape[0])
             sources[name] = TensorSource(file.tensors[in_file], shape, expert, rows=rows)
-            count = () if expert is None or layer is None or not isinstance(layer.mlp, ExpertMLP) else (layer.mlp.routing.num_experts,)
-            check_stored_shape(sources[name], (*count, *shape))
+            check_stored_shape(sources[name], (*_stack_size(expert, layer, config), *shape))
         else:
             missing.append(in_file)
     return sources, list(dict.fromkeys(missing))
+
+
+def _stack_size(index: int | None, layer: LayerConfig | None, config: ModelConfig) -> tuple[int, ...]:
+    """Return how many matrices are in the stack that holds a matrix at `index`; empty if it is not in a stack."""
+    if index is None:
+        return ()
+    if layer is None:
+        return () if config.altup is None else (config.altup.num_streams - 1,)
+    return (layer.mlp.routing.num_experts,) if isinstance(layer.mlp, ExpertMLP) else ()
 
 
 def _xielu_parameter(file: GgufFile, name: str, config: ModelConfig) -> TensorSource:
@@ -273,10 +291,10 @@ def _xielu_parameter(file: GgufFile, name: str, config: ModelConfig) -> TensorSo
 
 
 def _gguf_name(name: str, modules: Mapping[str, str], file: GgufFile) -> tuple[str, int | None]:
-    """Return the GGUF name of a tensor of the network, and its expert's index if that name is a stack of all experts."""
+    """Return the GGUF name of a tensor of the network, and its index if that name is a stack of the matrices of experts or of streams."""
     if not name.startswith("layers."):
-        part, kind = name.rsplit(".", 1)
-        return f"{modules[part]}.{kind}", None
+        part, *index, kind = name.split(".")
+        return f"{modules[part]}.{kind}", int(index[0]) if index else None
     _, layer, rest = name.split(".", 2)
     if rest in _GGUF_TENSOR_NAMES:
         return f"blk.{layer}.{_GGUF_TENSOR_NAMES[rest]}", None

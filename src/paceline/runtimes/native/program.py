@@ -42,10 +42,13 @@ from paceline.runtimes.native.records import (
     ExpertsOperation,
     GatedOperation,
     GatherOperation,
+    GaussianTopKOperation,
     HeadsOperation,
     LinearOperation,
+    MatchRmsOperation,
     Matrix,
     MatrixKind,
+    MixOperation,
     NormOperation,
     Operation,
     Packing,
@@ -53,7 +56,6 @@ from paceline.runtimes.native.records import (
     RouteOperation,
     RowSelection,
     ScaleOperation,
-    SiluResidualOperation,
     SoftCapOperation,
     StateOperation,
     SummarizeOperation,
@@ -120,12 +122,9 @@ class NativeBlocks:
     def concat(self, *values: Value) -> Value:
         joined = values[0]
         for value in values[1:]:
-            operation = ConcatOperation(x=joined.index, y=value.index, x_width=joined.width, y_width=value.width)
-            joined = self._append(operation, joined, joined.width + value.width)
+            width = joined.width + value.width
+            joined = self._append(ConcatOperation(x=joined.index, y=value.index, x_width=joined.width, width=width), joined, width)
         return joined
-
-    def silu_residual(self, x: Value, y: Value) -> Value:
-        return self._append(SiluResidualOperation(x=x.index, y=y.index, width=x.width), x)
 
     def summarize(self, logits: Value, options: SummaryOptions) -> Value:
         columns, ids = min(options.columns, logits.width), None
@@ -277,6 +276,23 @@ class NativeBlocks:
     def scale_by(self, x: Value, name: str) -> Value:
         return self.scale(x, self._weights.scalar(name + ".weight"))
 
+    def scale_columns(self, x: Value, name: str) -> Value:
+        return self._record_gate(x, None, _ACTIVATIONS[Activation.NONE], weight=self._weights.vector(name + ".weight"))
+
+    def mix(self, y: Value, x: Value, weights: Value | None, num_streams: int, *, offset: float = 0.0, first: int = 0) -> Value:
+        width = y.width // num_streams
+        operation = MixOperation(
+            x=x.index, y=y.index, weights=-1 if weights is None else weights.index, width=width, inputs=x.width // width,
+            outputs=num_streams, first=first, offset=offset,
+        )  # fmt: skip
+        return self._append(operation, y)
+
+    def gaussian_top_k(self, x: Value, factor: float) -> Value:
+        return self._append(GaussianTopKOperation(x=x.index, width=x.width, factor=factor), x)
+
+    def match_rms(self, x: Value, like: Value) -> Value:
+        return self._append(MatchRmsOperation(x=x.index, y=like.index, width=x.width), x)
+
     def logits_rows(self, x: Value) -> Value:
         return self._append_to(GatherOperation(x=x.index, width=x.width), self.new_value(x.width, RowSelection.LOGITS))
 
@@ -286,12 +302,12 @@ class NativeBlocks:
     def soft_cap(self, x: Value, cap: float) -> Value:
         return self._append(SoftCapOperation(x=x.index, width=x.width, cap=cap), x)
 
-    def _record_gate(self, gate: Value, up: Value | None, activation: int, **parameters: float) -> Value:
-        """Record activation(gate) * up; up None = activation(gate)."""
+    def _record_gate(self, gate: Value, up: Value | None, activation: int, *, weight: int | None = None, **parameters: float) -> Value:
+        """Record activation(gate) * up; up None = activation(gate), times the vector at the address `weight` if given."""
         parameters, like = {**dict.fromkeys(("slope", "limit", *XIELU_PARAMETERS), 0.0), **parameters}, up or gate
         operation = GatedOperation(
             x=gate.index, up=-1 if up is None else up.index, width=like.width, activation=activation, group=like.width // gate.width,
-            **parameters,
+            weight=weight, **parameters,
         )  # fmt: skip
         return self._append(operation, like)
 

@@ -21,8 +21,8 @@ PANEL_KINDS = frozenset(kind for kind in MatrixKind if kind.name.startswith("PAN
 
 OperationCode = IntEnum(
     "OperationCode",
-    "LINEAR NORM ROPE ATTENTION GATED ADD GATHER SOFT_CAP CONCAT SILU_RESIDUAL SUMMARIZE SCALE COLUMNS ROUTE EXPERTS COMBINE "
-    "CONVOLUTION STATE BLOCK_CONVOLUTION HEADS",
+    "LINEAR NORM ROPE ATTENTION GATED ADD GATHER SOFT_CAP CONCAT SUMMARIZE SCALE COLUMNS ROUTE EXPERTS COMBINE "
+    "CONVOLUTION STATE BLOCK_CONVOLUTION HEADS MIX GAUSSIAN_TOP_K MATCH_RMS",
     start=0,
 )
 """Numbers of the kinds of operations, as in kernels/native.h."""
@@ -162,13 +162,13 @@ class AttentionOperation(Operation):
 
 
 class GatedOperation(Operation):
-    """activation(x) * up, each value of x for `group` adjacent columns of `up`; up -1 = activation(x).
+    """activation(x) * up, each value of x for `group` adjacent columns of `up`; up -1 = activation(x) * weight, weight None = ones.
 
     activation: 0 SiLU, 1 GELU by tanh, 2 clamped SwiGLU (slope, limit), 3 sigmoid, 4 none, 5 ReLU, 6 xIELU (alpha_p, alpha_n, beta, eps).
     """
 
     CODE, INPUTS = OperationCode.GATED, ("x", "up")
-    _fields_ = _fields("int32 x up width activation group; float slope limit alpha_p alpha_n beta eps")
+    _fields_ = _fields("int32 x up width activation group; float slope limit alpha_p alpha_n beta eps; pointer weight")
 
 
 class AddOperation(Operation):
@@ -178,10 +178,10 @@ class AddOperation(Operation):
     _fields_ = _fields("int32 x y width")
 
 
-class SiluResidualOperation(Operation):
-    """x + silu(y)."""
+class MatchRmsOperation(Operation):
+    """x * rms(y) / rms(x), where mean(x^2) counts as at least 1e-5."""
 
-    CODE, INPUTS = OperationCode.SILU_RESIDUAL, ("x", "y")
+    CODE, INPUTS = OperationCode.MATCH_RMS, ("x", "y")
     _fields_ = _fields("int32 x y width")
 
 
@@ -206,11 +206,28 @@ class ScaleOperation(Operation):
     _fields_ = _fields("int32 x width; float factor")
 
 
+class GaussianTopKOperation(Operation):
+    """max(x - mean(x) - factor * std(x), 0)."""
+
+    CODE, INPUTS = OperationCode.GAUSSIAN_TOP_K, ("x",)
+    _fields_ = _fields("int32 x width; float factor")
+
+
 class ConcatOperation(Operation):
-    """[x, y]: the columns of x, then those of y."""
+    """[x, y]: the columns of x, then those of y. width: that of the result."""
 
     CODE, INPUTS = OperationCode.CONCAT, ("x", "y")
-    _fields_ = _fields("int32 x y x_width y_width")
+    _fields_ = _fields("int32 x y x_width width")
+
+
+class MixOperation(Operation):
+    """Streams y_i plus the sum of (weights_ij + offset) x_j over j; only y_i if i < first. Streams are adjacent and have `width` columns.
+
+    inputs, outputs: number of streams of x, and of y and the result. weights: [outputs][inputs] in each row; -1 = zeros.
+    """
+
+    CODE, INPUTS = OperationCode.MIX, ("x", "y", "weights")
+    _fields_ = _fields("int32 x y weights width inputs outputs first; float offset")
 
 
 class RouteOperation(Operation):
@@ -367,14 +384,14 @@ class Program(Structure):
     )
 
 
-VERSION = 26
+VERSION = 27
 """KERNELS_VERSION in kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
     Matrix, SuperBlocksRecord, GgufBlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation,
-    AddOperation, SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, SummarizeOperation, ScaleOperation,
-    ColumnsOperation, RouteOperation, ExpertsOperation, CombineOperation, ConvolutionOperation,
-    StateOperation, BlockConvolutionOperation, HeadsOperation, AdapterProduct, AdapterSite, PassAdapter, Range, SampleOptions, SamplePath,
+    AddOperation, GatherOperation, SoftCapOperation, ConcatOperation, SummarizeOperation, ScaleOperation, ColumnsOperation,
+    RouteOperation, ExpertsOperation, CombineOperation, ConvolutionOperation, StateOperation, BlockConvolutionOperation, HeadsOperation,
+    MixOperation, GaussianTopKOperation, MatchRmsOperation, AdapterProduct, AdapterSite, PassAdapter, Range, SampleOptions, SamplePath,
     StateStep, StateSave, StateRange, Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), SAMPLING_DTYPE.itemsize, -1)

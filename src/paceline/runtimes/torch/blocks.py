@@ -29,6 +29,7 @@ from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes.base import ForwardBatch, LogitsRows
 from paceline.runtimes.decoder import TOKEN_IDS
+from paceline.runtimes.embedding import per_layer_row_indices
 from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
 from paceline.runtimes.torch.adapters import AdaptedRows, TorchAdapter
 from paceline.runtimes.torch.attention import Attention
@@ -88,7 +89,7 @@ class TorchBlocks:
         """See `Blocks`. The table is not loaded; only the needed rows are read."""
         if self._token_ids is None:
             raise ValueError("a network with layer inputs needs the input token_ids")
-        rows = self._weights.rows(name, self._token_ids)
+        rows = self._weights.rows(name, per_layer_row_indices(self._token_ids, self._config))
         return rows * torch.tensor(self._config.per_layer_input_size**0.5, dtype=rows.dtype)
 
     def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
@@ -99,9 +100,6 @@ class TorchBlocks:
 
     def concat(self, *values: torch.Tensor) -> torch.Tensor:
         return torch.cat(values, dim=-1)
-
-    def silu_residual(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x + F.silu(y)
 
     def summarize(self, logits: torch.Tensor, options: SummaryOptions) -> torch.Tensor:
         first = self._num_summarized
@@ -225,6 +223,26 @@ class TorchBlocks:
 
     def scale_by(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x * self._weights.weight(name)
+
+    def scale_columns(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * self._weights.weight(name)
+
+    def mix(
+        self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None, num_streams: int, *, offset: float = 0.0, first: int = 0
+    ) -> torch.Tensor:
+        streams = _split_heads(y, num_streams)
+        inputs = x.reshape(len(x), -1, streams.shape[-1])
+        weights = x.new_zeros(len(x), num_streams * inputs.shape[1]) if weights is None else weights
+        sums = (_split_heads(weights, num_streams) + offset) @ inputs
+        return torch.cat((streams[:, :first], streams[:, first:] + sums[:, first:]), dim=1).flatten(1)
+
+    def gaussian_top_k(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        cutoff = x.mean(dim=-1, keepdim=True) + x.std(dim=-1, keepdim=True, unbiased=False) * factor
+        return F.relu(x - cutoff)
+
+    def match_rms(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        own, wanted = (rows.square().mean(-1, keepdim=True) for rows in (x, like))
+        return x * wanted.sqrt() / own.clamp(min=1e-5).sqrt()
 
     def logits_rows(self, x: torch.Tensor) -> torch.Tensor:
         return x[self._logits_rows]

@@ -82,8 +82,7 @@ static void pack_int8_query(const float *x, int size, float *to) {
         store_quads((int32_t *)to + column / 4 * DOT_WORDS, codes, DOT_WORDS, DOT_WORDS);
         sum += codes;
     }
-    int32_t total = 0;
-    for (int lane = 0; lane < LANES; lane++) total += sum[lane];
+    const int32_t total = __builtin_reduce_add(sum);
     memcpy(to + SUM_OF_QUERY(padded), &total, sizeof total);
     to[SCALE_OF_QUERY(padded)] = scale;
 }

@@ -16,9 +16,7 @@
 typedef words bf16s; /* the first value of each lane is in the low half */
 
 INLINE bf16s join_bf16(floats first, floats second) { return (words)first >> 16 | (words)second; }
-
 INLINE bf16s bf16_of(words stored) { return stored; }
-
 INLINE floats dot_bf16(bf16s w, bf16s x, floats sum) { return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x); }
 #else
 typedef struct {

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 26 /* VERSION in runtimes/native/records.py is equal; increase both when a record, an enum or a function changes */
+#define KERNELS_VERSION 27 /* VERSION in runtimes/native/records.py is equal; increase both when a record, an enum or a function changes */
 
 /* Input rows that are multiplied together (a block of rows), so that each weight is loaded and decoded once for all of them. The maximum is set by
  * the registers that hold their sums. */
@@ -60,8 +60,8 @@ typedef struct {
 } GgufBlocks;
 
 enum {
-    LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, SUMMARIZE, SCALE, COLUMNS, ROUTE, EXPERTS, COMBINE,
-    CONVOLUTION, STATE, BLOCK_CONVOLUTION, HEADS,
+    LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SUMMARIZE, SCALE, COLUMNS, ROUTE, EXPERTS, COMBINE,
+    CONVOLUTION, STATE, BLOCK_CONVOLUTION, HEADS, MIX, GAUSSIAN_TOP_K, MATCH_RMS,
 };
 enum { SILU, GELU_TANH, CLAMPED_SWIGLU, SIGMOID_OF_GATE, GATE_ITSELF, RELU, XIELU };
 enum { SOFTMAX, SIGMOID }; /* the function that turns a router's logits into scores */
@@ -113,14 +113,15 @@ typedef struct {
 
 typedef struct {
     Operation common;
-    int32_t x, up, width, activation, group;            /* each value of x is for `group` adjacent columns of `up`, -1 = ones */
+    int32_t x, up, width, activation, group;            /* each value of x is for `group` adjacent columns of `up`, -1 = `weight` */
     float slope, limit, alpha_p, alpha_n, beta, eps; /* slope and limit are of CLAMPED_SWIGLU, the others of XIELU */
+    const float *weight;                             /* [width] the same for every row; NULL = ones */
 } GatedOperation;
 
 typedef struct {
     Operation common;
     int32_t x, y, width;
-} AddOperation, SiluResidualOperation;
+} AddOperation, MatchRmsOperation;
 
 typedef struct {
     Operation common;
@@ -131,12 +132,19 @@ typedef struct {
     Operation common;
     int32_t x, width;
     float factor; /* the cap of SOFT_CAP */
-} ScaleOperation, SoftCapOperation;
+} ScaleOperation, SoftCapOperation, GaussianTopKOperation;
 
 typedef struct {
     Operation common;
-    int32_t x, y, x_width, y_width;
+    int32_t x, y, x_width, width; /* width: of the result */
 } ConcatOperation;
+
+/* Weighted sums of streams, which are equal parts of a row: out_i = y_i + the sum of (weights_ij + offset) x_j over j, but out_i = y_i if i < first. */
+typedef struct {
+    Operation common;
+    int32_t x, y, weights, width, inputs, outputs, first; /* width: of a stream; weights: [rows][outputs][inputs], -1 = zeros */
+    float offset;
+} MixOperation;
 
 /* Products of each head of x [rows, heads * columns] with its own matrix, each followed by the head of tails [rows, heads * tail]. */
 typedef struct {
@@ -366,13 +374,14 @@ void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t sign_mask, i
 void paceline_fill_super_blocks(const SuperBlocks *from, int32_t begin, int32_t end, uint8_t *to);
 
 void norm_row(const NormOperation *op, const float *x, int head, float *out);
+void gaussian_top_k_row(const float *x, int width, float factor, float *out);
+void match_rms_row(const float *x, const float *like, int width, float *out);
 void rotate_head(const float *x, const float *cos, const float *sin, int head_size, int half, float *out);
 void apply_gate(const GatedOperation *gated, const float *x, const float *up, int begin, int end, float *out);
 void add_row(const float *x, const float *y, int width, float *out);
 void soft_cap_row(const float *x, int width, float cap, float *out);
 void scale_row(const float *x, int width, float factor, float *out);
 void add_scaled_row(const float *x, int width, float factor, float *sum);
-void add_silu_row(const float *x, const float *y, int width, float *out);
 void concat_columns(const float *x, int width, const float *y, int begin, int count, float *out);
 void block_convolve_row(const BlockConvolutionOperation *op, const float *x, const float *added, int earlier, int begin, int count, float *out);
 

@@ -197,29 +197,22 @@ static int claim_heads(const Work *work, int heads, int at_once, PieceQueue *que
     return 1;
 }
 
-static void run_norm(const Work *work, const Operation *operation) {
-    const NormOperation *op = (const NormOperation *)operation;
-    const float *x = buffer(work, op->x);
-    float *out = buffer(work, operation->out);
-    PieceQueue queue = {0};
-    for (int item, end; claim_heads(work, op->heads, 8, &queue, &item, &end);)
-        for (; item < end; item++) {
-            const size_t at = (size_t)item * (size_t)op->head_size;
-            norm_row(op, x + at, item, out + at);
-        }
-}
-
-static void run_rope(const Work *work, const Operation *operation) {
-    const RopeOperation *op = (const RopeOperation *)operation;
-    const float *x = buffer(work, op->x), *cos = work->pass->cos[op->table], *sin = work->pass->sin[op->table];
-    float *out = buffer(work, operation->out);
-    PieceQueue queue = {0};
-    for (int item, end; claim_heads(work, op->heads, 8, &queue, &item, &end);)
-        for (; item < end; item++) {
-            const size_t at = (size_t)item * (size_t)op->head_size, angles = (size_t)(item / op->heads) * (size_t)op->rotary_half;
-            rotate_head(x + at, cos + angles, sin + angles, op->head_size, op->rotary_half, out + at);
-        }
-}
+/* Define the function of an operation on heads. `compute`: code for head number `item`, counted over those of all rows, at offset `at` of a buffer. */
+#define DEFINE_HEADWISE(name, Type, heads, head_size, compute)                                        \
+    static void name(const Work *work, const Operation *operation) {                         \
+        const Type *op = (const Type *)operation;                                            \
+        const float *x = buffer(work, op->x);                                                \
+        float *out = buffer(work, operation->out);                                           \
+        PieceQueue queue = {0};                                                              \
+        for (int item, end; claim_heads(work, heads, 8, &queue, &item, &end);)               \
+            for (size_t size = (size_t)(head_size), at = (size_t)item * size; item < end; item++, at += size) compute; \
+    }
+#define ANGLES_OF(function) (work->pass->function[op->table] + (size_t)(item / op->heads) * (size_t)op->rotary_half)
+DEFINE_HEADWISE(run_norm, NormOperation, op->heads, op->head_size, norm_row(op, x + at, item, out + at))
+DEFINE_HEADWISE(run_rope, RopeOperation, op->heads, op->head_size,
+                rotate_head(x + at, ANGLES_OF(cos), ANGLES_OF(sin), op->head_size, op->rotary_half, out + at))
+DEFINE_HEADWISE(run_gaussian_top_k, GaussianTopKOperation, 1, op->width, gaussian_top_k_row(x + at, op->width, op->factor, out + at))
+DEFINE_HEADWISE(run_match_rms, MatchRmsOperation, 1, op->width, match_rms_row(x + at, buffer(work, op->y) + at, op->width, out + at))
 
 /* Columns [begin, begin + count) of a row; at: their offset in a buffer of such rows. */
 typedef struct {
@@ -239,8 +232,7 @@ static int claim_columns(const Work *work, int width, ColumnPiece *piece) {
     return number < total;
 }
 
-/* Define the function of an operation that computes columns of a row from the same columns of its inputs. `compute`: code for one `piece` of a row
- * x. */
+/* Define the function of an operation that computes columns from the same columns of its inputs. `compute`: code for one `piece` of a row of x. */
 #define DEFINE_ELEMENTWISE(name, Type, compute)                                                       \
     static void name(const Work *work, const Operation *operation) {                         \
         const Type *op = (const Type *)operation;                                            \
@@ -250,9 +242,8 @@ static int claim_columns(const Work *work, int width, ColumnPiece *piece) {
     }
 #define INPUT_AT(number) (buffer(work, number) + piece.at)
 DEFINE_ELEMENTWISE(run_gated, GatedOperation, apply_gate(op, x + piece.row * (size_t)(op->width / op->group),
-          op->up < 0 ? NULL : INPUT_AT(op->up) - piece.begin, piece.begin, piece.begin + piece.count, out + piece.at - piece.begin))
+          op->up < 0 ? op->weight : INPUT_AT(op->up) - piece.begin, piece.begin, piece.begin + piece.count, out + piece.at - piece.begin))
 DEFINE_ELEMENTWISE(run_add, AddOperation, add_row(x + piece.at, INPUT_AT(op->y), piece.count, out + piece.at))
-DEFINE_ELEMENTWISE(run_silu_residual, SiluResidualOperation, add_silu_row(x + piece.at, INPUT_AT(op->y), piece.count, out + piece.at))
 DEFINE_ELEMENTWISE(run_soft_cap, SoftCapOperation, soft_cap_row(x + piece.at, piece.count, op->factor, out + piece.at))
 DEFINE_ELEMENTWISE(run_scale, ScaleOperation, scale_row(x + piece.at, piece.count, op->factor, out + piece.at))
 DEFINE_ELEMENTWISE(run_columns, ColumnsOperation,
@@ -260,6 +251,14 @@ DEFINE_ELEMENTWISE(run_columns, ColumnsOperation,
 DEFINE_ELEMENTWISE(run_gather, GatherOperation,
           memcpy(out + piece.at, x + (size_t)work->pass->logits_rows[piece.row] * (size_t)op->width + piece.begin,
                  (size_t)piece.count * sizeof(float)))
+
+#define ROW_AT(number, row_width) (buffer(work, number) + piece.row * (size_t)(row_width))
+DEFINE_ELEMENTWISE(run_concat, ConcatOperation,
+          concat_columns(x + piece.row * (size_t)op->x_width, op->x_width, ROW_AT(op->y, op->width - op->x_width), piece.begin, piece.count, out + piece.at))
+DEFINE_ELEMENTWISE(run_block_convolution, BlockConvolutionOperation,
+          block_convolve_row(op, x + piece.at - piece.begin, ROW_AT(op->added, op->added_width) + op->added_at,
+                             (int)piece.row - work->pass->ranges[work->pass->range_of_row[piece.row]].start, piece.begin, piece.count,
+                             out + piece.at - piece.begin))
 
 static void run_combine(const Work *work, const Operation *operation) {
     const CombineOperation *op = (const CombineOperation *)operation;
@@ -275,25 +274,17 @@ static void run_combine(const Work *work, const Operation *operation) {
     }
 }
 
-static void run_concat(const Work *work, const Operation *operation) {
-    const ConcatOperation *op = (const ConcatOperation *)operation;
-    const size_t x_width = (size_t)op->x_width, y_width = (size_t)op->y_width;
-    const float *x = buffer(work, op->x), *y = buffer(work, op->y);
-    float *out = buffer(work, operation->out);
-    for (ColumnPiece piece = {{0}}; claim_columns(work, op->x_width + op->y_width, &piece);)
-        concat_columns(x + piece.row * x_width, op->x_width, y + piece.row * y_width, piece.begin, piece.count, out + piece.at);
-}
-
-static void run_block_convolution(const Work *work, const Operation *operation) {
-    const BlockConvolutionOperation *op = (const BlockConvolutionOperation *)operation;
-    const Pass *pass = work->pass;
-    const float *x = buffer(work, op->x), *added = buffer(work, op->added) + op->added_at;
-    float *out = buffer(work, operation->out);
-    for (ColumnPiece piece = {{0}}; claim_columns(work, op->width, &piece);) {
-        const size_t at = piece.row * (size_t)op->width;
-        const int earlier = (int)piece.row - pass->ranges[pass->range_of_row[piece.row]].start;
-        block_convolve_row(op, x + at, added + piece.row * (size_t)op->added_width, earlier, piece.begin, piece.count, out + at);
-    }
+#define STREAM_AT(number, streams, index) (ROW_AT(number, (streams) * op->width) + (size_t)(index) * (size_t)op->width + piece.begin)
+static void run_mix(const Work *work, const Operation *operation) {
+    const MixOperation *op = (const MixOperation *)operation;
+    for (ColumnPiece piece = {{0}}; claim_columns(work, op->width, &piece);)
+        for (int i = 0; i < op->outputs; i++) {
+            const float *weights = op->weights < 0 ? NULL : ROW_AT(op->weights, op->outputs * op->inputs) + i * op->inputs;
+            float *out = STREAM_AT(operation->out, op->outputs, i);
+            memcpy(out, STREAM_AT(op->y, op->outputs, i), (size_t)piece.count * sizeof(float));
+            for (int j = 0; j < op->inputs && i >= op->first; j++)
+                add_scaled_row(STREAM_AT(op->x, op->inputs, j), piece.count, (weights ? weights[j] : 0.0f) + op->offset, out);
+        }
 }
 
 static void run_summarize(const Work *work, const Operation *operation) {
@@ -314,9 +305,10 @@ static void run_summarize(const Work *work, const Operation *operation) {
 typedef void RunOperation(const Work *work, const Operation *operation);
 static RunOperation *const FUNCTIONS[] = {
     [LINEAR] = run_linear, [NORM] = run_norm, [ROPE] = run_rope, [ATTENTION] = run_attention, [GATED] = run_gated, [ADD] = run_add,
-    [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat, [SILU_RESIDUAL] = run_silu_residual, [SUMMARIZE] = run_summarize,
-    [SCALE] = run_scale, [COLUMNS] = run_columns, [ROUTE] = run_route, [EXPERTS] = run_experts, [COMBINE] = run_combine,
-    [CONVOLUTION] = run_convolution, [STATE] = run_state, [BLOCK_CONVOLUTION] = run_block_convolution, [HEADS] = run_heads,
+    [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat, [SUMMARIZE] = run_summarize, [SCALE] = run_scale,
+    [COLUMNS] = run_columns, [ROUTE] = run_route, [EXPERTS] = run_experts, [COMBINE] = run_combine, [CONVOLUTION] = run_convolution,
+    [STATE] = run_state, [BLOCK_CONVOLUTION] = run_block_convolution, [HEADS] = run_heads, [MIX] = run_mix,
+    [GAUSSIAN_TOP_K] = run_gaussian_top_k, [MATCH_RMS] = run_match_rms,
 };
 
 /* Return the index of the first operation from `index` on that has rows in this pass. */
@@ -362,10 +354,10 @@ int64_t paceline_packed_floats(int32_t rows, int32_t columns) { return (int64_t)
 int32_t paceline_layout(int32_t index) {
     static const size_t LAYOUT[] = {
         KERNELS_VERSION, sizeof(Matrix), sizeof(SuperBlocks), sizeof(GgufBlocks), sizeof(LinearOperation), sizeof(NormOperation), sizeof(RopeOperation),
-        sizeof(AttentionOperation), sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
+        sizeof(AttentionOperation), sizeof(GatedOperation), sizeof(AddOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
         sizeof(ConcatOperation), sizeof(SummarizeOperation), sizeof(ScaleOperation), sizeof(ColumnsOperation), sizeof(RouteOperation),
         sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(ConvolutionOperation),
-        sizeof(StateOperation), sizeof(BlockConvolutionOperation), sizeof(HeadsOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(SampleOptions),
+        sizeof(StateOperation), sizeof(BlockConvolutionOperation), sizeof(HeadsOperation), sizeof(MixOperation), sizeof(GaussianTopKOperation), sizeof(MatchRmsOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(SampleOptions),
         sizeof(SamplePath), sizeof(StateStep), sizeof(StateSave), sizeof(StateRange), sizeof(Pass), sizeof(Program), sizeof(RowSampling),
     };
     return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;

@@ -94,12 +94,6 @@ INLINE floats softplus(floats x) {
     return __builtin_elementwise_max(x, zero) + log1p_of_unit(exponential(-__builtin_elementwise_abs(x)));
 }
 
-static float sum_of_products(const float *x, const float *y, int count) {
-    floats sum = broadcast(0.0f);
-    EACH_16(i, left, count) sum = fused(load_part(x + i, left), load_part(y + i, left), sum);
-    return lane_sum(sum);
-}
-
 /* Compute the decays and step sizes of a row (of the delta rule: the rates of its updates) for each head. */
 void prepare_gates(const StateOperation *op, const float *a, const float *b, float *prepared, float *record) {
     const PreparedRow row = prepared_row(op, prepared);

@@ -4,27 +4,39 @@
 
 #include <math.h>
 
+/* out = x - mean(x). Return out. */
+static const float *center_row(const float *x, int width, float *out) {
+    floats sum = broadcast(0.0f);
+    EACH_16(column, count, width) sum += load_part(x + column, count);
+    const floats mean = broadcast(lane_sum(sum) / (float)width);
+    EACH_16(column, count, width) store_part(out + column, load_part(x + column, count) - mean, count);
+    return out;
+}
+
 /* RMS norm: out = x / sqrt(mean(x^2) + epsilon) * weight (NULL = 1). Layer norm: the same of x - mean(x), plus a bias (NULL = 0). */
 void norm_row(const NormOperation *op, const float *x, int head, float *out) {
     const int width = op->head_size, at = head % op->weighted_heads * width;
-    floats sum = broadcast(0.0f), squares = broadcast(0.0f);
-    if (op->is_centered) {
-        EACH_16(column, count, width) sum += load_part(x + column, count);
-        const floats mean = broadcast(lane_sum(sum) / (float)width);
-        EACH_16(column, count, width) store_part(out + column, load_part(x + column, count) - mean, count);
-        x = out;
-    }
-    EACH_16(column, count, width) {
-        const floats v = load_part(x + column, count);
-        squares = fused(v, v, squares);
-    }
-    const floats scale = broadcast(1.0f / sqrtf(lane_sum(squares) / (float)width + op->epsilon));
+    if (op->is_centered) x = center_row(x, width, out);
+    const floats scale = broadcast(1.0f / sqrtf(sum_of_products(x, x, width) / (float)width + op->epsilon));
     EACH_16(column, count, width) {
         floats v = load_part(x + column, count) * scale;
         if (op->weight) v *= load_part(op->weight + at + column, count);
         if (op->bias) v += load_part(op->bias + at + column, count);
         store_part(out + column, v, count);
     }
+}
+
+/* out = max(x - mean(x) - factor * std(x), 0), with the standard deviation of all values (not of a sample). */
+void gaussian_top_k_row(const float *x, int width, float factor, float *out) {
+    center_row(x, width, out);
+    const floats least = broadcast(factor * sqrtf(sum_of_products(out, out, width) / (float)width));
+    EACH_16(column, count, width) store_part(out + column, rectified(load_part(out + column, count) - least), count);
+}
+
+/* out = x * rms(like) / rms(x), where mean(x^2) counts as at least 1e-5. */
+void match_rms_row(const float *x, const float *like, int width, float *out) {
+    const float square = sum_of_products(x, x, width) / (float)width, wanted = sqrtf(sum_of_products(like, like, width) / (float)width);
+    scale_row(x, width, wanted / sqrtf(square < 1e-5f ? 1e-5f : square), out);
 }
 
 /* Rotary embedding: rotate each pair of columns (i, i + half) by its angle; copy the columns after 2 * half. */
@@ -59,7 +71,7 @@ void apply_gate(const GatedOperation *gated, const float *x, const float *up, in
             active = broadcast(0.5f) * v * (broadcast(1.0f) + hyperbolic_tangent(inner));
         } else if (gated->activation == SIGMOID_OF_GATE) active = sigmoid(v);
         else if (gated->activation == GATE_ITSELF) active = v;
-        else if (gated->activation == RELU) active = (floats)((words)v & ~(words)(v < broadcast(0.0f)));
+        else if (gated->activation == RELU) active = rectified(v);
         else if (gated->activation == XIELU) { /* for x > 0 alpha_p x^2 + beta x, else alpha_n (e^min(x, eps) - 1 - x) + beta x */
             const words is_positive = (words)(v > broadcast(0.0f)), square = (words)(broadcast(gated->alpha_p) * v * v);
             const floats curve = exponential(__builtin_elementwise_min(v, broadcast(gated->eps))) - broadcast(1.0f) - v;
@@ -84,13 +96,6 @@ void scale_row(const float *x, int width, float factor, float *out) {
 void add_scaled_row(const float *x, int width, float factor, float *sum) {
     EACH_16(column, count, width)
         store_part(sum + column, fused(load_part(x + column, count), broadcast(factor), load_part(sum + column, count)), count);
-}
-
-void add_silu_row(const float *x, const float *y, int width, float *out) {
-    EACH_16(column, count, width) {
-        const floats v = load_part(y + column, count);
-        store_part(out + column, load_part(x + column, count) + v * sigmoid(v), count);
-    }
 }
 
 /* Copy columns [begin, begin + count) of the concatenation [x, y]; x has `width` columns. */

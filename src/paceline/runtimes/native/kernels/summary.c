@@ -33,8 +33,7 @@ static int remove_first(float *scores, float target, float *next_max) {
         const ints equal = load(scores + column) == broadcast(target), number = lane_indices + column;
         first = __builtin_elementwise_min(first, (number & equal) | (INT32_MAX & ~equal));
     }
-    int found = first[0];
-    for (int lane = 1; lane < LANES; lane++) found = first[lane] < found ? first[lane] : found;
+    const int found = __builtin_reduce_min(first);
     scores[found] = -INFINITY;
     *next_max = max_of_block(scores);
     return found;
@@ -55,9 +54,7 @@ static int top_n(float *scores, float *block_max, int blocks, int begin, int cou
 }
 
 static int piece_floats(int count) { return (int)(sizeof(PieceSummary) / sizeof(float)) + 2 * count; }
-
 static int record_floats(int count) { return 2 + 2 * count; }
-
 static float *piece_at(float *out, int count, int piece) { return out + record_floats(count) + piece * piece_floats(count); }
 
 /* Summarise piece `number` of a row: SUMMARY_COLUMNS columns. */

@@ -78,6 +78,12 @@ INLINE float lane_sum(floats v) {
     return lanes[0];
 }
 
+INLINE float sum_of_products(const float *x, const float *y, int count) {
+    floats sum = broadcast(0.0f);
+    EACH_16(i, left, count) sum = fused(load_part(x + i, left), load_part(y + i, left), sum);
+    return lane_sum(sum);
+}
+
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #define EVEN_LANES(a, b) SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
 #define ODD_LANES(a, b) SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
@@ -126,6 +132,7 @@ INLINE floats exponential(floats x) {
     return (floats)(((words)(p * (floats)power) & ~too_small) | not_a_number);
 }
 
+INLINE floats rectified(floats x) { return (floats)((words)x & ~(words)(x < broadcast(0.0f))); }
 INLINE floats sigmoid(floats x) { return broadcast(1.0f) / (broadcast(1.0f) + exponential(-x)); }
 
 /* tanh(x) = 2 sigmoid(2 x) - 1. */

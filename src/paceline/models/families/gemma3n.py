@@ -1,0 +1,150 @@
+"""Gemma 3n: four residual streams (AltUp), a learned residual of low rank (Laurel), sparse activations, and Gemma 4's per-layer inputs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import NormalDist
+from typing import Any
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.families.family import Family, GgufFormat, Layers
+from paceline.models.families.gemma4 import kv_layers
+from paceline.models.gguf.fields import GgufFields
+from paceline.models.layer_builder import LayerBuilder
+from paceline.models.layers import AltUp, DenseMLP, LayerConfig, NormOrder, PerLayerInput, QKNorm, share_equal
+
+_GLOBAL_INTERVAL = 5  # every 5th layer has full attention if config.json has no `layer_types`
+_DEFAULT_SPARSE_LAYERS, _DEFAULT_SPARSITY = 10, 0.95
+_SPARSITY_DECIMALS = 6  # GGUF files state a multiple of the standard deviation in float32, from which the fraction is computed back
+_GGUF_COUNTS = {"altup_active_idx": "altup.active_idx", "altup_num_inputs": "altup.num_inputs"}
+
+
+def _gemma3n_layers(builder: LayerBuilder) -> Layers:
+    """Return the layers of a text model.
+
+    Source: Gemma 3n's model in transformers 5.24.
+    """
+    fields, is_sliding, bias = builder.fields, builder.sliding_layers(_GLOBAL_INTERVAL), builder.flag("attention_bias")
+    attention = replace(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD, scale=1.0), has_value_norm=True)
+    mixers = {True: builder.sliding_attention(attention), False: attention}
+    mlps = _mlps(builder)
+    per_layer_input = PerLayerInput(size=fields.integer("hidden_size_per_layer_input"), activation=mlps[0].activation)
+    altup, laurel_rank = _altup(builder), fields.integer("laurel_rank")
+    return share_equal(
+        LayerConfig(
+            mixer=replace(mixers[is_local], kv_layer=kv_layer),
+            mlp=mlp,
+            norm_order=NormOrder.SANDWICH,
+            per_layer_input=per_layer_input,
+            altup=altup,
+            laurel_rank=laurel_rank,
+        )
+        for is_local, kv_layer, mlp in zip(is_sliding, kv_layers(builder, is_sliding), mlps, strict=True)
+    )
+
+
+def _altup(builder: LayerBuilder) -> AltUp:
+    fields = builder.fields
+    num_streams = fields.integer("altup_num_inputs", least=2, most=64)
+    return AltUp(
+        num_streams=num_streams,
+        active=fields.integer("altup_active_idx", least=0, most=num_streams - 1),
+        width=fields.integer("hidden_size"),
+        has_output_scale=fields.flag("altup_correct_scale", default=True),
+    )
+
+
+def _mlps(builder: LayerBuilder) -> list[DenseMLP]:
+    """Return the MLP of each layer. `intermediate_size` is one width for all layers, or a list with one for each."""
+    fields, widths = builder.fields, builder.fields.values.get("intermediate_size")
+    if not isinstance(widths, list):
+        widths = [fields.integer("intermediate_size")] * builder.num_layers
+    if len(widths) != builder.num_layers or not all(type(width) is int and 0 < width < 2**31 for width in widths):
+        raise CheckpointError(
+            f"{fields.path}: intermediate_size = {shortened(widths)}, expected a width above 0 for each of {builder.num_layers} layers"
+        )
+    return [
+        replace(builder.mlp(width=width), top_k_factor=NormalDist().inv_cdf(sparsity) if sparsity else None)
+        for width, sparsity in zip(widths, _sparsities(builder), strict=True)
+    ]
+
+
+def _sparsities(builder: LayerBuilder) -> list[float]:
+    """Return for each layer the fraction of gate values that would be zero if they had a normal distribution."""
+    count, pattern = builder.num_layers, builder.fields.values.get("activation_sparsity_pattern")
+    if pattern is None:
+        num_sparse = _DEFAULT_SPARSE_LAYERS if count > _DEFAULT_SPARSE_LAYERS else 0
+        return [_DEFAULT_SPARSITY] * num_sparse + [0.0] * (count - num_sparse)
+    is_list = isinstance(pattern, list) and len(pattern) == count
+    if not is_list or not all(type(fraction) in (int, float) and 0 <= fraction < 1 for fraction in pattern):
+        raise CheckpointError(
+            f"{builder.fields.path}: activation_sparsity_pattern = {shortened(pattern)}, expected a number from 0 to below 1 for each of "
+            f"{count} layers"
+        )
+    return [float(fraction) for fraction in pattern]
+
+
+def _gemma3n_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Gemma 3n's own config.json fields."""
+    num_layers, table = config["num_hidden_layers"], "per_layer_token_embd.weight"
+    values = {
+        **fields.read_layer_types(num_layers),
+        **{name: fields.architecture_value(key) for name, key in _GGUF_COUNTS.items()},
+        "intermediate_size": fields.architecture_value("feed_forward_length"),
+        "sliding_window": fields.count("attention.sliding_window"),
+        "rope_local_base_freq": fields.architecture_value("rope.freq_base_swa"),
+        "final_logit_softcapping": fields.architecture_value("final_logit_softcapping"),
+        "hidden_size_per_layer_input": fields.count("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": fields.num_tensor_rows(table) or config["vocab_size"],
+        "laurel_rank": fields.num_tensor_rows("blk.0.laurel_l.weight"),
+        "num_kv_shared_layers": fields.architecture_value("attention.shared_kv_layers"),
+        "activation_sparsity_pattern": _sparsities_of_factors(fields, num_layers),
+    }
+    if values["num_kv_shared_layers"] is None:
+        fields.raise_invalid("attention.shared_kv_layers", None, "the number of layers that share keys and values")
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _sparsities_of_factors(fields: GgufFields, num_layers: int) -> list[float] | None:
+    """Return the sparsity of each layer, from multiples of the standard deviation; None if the file does not state them."""
+    key = "activation_sparsity_scale"
+    factors = fields.architecture_value(key)
+    if factors is None:
+        return None
+    is_list = isinstance(factors, list) and len(factors) == num_layers
+    if not is_list or not all(type(factor) is float and not math.isnan(factor) for factor in factors):
+        fields.raise_invalid(key, factors, f"a number for each of {num_layers} layers")
+    return [round(NormalDist().cdf(factor), _SPARSITY_DECIMALS) for factor in factors]
+
+
+FAMILIES = (
+    Family(
+        name="gemma3n_text",
+        architecture="Gemma3nForCausalLM",
+        models="Gemma 3n (text)",
+        layers=_gemma3n_layers,
+        defaults={
+            "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "vocab_size": 262400, "max_position_embeddings": 32768,
+            "sliding_window": 512, "rope_theta": 1e6, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262144, "altup_num_inputs": 4, "altup_active_idx": 0, "num_kv_shared_layers": 15,
+            "laurel_rank": 64,
+        },
+        activation_field="hidden_activation",
+        has_scaled_embedding=True,
+        has_logit_soft_cap=True,
+        has_local_rope=True,
+        has_partial_layer_table=True,
+        gguf=GgufFormat(
+            architectures=("gemma3n",),
+            read_extra_fields=_gemma3n_gguf_fields,
+            metadata_keys={
+                **_GGUF_COUNTS,
+                "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+                "num_kv_shared_layers": "attention.shared_kv_layers",
+                "activation_sparsity_pattern": "activation_sparsity_scale",
+            },
+            allows_mixed_sizes=True,
+        ),
+    ),
+)  # fmt: skip
