@@ -155,12 +155,13 @@ def test_quantised_weights_are_unchanged_by_a_separate_adapter(opened: Callable[
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
-def test_unsupported_adapter_target_is_refused_by_name(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
-    config, weights = opened("qwen3_moe")
-    low = LowRank(np.zeros((2, 64), np.float32), np.zeros((32, 2), np.float32))
-    adapter = Adapter("one", b"key", {"layers.0.mlp.experts.20.up_proj": low, "layers.9.nothing": low}, {}, {})
+def test_adapter_that_replaces_and_updates_a_matrix_is_refused(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
+    config, weights = opened("llama")
+    table = np.zeros((config.vocab_size, config.hidden_size), np.float32)
+    low = LowRank(np.zeros((2, config.vocab_size), np.float32), np.zeros((config.hidden_size, 2), np.float32))
+    adapter = Adapter("one", b"key", {"embed_tokens": low}, {}, {"embed_tokens": table})
     for make in RUNTIMES.values() if kernels_path() is not None else [by_torch]:
-        with pytest.raises(ConfigError, match=r"'one' changes layers.0.mlp.experts.20.up_proj, layers.9.nothing, which .*merge_adapter"):
+        with pytest.raises(ConfigError, match=r"'one' replaces and updates embed_tokens, which .*merge_adapter"):
             make(config, weights).load_adapter(adapter)
 
 

@@ -20,9 +20,9 @@ from harness.parity import (
     prompt_logits,
     transformers_output,
 )
+from paceline.models.checkpoint import open_weights
 from paceline.models.config import ModelConfig, WeightType, read_config
 from paceline.models.layers import AttentionConfig, LayerConfig
-from paceline.models.weights import Weights
 from paceline.runtimes.base import assemble_pass
 from paceline.runtimes.decoder import decoder
 
@@ -105,7 +105,7 @@ def test_gemma4_logits_change_if_a_part_is_left_out(
     config = read_config(reference.directory)
     changed = change(config)
     assert changed != config
-    weights = Weights.open(reference.directory, config)
+    weights = open_weights(reference.directory, config)
     found = prompt_logits(TorchNetwork(decoder(changed), changed, weights), reference.token_ids)
     assert np.abs(found - reference.logits).max() > 0.1
 

@@ -18,9 +18,9 @@ from paceline.drafters.head_kinds import METHOD_FILE_NAMES, HeadKind, detect_hea
 from paceline.errors import CheckpointError, IncompatibleDrafterError, name_list
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.gguf.stored_tensor import UNQUANTIZED_TYPES, TensorSource, read_tensor
-from paceline.models.layers import DenseMLP, LayerConfig, QKNorm
 from paceline.models.storage.safetensors_file import checkpoint_files
 from paceline.models.storage.tensor_file import ITEM_TYPES, FileTensor, read_tensors
+from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, Tensor
 from paceline.small_files import INDEX_BYTES, is_file, read_json
 
@@ -30,11 +30,6 @@ _INDEX = "[0-9]{1,6}"  # index of a layer or head; more digits only occur in dam
 
 
 Shapes = dict[str, tuple[int, ...]]
-LAYER_MODULE_NAMES = {
-    **{f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
-    **{f"mlp.{name}": name for name in ("gate_proj", "up_proj", "down_proj")},
-}
-"""Modules of a decoder layer: name in safetensors and PyTorch files -> name in the networks."""
 GGUF_LAYER_MODULE_NAMES = {
     **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
     **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
@@ -222,31 +217,14 @@ class HeadFiles:
             )
 
 
-def add_layer_shapes(
-    required: Shapes, optional: Shapes, prefix: str, layer: LayerConfig, *, hidden_size: int, input_size: int, norms: Iterable[str]
-) -> None:
-    """Add the shapes of the tensors of one decoder layer to `required` and `optional`.
-
-    Args:
-        input_size: input size of the query, key and value projections.
-        norms: names of the layer's norms.
-    """
-    attention, mlp = layer.attention, layer.mlp
-    assert isinstance(mlp, DenseMLP)  # the configs of these heads never have experts
-    inner = mlp.intermediate_size
-    matrices = {
-        "self_attn.q_proj": (attention.query_size, input_size), "self_attn.k_proj": (attention.kv_size, input_size),
-        "self_attn.v_proj": (attention.kv_size, input_size), "self_attn.o_proj": (hidden_size, attention.query_size),
-        "mlp.gate_proj": (inner, hidden_size), "mlp.up_proj": (inner, hidden_size), "mlp.down_proj": (hidden_size, inner),
-    }  # fmt: skip
-    if attention.has_keys_as_values:
-        del matrices["self_attn.v_proj"]
-    for name, shape in matrices.items():
-        required[f"{prefix}{name}.weight"] = shape
-        optional[f"{prefix}{name}.bias"] = shape[:1]
-    required |= {f"{prefix}{name}.weight": (hidden_size,) for name in norms}
-    if attention.qk_norm is QKNorm.HEAD:
-        required |= {f"{prefix}self_attn.{name}.weight": (attention.head_size,) for name in ("q_norm", "k_norm")}
+def layer_tensors(layers: ModelConfig) -> tuple[dict[str, str], Shapes, Shapes]:
+    """Return internal names, shapes of required tensors and shapes of optional biases of decoder layers, all by name in the file."""
+    shapes = tensor_shapes(layers)
+    names = {in_file.removeprefix("model."): name for name, in_file in checkpoint_names(layers).items() if name.startswith("layers.")}
+    required = {in_file: shapes[name] for in_file, name in names.items()}
+    projections = [in_file.removesuffix("weight") for in_file in names if in_file.endswith("_proj.weight")]
+    names |= {f"{stem}bias": names[f"{stem}weight"].removesuffix("weight") + "bias" for stem in projections}
+    return names, required, {f"{stem}bias": required[f"{stem}weight"][:1] for stem in projections}
 
 
 def gguf_tensors(sources: Mapping[str, TensorSource]) -> tuple[dict[str, FileTensor], dict[str, TensorSource]]:
@@ -333,6 +311,23 @@ def read_target_ids(files: HeadFiles, size: int, target: ModelConfig) -> NDArray
         if len(marked) and not np.array_equal(marked, ids):
             raise CheckpointError(f"{files.path}: d2t and t2d name different target ids; the file is damaged, download it again")
     return None if np.array_equal(ids, np.arange(target.vocab_size)) else ids
+
+
+def read_token_map(files: HeadFiles, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the target ids of a draft vocabulary in vLLM's format (`token_map`), ascending, and the index in the file of each.
+
+    Raises:
+        IncompatibleDrafterError: an id is not in the target's vocabulary, or is there twice.
+    """
+    ids = files.integer_vector("token_map")
+    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(np.unique(ids)) < len(ids):
+        span = f"from {ids.min()} to {ids.max()}" if len(ids) else "none"
+        raise IncompatibleDrafterError(
+            f"{files.path}: token_map has {len(ids)} ids, {span}, of the target's {vocab_size}, each at most once: "
+            "the head was made for another model"
+        )
+    order = np.argsort(ids)
+    return ids[order], order
 
 
 def _tensor_files(directory: Path) -> tuple[Path, ...]:

@@ -5,13 +5,10 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, read_config
-from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import GgufWeights
-from paceline.models.storage.hybrid_weights import HybridWeights
-from paceline.models.storage.mxfp4_experts import Mxfp4ExpertWeights
-from paceline.models.storage.packed_weights import PackedWeights
+from paceline.models.storage.checkpoint_weights import CheckpointWeights
 from paceline.models.storage.safetensors_file import checkpoint_files
 from paceline.models.weights import Weights
 from paceline.small_files import is_file
@@ -44,14 +41,7 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
     """
     if is_gguf(path):
         return GgufWeights(open_gguf(path), config, regroup=regroup, num_threads=num_threads)
-    directory = _checked_directory(path)
-    family = FAMILIES[config.family]
-    if family.recurrent_module or any(mixer.latent is not None for mixer in config.attention_layers.values()):
-        return HybridWeights(directory, config, num_threads=num_threads)
-    if family.has_mxfp4_experts:
-        return Mxfp4ExpertWeights(directory, config)
-    plain = Weights.open(directory, config)
-    return PackedWeights(plain, config, num_threads=num_threads) if plain.packed else plain
+    return CheckpointWeights(_checked_directory(path), config, num_threads=num_threads)
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:

@@ -1,7 +1,7 @@
 """The weights of a checkpoint by internal names, memory-mapped: nothing is read before it is used."""
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -22,7 +22,7 @@ from paceline.models.storage.mapped_files import drop_pages
 from paceline.models.storage.packed_matrix import PackedMatrix
 from paceline.models.storage.safetensors_file import StoredTensor, view_tensor
 from paceline.models.storage.stacked_experts import split_experts
-from paceline.models.storage.stored_model import StoredModel, open_stored
+from paceline.models.storage.stored_model import StoredModel
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 
 _SUPPORTED_DTYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
@@ -89,7 +89,7 @@ class Weights(Mapping[str, AnyTensor]):
         has_encoders: the files include image or audio encoders, which are not read.
         container: the format of quantised matrices in the files; None = there are none.
         notices: messages for users.
-        packed: quantised matrices that are not converted yet, by internal names. `PackedWeights` converts them on first use.
+        packed: quantised matrices that are not converted yet, by internal names. Their tensors are converted on first use.
     """
 
     bundled_head: str | None = None
@@ -100,59 +100,36 @@ class Weights(Mapping[str, AnyTensor]):
 
     def __init__(self, tensors: Mapping[str, AnyTensor]) -> None:
         self._tensors = dict(tensors)
+        self._names: Collection[str] = self._tensors
 
     @classmethod
-    def open(cls, directory: Path, config: ModelConfig) -> "Weights":
-        """Map the safetensors files of a checkpoint, and check them against the config.
-
-        Raises:
-            CheckpointError: A file is missing or damaged, or a tensor is missing, unknown, or of another shape or type.
-        """
-        stored = open_stored(directory, config)
-        weights = cls.from_stored_tensors(directory, stored.tensors, stored.files, config)
-        weights.copy_description(stored)
-        return weights
-
-    def copy_description(self, stored: StoredModel) -> None:
-        """Copy notices and container name from an opened checkpoint directory."""
-        self.bundled_head, self.has_encoders = stored.bundled_head, stored.has_encoders
-        if stored.container is not None:
-            self.container, self.notices = stored.container.name, stored.container.notices
-
-    @classmethod
-    def from_stored_tensors(
-        cls,
-        directory: Path,
-        stored: Mapping[str, StoredWeight],
-        files: Mapping[Path, NDArray[np.uint8]],
-        config: ModelConfig,
-        provided_elsewhere: Container[str] = (),
-    ) -> "Weights":
+    def from_stored(cls, model: StoredModel, config: ModelConfig, provided_elsewhere: Container[str] = ()) -> "Weights":
         """Check the tensors of a checkpoint against its config.
 
         Args:
-            stored: tensors by checkpoint names without the prefix of a multimodal model (`open_stored`).
-            provided_elsewhere: internal names of tensors that need not be in `stored`, because the caller has them.
+            provided_elsewhere: internal names of tensors that need not be in `model`, because the caller has them.
 
         Raises:
-            CheckpointError: As in `open`.
+            CheckpointError: A tensor is missing, unknown, or of another shape or type.
         """
+        files = model.files
         shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in provided_elsewhere}
         expected = {name: in_file for name, in_file in checkpoint_names(config).items() if name in shapes}
-        if FAMILIES[config.family].has_fused_projections:
-            stored = _split_fused_projections(stored, config)
-        stored = split_experts(stored, config)
+        has_fused = FAMILIES[config.family].has_fused_projections
+        stored = split_experts(_split_fused_projections(model.tensors, config) if has_fused else model.tensors, config)
         if config.tied_embeddings and expected["embedding.weight"] not in stored and "lm_head.weight" in stored:
             expected["embedding.weight"] = "lm_head.weight"  # checkpoints with tied embeddings store the matrix under either name
         missing = [name for name in expected.values() if name not in stored]
         if missing:
-            raise CheckpointError(f"{directory} lacks {name_list(missing)} that its config.json requires: it may be another model's config")
+            raise CheckpointError(
+                f"{model.directory} lacks {name_list(missing)} that its config.json requires: it may be another model's config"
+            )
         known = set(expected.values())
         others = {name: one for name, one in stored.items() if name not in known and not _is_ignorable(name, config)}
         unknown = [name for name, one in others.items() if not _is_zero_bias(name, one, files)]
         if unknown:
             raise CheckpointError(
-                f"{directory} holds {name_list(unknown)} that a {config.family} model with this config.json does not have; "
+                f"{model.directory} holds {name_list(unknown)} that a {config.family} model with this config.json does not have; "
                 "running without them would give other tokens"
             )
         found = {name: (in_file, stored[in_file]) for name, in_file in expected.items()}
@@ -174,18 +151,15 @@ class Weights(Mapping[str, AnyTensor]):
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        """Return the internal names of all tensors, in the order in which a forward pass uses them."""
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._tensors)
-
-    def names(self) -> list[str]:
-        """Return the internal names of all tensors, in the order in which a forward pass uses them."""
-        return list(self._tensors)
+        return len(self._names)
 
     def has(self, name: str) -> bool:
-        """Return whether the network has this tensor."""
-        return name in self._tensors
+        """Return whether the network has this tensor, without computing it."""
+        return name in self._names
 
     def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return the matrix rows with these indices as exact float32, [len(row_indices), columns]. Other rows are not read."""
@@ -244,18 +218,6 @@ class LazyWeights(Weights):
         if found is None:
             found = self._tensors[name] = self._make(name)
         return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def names(self) -> list[str]:
-        return list(self._names)
-
-    def has(self, name: str) -> bool:
-        return name in self._names
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)
@@ -389,6 +351,15 @@ def open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: 
         )
     weight_type, item_type = _SUPPORTED_DTYPES[stored.dtype]
     return Tensor(view_tensor(stored, files[stored.path], item_type).reshape(shape), weight_type, shape)
+
+
+def take_tensor(stored: StoredModel, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor as `open_tensor` does, and remove it from `stored`.
+
+    Raises:
+        CheckpointError: It is missing, or has another shape or an unsupported type.
+    """
+    return open_tensor(name, stored.take(name), shape, stored.files)
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:

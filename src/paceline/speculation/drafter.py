@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
@@ -182,6 +184,24 @@ class RequestState(Generic[StateT]):
         """Remove and return the state of a request, or None."""
         state: StateT | None = request.drafter_states.pop(self, None)
         return state
+
+
+class LastHiddenStates:
+    """The target's final hidden states from which heads without a cache draft: one for each request."""
+
+    def __init__(self) -> None:
+        self._states = RequestState[tuple[int, FloatArray]]()
+
+    def observe(self, rows: CommittedRows) -> None:
+        """Keep the last row's hidden state if it is the last row that the target has run."""
+        last = rows.first_position + rows.num_rows - 1
+        if rows.hidden_states is not None and last == len(rows.request.token_ids) - 2:
+            self._states[rows.request] = last, np.array(rows.hidden_states[-1], np.float32)
+
+    def find(self, request: Request) -> FloatArray | None:
+        """Return the hidden state [E] of the token before the last one; None if it was not observed."""
+        position, hidden_state = self._states.get(request) or (None, None)
+        return hidden_state if position == len(request.token_ids) - 2 else None
 
 
 class Drafter(ABC):

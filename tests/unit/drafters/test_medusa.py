@@ -38,7 +38,7 @@ class Heads:
 
     def __init__(self, table: NDArray[np.float32], num_heads: int = 3, token_map: NDArray[np.int64] | None = None) -> None:
         self.table = table
-        self.heads = SimpleNamespace(num_heads=num_heads, token_map=token_map, notices=())
+        self.heads = SimpleNamespace(num_heads=num_heads, token_map=token_map, notices=(), num_lm_head_rows=table.shape[1])
         self.num_passes = 0
         self.ranking: SummaryOptions | None = None
 
@@ -98,8 +98,10 @@ def test_medusa_tensor_errors_name_the_wrong_tensors(tmp_path: Path) -> None:
         opened("wide", "rows", random_heads(rows=4000))
     with pytest.raises(CheckpointError, match=r"token_map has 96 entries for vocabulary matrices of 97 rows"):
         opened("short map", "vllm", arrays, token_map=np.arange(96))
-    with pytest.raises(CheckpointError, match=r"token_map names ids from 1 to 97, the target's go from 0 to 96"):
+    with pytest.raises(IncompatibleDrafterError, match=r"token_map has 97 ids, from 1 to 97, of the target's 97"):
         opened("wrong map", "vllm", arrays, token_map=np.arange(1, 98))
+    with pytest.raises(IncompatibleDrafterError, match=r"token_map has 97 ids, from 0 to 0, of the target's 97, each at most once"):
+        opened("double map", "vllm", arrays, token_map=np.zeros(97, np.int64))
     bare = tmp_path / "lacking" / "medusa_lm_head.safetensors"
     edit(bare, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".linear." in name])  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="holds no medusa heads"):
@@ -292,10 +294,12 @@ def test_medusa_never_drafts_ids_beyond_the_target_vocabulary() -> None:
         assert list(tree.token_ids[1:]) == expected
 
 
-def test_nan_medusa_logits_remove_the_draft_of_one_request_only(table: NDArray[np.float32]) -> None:
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", ["probability", "accuracy", "zephyr_stage2"])
+def test_nan_medusa_logits_remove_the_draft_of_one_request_only(table: NDArray[np.float32], tree: str, params: SamplingParams) -> None:
     broken = table.copy()
     broken[0] = np.nan
-    drafter, requests = a_drafter(broken, num_heads=1), [a_request([1, 2]), a_request([1, 3])]
+    drafter, requests = a_drafter(broken, num_heads=1, tree=tree), [a_request([1, 2], params), a_request([1, 3], params)]
     show(drafter, requests[0], 0.0)
     show(drafter, requests[1], 4.0)
     trees = drafter.propose(requests, [DraftBudget(2, 1, TreeLayout.CHAIN)] * 2)

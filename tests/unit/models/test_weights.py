@@ -13,11 +13,12 @@ import pytest
 
 from harness.model_configs import make_config
 from paceline.errors import CheckpointError
+from paceline.models.checkpoint import open_weights
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.layers import NormOrder, QKNorm
 from paceline.models.storage.safetensors_file import most_common_dtype, read_header
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
-from paceline.models.weights import Tensor, Weights, as_float32
+from paceline.models.weights import Tensor, as_float32
 
 SIZES: dict[str, Any] = {
     "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_size": 4,
@@ -52,8 +53,8 @@ def random_tensors(config: ModelConfig = CONFIG, dtype: str = "F32") -> dict[str
 def test_internal_tensor_names_map_to_checkpoint_names(tmp_path: Path) -> None:
     tensors = random_tensors()
     write_safetensors(tmp_path / "model.safetensors", tensors)
-    weights = Weights.open(tmp_path, CONFIG)
-    assert weights.names() == list(tensor_shapes(CONFIG))
+    weights = open_weights(tmp_path, CONFIG)
+    assert list(weights) == list(tensor_shapes(CONFIG))
     assert np.array_equal(weights["layers.1.q_proj.weight"].array, tensors["model.layers.1.self_attn.q_proj.weight"])
     assert np.array_equal(weights["final_norm.weight"].array, tensors["model.norm.weight"])
     assert weights["embedding.weight"].shape == (11, 8)
@@ -75,7 +76,7 @@ def test_config_switches_add_their_expected_tensors() -> None:
 
 def test_weight_arrays_are_read_only_views_of_the_file(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", random_tensors())
-    array = Weights.open(tmp_path, CONFIG)["embedding.weight"].array
+    array = open_weights(tmp_path, CONFIG)["embedding.weight"].array
     assert not array.flags.owndata
     assert not array.flags.writeable
 
@@ -87,7 +88,7 @@ def test_weights_are_widened_to_float32_exactly(tmp_path: Path, dtype: str) -> N
     tensors = random_tensors(dtype=dtype)
     tensors["model.embed_tokens.weight"] = values.view(torch.uint16).numpy() if dtype == "BF16" else values.numpy()
     write_safetensors(tmp_path / "model.safetensors", tensors, dtype)
-    tensor = Weights.open(tmp_path, CONFIG)["embedding.weight"]
+    tensor = open_weights(tmp_path, CONFIG)["embedding.weight"]
     assert tensor.weight_type is WeightType(dtype.lower())
     assert as_float32(tensor).dtype == np.float32
     assert np.array_equal(as_float32(tensor), values.float().numpy())
@@ -102,25 +103,25 @@ def test_sharded_checkpoint_is_read_and_missing_shards_are_named(tmp_path: Path)
         write_safetensors(tmp_path / f"model-{part}.safetensors", {name: tensors[name] for name in own})
     shard_of = {name: f"model-{1 if name in names[:5] else 2}.safetensors" for name in names}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
-    weights = Weights.open(tmp_path, CONFIG)
+    weights = open_weights(tmp_path, CONFIG)
     assert all(np.array_equal(weights[name].array, tensors[theirs]) for name, theirs in checkpoint_names(CONFIG).items())
     (tmp_path / "model-2.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"1 of 2 shards: model-2\.safetensors"):
-        Weights.open(tmp_path, CONFIG)
+        open_weights(tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/elsewhere/a.safetensors", "model.bin", 3])
 def test_shard_index_with_paths_outside_its_folder_is_refused(tmp_path: Path, name: object) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match="expected the name of"):
-        Weights.open(tmp_path, CONFIG)
+        open_weights(tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": []}}'])
 def test_damaged_shard_index_is_a_checkpoint_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError, match="index"):
-        Weights.open(tmp_path, CONFIG)
+        open_weights(tmp_path, CONFIG)
 
 
 def test_missing_checkpoint_tensors_are_listed(tmp_path: Path) -> None:
@@ -128,20 +129,20 @@ def test_missing_checkpoint_tensors_are_listed(tmp_path: Path) -> None:
     del tensors["model.norm.weight"], tensors["lm_head.weight"]
     write_safetensors(tmp_path / "model.safetensors", tensors)
     with pytest.raises(CheckpointError, match=r"lacks 2 tensors: model\.norm\.weight, lm_head\.weight"):
-        Weights.open(tmp_path, CONFIG)
+        open_weights(tmp_path, CONFIG)
 
 
 def test_unknown_checkpoint_tensors_are_listed_up_to_twenty(tmp_path: Path) -> None:
     extra = {f"model.extra.{index}": np.zeros(1, np.float32) for index in range(25)}
     write_safetensors(tmp_path / "model.safetensors", random_tensors() | extra)
     with pytest.raises(CheckpointError, match=r"25 tensors: model\.extra\.0, .*model\.extra\.19 and 5 more"):
-        Weights.open(tmp_path, CONFIG)
+        open_weights(tmp_path, CONFIG)
 
 
 def test_stored_rotary_frequencies_are_ignored(tmp_path: Path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2, np.float32)}
     write_safetensors(tmp_path / "model.safetensors", random_tensors() | extra)
-    assert len(Weights.open(tmp_path, CONFIG)) == len(tensor_shapes(CONFIG))
+    assert len(open_weights(tmp_path, CONFIG)) == len(tensor_shapes(CONFIG))
 
 
 def test_tied_embedding_may_be_stored_under_either_name_or_both(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_tied_embedding_may_be_stored_under_either_name_or_both(tmp_path: Path) 
     table = tensors.pop("model.embed_tokens.weight")
     for names in (["model.embed_tokens.weight"], ["lm_head.weight"], ["model.embed_tokens.weight", "lm_head.weight"]):
         write_safetensors(tmp_path / "model.safetensors", tensors | dict.fromkeys(names, table))
-        weights = Weights.open(tmp_path, tied)
+        weights = open_weights(tmp_path, tied)
         assert np.array_equal(weights["embedding.weight"].array, table)
         assert not weights.has("lm_head.weight")
 
@@ -160,19 +161,19 @@ def test_tied_checkpoint_with_a_different_lm_head_is_refused(tmp_path: Path) -> 
     tensors = random_tensors(tied)
     write_safetensors(tmp_path / "model.safetensors", {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
     with pytest.raises(CheckpointError, match="set tie_word_embeddings to false"):
-        Weights.open(tmp_path, tied)
+        open_weights(tmp_path, tied)
 
 
 def test_tensor_shape_error_shows_stored_and_expected_shape(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", random_tensors())
     with pytest.raises(CheckpointError, match=r"\[11, 8\].*\[12, 8\]"):
-        Weights.open(tmp_path, replace(CONFIG, vocab_size=12))
+        open_weights(tmp_path, replace(CONFIG, vocab_size=12))
 
 
 def test_integer_weights_are_refused(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", random_tensors(dtype="I64"), "I64")
     with pytest.raises(CheckpointError, match="type I64"):
-        Weights.open(tmp_path, CONFIG)
+        open_weights(tmp_path, CONFIG)
 
 
 def test_unaligned_checkpoint_tensors_are_copied(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_unaligned_checkpoint_tensors_are_copied(tmp_path: Path) -> None:
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     path.write_bytes(struct.pack("<Q", length + 1) + content[8 : 8 + length] + b" " + content[8 + length :])
-    tensor = Weights.open(tmp_path, CONFIG)["embedding.weight"]
+    tensor = open_weights(tmp_path, CONFIG)["embedding.weight"]
     assert tensor.array.flags.aligned
     assert np.array_equal(tensor.array, tensors["model.embed_tokens.weight"])
 
@@ -189,13 +190,13 @@ def test_unaligned_checkpoint_tensors_are_copied(tmp_path: Path) -> None:
 def test_pytorch_weight_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
     with pytest.raises(CheckpointError, match="convert"):
-        Weights.open(tmp_path, CONFIG)
+        open_weights(tmp_path, CONFIG)
 
 
 def test_directory_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
-        Weights.open(tmp_path, CONFIG)
+        open_weights(tmp_path, CONFIG)
 
 
 def test_truncated_safetensors_file_is_refused(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_truncated_safetensors_file_is_refused(tmp_path: Path) -> None:
     for length in (0, 4, 8, 9, 50, len(content) // 2, len(content) - 1):
         (tmp_path / "model.safetensors").write_bytes(content[:length])
         with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-            Weights.open(tmp_path, CONFIG)
+            open_weights(tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -256,8 +257,8 @@ def test_stacked_projections_are_views_of_row_ranges(tmp_path: Path) -> None:
             rows = [tensors.pop(f"model.layers.{layer}.{block}.{part}.weight") for part in parts]
             stacked[f"model.layers.{layer}.{stack}.weight"] = np.concatenate(rows)
     write_safetensors(tmp_path / "model.safetensors", {**tensors, **stacked})
-    weights = Weights.open(tmp_path, config)
-    assert weights.names() == list(tensor_shapes(config))
+    weights = open_weights(tmp_path, config)
+    assert list(weights) == list(tensor_shapes(config))
     qkv, gate_up = stacked["model.layers.1.self_attn.qkv_proj.weight"], stacked["model.layers.1.mlp.gate_up_proj.weight"]
     for name, rows in {
         "q_proj": qkv[:8],
@@ -271,11 +272,11 @@ def test_stacked_projections_are_views_of_row_ranges(tmp_path: Path) -> None:
         assert np.array_equal(tensor.array, rows)
         assert not tensor.array.flags.owndata
     with pytest.raises(CheckpointError, match="lacks 10 tensors"):
-        Weights.open(tmp_path, CONFIG)
+        open_weights(tmp_path, CONFIG)
     stacked["model.layers.0.self_attn.qkv_proj.weight"] = qkv[:-1]
     write_safetensors(tmp_path / "model.safetensors", {**tensors, **stacked})
     with pytest.raises(CheckpointError, match=r"qkv_proj.weight' has shape \[15, 8\], but config.json requires 16 rows"):
-        Weights.open(tmp_path, config)
+        open_weights(tmp_path, config)
 
 
 def test_norm_weights_stored_minus_one_get_one_added_in_float32(tmp_path: Path) -> None:
@@ -287,7 +288,7 @@ def test_norm_weights_stored_minus_one_get_one_added_in_float32(tmp_path: Path) 
     quarter = np.uint16(0x3E80)
     tensors = {names[name]: np.full(shape, quarter, np.uint16) for name, shape in tensor_shapes(config).items()}
     write_safetensors(tmp_path / "model.safetensors", tensors, "BF16")
-    weights = Weights.open(tmp_path, config)
+    weights = open_weights(tmp_path, config)
     for name in weights:
         is_norm = "norm" in name
         assert np.all(as_float32(weights[name]) == (1.25 if is_norm else 0.25)), name
@@ -302,5 +303,5 @@ def test_huge_layer_number_in_a_tensor_name_is_refused_fast(tmp_path: Path, numb
     write_safetensors(tmp_path / "model.safetensors", random_tensors() | {name: np.zeros((2, 2), np.float32)})
     start = time.perf_counter()
     with pytest.raises(CheckpointError, match=r"holds 1 tensor: model\.layers"):
-        Weights.open(tmp_path, CONFIG)
+        open_weights(tmp_path, CONFIG)
     assert time.perf_counter() - start < 1.0

@@ -11,9 +11,9 @@ from harness.model_configs import make_config
 from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
 from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.kv_cache.row_plan import TreeLayout, tree_mask
+from paceline.models.checkpoint import open_weights
 from paceline.models.config import WeightType, read_config
 from paceline.models.layers import AttentionConfig
-from paceline.models.weights import Weights
 from paceline.runtimes.base import Numerics, RowRange, assemble_pass
 
 torch = pytest.importorskip("torch")
@@ -36,7 +36,7 @@ def open_runtime(
     collect_layers: Sequence[int] = (),
 ) -> TorchNetwork:
     config = read_config(directory)
-    weights = Weights.open(directory, config)
+    weights = open_weights(directory, config)
     return TorchNetwork(decoder(config, collect_layers), config, weights, device=device, weight_type=weight_type)
 
 

@@ -19,37 +19,14 @@ from paceline.drafters.block.config import (
     is_neox_rope,
     merged_config_fields,
 )  # fmt: skip
-from paceline.drafters.head_files import LAYER_MODULE_NAMES, HeadFiles, Shapes, add_layer_shapes, read_target_ids
+from paceline.drafters.head_files import HeadFiles, Shapes, layer_tensors, read_target_ids
 from paceline.errors import CheckpointError, shortened
 from paceline.models.checkpoint import is_gguf
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.layers import LayerConfig, NormOrder
 from paceline.models.storage.tensor_file import read_torch_file
-from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32, take_rows
+from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32, half_split_order, take_rows
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
-_NORM_NAMES = {
-    NormOrder.PRE: {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"},
-    NormOrder.SANDWICH: {
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "attention_output_norm",
-        "pre_feedforward_layernorm": "mlp_norm",
-        "post_feedforward_layernorm": "mlp_output_norm",
-    },
-}
-_OTHER_LAYER_TENSOR_NAMES = {
-    **dict.fromkeys(SINK_TENSOR_NAMES, "attention.sinks"),
-    "layer_scalar": "output_scale.weight",
-    **{
-        f"{part}.kernel_projection.weight": f"{internal}_kernels.weight"
-        for part, internal in zip(CONVOLUTION_NAMES, ("attention_convolution", "mlp_convolution"), strict=True)
-    },
-    **{
-        f"{part}.base_kernel": f"{internal}_base.weight"
-        for part, internal in zip(CONVOLUTION_NAMES, ("attention_convolution", "mlp_convolution"), strict=True)
-    },
-}
-"""Tensors of a decoder layer whose names are not those of a module plus ".weight" or ".bias"."""
 _TENSOR_NAMES = {
     "norm": "final_norm",
     "embed_tokens": "embedding",
@@ -96,13 +73,13 @@ def open_block_checkpoint(files: HeadFiles, config: BlockConfig, target: ModelCo
         CheckpointError: tensors are missing, unknown, or of the wrong shape; the error lists all of them.
     """
     files = files.with_canonical_names(TENSOR_NAME_ALIASES)
-    required, optional, ignored = _tensor_shapes(files, config)
+    names, required, optional, ignored = _tensor_shapes(files, config)
     files.check_shapes(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]
     files.check_all_used([*used, *ignored])
     small_tensors = {name for name in used if name.rpartition(".")[0] in _SMALL_TENSOR_NAMES}
     tensors = {
-        _internal_tensor_name(name, config): files.matrix(name, num_threads)
+        names.get(name, _internal_tensor_name(name)): files.matrix(name, num_threads)
         for name in used
         if name not in small_tensors and name not in _LOOKUP_TABLE_NAMES
     }
@@ -154,25 +131,20 @@ def _interleaved_rope_to_neox(tensors: dict[str, AnyTensor], layers: ModelConfig
     """Reorder query and key rows: rotary embeddings then rotate value i with value i + size / 2 instead of with its neighbour."""
     for layer, mixer in layers.attention_layers.items():
         size, rotated = mixer.head_size, mixer.rope.rotary_size(mixer.head_size)
-        own = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, size)])
-        for part, heads in (("q", mixer.num_heads), ("k", mixer.num_kv_heads)):
-            rows = (np.arange(heads)[:, None] * size + own).reshape(-1)
-            for name, order in ((f"{part}_proj.weight", rows), (f"{part}_proj.bias", rows), (f"{part}_norm.weight", own)):
-                stored = tensors.get(f"layers.{layer}.{name}")
-                if stored is not None:
-                    tensors[f"layers.{layer}.{name}"] = take_rows(stored, order)
+        for name in (f"layers.{layer}.{part}{kind}" for part in "qk" for kind in ("_proj.weight", "_proj.bias", "_norm.weight")):
+            if (stored := tensors.get(name)) is not None:
+                tensors[name] = take_rows(stored, half_split_order(stored.shape[0], size, rotated))
 
 
-def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[Shapes, Shapes, Sequence[str]]:
-    """Return the shapes of required and of optional tensors, and the names of tensors to ignore, such as copies of the target's."""
+def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, str], Shapes, Shapes, Sequence[str]]:
+    """Return internal names of the layers' tensors, shapes of required and of optional tensors, and the names of tensors to ignore.
+
+    Those are copies of the target's, for example.
+    """
     layers, hidden = config.layers, config.layers.hidden_size
-    required: Shapes = {
-        "fc.weight": (hidden, config.target_hidden_size * len(config.layer_boundaries)),
-        **dict.fromkeys(("hidden_norm.weight", "norm.weight"), (hidden,)),
-    }
-    optional: Shapes = {"fc.bias": (hidden,)}
-    for index, layer in enumerate(layers.layers):
-        _add_layer(files, f"layers.{index}.", layer, hidden, required, optional)
+    names, required, optional = _layer_tensors(files, layers)
+    required["fc.weight"], optional["fc.bias"] = (hidden, config.target_hidden_size * len(config.layer_boundaries)), (hidden,)
+    required |= dict.fromkeys(("hidden_norm.weight", "norm.weight"), (hidden,))
     if config.has_own_lm_head:
         required["lm_head.weight"] = (layers.vocab_size, hidden)
     if config.has_own_embedding:
@@ -195,37 +167,32 @@ def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[Shapes, Shape
         required[SELECTOR_PREFIX + _CODEBOOKS[1]] = (after if after == layers.vocab_size and "d2t" in files.tensors else before, rank)
     copies = {"embed_tokens.weight": config.has_own_embedding, "lm_head.weight": config.has_own_lm_head}
     ignored = ["d2t", "t2d", *(name for name, is_own in copies.items() if not is_own)]
-    return required, optional, ignored
+    return names, required, optional, ignored
 
 
 def _num_rows(files: HeadFiles, name: str) -> int:
     return (files.matrix_shape(name) or (0, 0))[0]
 
 
-def _add_layer(files: HeadFiles, prefix: str, layer: LayerConfig, hidden: int, required: Shapes, optional: Shapes) -> None:
-    """Add the tensor shapes of one decoder layer to `required` and `optional`."""
-    norms = _NORM_NAMES[layer.norm_order]
-    add_layer_shapes(required, optional, prefix, layer, hidden_size=hidden, input_size=hidden, norms=norms)
-    if layer.attention.has_sinks:
-        required |= {prefix + name: (layer.attention.num_heads,) for name in SINK_TENSOR_NAMES if prefix + name in files.tensors}
-    if layer.has_output_scale:
-        required[prefix + "layer_scalar"] = (1,)
-    if layer.convolution is not None:
-        size, groups = layer.convolution.kernel_size, hidden // layer.convolution.group_size
-        for part in CONVOLUTION_NAMES:
-            required[f"{prefix}{part}.base_kernel"] = (2, size, hidden)
-            required[f"{prefix}{part}.kernel_projection.weight"] = (2 * size * groups, hidden)
+def _layer_tensors(files: HeadFiles, layers: ModelConfig) -> tuple[dict[str, str], Shapes, Shapes]:
+    """Return the names and shapes of `layer_tensors`, with other names of sinks and with convolutions."""
+    names, required, optional = layer_tensors(layers)
+    for index, layer in enumerate(layers.layers):
+        other, usual = (f"layers.{index}.{name}" for name in SINK_TENSOR_NAMES)
+        if layer.attention.has_sinks and other in files.tensors:
+            names[other], required[other] = names.pop(usual), required.pop(usual)
+        if layer.convolution is None:
+            continue
+        size, groups = layer.convolution.kernel_size, layers.hidden_size // layer.convolution.group_size
+        for part, internal in CONVOLUTION_NAMES.items():
+            base, kernels = f"layers.{index}.{part}.base_kernel", f"layers.{index}.{part}.kernel_projection.weight"
+            names |= {base: f"layers.{index}.{internal}_base.weight", kernels: f"layers.{index}.{internal}_kernels.weight"}
+            required |= {base: (2, size, layers.hidden_size), kernels: (2 * size * groups, layers.hidden_size)}
+    return names, required, optional
 
 
-def _internal_tensor_name(name: str, config: BlockConfig) -> str:
-    """Return the name in `network.py` of a tensor in the file."""
-    if name.startswith("layers."):
-        _, layer, part = name.split(".", 2)
-        if part in _OTHER_LAYER_TENSOR_NAMES:
-            return f"layers.{layer}.{_OTHER_LAYER_TENSOR_NAMES[part]}"
-        stem, kind = part.rsplit(".", 1)
-        names = {**LAYER_MODULE_NAMES, **_NORM_NAMES[config.layers.layers[int(layer)].norm_order]}
-        return f"layers.{layer}.{names[stem]}.{kind}"
+def _internal_tensor_name(name: str) -> str:
+    """Return the name in `network.py` of a tensor that belongs to no layer."""
     stem, kind = name.rsplit(".", 1)
     return f"{_TENSOR_NAMES.get(stem, stem)}.{kind}"
 

@@ -20,7 +20,7 @@ from paceline.models.config import ModelConfig, WeightType, check_rope
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.config import with_metadata_keys
 from paceline.models.json_fields import JsonFields
-from paceline.models.layer_builder import ACTIVATIONS
+from paceline.models.layer_builder import ACTIVATIONS, LayerBuilder
 from paceline.models.layers import AttentionConfig, BlockConvolution, DenseMLP, LayerConfig, NormOrder, QKNorm
 from paceline.models.rope_config import RopeConfig, read_rope
 
@@ -35,7 +35,7 @@ GGUF_KEYS = {
 }  # fmt: skip
 """config.json field -> GGUF metadata key, without the architecture prefix."""
 SINK_TENSOR_NAMES = ("self_attn.attention_sink_bias", "self_attn.sinks")
-CONVOLUTION_NAMES = ("attention_conv", "mlp_conv")
+CONVOLUTION_NAMES = {"attention_conv": "attention_convolution", "mlp_conv": "mlp_convolution"}
 SELECTOR_PREFIX = "candidate_selector."
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -289,14 +289,14 @@ def _has_gemma4_layers(files: HeadFiles) -> bool:
 
 def _decoder_config(files: HeadFiles, fields: JsonFields, hidden_size: int, block_size: int) -> ModelConfig:
     gate, is_gemma4 = files.matrix_shape("layers.0.mlp.gate_proj.weight"), _has_gemma4_layers(files)
-    attention = _gemma4_attention_config(files, fields) if is_gemma4 else _attention_config(files, fields, hidden_size)
+    count = max(1, files.count_indices("layers.{}."))
+    attention = _gemma4_attention_config(files, fields) if is_gemma4 else _attention_config(files, fields, hidden_size, count)
     name = "hidden_activation" if is_gemma4 else "hidden_act"
     activation = str(fields.values.get(name, "gelu_pytorch_tanh" if is_gemma4 else "silu"))
     if gate is None:
         raise CheckpointError(f"{files.path} has no layers.0.mlp.gate_proj.weight: the file is damaged, download it again")
     if activation not in ACTIVATIONS:
         raise CheckpointError(f"{fields.path}: {name} {activation!r} is not supported; {', '.join(ACTIVATIONS)} are")
-    count = max(1, files.count_indices("layers.{}."))
     kinds = [(None, False)] * count if is_gemma4 else _windows_and_causality(fields, count, block_size, speculators=files.is_speculators)
     layer = LayerConfig(
         mixer=attention,
@@ -318,32 +318,30 @@ def _decoder_config(files: HeadFiles, fields: JsonFields, hidden_size: int, bloc
     return config
 
 
-def _attention_config(files: HeadFiles, fields: JsonFields, hidden_size: int) -> AttentionConfig:
-    num_heads = fields.integer("num_attention_heads")
-    head_size = fields.integer("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads, null=num_heads)
-    _check_head_counts(files, fields, num_heads, num_kv_heads, head_size)
-    family, tensors = replace(FAMILIES["llama"], has_partial_rope=True), files.tensors
+def _attention_config(files: HeadFiles, fields: JsonFields, hidden_size: int, num_layers: int) -> AttentionConfig:
+    values = {**fields.values, "hidden_size": hidden_size, "num_hidden_layers": num_layers}
+    builder = LayerBuilder(_with_partial_rotary_factor(JsonFields(values, fields.path)), replace(FAMILIES["llama"], has_partial_rope=True))
+    _check_head_counts(files, fields, builder.num_heads, builder.num_kv_heads, builder.head_size)
+    tensors = files.tensors
     has_keys_as_values = "layers.0.self_attn.v_proj.weight" not in tensors and is_gguf(files.path)
-    return AttentionConfig(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        rope=read_rope(_with_partial_rotary_factor(fields, head_size), family, head_size=head_size).for_context(None),
-        scale=float(head_size**-0.5),
-        qk_norm=QKNorm.HEAD if "layers.0.self_attn.q_norm.weight" in tensors else QKNorm.NONE,
-        has_sinks=any(f"layers.0.{name}" in tensors for name in SINK_TENSOR_NAMES),
+    return replace(
+        builder.attention(
+            qk_norm=QKNorm.HEAD if "layers.0.self_attn.q_norm.weight" in tensors else QKNorm.NONE,
+            has_sinks=any(f"layers.0.{name}" in tensors for name in SINK_TENSOR_NAMES),
+        ),
+        rope=builder.rope.for_context(None),
         has_value_norm=has_keys_as_values,
         has_keys_as_values=has_keys_as_values,
         value_scale=fields.positive_number("attention_value_scale", 1.0),
     )
 
 
-def _with_partial_rotary_factor(fields: JsonFields, head_size: int) -> JsonFields:
+def _with_partial_rotary_factor(fields: JsonFields) -> JsonFields:
     """Return the fields with LFM2's `rope_dim`, the number of rotated values of a head, converted to `partial_rotary_factor`."""
     scaling = fields.values.get("rope_parameters") or fields.values.get("rope_scaling")
     if not isinstance(scaling, Mapping) or scaling.get("rope_dim") is None:
         return fields
+    head_size = fields.integer("head_dim", null=fields.integer("hidden_size") // fields.integer("num_attention_heads"))
     rotated = JsonFields(scaling, fields.path).integer("rope_dim", most=head_size)
     return JsonFields({**fields.values, "partial_rotary_factor": rotated / head_size}, fields.path)
 

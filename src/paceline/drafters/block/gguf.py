@@ -15,7 +15,7 @@ from paceline.drafters.block.config import GGUF_ARCHITECTURE, GGUF_KEYS, SELECTO
 from paceline.drafters.head_files import GGUF_LAYER_MODULE_NAMES, HeadFiles, gguf_tensors
 from paceline.drafters.head_kinds import detect_block_kind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
-from paceline.models.gguf.config import ROPE_TENSORS, read_rope_fields
+from paceline.models.gguf.config import ROPE_TENSORS, read_decoder_fields
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile, open_gguf, split_parts
 from paceline.models.gguf.header import GgufTensor
@@ -43,11 +43,6 @@ _TENSOR_NAMES = {
     "selector_successor.weight": SELECTOR_PREFIX + "successor_codebook",
     "selector_hidden.weight": SELECTOR_PREFIX + "hidden_projection.weight",
 }
-_SIZE_KEYS = {
-    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
-    "max_position_embeddings": "context_length",
-}  # fmt: skip
 _OPTIONAL_FIELDS = ("block_size", "sample_from_anchor", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _FACTOR_FIELDS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale", "attention_value_scale")
 _CONFIDENCE_TENSOR = "confidence_head.proj.weight"
@@ -86,18 +81,9 @@ def _shape_of(name: str, tensor: GgufTensor) -> tuple[int, ...]:
 
 def _read_config(file: GgufFile, tensors: Mapping[str, FileTensor]) -> dict[str, Any]:
     """Return the GGUF metadata as fields of a config.json."""
-    fields = GgufFields(file)
-    values: dict[str, Any] = {name: fields.count(key) for name, key in _SIZE_KEYS.items()}
-    num_layers, num_heads = values["num_hidden_layers"], values["num_attention_heads"]
-    if num_layers > len(file.tensors):
-        fields.raise_invalid("block_count", num_layers, f"at most as many as the file has tensors, {len(file.tensors)}")
-    values["head_dim"] = fields.count("attention.key_length", max(1, values["hidden_size"] // num_heads))
-    value_size = fields.architecture_value("attention.value_length")
-    if value_size not in (None, values["head_dim"]):
-        fields.raise_invalid("attention.value_length", value_size, f"the size of keys, {values['head_dim']}")
+    fields, values = GgufFields(file), read_decoder_fields(file)
+    num_layers = values["num_hidden_layers"]
     _check_rope_sections(fields)
-    values["rms_norm_eps"] = fields.number("attention.layer_norm_rms_epsilon", 1e-6)
-    values |= read_rope_fields(file, head_size=values["head_dim"], max_positions=values["max_position_embeddings"])
     windows = fields.read_sliding_window(num_layers)
     if windows["sliding_window"] is not None and "layer_types" not in windows:
         windows["layer_types"] = ["sliding_attention"] * num_layers

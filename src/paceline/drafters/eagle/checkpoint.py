@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ from paceline.drafters.eagle.config import (
 )
 from paceline.drafters.head_files import (
     GGUF_LAYER_MODULE_NAMES,
-    LAYER_MODULE_NAMES,
     HeadFiles,
     Shapes,
-    add_layer_shapes,
     gguf_tensors,
+    layer_tensors,
     read_target_ids,
+    read_token_map,
 )
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
@@ -33,15 +34,9 @@ from paceline.models.config import ModelConfig
 from paceline.models.gguf.file import GgufFile, open_gguf
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.gguf.stored_tensor import TensorSource
-from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
+from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32, half_split_order
 
 _MASK_FEATURE_TENSOR = "mask_hidden"
-_LAYER_TENSOR_NAMES = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "hidden_norm": "hidden_norm",
-    **LAYER_MODULE_NAMES,
-}
 _INTERNAL_TENSOR_NAMES = {
     "embed_tokens": "embedding", "norm": "final_norm", "lm_head": "lm_head", "fc": "fc", "input_norm": "input_norm",
     "embedding_layernorm": "embedding_norm", "hidden_states_layernorm": "feature_norm",
@@ -85,16 +80,19 @@ def open_eagle_checkpoint(files: HeadFiles, config: EagleConfig, target: ModelCo
         IncompatibleDrafterError: the head has another vocabulary than the target, or its mask token has no embedding.
     """
     files = files.with_canonical_names(TENSOR_NAME_ALIASES)
-    required, optional = _tensor_shapes(files, config, target)
+    names, required, optional = _tensor_shapes(files, config, target)
     files.check_shapes(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]
     id_tables = ("token_map",) if config.is_eagle1 else ("d2t", "t2d")
     files.check_all_used([*used, *id_tables], ignored=lambda name: _is_ignored_tensor(files, name))
-    tensors: dict[str, AnyTensor] = {internal_tensor_name(name): files.matrix(name) for name in used if name != _MASK_FEATURE_TENSOR}
+    tensors: dict[str, AnyTensor] = {
+        names.get(name, _internal_tensor_name(name)): files.matrix(name) for name in used if name != _MASK_FEATURE_TENSOR
+    }
     mask = as_float32(files.weight(_MASK_FEATURE_TENSOR)).reshape(-1) if _MASK_FEATURE_TENSOR in used else None
     ids = read_target_ids(files, config.layers.vocab_size, target)
     if "token_map" in files.tensors:
-        tensors["lm_head.weight"], ids = _select_lm_head_rows(files, files.weight("lm_head.weight"), _read_token_map(files, target))
+        ids, order = read_token_map(files, target.vocab_size)
+        tensors["lm_head.weight"] = _select_lm_head_rows(files, files.weight("lm_head.weight"), ids, order)
     num_embedded_ids = tensors["embedding.weight"].shape[0] if config.has_own_embedding else target.vocab_size
     if config.mask_token_id is not None and config.mask_token_id >= num_embedded_ids:
         raise IncompatibleDrafterError(
@@ -121,12 +119,9 @@ def check_embedding_rows(files: HeadFiles, num_embedded_ids: int, num_tokenizer_
         )
 
 
-def internal_tensor_name(name: str) -> str:
-    """Return the name in `network.py` of a tensor in the file."""
+def _internal_tensor_name(name: str) -> str:
+    """Return the name in `network.py` of a tensor that belongs to no layer."""
     stem, kind = name.rsplit(".", 1)
-    if stem.startswith("layers."):
-        _, layer, part = stem.split(".", 2)
-        return f"layers.{layer}.{_LAYER_TENSOR_NAMES[part]}.{kind}"
     return f"{_INTERNAL_TENSOR_NAMES.get(stem, stem)}.{kind}"
 
 
@@ -141,12 +136,16 @@ def _is_ignored_tensor(files: HeadFiles, name: str) -> bool:
     return name.startswith("verifier_") or (name in (FIRST_NORM, LAST_NORM) and files.kind is HeadKind.EAGLE and has_nested_config(files))
 
 
-def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[Shapes, Shapes]:
-    """Return the shapes of required tensors, and of tensors that are used if the file has them."""
+def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[dict[str, str], Shapes, Shapes]:
+    """Return internal names of the layers' tensors, the shapes of required tensors, and of those that are used if the file has them."""
     layers = config.layers
     hidden, width = layers.hidden_size, config.feature_size
-    required: Shapes = {}
-    optional: Shapes = {}
+    names, required, optional = layer_tensors(layers)
+    if not config.is_eagle1:  # the first layer reads [embedding, feature]
+        for name in (f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"):
+            required[name] = required[name][0], 2 * hidden
+    if not (config.has_input_norm if config.is_eagle1 else config.has_embedding_norm):
+        del required[FIRST_NORM]
     if config.is_eagle1 or config.has_fc:
         required["fc.weight"] = (hidden, 2 * hidden if config.is_eagle1 else width)
         optional["fc.bias"] = (hidden,)
@@ -166,12 +165,6 @@ def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -
     if config.kind is HeadKind.PEAGLE:
         stored = files.tensors.get(_MASK_FEATURE_TENSOR)
         required[_MASK_FEATURE_TENSOR] = stored.shape if stored is not None and prod(stored.shape) == width else (1, 1, width)
-    for layer in range(layers.num_layers):
-        has_norm = layer > 0 or (config.has_input_norm if config.is_eagle1 else config.has_embedding_norm)
-        norms = ("input_layernorm", "post_attention_layernorm") if has_norm else ("post_attention_layernorm",)
-        input_size = 2 * hidden if layer == 0 and not config.is_eagle1 else hidden  # the first layer of EAGLE-3 reads [embedding, feature]
-        sizes = layers.layers[layer]
-        add_layer_shapes(required, optional, f"layers.{layer}.", sizes, hidden_size=hidden, input_size=input_size, norms=norms)
     if config.has_own_embedding:
         required["embed_tokens.weight"] = ((files.matrix_shape("embed_tokens.weight") or (0, 0))[0], hidden)
     has_other_vocab = layers.vocab_size != target.vocab_size or hidden != target.hidden_size
@@ -179,35 +172,17 @@ def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -
         required["lm_head.weight"] = ((files.matrix_shape("lm_head.weight") or (layers.vocab_size, 0))[0], hidden)
     elif config.has_own_lm_head or (has_other_vocab and not config.is_eagle1):
         required["lm_head.weight"] = (layers.vocab_size, hidden)
-    return required, optional
+    return names, required, optional
 
 
-def _read_token_map(files: HeadFiles, target: ModelConfig) -> NDArray[np.int64]:
-    """Read the draft vocabulary in vLLM's format: a list of target ids in any order."""
-    ids = files.integer_vector("token_map").reshape(-1)
-    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(np.unique(ids)) < len(ids):
-        span = f"from {ids.min()} to {ids.max()}" if len(ids) else "none"
-        raise IncompatibleDrafterError(
-            f"{files.path}: token_map has {len(ids)} ids, {span}, of the target's {target.vocab_size}, each at most once: "
-            "the head was made for another model"
-        )
-    return ids
-
-
-def _select_lm_head_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
-    """Return the lm_head rows of a draft vocabulary, in ascending order of target ids, and these ids, ascending.
-
-    Args:
-        lm_head: a matrix with one row per draft id, or with rows of all target ids.
-        ids: target id of each draft id, in any order.
-    """
-    order = np.argsort(ids)
-    if lm_head.shape[0] != len(ids) and lm_head.shape[0] <= int(ids.max()):
+def _select_lm_head_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64], order: NDArray[np.int64]) -> Tensor:
+    """Return the lm_head rows of a draft vocabulary (`read_token_map`), of a matrix with a row for each of its ids or for all ids."""
+    if lm_head.shape[0] != len(ids) and lm_head.shape[0] <= int(ids[-1]):
         raise CheckpointError(
             f"{files.path}: token_map has {len(ids)} ids for {lm_head.shape[0]} rows of lm_head.weight; download it again"
         )
-    rows = order if lm_head.shape[0] == len(ids) else ids[order]
-    return Tensor(lm_head.array[rows], lm_head.weight_type, (len(ids), lm_head.shape[1])), ids[order]
+    rows = order if lm_head.shape[0] == len(ids) else ids
+    return Tensor(lm_head.array[rows], lm_head.weight_type, (len(ids), lm_head.shape[1]))
 
 
 def open_gguf_eagle(path: Path) -> HeadFiles | None:
@@ -258,4 +233,5 @@ def _tensor_source(stored: GgufTensor, config: dict[str, Any]) -> TensorSource:
     num_heads = heads.get(part)
     if not isinstance(num_heads, int) or num_heads < 1 or stored.shape[0] % (2 * num_heads):  # wrong numbers are refused with the config
         return TensorSource(stored, stored.shape)
-    return TensorSource(stored, stored.shape, rows=lambda: np.arange(stored.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1))
+    size = stored.shape[0] // num_heads
+    return TensorSource(stored, stored.shape, rows=partial(half_split_order, stored.shape[0], size, size))

@@ -21,9 +21,9 @@ from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig, WeightType, check_rope
 from paceline.models.families.table import FAMILIES
 from paceline.models.json_fields import JsonFields
-from paceline.models.layer_builder import ACTIVATIONS
-from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig, QKNorm
-from paceline.models.rope_config import RopeConfig, RopeType, read_rope
+from paceline.models.layer_builder import LayerBuilder
+from paceline.models.layers import LayerConfig, QKNorm, share_equal
+from paceline.models.rope_config import RopeType
 
 EAGLE_KINDS = (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE)
 DEFAULT_MAX_POSITIONS = 2048  # assumed context length of a head whose config does not state it
@@ -314,8 +314,30 @@ def _mask_token_id(files: HeadFiles, fields: JsonFields, options: HeadOptions) -
 
 
 def _read_decoder_config(files: HeadFiles, fields: JsonFields) -> ModelConfig:
-    """Return the sizes of the head's decoder layers. Sizes of tensors have priority over the config."""
+    """Return the sizes of the head's decoder layers."""
     _check_family(files, fields)
+    builder = LayerBuilder(_with_sizes_of_tensors(files, fields), replace(FAMILIES["llama"], has_partial_rope=files.is_speculators))
+    rope = builder.rope.for_context(None)
+    if rope.type is RopeType.DEFAULT:  # speculators ignores `partial_rotary_factor` unless the rotary embedding is scaled
+        rope = replace(rope, rotated_fraction=1.0)
+    has_qk_norm = "layers.0.self_attn.q_norm.weight" in files.tensors or (files.is_speculators and fields.values["model_type"] == "qwen3")
+    attention = replace(builder.attention(qk_norm=QKNorm.HEAD if has_qk_norm else QKNorm.NONE), rope=rope)
+    windows = _read_windows(fields, builder.num_layers)
+    config = ModelConfig(
+        family="llama",
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        layers=share_equal(LayerConfig(mixer=replace(attention, window=window), mlp=builder.mlp()) for window in windows),
+        norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
+        max_positions=fields.integer("max_position_embeddings"),
+        weight_type=WeightType.F32,
+    )
+    check_rope(config, fields.path)
+    return config
+
+
+def _with_sizes_of_tensors(files: HeadFiles, fields: JsonFields) -> JsonFields:
+    """Return the fields with the sizes of the first layer's tensors, which have priority, and the number of layers in the file."""
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     query, key, gate = (files.matrix_shape(f"layers.0.{name}.weight") for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
     head_size = fields.integer("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
@@ -324,36 +346,11 @@ def _read_decoder_config(files: HeadFiles, fields: JsonFields) -> ModelConfig:
     num_kv_heads = fields.integer("num_key_value_heads", num_heads, null=num_heads)
     if key is not None and key[0] % head_size == 0 and num_heads % max(1, key[0] // head_size) == 0:
         num_kv_heads = max(1, key[0] // head_size)
-    activation = str(fields.values.get("hidden_act", "silu"))
-    if activation not in ACTIVATIONS or head_size % 2 or num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"{fields.path}: hidden_act {activation!r} with {num_heads} heads of {head_size} values and {num_kv_heads} key heads is no "
-            f"network we run: the activation is one of {', '.join(ACTIVATIONS)}, heads are of even size and a multiple of the key heads"
-        )
-    has_qk_norm = "layers.0.self_attn.q_norm.weight" in files.tensors or (files.is_speculators and fields.values["model_type"] == "qwen3")
-    attention = AttentionConfig(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        rope=_read_rope(files, fields, head_size),
-        scale=float(head_size**-0.5),
-        qk_norm=QKNorm.HEAD if has_qk_norm else QKNorm.NONE,
-    )
-    intermediate_size = gate[0] if gate is not None else fields.integer("intermediate_size")
-    mlp = DenseMLP(intermediate_size=intermediate_size, activation=ACTIVATIONS[activation])
-    windows = _read_windows(fields, max(1, files.count_indices("layers.{}.")))
-    layer_by_window = {window: LayerConfig(mixer=replace(attention, window=window), mlp=mlp) for window in windows}
-    config = ModelConfig(
-        family="llama",
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden_size,
-        layers=tuple(layer_by_window[window] for window in windows),
-        norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
-        max_positions=fields.integer("max_position_embeddings"),
-        weight_type=WeightType.F32,
-    )
-    check_rope(config, fields.path)
-    return config
+    values = {**fields.values, "head_dim": head_size, "num_key_value_heads": num_kv_heads}
+    values["num_hidden_layers"] = max(1, files.count_indices("layers.{}."))
+    if gate is not None:
+        values["intermediate_size"] = gate[0]
+    return JsonFields(values, fields.path)
 
 
 def _check_family(files: HeadFiles, fields: JsonFields) -> None:
@@ -385,10 +382,3 @@ def _read_windows(fields: JsonFields, num_layers: int) -> list[int | None]:
         )
     window = fields.integer("sliding_window") if any(is_sliding) else None
     return [window if is_local else None for is_local in is_sliding]
-
-
-def _read_rope(files: HeadFiles, fields: JsonFields, head_size: int) -> RopeConfig:
-    """Read the rotary embedding as speculators does, which ignores `partial_rotary_factor` unless the rotary embedding is scaled."""
-    family = replace(FAMILIES["llama"], has_partial_rope=files.is_speculators)
-    rope = read_rope(fields, family, head_size=head_size).for_context(None)
-    return replace(rope, rotated_fraction=1.0) if rope.type is RopeType.DEFAULT else rope

@@ -8,7 +8,7 @@ is drawn by the target (`speculation/verify.py`); trees are drafted as well as c
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,20 +19,12 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
 from paceline.drafters.target import LoadedTarget
-from paceline.runtimes.base import FloatArray, ForwardOutput, split_into_passes
-from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
+from paceline.runtimes.base import ForwardOutput, split_into_passes
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, LastHiddenStates
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
 _NO_BLOCKS = np.zeros(0, np.int32)
-
-
-@dataclass(slots=True)
-class _LastHiddenState:
-    """The target's final hidden state [E] of the token at `position`."""
-
-    position: int
-    hidden_state: FloatArray
 
 
 class AssistantDrafter(Drafter):
@@ -49,16 +41,14 @@ class AssistantDrafter(Drafter):
     def __init__(self, network: AssistantNetwork, *, vocab_size: int, tree_width: int = 1) -> None:
         config = network.assistant.config
         self._network, self._vocab_size, self._tree_width = network, vocab_size, tree_width
-        self._features = RequestState[_LastHiddenState]()
+        self._features = LastHiddenStates()
         self._sampler = DraftSampler(None, vocab_size, config.layers.vocab_size)
         self.traits = DrafterTraits(self._description())
         self._ranking = None if config.clusters is not None else self._sampler.ranking(tree_width)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:
-            last = one.first_position + one.num_rows - 1
-            if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # the last row that the target has run
-                self._features[one.request] = _LastHiddenState(last, np.array(one.hidden_states[-1], np.float32))
+            self._features.observe(one)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
@@ -83,13 +73,8 @@ class AssistantDrafter(Drafter):
     def _can_draft(self, draft: GrowingDraft) -> bool:
         """Return whether the target has run all tokens before the last one, and the last hidden state has been received."""
         request = draft.request
-        feature, position = self._features.get(request), len(request.token_ids) - 1
-        return (
-            draft.depth > 0
-            and feature is not None
-            and feature.position == position - 1
-            and request.cached_sequence.committed_len == position
-        )
+        has_feature = self._features.find(request) is not None
+        return draft.depth > 0 and has_feature and request.cached_sequence.committed_len == len(request.token_ids) - 1
 
     def _grow_drafts(self, drafts: Sequence[GrowingDraft]) -> None:
         while active := [draft for draft in drafts if draft.frontier]:
@@ -110,8 +95,9 @@ class AssistantDrafter(Drafter):
     def _frontier_input(self, draft: GrowingDraft) -> TreeLevelInput:
         """Return the inputs of the next pass: the frontier nodes, or the last committed token at the beginning of a draft."""
         request = draft.request
-        if draft.level == 0:
-            return TreeLevelInput(request.token_ids[-1:], self._features[request].hidden_state[None], request.cached_sequence)
+        feature = self._features.find(request)
+        if draft.level == 0 and feature is not None:
+            return TreeLevelInput(request.token_ids[-1:], feature[None], request.cached_sequence)
         pairs = draft.frontier_pairs()
         first = pairs.logit_rows[0]  # an assistant has no cache, so nodes of earlier levels need not run again
         return TreeLevelInput(pairs.token_ids[first:], pairs.features[first:], request.cached_sequence)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_files import HeadFiles, check_target_sizes
+from paceline.drafters.head_files import HeadFiles, check_target_sizes, read_token_map
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
-from paceline.models.weights import AnyTensor, Weights
+from paceline.models.weights import AnyTensor, Weights, take_rows
 
 _NESTED_PREFIX = re.compile(r"medusa_heads?\.")
 _INDEX = "([0-9]{1,6})"  # index of a head or block; more digits only occur in damaged files
@@ -36,7 +36,7 @@ class MedusaHeads:
         weights: `heads.{i}.blocks.{j}.weight` [E, E] and `.bias` [E]; `heads.{i}.lm_head.weight` [rows, E], or one `lm_head.weight`.
         has_shared_lm_head: all heads use the same lm_head.
         num_lm_head_rows: number of rows of each lm_head.
-        token_map: [rows] target id of each lm_head row; None = the index of a row is its id.
+        token_map: [rows] target id of each lm_head row, ascending; None = the index of a row is its id.
         soft_cap: the target's soft cap of logits, if the target's lm_head is used.
         notices: messages for the user, shown at load.
         has_target_lm_head: the heads use the target's lm_head.
@@ -81,17 +81,18 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
     num_lm_head_rows = _check_tensor_shapes(files, names, target.hidden_size)
     if not has_lm_heads:
         num_lm_head_rows = target_lm_head.shape[0]
-    token_map = files.integer_vector("token_map") if "token_map" in files.tensors else None
-    _check_token_map(files, token_map, num_lm_head_rows, target.vocab_size)
+    token_map, order = read_token_map(files, target.vocab_size) if "token_map" in files.tensors else (None, slice(None))
     if token_map is None:
         check_target_sizes(files, target, hidden_size=hidden, vocab_rows=num_lm_head_rows)
+    elif len(token_map) != num_lm_head_rows:
+        raise CheckpointError(f"{files.path}: token_map has {len(token_map)} entries for vocabulary matrices of {num_lm_head_rows} rows")
     weights: dict[str, AnyTensor] = {}
     for (head, block, kind), name in sorted(names.blocks.items()):
         weights[f"heads.{head}.blocks.{block}.{kind}"] = files.weight(name)
     for head, name in names.lm_heads.items():
-        weights[f"heads.{head}.lm_head.weight"] = files.weight(name)
+        weights[f"heads.{head}.lm_head.weight"] = take_rows(files.weight(name), order)
     if not names.lm_heads:
-        weights["lm_head.weight"] = target_lm_head if names.shared_lm_head is None else files.weight(names.shared_lm_head)
+        weights["lm_head.weight"] = target_lm_head if names.shared_lm_head is None else take_rows(files.weight(names.shared_lm_head), order)
     used = [*names.blocks.values(), *names.lm_heads.values(), "token_map", *([names.shared_lm_head] if names.shared_lm_head else [])]
     is_whole_model = any(_NESTED_PREFIX.match(name) for name in files.tensors)
     files.check_all_used(used, ignored=lambda name: is_whole_model and not _NESTED_PREFIX.match(name))
@@ -165,18 +166,6 @@ def _check_tensor_shapes(files: HeadFiles, names: _TensorNames, hidden: int) -> 
         required |= {head_name.format(head): (num_lm_head_rows, hidden) for head in range(names.num_heads)}
     files.check_shapes(required)
     return num_lm_head_rows
-
-
-def _check_token_map(files: HeadFiles, token_map: NDArray[np.int64] | None, num_lm_head_rows: int, vocab_size: int) -> None:
-    if token_map is None:
-        return
-    if token_map.shape != (num_lm_head_rows,):
-        raise CheckpointError(f"{files.path}: token_map has {token_map.size} entries for vocabulary matrices of {num_lm_head_rows} rows")
-    if token_map.size and not 0 <= token_map.min() <= token_map.max() < vocab_size:
-        raise CheckpointError(
-            f"{files.path}: token_map names ids from {token_map.min()} to {token_map.max()}, the target's go from 0 to {vocab_size - 1}: "
-            "it was made for another base model"
-        )
 
 
 def _num_heads_notice(files: HeadFiles, num_heads: int) -> tuple[str, ...]:

@@ -9,27 +9,23 @@ is chosen, the tree gets the nodes with the highest acceptance probability per r
 token of each depth is drawn with the target's noise. Drafts for rejection sampling are chains, drawn with noise the target does not use.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from paceline.drafters.draft_sampler import NO_TOKENS, DraftTokens, target_noise_draws
+from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, target_noise_draws
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.medusa.network import MedusaNetwork, MedusaOutputs
 from paceline.drafters.medusa.trees import DYNAMIC_TREES, STATIC_TREES, static_tree_nodes
 from paceline.drafters.target import LoadedTarget
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, split_into_passes
-from paceline.runtimes.logits_summary import LogitsSummary, SummaryOptions
-from paceline.sampling.residual import TokenProbs, draw_distinct
-from paceline.sampling.truncation import top_probs
-from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
+from paceline.sampling.residual import TokenProbs
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, LastHiddenStates, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
@@ -42,19 +38,11 @@ _MAX_TRIALS = 512.0  # when a depth has this many trials, its counts are halved,
 
 
 @dataclass(slots=True)
-class _LastHiddenState:
-    """The target's final hidden state [E] of the token at `position`."""
-
-    position: int
-    hidden_state: FloatArray
-
-
-@dataclass(slots=True)
 class _RequestDraft:
     """One request's draft of this step.
 
     Attributes:
-        feature: the target's hidden state that the heads read.
+        feature: the target's hidden state [E] that the heads read.
         depth: number of heads to use.
         uses_top_tokens: the top tokens that the pass returns are enough to sample from; otherwise whole rows of logits are used.
         needs_draw: the pass must also draw a token from each row, with the target's noise.
@@ -62,7 +50,7 @@ class _RequestDraft:
 
     request: Request
     budget: DraftBudget
-    feature: _LastHiddenState
+    feature: FloatArray
     depth: int
     uses_top_tokens: bool
     needs_draw: bool
@@ -104,76 +92,6 @@ class CandidateAccuracy:
         return (hits + _PRIOR_TRIALS * prior) / (trials + _PRIOR_TRIALS)
 
 
-class DepthCandidates:
-    """The most probable tokens of each head for one request, computed when they are first needed.
-
-    All nodes of a depth have the same candidates. Penalties depend on the tokens before, which are taken to be the first candidates.
-
-    Args:
-        logits_of_depth: returns the logits [V] of the head of a depth, over the target's ids.
-        max_candidates: maximum number of candidates of a depth.
-        needs_probs: compute the candidates' probabilities; otherwise they are set to 1.
-        top_tokens: for each depth the top tokens that the pass returned; None = use whole rows of logits.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        logits_of_depth: Callable[[int], FloatArray],
-        max_candidates: int,
-        *,
-        needs_probs: bool,
-        top_tokens: Sequence[LogitsSummary] | None = None,
-    ) -> None:
-        self._top_tokens = top_tokens
-        self._request, self._logits_of_depth = request, logits_of_depth
-        self._max_candidates, self._needs_probs = max_candidates, needs_probs
-        self.by_depth: list[DraftTokens] = []
-
-    def candidates_at(self, depth: int) -> DraftTokens:
-        """Return the candidates of the head of a depth, 0 for the children of the root; `NO_TOKENS` if no token is allowed."""
-        while len(self.by_depth) <= depth:
-            at = len(self.by_depth)
-            self.by_depth.append(self._from_logits(at) if self._top_tokens is None else self._from_top_tokens(self._top_tokens[at]))
-        return self.by_depth[depth]
-
-    def _from_top_tokens(self, row: LogitsSummary) -> DraftTokens:
-        """Return the candidates from a row's top tokens. Same result as `_from_logits` if only the temperature changes the logits."""
-        log_sum, drawn, scores, ids = row
-        if not math.isfinite(log_sum):
-            return NO_TOKENS
-        is_greedy = self._request.params.is_greedy
-        if self._max_candidates == 1:
-            return DraftTokens((ids[0] if is_greedy else drawn,), (1.0,))
-        listed = [token for token in ids[: self._max_candidates] if token >= 0]
-        probs = [1.0] * len(listed)
-        if self._needs_probs:
-            probs = [math.exp(score - log_sum) for score in scores[: len(listed)]]
-        return DraftTokens(listed, probs) if is_greedy else self._drawn_token_first(drawn, listed, probs)
-
-    def _drawn_token_first(self, first: int, ids: Sequence[int], probs: Sequence[float]) -> DraftTokens:
-        """Return the drawn token `first`, then the most probable other tokens."""
-        others = [(token, prob) for token, prob in zip(ids, probs, strict=True) if token != first][: self._max_candidates - 1]
-        own = probs[ids.index(first)] if first in ids else probs[-1]
-        return DraftTokens([first, *[token for token, _ in others]], [own, *[prob for _, prob in others]])
-
-    def _from_logits(self, depth: int) -> DraftTokens:
-        request = self._request
-        chain = [one.token_ids[0] for one in self.by_depth if one.token_ids]
-        try:
-            edited = request.processor.edit(self._logits_of_depth(depth), chain)
-        except PacelineError:
-            return NO_TOKENS
-        first = edited.draw(request.seed, request.sample_index, len(request.token_ids) + depth)
-        if self._max_candidates == 1:
-            return DraftTokens([first], [1.0])
-        best, probs = top_probs(request.params, edited.scaled_logits(), self._max_candidates)
-        ids: list[int] = best.tolist()
-        if not self._needs_probs:
-            probs = [1.0] * len(ids)
-        return DraftTokens(ids, probs) if request.params.is_greedy else self._drawn_token_first(first, ids, probs)
-
-
 class MedusaDrafter(Drafter):
     """Drafts trees of the heads' most probable tokens.
 
@@ -192,28 +110,20 @@ class MedusaDrafter(Drafter):
     def __init__(self, network: MedusaNetwork, *, vocab_size: int, tree: str = "probability") -> None:
         if tree not in DYNAMIC_TREES and tree not in STATIC_TREES:
             raise ConfigError(f"medusa tree {tree!r} is unknown: use one of {', '.join((*DYNAMIC_TREES, *STATIC_TREES))}")
-        self._network, self._vocab_size, self._tree = network, vocab_size, tree
+        self._network, self._tree = network, tree
         self.traits = DrafterTraits(self._description(), network.heads.notices)
-        self._features = RequestState[_LastHiddenState]()
+        self._features = LastHiddenStates()
         # for each request the number of its tokens at the last draft, and the candidates of each depth
         self._pending = RequestState[tuple[int, Sequence[Sequence[int]]]]()
         self._accuracy = {is_greedy: CandidateAccuracy() for is_greedy in (True, False)}
-        self._token_map = network.heads.token_map
-        if self._token_map is not None:  # rows of ids that the target lacks are ignored
-            self._known_rows = np.flatnonzero(self._token_map < vocab_size)
-            self._known_ids = self._token_map[self._known_rows]
-        self._can_use_ranking = _has_unique_ascending_ids(self._token_map, vocab_size)
-        if self._can_use_ranking:
-            network.set_ranking(
-                SummaryOptions(vocab_size if self._token_map is None else len(self._token_map), MAX_CANDIDATES_PER_DEPTH, self._token_map)
-            )
+        heads = network.heads
+        self._sampler = DraftSampler(heads.token_map, vocab_size, heads.num_lm_head_rows if heads.token_map is None else None)
+        network.set_ranking(self._sampler.ranking(MAX_CANDIDATES_PER_DEPTH))
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:
             self._update_accuracy(one.request)
-            last = one.first_position + one.num_rows - 1
-            if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # the last row that the target has run
-                self._features[one.request] = _LastHiddenState(last, np.array(one.hidden_states[-1], np.float32))
+            self._features.observe(one)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
@@ -224,7 +134,7 @@ class MedusaDrafter(Drafter):
             draws = target_noise_draws(drawn)
             if draws is not None:
                 draws = draws.reshape(depth, len(active))
-            outputs = self._network.forward(np.stack([draft.feature.hidden_state for draft in active]), depth, draws)
+            outputs = self._network.forward(np.stack([draft.feature for draft in active]), depth, draws)
             trees |= {id(draft.request): self._draft(draft, outputs, row) for row, draft in enumerate(active)}
         return [trees.get(id(request)) for request in requests]
 
@@ -234,62 +144,81 @@ class MedusaDrafter(Drafter):
         return f"medusa ({heads.num_heads} head{'s' if heads.num_heads > 1 else ''}, {tree})"
 
     def _new_request_draft(self, request: Request, budget: DraftBudget) -> _RequestDraft | None:
-        feature = self._features.get(request)
+        feature = self._features.find(request)
         depth = min(budget.max_depth, budget.max_rows - 1, self._network.heads.num_heads)
-        if feature is None or feature.position != len(request.token_ids) - 2 or depth < 1:
+        if feature is None or depth < 1:
             return None
         is_greedy = request.params.is_greedy
-        uses_top_tokens = self._can_use_ranking and request.processor.only_scales and (is_greedy or not budget.needs_draft_probs)
+        uses_top_tokens = request.processor.only_scales and (is_greedy or not budget.needs_draft_probs)
         return _RequestDraft(request, budget, feature, depth, uses_top_tokens, uses_top_tokens and not is_greedy)
 
     def _draft(self, draft: _RequestDraft, outputs: MedusaOutputs, row: int) -> DraftTree | None:
         """Return a request's draft tree, made from row `row` of each head's logits."""
         request, budget = draft.request, draft.budget
-
-        def logits_of_depth(depth: int) -> FloatArray:
-            return self._to_target_logits(outputs.logits_of_head(depth)[row])
-
         if budget.needs_draft_probs and not request.params.is_greedy:
-            token_ids, draft_probs = _draw_chain(request, logits_of_depth, draft.depth)
-            return (
-                DraftTree.from_nodes(request.token_ids[-1], token_ids, range(len(token_ids)), self.name, draft_probs) if token_ids else None
-            )
+            return self._draw_chain(draft, outputs, row)
         shape = None
         max_candidates = MAX_CANDIDATES_PER_DEPTH
-        needs_probs = self._tree == "probability"
         if self._tree in STATIC_TREES:
             shape = static_tree_nodes(self._tree, draft.depth, budget.max_rows, budget.layout)
             max_candidates = 1 + max((rank for _, _, rank in shape), default=0)
-        elif needs_probs:  # more candidates would exceed the row budget
+        elif self._tree == "probability":  # more candidates would exceed the row budget
             max_candidates = 1 if budget.layout is TreeLayout.CHAIN else min(MAX_CANDIDATES_PER_DEPTH, budget.max_rows - 1)
-        top_tokens = [rows_of_head[row] for rows_of_head in outputs.top_tokens] if draft.uses_top_tokens else None
-        candidates = DepthCandidates(request, logits_of_depth, max_candidates, needs_probs=needs_probs, top_tokens=top_tokens)
-        tree = self._grow_tree(draft, candidates) if shape is None else self._fill_static_tree(draft, candidates, shape)
-        self._pending[request] = len(request.token_ids), [one.token_ids for one in candidates.by_depth]
+        by_depth: list[DraftTokens] = []
+
+        def candidates_at(depth: int) -> DraftTokens:
+            """Return the candidates of all nodes of a depth. Tokens before them are taken to be the first candidates."""
+            while len(by_depth) <= depth:
+                path = [one.token_ids[0] for one in by_depth if one.token_ids]
+                by_depth.append(self._sample(draft, outputs, row, len(by_depth), path, max_candidates))
+            return by_depth[depth]
+
+        tree = self._grow_tree(draft, candidates_at) if shape is None else self._fill_static_tree(draft, candidates_at, shape)
+        self._pending[request] = len(request.token_ids), [one.token_ids for one in by_depth]
         return tree
 
+    def _sample(self, draft: _RequestDraft, outputs: MedusaOutputs, row: int, depth: int, path: Sequence[int], width: int) -> DraftTokens:
+        """Sample up to `width` tokens from row `row` of the head of a depth, 0 for the children of the root."""
+        request, needs_draft_probs = draft.request, draft.budget.needs_draft_probs
+        if draft.uses_top_tokens:
+            return self._sampler.sample_from_top_tokens(outputs.top_tokens[depth][row], width, is_greedy=request.params.is_greedy)
+        return self._sampler.sample(request, path, outputs.logits_of_head(depth)[row], width, needs_draft_probs=needs_draft_probs)
+
+    def _draw_chain(self, draft: _RequestDraft, outputs: MedusaOutputs, row: int) -> DraftTree | None:
+        """Draw a chain for rejection sampling, with noise that the target does not use."""
+        token_ids: list[int] = []
+        draft_probs: dict[int, TokenProbs] = {}
+        for depth in range(draft.depth):
+            drawn = self._sample(draft, outputs, row, depth, token_ids, 1)
+            if drawn.draft_probs is None:
+                break
+            draft_probs[depth] = drawn.draft_probs
+            token_ids += drawn.token_ids
+        root = draft.request.token_ids[-1]
+        return DraftTree.from_nodes(root, token_ids, range(len(token_ids)), self.name, draft_probs) if token_ids else None
+
     def _fill_static_tree(
-        self, draft: _RequestDraft, candidates: DepthCandidates, shape: Sequence[tuple[int, int, int]]
+        self, draft: _RequestDraft, candidates_at: Callable[[int], DraftTokens], shape: Sequence[tuple[int, int, int]]
     ) -> DraftTree | None:
         """Return the tree of a published shape, (parent, depth, rank) for each node, with this step's candidates as tokens."""
         token_ids: list[int] = []
         parents: list[int] = []
         node_of = {0: 0}  # a node is left out if its head has too few candidates
         for node, (parent, depth, rank) in enumerate(shape, start=1):
-            ids = candidates.candidates_at(depth).token_ids if parent in node_of else ()
+            ids = candidates_at(depth).token_ids if parent in node_of else ()
             if rank < len(ids):
                 token_ids.append(ids[rank])
                 parents.append(node_of[parent])
                 node_of[node] = len(token_ids)
         return DraftTree.from_nodes(draft.request.token_ids[-1], token_ids, parents, self.name) if token_ids else None
 
-    def _grow_tree(self, draft: _RequestDraft, candidates: DepthCandidates) -> DraftTree | None:
+    def _grow_tree(self, draft: _RequestDraft, candidates_at: Callable[[int], DraftTokens]) -> DraftTree | None:
         is_greedy = draft.request.params.is_greedy
         by_depth: list[list[Candidate[int]]] = []
 
         def expand(depth: int) -> list[Candidate[int]]:
             if depth == len(by_depth):
-                tokens = candidates.candidates_at(depth)
+                tokens = candidates_at(depth)
                 probs = self._acceptance_rates(depth, tokens.probs, is_greedy=is_greedy)
                 by_depth.append([(token, prob, self.name, depth + 1) for token, prob in zip(tokens.token_ids, probs, strict=True)])
             return by_depth[depth]
@@ -300,6 +229,8 @@ class MedusaDrafter(Drafter):
     def _acceptance_rates(self, depth: int, probs: Sequence[float], *, is_greedy: bool) -> Sequence[float]:
         """Estimate for each candidate of a depth the probability that it is accepted, given that the tokens before it are."""
         accuracy = self._accuracy[is_greedy]
+        if not probs:
+            return probs
         if self._tree == "accuracy":
             priors = [_PRIOR_FIRST_ACCURACY, *(_PRIOR_SECOND_ACCURACY * 0.5**rank for rank in range(len(probs) - 1))]
             return [accuracy.estimate(depth, rank, prior) for rank, prior in enumerate(priors)]
@@ -317,35 +248,6 @@ class MedusaDrafter(Drafter):
         if pending is not None:
             num_tokens, candidates = pending
             self._accuracy[request.params.is_greedy].observe(candidates, request.token_ids[num_tokens:])
-
-    def _to_target_logits(self, row: FloatArray) -> FloatArray:
-        """Convert a head's logits to a row [V] of the target's ids; ids that the head lacks get -inf."""
-        if self._token_map is None and len(row) >= self._vocab_size:
-            return row[: self._vocab_size]
-        full = np.full(self._vocab_size, -np.inf, np.float32)
-        if self._token_map is None:
-            full[: len(row)] = row
-        else:
-            full[self._known_ids] = row[self._known_rows]
-        return full
-
-
-def _has_unique_ascending_ids(token_map: NDArray[np.int64] | None, vocab_size: int) -> bool:
-    """Return whether the ids of lm_head rows are distinct and ascend. Only then are a row's top tokens distinct, with ties by lower id."""
-    return token_map is None or bool(len(token_map) and np.all(np.diff(token_map) > 0) and token_map[-1] < vocab_size)
-
-
-def _draw_chain(request: Request, logits_of_depth: Callable[[int], FloatArray], depth: int) -> tuple[list[int], dict[int, TokenProbs]]:
-    """Draw a chain for rejection sampling, with noise that the target does not use; return its tokens and the distribution of each."""
-    token_ids: list[int] = []
-    draft_probs: dict[int, TokenProbs] = {}
-    for node in range(depth):
-        try:
-            draft_probs[node] = TokenProbs.from_distribution(request.processor.process(logits_of_depth(node), token_ids))
-        except PacelineError:
-            break
-        token_ids += draw_distinct(draft_probs[node], 1, request.seed, request.sample_index, len(request.token_ids), node)
-    return token_ids, draft_probs
 
 
 def open_medusa(files: HeadFiles, target: LoadedTarget) -> MedusaDrafter:

@@ -58,7 +58,7 @@ class MergedWeights(LazyWeights):
             if name in {**adapter.low_rank_updates, **adapter.replacements}
         }
         self._biases = {f"{matrix.name}.bias": (name, matrix) for name, matrix in pairs if name in adapter.biases}
-        names = dict.fromkeys((*base.names(), *self._sources, *self._biases))
+        names = dict.fromkeys((*base, *self._sources, *self._biases))
         super().__init__(names, self._make_tensor)
         self.bundled_head, self.has_encoders, self.container = base.bundled_head, base.has_encoders, base.container
         self.packed = {name: matrix for name, matrix in base.packed.items() if name not in self._changed}

@@ -11,10 +11,8 @@ from paceline.models.adapters import modules
 from paceline.models.adapters.adapter import Adapter, LowRank, XLoraMixture
 from paceline.models.adapters.modules import NetworkMatrix, network_matrices
 from paceline.models.config import ModelConfig
-from paceline.models.tensor_names import tensor_shapes
 
 EMBEDDING, LM_HEAD = "embedding", "lm_head"
-_MAX_LISTED_NAMES = 8  # number of names that an error lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +52,19 @@ class NetworkAdapter:
 
 
 def to_network_adapter(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
-    """Return an adapter with the names and the row order of a network.
+    """Return an adapter of this model (`read_any_adapter`) with the names and the row order of its network.
 
     Raises:
-        ConfigError: The adapter changes a tensor that only merging can change, or its shapes differ from the target's.
+        ConfigError: The adapter replaces a matrix and updates it too, which only merging can do.
     """
     matrices = network_matrices(config)
-    replaceable = {modules.EMBEDDING: EMBEDDING, modules.LM_HEAD: LM_HEAD}
-    changed, replaced = {*adapter.low_rank_updates, *adapter.biases}, adapter.replacements.keys()
-    unknown = sorted({*(changed - matrices.keys()), *(replaced - replaceable.keys()), *(replaced & changed)})
-    if unknown:
-        shown = ", ".join(unknown[:_MAX_LISTED_NAMES]) + (
-            f" and {len(unknown) - _MAX_LISTED_NAMES} more" if len(unknown) > _MAX_LISTED_NAMES else ""
-        )
+    replaced = {modules.EMBEDDING: EMBEDDING, modules.LM_HEAD: LM_HEAD}
+    if both := sorted(adapter.replacements.keys() & {*adapter.low_rank_updates, *adapter.biases}):
         raise ConfigError(
-            f"the adapter {adapter.name!r} changes {shown}, which only merging can change: load the model with it merged (merge_adapter)"
+            f"the adapter {adapter.name!r} replaces and updates {', '.join(both)}, which only merging can do: load the model with it "
+            "merged (merge_adapter)"
         )
-    network_adapter = NetworkAdapter(
+    return NetworkAdapter(
         {
             matrix.name: update if matrix.rows is None else LowRank(update.down, update.up[matrix.rows])
             for name, update in adapter.low_rank_updates.items()
@@ -81,11 +75,9 @@ def to_network_adapter(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
             for name, bias in adapter.biases.items()
             for matrix in matrices[name]
         },
-        {replaceable[name]: values for name, values in adapter.replacements.items()},
+        {replaced[name]: values for name, values in adapter.replacements.items()},
         _rename_mixture(adapter.mixture, matrices),
     )
-    _check_shapes(adapter.name, network_adapter, config)
-    return network_adapter
 
 
 def _rename_mixture(mixture: XLoraMixture | None, matrices: Mapping[str, Sequence[NetworkMatrix]]) -> XLoraMixture | None:
@@ -93,17 +85,3 @@ def _rename_mixture(mixture: XLoraMixture | None, matrices: Mapping[str, Sequenc
         return None
     indices = {matrix.name: indices for name, indices in mixture.scaling_indices.items() for matrix in matrices[name]}
     return replace(mixture, scaling_indices=indices)
-
-
-def _check_shapes(adapter_name: str, adapter: NetworkAdapter, config: ModelConfig) -> None:
-    shapes = {name.removesuffix(".weight"): shape for name, shape in tensor_shapes(config).items() if name.endswith(".weight")}
-    shapes[LM_HEAD] = shapes[EMBEDDING]
-    wrong = []
-    for name, update in adapter.low_rank_updates.items():
-        outputs, columns = shapes[name][::-1] if name == EMBEDDING else shapes[name]
-        if update.up.shape != (outputs, len(update.down)) or update.down.shape != (len(update.down), columns):
-            wrong.append(f"{name} as {list(update.up.shape)} x {list(update.down.shape)}, the target has {[outputs, columns]}")
-    wrong += [f"the bias of {name}" for name, bias in adapter.biases.items() if bias.shape != shapes[name][:1]]
-    wrong += [f"{name} of shape {list(values.shape)}" for name, values in adapter.replacements.items() if values.shape != shapes[name]]
-    if wrong:
-        raise ConfigError(f"the adapter {adapter_name!r} is another model's: {'; '.join(wrong[:_MAX_LISTED_NAMES])}")

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError, shortened
+from paceline.errors import CheckpointError
 from paceline.models.containers.affine import AffineMatrix, AffineRows, has_short_mantissas, read_column_groups, words_as_bytes
 from paceline.models.containers.fp8 import read_block_shape
 from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import nested_fields, read_choice, refuse_settings
-from paceline.models.containers.small_floats import E4M3, read_e2m1, read_e4m3, scales_to_float32
+from paceline.models.containers.small_floats import read_e2m1, read_e4m3, read_nvfp4
 from paceline.models.json_fields import JsonFields
 from paceline.models.mxfp4 import half_scales
-from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import PackedMatrix, Rows
 
 _FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
@@ -61,11 +61,8 @@ def _read_matrix(module: PackedModule, *, block: tuple[int, int] | None) -> Pack
         return _read_packed_integers(module) if module.tensor_type("weight_packed") in ("I32", "U32") else _read_fp4(module)
     if module.tensor_type("weight") != "F8_E4M3":
         return _read_int8(module)
-    scale_type = module.tensor_type("weight_scale")
-    has_bytes = scale_type in ("F8_E8M0", "U8")
-    scales = module.read_tensor("weight_scale", str(scale_type), ndim=None) if has_bytes else module.read_floats("weight_scale", ndim=None)
     module.drop_tensors("weight_zero_point")  # zeros, because FP8 weights have no zero point
-    return read_e4m3(module, scales_to_float32(scales, scale_type), block)
+    return read_e4m3(module, "weight_scale", block)
 
 
 def _read_int8(module: PackedModule) -> PackedMatrix:
@@ -146,21 +143,10 @@ def _expand_to_groups(numbers: NDArray[Any], shape: tuple[int, ...], where: str,
 
 def _read_fp4(module: PackedModule) -> PackedMatrix:
     """Read an NVFP4 matrix, whose group scales are divided by one number for the matrix, or an MXFP4 matrix."""
+    if module.has_tensor("weight_global_scale"):
+        return read_nvfp4(module, "weight_packed", "weight_global_scale", is_divisor=True)
     where, pairs = module.describe_tensor("weight_packed"), module.read_tensor("weight_packed", "U8")
-    if not module.has_tensor("weight_global_scale"):
-        return read_e2m1(where, pairs, module.read_tensor("weight_scale", "U8", "F8_E8M0"), half_scales)
-    scales = module.read_tensor("weight_scale", "F8_E4M3")
-    divisor = module.read_floats("weight_global_scale", ndim=None).astype(np.float32).reshape(-1)
-    if divisor.size != 1 or not divisor[0] > 1:  # the largest weight is 6 * 448 / divisor, so a divisor of 1 or less is implausible
-        raise CheckpointError(
-            f"{where}: weight_global_scale = {shortened(divisor.tolist())}, expected one number above 1; download the model again"
-        )
-
-    def to_half_scales(stored: NDArray[np.uint8]) -> Floats:
-        found: Floats = E4M3[stored] / divisor[0] * np.float32(0.5)
-        return found
-
-    return read_e2m1(where, pairs, scales, to_half_scales, float(divisor[0]))
+    return read_e2m1(where, pairs, module.read_tensor("weight_scale", "U8", "F8_E8M0"), half_scales)
 
 
 def _unpacked_shape(codes: NDArray[Any]) -> tuple[int, int]:

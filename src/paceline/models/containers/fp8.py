@@ -3,14 +3,12 @@
 from functools import partial
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.containers.module import Container, PackedModule
+from paceline.models.containers.module import Container
 from paceline.models.containers.settings import read_choice
-from paceline.models.containers.small_floats import read_e4m3, scales_to_float32
+from paceline.models.containers.small_floats import read_e4m3
 from paceline.models.json_fields import JsonFields
-from paceline.models.storage.packed_matrix import PackedMatrix
 
 ACTIVATION_NOTICE = "activations are not rounded to 8-bit floats: that is part of other kernels, not of the weights"
-_SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _IGNORED_SUFFIXES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
 
 
@@ -23,13 +21,13 @@ def fp8_container(fields: JsonFields) -> Container:
     read_choice(fields, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     blocks = read_block_shape(fields, "weight_block_size")
     name = "FP8" if blocks is None else f"FP8, blocks of {blocks[0]} x {blocks[1]}"
-    read = partial(_read_matrix, scale_name="weight_scale_inv", block=blocks)
+    read = partial(read_e4m3, scale_name="weight_scale_inv", block=blocks)
     return Container(name, (".weight_scale_inv",), read, _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,))
 
 
 def fbgemm_fp8_container(_fields: JsonFields) -> Container:
     """Return the container of an `fbgemm_fp8` quantization_config: one scale for each row."""
-    read = partial(_read_matrix, scale_name="weight_scale", block=None)
+    read = partial(read_e4m3, scale_name="weight_scale")
     return Container("FP8 of FBGEMM", (".weight_scale",), read, _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,))
 
 
@@ -46,9 +44,3 @@ def read_block_shape(fields: JsonFields, name: str) -> tuple[int, int] | None:
     if isinstance(sizes, list) and len(sizes) == 2 and all(str(size).isdigit() and len(str(size)) < 7 and int(size) > 0 for size in sizes):
         return int(sizes[0]), int(sizes[1])
     raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}, expected rows and columns of a block, such as [128, 128]")
-
-
-def _read_matrix(module: PackedModule, *, scale_name: str, block: tuple[int, int] | None) -> PackedMatrix:
-    scale_type = module.tensor_type(scale_name)
-    read, types = (module.read_tensor, _SCALE_TYPES) if scale_type in ("F8_E8M0", "U8") else (module.read_floats, ())
-    return read_e4m3(module, scales_to_float32(read(scale_name, *types, ndim=None), scale_type), block)

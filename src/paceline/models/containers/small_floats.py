@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.affine import unpack_codes
 from paceline.models.containers.module import PackedModule
 from paceline.models.grouped import RUN, GroupedMatrix, pack_pairs_in_runs
@@ -27,16 +27,20 @@ E4M3 = _e4m3_values()
 """Values of E4M3 by their bits (OCP 8-bit floating point, revision 1.0)."""
 
 
-def read_e4m3(module: PackedModule, scales: Floats, block: tuple[int, int] | None) -> PackedMatrix:
+def read_e4m3(module: PackedModule, scale_name: str, block: tuple[int, int] | None = None) -> PackedMatrix:
     """Return the FP8 matrix `module.weight` times its scales: one for the matrix, for each row, or for each block.
 
     Args:
-        scales: of any shape with the right number of elements.
+        scale_name: tensor with the scales. E8M0, also stored as U8, is the exponent of a power of two.
         block: number of rows and columns that share a scale; None = no blocks.
 
     Raises:
-        CheckpointError: The weight is missing or of another type, or the number of scales is wrong.
+        CheckpointError: A tensor is missing or of another type, or the number of scales is wrong.
     """
+    if module.tensor_type(scale_name) in ("F8_E8M0", "U8"):
+        scales: Floats = half_scales(module.read_tensor(scale_name, "F8_E8M0", "U8", ndim=None)) * np.float32(2)
+    else:
+        scales = np.asarray(module.read_floats(scale_name, ndim=None), np.float32)
     where, codes = module.describe_tensor("weight"), module.read_tensor("weight", "F8_E4M3")
     outputs, columns = codes.shape
     scale_rows, scale_columns = _scale_indices(scales, codes.shape, block, where)
@@ -48,12 +52,6 @@ def read_e4m3(module: PackedModule, scales: Floats, block: tuple[int, int] | Non
         return found
 
     return PackedMatrix(where, (outputs, columns), None, 0, (codes, grid), read_rows)
-
-
-def scales_to_float32(array: NDArray[Any], type_name: str | None) -> Floats:
-    """Return scales as float32. E8M0, also stored as U8, is the exponent of a power of two."""
-    found: Floats = half_scales(array) * np.float32(2) if type_name in ("F8_E8M0", "U8") else np.asarray(array, np.float32)
-    return found
 
 
 def _scale_indices(
@@ -72,6 +70,26 @@ def _scale_indices(
             "config.json may belong to another model; otherwise download the model again"
         )
     return np.arange(outputs) // block[0], np.arange(columns) // block[1]
+
+
+def read_nvfp4(module: PackedModule, pairs_name: str, factor_name: str, *, is_divisor: bool) -> PackedMatrix:
+    """Return an NVFP4 matrix, whose E4M3 scales of groups are multiplied or divided by one number for the matrix.
+
+    Raises:
+        CheckpointError: A tensor is missing or of another type, or the factor is implausible.
+    """
+    where, pairs = module.describe_tensor(pairs_name), module.read_tensor(pairs_name, "U8")
+    scales = module.read_tensor("weight_scale", "F8_E4M3")
+    factor = module.read_floats(factor_name, ndim=None).astype(np.float32).reshape(-1)
+    if factor.size != 1 or (is_divisor and not factor[0] > 1):  # the largest weight is 6 * 448 / divisor
+        expected = "one number above 1" if is_divisor else "one number"
+        raise CheckpointError(f"{where}: {factor_name} = {shortened(factor.tolist())}, expected {expected}; download the model again")
+
+    def to_half_scales(stored: NDArray[np.uint8]) -> Floats:
+        found: Floats = (E4M3[stored] / factor[0] if is_divisor else E4M3[stored] * factor[0]) * np.float32(0.5)
+        return found
+
+    return read_e2m1(where, pairs, scales, to_half_scales, float(factor[0]))
 
 
 def read_e2m1(

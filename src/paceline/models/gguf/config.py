@@ -86,13 +86,13 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         raise with_metadata_keys(error, fields.architecture, gguf_format(family).metadata_keys) from None
 
 
-def read_rope_fields(file: GgufFile, *, head_size: int, max_positions: int) -> dict[str, Any]:
-    """Return the config.json fields for rotary embeddings of a drafting head in a GGUF file.
+def read_decoder_fields(file: GgufFile) -> dict[str, Any]:
+    """Return the config.json fields for sizes and rotary embeddings of the layers of a drafting head in a GGUF file.
 
     Raises:
-        CheckpointError: A value is out of range or not supported.
+        CheckpointError: A value is missing, out of range or not supported.
     """
-    return _ConfigReader(file, FAMILIES["llama"]).rope_fields(head_size, max_positions)
+    return _ConfigReader(file, FAMILIES["llama"]).decoder_fields()
 
 
 def gguf_format(family: Family) -> GgufFormat:
@@ -152,32 +152,38 @@ class _ConfigReader(GgufFields):
 
     def config_fields(self) -> dict[str, Any]:
         """Return all config.json fields: those that every family has, and the family's own."""
-        sizes = {"allows_zero": self._format.allows_zero_sizes, "allows_mixed": self._format.allows_mixed_sizes}
-        hidden_size, num_heads = self.count("embedding_length"), self.uniform_layer_size("attention.head_count", **sizes)
-        head_size = self._head_size(hidden_size, num_heads)
-        max_positions, num_blocks = self.count("context_length"), self._num_blocks()
+        decoder = self.decoder_fields()
+        num_blocks = decoder["num_hidden_layers"]
         values: dict[str, Any] = {
             "model_type": self._family.name,
-            "vocab_size": self._vocab_size(hidden_size),
-            "hidden_size": hidden_size,
-            "intermediate_size": self.uniform_layer_size(
-                "feed_forward_length", self.architecture_value("expert_feed_forward_length"), **sizes
-            ),
-            "num_hidden_layers": num_blocks,
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": self.uniform_layer_size("attention.head_count_kv", num_heads, **sizes),
-            "head_dim": head_size,
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon", self.architecture_value(self._format.norm_eps_key)),
-            "max_position_embeddings": max_positions,
+            "vocab_size": self._vocab_size(decoder["hidden_size"]),
             "tie_word_embeddings": not self.has_tensor("output.weight") and not self._format.has_untied_output,
             "attention_bias": self.has_in_any_block("attn_q.bias", num_blocks),
             "attention_out_bias": self.has_in_any_block("attn_output.bias", num_blocks),
             "mlp_bias": self.has_in_any_block("ffn_up.bias", num_blocks),
             "bos_token_id": self.metadata_value("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._end_token_ids(),
+            **decoder,
         }
-        values |= self.rope_fields(head_size, max_positions) if self._format.has_rope else {}
         return values | self._format.read_extra_fields(self, values)
+
+    def decoder_fields(self) -> dict[str, Any]:
+        """Return the config.json fields for the sizes of layers and their rotary embeddings."""
+        sizes = {"allows_zero": self._format.allows_zero_sizes, "allows_mixed": self._format.allows_mixed_sizes}
+        hidden_size, num_heads = self.count("embedding_length"), self.uniform_layer_size("attention.head_count", **sizes)
+        head_size, max_positions = self._head_size(hidden_size, num_heads), self.count("context_length")
+        expert_width = self.architecture_value("expert_feed_forward_length")
+        values: dict[str, Any] = {
+            "hidden_size": hidden_size,
+            "intermediate_size": self.uniform_layer_size("feed_forward_length", expert_width, **sizes),
+            "num_hidden_layers": self._num_blocks(),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": self.uniform_layer_size("attention.head_count_kv", num_heads, **sizes),
+            "head_dim": head_size,
+            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon", self.architecture_value(self._format.norm_eps_key)),
+            "max_position_embeddings": max_positions,
+        }
+        return values | (self._rope_fields(head_size, max_positions) if self._format.has_rope else {})
 
     def refuse_unread_settings(self) -> None:
         """Refuse metadata that changes the network and that `config_fields` has not read.
@@ -222,7 +228,7 @@ class _ConfigReader(GgufFields):
         ids = [self.metadata_value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return [token_id for index, token_id in enumerate(ids) if token_id is not None and token_id not in ids[:index]]
 
-    def rope_fields(self, head_size: int, max_positions: int) -> dict[str, Any]:
+    def _rope_fields(self, head_size: int, max_positions: int) -> dict[str, Any]:
         theta = self.number("rope.freq_base", 10000.0)
         rotary_size = self.count("rope.dimension_count", head_size)
         if rotary_size > head_size:

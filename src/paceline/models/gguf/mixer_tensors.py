@@ -4,7 +4,6 @@ llama.cpp's converters reorder the rows of some matrices. A list of row indices 
 Source: llama.cpp's conversion of Qwen3-Next, Qwen3.5, LFM2, Granite 4 and Nemotron-H.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.config import ModelConfig
+from paceline.models.families.family import Family
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.config import gguf_format
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.gguf.stored_tensor import IndexMap, TensorSource, check_stored_shape
-from paceline.models.layers import AttentionConfig, AttentionGate, GatedDeltaConfig, LatentProjections, Mamba2Config, ShortConvConfig
-from paceline.models.weights import half_split_order
+from paceline.models.layers import AttentionConfig, GatedDeltaConfig, LatentProjections, LayerConfig, Mamba2Config, ShortConvConfig
+from paceline.models.storage.fused_matrices import Parts, fused_by_key_head, fused_in_layer, num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,51 +52,60 @@ class MixerTensor:
 def mixer_tensors(file: GgufFile, config: ModelConfig) -> dict[str, MixerTensor]:
     """Return where tensors of recurrent mixers, and those of gated and latent attention, are stored, by internal names."""
     found: dict[str, MixerTensor] = {}
-    gguf = gguf_format(FAMILIES[config.family])
+    family = FAMILIES[config.family]
+    is_tiled = gguf_format(family).has_tiled_value_heads
     for index, layer in enumerate(config.layers):
         block, hidden = f"blk.{index}.", config.hidden_size
+        own = _fused_tensors(block, layer, family, hidden)
         for mixer in layer.mixers:
-            if isinstance(mixer, AttentionConfig) and mixer.latent is not None:
-                own = _latent_attention_tensors(block, mixer, mixer.latent, hidden)
-            elif isinstance(mixer, AttentionConfig):
-                has_gated_queries = mixer.gate is AttentionGate.VALUE and "attention_gate" not in gguf.module_names
-                own = _gated_query_tensors(block, mixer, hidden) if has_gated_queries else {}
+            if isinstance(mixer, AttentionConfig):
+                own |= {} if mixer.latent is None else _latent_attention_tensors(block, mixer, mixer.latent)
             elif isinstance(mixer, GatedDeltaConfig):
-                own = _delta_net_tensors(file, block, mixer, hidden, is_tiled=gguf.has_tiled_value_heads)
+                own |= _delta_net_tensors(file, block, mixer, hidden, is_tiled=is_tiled)
             elif isinstance(mixer, Mamba2Config):
-                own = _mamba2_tensors(block, mixer, hidden)
+                own |= _mamba2_tensors(block, mixer, hidden)
             else:
-                own = _short_convolution_tensors(block, mixer)
-            found |= {f"layers.{index}.{name}": tensor for name, tensor in own.items()}
+                own |= _short_convolution_tensors(block, mixer)
+        found |= {f"layers.{index}.{name}": tensor for name, tensor in own.items()}
     return found
 
 
-def _gated_query_tensors(block: str, mixer: AttentionConfig, hidden: int) -> dict[str, MixerTensor]:
-    """Return queries and gates, stored in one matrix: the query rows of a head, its gate rows, then those of the next head."""
-    found, num_rows = dict[str, MixerTensor](), 2 * mixer.query_size
-    for number, part in enumerate(("q_proj", "attention_gate")):
-        rows = partial(_strided_slices, num_rows, 2 * mixer.head_size, number * mixer.head_size, mixer.head_size)
-        found[f"{part}.weight"] = MixerTensor(f"{block}attn_q.weight", ((num_rows, hidden),), rows=rows)
-        if mixer.bias:
-            found[f"{part}.bias"] = MixerTensor(f"{block}attn_q.bias", ((num_rows,),), rows=rows)
-    return found
-
-
-def _latent_attention_tensors(block: str, mixer: AttentionConfig, latent: LatentProjections, hidden: int) -> dict[str, MixerTensor]:
-    """Return the projections of latent attention. Files have the up-projections as the network has them, stacked by head."""
-    heads, rank, size, rope = mixer.num_heads, mixer.latent_size, latent.query_size, latent.rope_size
-    num_rows, columns = heads * (size + rope), latent.query_rank or hidden
-    query, shapes = f"{block}attn_{'q_b' if latent.query_rank else 'q'}.weight", ((num_rows, columns),)
-    found = {
-        "q_proj.weight": MixerTensor(query, shapes, rows=partial(_strided_slices, num_rows, size + rope, 0, size)),
-        "q_rope_proj.weight": MixerTensor(query, shapes, rows=partial(_half_split_tails, num_rows, size + rope, rope)),
-        "kv_a_proj.weight": MixerTensor(f"{block}attn_kv_a_mqa.weight", ((rank + rope, hidden),)),
-        "k_rope_proj.weight": MixerTensor(
-            f"{block}attn_kv_a_mqa.weight", ((rank + rope, hidden),), rows=partial(_half_split_tails, rank + rope, rank + rope, rope)
-        ),
+def _fused_tensors(block: str, layer: LayerConfig, family: Family, hidden: int) -> dict[str, MixerTensor]:
+    """Return the parts of matrices that GGUF files fuse as checkpoints of the family do (`fused_in_layer`)."""
+    has_short_convolution = any(isinstance(mixer, ShortConvConfig) for mixer in layer.mixers)
+    latent = layer.attention.latent if isinstance(layer.mixer, AttentionConfig) else None
+    names = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        f"{family.recurrent_module}.in_proj": "shortconv.in_proj" if has_short_convolution else "ssm_in",
     }
+    found: dict[str, MixerTensor] = {}
+    for source, parts in fused_in_layer(layer, family).items():
+        if source in names:
+            columns = latent.query_rank if latent is not None and source == "self_attn.q_b_proj" else hidden
+            found |= _parts(block + names[source], parts, columns)
+    return found
+
+
+def _parts(name: str, parts: Parts, columns: int) -> dict[str, MixerTensor]:
+    """Return weights and biases that are rows of a stored tensor."""
+    shapes = {"weight": (num_rows(parts), columns), "bias": (num_rows(parts),)}
+    return {
+        f"{part}.{kind}": MixerTensor(f"{name}.{kind}", (shape,), first_row=rows.start)
+        if isinstance(rows, slice)
+        else MixerTensor(f"{name}.{kind}", (shape,), rows=partial(np.asarray, rows))
+        for part, rows in parts.items()
+        for kind, shape in shapes.items()
+    }
+
+
+def _latent_attention_tensors(block: str, mixer: AttentionConfig, latent: LatentProjections) -> dict[str, MixerTensor]:
+    """Return the up-projections of latent attention. Files have them as the network has them, stacked by head."""
+    heads, rank = mixer.num_heads, mixer.latent_size
+    found: dict[str, MixerTensor] = {}
     for head in range(heads):
-        found[f"k_up.{head}.weight"] = MixerTensor(f"{block}attn_k_b.weight", ((heads, rank, size),), expert=head)
+        found[f"k_up.{head}.weight"] = MixerTensor(f"{block}attn_k_b.weight", ((heads, rank, latent.query_size),), expert=head)
         found[f"v_up.{head}.weight"] = MixerTensor(f"{block}attn_v_b.weight", ((heads, latent.value_size, rank),), expert=head)
     return found
 
@@ -126,32 +135,17 @@ def _delta_net_tensors(file: GgufFile, block: str, mixer: GatedDeltaConfig, hidd
         "gated_norm.weight": MixerTensor(f"{block}ssm_norm.weight", ((state.columns,),)),
         "out_proj.weight": MixerTensor(f"{block}ssm_out.weight", ((hidden, state.value_width),), columns=value_head_rows(state.columns)),
     }
-    if f"{block}ssm_ba.weight" in file.tensors:
-        for number, part in enumerate(("b_proj", "a_proj")):
-            rows = partial(_strided_slices, 2 * state.heads, 2 * per_key_head, number * per_key_head, per_key_head)
-            found[f"{part}.weight"] = projection("ssm_ba.weight", 2 * state.heads, rows)
-    if f"{block}ssm_in.weight" in file.tensors:
-        found |= _fused_delta_net_tensors(block, mixer, hidden)
+    for name, source in (("ssm_in", "in_proj_qkvz"), ("ssm_ba", "in_proj_ba")):  # Qwen3-Next
+        if f"{block}{name}.weight" in file.tensors:
+            found |= _parts(f"{block}{name}", fused_by_key_head(mixer)[source], hidden)
     return found
-
-
-def _fused_delta_net_tensors(block: str, mixer: GatedDeltaConfig, hidden: int) -> dict[str, MixerTensor]:
-    """Return qkv and z of early Qwen3-Next files, which fuse them: query, key, value and gate rows of a key head, then of the next."""
-    state = mixer.state_shape
-    value_rows = state.value_width // state.key_heads
-    num_rows, step = mixer.channels + state.value_width, 2 * state.rows + 2 * value_rows
-    starts = ((0, state.rows), (state.rows, state.rows), (2 * state.rows, value_rows))
-    qkv = partial(_concatenated_strided_slices, num_rows, step, starts)
-    gates = partial(_strided_slices, num_rows, step, 2 * state.rows + value_rows, value_rows)
-    name, shapes = f"{block}ssm_in.weight", ((num_rows, hidden),)
-    return {"conv_proj.weight": MixerTensor(name, shapes, rows=qkv), "z_proj.weight": MixerTensor(name, shapes, rows=gates)}
 
 
 def _mamba2_tensors(block: str, mixer: Mamba2Config, hidden: int) -> dict[str, MixerTensor]:
     state, channels = mixer.state_shape, mixer.channels
-    num_rows, head_shapes = state.value_width + channels + state.heads, ((state.heads, 1), (state.heads,))
+    head_shapes = ((state.heads, 1), (state.heads,))
     norm_shapes = ((mixer.norm_groups, state.value_width // mixer.norm_groups), (state.value_width,))
-    found = {
+    return {
         "conv.weight": MixerTensor(f"{block}ssm_conv1d.weight", ((channels, mixer.kernel_size),)),
         "conv.bias": MixerTensor(f"{block}ssm_conv1d.bias", ((channels,),)),
         "decay.weight": MixerTensor(f"{block}ssm_a", head_shapes),
@@ -161,46 +155,16 @@ def _mamba2_tensors(block: str, mixer: Mamba2Config, hidden: int) -> dict[str, M
         "out_proj.weight": MixerTensor(f"{block}ssm_out.weight", ((hidden, state.value_width),)),
         "out_proj.bias": MixerTensor(f"{block}ssm_out.bias", ((hidden,),)),
     }
-    first_rows = {"z_proj": 0, "conv_proj": state.value_width, "dt_proj": state.value_width + channels}
-    return found | _consecutive_parts(f"{block}ssm_in", (num_rows, hidden), first_rows)
 
 
 def _short_convolution_tensors(block: str, mixer: ShortConvConfig) -> dict[str, MixerTensor]:
     size = mixer.channels
-    found = {
+    return {
         "conv.weight": MixerTensor(f"{block}shortconv.conv.weight", ((size, mixer.kernel_size),)),
         "conv.bias": MixerTensor(f"{block}shortconv.conv.bias", ((size,),)),
         "out_proj.weight": MixerTensor(f"{block}shortconv.out_proj.weight", ((size, size),)),
         "out_proj.bias": MixerTensor(f"{block}shortconv.out_proj.bias", ((size,),)),
     }
-    first_rows = {"b_proj": 0, "c_proj": size, "conv_proj": 2 * size}
-    return found | _consecutive_parts(f"{block}shortconv.in_proj", (3 * size, size), first_rows)
-
-
-def _consecutive_parts(name: str, shape: tuple[int, int], first_rows: Mapping[str, int]) -> dict[str, MixerTensor]:
-    """Return weights and biases that are consecutive row ranges of a stored tensor, from the first row of each."""
-    parts = {"weight": (shape,), "bias": (shape[:1],)}
-    return {
-        f"{part}.{kind}": MixerTensor(f"{name}.{kind}", shapes, first_row=first)
-        for part, first in first_rows.items()
-        for kind, shapes in parts.items()
-    }
-
-
-def _strided_slices(num_rows: int, step: int, start: int, size: int) -> NDArray[np.int64]:
-    """Return row indices: of every `step` consecutive rows the `size` rows from `start` on."""
-    return np.arange(num_rows).reshape(-1, step)[:, start : start + size].reshape(-1)
-
-
-def _half_split_tails(num_rows: int, step: int, size: int) -> NDArray[np.int64]:
-    """Return row indices: of every `step` rows the last `size`, from interleaved rotary pairs to pairs (j, j + size / 2)."""
-    rows = _strided_slices(num_rows, step, step - size, size)
-    return rows[half_split_order(len(rows), size, size)]
-
-
-def _concatenated_strided_slices(num_rows: int, stride: int, slices: tuple[tuple[int, int], ...]) -> NDArray[np.int64]:
-    """Return the concatenated row indices of `_strided_slices` for several `slices`, pairs of start and size."""
-    return np.concatenate([_strided_slices(num_rows, stride, start, size) for start, size in slices])
 
 
 def _value_head_order(key_heads: int, per_key_head: int, size: int, num_before: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Weights with packed (quantised) matrices, which are converted to groups or floats on first use."""
+"""Convert packed (quantised) matrices to groups or floats."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,46 +6,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.models.config import ModelConfig, WeightType
-from paceline.models.storage.mapped_files import drop_pages
+from paceline.models.config import WeightType
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix
-from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import AnyTensor, GroupedTensor, LazyWeights, Tensor, TensorInfo, Weights, to_bf16
+from paceline.models.weights import AnyTensor, GroupedTensor, LazyTensor, Tensor, TensorInfo, to_bf16
 
 _ITEM_BYTES = {WeightType.F32: 4, WeightType.F16: 2, WeightType.BF16: 2}
 
 
-class PackedWeights(LazyWeights):
-    """The weights of a checkpoint with packed matrices.
-
-    Args:
-        plain: the tensors that are not packed. Its `packed` has the packed matrices.
-        config: config of the model. Matrices that are converted to floats are rounded to its `weight_type`, to nearest even.
-        num_threads: number of threads that convert matrices.
-    """
-
-    def __init__(self, plain: Weights, config: ModelConfig, *, num_threads: int = 1) -> None:
-        self._plain, self._type, self._num_threads = plain, config.weight_type, num_threads
-        self.packed = plain.packed
-        self.bundled_head, self.has_encoders, self.container = plain.bundled_head, plain.has_encoders, plain.container
-        self.notices = (*plain.notices, *dequantized_notice(plain.packed.values(), config.weight_type))
-        super().__init__((name for name in tensor_shapes(config) if name in plain or name in self.packed), self._make_tensor)
-
-    def _make_tensor(self, name: str) -> AnyTensor:
-        found = self.packed.get(name)
-        return self._plain[name] if found is None else unpack_matrix(found, self._type, self._num_threads)
-
-    def free_tensor(self, name: str) -> None:
-        super().free_tensor(name)
-        drop_pages(self.source_arrays(name))
-
-    def info(self, name: str) -> TensorInfo:
-        found = self.packed.get(name)
-        return self._plain.info(name) if found is None else packed_tensor_info(found, self._type)
-
-    def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
-        found = self.packed.get(name)
-        return self._plain.source_arrays(name) if found is None else found.source_arrays
+def lazy_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> LazyTensor:
+    """Return a packed matrix that is converted on first use, as `unpack_matrix` does."""
+    info = packed_tensor_info(packed, weight_type)
+    return LazyTensor(info, packed.source_arrays, lambda: unpack_matrix(packed, weight_type, num_threads))
 
 
 def unpack_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> AnyTensor:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,26 +42,14 @@ _NUM_SAMPLES = 16  # number of rows of each tensor that the cache key depends on
 _SAMPLE_BYTES = 512
 _ChecksumFunction = Callable[[NDArray[np.uint8]], bytes]
 _Schemes = Mapping[str, QuantizationScheme]
-_SAFETENSORS_TYPE = {"i1": "I8", "u1": "U8", "f4": "F32"}
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredArray:
-    """Where one array of a matrix is in the file: at the bytes from `begin` to before `end`."""
-
-    name: str
-    item_type: "np.dtype[Any]"
-    shape: tuple[int, int]
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
 class _FileLayout:
-    """The expected contents of a file: its header, where the arrays of each matrix are, and the offset of the checksum at the end."""
+    """The expected contents of a file: its header, the bytes of each array by name, and the offset of the checksum at the end."""
 
     header: bytes
-    parts: Mapping[str, tuple[_StoredArray, ...]]
+    arrays: Mapping[str, slice]
     digest_begin: int
 
     @property
@@ -127,7 +115,7 @@ class QuantizedWeights(LazyWeights):
     """
 
     def __init__(self, weights: Weights, quantize: Callable[[str], AnyTensor], schemes: _Schemes) -> None:
-        super().__init__(weights.names(), lambda name: quantize(name) if name in schemes else weights[name])
+        super().__init__(weights, lambda name: quantize(name) if name in schemes else weights[name])
         self._weights, self._schemes = weights, schemes
 
     def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -176,17 +164,16 @@ def _sample_bytes(array: NDArray[Any]) -> bytes:
 
 def _file_layout(weights: Weights, schemes: _Schemes, key: str) -> _FileLayout:
     entries: dict[str, Any] = {"__metadata__": {"format": f"paceline quantised {FORMAT}", "key": key}}
-    relative: dict[str, list[_StoredArray]] = {}
+    relative: dict[str, slice] = {}
     offset = 0
     for name, scheme in schemes.items():
         rows, columns = weights.info(name).shape
-        groups = (rows, columns // scheme.group_size)
-        arrays = [("codes", scheme.code_type, (rows, columns * scheme.bits // 8)), ("scales", np.dtype("<f4"), groups)]
-        for part_name, item_type, shape in arrays:
-            end = offset + shape[0] * shape[1] * item_type.itemsize
-            relative.setdefault(name, []).append(_StoredArray(f"{name}.{part_name}", item_type, shape, offset, end))
-            kind = _SAFETENSORS_TYPE[item_type.str[1:]]
-            entries[f"{name}.{part_name}"] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
+        codes = ("I8" if scheme.bits == 8 else "U8", [rows, columns * scheme.bits // 8], rows * columns * scheme.bits // 8)
+        groups = columns // scheme.group_size
+        for part, (kind, shape, num_bytes) in {"codes": codes, "scales": ("F32", [rows, groups], rows * groups * 4)}.items():
+            end = offset + num_bytes
+            relative[f"{name}.{part}"] = slice(offset, end)
+            entries[f"{name}.{part}"] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
             if offset > end:  # safetensors allows no gaps, so padding is a tensor
                 entries[f"padding.{end}"] = {"dtype": "U8", "shape": [offset - end], "data_offsets": [end, offset]}
@@ -195,11 +182,8 @@ def _file_layout(weights: Weights, schemes: _Schemes, key: str) -> _FileLayout:
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     start = len(header)
-    parts = {
-        name: tuple(_StoredArray(part.name, part.item_type, part.shape, start + part.begin, start + part.end) for part in own)
-        for name, own in relative.items()
-    }
-    return _FileLayout(header, parts, start + offset)
+    arrays = {name: slice(start + part.start, start + part.stop) for name, part in relative.items()}
+    return _FileLayout(header, arrays, start + offset)
 
 
 def _write_file(
@@ -214,24 +198,19 @@ def _write_file(
             file.write(layout.header)
             for name, scheme in schemes.items():
                 matrix = _quantize_and_free(weights, name, scheme, num_threads).matrix
-                for array, part in zip(matrix.arrays, layout.parts[name], strict=True):
-                    _append_array(file, array, part.begin)
+                for part, array in (("codes", matrix.codes), ("scales", matrix.scales)):
+                    file.write(bytes(layout.arrays[f"{name}.{part}"].start - file.tell()))
+                    file.write(array.reshape(-1).view(np.uint8).data)
             file.write(bytes(layout.digest_begin - file.tell()))
             file.flush()
             file.write(compute_checksum(map_file(Path(temporary))[len(layout.header) :]))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_directory(path.parent)
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
         raise
-
-
-def _append_array(file: BinaryIO, array: NDArray[Any], begin: int) -> None:
-    file.write(bytes(begin - file.tell()))
-    file.write(array.reshape(-1).view(np.uint8).data)
 
 
 def _read_file(
@@ -248,10 +227,10 @@ def _read_file(
         return None
     found: dict[str, GroupedTensor] = {}
     for name, scheme in schemes.items():
-        arrays = [content[part.begin : part.end].view(part.item_type).reshape(part.shape) for part in layout.parts[name]]
-        codes, scales = arrays[:2]
-        matrix = GroupedMatrix(codes, scales, None, scheme.bits, scheme.zero_point)
-        found[name] = GroupedTensor(matrix, weights.info(name).weight_type)
+        info = weights.info(name)
+        codes, scales = (content[layout.arrays[f"{name}.{part}"]].reshape(info.shape[0], -1) for part in ("codes", "scales"))
+        matrix = GroupedMatrix(codes.view(scheme.code_type), scales.view("<f4"), None, scheme.bits, scheme.zero_point)
+        found[name] = GroupedTensor(matrix, info.weight_type)
     return found
 
 
@@ -299,13 +278,3 @@ def _remove_old_temporary_files(directory: Path) -> None:
         with suppress(OSError):
             if time.time() - temporary.stat().st_mtime > _MAX_TEMPORARY_AGE_S:
                 temporary.unlink()
-
-
-def _sync_directory(directory: Path) -> None:
-    """Sync a directory, so that a rename survives a power failure. Systems that cannot open directories skip this."""
-    with suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

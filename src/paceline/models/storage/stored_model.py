@@ -31,17 +31,30 @@ class StoredModel:
     """The tensors of a checkpoint directory, not read yet.
 
     Attributes:
-        tensors: tensors of the language model, by name without the prefix of a multimodal model.
+        directory: directory of the checkpoint.
+        tensors: tensors of the language model that are not used yet, by name without the prefix of a multimodal model.
         files: mapped files, by path.
         bundled_head, has_encoders: as in `Weights`.
         container: format of packed matrices; None = there are none.
     """
 
+    directory: Path
     tensors: dict[str, StoredWeight]
     files: dict[Path, NDArray[np.uint8]]
     bundled_head: str | None
     has_encoders: bool
     container: Container | None = None
+
+    def take(self, name: str) -> StoredTensor:
+        """Return a tensor and remove it from `tensors`.
+
+        Raises:
+            CheckpointError: It is missing, or its matrix is packed.
+        """
+        tensor = self.tensors.pop(name, None)
+        if not isinstance(tensor, StoredTensor):
+            raise CheckpointError(f"{self.directory} lacks {name} that its config.json requires: config.json may belong to another model")
+        return tensor
 
 
 def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
@@ -66,7 +79,7 @@ def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
     path = directory / "config.json"
     container = find_container(text_model_fields(read_json(path) or {}), path, FAMILIES[config.family])
     tensors: dict[str, StoredWeight] = dict(model) if container is None else group_packed_tensors(model, files, container)
-    return StoredModel(tensors, files, bundled_head, len(language_model) < len(stored), container)
+    return StoredModel(directory, tensors, files, bundled_head, len(language_model) < len(stored), container)
 
 
 def _with_usual_names(stored: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> dict[str, StoredTensor]:

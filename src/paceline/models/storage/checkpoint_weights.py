@@ -1,6 +1,6 @@
-"""Weights of models with recurrent layers or latent attention. Some are computed from stored ones: parts of matrices, and decays."""
+"""The weights of a checkpoint directory. Some are computed from stored ones: quantised matrices, parts of matrices, and decays."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,71 +8,67 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.containers.module import StoredWeight
 from paceline.models.families.table import FAMILIES
-from paceline.models.layers import GatedDeltaConfig, LayerConfig, Mamba2Config, Recurrent, ShortConvConfig
+from paceline.models.layers import ExpertMLP, GatedDeltaConfig, LayerConfig, Mamba2Config, Recurrent, ShortConvConfig
 from paceline.models.storage.fused_matrices import Parts, Rows, fused_by_key_head, fused_in_layer, is_transposed, num_rows
 from paceline.models.storage.mapped_files import drop_pages
+from paceline.models.storage.mxfp4_experts import lazy_experts
 from paceline.models.storage.packed_matrix import PackedMatrix
-from paceline.models.storage.packed_weights import PackedWeights
-from paceline.models.storage.safetensors_file import StoredTensor
-from paceline.models.storage.stored_model import open_stored
+from paceline.models.storage.packed_weights import dequantized_notice, lazy_matrix
+from paceline.models.storage.stored_model import StoredModel, open_stored
 from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import LazyTensor, LazyWeights, Tensor, TensorInfo, Weights, as_float32, check_shape, open_tensor
+from paceline.models.weights import LazyTensor, LazyWeights, Tensor, TensorInfo, Weights, as_float32, check_shape, take_tensor
 
 
-class HybridWeights(LazyWeights):
-    """The weights of a model with recurrent layers or latent attention. Tensors that differ from stored ones are made on first use.
+class CheckpointWeights(LazyWeights):
+    """The weights of a checkpoint directory. Tensors that differ from stored ones are made on first use.
+
+    Args:
+        num_threads: number of threads that convert quantised matrices.
 
     Raises:
-        CheckpointError: As in `Weights.open`.
+        CheckpointError: A file is missing or damaged, or a tensor is missing, unknown, or of another shape or type.
     """
 
     def __init__(self, directory: Path, config: ModelConfig, *, num_threads: int = 1) -> None:
-        opened = open_stored(directory, config)
-        computed = _ComputedTensors(directory, opened.tensors, opened.files, config)
+        stored = open_stored(directory, config)
+        computed = _ComputedTensors(stored, config)
         for index, layer in enumerate(config.layers):
             computed.add_layer(index, layer)
-        self._computed = computed.tensors
-        plain = Weights.from_stored_tensors(
-            directory, opened.tensors, opened.files, config, provided_elsewhere=(*self._computed, *computed.packed)
-        )
-        plain.copy_description(opened)
-        plain.packed = {**plain.packed, **computed.packed}
-        self._plain = plain = PackedWeights(plain, config, num_threads=num_threads)
+        plain = Weights.from_stored(stored, config, provided_elsewhere=(*computed.tensors, *computed.packed))
+        packed = {**plain.packed, **computed.packed}
+        matrices = {name: lazy_matrix(matrix, config.weight_type, num_threads) for name, matrix in packed.items()}
+        self._computed = {**computed.tensors, **matrices}
         super().__init__(tensor_shapes(config), lambda name: self._computed[name].make() if name in self._computed else plain[name])
-        self.bundled_head, self.has_encoders, self.packed = opened.bundled_head, opened.has_encoders, plain.packed
-        self.container, self.notices = plain.container, plain.notices
+        self.bundled_head, self.has_encoders, self.packed = stored.bundled_head, stored.has_encoders, packed
+        if stored.container is not None:
+            self.container = stored.container.name
+            self.notices = (*stored.container.notices, *dequantized_notice(packed.values(), config.weight_type))
 
     def info(self, name: str) -> TensorInfo:
-        return self._computed[name].info if name in self._computed else self._plain.info(name)
+        return self._computed[name].info if name in self._computed else super().info(name)
 
     def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
-        return self._computed[name].arrays if name in self._computed else self._plain.source_arrays(name)
+        return self._computed[name].arrays if name in self._computed else super().source_arrays(name)
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)
         if name in self._computed:
             drop_pages(self._computed[name].arrays)
-        else:
-            self._plain.free_tensor(name)
 
 
 class _ComputedTensors:
     """Tensors that are computed from stored ones, which are removed from `stored`.
 
     Attributes:
-        tensors: float tensors, by internal names.
-        packed: quantised matrices, by internal names.
+        tensors: tensors, by internal names.
+        packed: packed matrices, by internal names.
     """
 
-    def __init__(
-        self, directory: Path, stored: dict[str, StoredWeight], files: Mapping[Path, NDArray[np.uint8]], config: ModelConfig
-    ) -> None:
-        self._directory, self._stored, self._files = directory, stored, files
-        self._family, self._shapes = FAMILIES[config.family], tensor_shapes(config)
+    def __init__(self, stored: StoredModel, config: ModelConfig) -> None:
+        self._stored = stored
+        self._family, self._shapes, self._hidden_size = FAMILIES[config.family], tensor_shapes(config), config.hidden_size
         self.tensors: dict[str, LazyTensor] = {}
         self.packed: dict[str, PackedMatrix] = {}
 
@@ -80,6 +76,8 @@ class _ComputedTensors:
         """Add the computed tensors of the layer with this index."""
         for source, rows in fused_in_layer(layer, self._family).items():
             self._add_fused_rows(index, source, rows)
+        if self._family.has_mxfp4_experts and isinstance(layer.mlp, ExpertMLP):
+            self.tensors |= lazy_experts(self._stored, index, layer.mlp, self._hidden_size)
         for mixer in layer.mixers:
             if isinstance(mixer, Recurrent):
                 self._add_mixer(index, mixer)
@@ -90,7 +88,7 @@ class _ComputedTensors:
         self._add_convolution(name_prefix, stored_prefix, mixer)
         if mixer.state_shape is not None:
             self._add_decay(name_prefix, stored_prefix + "A_log", mixer.state_shape.heads)
-        if isinstance(mixer, GatedDeltaConfig) and stored_prefix + "in_proj_qkvz.weight" in self._stored:
+        if isinstance(mixer, GatedDeltaConfig) and stored_prefix + "in_proj_qkvz.weight" in self._stored.tensors:
             for source, rows in fused_by_key_head(mixer).items():
                 self._add_fused_rows(index, prefix + source, rows)
 
@@ -101,9 +99,9 @@ class _ComputedTensors:
         has_bias, columns = f"{first}.bias" in self._shapes, self._shapes[f"{first}.weight"][1]
         shapes: dict[str, tuple[int, ...]] = {"weight": (count, columns), **({"bias": (count,)} if has_bias else {})}
         for kind, shape in shapes.items():
-            stored = self._stored.get(f"{source}.{kind}")
+            stored = self._stored.tensors.get(f"{source}.{kind}")
             if isinstance(stored, PackedMatrix):
-                del self._stored[f"{source}.{kind}"]
+                del self._stored.tensors[f"{source}.{kind}"]
                 check_shape(f"{source}.{kind}", stored, shape)
                 for part, rows in parts.items():
                     matrix, name = stored.select_rows(rows), f"{name_prefix}{part}.{kind}"
@@ -112,7 +110,7 @@ class _ComputedTensors:
                     else:
                         self.packed[name] = matrix
                 continue
-            whole = self._take_tensor(f"{source}.{kind}", shape)
+            whole = take_tensor(self._stored, f"{source}.{kind}", shape)
             for part, rows in parts.items():
                 make_lazy = _lazy_transposed_rows if is_transposed(part) else _lazy_rows
                 self.tensors[f"{name_prefix}{part}.{kind}"] = make_lazy(whole, rows)
@@ -136,21 +134,16 @@ class _ComputedTensors:
         sizes = {"conv" if isinstance(mixer, ShortConvConfig) else "conv1d": mixer.channels}
         if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_projections:
             sizes = dict.fromkeys(("q_conv1d", "k_conv1d"), mixer.state_shape.key_width) | {"v_conv1d": mixer.state_shape.value_width}
-        stored = [self._stored[name] for part in sizes if (name := f"{stored_prefix}{part}.weight") in self._stored]
+        tensors = self._stored.tensors
+        stored = [tensors[name] for part in sizes if (name := f"{stored_prefix}{part}.weight") in tensors]
         if len(stored) == len(sizes) and sum(one.shape[0] for one in stored if one.shape) == mixer.channels:
             sizes = {part: one.shape[0] for part, one in zip(sizes, stored, strict=True)}
-        return [self._take_tensor(f"{stored_prefix}{part}.weight", (size, 1, mixer.kernel_size)) for part, size in sizes.items()]
+        return [take_tensor(self._stored, f"{stored_prefix}{part}.weight", (size, 1, mixer.kernel_size)) for part, size in sizes.items()]
 
     def _add_decay(self, name_prefix: str, stored_name: str, heads: int) -> None:
-        whole = self._take_tensor(stored_name, (heads,))
+        whole = take_tensor(self._stored, stored_name, (heads,))
         make = partial(_decays_from_logarithms, whole)
         self.tensors[name_prefix + "decay.weight"] = _lazy_tensor((whole.array,), (heads,), WeightType.F32, make)
-
-    def _take_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        stored = self._stored.pop(name, None)
-        if not isinstance(stored, StoredTensor):
-            raise CheckpointError(f"{self._directory} lacks {name} that its config.json requires: config.json may belong to another model")
-        return open_tensor(name, stored, shape, self._files)
 
 
 def _without_middle_axis(whole: Tensor) -> NDArray[Any]:
