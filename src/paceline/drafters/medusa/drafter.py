@@ -23,7 +23,6 @@ from paceline.drafters.medusa.network import MedusaNetwork, MedusaOutputs
 from paceline.drafters.medusa.trees import DYNAMIC_TREES, STATIC_TREES, static_tree_nodes
 from paceline.drafters.target import LoadedTarget
 from paceline.errors import ConfigError, PacelineError
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.runtimes.logits_summary import LogitsSummary, SummaryOptions
@@ -258,10 +257,10 @@ class MedusaDrafter(Drafter):
         max_candidates = MAX_CANDIDATES_PER_DEPTH
         needs_probs = self._tree == "probability"
         if self._tree in STATIC_TREES:
-            shape = static_tree_nodes(self._tree, draft.depth, budget.max_rows, budget.layout)
+            shape = static_tree_nodes(self._tree, draft.depth, budget.max_rows)
             max_candidates = 1 + max((rank for _, _, rank in shape), default=0)
         elif needs_probs:  # more candidates would exceed the row budget
-            max_candidates = 1 if budget.layout is TreeLayout.CHAIN else min(MAX_CANDIDATES_PER_DEPTH, budget.max_rows - 1)
+            max_candidates = min(MAX_CANDIDATES_PER_DEPTH, budget.max_rows - 1)
         top_tokens = [rows_of_head[row] for rows_of_head in outputs.top_tokens] if draft.uses_top_tokens else None
         candidates = DepthCandidates(request, logits_of_depth, max_candidates, needs_probs=needs_probs, top_tokens=top_tokens)
         tree = self._grow_tree(draft, candidates) if shape is None else self._fill_static_tree(draft, candidates, shape)
@@ -294,7 +293,7 @@ class MedusaDrafter(Drafter):
                 by_depth.append([(token, prob, self.name, depth + 1) for token, prob in zip(tokens.token_ids, probs, strict=True)])
             return by_depth[depth]
 
-        budget = DraftBudget(draft.budget.max_rows, draft.depth, draft.budget.layout)
+        budget = DraftBudget(draft.budget.max_rows, draft.depth)
         return grow_tree(draft.request.token_ids[-1], budget, 0, expand)
 
     def _acceptance_rates(self, depth: int, probs: Sequence[float], *, is_greedy: bool) -> Sequence[float]:
