@@ -142,7 +142,7 @@ class CustomProcessors:
     """Runs a request's own processors, in order.
 
     Args:
-        processors: functions of (token ids of prompt + output + path, scores [V] float32) that return new scores. Both arguments are copies.
+        processors: functions of (token ids of prompt + output + path, scores [V] float32) that return new scores. Arguments are copies.
             They also run for draft tokens, in any order and several times for the same text, so they must depend on nothing else.
         token_ids: the prompt.
     """
