@@ -207,7 +207,7 @@ def make_side(name: str, llm: LLM, accuracy: float) -> Side:
     drafter, policy = drafters.get(name), FixedDraftLength(DEFAULT_DRAFT_TOKENS)
     if drafter is not None:
         policy = AdaptiveDraftLength(DEFAULT_DRAFT_TOKENS, policy_in_use.cost.profile)
-    speculator = Speculator([] if drafter is None else [drafter], policy, vocab_size=llm.vocab_size, layout=opened.cache.layout)
+    speculator = Speculator([] if drafter is None else [drafter], policy, vocab_size=llm.vocab_size)
     return Side(name, Engine(opened.runtime, opened.cache, speculator, opened.scheduler.limits), answers)
 
 
@@ -383,7 +383,7 @@ def small_model(options: argparse.Namespace, weight_scale: float) -> Iterator[tu
 def use_drafter(llm: LLM, drafter: Drafter | None, depth: int = HOST_DRAFT_TOKENS) -> None:
     """Draft a fixed number of tokens with a drafter from now on."""
     drafters, policy = [] if drafter is None else [drafter], FixedDraftLength(depth)
-    llm.engine.speculator = Speculator(drafters, policy, vocab_size=llm.vocab_size, layout=llm.engine.cache.layout)
+    llm.engine.speculator = Speculator(drafters, policy, vocab_size=llm.vocab_size)
 
 
 def time_steps(llm: LLM, prompts: Prompts, params: SamplingParams, drafter: Drafter | None, kernels: TimedKernels) -> list[Sequence[float]]:

@@ -43,7 +43,7 @@ from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.proof.doctor import DoctorOptions, diagnose
-from paceline.proof.probe import expected_speedup, predict, probe
+from paceline.proof.probe import best_draft_length, expected_speedup, probe
 from paceline.runtimes import backend
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
@@ -271,7 +271,6 @@ def test_doctor_probe_notices_heads_trained_for_other_weights(heads: HeadPairs, 
         assert kind in notice
         right = ask(*heads.arguments(kind), "--probe", "--threads", "2")[1]["probe"]
         assert right["drafting_steps_with_accepted"] > 0.5 * right["drafting_steps"] > 0
-        assert right["draft_ms_per_token"] > 0
         assert not any("made for another" in notice for notice in right["notices"])
 
 
@@ -539,14 +538,12 @@ def test_doctor_compares_large_vocabularies_within_two_seconds(tmp_path: Path, s
 # With loading
 
 
-def test_doctor_probe_measures_and_predicts_a_speedup(target: Path, draft: Path) -> None:
+def test_doctor_probe_measures_a_speedup(target: Path, draft: Path) -> None:
     code, facts = ask("--model", target, "--drafter", draft, "--probe", "--threads", "2")
     assert code == 0
     probe = facts["probe"]
     assert probe["numerics"] in ("exact", "fast")
     assert min(probe["pass_ms_by_rows"].values()) > 0
-    assert probe["draft_ms_per_token"] > 0
-    assert [one["acceptance_rate"] for one in probe["predictions"]] == [0.5, 0.7, 0.9]
     assert [one["kind"] for one in probe["measured"]] == ["new prose", "copying"]
     assert all(one["speedup"] > 0 and 0 <= one["acceptance_rate"] <= 1 for one in probe["measured"])
     assert all(0 <= one["draft_share"] <= 1 for one in probe["measured"])
@@ -554,9 +551,8 @@ def test_doctor_probe_measures_and_predicts_a_speedup(target: Path, draft: Path)
     assert times == sorted(times)
 
 
-def test_doctor_probe_of_a_lookup_drafter_reports_only_measured_speed(target: Path) -> None:
+def test_doctor_probe_reports_the_measured_speedup_as_text(target: Path) -> None:
     said = text("--model", target, "--drafter", "ngram", "--probe")[1]
-    assert "at 90%" not in said
     assert re.search(
         r"new prose \d+\.\d\dx measured; \d+% of steps used a draft, of which \d+% of tokens were accepted \(\d+ texts? of up to", said
     )
@@ -570,19 +566,20 @@ def test_doctor_probe_without_drafters_measures_no_speedup(target: Path) -> None
 
 def test_doctor_prediction_uses_the_best_draft_length() -> None:
     pass_s = {1: 1.0, 2: 1.1, 5: 1.5}
-    best = predict(pass_s, 0.05)
+    best = [best_draft_length(rate, pass_s, 0.05) for rate in (0.5, 0.7, 0.9)]
     assert [one.num_draft_tokens for one in best] == [1, 4, 4]
     assert best[2].speedup == pytest.approx((1 + 0.9 + 0.81 + 0.729 + 0.6561) / (1.5 + 4 * 0.05))
     assert expected_speedup(0.0, 4, 1.0, 1.0, 0.0) == 1.0
     assert expected_speedup(1.0, 4, 1.0, 1.0, 0.0) == 5.0
 
 
-def test_doctor_probe_with_slow_passes_predicts_no_impossible_speedup() -> None:
-    assert [one.speedup for one in predict({1: 2.0, 2: 1.0}, 0.0)] == [1.5, 1.7, 1.9]
+def test_doctor_prediction_is_possible_if_passes_were_disturbed() -> None:
+    assert best_draft_length(0.7, {1: 2.0, 2: 1.0}, 0.0).speedup == 1.7
 
 
-def test_doctor_probe_predicts_no_draft_if_drafting_cannot_pay() -> None:
-    assert [(one.num_draft_tokens, one.speedup) for one in predict({1: 1.0, 2: 2.0, 5: 5.0}, 1.0)] == [(0, 1.0)] * 3
+def test_doctor_predicts_no_draft_if_drafting_cannot_pay() -> None:
+    best = best_draft_length(0.9, {1: 1.0, 2: 2.0, 5: 5.0}, 1.0)
+    assert (best.num_draft_tokens, best.speedup) == (0, 1.0)
 
 
 # Suggestions

@@ -20,7 +20,6 @@ from harness.eagle_checkpoints import (
     write_reading_eagle1,
     write_reading_eagle3,
 )
-from harness.exact_targets import opened_as
 from paceline import LLM, SamplingParams
 from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
 from paceline.errors import IncompatibleDrafterError
@@ -116,19 +115,6 @@ def assert_perfect(outputs: Sequence[RequestOutput]) -> None:
     for output in outputs:
         assert output.speculation.acceptance_rate == 1.0, output.speculation
         assert output.speculation.steps == PERFECT_STEPS
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_perfect_eagle_tree_is_accepted_in_the_paths_layout(name: str, heads: Heads, plain: PlainTargets) -> None:
-    with opened_as("paths"):
-        llm = open_llm(heads(name), max_rows=24, tree_width=3)
-    texts = prompts(31, 33, 60)
-    outputs = llm.generate(texts, GREEDY)
-    assert [output.token_ids for output in outputs] == plain(heads(name), texts)
-    for output in outputs:
-        assert output.speculation.num_draft_tokens > output.speculation.num_accepted_tokens  # there are branches
-        assert output.speculation.steps <= PERFECT_STEPS + 8  # a likelier draft may take a row from the right one
-    check(llm)
 
 
 def test_eagle_skips_a_cached_prefix_that_ran_without_the_head(heads: Heads, plain: PlainTargets) -> None:

@@ -84,7 +84,7 @@ def given_of(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPat
             return made[name]
         skip_without_kernels()
         directory, drafts = write_heads_and_target(folder, name) if name in HEADS else (checkpoint(name), {})
-        solo = Solo(directory, "f32", "native")
+        solo = Solo(directory, "f32")
         adapters = some_adapters(solo)
         for adapter in adapters:
             solo.llm.engine.add_adapter(adapter)

@@ -28,20 +28,19 @@ from paceline.speculation.tree import DraftSampling, DraftTree
 NUM_BLOCKS = 8  # one more than the longest request may need
 MAX_ROUNDS = 12
 TARGETS = [
-    *("llama-f32-native", "llama-bf16-native", "qwen3-f32-paths", "qwen3-bf16-native", "sliding-f32-native", "sliding-bf16-paths"),
-    *("gemma4-f32-native", "gemma4-bf16-paths", "gpt_oss-f32-native", "gpt_oss-bf16-paths"),
-    *("muse_glimmer-f32-native", "muse_glimmer-bf16-paths"),
-    *(f"{name}-{dtype}-native" for name in (*HYBRIDS, "nemotron_h") for dtype in ("f32", "bf16")),
+    f"{name}-{dtype}"
+    for name in ("llama", "qwen3", "sliding", "gemma4", "gpt_oss", "muse_glimmer", *HYBRIDS, "nemotron_h")
+    for dtype in ("f32", "bf16")
 ]
 SHAPES = {"chain": (7, 1), "tree": (5, 3)}  # depth and width
 NORMAL = {
-    ("llama-f32-native", "dspark-rnn", "tree"),
-    ("sliding-f32-native", "dflash-sliding", "chain"),
-    ("gemma4-f32-native", "dspark-gated", "tree"),
-    ("gpt_oss-bf16-paths", "dflash", "tree"),
-    ("lfm3-f32-native", "dspark-unaligned", "chain"),
-    ("qwen3_5-f32-native", "dflash2", "tree"),
-    ("muse_glimmer-f32-native", "dflash-sliding-both-ways", "chain"),
+    ("llama-f32", "dspark-rnn", "tree"),
+    ("sliding-f32", "dflash-sliding", "chain"),
+    ("gemma4-f32", "dspark-gated", "tree"),
+    ("gpt_oss-bf16", "dflash", "tree"),
+    ("lfm3-f32", "dspark-unaligned", "chain"),
+    ("qwen3_5-f32", "dflash2", "tree"),
+    ("muse_glimmer-f32", "dflash-sliding-both-ways", "chain"),
 }
 """Cases of a normal run."""
 
@@ -75,8 +74,8 @@ def given_of(
     def make(target: str) -> Given:
         if target not in made:
             skip_without_kernels()
-            name, dtype, backend = target.split("-")
-            solo = Solo(checkpoint(name), dtype, backend)
+            name, dtype = target.split("-")
+            solo = Solo(checkpoint(name), dtype)
             random = np.random.default_rng(seed + sum(map(ord, target)))
             jobs = JobMaker(solo, random, max_tokens=72 if large_counts else 16).make(60 if large_counts else 12)
             texts = [answer.token_ids for job in jobs for answer in job.answers if answer.token_ids]
@@ -127,8 +126,8 @@ def test_block_drafts_change_no_token(
     tally[f"drafted of {kind}"] += speculation.num_draft_tokens
 
 
-REJECTED = [*product(("llama-f32-native", "qwen3_5-f32-native", "gemma4-f32-native", "sliding-f32-native"), FITTED)]
-NORMAL_REJECTED = {("llama-f32-native", "dspark-rnn"), ("gemma4-f32-native", "dspark-gated")}
+REJECTED = [*product(("llama-f32", "qwen3_5-f32", "gemma4-f32", "sliding-f32"), FITTED)]
+NORMAL_REJECTED = {("llama-f32", "dspark-rnn"), ("gemma4-f32", "dspark-gated")}
 
 
 @pytest.mark.parametrize(("target", "kind"), mark_cases(REJECTED, NORMAL_REJECTED))
@@ -180,7 +179,7 @@ def test_sampled_block_drafts_keep_the_target_distribution(
         return real(tree, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(speculator_module, "verify_rejection", recording)
-    given = given_of("llama-f32-native")
+    given = given_of("llama-f32")
     prompt = max((job.prompt for job in given.jobs if len(job.prompt) < 100), key=len)
     frequent = Counter(token for job in given.jobs for answer in job.answers for token in answer.token_ids)
     likely = {token: 30.0 for token, _ in frequent.most_common(3)}  # drafter and target draw no others
@@ -205,7 +204,7 @@ def test_sampled_block_drafts_keep_the_target_distribution(
 def test_block_drafts_change_no_token_with_any_kv_cache_dtype(
     kind: str, kv_cache_dtype: str, given_of: GivenOf, monkeypatch: pytest.MonkeyPatch, tally: "Counter[str]"
 ) -> None:
-    given, random = given_of("llama-f32-native"), np.random.default_rng(1)
+    given, random = given_of("llama-f32"), np.random.default_rng(1)
     prompts = [random.integers(1, given.solo.vocab_size, length).tolist() for length in (251, 40, 130)]  # outputs pass 256 positions
     params = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=float(number > 0), seed=3) for number in range(3)]
     options = {"kv_cache_dtype": kv_cache_dtype, "threads": 1, "device": "cpu", "backend": "native", "max_model_len": 400}

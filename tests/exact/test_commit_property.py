@@ -22,7 +22,6 @@ from paceline import SamplingParams
 from paceline.engine.input_processor import InputProcessor
 from paceline.engine.text_stop import TextStop
 from paceline.kv_cache.cache import KVCache
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.outputs import RequestOutput
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.processors import LogitsProcessor
@@ -126,7 +125,6 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
         [] if drafter is None else [drafter],
         FixedDraftLength(MAX_DEPTH, max_rows=2 * MAX_DEPTH),
         vocab_size=case.vocab_size,
-        layout=TreeLayout.PATHS,
     )
     target.table = case.table()
     streamed, num_blocks, seen = "", 0, 0

@@ -19,7 +19,6 @@ from harness.written_target import MAX_DEPTH, NUM_POSITIONS, BlockDrafter, Drawi
 from paceline import Grammar, RequestError, SamplingParams
 from paceline.engine.input_processor import InputProcessor
 from paceline.kv_cache.cache import KVCache
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
 from paceline.speculation.commit import FinishCheck
 from paceline.speculation.draft_length.policy import FixedDraftLength
@@ -129,9 +128,7 @@ def run(
     request = input_processor.make_request(case.prompt, case.params, is_streamed=case.seed % 2 == 0)
     request.cached_sequence = cache.new_sequence()
     policy = FixedDraftLength(MAX_DEPTH, max_rows=2 * MAX_DEPTH)
-    speculator = Speculator(
-        [] if drafter is None else [drafter], policy, vocab_size=input_processor.vocab_size, layout=TreeLayout.PATHS, acceptance=rule
-    )
+    speculator = Speculator([] if drafter is None else [drafter], policy, vocab_size=input_processor.vocab_size, acceptance=rule)
     target.table = case.table(input_processor.vocab_size)
     while not request.is_finished:
         step([request], [request.num_next_tokens(3)], target, cache, speculator)

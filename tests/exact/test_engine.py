@@ -36,24 +36,21 @@ PLENTY = 40
 MAX_ROUNDS = 12
 TEXT_DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "several", "oracle", "wrong", "chaos"]
 TARGETS = [
-    *(f"{name}-{dtype}-native" for name in ("llama", "qwen3") for dtype in ("f32", "bf16")),
-    *("qwen3-f32-paths", "llama-bf16-paths", "mini-bf16-native", "sliding-f32-native", "sliding-bf16-paths"),
-    *("deepseek-f32-native", "deepseek-bf16-native", "deepseek-bf16-paths"),
-    *("gemma4-f32-native", "gemma4-bf16-paths", "gpt_oss-bf16-native", "gpt_oss-f32-paths"),
-    *(f"{name}-{dtype}-native" for name in HYBRIDS for dtype in ("f32", "bf16")),
+    "mini-bf16",
+    *(f"{name}-{dtype}" for name in ("llama", "qwen3", "sliding", "deepseek", "gemma4", "gpt_oss", *HYBRIDS) for dtype in ("f32", "bf16")),
 ]
 CASES = [
     *((target, kind) for target in TARGETS for kind in TEXT_DRAFTERS),
-    *((f"{name}-f32-native", kind) for name, kinds in HEADS.items() for kind in kinds),
-    *(("successor-bf16-native", kind) for kind in HEADS["successor"]),
+    *((f"{name}-f32", kind) for name, kinds in HEADS.items() for kind in kinds),
+    *(("successor-bf16", kind) for kind in HEADS["successor"]),
 ]
 IN_A_NORMAL_RUN = {
-    ("qwen3-bf16-native", "suffix"),
-    ("mini-bf16-native", "draft_model"),
-    *((f"{name}-native", "chaos") for name in ("gemma4-f32", "gpt_oss-bf16", "deepseek-bf16", "lfm3-f32", "granite-f32")),
-    *((target, "draft_tree") for target in ("qwen3-f32-paths", "sliding-f32-native", "qwen3_5-f32-native")),
-    *((f"{name}-f32-native", kind) for name, kinds in HEADS.items() for kind in kinds),
-    *(("llama-f32-native", kind) for kind in ("none", "ngram", "suffix_tree", "prediction", "several", "oracle", "wrong")),
+    ("qwen3-bf16", "suffix"),
+    ("mini-bf16", "draft_model"),
+    *((name, "chaos") for name in ("gemma4-f32", "gpt_oss-bf16", "deepseek-bf16", "lfm3-f32", "granite-f32")),
+    *((target, "draft_tree") for target in ("qwen3-f32", "sliding-f32", "qwen3_5-f32")),
+    *((f"{name}-f32", kind) for name, kinds in HEADS.items() for kind in kinds),
+    *(("llama-f32", kind) for kind in ("none", "ngram", "suffix_tree", "prediction", "several", "oracle", "wrong")),
 }
 
 
@@ -83,12 +80,12 @@ def given_of(checkpoint: Directory, tmp_path_factory: pytest.TempPathFactory, la
 
     def make(target: str) -> Given:
         if target not in made:
-            name, dtype, backend = target.split("-")
+            name, dtype = target.split("-")
             skip_without_kernels()
             directory, drafts = write_heads_and_target(folder / dtype, name) if name in HEADS else (checkpoint(name), {})
             if (directory / "draft").is_dir():
                 drafts = dict.fromkeys(("draft_model", "draft_tree"), directory / "draft")
-            solo = Solo(directory, dtype, backend)
+            solo = Solo(directory, dtype)
             assert solo.llm.numerics == "exact"
             random = np.random.default_rng(seed + sum(map(ord, target)))
             if large_counts:
@@ -133,7 +130,7 @@ def test_every_request_of_a_batch_equals_the_request_alone(
 
 
 def test_compared_requests_cover_all_sampling_and_ending_options(given_of: GivenOf) -> None:
-    (jobs, *_) = given_of("llama-f32-native").jobs
+    (jobs, *_) = given_of("llama-f32").jobs
     assert {job.name for job in jobs} == set(SAMPLINGS) - {"grammar"}
     assert len(jobs) == 64
     assert {answer.finish_reason for job in jobs for answer in job.answers} == {"stop", "length"}
@@ -162,7 +159,7 @@ def interrupted(forward: Forward, *, is_behind_pass: bool) -> Forward:
 def test_random_engine_events_leak_no_block_and_change_no_token(
     kind: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = given_of({"eagle3": "legible-f32-native", "mtp": "successor-f32-native"}.get(kind, "llama-f32-native"))
+    given = given_of({"eagle3": "legible-f32", "mtp": "successor-f32"}.get(kind, "llama-f32"))
     random = np.random.default_rng(seed + sum(map(ord, kind)))
     jobs = given.jobs[0]
     llm = given.open(kind, random, jobs)
@@ -217,7 +214,7 @@ def test_random_engine_events_leak_no_block_and_change_no_token(
 def test_streams_closed_at_any_time_free_their_blocks(
     kind: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]"
 ) -> None:
-    given = given_of("legible-f32-native" if kind == "eagle" else "llama-f32-native")
+    given = given_of("legible-f32" if kind == "eagle" else "llama-f32")
     random = np.random.default_rng(seed + sum(map(ord, kind)))
     (jobs, *_) = given.jobs
     llm = given.open(kind, random, jobs, num_blocks=2 * NUM_BLOCKS)
@@ -282,7 +279,7 @@ def test_streams_closed_at_any_time_free_their_blocks(
 @pytest.fixture
 def faulty(given_of: GivenOf, seed: int) -> Faulty:
     """The first test of this file, small: other tokens are looked for, broken books are not."""
-    given = given_of("llama-f32-native")  # here, so that a fault does not get into the answers that tokens are compared with
+    given = given_of("llama-f32")  # here, so that a fault does not get into the answers that tokens are compared with
     (jobs, *_) = given.jobs
 
     def run(*, num_rounds: int = MAX_ROUNDS, num_blocks: int = NUM_BLOCKS) -> None:

@@ -30,7 +30,7 @@ SAMPLINGS = {
     ),
     "with the prompt's": replace(BASE, temperature=1.0, presence_penalty=0.6, logprobs=0, prompt_logprobs=3),
 }
-TARGETS = ["llama-f32-native", "qwen3-bf16-native", "qwen3-f32-paths"]
+TARGETS = ["llama-f32", "qwen3-bf16", "qwen3-f32"]
 DRAFTERS = ["ngram", "draft_model", "draft_tree", "oracle", "chaos"]
 OUTPUT = ("token_ids", "text", "logprobs", "prompt_logprobs")
 
@@ -70,9 +70,9 @@ def alone_of(checkpoint: Callable[[str], Path], seed: int) -> AloneOf:
 
     def make_it(target: str) -> Alone:
         if target not in made:
-            name, dtype, backend = target.split("-")
+            name, dtype = target.split("-")
             skip_without_kernels()
-            solo = Solo(checkpoint(name), dtype, backend)
+            solo = Solo(checkpoint(name), dtype)
             assert solo.llm.numerics == "exact"
             random = np.random.default_rng(seed)
             prompts = [random.integers(1, solo.vocab_size, length).tolist() for length in (1, 33, 100)]
@@ -165,7 +165,7 @@ def test_text_cut_by_a_stop_string_has_no_logprobs(alone_of: AloneOf) -> None:
             assert [one.token_id for one in output.logprobs or []] == output.token_ids
 
 
-@pytest.mark.parametrize("target", ["llama-f32-native", "qwen3-f32-paths"])
+@pytest.mark.parametrize("target", ["llama-f32", "qwen3-f32"])
 def test_logprobs_equal_those_of_transformers(target: str, alone_of: AloneOf, large_counts: bool) -> None:
     if not large_counts and target != TARGETS[0]:
         pytest.skip("left to make test-long")

@@ -101,7 +101,7 @@ class Plain:
     """A target decoded plainly and alone; caches its outputs."""
 
     def __init__(self, directory: Path) -> None:
-        self.solo = Solo(directory, "f32", "native")
+        self.solo = Solo(directory, "f32")
         self._answers: dict[tuple[tuple[int, ...], SamplingParams], list[list[int]]] = {}
 
     def __call__(self, text: list[int], params: SamplingParams = GREEDY) -> list[list[int]]:

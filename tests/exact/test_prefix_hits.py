@@ -50,7 +50,7 @@ def targets(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     def make(name: str) -> tuple[Solo, dict[str, Path]]:
         if name not in made:
             directory, drafts = write_heads_and_target(folder, name) if name in HEADS else (checkpoint(name), {})
-            made[name] = Solo(directory, "f32", "native"), drafts
+            made[name] = Solo(directory, "f32"), drafts
         return made[name]
 
     return make

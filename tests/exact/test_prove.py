@@ -19,7 +19,7 @@ from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import RowPlan
 from paceline.proof.exactness import prove as prove_module
 from paceline.proof.exactness.prove import ProofOptions, Prover
-from paceline.runtimes.base import ForwardOutput
+from paceline.runtimes.base import ForwardOutput, Pass
 from paceline.runtimes.decoder import LOGITS
 from paceline.runtimes.native.network import NativeNetwork
 from paceline.sampling.draw import draw
@@ -209,15 +209,13 @@ def report_logprobs_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_siblings_see_one_another(patch: pytest.MonkeyPatch) -> None:
-    from paceline.kv_cache import cache as cache_module
+    real = step_module.assemble_pass
 
-    real = cache_module.plan_rows
+    def without_masks(*arguments: Any) -> Pass:
+        made = real(*arguments)
+        return made._replace(batch=replace(made.batch, ranges=tuple(one._replace(mask=None) for one in made.batch.ranges)))
 
-    def without_masks(*arguments: Any) -> RowPlan:
-        plan = real(*arguments)
-        return replace(plan, paths=tuple(path._replace(mask=None) for path in plan.paths))
-
-    patch.setattr(cache_module, "plan_rows", without_masks)
+    patch.setattr(step_module, "assemble_pass", without_masks)
 
 
 def give_the_rows_of_another_request(patch: pytest.MonkeyPatch) -> None:

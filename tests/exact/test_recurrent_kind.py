@@ -20,7 +20,7 @@ from paceline.kv_cache.block_pool import BlockHash
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.layer_cache import LayerCache
-from paceline.kv_cache.row_plan import Commit, RowPlan, TreeLayout
+from paceline.kv_cache.row_plan import Commit, RowPlan
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange, assemble_pass
 from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, TOKEN_IDS, NetworkDefinition
 from paceline.sampling.draw import draw
@@ -33,7 +33,6 @@ from paceline.speculation.tree import DraftTree
 
 SIZE, STRIDE = 4, 2  # slots of a block; a state is kept after every second block
 WIDTH, VOCAB, MODULUS = 3, 13, 10_007
-LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
 Values = NDArray[np.int64]
 
 
@@ -102,15 +101,14 @@ class RecurrentStateCache(LayerCache):
 class Toy(Network):
     """The network. `said` computes from the whole text what `forward` computes from its state."""
 
-    def __init__(self, layout: TreeLayout) -> None:
+    def __init__(self) -> None:
         random = np.random.default_rng(5)
         self._embedding = random.integers(0, MODULUS, (VOCAB, WIDTH))
         self._output = random.integers(0, MODULUS, (WIDTH, VOCAB))
-        self._layout = layout
 
     def new_cache(self, num_blocks: int) -> KVCache:
         (self.rows,), self.states = self.allocate_kv(num_blocks), RecurrentStateCache()
-        return KVCache([self.rows, self.states], num_blocks, self._layout, block_size=SIZE)
+        return KVCache([self.rows, self.states], num_blocks, block_size=SIZE)
 
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         return [FullAttentionCache(np.zeros((2, num_blocks, 1, SIZE, WIDTH), np.int64))]
@@ -137,7 +135,7 @@ class Toy(Network):
 
     def _run(self, item: RowRange, token_ids: IntArray) -> FloatArray:
         length, first = self.states.behind.get(item.sequence_id, (0, np.zeros(WIDTH, np.int64)))
-        left = self.states.left[item.sequence_id][item.first_plan_row :]
+        left = self.states.left[item.sequence_id]
         assert length == item.cached_len
         mask = np.tri(item.num_rows, dtype=np.bool_) if item.mask is None else item.mask
         keys, values = self.rows.storage
@@ -189,13 +187,13 @@ class Traffic:
     texts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, layout: TreeLayout, random: np.random.Generator, count: int = 8) -> "Traffic":
+    def make(cls, random: np.random.Generator, count: int = 8) -> "Traffic":
         heads = random.integers(0, VOCAB, (2, 17)).tolist()
         prompts = [
             [*heads[index % 2][: int(random.integers(0, 18))], *random.integers(0, VOCAB, int(random.integers(1, 9))).tolist()]
             for index in range(count)
         ]
-        traffic = cls(Toy(layout), prompts)
+        traffic = cls(Toy(), prompts)
         for request in traffic.requests():
             prompt = list(request.token_ids)
             while len(request.token_ids) < request.max_len:
@@ -219,9 +217,7 @@ class Traffic:
     def run(self, drafter: Drafter | None, *, num_blocks: int) -> Engine:
         """All requests at once, twice over; texts are those of plain decoding, and nothing is left behind."""
         cache = self.toy.new_cache(num_blocks)
-        speculator = Speculator(
-            [drafter] if drafter is not None else [], FixedDraftLength(6, max_rows=12), vocab_size=VOCAB, layout=cache.layout
-        )
+        speculator = Speculator([drafter] if drafter is not None else [], FixedDraftLength(6, max_rows=12), vocab_size=VOCAB)
         engine = Engine(self.toy, cache, speculator, SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=24, prefill_chunk_size=5))
         for _ in range(2):
             requests = self.requests()
@@ -246,10 +242,9 @@ class Traffic:
 @pytest.mark.spread(0.3)
 @pytest.mark.parametrize("num_blocks", [16, 200], ids=["few blocks", "many blocks"])
 @pytest.mark.parametrize("kind", ["none", "ngram", "chains", "trees"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_drafts_change_no_token_of_a_recurrent_network(layout: TreeLayout, kind: str, num_blocks: int, seed: int) -> None:
+def test_drafts_change_no_token_of_a_recurrent_network(kind: str, num_blocks: int, seed: int) -> None:
     random = np.random.default_rng(seed)
-    traffic = Traffic.make(layout, random)
+    traffic = Traffic.make(random)
     knowing = Knowing(traffic.texts, random, has_branches=kind == "trees")
     drafter = {"none": None, "ngram": NgramDrafter()}.get(kind, knowing)
     engine = traffic.run(drafter, num_blocks=num_blocks)
@@ -279,19 +274,18 @@ FAULTS: dict[str, tuple[str, Callable[..., object]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_planted_recurrent_state_cache_faults_are_found(
-    layout: TreeLayout, fault: tuple[str, Callable[..., object]], seed: int, monkeypatch: pytest.MonkeyPatch
+    fault: tuple[str, Callable[..., object]], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = np.random.default_rng(seed)
-    traffic = Traffic.make(layout, random)
+    traffic = Traffic.make(random)
     monkeypatch.setattr(RecurrentStateCache, *fault)
     with pytest.raises((AssertionError, KeyError)):
         traffic.run(Knowing(traffic.texts, random, has_branches=True), num_blocks=40)
 
 
 def test_truncate_of_a_recurrent_state_goes_back_to_a_checkpoint(seed: int) -> None:
-    toy, token_ids = Toy(TreeLayout.PATHS), np.random.default_rng(seed).integers(0, VOCAB, 22).tolist()
+    toy, token_ids = Toy(), np.random.default_rng(seed).integers(0, VOCAB, 22).tolist()
     cache = toy.new_cache(20)
     sequence = cache.new_sequence()
 

@@ -25,7 +25,6 @@ from harness.enumerated_distributions import (
 from harness.scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, chi_square_p_value, joint_counts
 from paceline.drafters.draft_model import _tokens_per_level
 from paceline.kv_cache.cache import CachedSequence, KVCache
-from paceline.kv_cache.row_plan import TreeLayout, is_chain
 from paceline.sampling import residual as residual_module
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.params import SamplingParams
@@ -228,9 +227,9 @@ class Room:
         num_others: known tokens of the other request; 0 = there is none.
     """
 
-    def __init__(self, layout: TreeLayout, committed_len: int, num_blocks: int, num_others: int) -> None:
+    def __init__(self, committed_len: int, num_blocks: int, num_others: int) -> None:
         used = -(-committed_len // BLOCK_SIZE)
-        self._cache = KVCache([], used + num_blocks, layout, block_size=BLOCK_SIZE)
+        self._cache = KVCache([], used + num_blocks, block_size=BLOCK_SIZE)
         self._request, self._other = (_request(SCENES["tree over few ids"], 0) for _ in range(2))
         self._num_others = num_others
         self._request.cached_sequence, self._other.cached_sequence = self._cache.new_sequence(), self._cache.new_sequence()
@@ -251,20 +250,19 @@ class Room:
         return batch[0].tree
 
 
-def _rooms(shape: Shape) -> dict[tuple[TreeLayout, Shape], Room]:
-    """By layout one room for each thing that can be left of a tree of this shape, but all of it; those that leave most come first."""
+def _rooms(shape: Shape) -> dict[Shape, Room]:
+    """One room for each thing that can be left of a tree of this shape, but all of it; those that leave most come first."""
     whole = draw_tree(shape, full_probs(0, 0, max(3, len(shape))), Branching(()))
-    found: dict[tuple[TreeLayout, Shape], Room] = {}
-    for layout in TreeLayout if is_chain(whole.parents) else (TreeLayout.PATHS, TreeLayout.MASK):
-        for committed_len in (1, 2):
-            for num_others in (3, 0, 1):
-                least = 1 + -(-num_others // BLOCK_SIZE)  # for the root and the other request
-                for num_blocks in range(least, least + 2 * len(shape)):
-                    room = Room(layout, committed_len, num_blocks, num_others)
-                    left = tuple(room.cut(whole).parents)
-                    if len(left) < len(whole.parents):
-                        found.setdefault((layout, left), room)
-    return dict(sorted(found.items(), key=lambda one: -len(one[0][1])))
+    found: dict[Shape, Room] = {}
+    for committed_len in (1, 2):
+        for num_others in (3, 0, 1):
+            least = 1 + -(-num_others // BLOCK_SIZE)  # for the root and the other request
+            for num_blocks in range(least, least + 2 * len(shape)):
+                room = Room(committed_len, num_blocks, num_others)
+                left = tuple(room.cut(whole).parents)
+                if len(left) < len(whole.parents):
+                    found.setdefault(left, room)
+    return dict(sorted(found.items(), key=lambda one: -len(one[0])))
 
 
 def _keeps_the_distribution(shape: Shape, room: Room, drafts: DraftsOf, seed: int, num_cases: int) -> bool:
@@ -281,7 +279,7 @@ def _keeps_the_distribution(shape: Shape, room: Room, drafts: DraftsOf, seed: in
 @pytest.mark.parametrize("name", CUT_SHAPES)
 def test_sampled_trees_pruned_for_memory_keep_the_exact_distribution(name, drafts, seed, tally, large_counts):
     rooms = _rooms(CUT_SHAPES[name])
-    assert any(len(left) > 2 for _, left in rooms), "drafts are left"
+    assert any(len(left) > 2 for left in rooms), "drafts are left"
     num_cases = 10 if large_counts else NUM_FULL_CASES if drafts is full_probs else NUM_CUT_CASES
     for left, room in rooms.items():
         assert _keeps_the_distribution(CUT_SHAPES[name], room, drafts, seed, num_cases), left
@@ -354,12 +352,12 @@ def test_fault_of_a_sampled_tree_that_widens_with_depth_is_found(drafts, seed):
 
 
 def test_sampled_draft_trees_never_widen_with_depth():
-    for layout, width, depth, budget in product(TreeLayout, range(1, 5), range(1, 6), range(2, 26)):
-        counts = _tokens_per_level(width, depth, budget, layout)
+    for width, depth, budget in product(range(1, 5), range(1, 6), range(2, 26)):
+        counts = _tokens_per_level(width, depth, budget)
         assert list(counts) == sorted(counts, reverse=True)
     for width, depth in ((2, 2), (2, 3), (3, 2), (4, 3)):
         shape = [1 + (level - 1) * width if level else 0 for level in range(depth) for _ in range(width)]
-        for _, left in _rooms(shape):
+        for left in _rooms(shape):
             depths = [0]
             for parent in left[1:]:
                 depths.append(depths[parent] + 1)

@@ -28,7 +28,6 @@ from harness.enumerated_distributions import (
 from harness.scripted_target import ScriptedTarget
 from paceline.errors import CheckpointError
 from paceline.kv_cache.cache import CachedSequence
-from paceline.kv_cache.row_plan import TreeLayout, num_rows
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -175,8 +174,8 @@ def test_fault_of_verifying_siblings_in_another_order_is_found(seed, monkeypatch
     assert not _is_exact(SHAPES["two draws"], seed, NUM_WRONG_CASES)
 
 
-def _trim(layout: TreeLayout, max_depth: int, max_rows: int, vocab_size: int = 3) -> Callable[[DraftTree], DraftTree]:
-    return lambda tree: tree.trim(vocab_size=vocab_size, max_depth=max_depth, max_rows=max_rows, layout=layout)
+def _trim(max_depth: int, max_rows: int, vocab_size: int = 3) -> Callable[[DraftTree], DraftTree]:
+    return lambda tree: tree.trim(vocab_size=vocab_size, max_depth=max_depth, max_rows=max_rows)
 
 
 def test_trimming_sampled_trees_keeps_the_exact_distribution(seed, tally):
@@ -185,10 +184,9 @@ def test_trimming_sampled_trees_keeps_the_exact_distribution(seed, tally):
     wanted = plain_distribution(target, num_tokens(shape))
     whole = draw_tree(shape, draft, Branching(()))
     trims: dict[tuple[int, ...], Callable[[DraftTree], DraftTree]] = {}  # one for each shape that is left
-    for layout in TreeLayout:
-        for depth, budget in product((1, 2), range(1, num_rows(whole.parents, layout) + 1)):
-            trim = _trim(layout, depth, budget)
-            trims.setdefault(tuple(trim(whole).parents), trim)
+    for depth, budget in product((1, 2), range(1, len(whole.parents) + 1)):
+        trim = _trim(depth, budget)
+        trims.setdefault(tuple(trim(whole).parents), trim)
     for left, trim in trims.items():
         assert distribution_of_step(shape, target, draft, cut=trim) == wanted, left
     tally["shapes of trimmed trees"] += len(trims)
@@ -198,7 +196,7 @@ def test_trimming_sampled_trees_keeps_the_exact_distribution(seed, tally):
 def test_draft_probs_of_unknown_ids_keep_the_exact_distribution(seed, monkeypatch):
     """Whatever was drawn: to change the type only where an unknown id came up would be wrong."""
     target, draft = full_probs(seed, 1), full_probs(seed, 2, vocab_size=4)
-    trim = _trim(TreeLayout.MASK, 9, 99)
+    trim = _trim(9, 99)
     for shape in ((0,), (0, 1), (0, 0)):
         wanted = plain_distribution(target, num_tokens(shape))
         assert distribution_of_step(shape, target, draft, cut=trim) == wanted

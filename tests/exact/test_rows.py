@@ -1,7 +1,7 @@
 """Promise 1 at its root: a row's logits are the same bits whatever else is in the pass.
 
 The reference is plain decoding: one sequence alone, one row a pass. Compared with it are random mixes of decode rows, rows of drafts and
-prompt chunks of one to six sequences, and trees: as paths over shared blocks, or masked where a runtime is exact with masks.
+prompt chunks of one to six sequences, and trees.
 """
 
 from collections import Counter
@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.exact_targets import BACKENDS, EVERYTHING, is_in_a_normal_run, opened_as, skip_without_kernels
+from harness.exact_targets import EVERYTHING, is_in_a_normal_run, skip_without_kernels
 from paceline.kv_cache import cache as cache_module
 from paceline.kv_cache.cache import CachedSequence, KVCache
-from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
+from paceline.kv_cache.row_plan import RowPlan, path_to
 from paceline.models.config import WeightType
 from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows, Network, Numerics, assemble_pass
 from paceline.runtimes.load import RuntimeOptions, load_runtime
@@ -37,18 +37,13 @@ class Subject:
     solo: list[list[FloatArray]]
 
 
-Subjects = Callable[[str], Subject]
-
-
-def open_target(directory: Path, dtype: str, backend: str, collect_layers: Sequence[int] = ()) -> Network:
+def open_target(directory: Path, dtype: str, collect_layers: Sequence[int] = ()) -> Network:
     skip_without_kernels()
     options = RuntimeOptions(
         numerics=Numerics.EXACT, dtype=WeightType(dtype), num_threads=2, max_model_len=512, backend="native", collect_layers=collect_layers
     )
-    with opened_as(backend):
-        runtime = load_runtime(directory, options).runtime
+    runtime = load_runtime(directory, options).runtime
     assert runtime.capabilities.numerics is Numerics.EXACT
-    assert runtime.capabilities.tree_layout is (TreeLayout.MASK if backend == "native" else TreeLayout.PATHS)
     return runtime
 
 
@@ -70,8 +65,8 @@ def decode_alone(runtime: Network, cache: KVCache, token_ids: Sequence[int]) -> 
     return rows
 
 
-def make_subject(directory: Path, dtype: str, backend: str, length: int, seed: int) -> Subject:
-    runtime = open_target(directory, dtype, backend)
+def make_subject(directory: Path, dtype: str, length: int, seed: int) -> Subject:
+    runtime = open_target(directory, dtype)
     random = np.random.default_rng(seed)
     token_ids = [random.integers(0, runtime.config.vocab_size, length).tolist() for _ in range(NUM_SEQUENCES)]
     cache = runtime.new_cache(200)
@@ -151,11 +146,11 @@ def solo_row(subject: Subject, prefix: Sequence[int], path: Sequence[int]) -> Fl
 
 @pytest.fixture(scope="module", params=EVERYTHING, ids="-".join)
 def subject(request: pytest.FixtureRequest, checkpoint: Directory, large_counts: bool, seed: int) -> Subject:
-    name, dtype, backend = request.param
+    name, dtype = request.param
     if not large_counts and not is_in_a_normal_run(*request.param):
         pytest.skip("left to make test-long")
     length = 300 if large_counts else 44 if name == "mini" else 70
-    return make_subject(checkpoint(name), dtype, backend, length, seed)
+    return make_subject(checkpoint(name), dtype, length, seed)
 
 
 def test_row_is_independent_of_the_rest_of_the_pass(subject: Subject, large_counts: bool, seed: int, tally: "Counter[str]") -> None:
@@ -174,15 +169,15 @@ def test_tree_rows_equal_their_paths_decoded_alone_bit_by_bit(
     assert rows > 0
 
 
-@pytest.mark.parametrize(("name", "dtype", "backend"), EVERYTHING)
+@pytest.mark.parametrize(("name", "dtype"), EVERYTHING)
 def test_collecting_hidden_states_changes_no_bit_of_the_logits(
-    checkpoint: Directory, large_counts: bool, name: str, dtype: str, backend: str, seed: int
+    checkpoint: Directory, large_counts: bool, name: str, dtype: str, seed: int
 ) -> None:
-    if not large_counts and not is_in_a_normal_run(name, dtype, backend):
+    if not large_counts and not is_in_a_normal_run(name, dtype):
         pytest.skip("left to make test-long")
-    plain = open_target(checkpoint(name), dtype, backend)
+    plain = open_target(checkpoint(name), dtype)
     layers = (0, 1, plain.config.num_layers)
-    collecting = open_target(checkpoint(name), dtype, backend, layers)
+    collecting = open_target(checkpoint(name), dtype, layers)
     tokens = np.random.default_rng(seed).integers(0, plain.config.vocab_size, 24).tolist()
     one, other = (decode_alone(runtime, runtime.new_cache(4), tokens) for runtime in (plain, collecting))
     assert all(np.array_equal(row, twin) for row, twin in zip(one, other, strict=True))
@@ -192,15 +187,8 @@ def test_collecting_hidden_states_changes_no_bit_of_the_logits(
 
 
 @pytest.fixture(scope="module")
-def small_subjects(checkpoint: Directory, seed: int) -> Callable[[str], Subject]:
-    made: dict[str, Subject] = {}
-
-    def make(backend: str) -> Subject:
-        if backend not in made:
-            made[backend] = make_subject(checkpoint("llama"), "f32", backend, 80, seed)
-        return made[backend]
-
-    return make
+def small_subject(checkpoint: Directory, seed: int) -> Subject:
+    return make_subject(checkpoint("llama"), "f32", 80, seed)
 
 
 def change_plans(monkeypatch: pytest.MonkeyPatch, change: Callable[[RowPlan], RowPlan]) -> None:
@@ -208,36 +196,22 @@ def change_plans(monkeypatch: pytest.MonkeyPatch, change: Callable[[RowPlan], Ro
     monkeypatch.setattr(cache_module, "plan_rows", lambda *args: change(real(*args)))
 
 
-def test_fault_of_an_uncopied_tail_block_of_a_tree_path_is_found(
-    small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The partial tail block of a path is not copied: the path attends to what the block held before."""
-    subject = small_subjects("paths")
-    change_plans(monkeypatch, lambda plan: replace(plan, copies=()))
-    assert compare_trees(subject, seed, num_trees=4)[1] > 0
+def test_fault_of_an_ignored_tree_mask_is_found(small_subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_plans(monkeypatch, lambda plan: replace(plan, mask=None))
+    assert compare_trees(small_subject, seed, num_trees=4)[1] > 0
 
 
-def test_fault_of_an_ignored_tree_mask_is_found(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = small_subjects("native")
-    change_plans(monkeypatch, lambda plan: replace(plan, paths=tuple(path._replace(mask=None) for path in plan.paths)))
-    assert compare_trees(subject, seed, num_trees=4)[1] > 0
-
-
-def test_fault_of_tree_rows_not_moved_after_acceptance_is_found(
-    small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_of_tree_rows_not_moved_after_acceptance_is_found(small_subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of the path that was kept do not move together: what comes next attends to rejected ones."""
-    subject = small_subjects("native")
     real = RowPlan.commit
     monkeypatch.setattr(RowPlan, "commit", lambda plan, node: real(plan, node)._replace(moves=()))
-    assert compare_trees(subject, seed, num_trees=8)[1] > 0
+    assert compare_trees(small_subject, seed, num_trees=8)[1] > 0
 
 
 def test_fault_of_keys_written_to_blocks_of_another_sequence_is_found(
-    small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch
+    small_subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last sequence of a pass writes and reads in the blocks of the first."""
-    subject = small_subjects("native")
     real = PassRecord.fill
 
     def misplaced(memory: PassRecord, batch: ForwardBatch, wanted: LogitsRows) -> None:
@@ -245,18 +219,14 @@ def test_fault_of_keys_written_to_blocks_of_another_sequence_is_found(
         memory.ranges[len(batch.ranges) - 1, 3] = memory.ranges[0, 3]
 
     monkeypatch.setattr(PassRecord, "fill", misplaced)
-    assert compare_mixes(subject, seed, repeats=1)[1] > 0
+    assert compare_mixes(small_subject, seed, repeats=1)[1] > 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_fault_of_keep_path_keeping_the_parent_row_is_found(
-    small_subjects: Subjects, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    subject = small_subjects(backend)
+def test_fault_of_keep_path_keeping_the_parent_row_is_found(small_subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = RowPlan.commit
 
     def parent_instead(plan: RowPlan, node: int) -> object:
         return real(plan, max(0, plan.parents[node]))
 
     monkeypatch.setattr(RowPlan, "commit", parent_instead)
-    assert compare_trees(subject, seed, num_trees=4)[1] > 0
+    assert compare_trees(small_subject, seed, num_trees=4)[1] > 0

@@ -5,31 +5,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from harness.always_drafts import draft_always
 from harness.answer_drafters import ChaosDrafter, OracleDrafter
-from harness.exact_targets import BACKENDS, EVERYTHING, HYBRIDS, opened_as, skip_without_kernels
+from harness.exact_targets import EVERYTHING, HYBRIDS, skip_without_kernels
 from harness.spread import mark_cases
 from paceline import LLM, SamplingParams
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.suffix import SuffixDrafter, SuffixStore
-from paceline.kv_cache import cache as cache_module
 from paceline.kv_cache.recurrent_state import RecurrentStateCache
-from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
+from paceline.kv_cache.row_plan import RowPlan, path_to
 from paceline.proof.exactness.adversaries import WrongDrafter
+from paceline.runtimes.base import Pass
 from paceline.sampling.processors import EditedRow, LogitsProcessor
 from paceline.speculation import speculator as speculator_module
+from paceline.speculation import step as step_module
 from paceline.speculation import verify as verify_module
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
 
 Directory = Callable[[str], Path]
-PlainOf = Callable[[str, str, str], "Plain"]
-Faulty = Callable[[str], None]
+PlainOf = Callable[[str, str], "Plain"]
+Faulty = Callable[[], None]
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "greedy-penalties": SamplingParams(repetition_penalty=1.3, presence_penalty=0.4),
@@ -42,22 +44,22 @@ SAMPLINGS = {
     "ends": SamplingParams(temperature=1.3, stop_token_ids=(3, 17, 40, 61), min_tokens=4, seed=15),
 }
 SAMPLE = [
-    "llama-f32-native",
-    "qwen2-bf16-native",
-    "qwen3-f32-paths",
-    "mini-bf16-native",
-    "sliding-f32-native",
-    "gemma4-f32-native",
-    "gpt_oss-bf16-native",
-    "qwen3_5-f32-native",
-    "gemma3n-bf16-native",
+    "llama-f32",
+    "qwen2-bf16",
+    "qwen3-f32",
+    "mini-bf16",
+    "sliding-f32",
+    "gemma4-f32",
+    "gpt_oss-bf16",
+    "qwen3_5-f32",
+    "gemma3n-bf16",
 ]  # of `make test`
 DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "several", "oracle", "wrong", "chaos"]
 IN_A_NORMAL_RUN = {  # a third of the drafters each, and each with at least two targets
     (target, kind)
     for number, target in enumerate(SAMPLE)
     for place, kind in enumerate(DRAFTERS)
-    if (kind == "draft_model" if target == "mini-bf16-native" else (place + number) % 3 == 0)
+    if (kind == "draft_model" if target == "mini-bf16" else (place + number) % 3 == 0)
 }
 TREES = ("chaos", "draft_tree", "suffix_tree", "several")  # get rows for branches
 
@@ -68,7 +70,6 @@ class Plain:
 
     directory: Path
     dtype: str
-    backend: str
     prompts: list[list[int]]
     answers: dict[tuple[str, int], list[int]]
     max_tokens: int
@@ -83,7 +84,7 @@ class Plain:
         return known
 
     def open(self, drafter: str | Drafter, num_speculative_tokens: int = 4, **options: object) -> LLM:
-        return open_llm(self.directory, self.dtype, self.backend, drafter, num_speculative_tokens, **options)
+        return open_llm(self.directory, self.dtype, drafter, num_speculative_tokens, **options)
 
 
 def seed_of(name: str) -> int:
@@ -95,7 +96,7 @@ def params(name: str, max_tokens: int) -> SamplingParams:
     return replace(SAMPLINGS[name], seed=seed_of(name), max_tokens=max_tokens, ignore_eos=True)
 
 
-def open_llm(directory: Path, dtype: str, backend: str, drafter: str | Drafter, num_speculative_tokens: int = 4, **options: object) -> LLM:
+def open_llm(directory: Path, dtype: str, drafter: str | Drafter, num_speculative_tokens: int = 4, **options: object) -> LLM:
     given = {
         "backend": "native",
         "threads": 2,
@@ -104,18 +105,17 @@ def open_llm(directory: Path, dtype: str, backend: str, drafter: str | Drafter, 
         "num_speculative_tokens": num_speculative_tokens,
         **options,
     }
-    with opened_as(backend):
-        return LLM(str(directory), dtype=dtype, drafter=drafter, **given)  # type: ignore[arg-type]
+    return LLM(str(directory), dtype=dtype, drafter=drafter, **given)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
 def plain_of(checkpoint: Directory, large_counts: bool, seed: int) -> PlainOf:
-    made: dict[tuple[str, str, str], Plain] = {}
+    made: dict[tuple[str, str], Plain] = {}
 
-    def make(name: str, dtype: str, backend: str) -> Plain:
+    def make(name: str, dtype: str) -> Plain:
         skip_without_kernels()
-        if (name, dtype, backend) not in made:
-            llm = open_llm(checkpoint(name), dtype, backend, "none")
+        if (name, dtype) not in made:
+            llm = open_llm(checkpoint(name), dtype, "none")
             assert llm.numerics == "exact"
             max_tokens = (96 if name != "mini" else 48) if large_counts else (24 if name != "mini" else 12)
             random = np.random.default_rng(seed)
@@ -124,8 +124,8 @@ def plain_of(checkpoint: Directory, large_counts: bool, seed: int) -> PlainOf:
             for sampling in SAMPLINGS:
                 for index, prompt in enumerate(prompts):
                     answers[sampling, index] = llm.generate([prompt], params(sampling, max_tokens))[0].token_ids
-            made[name, dtype, backend] = Plain(checkpoint(name), dtype, backend, prompts, answers, max_tokens, llm.vocab_size)
-        return made[name, dtype, backend]
+            made[name, dtype] = Plain(checkpoint(name), dtype, prompts, answers, max_tokens, llm.vocab_size)
+        return made[name, dtype]
 
     return make
 
@@ -190,8 +190,8 @@ def test_drafts_of_every_drafter_change_no_token(
     seed: int,
     tally: "Counter[str]",
 ) -> None:
-    name, dtype, backend = target.split("-")
-    plain = plain_of(name, dtype, backend)
+    name, dtype = target.split("-")
+    plain = plain_of(name, dtype)
     random = np.random.default_rng(seed + sum(map(ord, target + kind)))
     embedded = plain.directory / "draft"
     draft = embedded if embedded.is_dir() else plain.directory
@@ -209,7 +209,7 @@ def test_drafts_of_every_drafter_change_no_token(
 @pytest.mark.parametrize("name", ["llama", *HYBRIDS])
 def test_every_step_runs_one_target_forward_pass(plain_of: PlainOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draft_always(monkeypatch)
-    plain = plain_of(name, "f32", "native")
+    plain = plain_of(name, "f32")
     llm = plain.open(OracleDrafter(plain.by_prompt(list(SAMPLINGS))))
     before = llm.runtime.num_passes
     (output,) = llm.generate([plain.prompts[0]], params("greedy", plain.max_tokens))
@@ -219,7 +219,7 @@ def test_every_step_runs_one_target_forward_pass(plain_of: PlainOf, name: str, m
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_rejections_run_no_pass_and_copy_no_state(plain_of: PlainOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = plain_of(name, "f32", "native")
+    plain = plain_of(name, "f32")
     llm = plain.open(WrongDrafter(plain.by_prompt(list(SAMPLINGS)), plain.vocab_size), enable_prefix_caching=False)
     llm.engine.speculator.policy = FixedDraftLength(4)
     made, real = [], RecurrentStateCache._new_state
@@ -233,7 +233,7 @@ def test_rejections_run_no_pass_and_copy_no_state(plain_of: PlainOf, name: str, 
 
 
 def test_correct_prediction_is_accepted_almost_everywhere(plain_of: PlainOf) -> None:
-    plain = plain_of("llama", "f32", "native")
+    plain = plain_of("llama", "f32")
     llm = plain.open("prediction")
     llm.engine.speculator.policy = FixedDraftLength(4)
     wanted = params("free", plain.max_tokens)
@@ -245,7 +245,7 @@ def test_correct_prediction_is_accepted_almost_everywhere(plain_of: PlainOf) -> 
 
 
 def test_draft_model_runs_one_pass_per_draft_token(plain_of: PlainOf) -> None:
-    plain = plain_of("llama", "f32", "native")
+    plain = plain_of("llama", "f32")
     llm = plain.open(str(plain.directory))
     llm.engine.speculator.policy = FixedDraftLength(4)
     drafter = llm.drafter
@@ -256,7 +256,7 @@ def test_draft_model_runs_one_pass_per_draft_token(plain_of: PlainOf) -> None:
 def test_masked_tree_differs_from_plain_decoding_only_at_near_ties(plain_of: PlainOf, seed: int) -> None:
     """With fast numerics: where a token differs, its logit and the other's are the same but for rounding."""
     pytest.importorskip("torch")
-    plain = plain_of("llama", "f32", "native")
+    plain = plain_of("llama", "f32")
     answers = plain.by_prompt(["greedy"])
     llm = LLM(
         str(plain.directory),
@@ -294,8 +294,8 @@ def margin(llm: LLM, context: list[int], one: int, other: int) -> float:
 def faulty(plain_of: PlainOf, seed: int) -> Faulty:
     """The comparison on a runtime."""
 
-    def run(backend: str) -> None:
-        plain = plain_of("llama", "f32", backend)
+    def run() -> None:
+        plain = plain_of("llama", "f32")
         llm = plain.open(ChaosDrafter(plain.by_prompt(list(SAMPLINGS)), plain.vocab_size, seed=seed, raises=False), 6)
         llm.engine.speculator.policy = FixedDraftLength(6, max_rows=12)
         compare(llm, plain, list(SAMPLINGS))
@@ -303,55 +303,39 @@ def faulty(plain_of: PlainOf, seed: int) -> Faulty:
     return run
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_token_comparison_passes_without_a_fault(faulty: Faulty, backend: str) -> None:
-    faulty(backend)
+def test_token_comparison_passes_without_a_fault(faulty: Faulty) -> None:
+    faulty()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_fault_of_off_by_one_in_keep_path_is_found(faulty: Faulty, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_a_kept_sibling_path_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     real = RowPlan.commit
 
-    def parent_instead(plan: RowPlan, node: int) -> object:
-        commit = real(plan, node)
-        shorter = real(plan, max(plan.parents[node], 0))
-        return commit._replace(block_table=shorter.block_table) if len(shorter.block_table) == len(commit.block_table) else commit
-
     def sibling_path(plan: RowPlan, node: int) -> object:
-        if plan.layout is TreeLayout.MASK:
-            as_deep = [other for other in range(len(plan.parents)) if len(path_to(plan.parents, other)) == len(path_to(plan.parents, node))]
-            return real(plan, as_deep[-1] if as_deep[0] == node else as_deep[0])
-        return parent_instead(plan, node) if len(plan.paths) == 1 else real(plan, len(plan.parents) - 1)
+        as_deep = [other for other in range(len(plan.parents)) if len(path_to(plan.parents, other)) == len(path_to(plan.parents, node))]
+        return real(plan, as_deep[-1] if as_deep[0] == node else as_deep[0])
 
     monkeypatch.setattr(RowPlan, "commit", sibling_path)
     with pytest.raises(Exception):  # noqa: B017  # wrong tokens, or a table that no longer fits
-        faulty(backend)
-
-
-def test_fault_of_a_stale_cache_row_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = cache_module.plan_rows
-    monkeypatch.setattr(cache_module, "plan_rows", lambda *args: replace(real(*args), copies=()))
-    with pytest.raises(AssertionError):
-        faulty("paths")
+        faulty()
 
 
 def test_fault_of_an_ignored_tree_mask_in_decoding_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = cache_module.plan_rows
+    real = step_module.assemble_pass
 
-    def without_masks(*args: object) -> RowPlan:
-        plan = real(*args)  # type: ignore[arg-type]
-        return replace(plan, paths=tuple(path._replace(mask=None) for path in plan.paths))
+    def without_masks(*args: Any) -> Pass:
+        made = real(*args)
+        return made._replace(batch=replace(made.batch, ranges=tuple(one._replace(mask=None) for one in made.batch.ranges)))
 
-    monkeypatch.setattr(cache_module, "plan_rows", without_masks)
+    monkeypatch.setattr(step_module, "assemble_pass", without_masks)
     with pytest.raises(AssertionError):
-        faulty("native")
+        faulty()
 
 
 def test_fault_of_unmoved_rows_of_a_masked_tree_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     real = RowPlan.commit
     monkeypatch.setattr(RowPlan, "commit", lambda plan, node: real(plan, node)._replace(moves=()))
     with pytest.raises(AssertionError):
-        faulty("native")
+        faulty()
 
 
 def test_fault_of_a_rejected_draft_in_history_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +350,7 @@ def test_fault_of_a_rejected_draft_in_history_is_found(faulty: Faulty, monkeypat
 
     monkeypatch.setattr(speculator_module, "verify", keeps_a_draft)
     with pytest.raises(AssertionError):
-        faulty("native")
+        faulty()
 
 
 def test_fault_of_reused_noise_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,11 +362,11 @@ def test_fault_of_reused_noise_is_found(faulty: Faulty, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(EditedRow, "draw", same_noise_in_a_step)
     with pytest.raises(AssertionError):
-        faulty("native")
+        faulty()
 
 
 def test_fault_of_penalties_without_the_draft_path_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     edit = LogitsProcessor.edit
     monkeypatch.setattr(LogitsProcessor, "edit", lambda self, logits, path=(): edit(self, logits))
     with pytest.raises(AssertionError):
-        faulty("native")
+        faulty()

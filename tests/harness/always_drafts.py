@@ -28,6 +28,4 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
 def set_drafters(llm: LLM, *drafters: Drafter) -> None:
     """Replace the drafters of an engine; none for plain decoding."""
     old = llm.engine.speculator
-    llm.engine.speculator = Speculator(
-        drafters, old.policy, vocab_size=old.vocab_size, layout=llm.engine.cache.layout, acceptance=old.acceptance
-    )
+    llm.engine.speculator = Speculator(drafters, old.policy, vocab_size=old.vocab_size, acceptance=old.acceptance)

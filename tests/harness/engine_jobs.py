@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from harness.answer_drafters import ChaosDrafter, OracleDrafter
-from harness.exact_targets import opened_as
 from paceline import LLM, BackendUnavailableError, RequestError, SamplingParams
 from paceline.config import EngineConfig
 from paceline.drafters.ngram import NgramDrafter
@@ -100,8 +99,8 @@ def known_of(jobs: Sequence[Job]) -> Answers:
 class Solo:
     """A target decoded plainly: no drafter, no cached prompts, one request at a time."""
 
-    def __init__(self, directory: Path, dtype: str, backend: str) -> None:
-        self.directory, self.dtype, self.backend = directory, dtype, backend
+    def __init__(self, directory: Path, dtype: str) -> None:
+        self.directory, self.dtype = directory, dtype
         self.config = read_model_config(directory)
         self.llm = self.open(
             "none", num_blocks=3 * MAX_CONTEXT // BLOCK, enable_prefix_caching=False, block_bytes=_block_bytes(directory, dtype)
@@ -127,7 +126,7 @@ class Solo:
             "dtype": self.dtype, "backend": "native", "threads": 1, "device": "cpu", "max_model_len": MAX_CONTEXT,
             "kv_cache_gb": (num_blocks + 0.5) * (block_bytes or self.block_bytes) / 1e9, **options,
         }  # fmt: skip
-        with opened_as(self.backend), _planned(num_blocks) if self.config.recurrent_layers else nullcontext():
+        with _planned(num_blocks) if self.config.recurrent_layers else nullcontext():
             return LLM(str(self.directory), drafter=drafter, **given)
 
     def answer(self, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:

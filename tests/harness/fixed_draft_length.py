@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import compress
 
 from harness.replay import DEEPEST, Costs, Trace
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.speculation.tree import DraftTree
 
 _Drafts = tuple[list[int], list[int], list[int]]
@@ -65,7 +64,7 @@ def _drafts(trace: Trace, right: Sequence[int], length: int) -> _Drafts:
         elif tree.tree_depth == len(tree.token_ids) - 1:  # a chain
             size = depth = min(depth, tree.tree_depth)
         else:
-            tree = tree.trim(vocab_size=2**31, max_depth=depth, max_rows=length + 1, layout=TreeLayout.MASK)
+            tree = tree.trim(vocab_size=2**31, max_depth=depth, max_rows=length + 1)
             size, depth, num_right = tree.num_draft_tokens, tree.tree_depth, _right_tokens(tree, trace.token_ids, position)
         sizes.append(size)
         depths.append(depth)

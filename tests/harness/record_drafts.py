@@ -35,7 +35,7 @@ SEED = 11
 def record(llm: LLM, drafter: Drafter, prompt: Sequence[int], params: SamplingParams) -> Trace:
     """Generate one output with plain decoding and return it with the drafts."""
     recorder, opened = Recorder(drafter), llm.engine
-    speculator = Speculator([recorder], FixedDraftLength(DEEPEST), vocab_size=llm.vocab_size, layout=opened.cache.layout)
+    speculator = Speculator([recorder], FixedDraftLength(DEEPEST), vocab_size=llm.vocab_size)
     engine = Engine(opened.runtime, opened.cache, speculator, opened.scheduler.limits)
     (request,) = llm._loaded.make_requests([list(prompt)], params, {}, is_streamed=False)
     engine.add_request(request)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.kv_cache.cache import CachedSequence
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -116,7 +115,6 @@ def replay(
     costs: Costs,
     *,
     batch_size: int = 1,
-    layout: TreeLayout = TreeLayout.MASK,
     noise: Callable[[], float] = lambda: 1.0,
     other_noise: Callable[[], float] = lambda: 1.0,
     drawn: bool = False,
@@ -139,7 +137,7 @@ def replay(
             if has_mixture_pass:
                 running[-1][0].adapter_number, running[-1][0].has_mixture_pass = 1, True
         batch = [RequestRows.without_draft(request, 1) for request, _ in running]
-        draft_s, plan_s = _guess(policy, player, batch, running, layout, costs, other_noise, drawn=drawn)
+        draft_s, plan_s = _guess(policy, player, batch, running, costs, other_noise, drawn=drawn)
         policy.prune_drafts(batch, None)
         num_rows = sum(1 + rows.num_draft_tokens for rows in batch)
         num_guessed = num_rows - len(batch)
@@ -185,7 +183,6 @@ def _guess(
     player: _Player,
     batch: Sequence[RequestRows],
     running: Sequence[tuple[Request, Trace]],
-    layout: TreeLayout,
     costs: Costs,
     noise: Callable[[], float],
     *,
@@ -198,7 +195,7 @@ def _guess(
         depth = min(policy.num_speculative_tokens, request.num_remaining_tokens - 1)
         if depth < 1:
             continue
-        rows.max_draft_budget = DraftBudget(policy.max_rows, depth, layout, needs_draft_probs=drawn)
+        rows.max_draft_budget = DraftBudget(policy.max_rows, depth, needs_draft_probs=drawn)
         rows.skip_reason = reason or policy.skip_reason(request, player)
         if rows.skip_reason is None:
             rows.draft_budget = rows.max_draft_budget
@@ -217,7 +214,7 @@ def _guess(
             rows.skip_drafter(SkipReason.NO_MATCH)
             continue
         tree = _drafted(tree, rows.draft_budget)
-        tree = tree.trim(vocab_size=2**31, max_depth=rows.draft_budget.max_depth, max_rows=rows.draft_budget.max_rows, layout=layout)
+        tree = tree.trim(vocab_size=2**31, max_depth=rows.draft_budget.max_depth, max_rows=rows.draft_budget.max_rows)
         rows.set_draft(tree, tree.num_draft_tokens, SkipReason.UNUSABLE)
         deepest = max(deepest, tree.tree_depth)
     seconds = costs.draft_s[0] + costs.draft_s[1] * deepest

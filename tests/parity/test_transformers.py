@@ -1,7 +1,6 @@
 """Short prompts, several sequences and trees have the logits of transformers. Families are in test_families.py."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 
 from harness.checkpoints import write_checkpoint
 from harness.parity import BOUNDS, Reference, append, difference, make_reference, open_backend, prompt_logits, transformers_output
-from paceline.kv_cache.row_plan import TreeLayout, path_to
+from paceline.kv_cache.row_plan import path_to
 from paceline.runtimes.base import assemble_pass
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -52,14 +51,13 @@ def test_sequences_in_one_pass_have_independent_logits(references: Callable[...,
     assert difference(output.logits, np.stack([reference.logits[length - 1] for length in lengths])) <= BOUNDS[backend]
 
 
-@pytest.mark.parametrize(("backend", "layout"), [("torch", TreeLayout.MASK), ("torch", TreeLayout.PATHS), ("native", TreeLayout.MASK)])
+@BY_BACKEND
 @pytest.mark.parametrize("committed_len", [7, 31])
 def test_tree_node_logits_equal_those_of_its_path_in_transformers(
-    references: Callable[..., Reference], backend: str, layout: TreeLayout, committed_len: int
+    references: Callable[..., Reference], backend: str, committed_len: int
 ) -> None:
     reference = references("llama", rope_parameters={**LLAMA3, "original_max_position_embeddings": 64})
     runtime = open_backend(reference.directory, backend)
-    runtime.capabilities = replace(runtime.capabilities, tree_layout=layout)  # type: ignore[misc]
     cache = runtime.new_cache(64)
     sequence, known = cache.new_sequence(), reference.token_ids[:committed_len]
     append(runtime, cache, sequence, known)

@@ -12,7 +12,7 @@ from paceline import __version__
 from paceline.config import QuantOptions
 from paceline.errors import PacelineError
 from paceline.installation import package_versions
-from paceline.machine import available_memory_bytes, processor_flags, processor_model, usable_processors
+from paceline.machine import available_memory_bytes, processor_flags, processor_model, total_memory_bytes, usable_processors
 from paceline.models.checkpoint import is_gguf, main_block_type, read_model_config, weight_files
 from paceline.models.gguf.file import open_gguf
 from paceline.small_files import read_json
@@ -81,7 +81,7 @@ def machine_facts() -> dict[str, Any]:
         "cpu": processor_model(),
         "flags": [flag for flag in _FLAGS if flag in processor_flags()],
         "cores": usable_processors(),
-        "memory_bytes": memory_bytes(),
+        "memory_bytes": total_memory_bytes(),
         "available_memory_bytes": available_memory_bytes(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -97,14 +97,6 @@ def load_average() -> tuple[float, float, float] | None:
     except (OSError, AttributeError):
         return None
     return round(one, 2), round(five, 2), round(fifteen, 2)
-
-
-def memory_bytes() -> int | None:
-    """Return the memory of the machine; None where the system does not report it."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def commit(directory: Path = Path(__file__).parent) -> str | None:

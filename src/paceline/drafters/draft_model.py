@@ -26,7 +26,7 @@ from paceline.drafters.translate import ByteTokenizer, SharedVocabularyMap, Text
 from paceline.errors import CapacityError, CheckpointError, IncompatibleDrafterError, RequestError
 from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence, KVCache
 from paceline.kv_cache.recurrent_state import CheckpointConfig
-from paceline.kv_cache.row_plan import RowPlan, TreeLayout, blocks_for
+from paceline.kv_cache.row_plan import RowPlan, blocks_for
 from paceline.models.checkpoint import read_model_config
 from paceline.models.config import ModelConfig
 from paceline.models.tensor_names import num_parameters
@@ -302,7 +302,7 @@ class DraftModelDrafter(Drafter):
     def _make_draft_generator(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
         if budget.needs_draft_probs and not request.params.is_greedy:
             return self._rejection_sampling_steps(request, budget)
-        if self._tree_width == 1 or budget.layout is TreeLayout.CHAIN:
+        if self._tree_width == 1:
             return self._chain_steps(request, budget)
         return self._tree_steps(request, budget)
 
@@ -344,7 +344,7 @@ class DraftModelDrafter(Drafter):
         path, node = list[int](), 0
         key = request.seed, request.sample_index, len(request.token_ids)
         # the number of tokens of a level must not depend on drawn tokens: that would change the output's distribution
-        for count in _tokens_per_level(self._tree_width, budget.max_depth, budget.max_rows, budget.layout):
+        for count in _tokens_per_level(self._tree_width, budget.max_depth, budget.max_rows):
             row = yield path
             if row is None:
                 break
@@ -462,12 +462,10 @@ def _description(runtime: Network, tree_width: int, note: str, *, in_one_pass: b
 
 
 @lru_cache(maxsize=256)
-def _tokens_per_level(width: int, depth: int, max_rows: int, layout: TreeLayout) -> tuple[int, ...]:
+def _tokens_per_level(width: int, depth: int, max_rows: int) -> tuple[int, ...]:
     """Return for each level how many tokens a chain with `width` - 1 siblings next to each token has there, within `max_rows` rows."""
     parents = [1 + (level - 1) * width if level else 0 for level in range(depth) for _ in range(width)]
-    tree = DraftTree.from_nodes(0, [*range(width)] * depth, parents, "").trim(
-        vocab_size=width, max_depth=depth, max_rows=max_rows, layout=layout
-    )
+    tree = DraftTree.from_nodes(0, [*range(width)] * depth, parents, "").trim(vocab_size=width, max_depth=depth, max_rows=max_rows)
     return tuple(tree.depths.count(level) for level in range(1, tree.tree_depth + 1))
 
 

@@ -224,7 +224,7 @@ def load_engine(
     drafters = prepared.open(target)
     policy = _make_policy(speculation, runtime, cache, plan.max_model_len) if drafters else FixedDraftLength(DEFAULT_DRAFT_TOKENS)
     acceptance = Acceptance(speculation.acceptance)
-    speculator = Speculator(drafters, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
+    speculator = Speculator(drafters, policy, vocab_size=vocab_size, acceptance=acceptance)
     engine = Engine(runtime, cache, speculator, _scheduler_limits(config, plan))
     eos_ids = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     suppressed = [token_id for token_id in runtime.config.suppressed_token_ids if token_id < vocab_size]

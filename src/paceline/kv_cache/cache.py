@@ -6,7 +6,7 @@ from dataclasses import replace
 from paceline.errors import CapacityError
 from paceline.kv_cache.block_pool import BlockHash, BlockPool, PrefixStats
 from paceline.kv_cache.layer_cache import LayerCache
-from paceline.kv_cache.row_plan import RowPlan, TreeLayout, blocks_for, fresh_blocks_needed, plan_rows
+from paceline.kv_cache.row_plan import RowPlan, blocks_for, plan_rows
 
 BLOCK_SIZE = 32  # rows per block
 
@@ -43,7 +43,6 @@ class KVCache:
     Args:
         layer_caches: one for each kind of layer that stores data about earlier rows, such as keys and values.
         num_blocks: number of blocks that the layer caches have room for.
-        layout: how the runtime computes draft trees.
         prefix_caching: whether sequences reuse blocks of the same prefix.
     """
 
@@ -51,7 +50,6 @@ class KVCache:
         self,
         layer_caches: Sequence[LayerCache],
         num_blocks: int,
-        layout: TreeLayout = TreeLayout.PATHS,
         *,
         block_size: int = BLOCK_SIZE,
         prefix_caching: bool = True,
@@ -62,7 +60,6 @@ class KVCache:
             for layer_cache in all_caches:
                 layer_cache.evict(block_hash)
 
-        self.layout = layout
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks, block_size, evict)
@@ -101,9 +98,7 @@ class KVCache:
 
     def num_blocks_needed(self, sequence: CachedSequence, parents: Sequence[int]) -> int:
         """Return the number of blocks that `reserve` would allocate for a tree."""
-        if isinstance(parents, range):  # a chain is the most frequent case
-            return blocks_for(sequence.committed_len + len(parents), self.block_size) - len(sequence.block_table)
-        return fresh_blocks_needed(parents, sequence.committed_len, len(sequence.block_table), self.layout, self.block_size)
+        return blocks_for(sequence.committed_len + len(parents), self.block_size) - len(sequence.block_table)
 
     def reserve(self, sequence: CachedSequence, parents: Sequence[int], num_prefill: int = 1, *, pinned_len: int | None = None) -> RowPlan:
         """Allocate the blocks of a pass over a draft tree, and return how the tree's nodes become rows.
@@ -121,13 +116,11 @@ class KVCache:
         length, table = sequence.committed_len, sequence.block_table
         num_blocks_needed = self.num_blocks_needed(sequence, parents)
         fresh = self.pool.allocate(num_blocks_needed) if num_blocks_needed > 0 else ()
-        plan = plan_rows(parents, length, table, fresh, self.layout, self.block_size, sequence.id)
+        plan = plan_rows(parents, length, table, fresh, self.block_size, sequence.id)
         if num_prefill != 1 or pinned_len is not None:
             plan = replace(plan, num_prefill=num_prefill, pinned_len=pinned_len)
         sequence.plan = plan
         for layer_cache in self.layer_caches:
-            for source, target in plan.copies:
-                layer_cache.copy_block(source, target)
             try:
                 layer_cache.reserve(plan)
             except CapacityError:
@@ -142,13 +135,8 @@ class KVCache:
         commit = plan.commit(node)
         for layer_cache in self.layer_caches:
             layer_cache.keep_path(plan, commit)
-        if plan.layout is TreeLayout.CHAIN:
-            if plan.fresh_blocks:
-                self.pool.release(plan.paths[0].block_table[len(commit.block_table) :])
-        else:
-            shared = sequence.committed_len // self.block_size  # all paths share the full blocks before the tree
-            kept = set(commit.block_table[shared:])
-            self.pool.release(block for block in (*sequence.block_table[shared:], *plan.fresh_blocks) if block not in kept)
+        if plan.fresh_blocks:
+            self.pool.release(plan.block_table[len(commit.block_table) :])
         sequence.block_table = list(commit.block_table)
         sequence.committed_len = commit.committed_len
         sequence.plan = None

@@ -51,10 +51,10 @@ class PagedCache(LayerCache):
 class FullAttentionCache(PagedCache):
     """Keys and values of layers without a window: an array as `KVGroup.shape` describes it, or packed.
 
-    If a tree was computed with a mask, `keep_path` moves the rows of the kept path together.
+    If a tree has branches, `keep_path` moves the rows of the kept path together.
     """
 
     def keep_path(self, plan: RowPlan, commit: Commit) -> None:
-        size, table = plan.block_size, plan.paths[0].block_table
+        size, table = plan.block_size, plan.block_table
         for source, target in commit.moves:
             self.copy_row((table[source // size], source % size), (table[target // size], target % size))

@@ -86,7 +86,7 @@ class SlidingWindowCache(PagedCache):
             CapacityError: too few blocks are free; nothing was changed.
         """
         table = self._tables.setdefault(plan.sequence_id, _BlockTable())
-        missing = len(plan.paths[0].block_table) - table.end
+        missing = len(plan.block_table) - table.end
         if missing > 0:
             table.append(self.pool.allocate(missing))
 

@@ -9,7 +9,6 @@ from rich.text import Text
 from paceline.errors import printable
 from paceline.proof.doctor import Diagnosis
 
-_LOOKUP_MS = 0.2  # drafting a token takes less in lookups alone, whose speedup does not follow from an acceptance rate
 _COLUMN_GAP = 2
 
 
@@ -157,7 +156,7 @@ def _probe_rows(probe: dict[str, Any] | None) -> list[tuple[str, str]]:
     passes = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in probe["pass_ms_by_rows"].items())
     rows = [
         ("loaded", f"in {probe['load_s']:.1f} s, numerics {probe['numerics']}, at most {format_bytes(probe['peak_bytes'])} in use"),
-        ("pass", f"milliseconds by rows: {passes}; {probe['draft_ms_per_token']:.2f} to draft a token"),
+        ("pass", f"milliseconds by rows: {passes}"),
     ]
     steps, kept = probe["drafting_steps"], probe["drafting_steps_with_accepted"]
     if steps:
@@ -170,13 +169,6 @@ def _probe_rows(probe: dict[str, Any] | None) -> list[tuple[str, str]]:
                 f"tokens were accepted ({one['num_texts']} text{'s' * (one['num_texts'] != 1)} of up to {one['num_tokens']} tokens)",
             )
         )
-    for one in probe["predictions"] if probe["draft_ms_per_token"] > _LOOKUP_MS else ():
-        best = (
-            f"{one['speedup']:.2f}x with {one['num_draft_tokens']} draft tokens a step"
-            if one["num_draft_tokens"]
-            else "drafting does not pay: plain steps"
-        )
-        rows.append((f"at {one['acceptance_rate']:.0%}", f"{best} (if that share of draft tokens is accepted)"))
     return rows
 
 

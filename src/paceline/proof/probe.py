@@ -1,4 +1,4 @@
-"""Load a target with its drafter, time passes, try a few drafts, and predict the speedup."""
+"""Load a target with its drafter, time passes, try a few drafts, and measure the speedup. Also the formula that predicts speedups."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.speculation.drafter import Drafter
 
-ACCEPTANCES = (0.5, 0.7, 0.9)
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12)
 _PASS_REPEATS = 9
 _NUM_TEXTS, _PROMPT_WORDS, _TEXT_TOKENS = 4, 8, 24
@@ -44,13 +43,11 @@ class Trial:
         num_steps: steps with a draft.
         num_kept: steps in which at least one draft token was accepted.
         num_accepted: draft tokens that were accepted.
-        draft_s: mean seconds of a draft token.
     """
 
     num_steps: int
     num_kept: int
     num_accepted: int
-    draft_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +58,7 @@ class ProbeResult:
         load_s: seconds to load everything.
         numerics: "exact" or "fast", as tested at load.
         pass_s: seconds of a target pass by its number of rows.
-        draft_s: seconds to draft one token.
         peak_bytes: most memory this process ever held.
-        predictions: one for each of `ACCEPTANCES`.
         trial: None without a drafter.
         measured: speedups on new prose and on copying; none without a drafter.
         notices: of loading, and whether a head seems to be trained for another model.
@@ -72,9 +67,7 @@ class ProbeResult:
     load_s: float
     numerics: str
     pass_s: Mapping[int, float]
-    draft_s: float
     peak_bytes: int
-    predictions: tuple[Prediction, ...]
     trial: Trial | None
     notices: tuple[str, ...]
     measured: tuple[MeasuredSpeedup, ...] = ()
@@ -85,9 +78,7 @@ class ProbeResult:
             "load_s": self.load_s,
             "numerics": self.numerics,
             "pass_ms_by_rows": {str(rows): 1000 * seconds for rows, seconds in self.pass_s.items()},
-            "draft_ms_per_token": 1000 * self.draft_s,
             "peak_bytes": self.peak_bytes,
-            "predictions": [asdict(one) for one in self.predictions],
             "drafting_steps": 0 if self.trial is None else self.trial.num_steps,
             "drafting_steps_with_accepted": 0 if self.trial is None else self.trial.num_kept,
             "measured": [asdict(one) for one in self.measured],
@@ -111,11 +102,6 @@ def expected_speedup(
     """
     emitted = sum(acceptance_rate**depth for depth in range(num_draft_tokens + 1))
     return emitted * plain_s / (verify_s + proposal_s + num_draft_tokens * draft_s)
-
-
-def predict(pass_s: Mapping[int, float], draft_s: float) -> tuple[Prediction, ...]:
-    """Return the best of the timed draft lengths for each of `ACCEPTANCES`."""
-    return tuple(best_draft_length(rate, pass_s, draft_s) for rate in ACCEPTANCES)
 
 
 def best_draft_length(acceptance_rate: float, pass_s: Mapping[int, float], draft_s: float, proposal_s: float = 0.0) -> Prediction:
@@ -151,15 +137,10 @@ def probe(**arguments: Any) -> ProbeResult:
     load_s = time.perf_counter() - start
     rows = (1, *(count + 1 for count in DRAFT_LENGTHS))
     pass_s = _rising(time_passes(llm.runtime, llm.engine.cache, rows, max_model_len=llm.max_model_len, repeats=_PASS_REPEATS))
-    model = getattr(llm.drafter, "model", llm.drafter)  # a drafter for another vocabulary wraps its model
-    runtime, cache = getattr(model, "runtime", None), getattr(model, "cache", None)
-    draft_s = 0.0 if runtime is None or cache is None else time_passes(runtime, cache, (1,), max_model_len=llm.max_model_len)[1]
     measured = measure_speedups(llm)
-    trial = None if llm.drafter is None else _try_drafts(llm, llm.drafter)
-    if trial is not None and draft_s == 0.0:
-        draft_s = trial.draft_s
+    trial = None if llm.drafter is None else _try_drafts(llm)
     notices = (*llm.notices, *_match_notice(llm.drafter, trial))
-    return ProbeResult(load_s, llm.numerics, pass_s, draft_s, peak_memory_bytes(), predict(pass_s, draft_s), trial, notices, measured)
+    return ProbeResult(load_s, llm.numerics, pass_s, peak_memory_bytes(), trial, notices, measured)
 
 
 def _rising(pass_s: Mapping[int, float]) -> dict[int, float]:
@@ -168,35 +149,20 @@ def _rising(pass_s: Mapping[int, float]) -> dict[int, float]:
     return dict(zip(rows, accumulate((pass_s[one] for one in rows), max), strict=True))
 
 
-def _try_drafts(
-    llm: "LLM", drafter: "Drafter", num_texts: int = _NUM_TEXTS, num_tokens: int = _TEXT_TOKENS, temperature: float = 0.0
-) -> Trial:
+def _try_drafts(llm: "LLM", num_texts: int = _NUM_TEXTS, num_tokens: int = _TEXT_TOKENS, temperature: float = 0.0) -> Trial:
     """Draft for continuations of pieces of the sample text, even where drafting is unprofitable."""
     from paceline.sampling.params import SamplingParams
     from paceline.speculation.draft_length.policy import FixedDraftLength
 
     llm.engine.speculator.policy = FixedDraftLength(_NUM_DRAFT_TOKENS)
-    propose, spent = drafter.propose, 0.0
-
-    def timed(*asked: Any) -> Any:
-        nonlocal spent
-        start = time.perf_counter()
-        try:
-            return propose(*asked)
-        finally:
-            spent += time.perf_counter() - start
-
-    setattr(drafter, "propose", timed)  # noqa: B010  # on this instance only, which nothing else uses
     words = SAMPLE_TEXT.split(" ")
     prompts = [" ".join(words[len(words) * index // num_texts :][:_PROMPT_WORDS]) for index in range(num_texts)]
     max_tokens = max(1, min(num_tokens, llm.max_model_len // 2))
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0, ignore_eos=True)
     stats = [output.speculation for output in llm.generate(prompts, params)]
-    num_drafted = sum(one.num_draft_tokens for one in stats)
     num_steps = sum(one.steps - one.plain_steps for one in stats)
     num_kept = sum(sum(one.num_accepted_tokens_by_position[:1]) for one in stats)
-    num_accepted = sum(one.num_accepted_tokens for one in stats)
-    return Trial(num_steps, num_kept, num_accepted, spent / num_drafted if num_drafted else 0.0)
+    return Trial(num_steps, num_kept, sum(one.num_accepted_tokens for one in stats))
 
 
 def _match_notice(drafter: "Drafter | None", trial: Trial | None) -> tuple[str, ...]:
@@ -243,4 +209,4 @@ def _num_accepted(options: Mapping[str, object], arguments: Mapping[str, Any]) -
     if llm.drafter is None:
         return 0
     # sampled texts: greedy ones of small models repeat themselves, which any layout drafts
-    return _try_drafts(llm, llm.drafter, _LAYOUT_TEXTS, _LAYOUT_TOKENS, temperature=1.0).num_accepted
+    return _try_drafts(llm, _LAYOUT_TEXTS, _LAYOUT_TOKENS, temperature=1.0).num_accepted

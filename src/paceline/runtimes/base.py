@@ -15,7 +15,7 @@ from paceline.errors import BackendUnavailableError
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig
-from paceline.kv_cache.row_plan import RowPlan, TreeLayout
+from paceline.kv_cache.row_plan import RowPlan
 from paceline.kv_cache.sliding_window import PassLimits
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.config import ModelConfig, WeightType
@@ -46,7 +46,7 @@ class RowRange(NamedTuple):
         block_table: the sequence's cache blocks, with at least `cached_len + num_rows` slots.
         mask: [num_rows, num_rows], True = may attend; None = causal.
         first_slot: cached rows before this slot are not attended to; at most `cached_len`. Only drafting heads set it.
-        sequence_id, first_plan_row: row i of the range is row `first_plan_row + i` of the sequence's `RowPlan`. Used by recurrent layers.
+        sequence_id: id of the sequence in its cache, by which recurrent layers find its state.
         adapter: number of the rows' LoRA adapter (`Network.load_adapter`); 0 = none.
     """
 
@@ -57,7 +57,6 @@ class RowRange(NamedTuple):
     mask: BoolArray | None = None
     first_slot: int = 0
     sequence_id: int = 0
-    first_plan_row: int = 0
     adapter: int = 0
 
 
@@ -156,7 +155,7 @@ class ForwardOutput:
         for plan, nodes in zip(plans, logits_nodes, strict=True):
             end = first_logits_row + len(nodes)
             parts.append(PlanOutput(self, plan, first_row, first_logits_row, end))
-            first_row, first_logits_row = first_row + len(plan.row_nodes), end
+            first_row, first_logits_row = first_row + plan.num_rows, end
         return parts
 
 
@@ -191,17 +190,16 @@ class PlanOutput(NamedTuple):
 
     def _rows(self, nodes: Sequence[int]) -> slice | list[int]:
         """Return which rows of the pass these nodes are."""
-        if isinstance(nodes, range) and isinstance(self.plan.row_of_node, range):  # a plan in which row i is node i
+        if isinstance(nodes, range):
             return slice(self.first_row + nodes.start, self.first_row + nodes.stop, nodes.step)
-        return [self.first_row + self.plan.row_of_node[node] for node in nodes]
+        return [self.first_row + node for node in nodes]
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Properties of a loaded network on this machine: its numerics, how it lays out draft trees, its device and types."""
+    """Properties of a loaded network on this machine: its numerics, its device and types."""
 
     numerics: Numerics
-    tree_layout: TreeLayout
     device: str
     weight_type: WeightType
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32
@@ -270,7 +268,7 @@ class Network(ABC):
             limits: bounds on concurrent work, from which the blocks of sliding-window layers may be computed.
             checkpoints: after which rows recurrent states are kept, so that other sequences can continue from them.
         """
-        return KVCache(self.allocate_kv(num_blocks), num_blocks, self.capabilities.tree_layout)
+        return KVCache(self.allocate_kv(num_blocks), num_blocks)
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:
@@ -348,7 +346,7 @@ def assemble_pass(
     """Combine the rows of several sequences into one pass.
 
     Args:
-        plans: for each sequence, which node of its draft tree each row is, and where it is cached.
+        plans: for each sequence, where its rows are cached. Row i is node i of its draft tree.
         node_token_ids: for each plan, the token of each node.
         logits_nodes: for each plan, the nodes whose logits are computed, in the order in which they are returned.
         adapters: for each plan, the number of its adapter or 0; None = no plan has an adapter.
@@ -358,15 +356,10 @@ def assemble_pass(
     ranges: list[RowRange] = []
     logits_rows: list[int] = []
     for plan, tokens, nodes, adapter in zip(plans, node_token_ids, logits_nodes, adapters or [0] * len(plans), strict=True):
-        base, is_row_node = len(token_ids), isinstance(plan.row_nodes, range)  # whether row i is node i for all i
-        token_ids.extend(tokens if is_row_node else (tokens[node] for node in plan.row_nodes))
-        positions.extend(plan.row_positions)
-        for first_row, num_rows, _, block_table, mask in plan.paths:
-            table = np.asarray(block_table, np.int32)
-            ranges.append(RowRange(base + first_row, num_rows, plan.committed_len, table, mask, 0, plan.sequence_id, first_row, adapter))
-        if is_row_node and isinstance(nodes, range):
-            logits_rows.extend(range(base + nodes.start, base + nodes.stop, nodes.step))
-        else:
-            logits_rows.extend(base + plan.row_of_node[node] for node in nodes)
+        first_row, table = len(token_ids), np.asarray(plan.block_table, np.int32)
+        token_ids.extend(tokens)
+        positions.extend(plan.positions)
+        ranges.append(RowRange(first_row, plan.num_rows, plan.committed_len, table, plan.mask, 0, plan.sequence_id, adapter))
+        logits_rows.extend(first_row + node for node in nodes)
     batch = ForwardBatch(np.asarray(positions, np.int32), tuple(ranges))
     return Pass({TOKEN_IDS: np.asarray(token_ids, np.int32)}, batch, LogitsRows(np.asarray(logits_rows, np.int32)))

@@ -227,7 +227,7 @@ class _TimedSequence:
             return False
         plan = self._cache.reserve(self._sequence, range(-1, num_rows - 1), num_rows)
         for layer_cache in layer_caches:
-            for block in plan.paths[0].block_table[self._cached_len // plan.block_size :]:
+            for block in plan.block_table[self._cached_len // plan.block_size :]:
                 layer_cache.fill_block(block)  # because memory that was never written is read too fast
         self._cache.keep_path(self._sequence, num_rows - 1)
         return True

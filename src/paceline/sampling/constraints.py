@@ -5,9 +5,8 @@ tokens have the same effect as committed ones.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,38 +138,11 @@ def _tokenizations(word: str, encode: Callable[[str], Sequence[int]]) -> list[tu
     return sequences
 
 
-class TokenView(Sequence[int]):
-    """Prompt + output + path as one read-only sequence, without a copy of the text; slices are lists.
-
-    Args:
-        token_ids: prompt + output. Tokens that are appended to the list later are not part of the view.
-        path: draft tokens after them.
-    """
-
-    def __init__(self, token_ids: list[int], path: Sequence[int]) -> None:
-        self._token_ids, self._size, self._path = token_ids, len(token_ids), tuple(path)
-
-    def __len__(self) -> int:
-        return self._size + len(self._path)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[one] for one in range(len(self))[index]]
-        index = range(len(self))[index]
-        return self._token_ids[index] if index < self._size else self._path[index - self._size]
-
-    def __iter__(self) -> Iterator[int]:
-        return chain(islice(self._token_ids, self._size), self._path)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[np.int64]:  # noqa: FBT001  # numpy's signature
-        return np.fromiter(self, np.int64, len(self)).astype(dtype or np.int64, copy=False)
-
-
 class CustomProcessors:
     """Runs a request's own processors, in order.
 
     Args:
-        processors: functions of (token ids of prompt + output + path, a copy of the scores [V] float32) that return new scores.
+        processors: functions of (token ids of prompt + output + path, scores [V] float32) that return new scores. Arguments are copies.
             They also run for draft tokens, in any order and several times for the same text, so they must depend on nothing else.
         token_ids: the prompt.
     """
@@ -189,10 +161,9 @@ class CustomProcessors:
         Raises:
             RequestError: a processor raises, or its result is not an array of usable scores.
         """
-        text = TokenView(self._token_ids, path)
         for processor in self._processors:
             try:
-                returned = processor(text, scores.copy())
+                returned = processor([*self._token_ids, *path], scores.copy())
             except BaseException as error:  # whatever a user's code raises, only this request fails
                 if is_interrupt(error):
                     raise

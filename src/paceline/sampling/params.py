@@ -161,13 +161,9 @@ SAMPLING_NAMES = tuple(one.name for one in fields(SamplingParams))
 SamplingParams.__init__ = suggest_arguments("SamplingParams")(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
-def resolve_seed(params: SamplingParams, entropy: Callable[[int], int] = secrets.randbits) -> int:
-    """Return the request's seed, or a random one of 63 bits, which is reported so that the output can be reproduced.
-
-    Args:
-        entropy: number of bits -> that many random bits.
-    """
-    return entropy(63) if params.seed is None else params.seed
+def resolve_seed(params: SamplingParams) -> int:
+    """Return the request's seed, or a random one of 63 bits, which is reported so that the output can be reproduced."""
+    return secrets.randbits(63) if params.seed is None else params.seed
 
 
 def _refuse(name: str, value: object, reason: str) -> None:

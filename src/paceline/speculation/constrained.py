@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 from paceline.errors import RequestError
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.sampling.grammars.matcher import GrammarMatcher
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
@@ -27,13 +26,11 @@ def constrain_draft(rows: RequestRows) -> None:
     num_before = rows.num_draft_tokens
     max_rows, max_depth = request.limit_draft(MAX_FORCED_TOKENS + 1, MAX_FORCED_TOKENS)
     max_rows, max_depth = max(limit.max_rows, max_rows), max(limit.max_depth, max_depth)
-    tree = constrain(rows.tree if num_before > 0 else None, request, max_depth, max_rows, layout=limit.layout)
+    tree = constrain(rows.tree if num_before > 0 else None, request, max_depth, max_rows)
     rows.set_draft(tree, num_before, SkipReason.UNUSABLE)
 
 
-def constrain(
-    tree: DraftTree | None, request: Request, max_depth: int, max_rows: int, *, layout: TreeLayout = TreeLayout.PATHS
-) -> DraftTree | None:
+def constrain(tree: DraftTree | None, request: Request, max_depth: int, max_rows: int) -> DraftTree | None:
     """Return a draft tree without the nodes that the request's grammar forbids, and with the tokens that it forces.
 
     A sampled tree is returned unchanged. Its tokens obey the grammar, because `draft_probs` went through the request's processor. Removing
@@ -61,7 +58,7 @@ def constrain(
             given.token_ids[0], token_ids, parents, sources, confidences=None if given.confidences is None else probs
         )
     # forced tokens are always in the vocabulary
-    return given.trim(vocab_size=sys.maxsize, max_depth=max_depth, max_rows=max_rows, layout=layout)
+    return given.trim(vocab_size=sys.maxsize, max_depth=max_depth, max_rows=max_rows)
 
 
 def _constrained_nodes(matcher: GrammarMatcher, given: DraftTree, max_depth: int) -> list[tuple[int, int, str, float]]:

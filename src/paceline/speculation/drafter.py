@@ -8,7 +8,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from paceline.errors import ConfigError
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -28,9 +27,8 @@ class DraftBudget:
     """How much to draft for one request in one step.
 
     Attributes:
-        max_rows: maximum number of rows of the target's pass that the tree takes, root included.
+        max_rows: maximum number of rows of the target's pass that the tree takes: one for each node, root included.
         max_depth: maximum number of tokens on a path, root excluded.
-        layout: how the tree is laid out in the cache, which decides the rows of a branch (`num_rows` of kv_cache/row_plan.py).
         needs_draft_probs: whether `acceptance="rejection"` requires sampled drafts. Tokens are then sampled with `draw_distinct`
             (`paceline.sampling.residual`), whose noise is not the target's, and `DraftTree.draft_probs` holds their distributions.
         min_path_prob: path probability below which another token costs more time than it saves. 0 for sampled drafts, whose length must
@@ -40,7 +38,6 @@ class DraftBudget:
 
     max_rows: int
     max_depth: int
-    layout: TreeLayout = TreeLayout.PATHS
     needs_draft_probs: bool = False
     min_path_prob: float = 0.0
     calibrate: Callable[[float], float] | None = None

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from paceline.errors import CapacityError, PacelineError, is_interrupt, printable
 from paceline.kv_cache.cache import KVCache
-from paceline.kv_cache.row_plan import RowPlan, TreeLayout, num_rows
+from paceline.kv_cache.row_plan import RowPlan
 from paceline.speculation.constrained import constrain_draft
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import DraftBudget, Drafter
@@ -50,17 +50,17 @@ class Proposer:
     Args:
         drafters: drafters in the order in which they are called, except that lookup drafters come first.
         guard: suppresses exceptions of drafters and policy.
-        vocab_size, layout: as for `Speculator`.
+        vocab_size: as for `Speculator`.
 
     Attributes:
         draft_s, plan_s: seconds that the last `propose` spent in drafters, and in everything else.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], guard: ErrorGuard, *, vocab_size: int, layout: TreeLayout) -> None:
+    def __init__(self, drafters: Sequence[Drafter], guard: ErrorGuard, *, vocab_size: int) -> None:
         # read once: `name` may be a property of a user's drafter that raises in a later step
         self._drafters = [(drafter.name, drafter) for drafter in sorted(drafters, key=lambda drafter: not drafter.traits.is_lookup)]
         self.draft_s = self.plan_s = 0.0
-        self._guard, self._vocab_size, self._layout = guard, vocab_size, layout
+        self._guard, self._vocab_size = guard, vocab_size
         self._pauses: dict[str, tuple[int, int]] = {}  # drafters that failed: number of failures in a row, steps left until the next call
 
     def propose(self, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None, *, is_rejection: bool) -> None:
@@ -111,7 +111,7 @@ class Proposer:
         if request.num_remaining_tokens < 2:  # the last token of a step is always the bonus token
             return SkipReason.NO_ROOM, None
         max_rows, max_depth = request.limit_draft(policy.max_rows, policy.num_speculative_tokens)
-        return None, DraftBudget(max_rows, max_depth, self._layout, is_rejection and not request.params.is_greedy)
+        return None, DraftBudget(max_rows, max_depth, is_rejection and not request.params.is_greedy)
 
     def _call_drafter_guarded(
         self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
@@ -170,7 +170,7 @@ class Proposer:
                 continue
             tree.check()
             depth = max(depth, tree.tree_depth)
-            usable = tree.trim(vocab_size=self._vocab_size, max_depth=budget.max_depth, max_rows=budget.max_rows, layout=budget.layout)
+            usable = tree.trim(vocab_size=self._vocab_size, max_depth=budget.max_depth, max_rows=budget.max_rows)
             is_better = policy.prefers(rows, usable) if usable.num_draft_tokens else rows.num_draft_tokens == 0
             if is_better:
                 rows.set_draft(usable, tree.num_draft_tokens, SkipReason.UNUSABLE)
@@ -219,7 +219,7 @@ def _may_draft(rows: RequestRows, name: str) -> bool:
 
 def fit_rows(batch: Sequence[RequestRows], available: int) -> None:
     """Prune drafts to `available` rows in total, shared as evenly as their sizes allow."""
-    sizes = [_num_draft_rows(rows, () if rows.tree is None else rows.tree.parents) for rows in batch]
+    sizes = [rows.num_draft_tokens for rows in batch]
     if sum(sizes) <= available:
         return
     shares, left = [0] * len(sizes), max(0, available)
@@ -229,15 +229,8 @@ def fit_rows(batch: Sequence[RequestRows], available: int) -> None:
         left -= len(unfilled[:left])
     for rows, size, share in zip(batch, sizes, shares, strict=True):
         if share < size and rows.tree is not None:
-            kept = rows.tree.prune(lambda parents, rows=rows, share=share: _num_draft_rows(rows, parents) <= share)  # type: ignore[misc]
+            kept = rows.tree.prune(lambda parents, share=share: len(parents) - 1 <= share)  # type: ignore[misc]
             rows.set_draft(kept, rows.num_draft_tokens, SkipReason.PASS_FULL)
-
-
-def _num_draft_rows(rows: RequestRows, parents: Sequence[int]) -> int:
-    """Return the rows of the pass that a draft tree with these parents takes besides the row of its root."""
-    return (
-        num_rows(parents, TreeLayout.MASK if rows.max_draft_budget is None else rows.max_draft_budget.layout) - 1 if len(parents) > 1 else 0
-    )
 
 
 def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:

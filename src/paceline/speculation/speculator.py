@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from time import perf_counter
 
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import ForwardOutput, Network, Pass, PlanOutput
 from paceline.sampling.path_sampler import PathRequest
 from paceline.speculation.draft_length.policy import FixedDraftLength
@@ -24,7 +23,6 @@ class Speculator:
         drafters: empty for plain decoding.
         policy: decides how much is drafted.
         vocab_size: number of ids of the tokenizer. The model's logits beyond it are padding; these ids are never drafted or emitted.
-        layout: how trees are laid out in the cache, which decides the rows they take.
         acceptance: rule that accepts draft tokens.
 
     Attributes:
@@ -38,7 +36,6 @@ class Speculator:
         policy: FixedDraftLength,
         *,
         vocab_size: int,
-        layout: TreeLayout,
         acceptance: Acceptance = Acceptance.MATCH,
     ) -> None:
         self.acceptance, self.vocab_size = acceptance, vocab_size
@@ -46,7 +43,7 @@ class Speculator:
         self.drafter_names = tuple(drafter.name for drafter in drafters)
         self.uses_predicted_outputs = any(drafter.traits.uses_predicted_outputs for drafter in drafters)
         self._guard = ErrorGuard()
-        self._proposer = Proposer(drafters, self._guard, vocab_size=vocab_size, layout=layout)
+        self._proposer = Proposer(drafters, self._guard, vocab_size=vocab_size)
         self._observers = [drafter for drafter in drafters if type(drafter).observe is not Drafter.observe]
         self._needs = DrafterNeeds.union(drafters)
         self._forward_s = 0.0  # seconds of the last forward pass

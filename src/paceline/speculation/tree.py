@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from paceline.kv_cache.row_plan import TreeLayout, is_chain, num_rows
+from paceline.kv_cache.row_plan import is_chain
 from paceline.sampling.residual import TokenProbs
 
 
@@ -200,8 +200,8 @@ class DraftTree:
                 kept_nodes = nodes
         return self.subtree(kept_nodes)
 
-    def trim(self, *, vocab_size: int, max_depth: int, max_rows: int, layout: TreeLayout) -> "DraftTree":
-        """Return the tree without invalid ids and nodes deeper than `max_depth`, pruned to `max_rows` rows in `layout`.
+    def trim(self, *, vocab_size: int, max_depth: int, max_rows: int) -> "DraftTree":
+        """Return the tree without invalid ids and nodes deeper than `max_depth`, pruned to `max_rows` nodes.
 
         A distribution in `draft_probs` with a probability for an invalid id is dropped, so that its children count as not sampled. If it
         were dropped only when an invalid id was sampled, valid ids would be accepted too often.
@@ -214,8 +214,4 @@ class DraftTree:
         draft_probs = {node: probs for node, probs in tree.draft_probs.items() if probs.is_within(vocab_size)}
         if len(draft_probs) < len(tree.draft_probs):
             tree = replace(tree, draft_probs=draft_probs)
-
-        def fits(parents: Sequence[int]) -> bool:
-            return num_rows(parents, layout) <= max_rows and (layout is not TreeLayout.CHAIN or is_chain(parents))
-
-        return tree.prune(fits)
+        return tree.prune(lambda parents: len(parents) <= max_rows)

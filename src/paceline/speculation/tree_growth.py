@@ -1,16 +1,13 @@
-"""Growth of draft trees: of all candidates, the one with the greatest path probability per added row is added, until the rows are used up.
+"""Growth of draft trees: of all candidates, the one with the greatest path probability is added, until the rows are used up.
 
-The path probability of a node is the probability that it and all tokens before it are accepted. The first child of a node adds one row to
-the target's pass. In the layout `MASK`, each other child does, too. In the layout `PATHS`, each other child begins a new path and adds a
-row for every token of it.
+The path probability of a node is the probability that it and all tokens before it are accepted.
 """
 
 import heapq
-import sys
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias, TypeVar
 
-from paceline.kv_cache.row_plan import TreeLayout, is_chain
+from paceline.kv_cache.row_plan import is_chain
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.tree import DraftTree
 
@@ -36,10 +33,10 @@ def grow_tree(
     *,
     min_path_prob: float = 0.0,
 ) -> DraftTree | None:
-    """Return the tree of the candidates with the greatest path probability per row; None if no candidate fits.
+    """Return the tree of the candidates with the greatest path probability; None if no candidate fits.
 
     Args:
-        budget: rows, depth and layout of the tree.
+        budget: rows and depth of the tree.
         context: context of the root, passed to `expand`.
         expand: returns the candidates after a context, each token at most once. Called for nodes of the tree only.
         min_path_prob: candidates with a smaller path probability are left out.
@@ -60,45 +57,25 @@ def grow_tree_stepwise(root_token_id: int, budget: DraftBudget, context: Context
     A node is expanded as soon as it is added, because one of its children may be the best candidate of all.
     """
     token_ids, parents, depths, sources, probs = [root_token_id], [-1], [0], [""], [1.0]
-    has_child = [False]
-
-    def added_rows(parent: int) -> int:
-        """Return the rows that one more child of `parent` adds."""
-        if not has_child[parent] or budget.layout is TreeLayout.MASK:
-            return 1
-        return depths[parent] + 2 if budget.layout is TreeLayout.PATHS else sys.maxsize
-
-    rows_left = budget.max_rows - 1
-    # (-path probability per row, order of arrival, path probability, parent, candidate); the order of arrival makes ties deterministic
-    queue: list[tuple[float, int, float, int, Candidate[ContextT]]] = []
+    # (-path probability, order of arrival, parent, candidate); the order of arrival makes ties deterministic
+    queue: list[tuple[float, int, int, Candidate[ContextT]]] = []
     num_arrived, node, path_prob, is_expandable = 0, 0, 1.0, budget.max_depth > 0
-    while rows_left > 0:
+    while len(token_ids) < budget.max_rows:
         if is_expandable:
             for candidate in (yield context):
                 child_path_prob = path_prob * candidate[1]
                 if child_path_prob > 0.0 and child_path_prob >= min_path_prob:
-                    heapq.heappush(queue, (-child_path_prob, num_arrived, child_path_prob, node, candidate))
+                    heapq.heappush(queue, (-child_path_prob, num_arrived, node, candidate))
                     num_arrived += 1
         if not queue:
             break
-        negative_value, arrival, path_prob, parent, candidate = heapq.heappop(queue)
-        is_expandable, num_added = False, added_rows(parent)
-        if num_added > rows_left:
-            continue
-        # if a sibling was added after this candidate was queued, the candidate begins a path of its own in the layout PATHS
-        if -negative_value > path_prob / num_added:
-            heapq.heappush(queue, (-path_prob / num_added, arrival, path_prob, parent, candidate))
-            continue
-        token_id, prob, source, context = candidate
-        node = len(token_ids)
-        has_child[parent] = True
-        has_child.append(False)
+        negative_path_prob, _, parent, (token_id, prob, source, context) = heapq.heappop(queue)
+        node, path_prob = len(token_ids), -negative_path_prob
         token_ids.append(token_id)
         parents.append(parent)
         depths.append(depths[parent] + 1)
         sources.append(source)
         probs.append(min(prob, 1.0))
-        rows_left -= num_added
         is_expandable = depths[node] < budget.max_depth
     if len(token_ids) == 1:
         return None

@@ -10,7 +10,6 @@ import pytest
 
 from harness.checkpoints import write_checkpoint
 from harness.engine_targets import Open, assert_clean, make, run_to_end
-from harness.exact_targets import opened_as
 from paceline import LLM, CapacityError, CheckpointError, RequestError, SamplingParams
 from paceline.runtimes.base import ForwardOutput
 from paceline.speculation import step as step_module
@@ -27,7 +26,7 @@ NAN_ID = 96
 
 
 class BushyDrafter(Drafter):
-    """Guesses side by side: the path of the second takes blocks of its own. The first path is known to be right."""
+    """A path that is known to be right, and many wrong tokens next to its first one, which take further blocks."""
 
     name = "bushy"
 
@@ -39,7 +38,7 @@ class BushyDrafter(Drafter):
 
     def _tree(self, request: Request) -> DraftTree:
         known = self._answers[tuple(request.token_ids[: request.num_prompt_tokens])][request.num_output_tokens :][:2]
-        return DraftTree.from_nodes(request.token_ids[-1], [*known, 40, 41], [*range(len(known)), 0, 0], self.name)
+        return DraftTree.from_nodes(request.token_ids[-1], [*known, *range(40, 60)], [*range(len(known)), *[0] * 20], self.name)
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +91,11 @@ def test_preempted_request_reuses_its_cached_blocks_without_counting_a_hit(open_
     assert request.num_cached_tokens == 0, "what it had computed itself is no hit"
 
 
-@pytest.mark.parametrize("num_blocks", [4, 5, 6, 7, 9, 40])
+@pytest.mark.parametrize("num_blocks", [4, 6, 9, 40])
 def test_drafts_never_take_blocks_of_committed_tokens(open_llm: Open, solo: list[list[int]], num_blocks: int) -> None:
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, solo, strict=True)}
-    with opened_as("paths"):  # each with blocks of its own
-        llm = open_llm(num_blocks, BushyDrafter(answers), max_model_len=110)
-    llm.engine.speculator.policy = FixedDraftLength(4, max_rows=12)
+    llm = open_llm(num_blocks, BushyDrafter(answers), max_model_len=110)
+    llm.engine.speculator.policy = FixedDraftLength(4, max_rows=24)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == solo
     assert (sum(output.speculation.num_dropped_tokens for output in outputs) > 20) == (num_blocks <= 9)

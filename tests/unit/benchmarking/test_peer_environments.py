@@ -34,6 +34,13 @@ class Commands:
         return [[word for word in command if "==" in word or word == "--no-deps"] for command in self.run if "install" in command]
 
 
+def make(commands: Commands) -> Path:
+    """The Python of the environment that the commands make."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.benchmarking.peers._run", commands)
+        return make_environment(PEER)
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
@@ -43,37 +50,37 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_peer_environment_installs_torch_first(cache: Path) -> None:
     commands = Commands()
-    python = make_environment(PEER, commands)
+    python = make(commands)
     assert python == environment_python(PEER) == cache / "peers" / "fake" / "bin" / "python"
     assert commands.installed == [["torch==2.13.0+cpu"], ["torch==2.13.0+cpu", "fake==1.0"], ["--no-deps", "alone==2.0"]]
 
 
 def test_peer_environment_falls_back_to_torch_of_the_default_index() -> None:
     commands = Commands(refused="torch==2.13.0+cpu")
-    make_environment(PEER, commands)
+    make(commands)
     assert commands.installed[1:] == [["torch==2.13.0"], ["torch==2.13.0", "fake==1.0"], ["--no-deps", "alone==2.0"]]
 
 
 def test_existing_peer_environment_is_not_rebuilt() -> None:
-    make_environment(PEER, Commands())
+    make(Commands())
     commands = Commands()
-    assert make_environment(PEER, commands) == environment_python(PEER)
+    assert make(commands) == environment_python(PEER)
     assert commands.run == []
 
 
 def test_incomplete_peer_environment_is_ignored_and_rebuilt(cache: Path) -> None:
     with pytest.raises(BackendUnavailableError):
-        make_environment(PEER, Commands(refused="alone==2.0"))
+        make(Commands(refused="alone==2.0"))
     assert (cache / "peers" / "fake" / "bin" / "python").is_file()
     assert environment_python(PEER) is None
     (cache / "peers" / "fake" / "left over").touch()
-    make_environment(PEER, Commands())
+    make(Commands())
     assert not (cache / "peers" / "fake" / "left over").exists()
     assert environment_python(PEER) is not None
 
 
 def test_peer_environment_with_other_requirements_is_ignored(cache: Path) -> None:
-    make_environment(PEER, Commands())
+    make(Commands())
     record = cache / "peers" / "fake" / RECORD
     for text in (record.read_text(encoding="utf-8").replace("fake==1.0", "fake==0.9"), "[]", "{"):
         record.write_text(text, encoding="utf-8")
@@ -82,7 +89,7 @@ def test_peer_environment_with_other_requirements_is_ignored(cache: Path) -> Non
 
 def test_failed_peer_installation_reports_its_reason() -> None:
     with pytest.raises(BackendUnavailableError, match=r"fake cannot be installed here: ERROR: no fake==1\.0; it needs a compiler"):
-        make_environment(PEER, Commands(refused="fake==1.0"))
+        make(Commands(refused="fake==1.0"))
 
 
 @pytest.mark.parametrize("peer", PEERS.values(), ids=lambda peer: peer.name)

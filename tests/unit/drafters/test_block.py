@@ -39,7 +39,6 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.engine import loader as loader_module
 from paceline.errors import CheckpointError, IncompatibleDrafterError
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import read_model_config
 from paceline.proof.doctor import DoctorOptions, diagnose
 from paceline.sampling.draw import Distribution, draw
@@ -395,7 +394,7 @@ def marginals(random: np.random.Generator, confidence: float, num_rows: int = 15
 
 
 def best_first(rows: Sequence[DraftTokens], num_rows: int) -> DraftTree:
-    budget = DraftBudget(max_rows=num_rows, max_depth=len(rows), layout=TreeLayout.MASK)
+    budget = DraftBudget(max_rows=num_rows, max_depth=len(rows))
     tree = best_first_tree(9, budget, len(rows), lambda path: rows[len(path)], "test")
     assert tree is not None
     tree.check()

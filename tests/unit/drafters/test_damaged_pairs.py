@@ -11,7 +11,6 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
 from paceline.drafters.recurrent_heads.head import RecurrentHead
 from paceline.kv_cache.cache import KVCache
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.weights import Weights
 from paceline.runtimes.load import load_head
 from paceline.sampling.params import SamplingParams
@@ -37,7 +36,7 @@ def begun(embedding: np.ndarray, known: list[int], seed: int, *, tree_width: int
     config = EagleConfig(kind=HeadKind.EAGLE, layers=LAYERS, target_hidden_size=HIDDEN)
     runtime = load_head(target_feature_network(config), LAYERS, Weights(tensors), num_threads=1, max_model_len=100)
     head = RecurrentHead(config, runtime, runtime, plain_tensor(embedding), target_ids=None)
-    cache = KVCache([], 16, TreeLayout.MASK)
+    cache = KVCache([], 16)
     drafter = EagleStyleDrafter(head, cache, vocab_size=VOCAB, tree_width=tree_width)
     params = SamplingParams()
     request = Request(known, len(known), params, LogitsProcessor(params, VOCAB, known), cache.new_sequence(), seed, 0, 99)
@@ -56,7 +55,7 @@ def test_nan_logits_of_an_eagle_draft_token_end_the_draft(embedding: np.ndarray,
     """The pairs of drafted tokens are damaged: tokens drafted before are proposed."""
     embedding[4:] = np.nan
     drafter, request = begun(embedding, [1, 2, 3], seed)
-    (tree,) = drafter.propose([request], [DraftBudget(5, 4, TreeLayout.MASK)])
+    (tree,) = drafter.propose([request], [DraftBudget(5, 4)])
     assert tree is not None
     assert (tree.num_draft_tokens, tree.token_ids[1] >= 4) == (1, True)
 
@@ -65,11 +64,11 @@ def test_nan_logits_of_an_eagle_draft_token_end_the_draft(embedding: np.ndarray,
 def test_nan_logits_of_the_eagle_root_cause_a_plain_step(tree_width: int, embedding: np.ndarray, seed: int) -> None:
     embedding[3] = np.nan
     drafter, request = begun(embedding, [1, 2, 3], seed, tree_width=tree_width)
-    assert drafter.propose([request], [DraftBudget(9, 3, TreeLayout.MASK)]) == [None]
+    assert drafter.propose([request], [DraftBudget(9, 3)]) == [None]
     assert drafter.head.runtime.num_passes == 1
 
 
 def test_eagle_token_without_an_embedding_causes_a_plain_step(embedding: np.ndarray, seed: int) -> None:
     drafter, request = begun(embedding[: VOCAB - 1], [1, 2, VOCAB - 1], seed)
-    assert drafter.propose([request], [DraftBudget(9, 3, TreeLayout.MASK)]) == [None]
+    assert drafter.propose([request], [DraftBudget(9, 3)]) == [None]
     assert drafter.head.runtime.num_passes == 0

@@ -13,7 +13,6 @@ from paceline import LLM, SamplingParams
 from paceline.drafters.draft_model import CATCH_UP_ROWS, DraftModelDrafter
 from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.cache import CachedSequence
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.sampling.noise import Purpose, step_uniform
@@ -218,7 +217,7 @@ def test_draft_model_stops_after_an_unlikely_token(runtime: Network, width: int)
     """The chance halves with each token, and what is behind less than a fifth is not wanted: 1/2, 1/4, and 1/8 behind the last pass."""
     drafter = make_drafter(runtime, tree_width=width)
     request = make_request([5, 6, 7])
-    budget = DraftBudget(1 + 12 * width, 12, TreeLayout.MASK, min_path_prob=0.2, calibrate=lambda _: 0.5)
+    budget = DraftBudget(1 + 12 * width, 12, min_path_prob=0.2, calibrate=lambda _: 0.5)
     (tree,) = drafter.propose([request], [budget])
     assert tree is not None
     assert drafter.runtime.num_passes == 3
@@ -226,21 +225,19 @@ def test_draft_model_stops_after_an_unlikely_token(runtime: Network, width: int)
     assert len(tree.token_ids) == 1 + 3 * width
 
 
-@pytest.mark.parametrize("layout", TreeLayout)
 @pytest.mark.parametrize("needs_draft_probs", [False, True], ids=["grown", "drawn"])
-def test_draft_tree_fills_the_rows_and_drafts_no_deeper(runtime: Network, layout: TreeLayout, needs_draft_probs: bool) -> None:
+def test_draft_tree_fills_the_rows_and_drafts_no_deeper(runtime: Network, needs_draft_probs: bool) -> None:
     """What the engine would cut is not drafted: neither nodes beyond the rows nor passes behind the last level that has one."""
     random = np.random.default_rng(5)
     num_passes = num_levels = 0
     for width, max_rows, depth in itertools.product((2, 4), (2, 3, 5, 9, 17, 33), (1, 4, 8)):
         drafter = make_drafter(runtime, tree_width=width)
         request = make_request(random.integers(0, VOCAB_SIZE, 20).tolist(), FREE)
-        (tree,) = drafter.propose([request], [DraftBudget(max_rows, depth, layout, needs_draft_probs)])
+        (tree,) = drafter.propose([request], [DraftBudget(max_rows, depth, needs_draft_probs)])
         assert tree is not None
         tree.check()
-        assert tree.trim(vocab_size=VOCAB_SIZE, max_depth=depth, max_rows=max_rows, layout=layout) is tree
-        if layout is TreeLayout.MASK:
-            assert tree.num_draft_tokens == min(max_rows - 1, width * depth)
+        assert tree.trim(vocab_size=VOCAB_SIZE, max_depth=depth, max_rows=max_rows) is tree
+        assert tree.num_draft_tokens == min(max_rows - 1, width * depth)
         assert runtime.num_passes == tree.tree_depth or (not needs_draft_probs and runtime.num_passes == tree.tree_depth + 1)
         num_passes, num_levels = num_passes + runtime.num_passes, num_levels + tree.tree_depth
     assert num_passes <= 1.15 * num_levels  # a row whose guesses turn out to be worth less than a sibling's was needed to know it

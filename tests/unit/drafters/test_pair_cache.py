@@ -9,7 +9,6 @@ import pytest
 from paceline.drafters.recurrent_heads.cache import FeaturePairCache, RequestFeaturePairs
 from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network
 from paceline.runtimes.decoder import NetworkDefinition
 from paceline.sampling.params import SamplingParams
@@ -45,7 +44,7 @@ class Bench:
 
     @classmethod
     def make(cls, window: int = 1000, first_slot: int = 1) -> "Bench":
-        cache = KVCache([], NUM_BLOCKS, TreeLayout.MASK)
+        cache = KVCache([], NUM_BLOCKS)
         return cls(cache, FeaturePairCache(SilentHead(), cache, feature_size=FEATURE, window=window, first_slot=first_slot))
 
     def request(self, token_ids: list[int]) -> Request:

@@ -17,7 +17,6 @@ from paceline.drafters.suffix import (
     SuffixStore,
 )
 from paceline.errors import ConfigError
-from paceline.kv_cache.row_plan import TreeLayout, num_rows
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.tree import DraftTree
@@ -43,14 +42,9 @@ def law(text: Sequence[int], context: Sequence[int], min_match: int, max_match: 
 
 
 def search(text: Sequence[int], budget: DraftBudget, min_match: int, max_match: int) -> list[Path]:
-    """The tree by its definition: again and again the node that brings most per row it adds, the earlier offered of equal ones."""
+    """The tree by its definition: again and again the node whose path is most probable, the earlier offered of equal ones."""
     nodes: list[Path] = [()]
     offered: list[tuple[Path, float]] = []
-
-    def rows(extra: Sequence[Path] = ()) -> int:
-        everything = [*nodes, *extra]
-        order = sorted(everything, key=len)
-        return num_rows([-1, *(order.index(node[:-1]) for node in order[1:])], budget.layout)
 
     def offer(node: Path, prob: float) -> None:
         if len(node) < budget.max_depth:
@@ -59,11 +53,8 @@ def search(text: Sequence[int], budget: DraftBudget, min_match: int, max_match: 
                     offered.append(((*node, token), prob * share))
 
     offer((), 1.0)
-    while offered:
-        offered = [one for one in offered if rows([one[0]]) <= budget.max_rows]
-        if not offered:
-            break
-        best = max(offered, key=lambda one: one[1] / (rows([one[0]]) - rows()))
+    while offered and len(nodes) < budget.max_rows:
+        best = max(offered, key=lambda one: one[1])
         offered.remove(best)
         nodes.append(best[0])
         offer(*best)
@@ -79,9 +70,8 @@ def paths(tree: DraftTree | None) -> list[Path]:
     return sorted(texts[1:])
 
 
-@pytest.mark.parametrize("layout", [TreeLayout.PATHS, TreeLayout.MASK])
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 6])
-def test_suffix_proposals_equal_counting_in_the_whole_text(vocab_size: int, layout: TreeLayout, seed: int, large_counts: bool) -> None:
+def test_suffix_proposals_equal_counting_in_the_whole_text(vocab_size: int, seed: int, large_counts: bool) -> None:
     random = np.random.default_rng([seed, vocab_size])
     num_branching = num_proposals = 0
     for _ in range(60 if large_counts else 4):
@@ -95,12 +85,12 @@ def test_suffix_proposals_equal_counting_in_the_whole_text(vocab_size: int, layo
                 start = int(random.integers(0, len(request.token_ids)))
                 new += request.token_ids[start : start + 8]
             request.token_ids.extend(new)
-            budget = DraftBudget(int(random.integers(1, 14)), int(random.integers(0, 7)), layout)
+            budget = DraftBudget(int(random.integers(1, 14)), int(random.integers(0, 7)))
             (tree,) = drafter.propose([request], [budget])
             assert paths(tree) == search(request.token_ids, budget, min_match, max_match), (request.token_ids, budget)
             if tree is not None:
                 tree.check()
-                assert num_rows(tree.parents, layout) <= budget.max_rows
+                assert len(tree.parents) <= budget.max_rows
                 assert tree.token_ids[0] == request.token_ids[-1]
                 num_proposals += 1
                 num_branching += list(tree.parents) != list(range(-1, tree.num_draft_tokens))
@@ -137,13 +127,8 @@ def test_suffix_drafts_the_most_frequent_continuation_first() -> None:
     text = [1, 2, 3, 1, 2, 3, 1, 2, 4, 9, 1, 2]
     (chain,) = SuffixDrafter().propose([make_request(text)], [DraftBudget(2, 1)])
     assert paths(chain) == [(3,)]
-    (masked,) = SuffixDrafter().propose([make_request(text)], [DraftBudget(3, 1, TreeLayout.MASK)])
-    assert paths(masked) == [(3,), (4,)]
-    (too_dear,) = SuffixDrafter().propose([make_request(text)], [DraftBudget(3, 1, TreeLayout.PATHS)])
-    assert paths(too_dear) == [(3,)]
-    (unbranched,) = SuffixDrafter().propose([make_request(text)], [DraftBudget(30, 3, TreeLayout.CHAIN)])
-    assert unbranched is not None
-    assert list(unbranched.parents) == list(range(-1, len(unbranched.parents) - 1))
+    (tree,) = SuffixDrafter().propose([make_request(text)], [DraftBudget(3, 1)])
+    assert paths(tree) == [(3,), (4,)]
 
 
 def test_suffix_match_shorter_than_min_match_proposes_nothing() -> None:

@@ -1,29 +1,26 @@
 """Random operations on a small cache of labels, compared with lists: no operation loses, mixes or leaks a row."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from paceline.errors import CapacityError
-from paceline.kv_cache import cache as cache_module
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
-from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to, plan_rows
+from paceline.kv_cache.row_plan import RowPlan, path_to
 
 NUM_BLOCKS = 13
 BLOCK_SIZE = 4
 NUM_OPERATIONS = 40
-LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
 
 
 class CheckedCache:
     """A cache whose rows are labels (values hold the negative), with the labels every sequence should hold."""
 
-    def __init__(self, layout: TreeLayout, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(self, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK_SIZE) -> None:
         self.storage = np.zeros((2, num_blocks, 2, block_size, 1), np.int64)
-        self.cache = KVCache([FullAttentionCache(self.storage)], num_blocks, layout, block_size=block_size)
+        self.cache = KVCache([FullAttentionCache(self.storage)], num_blocks, block_size=block_size)
         self.labels: dict[CachedSequence, list[int]] = {}
         self.node_labels: dict[CachedSequence, list[int]] = {}
         self.num_refused = 0
@@ -40,12 +37,10 @@ class CheckedCache:
             return False
         self.node_labels[sequence] = [self._last_label + node for node in range(1, len(parents) + 1)]
         self._last_label += len(parents)
-        for path in sequence.plan.paths:
-            for row, node in enumerate(path.nodes):
-                block, slot = self._place(path.block_table, sequence.committed_len + row)
-                label = self.node_labels[sequence][node]
-                self.storage[0, block, :, slot] = label
-                self.storage[1, block, :, slot] = -label
+        for node, label in enumerate(self.node_labels[sequence]):
+            block, slot = self._place(sequence.plan.block_table, sequence.committed_len + node)
+            self.storage[0, block, :, slot] = label
+            self.storage[1, block, :, slot] = -label
         return True
 
     def keep_path(self, sequence: CachedSequence, node: int) -> None:
@@ -74,9 +69,8 @@ class CheckedCache:
         for sequence, labels in self.labels.items():
             assert sequence.committed_len == len(labels)
             assert self._rows(sequence.block_table, len(labels)) == labels
-            for path in () if sequence.plan is None else sequence.plan.paths:
-                written = [self.node_labels[sequence][node] for node in path.nodes]
-                assert self._rows(path.block_table, len(labels) + path.num_rows) == labels + written
+            if (plan := sequence.plan) is not None:
+                assert self._rows(plan.block_table, len(labels) + plan.num_rows) == labels + self.node_labels[sequence]
 
     def _rows(self, table: Sequence[int], count: int) -> list[int]:
         rows = self.storage[:, list(table)].transpose(1, 3, 0, 2, 4).reshape(-1, 4)[:count]
@@ -132,12 +126,12 @@ def _random_operation(checked: CheckedCache, generator: np.random.Generator) -> 
         checked.release(sequence)
 
 
-def _run_schedules(layout: TreeLayout, seed: int, count: int) -> int:
+def _run_schedules(seed: int, count: int) -> int:
     """Run random schedules, checking after every operation; returns how often memory was short."""
     num_refused = 0
     for schedule in range(count):
         generator = np.random.default_rng([seed, schedule])
-        checked = CheckedCache(layout)
+        checked = CheckedCache()
         for _ in range(NUM_OPERATIONS):
             _random_operation(checked, generator)
             checked.check()
@@ -149,43 +143,33 @@ def _run_schedules(layout: TreeLayout, seed: int, count: int) -> int:
     return num_refused
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_kv_cache_rows_and_blocks_are_right_under_random_use(layout, seed, large_counts):
+def test_kv_cache_rows_and_blocks_are_right_under_random_use(seed, large_counts):
     count = 1_000 if large_counts else 120
-    assert _run_schedules(layout, seed, count) > count // 4
+    assert _run_schedules(seed, count) > count // 4
 
 
 @pytest.mark.parametrize("offset", [-1, 1], ids=["the parent", "the child"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_cache_check_detects_the_path_of_a_wrong_node(layout, offset, seed, monkeypatch):
+def test_cache_check_detects_the_path_of_a_wrong_node(offset, seed, monkeypatch):
     commit = RowPlan.commit
 
     def off_by_one(plan: RowPlan, node: int):
-        path = next(list(path.nodes) for path in plan.paths if node in path.nodes)
-        wanted = path_to(plan.parents, node)[-2:][0] if offset < 0 else path[min(path.index(node) + 1, len(path) - 1)]
-        return commit(plan, wanted)
+        child = next((other for other, parent in enumerate(plan.parents) if parent == node), node)
+        return commit(plan, path_to(plan.parents, node)[-2:][0] if offset < 0 else child)
 
     monkeypatch.setattr(RowPlan, "commit", off_by_one)
     with pytest.raises(AssertionError):
-        _run_schedules(layout, seed, 20)
-
-
-def test_cache_check_detects_a_path_without_a_copied_tail_block(seed, monkeypatch):
-    monkeypatch.setattr(cache_module, "plan_rows", lambda *args: replace(plan_rows(*args), copies=()))
-    with pytest.raises(AssertionError):
-        _run_schedules(TreeLayout.PATHS, seed, 20)
+        _run_schedules(seed, 20)
 
 
 def test_cache_check_detects_rows_that_were_not_moved(seed, monkeypatch):
     commit = RowPlan.commit
     monkeypatch.setattr(RowPlan, "commit", lambda plan, node: commit(plan, node)._replace(moves=()))
     with pytest.raises(AssertionError):
-        _run_schedules(TreeLayout.MASK, seed, 20)
+        _run_schedules(seed, 20)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_cache_reserve_twice_raises(layout):
-    checked = CheckedCache(layout)
+def test_cache_reserve_twice_raises():
+    checked = CheckedCache()
     sequence = checked.start()
     checked.reserve(sequence, [-1, 0, 0])
     with pytest.raises(RuntimeError, match="a pass is under way"):
@@ -194,14 +178,14 @@ def test_cache_reserve_twice_raises(layout):
 
 
 def test_cache_keep_path_without_reserve_raises():
-    checked = CheckedCache(TreeLayout.PATHS)
+    checked = CheckedCache()
     with pytest.raises(RuntimeError, match="reserve first"):
         checked.cache.keep_path(checked.start(), 0)
 
 
 @pytest.mark.parametrize("length", [0, 5, 8])
 def test_cache_release_twice_raises_even_if_blocks_have_a_new_owner(length):
-    checked = CheckedCache(TreeLayout.PATHS)
+    checked = CheckedCache()
     first, second = checked.start(), checked.start()
     for sequence in (first, second):
         if length:
@@ -216,7 +200,7 @@ def test_cache_release_twice_raises_even_if_blocks_have_a_new_owner(length):
 
 @pytest.mark.parametrize("length", [-1, 6])
 def test_cache_truncate_to_an_impossible_length_raises(length):
-    checked = CheckedCache(TreeLayout.PATHS)
+    checked = CheckedCache()
     sequence = checked.start()
     checked.reserve(sequence, range(-1, 4))
     checked.keep_path(sequence, 4)
@@ -225,16 +209,8 @@ def test_cache_truncate_to_an_impossible_length_raises(length):
     checked.check()
 
 
-def test_cache_reserve_of_a_rejected_tree_allocates_no_blocks():
-    checked = CheckedCache(TreeLayout.CHAIN)
-    with pytest.raises(ValueError, match="cannot be laid out as a chain"):
-        checked.cache.reserve(checked.start(), [-1, 0, 0])
-    checked.check()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_cache_keep_path_of_an_unknown_node_keeps_the_reservation(layout):
-    checked = CheckedCache(layout)
+def test_cache_keep_path_of_an_unknown_node_keeps_the_reservation():
+    checked = CheckedCache()
     sequence = checked.start()
     checked.reserve(sequence, [-1, 0, 0])
     with pytest.raises(ValueError, match="not in the tree"):
@@ -245,10 +221,10 @@ def test_cache_keep_path_of_an_unknown_node_keeps_the_reservation(layout):
 
 
 def test_kv_cache_lengths_match_its_storage():
-    checked = CheckedCache(TreeLayout.PATHS)
+    checked = CheckedCache()
     assert checked.cache.max_slots == NUM_BLOCKS * BLOCK_SIZE
     sequence = checked.start()
     checked.reserve(sequence, [-1, 0, 0, 1])
-    assert (sequence.committed_len, sequence.plan.num_rows) == (0, 5)
+    assert (sequence.committed_len, sequence.plan.num_rows) == (0, 4)
     checked.cancel(sequence)
     assert (sequence.committed_len, sequence.plan, checked.cache.pool.num_free) == (0, None, NUM_BLOCKS)

@@ -10,12 +10,11 @@ from paceline.errors import CapacityError
 from paceline.kv_cache.block_pool import BlockHash, BlockPool
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache, PagedCache
-from paceline.kv_cache.row_plan import TreeLayout, path_to
+from paceline.kv_cache.row_plan import path_to
 
 SIZE = 4
 NUM_BLOCKS = 24
 SALTS = (b"", b"another tenant")
-LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
 
 
 class Text:
@@ -32,9 +31,9 @@ class CheckedCache:
     A further layer cache, the companion, gets the same labels when rows are committed.
     """
 
-    def __init__(self, layout: TreeLayout = TreeLayout.PATHS, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
         self.storage = np.zeros((2, num_blocks, 1, SIZE, 1), np.int64)
-        self.cache = KVCache([FullAttentionCache(self.storage)], num_blocks, layout, block_size=SIZE)
+        self.cache = KVCache([FullAttentionCache(self.storage)], num_blocks, block_size=SIZE)
         self.companion = np.zeros((1, num_blocks, SIZE), np.int64)
         self.cache.add_layer_cache(PagedCache(self.companion))
         self.texts: list[Text] = []
@@ -63,11 +62,10 @@ class CheckedCache:
         plan = self.cache.reserve(text.sequence, parents)
         start = text.sequence.committed_len
         text.drafted = [*text.token_ids[start : start + len(parents) - len(drafted)], *drafted]
-        for path in plan.paths:
-            for row, node in enumerate(path.nodes):
-                before = [text.drafted[one] for one in path_to(parents, node)]
-                slot = start + row
-                self.storage[:, path.block_table[slot // SIZE], :, slot % SIZE] = self._label(text, start, before)
+        for node in range(plan.num_rows):
+            before = [text.drafted[one] for one in path_to(parents, node)]
+            slot = start + node
+            self.storage[:, plan.block_table[slot // SIZE], :, slot % SIZE] = self._label(text, start, before)
 
     def keep(self, text: Text, node: int, *, register: bool = True) -> None:
         """Commit a node's path; a token that no row was computed from yet follows it."""
@@ -184,12 +182,12 @@ def _random_event(checked: CheckedCache, generator: np.random.Generator) -> None
         checked.release(text)
 
 
-def _run_events(layout: TreeLayout, seed: int, num_schedules: int, num_events: int = 250) -> tuple[int, int, int]:
+def _run_events(seed: int, num_schedules: int, num_events: int = 250) -> tuple[int, int, int]:
     """Run random events, checking after each; returns blocks adopted, blocks evicted and how often memory was short."""
     num_adopted = num_evicted = num_refused = 0
     for schedule in range(num_schedules):
         generator = np.random.default_rng([seed, schedule])
-        checked = CheckedCache(layout)
+        checked = CheckedCache()
         for _ in range(num_events):
             try:
                 _random_event(checked, generator)
@@ -205,10 +203,9 @@ def _run_events(layout: TreeLayout, seed: int, num_schedules: int, num_events: i
     return num_adopted, num_evicted, num_refused
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_matched_blocks_hold_the_rows_of_the_prefix(layout, seed, large_counts, tally):
+def test_matched_blocks_hold_the_rows_of_the_prefix(seed, large_counts, tally):
     num_schedules = 100 if large_counts else 5
-    num_adopted, num_evicted, num_refused = _run_events(layout, seed, num_schedules)
+    num_adopted, num_evicted, num_refused = _run_events(seed, num_schedules)
     tally["prefix cache events"] += num_schedules * 250
     tally["blocks adopted"] += num_adopted
     tally["blocks evicted"] += num_evicted
@@ -243,7 +240,7 @@ BREAKAGES = {
 def test_random_prefix_cache_events_detect_planted_faults(breakage, seed, monkeypatch):
     monkeypatch.setattr(*breakage)
     with pytest.raises((AssertionError, RuntimeError)):
-        _run_events(TreeLayout.PATHS, seed, 8)
+        _run_events(seed, 8)
 
 
 def test_repeated_prompt_matches_all_but_its_last_block():

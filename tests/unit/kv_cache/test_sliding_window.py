@@ -10,7 +10,7 @@ from paceline.kv_cache import sliding_window as module
 from paceline.kv_cache.block_pool import BlockPool
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
-from paceline.kv_cache.row_plan import TreeLayout, blocks_for, path_to
+from paceline.kv_cache.row_plan import blocks_for, path_to
 from paceline.kv_cache.sliding_window import PassLimits, SlidingWindowCache, num_window_blocks
 
 SIZE = 4
@@ -45,7 +45,7 @@ class Bench:
         counts = [of_windows or num_window_blocks(window, num_blocks, limits, SIZE) for window in WINDOWS]
         self.windows = [SlidingWindowCache(self._storage(count), window, SIZE) for window, count in zip(WINDOWS, counts, strict=True)]
         self.limits = limits or PassLimits(6, 1_000_000)
-        self.cache = KVCache([FullAttentionCache(self._storage(num_blocks)), *self.windows], num_blocks, TreeLayout.MASK, block_size=SIZE)
+        self.cache = KVCache([FullAttentionCache(self._storage(num_blocks)), *self.windows], num_blocks, block_size=SIZE)
         self.texts: list[Text] = []
         self.num_adopted = 0
         self._labels: dict[tuple[int, ...], int] = {}
@@ -65,10 +65,10 @@ class Bench:
         sequence, start = text.sequence, text.sequence.committed_len
         plan = self.cache.reserve(sequence, parents)
         text.drafted = list(tokens)
-        tables = [list(plan.paths[0].block_table), *(window.table(sequence.id) for window in self.windows)]
+        tables = [list(plan.block_table), *(window.table(sequence.id) for window in self.windows)]
         for memory, table in zip(self.cache.layer_caches, tables, strict=True):
-            for row, node in enumerate(plan.row_nodes):
-                slot, before = start + row, [tokens[one] for one in path_to(parents, node)]
+            for node in range(plan.num_rows):
+                slot, before = start + node, [tokens[one] for one in path_to(parents, node)]
                 memory.storage[:, table[slot // SIZE], :, slot % SIZE] = self._label([*text.token_ids[:start], *before])
 
     def keep(self, text: Text, node: int) -> None:

@@ -1,6 +1,7 @@
 """Native attention over long contexts and in every type of keys and values: rows that share blocks, and splits on several threads."""
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 import pytest
@@ -26,10 +27,20 @@ BY_FLOAT_TYPE = pytest.mark.parametrize(
 TOLERANCE = {KVCacheDtype.F32: 3e-6, KVCacheDtype.BF16: 2e-2, KVCacheDtype.F16: 5e-6, KVCacheDtype.INT8: 2e-2}
 
 
+def stored_row(codec: KVBlockCodec, bench: Bench, block: int, row: int) -> tuple[FloatArray, FloatArray]:
+    """Keys and values of a row as float32, each [layers, K, D rounded up to a multiple of 16]."""
+    keys, values, *scales = codec.row_views(bench.storage, block, row)
+    found = [part.reshape(*part.shape[:2], prod(part.shape[2:])) for part in (keys, values)]
+    if codec.kv_cache_dtype is KVCacheDtype.BF16:
+        found = [(part.astype(np.uint32) << 16).view(np.float32) for part in found]
+    factors = [scale[..., None] for scale in scales] or [np.float32(1.0)] * 2
+    return found[0].astype(np.float32) * factors[0], found[1].astype(np.float32) * factors[1]
+
+
 def as_stored(bench: Bench, table: Sequence[int], count: int) -> tuple[FloatArray, FloatArray]:
     """Keys and values [count, K * D] of the first rows, as the cache keeps them."""
     rows, attention = KVBlockCodec(bench.kv_cache_dtype, BLOCK_SIZE), bench.config.attention
-    found = [rows.read(bench.storage, int(table[slot // BLOCK_SIZE]), slot % BLOCK_SIZE) for slot in range(count)]
+    found = [stored_row(rows, bench, int(table[slot // BLOCK_SIZE]), slot % BLOCK_SIZE) for slot in range(count)]
     keys, values = (np.stack([side[0, :, : attention.head_size].reshape(-1) for side in sides]) for sides in zip(*found, strict=True))
     return keys, values
 
@@ -74,7 +85,7 @@ def test_latent_attention_equals_its_definition_over_stored_keys(kv_cache_dtype:
     table, rows = shuffled(random, 24), bench.rows(random, 300)
     found = read(bench, rows, (250, 3, 47), table)
     codec = KVBlockCodec(kv_cache_dtype, BLOCK_SIZE, planes=1)
-    keys = np.stack([codec.read(bench.storage, int(table[slot // BLOCK_SIZE]), slot % BLOCK_SIZE)[1][0, 0] for slot in range(300)])
+    keys = np.stack([stored_row(codec, bench, int(table[slot // BLOCK_SIZE]), slot % BLOCK_SIZE)[1][0, 0] for slot in range(300)])
     for row in (0, 249, 252, 256, 299):
         expected = bench.expected(rows[0][row], keys[: row + 1], keys[: row + 1])
         assert np.abs(found[row] - expected).max() <= TOLERANCE[kv_cache_dtype] * max(1.0, np.abs(keys).max())
@@ -203,14 +214,13 @@ def test_copied_kv_row_reads_the_same(kv_cache_dtype: KVCacheDtype, seed: int) -
     rows = bench.rows(np.random.default_rng(seed), 40)
     read(bench, rows, (40,), blocks(5, 7))
     packed = KVBlockCodec(kv_cache_dtype, BLOCK_SIZE)
-    before = packed.read(bench.storage, 5, 18)
-    untouched = [packed.read(bench.storage, 7, row) for row in range(8)]
+    before = stored_row(packed, bench, 5, 18)
+    untouched = [stored_row(packed, bench, 7, row) for row in range(8)]
     packed.copy(bench.storage, (5, 18), (7, 3))
-    assert all(np.array_equal(one, other, equal_nan=True) for one, other in zip(packed.read(bench.storage, 7, 3), before, strict=True))
+    assert all(np.array_equal(one, other, equal_nan=True) for one, other in zip(stored_row(packed, bench, 7, 3), before, strict=True))
     for row in (0, 1, 2, 4, 5, 6, 7):
         assert all(
-            np.array_equal(one, other, equal_nan=True)
-            for one, other in zip(packed.read(bench.storage, 7, row), untouched[row], strict=True)
+            np.array_equal(one, other, equal_nan=True) for one, other in zip(stored_row(packed, bench, 7, row), untouched[row], strict=True)
         )
 
 

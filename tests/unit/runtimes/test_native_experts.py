@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.native_network import BUILT, Network, plain_tensor
+from harness.native_network import BUILT, Network, count_claimed_pieces, plain_tensor
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP, ExpertRouting, RouterScoring
@@ -201,6 +201,6 @@ def test_each_selected_expert_is_read_once_per_pass(num_rows: int, seed: int) ->
     operations = run._blocks.operations
     for index, operation in enumerate(operations):
         if isinstance(operation, ExpertsOperation):
-            taken = run.execution.count_claimed_pieces(index, 1)
+            taken = count_claimed_pieces(run.execution, index, 1)
             outputs = operation.matrices[0].outputs
             assert taken == active * operation.num_matrices * -(-outputs // 48)

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from harness.native_network import BUILT, Network, plain_tensor
+from harness.native_network import BUILT, Network, count_claimed_pieces, plain_tensor
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, pack_nibbles, unpack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Weights
@@ -268,4 +268,4 @@ def test_each_piece_of_a_panel_product_is_computed_once(num_rows: int, num_threa
         buffer[...] = np.nan
     assert all(np.array_equal(found, wanted) for found, wanted in zip(run(x), expected, strict=True))
     of_piece = 64 if num_rows <= 4 else 16
-    assert run.execution.count_claimed_pieces(0, 1) == sum(-(-outputs // of_piece) for outputs in sizes.values())
+    assert count_claimed_pieces(run.execution, 0, 1) == sum(-(-outputs // of_piece) for outputs in sizes.values())

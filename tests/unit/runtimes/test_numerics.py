@@ -12,7 +12,6 @@ from harness.model_configs import make_config
 from harness.native_network import BUILT
 from paceline.errors import CheckpointError
 from paceline.kv_cache.cache import KVCache
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import WeightType
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes import load as load_module
@@ -53,7 +52,7 @@ class FakeRuntime:
     def __init__(self, fault: Fault, *, version: str = "1", shift: float = 0.0) -> None:
         self.config = CONFIG
         self.version = version
-        self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, "cpu", WeightType.F32)
+        self.capabilities = Capabilities(Numerics.FAST, "cpu", WeightType.F32)
         self.num_passes = 0
         self._fault = fault
         self._shift = shift

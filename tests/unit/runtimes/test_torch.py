@@ -10,7 +10,7 @@ from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.model_configs import make_config
 from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
 from paceline.kv_cache.cache import BLOCK_SIZE
-from paceline.kv_cache.row_plan import TreeLayout, tree_mask
+from paceline.kv_cache.row_plan import tree_mask
 from paceline.models.checkpoint import open_weights
 from paceline.models.config import WeightType, read_config
 from paceline.models.layers import AttentionConfig
@@ -140,7 +140,5 @@ def test_torch_kv_cache_larger_than_memory_is_a_capacity_error(directory: Path) 
         runtime.new_cache(2**40)
 
 
-def test_torch_runtime_has_fast_numerics_and_masked_trees(directory: Path) -> None:
-    runtime = open_runtime(directory)
-    assert (runtime.capabilities.numerics, runtime.capabilities.tree_layout) == (Numerics.FAST, TreeLayout.MASK)
-    assert runtime.new_cache(4).layout is TreeLayout.MASK
+def test_torch_runtime_has_fast_numerics(directory: Path) -> None:
+    assert open_runtime(directory).capabilities.numerics is Numerics.FAST

@@ -1,7 +1,5 @@
 """Recurrent layers of the torch runtime: what is kept, dropped, cut or adopted, a row is that of one pass over its own text."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -10,7 +8,7 @@ from harness.recurrent_networks import MIXERS, recurrent_config, recurrent_weigh
 from paceline.errors import CapacityError
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.recurrent_state import MIN_UNRECORDED_ROWS, CheckpointConfig, RecurrentStateCache
-from paceline.kv_cache.row_plan import TreeLayout, path_to
+from paceline.kv_cache.row_plan import path_to
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, Network, assemble_pass
@@ -53,12 +51,10 @@ def random_tree(random: np.random.Generator, num_known: int, num_drafted: int) -
 
 
 @pytest.mark.spread(0.5)
-@pytest.mark.parametrize("layout", [TreeLayout.MASK, TreeLayout.PATHS])
 @pytest.mark.parametrize("offset", range(4))
-def test_torch_recurrent_rows_after_random_events_equal_one_pass(seed: int, offset: int, layout: TreeLayout) -> None:
+def test_torch_recurrent_rows_after_random_events_equal_one_pass(seed: int, offset: int) -> None:
     random, config = np.random.default_rng(seed + offset), recurrent_config(*KINDS)
     network, alone = (open_torch(config, seed) for _ in range(2))
-    network.capabilities = replace(network.capabilities, tree_layout=layout)
     cache = network.new_cache(40, checkpoints=CheckpointConfig(interval=64, max_checkpoints=4))
     sequence, text = cache.new_sequence(), list[int]()
     for _ in range(14):

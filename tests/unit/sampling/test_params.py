@@ -140,8 +140,9 @@ def test_sampling_params_are_greedy_at_temperature_0():
     assert not SamplingParams(temperature=0.5).is_greedy
 
 
-def test_unseeded_request_gets_a_random_63_bit_seed():
+def test_unseeded_request_gets_a_random_63_bit_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_seed(SamplingParams(seed=7)) == 7
     assert resolve_seed(SamplingParams(seed=0)) == 0
-    assert resolve_seed(SamplingParams(), entropy=lambda bits: bits) == 63
     assert resolve_seed(SamplingParams()) != resolve_seed(SamplingParams())
+    monkeypatch.setattr("secrets.randbits", lambda bits: bits)
+    assert resolve_seed(SamplingParams()) == 63

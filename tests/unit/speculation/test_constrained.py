@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from harness.grammar_schemas import random_schema
 from paceline.errors import RequestError
 from paceline.kv_cache.cache import CachedSequence
-from paceline.kv_cache.row_plan import TreeLayout, is_chain, num_rows
+from paceline.kv_cache.row_plan import is_chain
 from paceline.sampling.grammars.compiler import GrammarCompiler
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.grammars.matcher import GrammarMatcher
@@ -130,14 +130,14 @@ def guess(generator: np.random.Generator, one: Request, right: Sequence[int]) ->
     return DraftTree.from_nodes(one.token_ids[-1], tokens, parents, "oracle") if tokens else None
 
 
-def check(tree: DraftTree | None, one: Request, max_depth: int, max_rows: int, layout: TreeLayout) -> None:
+def check(tree: DraftTree | None, one: Request, max_depth: int, max_rows: int) -> None:
     """A tree that obeys grammar and budget."""
     if tree is None:
         return
     tree.check()
     assert tree.num_draft_tokens >= 1
     assert tree.tree_depth <= max_depth
-    assert num_rows(tree.parents, layout) <= max_rows
+    assert len(tree.parents) <= max_rows
     matcher = one.processor.grammar
     assert matcher is not None
     paths: list[tuple[int, ...]] = [()]
@@ -164,12 +164,11 @@ def test_tree_under_a_grammar_gives_the_tokens_of_plain_decoding(
         params = SamplingParams(max_tokens=60, grammar=grammar, **SAMPLINGS[sampling])
         target = Target(case)
         plain = generate(target, request(params))
-        layout = TreeLayout.MASK if case % 2 else TreeLayout.PATHS
 
-        def propose(one: Request, plain: list[int] = plain, layout: TreeLayout = layout) -> DraftTree | None:
+        def propose(one: Request, plain: list[int] = plain) -> DraftTree | None:
             max_depth, max_rows = min(6, one.num_remaining_tokens - 1), int(generator.integers(1, 14))
-            tree = constrain(guess(generator, one, plain), one, max_depth, max_rows, layout=layout)
-            check(tree, one, max_depth, max_rows, layout)
+            tree = constrain(guess(generator, one, plain), one, max_depth, max_rows)
+            check(tree, one, max_depth, max_rows)
             nonlocal num_branched
             num_branched += tree is not None and not is_chain(tree.parents)
             return tree

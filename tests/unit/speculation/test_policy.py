@@ -11,7 +11,6 @@ import pytest
 from harness.fixed_draft_length import fixed_lengths
 from harness.replay import DEEPEST, Costs, Trace, best_fixed, controller, made_up, replay
 from harness.spread import mark_cases
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.cost import ForwardProfile
 from paceline.speculation.draft_length.acceptance import PRIOR_RATE
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
@@ -201,15 +200,6 @@ def test_sampled_drafts_are_sent_unchanged_by_the_policy() -> None:
     drawn = [tree and replace(tree, draft_probs=probs) for tree in trace.guesses]
     replay(policy, [replace(trace, guesses=drawn)], costs, drawn=True)
     assert not seen
-
-
-def test_tree_branches_with_rows_of_their_own_are_kept() -> None:
-    costs = MACHINES["dear rows"]
-    tree = DraftTree.from_nodes(0, [1, 2, 3], [0, 0, 1], "player", confidences=[0.01, 0.01, 0.01])
-    trace = Trace([9] * 40, [tree] * 40)
-    paths = replay(controller(costs), [trace], costs, layout=TreeLayout.PATHS)
-    mask = replay(controller(costs), [trace], costs, layout=TreeLayout.MASK)
-    assert mask.num_draft_tokens < paths.num_draft_tokens
 
 
 def test_drafter_without_measured_time_is_tried() -> None:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from harness.decoding_rows import VOCAB_SIZE, make_request
-from paceline.kv_cache.row_plan import TreeLayout, num_rows
 from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
@@ -62,7 +61,7 @@ def adaptive(row_s: float = 0.05) -> AdaptiveDraftLength:
 
 
 def speculator_of(drafters: Sequence[Drafter], policy: FixedDraftLength | None = None) -> Speculator:
-    return Speculator(drafters, policy or FixedDraftLength(4), vocab_size=VOCAB_SIZE, layout=TreeLayout.MASK)
+    return Speculator(drafters, policy or FixedDraftLength(4), vocab_size=VOCAB_SIZE)
 
 
 def propose(speculator: Speculator, *requests: Request, max_rows: int | None = None) -> list[RequestRows]:
@@ -226,17 +225,14 @@ def test_batch_drafts_fit_the_pass_after_the_required_token_rows() -> None:
     assert [rows.skip_reason for rows in batch] == [SkipReason.PASS_FULL] * 3
 
 
-@pytest.mark.parametrize(("layout", "num_tokens"), [(TreeLayout.MASK, 5), (TreeLayout.PATHS, 4)])
-def test_rows_of_a_tree_are_counted_in_its_layout_when_a_pass_is_full(layout: TreeLayout, num_tokens: int) -> None:
-    """With PATHS the root has a row in each of three paths."""
+def test_tree_is_pruned_to_the_rows_of_a_full_pass() -> None:
     parents = [0, 0, 0, 1, 2, 3]
     drafter = Scripted("only", lambda request: DraftTree.from_nodes(request.token_ids[-1], [5, 6, 7, 8, 9, 10], parents, "only"))
     policy = FixedDraftLength(4, max_rows=16)
-    speculator = Speculator([drafter], policy, vocab_size=VOCAB_SIZE, layout=layout)
+    speculator = Speculator([drafter], policy, vocab_size=VOCAB_SIZE)
     (rows,) = propose(speculator, make_request([1, 2]), max_rows=6)
     assert rows.tree is not None
-    assert num_rows(rows.tree.parents, layout) <= 6
-    assert rows.num_draft_tokens == num_tokens
+    assert rows.num_draft_tokens == 5
 
 
 def test_tree_that_is_not_in_breadth_first_order_fails_like_any_error_of_a_drafter(caplog: pytest.LogCaptureFixture) -> None:

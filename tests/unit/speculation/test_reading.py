@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from paceline.kv_cache.cache import CachedSequence
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -90,7 +89,7 @@ def open_speculator(accepted: int, token_s: float, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         policy, "observe_draft_time", lambda who, count, depth, seconds, **more: observe(who, count, depth, DRAFT_S, **more)
     )  # by this clock
-    return Speculator([drafter], policy, vocab_size=4, layout=TreeLayout.MASK), drafter
+    return Speculator([drafter], policy, vocab_size=4), drafter
 
 
 @pytest.mark.spread(0.4)

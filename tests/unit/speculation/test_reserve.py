@@ -7,7 +7,6 @@ import pytest
 
 from paceline.errors import CapacityError
 from paceline.kv_cache.cache import KVCache
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs
@@ -20,9 +19,9 @@ from paceline.speculation.tree import DraftSampling, DraftTree
 BLOCK = 4
 
 
-def make_cache(num_blocks: int, layout: TreeLayout = TreeLayout.PATHS) -> KVCache:
+def make_cache(num_blocks: int) -> KVCache:
     """One with so many blocks of 4 rows."""
-    return KVCache([], num_blocks, layout, block_size=BLOCK)
+    return KVCache([], num_blocks, block_size=BLOCK)
 
 
 def make_rows(cache: KVCache, length: int, parents: Sequence[int] = (), tokens: Sequence[int] = ()) -> RequestRows:
@@ -57,14 +56,12 @@ WHOLE = [(50,), (51,), (50, 52), (50, 53), (50, 52, 54)]
 @pytest.mark.parametrize(
     ("length", "num_free", "expected"),
     [
-        (1, 3, WHOLE),  # a block for each of three paths
-        (1, 2, [(50,), (51,), (50, 52), (50, 52, 54)]),
+        (1, 2, WHOLE),
         (1, 1, FIRST_PATH),
         (2, 0, [(50,), (50, 52)]),  # the chain's last row would need another block
-        (2, 1, FIRST_PATH),
-        (2, 2, [(50,), (51,), (50, 52), (50, 52, 54)]),
-        (2, 3, WHOLE),
+        (2, 1, WHOLE),
         (3, 0, [(50,)]),
+        (4, 1, [(50,), (51,), (50, 52), (50, 52, 54)]),
     ],
 )
 def test_draft_tree_without_enough_blocks_keeps_its_first_path(length: int, num_free: int, expected: list[tuple[int, ...]]) -> None:
@@ -89,29 +86,21 @@ def test_step_without_free_blocks_for_drafts_is_plain() -> None:
     assert (rows.skip_reason, paths(rows.tree), rows.request.stats.num_dropped_tokens) == (SkipReason.NO_MEMORY, [], len(WHOLE))
 
 
-@pytest.mark.parametrize("layout", [TreeLayout.MASK, TreeLayout.CHAIN])
-def test_first_path_of_a_draft_tree_is_kept_in_every_layout(layout: TreeLayout) -> None:
-    cache = make_cache(1, layout)
-    rows = make_rows(cache, 1, PARENTS if layout is TreeLayout.MASK else (0, 1, 2, 3, 4))
-    reserve([rows], cache)
-    assert paths(rows.tree) == (FIRST_PATH if layout is TreeLayout.MASK else [(50,), (50, 51), (50, 51, 52)])
-
-
 def test_drafts_are_dropped_before_committed_tokens() -> None:
-    cache = make_cache(5)
+    cache = make_cache(2 + 1)
     first, second = make_rows(cache, 2, PARENTS), make_rows(cache, BLOCK + 1, PARENTS)
-    reserve([first, second], cache)  # of three free blocks the first one wants all, and the second one's root needs one, at a border
-    assert paths(first.tree) == [(50,), (51,), (50, 52), (50, 52, 54)], "one path less"
+    reserve([first, second], cache)  # the first one wants the free block, and the second one's root needs it, at a border
+    assert paths(first.tree) == [(50,), (50, 52)], "what its own block has room for"
     assert paths(second.tree) == FIRST_PATH, "what the block of its root has room for"
     assert first.skip_reason is second.skip_reason is None
     cache.check()
 
 
 def test_drafts_of_other_requests_are_dropped_only_as_far_as_needed() -> None:
-    cache = make_cache(3 + 3)
-    batch = [make_rows(cache, 2, (0, 0, 0)), make_rows(cache, 2, (0, 0)), make_rows(cache, BLOCK + 1)]
-    reserve(batch, cache)  # two blocks for the first one's branches, one for the second's: the last root takes that
-    assert [len(paths(rows.tree)) for rows in batch] == [3, 1, 0]
+    cache = make_cache(3 + 2)
+    batch = [make_rows(cache, 2, (0, 0, 0)), make_rows(cache, 2, (0, 0, 0, 0)), make_rows(cache, BLOCK + 1)]
+    reserve(batch, cache)  # one block for the first one's drafts, one for the second's: the last root takes that
+    assert [len(paths(rows.tree)) for rows in batch] == [3, 2, 0]
     assert [rows.skip_reason for rows in batch] == [None, None, None]
     cache.check()
 
@@ -131,16 +120,19 @@ def uniform(*tokens: int) -> TokenProbs:
 
 
 @pytest.mark.parametrize(
-    ("num_free", "expected", "proposal"),
+    ("num_cached", "num_free", "expected", "proposal"),
     [
-        (0, [(50,), (50, 52)], DraftSampling.SAMPLED),
-        (1, [(50,), (51,), (50, 52)], DraftSampling.WITHOUT_REPLACEMENT),  # the chain's end would cost that block as well
-        (2, [(50,), (51,), (50, 52), (50, 52, 54)], DraftSampling.WITHOUT_REPLACEMENT),
+        (2, 0, [(50,)], DraftSampling.SAMPLED),
+        (1, 0, [(50,), (51,)], DraftSampling.WITHOUT_REPLACEMENT),
+        (1, 1, [(50,), (51,), (50, 52), (50, 52, 54)], DraftSampling.WITHOUT_REPLACEMENT),
     ],
 )
-def test_sampled_trees_are_pruned_by_level(num_free: int, expected: list[tuple[int, ...]], proposal: DraftSampling) -> None:
+def test_sampled_trees_are_pruned_by_level(
+    num_cached: int, num_free: int, expected: list[tuple[int, ...]], proposal: DraftSampling
+) -> None:
+    """`num_cached`: rows in the request's second block."""
     cache = make_cache(2 + num_free)
-    rows = make_rows(cache, BLOCK + 2)
+    rows = make_rows(cache, BLOCK + num_cached + 1)
     rows.tree = DraftTree.from_nodes(
         5, [50, 51, 52, 54], [0, 0, 1, 3], "test", {0: uniform(50, 51, 55), 1: uniform(52, 53), 3: uniform(54)}
     )

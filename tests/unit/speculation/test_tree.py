@@ -1,11 +1,9 @@
 import numpy as np
 import pytest
 
-from paceline.kv_cache.row_plan import TreeLayout, num_rows
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.tree import DraftSampling, DraftTree
 
-LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
 UNLIMITED = {"vocab_size": 1_000_000, "max_depth": 1_000, "max_rows": 1_000_000}
 
 
@@ -85,32 +83,30 @@ def test_draft_tree_child_is_found_by_its_token(seed):
                 assert (None if child is None else texts[child]) == ((*text, token) if (*text, token) in texts else None)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_trimmed_draft_tree_is_a_subset_within_the_limits(layout, seed):
+def test_trimmed_draft_tree_is_a_subset_within_the_limits(seed):
     generator = np.random.default_rng(seed)
     for _ in range(500):
         tree, _, _ = _random_tree(generator, vocab_size=6)
         vocab_size, max_depth, max_rows = int(generator.integers(1, 8)), int(generator.integers(0, 7)), int(generator.integers(1, 20))
-        trimmed = tree.trim(vocab_size=vocab_size, max_depth=max_depth, max_rows=max_rows, layout=layout)
+        trimmed = tree.trim(vocab_size=vocab_size, max_depth=max_depth, max_rows=max_rows)
         _check_shape(trimmed)
         assert set(_texts(trimmed)) <= set(_texts(tree))
         assert trimmed.token_ids[0] == 99
         assert all(token < vocab_size for token in trimmed.token_ids[1:])
         assert trimmed.tree_depth <= max_depth
-        assert num_rows(trimmed.parents, layout) <= max_rows
+        assert len(trimmed.parents) <= max_rows
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_trimming_a_draft_tree_drops_nothing_that_fits(layout, seed):
+def test_trimming_a_draft_tree_drops_nothing_that_fits(seed):
     generator = np.random.default_rng(seed)
     for _ in range(200):
         tree, _, _ = _random_tree(generator, vocab_size=6)
-        assert tree.trim(**UNLIMITED, layout=layout) is tree
-        exact = {"vocab_size": 6, "max_depth": tree.tree_depth, "max_rows": num_rows(tree.parents, layout)}
-        trimmed = tree.trim(**exact, layout=layout)
+        assert tree.trim(**UNLIMITED) is tree
+        exact = {"vocab_size": 6, "max_depth": tree.tree_depth, "max_rows": len(tree.parents)}
+        trimmed = tree.trim(**exact)
         assert set(_texts(trimmed)) == set(_texts(tree))
         kept = [text for text in _texts(tree) if len(text) <= 3 and all(token < 4 for token in text[1:])]
-        assert _texts(tree.trim(vocab_size=4, max_depth=2, max_rows=1_000, layout=layout)) == kept
+        assert _texts(tree.trim(vocab_size=4, max_depth=2, max_rows=1_000)) == kept
 
 
 @pytest.mark.parametrize(
@@ -123,27 +119,14 @@ def test_trimming_a_draft_tree_drops_nothing_that_fits(layout, seed):
         pytest.param({"vocab_size": 0}, [], id="no vocabulary"),
     ],
 )
-@pytest.mark.parametrize("layout", list(TreeLayout))
-def test_draft_chain_is_cut_at_the_first_unusable_token(limits, kept, layout):
-    trimmed = DraftTree.chain(99, [5, 6, 2], "ngram").trim(**{**UNLIMITED, **limits}, layout=layout)
+def test_draft_chain_is_cut_at_the_first_unusable_token(limits, kept):
+    trimmed = DraftTree.chain(99, [5, 6, 2], "ngram").trim(**{**UNLIMITED, **limits})
     assert list(trimmed.token_ids) == [99, *kept]
     assert list(trimmed.sources) == ["", *["ngram"] * len(kept)]
 
 
 def test_draft_chain_is_cut_at_a_negative_id():
-    assert DraftTree.chain(99, [-1, 5], "ngram").trim(**UNLIMITED, layout=TreeLayout.MASK).num_draft_tokens == 0
-
-
-def test_max_rows_fits_fewer_branches_in_the_paths_layout():
-    tree = DraftTree.from_nodes(0, [1, 2, 3], [0, 1, 1], "ngram")
-    budget = {**UNLIMITED, "max_rows": 4}
-    assert tree.trim(**budget, layout=TreeLayout.MASK).num_draft_tokens == 3
-    assert _texts(tree.trim(**budget, layout=TreeLayout.PATHS)) == [(0,), (0, 1), (0, 1, 2)]
-
-
-def test_trim_to_a_chain_keeps_the_first_node_of_each_level():
-    tree = DraftTree.from_nodes(0, [1, 2, 3, 4, 5], [0, 0, 1, 1, 3], "ngram")
-    assert _texts(tree.trim(**UNLIMITED, layout=TreeLayout.CHAIN)) == [(0,), (0, 1), (0, 1, 3), (0, 1, 3, 5)]
+    assert DraftTree.chain(99, [-1, 5], "ngram").trim(**UNLIMITED).num_draft_tokens == 0
 
 
 def _drawn_tree(generator: np.random.Generator, vocab_size: int = 6) -> DraftTree:
@@ -162,15 +145,14 @@ def _drawn_tree(generator: np.random.Generator, vocab_size: int = 6) -> DraftTre
     return DraftTree.from_nodes(99, tokens, parents, "draft_model", draft_probs)
 
 
-@pytest.mark.parametrize("layout", list(TreeLayout))
-def test_trimmed_sampled_tree_keeps_the_first_draws_of_each_node(layout, seed):
+def test_trimmed_sampled_tree_keeps_the_first_draws_of_each_node(seed):
     generator = np.random.default_rng(seed)
     num_cut = 0
     for _ in range(300):
         tree = _drawn_tree(generator)
         tree.check()
         limits = {"vocab_size": 6, "max_depth": int(generator.integers(0, 5)), "max_rows": int(generator.integers(1, 16))}
-        trimmed = tree.trim(**limits, layout=layout)
+        trimmed = tree.trim(**limits)
         trimmed.check()
         num_cut += trimmed is not tree
         texts = _texts(tree)
@@ -186,7 +168,7 @@ def test_draft_probs_beyond_the_vocabulary_are_dropped():
     short, long = TokenProbs(np.array([0.5, 0.5, 0.0])), TokenProbs(np.array([0.25, 0.25, 0.5]))
     listed = TokenProbs(np.array([0.5, 0.5]), np.array([1, 7]))
     tree = DraftTree.from_nodes(9, [0, 1, 1], [0, 1, 2], "draft_model", {0: short, 1: long, 2: listed})
-    trimmed = tree.trim(**{**UNLIMITED, "vocab_size": 2}, layout=TreeLayout.MASK)
+    trimmed = tree.trim(**{**UNLIMITED, "vocab_size": 2})
     assert list(trimmed.token_ids) == [9, 0, 1, 1]
     assert trimmed.draft_probs == {0: short}
 

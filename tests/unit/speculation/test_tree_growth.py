@@ -1,9 +1,8 @@
-"""Trees grow by what a node brings per row it adds, and keep to their budget in every layout."""
+"""Trees grow by the probability of a node's path, and keep to their budget."""
 
 import numpy as np
 import pytest
 
-from paceline.kv_cache.row_plan import TreeLayout, is_chain, num_rows
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
@@ -32,19 +31,16 @@ PROBS: dict[Path, dict[int, float]] = {(): {1: 0.6, 2: 0.3}, (1,): {3: 0.9}, (1,
 
 
 @pytest.mark.parametrize(
-    ("layout", "max_rows", "expected"),
+    ("max_rows", "expected"),
     [
-        (TreeLayout.MASK, 4, [(1,), (1, 3), (1, 3, 4)]),
-        (TreeLayout.MASK, 5, [(1,), (2,), (1, 3), (1, 3, 4)]),
-        (TreeLayout.PATHS, 5, [(1,), (1, 3), (1, 3, 4), (1, 3, 4, 5)]),  # one row is left, the branch costs two
-        (TreeLayout.PATHS, 6, [(1,), (2,), (1, 3), (1, 3, 4)]),  # 0.3 for two rows beats 0.05 for one
-        (TreeLayout.PATHS, 7, [(1,), (2,), (1, 3), (1, 3, 4), (1, 3, 4, 5)]),
-        (TreeLayout.CHAIN, 9, [(1,), (1, 3), (1, 3, 4), (1, 3, 4, 5)]),
-        (TreeLayout.PATHS, 2, [(1,)]),
+        (2, [(1,)]),
+        (4, [(1,), (1, 3), (1, 3, 4)]),
+        (5, [(1,), (2,), (1, 3), (1, 3, 4)]),
+        (6, [(1,), (2,), (1, 3), (1, 3, 4), (1, 3, 4, 5)]),
     ],
 )
-def test_tree_growth_adds_a_branch_if_it_is_worth_its_rows(layout: TreeLayout, max_rows: int, expected: list[Path]) -> None:
-    tree = grow_tree(9, DraftBudget(max_rows, 8, layout), (), expand_by(PROBS))
+def test_tree_growth_adds_the_most_probable_paths(max_rows: int, expected: list[Path]) -> None:
+    tree = grow_tree(9, DraftBudget(max_rows, 8), (), expand_by(PROBS))
     assert tree is not None
     assert paths(tree) == expected
     assert list(tree.sources[1:]) == [f"from {len(path) - 1}" for path in expected]
@@ -53,7 +49,7 @@ def test_tree_growth_adds_a_branch_if_it_is_worth_its_rows(layout: TreeLayout, m
 
 def test_tree_growth_is_bounded_by_depth_and_probability() -> None:
     asked: list[Path] = []
-    tree = grow_tree(9, DraftBudget(20, 2, TreeLayout.MASK), (), expand_by(PROBS, asked), min_path_prob=0.5)
+    tree = grow_tree(9, DraftBudget(20, 2), (), expand_by(PROBS, asked), min_path_prob=0.5)
     assert tree is not None
     assert paths(tree) == [(1,), (1, 3)]
     assert asked == [(), (1,)]
@@ -61,14 +57,9 @@ def test_tree_growth_is_bounded_by_depth_and_probability() -> None:
 
 def test_tree_growth_stops_with_the_last_row() -> None:
     probs_behind: dict[Path, dict[int, float]] = {(): {1: 0.3, 2: 0.28}, (1,): {3: 0.4}, (1, 3): {4: 0.9}, (2,): {5: 0.1}}
-    for max_rows, layout, expected, last_asked in (
-        (3, TreeLayout.MASK, [(1,), (2,)], [(), (1,)]),
-        (4, TreeLayout.MASK, [(1,), (2,), (1, 3)], [(), (1,), (2,)]),
-        (4, TreeLayout.PATHS, [(1,), (2,)], [(), (1,)]),
-        (1, TreeLayout.MASK, None, []),
-    ):
+    for max_rows, expected, last_asked in ((3, [(1,), (2,)], [(), (1,)]), (4, [(1,), (2,), (1, 3)], [(), (1,), (2,)]), (1, None, [])):
         asked: list[Path] = []
-        tree = grow_tree(9, DraftBudget(max_rows, 8, layout), (), expand_by(probs_behind, asked))
+        tree = grow_tree(9, DraftBudget(max_rows, 8), (), expand_by(probs_behind, asked))
         assert (None if tree is None else paths(tree)) == expected
         assert asked == last_asked
 
@@ -80,8 +71,7 @@ def test_tree_growth_without_candidates_or_rows_returns_no_tree(
     assert grow_tree(9, DraftBudget(max_rows, max_depth), (), expand_by(probs_behind)) is None
 
 
-@pytest.mark.parametrize("layout", TreeLayout)
-def test_random_grown_trees_stay_within_their_budget(layout: TreeLayout, seed: int) -> None:
+def test_random_grown_trees_stay_within_their_budget(seed: int) -> None:
     random = np.random.default_rng(seed)
     for _ in range(150):
         probs_behind: dict[Path, dict[int, float]] = {}
@@ -91,11 +81,10 @@ def test_random_grown_trees_stay_within_their_budget(layout: TreeLayout, seed: i
                 probs = random.dirichlet([0.3] * 4)[: random.integers(0, 4)]
                 probs_behind[path] = {token: float(prob) for token, prob in enumerate(probs)}
                 open_paths += [(*path, token) for token in probs_behind[path]]
-        budget = DraftBudget(int(random.integers(1, 20)), int(random.integers(0, 6)), layout)
+        budget = DraftBudget(int(random.integers(1, 20)), int(random.integers(0, 6)))
         tree = grow_tree(9, budget, (), expand_by(probs_behind))
         if tree is not None:
             assert set(paths(tree)) <= set(open_paths)
-            assert num_rows(tree.parents, layout) <= budget.max_rows
+            assert len(tree.parents) <= budget.max_rows
             assert max(tree.depths) <= budget.max_depth
-            assert layout is not TreeLayout.CHAIN or is_chain(tree.parents)
-            assert tree.trim(vocab_size=10, max_depth=budget.max_depth, max_rows=budget.max_rows, layout=layout) is tree
+            assert tree.trim(vocab_size=10, max_depth=budget.max_depth, max_rows=budget.max_rows) is tree

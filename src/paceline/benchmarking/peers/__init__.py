@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,6 @@ _HERE = Path(__file__).resolve().parent
 RECORD = "installed.json"
 """Written last, into an environment: its requirements."""
 
-Run = Callable[[Sequence[str]], object]
 _CPU_BUILD = "+cpu"
 
 
@@ -96,16 +95,12 @@ def environment_python(peer: Peer) -> Path | None:
     return python if python.is_file() else None
 
 
-def make_environment(peer: Peer, run: Run | None = None) -> Path:
+def make_environment(peer: Peer) -> Path:
     """Install a peer unless it is installed, and return its Python. Remains of an earlier attempt are deleted.
-
-    Args:
-        run: runs a command.
 
     Raises:
         BackendUnavailableError: it cannot be installed here.
     """
-    run = run or _run
     python = environment_python(peer)
     if python is not None:
         return python
@@ -115,8 +110,8 @@ def make_environment(peer: Peer, run: Run | None = None) -> Path:
     try:
         shutil.rmtree(directory, ignore_errors=True)
         directory.parent.mkdir(parents=True, exist_ok=True)
-        run([sys.executable, "-m", "venv", str(directory)])
-        _install(peer, str(_python(directory)), run)
+        _run([sys.executable, "-m", "venv", str(directory)])
+        _install(peer, str(_python(directory)))
     except (OSError, subprocess.CalledProcessError) as error:
         needs = f"; it needs {peer.needs}" if peer.needs else ""
         raise BackendUnavailableError(
@@ -126,20 +121,20 @@ def make_environment(peer: Peer, run: Run | None = None) -> Path:
     return _python(directory)
 
 
-def _install(peer: Peer, python: str, run: Run) -> None:
+def _install(peer: Peer, python: str) -> None:
     """Install torch first: its CPU build needs its full version, and not every package index has it."""
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     packages = list(peer.packages)
     builds = [package for package in packages if package.endswith(_CPU_BUILD)]
     if builds:
         try:
-            run([*pip, *builds])
+            _run([*pip, *builds])
         except subprocess.CalledProcessError:
             packages = [package.removesuffix(_CPU_BUILD) for package in packages]
-            run([*pip, *(package.removesuffix(_CPU_BUILD) for package in builds)])
-    run([*pip, *packages])
+            _run([*pip, *(package.removesuffix(_CPU_BUILD) for package in builds)])
+    _run([*pip, *packages])
     if peer.alone:
-        run([*pip, "--no-deps", *peer.alone])
+        _run([*pip, "--no-deps", *peer.alone])
 
 
 def _requirements(peer: Peer) -> list[str]:

@@ -21,7 +21,6 @@ from paceline.drafters.medusa.network import MedusaNetwork, MedusaOutputs
 from paceline.drafters.medusa.trees import DYNAMIC_TREES, STATIC_TREES, static_tree_nodes
 from paceline.drafters.target import LoadedTarget
 from paceline.errors import ConfigError
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.sampling.residual import TokenProbs
@@ -160,10 +159,10 @@ class MedusaDrafter(Drafter):
         shape = None
         max_candidates = MAX_CANDIDATES_PER_DEPTH
         if self._tree in STATIC_TREES:
-            shape = static_tree_nodes(self._tree, draft.depth, budget.max_rows, budget.layout)
+            shape = static_tree_nodes(self._tree, draft.depth, budget.max_rows)
             max_candidates = 1 + max((rank for _, _, rank in shape), default=0)
         elif self._tree == "probability":  # more candidates would exceed the row budget
-            max_candidates = 1 if budget.layout is TreeLayout.CHAIN else min(MAX_CANDIDATES_PER_DEPTH, budget.max_rows - 1)
+            max_candidates = min(MAX_CANDIDATES_PER_DEPTH, budget.max_rows - 1)
         by_depth: list[DraftTokens] = []
 
         def candidates_at(depth: int) -> DraftTokens:
@@ -223,7 +222,7 @@ class MedusaDrafter(Drafter):
                 by_depth.append([(token, prob, self.name, depth + 1) for token, prob in zip(tokens.token_ids, probs, strict=True)])
             return by_depth[depth]
 
-        budget = DraftBudget(draft.budget.max_rows, draft.depth, draft.budget.layout)
+        budget = DraftBudget(draft.budget.max_rows, draft.depth)
         return grow_tree(draft.request.token_ids[-1], budget, 0, expand)
 
     def _acceptance_rates(self, depth: int, probs: Sequence[float], *, is_greedy: bool) -> Sequence[float]:

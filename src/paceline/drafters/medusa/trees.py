@@ -5,10 +5,7 @@ its path from the root, with one digit for each head: the rank of the head's can
 candidate of the second head, after the first candidate of the first head.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
-
-from paceline.kv_cache.row_plan import TreeLayout, num_rows
 
 DYNAMIC_TREES = ("probability", "accuracy")
 """Names of the ways to choose a tree's nodes at each step; see `MedusaDrafter`."""
@@ -42,32 +39,23 @@ STATIC_TREES = {
 
 
 @lru_cache(maxsize=256)
-def static_tree_nodes(name: str, max_depth: int, max_rows: int, layout: TreeLayout) -> tuple[tuple[int, int, int], ...]:
+def static_tree_nodes(name: str, max_depth: int, max_rows: int) -> tuple[tuple[int, int, int], ...]:
     """Return the nodes of a published tree that fit a budget.
 
     Args:
         name: key of `STATIC_TREES`.
         max_depth: maximum number of levels below the root.
         max_rows: maximum number of rows of the target's pass, the root's row included.
-        layout: layout of the tree in the target's pass.
 
     Returns:
         (parent, depth, rank) of nodes 1, 2, …: parent 0 is the root, depth 0 are its children, rank is that among the head's candidates.
     """
     node_of = {"": 0}
-    parents = [-1]
     nodes: list[tuple[int, int, int]] = []
     for path in STATIC_TREES[name].split():
         parent = node_of.get(path[:-1])
-        if parent is None or len(path) > max_depth or not _fits_budget(parents, parent, max_rows, layout):
+        if parent is None or len(path) > max_depth or len(node_of) == max_rows:
             continue
-        node_of[path] = len(parents)
-        parents.append(parent)
+        node_of[path] = len(node_of)
         nodes.append((parent, len(path) - 1, int(path[-1])))
     return tuple(nodes)
-
-
-def _fits_budget(parents: Sequence[int], parent: int, max_rows: int, layout: TreeLayout) -> bool:
-    if layout is TreeLayout.CHAIN and parent != len(parents) - 1:
-        return False
-    return num_rows([*parents, parent], layout) <= max_rows

@@ -1,8 +1,7 @@
 """One request's draft, which grows level by level. Only the most probable nodes of a level get children.
 
 Source: EAGLE-2 (Li et al. 2024, arXiv:2406.16858, sections 4.1 and 4.2): expand the nodes of a level whose paths are most probable, then
-propose the most probable of all nodes. Deviation: nodes are chosen by probability per row of the target's pass
-(`speculation/tree_growth.py`), because some tree layouts need several rows for a node.
+propose the most probable of all nodes (`speculation/tree_growth.py`).
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ import numpy as np
 
 from paceline.drafters.draft_sampler import DraftTokens, target_noise_draws
 from paceline.drafters.recurrent_heads.head import DraftFeaturePairs
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
 from paceline.runtimes.logits_summary import RowSampling
 from paceline.sampling.residual import TokenProbs
@@ -173,6 +171,4 @@ def frontier_noise_draws(drafts: Sequence[GrowingDraft]) -> RowSampling | None:
 
 def draft_depth_and_width(budget: DraftBudget, tree_width: int) -> tuple[int, int]:
     """Return depth and width of a draft: `tree_width` if the budget has rows for more than the longest chain, else 1."""
-    depth = budget.max_tokens
-    has_room = budget.max_rows > budget.max_depth + 1 and budget.layout is not TreeLayout.CHAIN
-    return depth, tree_width if has_room else 1
+    return budget.max_tokens, tree_width if budget.max_rows > budget.max_depth + 1 else 1

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -84,19 +84,6 @@ _LENGTHS = {
 _NO_TEXT = "no text"
 
 
-class PromptSource(Protocol):
-    """Prompts by kind and round."""
-
-    @property
-    def kinds(self) -> Sequence[str]:
-        """Names of the kinds of prompts; each round has one of each."""
-        ...
-
-    def prompt(self, kind: str, round_number: int) -> tuple[int, ...]:
-        """Return the token ids of a round's prompt of one kind."""
-        ...
-
-
 class SamplePrompts:
     """Prompts for each round: different excerpts of the sample text, and random ids that are no text.
 
@@ -115,9 +102,11 @@ class SamplePrompts:
 
     @property
     def kinds(self) -> Sequence[str]:
+        """Names of the kinds of prompts; each round has one of each."""
         return [*(kind for kind, (least, _) in _LENGTHS.items() if least <= self._longest), _NO_TEXT]
 
     def prompt(self, kind: str, round_number: int) -> tuple[int, ...]:
+        """Return the token ids of a round's prompt of one kind."""
         random = np.random.default_rng([self._seed, round_number, self.kinds.index(kind)])
         if kind == _NO_TEXT:
             length = min(int(random.integers(4, 2 * BLOCK_SIZE)), self._longest)
@@ -145,6 +134,9 @@ class GivenPrompts:
     def prompt(self, kind: str, round_number: int) -> tuple[int, ...]:
         index = self.kinds.index(kind) + round_number * MAX_PROMPTS_PER_ROUND
         return self._prompts[index % len(self._prompts)]
+
+
+PromptSource: TypeAlias = SamplePrompts | GivenPrompts
 
 
 def read_prompts(path: Path, input_processor: InputProcessor, *, longest: int) -> GivenPrompts:

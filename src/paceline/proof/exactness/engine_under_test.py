@@ -126,7 +126,7 @@ class EngineUnderTest:
         self._default_policy = before.policy
         members += [WrongDrafter(self._answers, vocab_size), self._random_drafter]
         self.drafter_names = [drafter.name for drafter in members]
-        self._speculator = RecordingSpeculator(members, before.policy, vocab_size=vocab_size, layout=engine.cache.layout)
+        self._speculator = RecordingSpeculator(members, before.policy, vocab_size=vocab_size)
         self._speculator.recorders = {}
         engine.speculator = self._speculator
         self.is_exact = opened.numerics == "exact"

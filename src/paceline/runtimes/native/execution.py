@@ -104,11 +104,6 @@ class Execution:
         self._program.kv_storage = self._kv_address_array.ctypes.data
         self._program.kv_kind = KVKind[kv_cache_dtype.name]
 
-    def count_claimed_pieces(self, index: int, phase: int) -> int:
-        """Return how many pieces of a phase of an operation all threads claimed in the last pass (kernels/work.h); for tests."""
-        counts = self._claims[:, PHASES * index + phase]
-        return int((counts & 0xFFFFFFFF).sum() + (counts >> 32).sum())
-
     def _make_scratch(self, num_rows: int) -> None:
         """Allocate the scratch memory of attention, for each thread, for passes of up to `num_rows` rows."""
         floats = max((self.kernels.paceline_attention_floats(*shape, num_rows) for shape in self._head_shapes), default=0)

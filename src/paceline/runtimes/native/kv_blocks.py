@@ -1,8 +1,7 @@
-"""Access to single rows of keys and values in the layout of kernels/kv_blocks.h."""
+"""Copies of single rows of keys and values in the layout of kernels/kv_blocks.h."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,9 @@ _NUMPY_TYPES = {KVCacheDtype.F32: np.float32, KVCacheDtype.BF16: np.uint16, KVCa
 
 @dataclass(frozen=True, slots=True)
 class KVBlockCodec:
-    """Copies and reads rows of storage [planes * layers, num_blocks, K, bytes] uint8: keys of layer i are at 2 * i, values at 2 * i + 1.
+    """Copies rows of storage [planes * layers, num_blocks, K, bytes] uint8: keys of layer i are at 2 * i, values at 2 * i + 1.
 
-    If there is one plane a layer (`KVGroup.planes`), it is stored as values are, and no keys are read.
+    If there is one plane a layer (`KVGroup.planes`), it is stored as values are.
     Keys are column-major, values row-major. bfloat16 is interleaved in pairs (two columns of keys, two rows of values), int8 keys in quads
     of columns. A float32 scale for each int8 row follows the codes.
     """
@@ -28,21 +27,10 @@ class KVBlockCodec:
 
     def copy(self, storage: NDArray[np.uint8], source: tuple[int, int], target: tuple[int, int]) -> None:
         """Copy the keys and values of a row in all layers. `source` and `target`: (block, slot)."""
-        for rows, copies in zip(self._row_views(storage, *source), self._row_views(storage, *target), strict=True):
+        for rows, copies in zip(self.row_views(storage, *source), self.row_views(storage, *target), strict=True):
             copies[...] = rows
 
-    def read(self, storage: NDArray[np.uint8], block: int, row: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return keys and values of a row as float32, each [layers, K, D rounded up to a multiple of 16]."""
-        keys, values, *scales = self._row_views(storage, block, row)
-        if self.kv_cache_dtype is KVCacheDtype.BF16:
-            bits = [part.reshape(*part.shape[:2], prod(part.shape[2:])).astype(np.uint32) for part in (keys, values)]
-            return (bits[0] << 16).view(np.float32), (bits[1] << 16).view(np.float32)
-        results = [part.astype(np.float32).reshape(*part.shape[:2], prod(part.shape[2:])) for part in (keys, values)]
-        for part, scale in zip(results, scales, strict=False):
-            part *= scale[..., None]
-        return results[0], results[1]
-
-    def _row_views(self, storage: NDArray[np.uint8], block: int, row: int) -> Iterator[NDArray[Any]]:
+    def row_views(self, storage: NDArray[np.uint8], block: int, row: int) -> Iterator[NDArray[Any]]:
         """Yield views of the keys and of the values of one token, then of their scales if the type is int8."""
         size, item = self.block_size, np.dtype(_NUMPY_TYPES[self.kv_cache_dtype])
         scales = 4 * size if self.kv_cache_dtype is KVCacheDtype.INT8 else 0

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import MAX_PASS_ROWS
-from paceline.errors import CapacityError, ConfigError
+from paceline.errors import CapacityError
 from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache, PagedCache
 from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig, RecurrentStateCache
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.kv_cache.sliding_window import PassLimits, SlidingWindowCache, num_window_blocks
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.network_adapter import to_network_adapter
@@ -110,7 +109,7 @@ class NativeNetwork(Network):
             BackendUnavailableError: there are no kernels for this machine.
         """
         self.config, self.weights = config, weights
-        self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32, kv_cache_dtype)
+        self.capabilities = Capabilities(Numerics.EXACT, "cpu", WeightType.F32, kv_cache_dtype)
         max_position = max(max_model_len, MIN_POSITIONS) + MAX_PASS_ROWS
         self._round_to = round_to
         native_weights = NativeWeights(weights, round_to, packed=packed, num_threads=num_threads)
@@ -130,8 +129,7 @@ class NativeNetwork(Network):
 
     @property
     def has_window_eviction(self) -> bool:
-        """See `Network`. With `TreeLayout.PATHS` it is False, because then only the cache knows the blocks of each path."""
-        return self.capabilities.tree_layout is not TreeLayout.PATHS
+        return True
 
     @property
     def num_passes(self) -> int:
@@ -148,14 +146,9 @@ class NativeNetwork(Network):
         return caches
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
-        cache = (
-            self._new_sliding_window_cache(num_blocks, limits)
-            if self.config.windows and self.has_window_eviction
-            else super().new_cache(num_blocks)
-        )
+        has_windows = self.config.windows and self.has_window_eviction
+        cache = self._new_sliding_window_cache(num_blocks, limits) if has_windows else super().new_cache(num_blocks)
         if self.config.recurrent_layers:
-            if self.capabilities.tree_layout is TreeLayout.PATHS:
-                raise ConfigError("recurrent layers do not support trees as paths")
             layout = StateLayout.for_layers(self.config.recurrent_layers)
             recurrent = RecurrentStateCache(
                 layout.state_size, layout.record_size, BLOCK_SIZE, aligned_zeros, checkpoints, chunk_size=CHECKPOINT_INTERVAL
@@ -176,7 +169,7 @@ class NativeNetwork(Network):
                 )
                 caches.append(windows[-1])
         self._shared.set_cache(kv_arrays_of_layers(self.config, groups, caches), windows)
-        return KVCache(caches, num_blocks, self.capabilities.tree_layout)
+        return KVCache(caches, num_blocks)
 
     @property
     def num_xlora_passes(self) -> int:

@@ -4,7 +4,7 @@ An object is made for each pass and called for each layer, after the keys and va
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -12,22 +12,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from paceline.models.layers import AttentionConfig
 from paceline.runtimes.base import BoolArray, RowRange
-
-
-class Attention(Protocol):
-    """Attention of all rows of one pass."""
-
-    def __call__(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the attention output [T, H, size of a value] of one layer.
-
-        Args:
-            q: queries [T, H, D].
-            keys, values: those of the layer, [num_blocks, K, block_size, D]. Values may be smaller than keys.
-            sinks: [H] attention sinks (gpt-oss): the score of a key that has no value; None = no sinks.
-        """
-        ...
 
 
 def visible_slots(rows: RowRange, window: int | None = None, *, is_causal: bool = False) -> BoolArray:
@@ -89,6 +73,13 @@ class RangeAttention:
     def __call__(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Return the attention output [T, H, size of a value] of one layer.
+
+        Args:
+            q: queries [T, H, D].
+            keys, values: those of the layer, [num_blocks, K, block_size, D]. Values may be smaller than keys.
+            sinks: [H] attention sinks (gpt-oss): the score of a key that has no value; None = no sinks.
+        """
         key = config.window, config.is_causal
         if key not in self._masks:
             masks = [visible_slots(rows, config.window, is_causal=config.is_causal) for rows in self._ranges]
@@ -156,3 +147,6 @@ class PaddedAttention:
         for index, rows in enumerate(self._ranges):
             mask[index, 0, : rows.num_rows, : rows.cached_len + rows.num_rows] = visible_slots(rows, window, is_causal=is_causal)
         return mask
+
+
+Attention: TypeAlias = RangeAttention | PaddedAttention

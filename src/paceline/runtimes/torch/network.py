@@ -14,7 +14,6 @@ from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.layer_cache import LayerCache
 from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig, RecurrentStateCache
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.kv_cache.sliding_window import PassLimits
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.network_adapter import to_network_adapter
@@ -60,7 +59,7 @@ class TorchNetwork(Network):
             BackendUnavailableError: torch finds no CUDA device.
         """
         self.config, self.compose, self.weights = config, compose, weights
-        self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type, KVCacheDtype(weight_type.value))
+        self.capabilities = Capabilities(Numerics.FAST, device, weight_type, KVCacheDtype(weight_type.value))
         self._layout = StateLayout.for_layers(config.recurrent_layers)
         opened = _open_device(device)
         tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.has_norm_offset)
@@ -123,7 +122,7 @@ class TorchNetwork(Network):
         if layout.layers:
             self._shared.states = RecurrentStateCache(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, checkpoints)
             layer_caches.append(self._shared.states)
-        return KVCache(layer_caches, num_blocks, self.capabilities.tree_layout)
+        return KVCache(layer_caches, num_blocks)
 
     def forward(self, inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:
         shared, num_rows = self._shared, len(batch.positions)

@@ -85,17 +85,15 @@ class RecurrentPass:
             update.has_run[0] = 1
 
     def _run(self, part: _StatePart) -> None:
-        for sequence_id in dict.fromkeys(rows.sequence_id for rows in self._ranges):
-            update = self._update(sequence_id)
+        for rows in self._ranges:
+            update = self._update(rows.sequence_id)
             value = part.copy_from(update.state)
             for count, record in enumerate(update.pending, 1):
                 value = part.replay(value, update.records[record])
                 if count == update.num_applied:
                     self._updated_states.append((part, value, update.state))
                 _save_states(part, value, count, update)
-            for rows in self._ranges:
-                if rows.sequence_id == sequence_id:
-                    _run_rows(part, value, rows, update)
+            _run_rows(part, value, rows, update)
 
     def _update(self, sequence_id: int) -> StateUpdate:
         if self._cache is None:
@@ -111,10 +109,9 @@ def _run_rows(part: _StatePart, committed: torch.Tensor, rows: RowRange, update:
     last_child = {parent: row for row, parent in enumerate(parents)}
     states = {-1: committed}
     for row, parent in enumerate(parents):
-        record = update.row_records[rows.first_plan_row + row]
+        record = update.row_records[row]
         value = part.step(states[parent], rows.start + row, None if record == NO_RECORD else update.records[record])
-        if rows.first_plan_row == 0:
-            _save_states(part, value, len(update.pending) + row + 1, update)
+        _save_states(part, value, len(update.pending) + row + 1, update)
         if last_child[parent] == row:
             del states[parent]
         if row in last_child:

@@ -20,7 +20,6 @@ class GrammarCompiler:
     Args:
         tokenizer: the model's tokenizer.
         eos_token_ids: ids that end an output.
-        max_cached: maximum number of compiled grammars in the cache.
         limits: values of llguidance's `LLParserLimits` by name; llguidance's defaults apply to the others.
 
     Attributes:
@@ -34,11 +33,9 @@ class GrammarCompiler:
         tokenizer: Tokenizer,
         eos_token_ids: Sequence[int] = (),
         *,
-        max_cached: int = _MAX_CACHED_GRAMMARS,
         limits: dict[str, int] | None = None,
     ) -> None:
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
-        self._max_cached = max_cached
         self._limits = limits or {}
         self._vocabulary: GrammarVocabulary | None = None
         self._cache: OrderedDict[tuple[GrammarKind, str], CompiledGrammar] = OrderedDict()  # least recently used first
@@ -75,7 +72,7 @@ class GrammarCompiler:
         compiled = self._cache.get(key)
         if compiled is None:
             compiled = self._cache[key] = CompiledGrammar(grammar, vocabulary, self._limits)
-            if len(self._cache) > self._max_cached:
+            if len(self._cache) > _MAX_CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(key)
         return compiled

@@ -14,7 +14,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from paceline.kv_cache.row_plan import TreeLayout, is_chain
 from paceline.runtimes.cost import ForwardProfile
 from paceline.speculation.constrained import FORCED_SOURCE
 from paceline.speculation.draft_length.acceptance import FORCED_RATE, SIBLING_FACTOR, AcceptanceRates, DraftHistory
@@ -499,12 +498,6 @@ def _limit_tokens(budget: DraftBudget, num_tokens: int) -> DraftBudget:
 
 
 def _can_prune(rows: RequestRows) -> bool:
-    """Return whether single draft tokens of a request may be removed.
-
-    Removing sampled tokens would change their distribution. In a tree whose paths are separate sequences, rows are computed once per path,
-    so that the number of rows does not follow from the number of tokens.
-    """
+    """Return whether single draft tokens of a request may be removed. Removing sampled tokens would change their distribution."""
     tree = rows.tree
-    if tree is None or rows.max_draft_budget is None or tree.num_draft_tokens == 0 or tree.draft_probs:
-        return False
-    return rows.max_draft_budget.layout is TreeLayout.MASK or is_chain(tree.parents)
+    return tree is not None and rows.max_draft_budget is not None and tree.num_draft_tokens > 0 and not tree.draft_probs

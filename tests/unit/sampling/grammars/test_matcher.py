@@ -310,7 +310,8 @@ def test_compiled_grammar_cache_evicts_the_least_recently_used(monkeypatch: pyte
         real(self, grammar, *rest)
 
     monkeypatch.setattr(CompiledGrammar, "__init__", counted)
-    small = GrammarCompiler(tokenizer(), EOS_IDS, max_cached=2)
+    monkeypatch.setattr("paceline.sampling.grammars.compiler._MAX_CACHED_GRAMMARS", 2)
+    small = GrammarCompiler(tokenizer(), EOS_IDS)
     for text in ("a", "b", "a", "c", "a", "b"):
         small.matcher(Grammar.regex(text))
     assert compiled == ["a", "b", "c", "b"]
