@@ -367,7 +367,7 @@ class Program(Structure):
     )
 
 
-VERSION = 26
+VERSION = 27
 """KERNELS_VERSION in kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
