@@ -147,7 +147,7 @@ def run_with(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def load_with_weights(weights: str, folder: Path) -> NativeNetwork:
     """A small network with floats, with 8-bit codes, or with the matrices of a GGUF file, whose block types take turns."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
-    target = write_checkpoint(folder / "target", "llama", num_hidden_layers=3 if weights == "gguf" else 2, **sizes)
+    target = write_checkpoint(folder / "target", "llama", num_hidden_layers=4 if weights == "gguf" else 2, **sizes)
     options = RuntimeOptions(backend="native", num_threads=4)
     if weights == "int8":
         options = replace(options, quantization=QuantOptions(bits=8, group=32))
