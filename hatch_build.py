@@ -35,6 +35,7 @@ LEVELS: dict[str, dict[str, tuple[str, ...]]] = {"x86_64": X86_64, "aarch64": AR
 LEFT_OUT = {"darwin": ("x86_64_v4_bf16", "x86_64_v3_vnni", "armv8")}  # no Mac has these and not a faster one
 FLAGS = ("-std=c17", "-O3", "-g0", "-shared", "-ffp-contract=off", "-mprefer-vector-width=512")
 POSIX_FLAGS = ("-fPIC", "-lpthread", "-lm")
+LINUX_FLAGS = (*POSIX_FLAGS, "-s")  # else the library contains debug information of the C library, with paths of the machine that built it
 WINDOWS_FLAGS = ("-s",)  # the compiler brings pthreads for Windows and links them into the library
 SUFFIXES = {"win32": "dll", "darwin": "dylib"}  # others: so
 PLATFORM_VARIABLE = "PACELINE_BUILD_PLATFORM"
@@ -51,7 +52,7 @@ class KernelBuild(BuildHookInterface):  # type: ignore[type-arg]
         requested = os.environ.get(PLATFORM_VARIABLE)
         system, machine = requested.split("-") if requested else this_platform()
         target, tag = _oldest_system(system, machine, is_this=not requested)
-        flags = (*target, *FLAGS, *(WINDOWS_FLAGS if system == "win32" else POSIX_FLAGS))
+        flags = (*target, *FLAGS, *{"win32": WINDOWS_FLAGS, "darwin": POSIX_FLAGS}.get(system, LINUX_FLAGS))
         for level, instructions in levels(system, machine).items():
             library = root / NATIVE / f"kernels.{level}.{SUFFIXES.get(system, 'so')}"
             unfinished = library.with_suffix(".part")

@@ -103,6 +103,7 @@ def check_library(content: bytes, system: str, machine: str) -> list[str]:
         found = ("win32", {"AMD64": "x86_64", "ARM64": "aarch64"}.get(binary.header.machine.name))
         needed, exported = [one.name for one in binary.imports], {entry.name for entry in binary.get_export().entries}
         faults = []
+    faults += [f"it contains the path {path}" for path in (ROOT, tempfile.gettempdir()) if f"{path}{os.sep}".encode() in content]
     if found != (system, machine):
         faults.append(f"it is for {found}")
     faults += [f"it loads {one}" for one in needed if not re.fullmatch(SYSTEM_LIBRARIES[system], one, re.IGNORECASE)]

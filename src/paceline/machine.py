@@ -25,8 +25,8 @@ def usable_processors() -> int:
 def performance_processors() -> int:
     """Return how many of the usable processors are not slow ones, where the system reports that: the default number of threads.
 
-    All threads wait for the last one after each operation. Slow are those with less than half of the highest capacity (Linux on Arm), and
-    the efficiency cores of a Mac.
+    All threads wait for the last piece of an operation, even if it is on a slow processor. Slow are those with less than half of the
+    highest capacity (Linux on Arm), and the efficiency cores of a Mac.
 
     Source: the kernel's Documentation/devicetree/bindings/arm/cpu-capacity.txt; sysctl(3) of macOS, hw.perflevel0.
     """

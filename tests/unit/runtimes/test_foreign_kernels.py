@@ -13,6 +13,8 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -21,11 +23,15 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import write_checkpoint
+from harness.gguf_checkpoints import with_random_blocks, write_gguf
 from harness.native_network import BUILT
+from paceline.config import QuantOptions
 from paceline.models.config import WeightType
+from paceline.models.gguf.blocks import GROUPED_TYPES
 from paceline.runtimes.base import assemble_pass
 from paceline.runtimes.decoder import TOKEN_IDS
 from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.native.library import supported_levels
 from paceline.runtimes.native.network import NativeNetwork
 
 REPOSITORY = Path(__file__).parents[3]
@@ -39,8 +45,17 @@ pytestmark = [
     pytest.mark.skipif(not BUILT or platform.machine() != "x86_64", reason="no native kernels for x86-64 here"),
     pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="needs the compiler that builds wheels (pip install ziglang)"),
 ]
+NEEDS_WINE = pytest.mark.skipif(WINE is None, reason="needs Wine (apt install wine64)")
+
+
+def windows_kernels(level: str) -> Any:
+    """The kernels for Windows of an instruction set; Wine runs them on this processor."""
+    marks = [NEEDS_WINE, pytest.mark.skipif(level not in supported_levels(), reason=f"this processor is not {level}")]
+    return pytest.param(("windows", level), id=f"windows_{level}", marks=marks if level == "x86_64_v3" else [*marks, pytest.mark.long])
+
+
 SYSTEMS = [
-    pytest.param(("windows", "x86_64_v3"), id="windows", marks=pytest.mark.skipif(WINE is None, reason="needs Wine (apt install wine64)")),
+    *map(windows_kernels, ["x86_64_v3", "x86_64_v3_vnni", "x86_64_v4", "x86_64_v4_vnni", "x86_64_v4_bf16"]),
     # a C library for Arm is compiled, too: a minute
     pytest.param(("cortex-a72", "armv8"), id="arm", marks=[NEEDS_QEMU, pytest.mark.long]),
     pytest.param(("max", "armv8_dotprod"), id="arm_dotprod", marks=[NEEDS_QEMU, pytest.mark.long]),
@@ -129,15 +144,30 @@ def run_with(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder, (str(QEMU), "-cpu", system, "./run")
 
 
+def load_with_weights(weights: str, folder: Path) -> NativeNetwork:
+    """A small network with floats, with 8-bit codes, or with the matrices of a GGUF file, whose block types take turns."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+    target = write_checkpoint(folder / "target", "llama", num_hidden_layers=4 if weights == "gguf" else 2, **sizes)
+    options = RuntimeOptions(backend="native", num_threads=4)
+    if weights == "int8":
+        options = replace(options, quantization=QuantOptions(bits=8, group=32))
+    elif weights == "gguf":
+        types, plain, target = cycle(sorted(GROUPED_TYPES)), write_gguf(target, folder / "plain.gguf"), folder / "model.gguf"
+        with_random_blocks(plain, target, lambda _: next(types), np.random.default_rng(1))
+    else:
+        options = replace(options, dtype=WeightType(weights))
+    network = load_runtime(target, options).runtime
+    assert isinstance(network, NativeNetwork)
+    return network
+
+
 @pytest.mark.parametrize("run_with", SYSTEMS, indirect=True)
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "gguf"])
 def test_recorded_pass_is_bit_equal_with_kernels_of_another_system(
-    dtype: str, run_with: tuple[Path, Sequence[str]], tmp_path: Path
+    weights: str, run_with: tuple[Path, Sequence[str]], tmp_path: Path
 ) -> None:
     built, command = run_with
-    target = write_checkpoint(tmp_path / "target", "qwen2", hidden_size=128, intermediate_size=256, num_hidden_layers=2)
-    network = load_runtime(target, RuntimeOptions(backend="native", num_threads=4, dtype=WeightType(dtype))).runtime
-    assert isinstance(network, NativeNetwork)
+    network = load_with_weights(weights, tmp_path)
     record, result = built / "record", built / "result"
     regions, expected = record_pass(network, record)
     environment = {**os.environ, "WINEPREFIX": str(built / "wine"), "WINEDEBUG": "-all"}

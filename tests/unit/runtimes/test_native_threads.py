@@ -55,10 +55,13 @@ os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
 rows = np.random.default_rng(3).normal(size=(5, 64)).astype(np.float32)
 alone, crowded = (one_product(num_threads, outputs=480, columns=64) for num_threads in (1, 4))
 wanted = alone(rows)[0]
-run(crowded, rows, 20)
-start = time.process_time()
-are_equal = all(np.array_equal(crowded(rows)[0], wanted) for _ in range(300))
-print(are_equal, time.process_time() - start)
+times = []
+for network in (alone, crowded):
+    run(network, rows, 20)
+    start = time.process_time()
+    are_equal = all(np.array_equal(network(rows)[0], wanted) for _ in range(300))
+    times.append(time.process_time() - start)
+print(are_equal, times[1] - times[0])
 """
 
 
@@ -67,9 +70,9 @@ def test_oversubscribed_native_threads_do_not_spin() -> None:
     """Four on one core, in a process of their own, whose workers are started there."""
     program = PINNED.format(path=sys.path)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=os.path.dirname(__file__))
-    are_equal, time_s = done.stdout.split()
+    are_equal, added_time_s = done.stdout.split()
     assert are_equal == "True"
-    assert float(time_s) < 0.3  # 0.05; 0.8 and more where they spin
+    assert float(added_time_s) < 0.3  # 0.02; 0.8 and more where they spin. An emulator takes that long for the products alone
 
 
 def test_native_worker_threads_sleep_soon_after_a_pass() -> None:

@@ -384,7 +384,7 @@ class Program(Structure):
     )
 
 
-VERSION = 27
+VERSION = 28
 """KERNELS_VERSION in kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (

@@ -73,7 +73,7 @@ INLINE void score_int8_tile(const uint8_t *keys, Prefetch *prefetch, const float
     EACH_QUERY EACH_HALF sum[query][half] = broadcast_int((DOT_SHIFT - 128) * packed[query * padded + SUM_OF_QUERY(padded)]);
     for (int quad = 0; 4 * quad < size; quad++) {
         weight_codes k[2];
-        EACH_HALF k[half] = split_codes(load_words(keys + (size_t)(2 * quad + half) * sizeof(words)) ^ 0x80808080u);
+        EACH_HALF k[half] = split_codes(load_words(keys + (size_t)(2 * quad + half) * sizeof(words)), 128 ^ DOT_SHIFT);
         EACH_QUERY EACH_HALF sum[query][half] = dot_bytes(k[half], packed + query * padded + quad * DOT_WORDS, sum[query][half]);
         prefetch_step(prefetch);
     }

@@ -1,7 +1,7 @@
 /* Dot products of bytes: in each of 16 lanes, the products of four unsigned weight codes with four signed codes of a row of x (a quad) are added to
  * an integer sum. Sums are exact, so all instruction sets give the same result.
  *
- * HAS_DOT: x86 VNNI and Arm's dot product add a quad with one instruction. Arm's takes signed weights, so DOT_SHIFT is subtracted from the codes,
+ * HAS_DOT: x86 VNNI and Arm's dot product add a quad with one instruction. Arm's takes signed weights, so DOT_SHIFT is subtracted from 8-bit codes,
  * and the sums start at a value that corrects this. Otherwise the even and the odd bytes are multiplied as 16-bit numbers.
  * HAS_PAIRS: without HAS_DOT, codes of at most six bits are multiplied with the instruction maddubs, whose 16-bit sums are widened after several
  * quads.
@@ -42,6 +42,18 @@
 
 typedef int16_t shorts __attribute__((vector_size(64)));
 
+/* A vector and the registers that hold it. */
+typedef union {
+    words all;
+#if defined(__AVX512BW__)
+    __m512i part[1];
+#elif defined(__AVX2__)
+    __m256i part[2];
+#else
+    uint8x16_t part[4];
+#endif
+} vector_parts;
+
 INLINE ints broadcast_int(int32_t x) { return (ints){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 /* Store four quads of codes in [-127, 127], `step` words apart. num_words = 1: one word each; 2: a word of the even codes, one of the odd ones. */
@@ -62,19 +74,20 @@ INLINE words look_up(words indices, bytes table) {
 #if defined(__AVX512BW__)
     return (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)indices);
 #elif defined(__AVX2__)
-    __m256i parts[2];
-    const __m256i values = _mm256_broadcastsi128_si256((__m128i)table);
-    memcpy(parts, &indices, sizeof indices);
-    for (int i = 0; i < 2; i++) parts[i] = _mm256_shuffle_epi8(values, parts[i]);
-    memcpy(&indices, parts, sizeof indices);
-    return indices;
+    vector_parts found = {indices};
+    for (int i = 0; i < 2; i++) found.part[i] = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), found.part[i]);
+    return found.all;
 #else
-    uint8x16_t parts[4];
-    memcpy(parts, &indices, sizeof parts);
-    for (int i = 0; i < 4; i++) parts[i] = vqtbl1q_u8((uint8x16_t)table, parts[i]);
-    memcpy(&indices, parts, sizeof parts);
-    return indices;
+    vector_parts found = {indices};
+    for (int i = 0; i < 4; i++) found.part[i] = vqtbl1q_u8((uint8x16_t)table, found.part[i]);
+    return found.all;
 #endif
+}
+
+/* Return the low (part = 0) or the high four bits of each byte. */
+INLINE words half_bytes(words codes, const int part) {
+    typedef uint8_t all_bytes __attribute__((vector_size(64)));
+    return part ? (words)((all_bytes)codes >> 4) : codes & 0x0F0F0F0Fu;
 }
 
 /* Weight codes in the form that products need, prepared once for all rows: one vector, or one of the even and one of the odd codes. */
@@ -82,10 +95,9 @@ typedef struct {
     words part[DOT_WORDS];
 } weight_codes;
 
-INLINE weight_codes split_codes(words codes) {
-#if DOT_SHIFT
-    return (weight_codes){{codes ^ 0x80808080u}};
-#elif DOT_WORDS == 1
+INLINE weight_codes split_codes(words codes, const uint32_t shift) {
+    codes ^= shift * 0x01010101u;
+#if DOT_WORDS == 1
     return (weight_codes){{codes}};
 #else
     return (weight_codes){{codes & 0x00FF00FFu, codes >> 8 & 0x00FF00FFu}};
@@ -119,7 +131,7 @@ INLINE table_values look_up_values(words codes, code_table table) {
 #if HAS_SIGNS
     return (table_values){{look_up(codes, table.part[0]), look_up(codes, table.part[1])}};
 #else
-    const weight_codes w = split_codes(look_up(codes, table.part[0]));
+    const weight_codes w = split_codes(look_up(codes, table.part[0]), DOT_SHIFT);
     table_values values;
     memcpy(&values, &w, sizeof w);
     return values;
@@ -132,13 +144,10 @@ INLINE ints multiply_shorts(words w, ints x) {
 #if defined(__AVX512BW__)
     return (ints)_mm512_madd_epi16((__m512i)w, (__m512i)x);
 #elif defined(__AVX2__)
-    __m256i parts[2], with[2];
-    memcpy(parts, &w, sizeof w);
-    memcpy(with, &x, sizeof x);
-    for (int i = 0; i < 2; i++) parts[i] = _mm256_madd_epi16(parts[i], with[i]);
-    ints products;
-    memcpy(&products, parts, sizeof products);
-    return products;
+    vector_parts products = {w};
+    const vector_parts with = {(words)x};
+    for (int i = 0; i < 2; i++) products.part[i] = _mm256_madd_epi16(products.part[i], with.part[i]);
+    return (ints)products.all;
 #else
     return (ints)(w & 0xFFFF) * (x << 16 >> 16) + (ints)(w >> 16) * (x >> 16);
 #endif
@@ -146,17 +155,12 @@ INLINE ints multiply_shorts(words w, ints x) {
 #endif
 
 #if HAS_PAIRS
+typedef vector_parts pair_sums; /* 16-bit sums, two in a lane */
 #if defined(__AVX512BW__)
-typedef struct {
-    __m512i part[1];
-} pair_sums; /* 16-bit sums, two in a lane */
 #define MULTIPLY_PAIRS(w, x) _mm512_maddubs_epi16(w, x)
 #define ADD_PAIRS(a, b) _mm512_add_epi16(a, b)
 #define BROADCAST_QUAD(quad) _mm512_set1_epi32(quad)
 #else
-typedef struct {
-    __m256i part[2];
-} pair_sums;
 #define MULTIPLY_PAIRS(w, x) _mm256_maddubs_epi16(w, x)
 #define ADD_PAIRS(a, b) _mm256_add_epi16(a, b)
 #define BROADCAST_QUAD(quad) _mm256_set1_epi32(quad)
@@ -165,8 +169,7 @@ typedef struct {
 /* Multiply codes of at most 6 bits with a packed quad and add pairs of products (at most 2 * 63 * 127) to 16-bit sums. The empty asm keeps
  * compilers from reordering the additions, which would need more registers. */
 INLINE void add_pairs(pair_sums *sums, words codes, int32_t packed, const int is_first) {
-    pair_sums w;
-    memcpy(&w, &codes, sizeof w);
+    vector_parts w = {codes};
     for (size_t i = 0; i < sizeof w / sizeof *w.part; i++) {
         w.part[i] = MULTIPLY_PAIRS(w.part[i], BROADCAST_QUAD(packed));
         sums->part[i] = is_first ? w.part[i] : ADD_PAIRS(sums->part[i], w.part[i]);
@@ -175,9 +178,21 @@ INLINE void add_pairs(pair_sums *sums, words codes, int32_t packed, const int is
 }
 
 INLINE ints widen_pairs(const pair_sums *sums) {
-    words pairs;
-    memcpy(&pairs, sums, sizeof pairs);
-    return multiply_shorts(pairs, broadcast_int(0x00010001));
+    return multiply_shorts(sums->all, broadcast_int(0x00010001));
+}
+#endif
+
+#ifdef __ARM_FEATURE_DOTPROD
+/* Return sum + products of weight codes with four copies of a quad of x. The empty asm keeps compilers from loading all weights of a group first,
+ * for which there are not enough registers. */
+INLINE ints dot_repeated(weight_codes w, int32x4_t x, ints sum) {
+    vector_parts sums = {(words)sum};
+    const vector_parts codes = {w.part[0]};
+    for (int i = 0; i < 4; i++) {
+        sums.part[i] = (uint8x16_t)vdotq_s32((int32x4_t)sums.part[i], (int8x16_t)codes.part[i], (int8x16_t)x);
+        __asm__ volatile("" : "+w"(sums.part[i]));
+    }
+    return (ints)sums.all;
 }
 #endif
 
@@ -186,22 +201,12 @@ INLINE ints dot_bytes(weight_codes w, const int32_t *packed, ints sum) {
 #if defined(__AVX512VNNI__)
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w.part[0], _mm512_set1_epi32(packed[0]));
 #elif defined(__AVXVNNI__)
-    __m256i sums[2], codes[2];
-    memcpy(sums, &sum, sizeof sum);
-    memcpy(codes, &w.part[0], sizeof codes);
-    const __m256i x = _mm256_set1_epi32(packed[0]);
-    for (int i = 0; i < 2; i++) sums[i] = _mm256_dpbusd_avx_epi32(sums[i], codes[i], x);
-    memcpy(&sum, sums, sizeof sum);
-    return sum;
+    vector_parts sums = {(words)sum};
+    const vector_parts codes = {w.part[0]};
+    for (int i = 0; i < 2; i++) sums.part[i] = _mm256_dpbusd_avx_epi32(sums.part[i], codes.part[i], _mm256_set1_epi32(packed[0]));
+    return (ints)sums.all;
 #elif defined(__ARM_FEATURE_DOTPROD)
-    int32x4_t sums[4];
-    int8x16_t codes[4];
-    memcpy(sums, &sum, sizeof sum);
-    memcpy(codes, &w.part[0], sizeof codes);
-    const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(packed[0]));
-    for (int i = 0; i < 4; i++) sums[i] = vdotq_s32(sums[i], codes[i], x);
-    memcpy(&sum, sums, sizeof sum);
-    return sum;
+    return dot_repeated(w, vdupq_n_s32(packed[0]), sum);
 #else
     return sum + multiply_shorts(w.part[0], broadcast_int(packed[0])) + multiply_shorts(w.part[1], broadcast_int(packed[1]));
 #endif
@@ -210,18 +215,15 @@ INLINE ints dot_bytes(weight_codes w, const int32_t *packed, ints sum) {
 /* Return sum + products of table values with one packed quad. */
 INLINE ints dot_values(table_values w, const int32_t *packed, ints sum, const int sign_method) {
 #if HAS_SIGNS
-    __m256i sums[2], size[2], sign[2];
-    memcpy(sums, &sum, sizeof sum);
-    memcpy(size, &w.part[0], sizeof size);
-    memcpy(sign, &w.part[1], sizeof sign);
+    vector_parts sums = {(words)sum};
+    const vector_parts size = {w.part[0]}, sign = {w.part[1]};
     const __m256i x = _mm256_set1_epi32(packed[0]);
     for (int i = 0; i < 2; i++) {
-        const __m256i signed_x = sign_method == SIGN_BY_XOR ? _mm256_xor_si256(x, sign[i]) : _mm256_sign_epi8(x, sign[i]);
-        sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_maddubs_epi16(size[i], signed_x), _mm256_set1_epi16(1)));
-        __asm__("" : "+x"(sums[i])); /* for the reason given in add_pairs */
+        const __m256i signed_x = sign_method == SIGN_BY_XOR ? _mm256_xor_si256(x, sign.part[i]) : _mm256_sign_epi8(x, sign.part[i]);
+        sums.part[i] = _mm256_add_epi32(sums.part[i], _mm256_madd_epi16(_mm256_maddubs_epi16(size.part[i], signed_x), _mm256_set1_epi16(1)));
+        __asm__("" : "+x"(sums.part[i])); /* for the reason given in add_pairs */
     }
-    memcpy(&sum, sums, sizeof sum);
-    return sum;
+    return (ints)sums.all;
 #else
     (void)sign_method;
     weight_codes codes;
@@ -231,20 +233,12 @@ INLINE ints dot_values(table_values w, const int32_t *packed, ints sum, const in
 }
 
 /* The sum of the negative weights, by which sums of SIGN_BY_XOR products exceed the correct ones. 16 bits hold the sums of 256 values. */
-typedef struct {
-#if HAS_SIGNS
-    pair_sums pairs;
-#else
-    int unused;
-#endif
-} negative_sums;
+typedef vector_parts negative_sums;
 
 INLINE void add_negative_values(negative_sums *sums, table_values w) {
 #if HAS_SIGNS
-    pair_sums size, sign;
-    memcpy(&size, &w.part[0], sizeof size);
-    memcpy(&sign, &w.part[1], sizeof sign);
-    for (int i = 0; i < 2; i++) sums->pairs.part[i] = ADD_PAIRS(sums->pairs.part[i], MULTIPLY_PAIRS(size.part[i], sign.part[i]));
+    const vector_parts size = {w.part[0]}, sign = {w.part[1]};
+    for (int i = 0; i < 2; i++) sums->part[i] = ADD_PAIRS(sums->part[i], MULTIPLY_PAIRS(size.part[i], sign.part[i]));
 #else
     (void)sums, (void)w;
 #endif
@@ -252,7 +246,7 @@ INLINE void add_negative_values(negative_sums *sums, table_values w) {
 
 INLINE ints negative_total(const negative_sums *sums) {
 #if HAS_SIGNS
-    return widen_pairs(&sums->pairs);
+    return widen_pairs(sums);
 #else
     (void)sums;
     return broadcast_int(0);

@@ -86,12 +86,12 @@ typedef struct {
 
 /* Look up the values of a group's codes; *negative: the sum of the negative ones. */
 INLINE void look_up_group(const uint8_t *at, code_table table, int group, table_values *quads, ints *negative, size_t distance) {
-    negative_sums sums = {0};
+    negative_sums sums = {{0}};
     for (int column = 0; column < group; column += 8, at += sizeof(words), quads += 2) {
         const words codes = load_words(at);
         PREFETCH(at)
         for (int part = 0; part < 2; part++) {
-            quads[part] = look_up_values(codes >> 4 * part & 0x0F0F0F0Fu, table);
+            quads[part] = look_up_values(half_bytes(codes, part), table);
             add_negative_values(&sums, quads[part]);
         }
     }

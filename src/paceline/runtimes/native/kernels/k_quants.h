@@ -5,7 +5,8 @@
  * float16 numbers are those of the super-block, or, if its columns were reordered, of each half of it (`scale_columns` = 128): [halves] below.
  *
  * A panel has, for each super-block, a header and then the codes of all groups; [16] means one number for each output:
- *     Q4_K, Q5_K  header: float16 [halves][scale, minimum][16]; words [3][16]: low 4 bits of 8 factors, of 8 minimum factors, high 2 bits of both
+ *     Q4_K, Q5_K  header: float16 [halves][scale, minimum][16]; words [3][16]: factors of groups 0 to 3, of 4 to 7, minimum factors of 0 to 3,
+ *                 each 6 bits of a byte; the minimum factors of groups 4 to 7 are in the high 2 bits of these bytes, lowest first
  *     Q6_K        header: float16 [2 halves][16]; int8 factors [16 groups][16]
  *                 codes of a group (Q4_K, too): in Q5_K and Q6_K a word of high bits [16]; then the low 4 bits as in panels.h
  *     Q2_K        header: float16 [halves][scale, minimum][16]; bytes [16 groups][16]: factor in the low nibble, minimum's factor in the high one;
@@ -39,26 +40,23 @@ INLINE int scale_bytes(const int kind, int scale_columns) { return FORMAT(kind)-
 INLINE int header_bytes(const int kind, int scale_columns) { return scale_bytes(kind, scale_columns) + FORMAT(kind)->factor_bytes; }
 INLINE int codes_bytes(const int kind) { return SUPER_BLOCK / 8 * LANES * (FORMAT(kind)->low_bits + FORMAT(kind)->high_bits); }
 
-/* Move bits [at, at + count) of every word to bit `to`. */
-INLINE words move_bits(words from, const int at, const int count, const int to) {
-    return (at > to ? from >> (at - to) : from << (to - at)) & (uint32_t)(((1 << count) - 1) << to);
-}
-
 INLINE floats float_of(words factors) { return __builtin_convertvector((ints)factors, floats); }
 
 /* Decode the scales and minimums of a super-block of Q4_K or Q5_K, whose factors have 6 bits. */
 INLINE void decode_6_bits(const uint8_t *header, int scale_columns, floats *scales, floats *minimums) {
     const int has_one = scale_columns == SUPER_BLOCK;
     const uint8_t *packed = header + (has_one ? 64 : 128);
-    const words low = load_words(packed), low_minimums = load_words(packed + 64), high = load_words(packed + 128);
+    const words first = load_words(packed), second = load_words(packed + 64), third = load_words(packed + 128);
+    const words last = (first >> 6 & 0x03030303u) | (second >> 4 & 0x0C0C0C0Cu) | (third >> 2 & 0x30303030u);
+    const words factors[] = {first & 0x3F3F3F3Fu, second & 0x3F3F3F3Fu, third & 0x3F3F3F3Fu, last};
     floats scale = load_float16(header), minimum = -load_float16(header + 32);
     _Pragma("unroll") for (int g = 0; g < 8; g++) {
         if (g == 4 && !has_one) {
             scale = load_float16(header + 64);
             minimum = -load_float16(header + 96);
         }
-        scales[g] = scale * float_of(move_bits(low, 4 * g, 4, 0) | move_bits(high, 2 * g, 2, 4));
-        minimums[g] = minimum * float_of(move_bits(low_minimums, 4 * g, 4, 0) | move_bits(high, 16 + 2 * g, 2, 4));
+        scales[g] = scale * float_of(factors[g / 4] >> g % 4 * 8 & 255u);
+        minimums[g] = minimum * float_of(factors[2 + g / 4] >> g % 4 * 8 & 255u);
     }
 }
 
@@ -116,7 +114,7 @@ INLINE void decode_header(const uint8_t *at, size_t next, int scale_columns, flo
 
 /* Return the codes of quad `number` of a group of Q4_K, Q5_K or Q6_K, from its word of low bits and the group's word of high bits. */
 INLINE words join_quad(words codes, words high, const int number, const int high_bits) {
-    const words low = codes >> (number % 2 * 4) & 0x0F0F0F0Fu;
+    const words low = half_bytes(codes, number % 2);
     if (!high_bits) return low;
     const int at = high_bits * number, ones = high_bits == 1 ? 0x10101010 : 0x30303030;
     return low | ((at > 4 ? high >> (at - 4) : high << (4 - at)) & (uint32_t)ones);
@@ -133,7 +131,7 @@ INLINE void add_group(const GroupSums *sums, const float *x, int g, floats scale
 
 /* Return the value at which a group's integer sums start; a constant 0 if the format has no zero point (Q4_K, Q5_K). */
 INLINE int32_t group_offset(const int32_t *offsets, const int row, const int kind) {
-    return DOT_SHIFT || !FORMAT(kind)->has_minimums ? offsets[row] : 0;
+    return !FORMAT(kind)->has_minimums ? offsets[row] : 0;
 }
 
 /* Whether low_bit_blocks.c implements a kind: Q2_K, Q3_K and IQ4_XS, which have less than 4.5 bits a weight. */

@@ -46,7 +46,7 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
                     }
                     words quads[MAX_PANELS];
                     EACH_PANEL {
-                        quads[n] = kind == PANELS_IQ4_XS ? codes[n] >> (number % 2 * 4) & 0x0F0F0F0Fu : codes[n] >> (2 * number) & 0x03030303u;
+                        quads[n] = kind == PANELS_IQ4_XS ? half_bytes(codes[n], number % 2) : codes[n] >> (2 * number) & 0x03030303u;
                         if (kind == PANELS_Q3_K) quads[n] |= (third_bits[n] >> (4 * half + number) & 0x01010101u) << 2;
                     }
                     quad = kind == PANELS_IQ4_XS ? add_table_products(&sums, quads, table, quad, rows, panels)

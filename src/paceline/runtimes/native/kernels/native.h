@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 27 /* VERSION in runtimes/native/records.py is equal; increase both when a record, an enum or a function changes */
+#define KERNELS_VERSION 28 /* VERSION in runtimes/native/records.py is equal; increase both when a record, an enum or a function changes */
 
 /* Input rows that are multiplied together (a block of rows), so that each weight is loaded and decoded once for all of them. The maximum is set by
  * the registers that hold their sums. */

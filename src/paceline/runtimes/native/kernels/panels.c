@@ -39,10 +39,10 @@ INLINE float quantize(const float *x, int group, int32_t *to, size_t step, int n
 }
 
 /* Pack columns [begin, end) of rows [first, first + real) of x as [columns / group][header, quads][padded]. row_indices as in pack_rows. The offset
- * is (shift of the weights - zero_point) * sum of codes: DOT_SHIFT and TABLE_SHIFT are subtracted from the weights. */
+ * is (shift of the weights - zero_point) * sum of codes: DOT_SHIFT is subtracted from 8-bit codes, TABLE_SHIFT from table values. */
 void pack_bytes(const Matrix *matrix, const float *x, const int32_t *row_indices, int first, int real, int padded, int begin, int end, float *packed) {
     const int columns = matrix->columns, group = matrix->group, num_words = quad_words(matrix->kind);
-    const int shift = (uses_table(matrix->kind) ? TABLE_SHIFT : DOT_SHIFT) - matrix->zero_point;
+    const int shift = (uses_table(matrix->kind) ? TABLE_SHIFT : is_narrow(matrix->kind) ? 0 : DOT_SHIFT) - matrix->zero_point;
     const size_t step = (size_t)(padded * num_words), words_per_group = group_words(matrix) * (size_t)padded;
     packed += (size_t)(begin / group) * words_per_group;
     for (; begin < end; begin += group, packed += words_per_group)
@@ -85,7 +85,7 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
                     PREFETCH(at + (size_t)n * next)
                 }
                 _Pragma("unroll") for (int part = 0; part < (narrow ? 2 : 1); part++) {
-                    EACH_PANEL quads[n] = narrow ? codes[n] >> 4 * part & 0x0F0F0F0Fu : codes[n];
+                    EACH_PANEL quads[n] = narrow ? half_bytes(codes[n], part) : codes[n];
                     quad = by_table ? add_table_products(&sums, quads, table, quad, rows, panels)
                                     : add_quad_products(&sums, quads, quad, rows, panels, number + part, at_once);
                 }
@@ -114,7 +114,7 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
     PRODUCT_BY(rows, panels, matrix->kind == kind_ && matrix->group % 32 == 0, __VA_ARGS__, matrix->group, 8)    \
     PRODUCT_BY(rows, panels, matrix->kind == kind_, __VA_ARGS__, matrix->group, 4)
 #else
-#define NARROW_PRODUCT_OF PRODUCT_OF
+#define NARROW_PRODUCT_OF(rows, panels, kind_, ...) PRODUCT_BY(rows, panels, matrix->kind == kind_, __VA_ARGS__, matrix->group, 2)
 #endif
 #define PRODUCTS_OF(rows, panels)                                       \
     PRODUCT_OF(rows, panels, PANELS_8_BITS, 0, 0, 0, 0)                 \

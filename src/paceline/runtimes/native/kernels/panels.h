@@ -62,9 +62,17 @@ INLINE const int32_t *add_quad_products(GroupSums *sums, const words *codes, con
         return quad + rows;
     }
 #endif
-    (void)number, (void)at_once;
+    (void)number;
     weight_codes w[MAX_PANELS];
-    EACH_PANEL w[n] = split_codes(codes[n]);
+    EACH_PANEL w[n] = split_codes(codes[n], at_once ? 0 : DOT_SHIFT);
+#ifdef __ARM_FEATURE_DOTPROD
+    if (rows == 4) { /* one load for all rows, because the instruction can take a lane */
+        int32x4_t x = vld1q_s32(quad);
+        __asm__("" : "+w"(x));
+        EACH_ROW EACH_PANEL sums->dot[n][row] = dot_repeated(w[n], (int32x4_t){x[row], x[row], x[row], x[row]}, sums->dot[n][row]);
+        return quad + rows;
+    }
+#endif
     EACH_ROW EACH_PANEL sums->dot[n][row] = dot_bytes(w[n], quad + row * DOT_WORDS, sums->dot[n][row]);
     return quad + rows * DOT_WORDS;
 }

@@ -10,6 +10,7 @@
 #define PIECE_OUTPUTS 48       /* outputs of a product: a multiple of the 8, 6, 4 and 3 outputs of a tile in linear.c */
 #define PIECE_PANEL_OUTPUTS 64 /* outputs of a product with panels: four panels, which a tile of few rows has */
 #define PANEL_OUTPUTS 16
+#define MIN_THREAD_PIECES 4 /* with fewer pieces a thread, pieces are smaller, because threads wait for the last one: longer, the slower its core */
 #define PIECE_FLOATS 512       /* floats of an elementwise operation on few rows: small, so that each thread's columns stay in its cache */
 #define PIECE_FLOATS_MANY 4096 /* the same from MANY_ROWS rows on, which do not fit in a cache */
 #define MANY_ROWS 64
@@ -24,14 +25,12 @@ typedef struct {
     Pass pass;
 } PassRun;
 
-static int num_rows_of(const Pass *pass, const Operation *operation) {
-    return operation->rows == LOGITS_ROWS ? pass->num_logits_rows : pass->rows;
-}
+static int num_rows_of(const Pass *pass, const Operation *operation) { return operation->rows == LOGITS_ROWS ? pass->num_logits_rows : pass->rows; }
 
-/* Return the outputs of a piece of a product. */
-static int piece_outputs(int packing, int rows) {
+/* Return the outputs of a piece of a product. thread_outputs: the outputs of a thread's share. */
+static int piece_outputs(int packing, int rows, int thread_outputs) {
     if (packing != AS_BYTES) return PIECE_OUTPUTS;
-    return rows > 4 ? PANEL_OUTPUTS : PIECE_PANEL_OUTPUTS;
+    return rows > 4 || thread_outputs < MIN_THREAD_PIECES * PIECE_PANEL_OUTPUTS ? PANEL_OUTPUTS : PIECE_PANEL_OUTPUTS;
 }
 
 /* Pack a single input row. Each thread packs it for itself, because that is faster than waiting for a barrier. */
@@ -69,13 +68,14 @@ static void run_linear(const Work *work, const Operation *operation) {
     const LinearOperation *op = (const LinearOperation *)operation;
     const float *x = buffer(work, op->x);
     const int packing = op->packing, rows = work->rows, has_adapters = has_adapters_for(work->pass, op);
-    const int step = op->block_max < 0 ? piece_outputs(packing, rows) : BLOCK_COLUMNS;
+    int outputs = 0, totals[op->num_matrices];
+    for (int number = 0; number < op->num_matrices; number++) outputs += op->matrices[number].outputs;
+    const int step = op->block_max < 0 ? piece_outputs(packing, rows, outputs / work->num_threads) : BLOCK_COLUMNS;
     if (rows > 1 || has_adapters) {
         prepare_linear(work, op, x, has_adapters);
         barrier();
     }
     x = rows > 1 ? work->program->packed : packed_row_of(work, op->matrices, packing, x);
-    int totals[op->num_matrices];
     for (int number = 0; number < op->num_matrices; number++) totals[number] = ceil_div(op->matrices[number].outputs, step);
     for (PieceQueue queue = {.part_pieces = totals, .num_parts = op->num_matrices}; claim_piece(work, 1, &queue);) {
         const Matrix *matrix = op->matrices + queue.part;
@@ -141,7 +141,7 @@ static void run_experts(const Work *work, const Operation *operation) {
     const ExpertsOperation *op = (const ExpertsOperation *)operation;
     const Routes routes = routes_of(buffer(work, op->routes), work->rows, op->chosen);
     const size_t row_words = packed_row_floats(op->matrices, op->packing);
-    const int step = piece_outputs(op->packing, 1), is_one_row = work->rows == 1 && !op->of_pairs;
+    const int step = piece_outputs(op->packing, 1, INT32_MAX), is_one_row = work->rows == 1 && !op->of_pairs;
     const int has_adapters = has_low_rank_pairs(work->pass, op, &routes);
     const float *x = work->program->packed;
     if (is_one_row) x = packed_row_of(work, op->matrices, op->packing, buffer(work, op->x));
@@ -167,7 +167,7 @@ static void run_experts(const Work *work, const Operation *operation) {
 /* A piece is some outputs of a head for a block of rows, which the thread packs for itself. */
 static void run_heads(const Work *work, const Operation *operation) {
     const HeadsOperation *op = (const HeadsOperation *)operation;
-    const int blocks = ceil_div(work->rows, MAX_ROWS), outputs = op->matrices->outputs, step = piece_outputs(op->packing, work->rows);
+    const int blocks = ceil_div(work->rows, MAX_ROWS), outputs = op->matrices->outputs, step = piece_outputs(op->packing, work->rows, INT32_MAX);
     const int parts = ceil_div(outputs, step), total = op->heads * parts * blocks;
     const size_t tail = (size_t)op->tail, size = (size_t)outputs + tail;
     float *packed = work->program->packed_rows + (size_t)work->thread * packed_floats(1, work->program->max_columns);

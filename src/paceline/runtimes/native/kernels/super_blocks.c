@@ -139,9 +139,9 @@ static void fill_header(const SuperBlocks *from, int output, int lane, int numbe
             continue;
         }
         const uint32_t other = from->minimum_factors[first_group + (size_t)g];
-        set_lane_bits(to, lane, (factor & 15) << 4 * g);
-        set_lane_bits(to + sizeof(words), lane, (other & 15) << 4 * g);
-        set_lane_bits(to + 2 * sizeof(words), lane, factor >> 4 << 2 * g | other >> 4 << (16 + 2 * g));
+        set_lane_bits(to + (size_t)(g / 4) * sizeof(words), lane, factor << g % 4 * 8);
+        if (g < 4) set_lane_bits(to + 2 * sizeof(words), lane, other << g * 8);
+        for (size_t i = 0; g >= 4 && i < 3; i++) set_lane_bits(to + i * sizeof(words), lane, (other >> 2 * i & 3) << (g % 4 * 8 + 6));
     }
 }
 
