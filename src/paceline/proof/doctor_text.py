@@ -8,6 +8,7 @@ from rich.text import Text
 
 from paceline.errors import printable
 from paceline.proof.doctor import Diagnosis
+from paceline.proof.measured_speedup import COPYING
 
 _COLUMN_GAP = 2
 
@@ -30,7 +31,7 @@ def report(found: Diagnosis) -> Group:
 
 def _summary(facts: dict[str, Any]) -> str:
     """Return one sentence on what the loaded drafters bring, and what the best published one may."""
-    parts = [f"{one['kind']}: about {one['speedup']:.1f}x" for one in facts["probe"]["measured"]]
+    parts = [f"{one['kind']}: {'up to' if one['kind'] == COPYING else 'about'} {one['speedup']:.1f}x" for one in facts["probe"]["measured"]]
     text = f"{', '.join(parts)}; measured here on short texts, so yours may differ"
     published = [one for one in facts["suggested_drafters"] if one["slowest"] is not None]
     if not published:

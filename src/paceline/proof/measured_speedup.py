@@ -7,7 +7,7 @@ measurements of one text do: each text is generated once.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.sampling.params import SamplingParams
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.outputs import RequestOutput
 
+    OutputPair = tuple[RequestOutput, RequestOutput]
+
 NEW_PROSE, COPYING = "new prose", "copying"
 _PROSE_TOKENS = 128
-_PASSAGE_TOKENS = 64  # length of a copied passage: the prompt contains it twice, and its first _COPIED_BEFORE tokens a third time
-_COPIED_BEFORE, _COPIED_TOKENS = 12, 48
+_PASSAGE_TOKENS = 128  # length of a copied passage: the prompt contains it twice, and its first _COPIED_BEFORE tokens a third time
+_COPIED_BEFORE, _COPIED_TOKENS = 16, 112
 _WARM_UP_TEXTS = 2  # texts of each kind that are not counted: they warm up the cost model and acceptance rates
 _SECONDS = 20.0  # for each kind: no text begins later
 _TEMPERATURE = 0.7  # for new prose: greedy texts of small models repeat themselves, which is easy to draft
@@ -56,36 +58,52 @@ class MeasuredSpeedup:
 
 
 def measure_speedups(llm: "LLM") -> tuple[MeasuredSpeedup, ...]:
-    """Measure both kinds; none without drafters, or if the context is too short. The texts to copy are beginnings of the new prose."""
-    if llm.drafter is None or llm.max_model_len < 2 * _PROSE_TOKENS:
+    """Measure both kinds; none without drafters, or if the context is too short. The texts to copy are beginnings of the new prose.
+
+    Of the latter only those count that the model copied to the end, because the others are not copies; if it copied none, all count.
+    """
+    if llm.drafter is None or llm.max_model_len < 3 * _PASSAGE_TOKENS:
         return ()
-    params = SamplingParams(max_tokens=_PROSE_TOKENS, temperature=_TEMPERATURE, ignore_eos=True)
-    prose, texts = _measure(llm, NEW_PROSE, _PROSE_OPENINGS, params)
-    copies = [2 * text[:_PASSAGE_TOKENS] + text[:_COPIED_BEFORE] for text in texts]
-    copying, _ = _measure(llm, COPYING, copies, SamplingParams(max_tokens=_COPIED_TOKENS, temperature=0.0, ignore_eos=True))
-    return prose, copying
+    prose = _generate_twice(llm, _PROSE_OPENINGS, SamplingParams(max_tokens=_PROSE_TOKENS, temperature=_TEMPERATURE, ignore_eos=True))
+    passages = [list(drafted.token_ids[:_PASSAGE_TOKENS]) for _, drafted in prose]
+    prompts = [2 * passage + passage[:_COPIED_BEFORE] for passage in passages]
+    copies = _generate_twice(llm, prompts, SamplingParams(max_tokens=_COPIED_TOKENS, temperature=0.0, ignore_eos=True))
+    ends = [passage[_COPIED_BEFORE : _COPIED_BEFORE + _COPIED_TOKENS] for passage in passages]
+    is_copied = [
+        list(pair[1].token_ids) == end for pair, end in zip(copies, ends, strict=False)
+    ]  # no text begins late, so there may be fewer
+    prose, copies = prose[_num_warm_up(prose) :], copies[_num_warm_up(copies) :]
+    exact = [pair for pair, counts in zip(copies, is_copied[-len(copies) :], strict=True) if counts]
+    return _summarize(NEW_PROSE, prose, _PROSE_TOKENS), _summarize(COPYING, exact or copies, _COPIED_TOKENS)
 
 
-def _measure(llm: "LLM", kind: str, prompts: Sequence[str | list[int]], params: SamplingParams) -> tuple[MeasuredSpeedup, list[list[int]]]:
-    """Return the speedup of a kind, and the token ids that were generated."""
-    plain_s = drafted_s = 0.0
-    drafted, texts = list["RequestOutput"](), list[list[int]]()
+def _generate_twice(
+    llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingParams
+) -> list[tuple["RequestOutput", "RequestOutput"]]:
+    """Return the outputs of each prompt without drafts and with them: the same tokens. No drafter sees what was generated before."""
+    found: list[OutputPair] = []
     begin = time.perf_counter()
     for index, prompt in enumerate(prompts):
-        if drafted and time.perf_counter() - begin > _SECONDS:
+        if len(found) > _WARM_UP_TEXTS and time.perf_counter() - begin > _SECONDS:
             break
-        (plain,) = llm.generate(prompt, params, speculation={"enabled": False})
-        (output,) = llm.generate(prompt, params)
-        texts.append(list(output.token_ids))
-        if index >= min(_WARM_UP_TEXTS, len(prompts) - 1):
-            drafted.append(output)
-            plain_s, drafted_s = plain_s + plain.timing.decode_s, drafted_s + output.timing.decode_s
-    stats = [output.speculation for output in drafted]
+        seeded, namespace = replace(params, seed=index), f"text {index}"
+        (plain,) = llm.generate(prompt, seeded, speculation={"enabled": False}, namespace=namespace)
+        (drafted,) = llm.generate(prompt, seeded, namespace=namespace)
+        found.append((plain, drafted))
+    return found
+
+
+def _num_warm_up(pairs: Sequence[object]) -> int:
+    return min(_WARM_UP_TEXTS, len(pairs) - 1)
+
+
+def _summarize(kind: str, pairs: "Sequence[OutputPair]", num_tokens: int) -> MeasuredSpeedup:
+    stats = [drafted.speculation for _, drafted in pairs]
     return MeasuredSpeedup(
         kind,
-        plain_s / drafted_s if drafted_s else 1.0,
+        sum(plain.timing.decode_s for plain, _ in pairs) / sum(drafted.timing.decode_s for _, drafted in pairs),
         1 - sum(one.plain_steps for one in stats) / max(1, sum(one.steps for one in stats)),
         sum(one.num_accepted_tokens for one in stats) / max(1, sum(one.num_draft_tokens for one in stats)),
-        len(drafted),
-        params.max_tokens or 0,
-    ), texts
+        len(pairs),
+        num_tokens,
+    )
