@@ -48,7 +48,7 @@ def conversations() -> list[list[dict[str, str]]]:
     """The prompts of `paceline bench`, 32 of four kinds, as conversations."""
     folder = files("paceline") / "benchmarking" / "workloads"
     kinds = ("chat", "code", "arithmetic", "json")
-    records = [json.loads(line) for kind in kinds for line in (folder / f"{kind}.jsonl").open(encoding="utf-8")]
+    records = [json.loads(line) for kind in kinds for line in (folder / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()]
     return [one.get("messages") or [{"role": "user", "content": one["prompt"]}] for one in records]
 
 
@@ -100,25 +100,31 @@ def test_float32_greedy_texts_equal_those_of_llama_cpp(name: str, models: dict[s
 def test_default_log_probabilities_are_nearer_to_float32_than_those_of_llama_cpp(
     name: str, models: dict[str, str], clients: Path, tmp_path: Path, tally: "Counter[str]"
 ) -> None:
+    params = SamplingParams(max_tokens=TEXT_TOKENS, temperature=0.7, seed=1, ignore_eos=True)
     with LLM(models[name], dtype="f32", max_model_len=512, threads=2) as llm:
-        prompt = prompts_of(llm)[8]
-        params = SamplingParams(max_tokens=TEXT_TOKENS, temperature=0.7, seed=1, ignore_eos=True)
-        ids = [*prompt, *llm.generate([prompt], params)[0].token_ids]
-        exact = log_probabilities(llm, ids)
+        prompts = prompts_of(llm)[::8]
+        texts = [[*prompt, *output.token_ids] for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True)]
+        exact = np.concatenate([log_probabilities(llm, text) for text in texts])
     with LLM(models[name], max_model_len=512, threads=2) as llm:
-        ours = log_probabilities(llm, ids)
-    (tmp_path / "ids.json").write_text(json.dumps(ids), encoding="utf-8")
-    command = [str(clients / "llama-cpp" / "bin" / "python"), str(Path(__file__).with_name("llama_logits.py")), models[name]]
-    done = subprocess.run(
-        [*command, str(tmp_path / "ids.json"), str(tmp_path / "out.npy"), "as-when-decoding"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    logits = np.load(tmp_path / "out.npy").astype(np.float64)
-    theirs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
-    errors = [abs(ours - exact).mean(), abs(theirs[np.arange(len(ids) - 1), ids[1:]] - exact).mean()]
+        ours = np.concatenate([log_probabilities(llm, text) for text in texts])
+    theirs = np.concatenate([llama_cpp_log_probabilities(clients, models[name], text, tmp_path) for text in texts])
+    errors = [abs(ours - exact).mean(), abs(theirs - exact).mean()]
     for program, error in zip(("paceline", "llama.cpp"), errors, strict=True):
         tally[f"mean error of log-probabilities of {name} in millionths, {program}"] += round(1e6 * error)
     assert errors[0] < errors[1]
+
+
+def llama_cpp_log_probabilities(clients: Path, file: str, token_ids: list[int], folder: Path) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return the log-probability of each token but the first, computed as llama.cpp generates: one token a pass."""
+    given, found = folder / "ids.json", folder / "logits.npy"
+    given.write_text(json.dumps(token_ids), encoding="utf-8")
+    script = Path(__file__).with_name("llama_logits.py")
+    command = [str(clients / "llama-cpp" / "bin" / "python"), str(script), file, str(given), str(found), "as-when-decoding"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    logits = np.load(found).astype(np.float64)
+    log_probs: np.ndarray[Any, np.dtype[np.float64]] = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    return log_probs[np.arange(len(token_ids) - 1), token_ids[1:]]
 
 
 def log_probabilities(llm: LLM, token_ids: list[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
