@@ -32,6 +32,7 @@ class TokenizerBackend:
         with convert_library_errors("the vocabulary of this tokenizer cannot be read; download it again", CheckpointError):
             self.vocabulary: dict[str, int] = library.get_vocab(with_added_tokens=True)
             added = library.get_added_tokens_decoder().items()
+            _disable_word_cache(getattr(library, "model", None))
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         self.added_token_ids: dict[str, int] = {token.content: token_id for token_id, token in added}
         check_token_ids(self.vocabulary.values())
@@ -89,6 +90,14 @@ def check_token_ids(ids: Collection[int]) -> None:
     largest, limit = max(ids), 2 * len(ids) + SPARE_IDS
     if largest >= limit:
         raise CheckpointError(f"this tokenizer has {len(ids)} tokens and an id {largest}, expected ids below {limit}; download it again")
+
+
+def _disable_word_cache(model: Any) -> None:
+    """Switch off the BPE model's cache of words: the library (0.23) keeps one for each thread until the thread ends, even if the tokenizer
+    is freed before. A server that loads models in turns lost 0.3 MB at every load. Without the cache, encoding takes 1.3 times as long.
+    """
+    if hasattr(model, "_resize_cache"):
+        model._resize_cache(0)
 
 
 def _raise_request_error(task: str, error: BaseException) -> NoReturn:

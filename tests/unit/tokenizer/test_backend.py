@@ -1,7 +1,10 @@
 """A tokenizer may fail in any way at any call, panics of its Rust code included: each is one error of ours. Nothing is sized by an id."""
 
+import ctypes
+import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -306,3 +309,23 @@ def test_decoding_many_ids_without_the_gil_equals_decoding_few(
     texts = [tokenizer.decode(ids, skip_special_tokens=skips) for skips in (True, False)]
     monkeypatch.setattr(backend, "_MAX_IDS_WITH_GIL", 3)
     assert [tokenizer.decode(ids, skip_special_tokens=skips) for skips in (True, False)] == texts
+
+
+class MemoryInfo(ctypes.Structure):
+    """The counts of glibc's mallinfo2; the eighth is the bytes in use."""
+
+    _fields_ = [("counts", ctypes.c_size_t * 10)]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="no mallinfo2 in this C library")
+def test_a_freed_tokenizer_leaves_no_memory_behind(mini_dir: Path) -> None:
+    """The tokenizers library keeps a cache of words of every BPE model that a thread used."""
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = MemoryInfo
+    words = " ".join(f"word{number}" for number in range(500))
+    in_use = []
+    for _ in range(6):
+        Tokenizer.open(mini_dir).encode(words)
+        gc.collect()
+        in_use.append(library.mallinfo2().counts[7])
+    assert in_use[-1] - in_use[1] < 50_000
