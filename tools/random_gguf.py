@@ -9,6 +9,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +279,10 @@ MODELS |= {f"qwen3.5-9b-{kind.lower()}": qwen35_large(kind) for kind in ("Q8_0",
 for kind in ("Q4_K_M", "BF16"):
     MODELS[f"lfm2.5-1.2b-{kind.lower()}"] = tied("lfm2", (2048, 8192, 65536), (32, 8, 64), kind, (2, 5, 8, 10, 12, 14))  # 16 layers
     MODELS[f"qwen3-4b-{kind.lower()}"] = tied("qwen3", (2560, 9728, 151936), (32, 8, 128), kind)  # 36 layers
-LLAMA_KINDS = ("Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q4_K_M", "Q5_K", "Q6_K", "IQ4_XS")
+LLAMA_KINDS = [
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q4_K_M", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS",
+    "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4", "Q1_0",
+]  # fmt: skip
 MODELS |= {f"llama-1b-{kind.lower()}": llama_of(2048, 8192, 32000, kind) for kind in LLAMA_KINDS}  # 16 layers: 1.04 billion weights
 MODELS |= {f"llama-8b-{kind.lower()}": llama_of(4096, 14336, 128256, kind) for kind in LLAMA_KINDS}  # 32 layers
 
@@ -322,15 +326,46 @@ def byte_shape(tensor: Tensor) -> tuple[int, ...]:
     return (*tensor.shape[:-1], tensor.shape[-1] // num_items * num_bytes)
 
 
-_K_QUANTS = {
-    "Q2_K": (80, 1.0, 1.5, 12.0),
-    "Q3_K": (108, 1.0, 0.0, 43.0),
-    "Q4_K": (0, 1.0, 7.5, 250.0),
-    "Q5_K": (0, 1.0, 15.5, 500.0),
-    "Q6_K": (208, 1.0, 0.0, 1300.0),
-    "IQ4_XS": (0, 1.0, 0.0, 1250.0),
-}
-"""Where a super-block's float16 numbers begin, the first and the second of them (0 = there is none), and what they are divided by."""
+_SCALE_OFFSETS = {
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}  # fmt: skip
+"""Where a block's float16 numbers begin: its scale, and what is added or subtracted. Other types have only a scale, in front."""
+
+
+def _set_scale(kind: str, blocks: NDArray[np.uint8], numbers: Sequence[float]) -> None:
+    """Write the scale of all blocks, and the number that is added or subtracted."""
+    halves = np.array(numbers, "<f2")
+    if kind == "MXFP4":
+        blocks[:, 0] = 127 + round(math.log2(numbers[0]))
+    elif kind == "NVFP4":  # four scales, multiples of 2^-9 as long as they are small
+        blocks[:, :4] = min(max(round(numbers[0] * 512), 1), 126)
+    elif kind == "IQ1_M":  # four bits of the float16 number in the upper half of every second byte
+        nibbles = halves.view(np.uint16) >> np.arange(0, 16, 4, dtype=np.uint16) & 15
+        blocks[:, 49::2] = blocks[:, 49::2] & 15 | nibbles.astype(np.uint8) << 4
+    else:
+        for offset, half in zip(_SCALE_OFFSETS.get(kind, (0,)), halves, strict=True):
+            blocks[:, offset : offset + 2] = half.reshape(1).view(np.uint8)
+
+
+@cache
+def _scale(kind: str, width: int) -> tuple[float, ...]:
+    """Return the numbers of `_set_scale` with which random blocks have a mean near 0 and values near 1 / sqrt(width)."""
+    if kind == "Q1_0":  # the library cannot decode it; all values are 1 or -1
+        return (1 / math.sqrt(width),)
+    _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = np.random.default_rng(1).integers(0, 256, (256, num_bytes), np.uint8)
+
+    def decode(*numbers: float) -> NDArray[np.float32]:
+        _set_scale(kind, blocks, numbers)
+        return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+
+    if len(_SCALE_OFFSETS.get(kind, (0,))) == 1:
+        return (1 / 128 / float(decode(1 / 128).std() * math.sqrt(width)),)
+    scaled, added = decode(1.0, 0.0), decode(0.0, 1.0)
+    ratio = -float(scaled.mean() / added.mean())
+    scale = 1 / float((scaled + ratio * added).std() * math.sqrt(width))
+    return scale, ratio * scale
 
 
 def random_bytes(tensor: Tensor, random: np.random.Generator) -> NDArray[np.uint8]:
@@ -348,23 +383,8 @@ def random_bytes(tensor: Tensor, random: np.random.Generator) -> NDArray[np.uint
         return np.ascontiguousarray(values.view(np.uint16)[..., 1::2]).view(np.uint8)
     _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.kind]]
     blocks = random.integers(0, 256, byte_shape(tensor), np.uint8)
-    headers = blocks.reshape(-1, num_bytes)
-    if tensor.kind in _K_QUANTS:
-        start, first, second, divisor = _K_QUANTS[tensor.kind]
-        halves = _halves(first, second, divisor * math.sqrt(tensor.shape[-1]))[: 4 if second else 2]
-        headers[:, start : start + len(halves)] = halves
-        return blocks
-    spread = {"Q4_0": 4.6, "Q8_0": 74.0, "MXFP4": 6.0}[tensor.kind]  # of a block's codes
-    scale = 1 / (spread * math.sqrt(tensor.shape[-1]))
-    if tensor.kind == "MXFP4":
-        headers[:, 0] = 128 + round(math.log2(scale))
-    else:
-        headers[:, :2] = np.array([scale], "<f2").view(np.uint8)
+    _set_scale(tensor.kind, blocks.reshape(-1, num_bytes), _scale(tensor.kind, tensor.shape[-1]))
     return blocks
-
-
-def _halves(first: float, second: float, divisor: float) -> NDArray[np.uint8]:
-    return np.array([first / divisor, second / divisor], "<f2").view(np.uint8)
 
 
 def main() -> None:
