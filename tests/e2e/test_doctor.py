@@ -248,7 +248,7 @@ def test_doctor_probe_passes_drafter_options_to_the_loader(heads: HeadPairs, mon
     arguments = heads.arguments("eagle3", "boundaries=1,2,3", "rope_theta=5e5")
     given: dict[str, Any] = {}
 
-    def remember(**loaded: Any) -> Any:
+    def remember(prompts: object, **loaded: Any) -> Any:
         given.update(loaded)
         return probe(**loaded)
 
@@ -554,10 +554,29 @@ def test_doctor_probe_measures_a_speedup(target: Path, draft: Path) -> None:
 def test_doctor_probe_reports_the_measured_speedup_as_text(target: Path) -> None:
     said = text("--model", target, "--drafter", "ngram", "--probe")[1]
     assert re.search(
-        r"new prose \d+\.\d\dx measured; \d+% of steps used a draft, of which \d+% of tokens were accepted \(\d+ texts? of up to", said
+        r"new prose \d+\.\d\dx measured \(\d+\.\d\d to \d+\.\d\d\); \d+% of steps used a draft, of which \d+% of tokens were", said
     )
+    assert re.search(r"of which \d+% of tokens were accepted \(\d+ texts? of up to", said)
     assert re.search(r"new prose: about \d+\.\dx, copying: up to \d+\.\dx; measured here on short texts", said)
     assert "ngram ngram 5 to 55%" in said
+
+
+def test_doctor_probe_measures_given_prompts(target: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("Once there was\nThe dog and the dog\n")
+    said = text("--model", target, "--drafter", "ngram", "--probe", "--prompts", prompts)[1]
+    assert re.search(r"your prompts \d+\.\d\dx measured \(\d+\.\d\d to \d+\.\d\d\); \d+% of steps used a draft", said)
+    assert re.search(r"your prompts: about \d+\.\dx works", said)
+    assert "new prose" not in said
+
+
+def test_doctor_refuses_prompts_without_probe_and_missing_files(target: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", str(target), "--prompts", str(tmp_path / "none.txt")])
+    assert result.exit_code == 2
+    assert "add --probe" in result.stderr
+    result = CliRunner().invoke(app, ["doctor", str(target), "--probe", "--prompts", str(tmp_path / "none.txt")])
+    assert result.exit_code == 2
+    assert "there is no file" in result.stderr
 
 
 def test_doctor_probe_without_drafters_measures_no_speedup(target: Path) -> None:

@@ -472,9 +472,9 @@ def test_prove_refuses_prompt_and_case_files_without_content(tmp_path: Path, che
     skip_without_kernels()
     contents = {
         "empty.txt": ("--prompts", "\n \n"),
-        "object.txt": ("--prompts", '{"prompt": 3}'),
-        "broken.txt": ("--prompts", '{"prompt": "a'),
-        "ids.txt": ("--prompts", '{"prompt_token_ids": [1, 99999]}'),
+        "object.jsonl": ("--prompts", '{"prompt": 3}'),
+        "broken.jsonl": ("--prompts", '{"prompt": "a'),
+        "ids.jsonl": ("--prompts", '{"prompt_token_ids": [1, 99999]}'),
         "broken.json": ("--case", "{"),
         "list.json": ("--case", "[]"),
         "equal.json": ("--case", '{"findings": []}'),
@@ -492,8 +492,9 @@ def test_prove_refuses_prompt_and_case_files_without_content(tmp_path: Path, che
 
 
 def test_prove_compares_the_given_prompts(prove: Prove, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text('then one two three four\n\n{"prompt_token_ids": [5, 6, 7]}\n' + "the cat " * 40 + "\n")
+    file = tmp_path / "prompts.jsonl"
+    prompts = [{"prompt": "then one two three four"}, {"prompt_token_ids": [5, 6, 7]}, {"prompt": "the cat " * 40}]
+    file.write_text("\n\n".join(map(json.dumps, prompts)))
     code, report = prove("--prompts", file, "--drafter", "ngram", "--tokens", 600)
     assert code == 0
     assert list(report["compared"]["by"]["prompt"]) == ["prompt 1", "prompt 2", "prompt 3"]

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from paceline.benchmarking.plan import BenchPlan
-from paceline.benchmarking.workloads import RANDOM, Prompt, Workload, builtin_workload, read_prompts, read_spec_bench
+from paceline.benchmarking.workloads import RANDOM, Workload, builtin_workload, read_spec_bench
 from paceline.errors import ConfigError, RequestError
 from paceline.models.config import ModelConfig
+from paceline.prompt_file import PromptLine, read_prompts
 from paceline.tokenizer.tokenizer import Tokenizer
 
 RANDOM_TOKENS = 64
@@ -29,7 +30,7 @@ class EncodedPrompt:
     prediction_ids: tuple[int, ...] = ()
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> EncodedPrompt:
+def encode(prompt: PromptLine, tokenizer: Tokenizer, vocab_size: int) -> EncodedPrompt:
     """Encode a prompt; messages go through the model's chat template, or are joined where it has none.
 
     Raises:
@@ -84,12 +85,12 @@ def make_copy_prompts(
         ids = prompt.prompt_ids
         if in_prompt:
             message = {"role": "user", "content": REQUEST.format(text=tokenizer.decode(prediction))}
-            ids = tuple(_conversation(Prompt(messages=(message,)), tokenizer))
+            ids = tuple(_conversation(PromptLine(messages=(message,)), tokenizer))
         made.append(EncodedPrompt(ids, prediction))
     return made
 
 
-def _conversation(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+def _conversation(prompt: PromptLine, tokenizer: Tokenizer) -> list[int]:
     if tokenizer.has_chat_template:
         return tokenizer.apply_chat_template(prompt.messages)
     texts = [message.get("content") for message in prompt.messages]

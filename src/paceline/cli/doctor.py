@@ -3,6 +3,7 @@
 import json
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,12 +14,14 @@ from paceline.config import quant_options
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from paceline.prompt_file import PromptLine
     from paceline.proof.doctor import Diagnosis
     from paceline.proof.fetch_drafter import Fetched
 
 MEMORY_HELP = "Judge by this much memory, in gigabytes. Default: what is free here."
 FETCH_HELP = "Download the recommended drafter, or that of --drafter, and check it; auto uses it from then on."
-PROBE_HELP = "Load everything, time passes, draft for a few short texts, and predict the speedup."
+PROBE_HELP = "Load everything, time passes, and measure the speedup on sample texts or --prompts."
+PROMPTS_HELP = "Your own prompts for --probe: lines of text, or JSON lines."
 PANELS = (
     MODEL.part("model", "gguf_file", "quantization", "threads", "merge_adapter", "device"),
     ADAPTERS,
@@ -32,6 +35,7 @@ def doctor(
     *,
     memory_gb: Annotated[float | None, typer.Option("--memory-gb", help=MEMORY_HELP)] = None,
     probe: Annotated[bool, typer.Option("--probe", help=PROBE_HELP)] = False,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help=PROMPTS_HELP)] = None,
     fetch: Annotated[bool, typer.Option("--fetch", help=FETCH_HELP)] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, and nothing else on stdout.", rich_help_panel=OUTPUT)
@@ -61,6 +65,7 @@ def doctor(
         max_model_len=engine.max_model_len,
         device=engine.device,
         memory_bytes=None if memory_gb is None else _bytes(memory_gb),
+        probe_prompts=_read_prompts(prompts, probe=probe),
         probe_arguments={**settings.llm_arguments(), "adapters": {}, "offline": True} if probe else None,
     )
     if not fetch:
@@ -68,6 +73,16 @@ def doctor(
     from paceline.proof.fetch_drafter import fetch_drafter
 
     _print(*fetch_drafter(question, print_notice), as_json=as_json)
+
+
+def _read_prompts(path: Path | None, *, probe: bool) -> list["PromptLine"]:
+    if path is None:
+        return []
+    if not probe:
+        raise ConfigError("--prompts is for --probe, which measures the speedup on them: add --probe")
+    from paceline.prompt_file import read_prompts
+
+    return read_prompts(path)
 
 
 def _bytes(memory_gb: float) -> int:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from paceline.errors import printable
 from paceline.proof.doctor import Diagnosis
-from paceline.proof.measured_speedup import COPYING
+from paceline.proof.measured_speedup import COPYING, GIVEN_PROMPTS
 
 _COLUMN_GAP = 2
 
@@ -31,8 +31,10 @@ def report(found: Diagnosis) -> Group:
 
 def _summary(facts: dict[str, Any]) -> str:
     """Return one sentence on what the loaded drafters bring, and what the best published one may."""
-    parts = [f"{one['kind']}: {'up to' if one['kind'] == COPYING else 'about'} {one['speedup']:.1f}x" for one in facts["probe"]["measured"]]
-    text = f"{', '.join(parts)}; measured here on short texts, so yours may differ"
+    measured = facts["probe"]["measured"]
+    parts = [f"{one['kind']}: {'up to' if one['kind'] == COPYING else 'about'} {one['speedup']:.1f}x" for one in measured]
+    given = [one for one in measured if one["kind"] == GIVEN_PROMPTS]
+    text = ", ".join(parts) + ("" if given else "; measured here on short texts, so yours may differ: --prompts FILE measures yours")
     published = [one for one in facts["suggested_drafters"] if one["slowest"] is not None]
     if not published:
         return text
@@ -163,11 +165,13 @@ def _probe_rows(probe: dict[str, Any] | None) -> list[tuple[str, str]]:
     if steps:
         rows.append(("drafts", f"accepted in {kept / steps:.0%} of {steps} steps on a few short texts; yours may differ"))
     for one in probe["measured"]:
+        low, high = one["interval"]
         rows.append(
             (
                 one["kind"],
-                f"{one['speedup']:.2f}x measured; {one['draft_share']:.0%} of steps used a draft, of which {one['acceptance_rate']:.0%} of "
-                f"tokens were accepted ({one['num_texts']} text{'s' * (one['num_texts'] != 1)} of up to {one['num_tokens']} tokens)",
+                f"{one['speedup']:.2f}x measured ({low:.2f} to {high:.2f}); {one['draft_share']:.0%} of steps used a draft, of which "
+                f"{one['acceptance_rate']:.0%} of tokens were accepted ({one['num_texts']} text{'s' * (one['num_texts'] != 1)} of up to "
+                f"{one['num_tokens']} tokens)",
             )
         )
     return rows

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
 from paceline.machine import peak_memory_bytes
+from paceline.prompt_file import PromptLine
 from paceline.proof.measured_speedup import MeasuredSpeedup, measure_speedups
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
@@ -60,7 +61,7 @@ class ProbeResult:
         pass_s: seconds of a target pass by its number of rows.
         peak_bytes: most memory this process ever held.
         trial: None without a drafter.
-        measured: speedups on new prose and on copying; none without a drafter.
+        measured: speedups on the user's prompts, or on new prose and on copying; none without a drafter.
         notices: of loading, and whether a head seems to be trained for another model.
     """
 
@@ -120,10 +121,11 @@ def best_draft_length(acceptance_rate: float, pass_s: Mapping[int, float], draft
     return best
 
 
-def probe(**arguments: Any) -> ProbeResult:
+def probe(prompts: Sequence[PromptLine] = (), **arguments: Any) -> ProbeResult:
     """Load a model with its drafter and time its passes.
 
     Args:
+        prompts: as of `measure_speedups`.
         arguments: of `paceline.LLM`.
 
     Raises:
@@ -137,7 +139,7 @@ def probe(**arguments: Any) -> ProbeResult:
     load_s = time.perf_counter() - start
     rows = (1, *(count + 1 for count in DRAFT_LENGTHS))
     pass_s = _rising(time_passes(llm.runtime, llm.engine.cache, rows, max_model_len=llm.max_model_len, repeats=_PASS_REPEATS))
-    measured = measure_speedups(llm)
+    measured = measure_speedups(llm, prompts)
     trial = None if llm.drafter is None else _try_drafts(llm)
     notices = (*llm.notices, *_match_notice(llm.drafter, trial))
     return ProbeResult(load_s, llm.numerics, pass_s, peak_memory_bytes(), trial, notices, measured)

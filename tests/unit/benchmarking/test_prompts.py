@@ -18,9 +18,10 @@ from paceline.benchmarking.requests import (
     replace_tokens,
     select_workloads,
 )
-from paceline.benchmarking.workloads import NAMES, Prompt, Workload, builtin_workload, read_prompts, read_spec_bench
+from paceline.benchmarking.workloads import NAMES, Workload, builtin_workload, read_spec_bench
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import read_model_config
+from paceline.prompt_file import PromptLine, read_prompts
 from paceline.tokenizer.tokenizer import Tokenizer
 
 QUESTION = {"question_id": 81, "category": "writing", "turns": ["Write a letter.", "Shorter."]}
@@ -60,12 +61,12 @@ def test_jsonl_prompts_are_texts_messages_or_token_ids(tmp_path: Path) -> None:
         tmp_path / "mine.jsonl",
         {"prompt": "One", "prediction": "Two"},
         {"messages": messages, "prediction": [4, 5]},
-        {"prompt_ids": [1, 2, 3]},
+        {"prompt_token_ids": [1, 2, 3]},
     )
     assert read_prompts(path) == [
-        Prompt(text="One", prediction="Two"),
-        Prompt(messages=tuple(messages), prediction=(4, 5)),
-        Prompt(token_ids=(1, 2, 3)),
+        PromptLine(text="One", prediction="Two"),
+        PromptLine(messages=tuple(messages), prediction=(4, 5)),
+        PromptLine(token_ids=(1, 2, 3)),
     ]
 
 
@@ -74,10 +75,10 @@ def test_jsonl_prompts_are_texts_messages_or_token_ids(tmp_path: Path) -> None:
     [
         ("{", "line 2 of .* is no JSON"),
         ([1], r"line 2 of .* is \[1\]: give an object"),
-        ({"text": "x"}, "line 2 of .* has no prompt: give one of prompt, messages, prompt_ids"),
-        ({"prompt": "x", "prompt_ids": [1]}, "has prompt and prompt_ids"),
+        ({"text": "x"}, "line 2 of .* has no prompt: give one of prompt, messages, prompt_token_ids"),
+        ({"prompt": "x", "prompt_token_ids": [1]}, "has prompt and prompt_token_ids"),
         ({"prompt": 3}, "line 2 of .*: prompt is 3: give a text"),
-        ({"prompt_ids": [1, -2]}, "prompt_ids is .*: give a list of token ids"),
+        ({"prompt_token_ids": [1, -2]}, "prompt_token_ids is .*: give a list of token ids"),
         ({"messages": []}, "messages is .*: give a list of objects"),
         ({"prompt": "x", "prediction": 7}, "prediction is 7: give a text or a list"),
     ],
@@ -140,19 +141,19 @@ def test_two_workloads_with_the_same_name_are_refused(tmp_path: Path) -> None:
 
 def test_bench_messages_are_encoded_with_the_chat_template(tokenizer: Tokenizer) -> None:
     messages = ({"role": "user", "content": "Hi"},)
-    assert list(encode(Prompt(messages=messages), tokenizer, 4096).prompt_ids) == tokenizer.apply_chat_template(messages)
+    assert list(encode(PromptLine(messages=messages), tokenizer, 4096).prompt_ids) == tokenizer.apply_chat_template(messages)
 
 
 def test_bench_messages_without_a_chat_template_are_joined_as_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "has_chat_template", False)
-    assert list(encode(Prompt(messages=({"role": "user", "content": "Hi"},)), tokenizer, 4096).prompt_ids) == tokenizer.encode("Hi\n")
+    assert list(encode(PromptLine(messages=({"role": "user", "content": "Hi"},)), tokenizer, 4096).prompt_ids) == tokenizer.encode("Hi\n")
 
 
 def test_bench_token_id_out_of_range_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="token id 4096: ids of this model are below 4096"):
-        encode(Prompt(token_ids=(1, 4096)), tokenizer, 4096)
+        encode(PromptLine(token_ids=(1, 4096)), tokenizer, 4096)
     with pytest.raises(ConfigError, match="token id 9999"):
-        encode(Prompt(text="x", prediction=(9999,)), tokenizer, 4096)
+        encode(PromptLine(text="x", prediction=(9999,)), tokenizer, 4096)
 
 
 def test_random_bench_prompts_are_uniform_and_reproducible_by_seed() -> None:
@@ -193,7 +194,7 @@ def test_copying_workload_puts_the_prediction_into_the_prompt_if_set(tokenizer: 
 
 def test_bench_prompts_longer_than_the_context_are_left_out_with_a_notice(tmp_path: Path, tokenizer: Tokenizer, mini_dir: Path) -> None:
     config = read_model_config(mini_dir)
-    path = written(tmp_path / "mine.jsonl", {"prompt_ids": [1] * 2000}, {"prompt_ids": [1] * 9})
+    path = written(tmp_path / "mine.jsonl", {"prompt_token_ids": [1] * 2000}, {"prompt_token_ids": [1] * 9})
     found = encode_workloads(BenchPlan(), select_workloads(BenchPlan(prompts=path)), config, tokenizer, (4, 96))
     assert [len(one.prompt_ids) for one in found.prompts["mine"]] == [9]
     assert found.notices == ("1 of 2 prompts of 'mine' are longer than the context: left out",)

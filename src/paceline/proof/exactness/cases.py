@@ -19,8 +19,9 @@ import numpy as np
 from paceline.engine.input_processor import InputProcessor
 from paceline.errors import CheckpointError, ConfigError, RequestError
 from paceline.kv_cache.cache import BLOCK_SIZE
+from paceline.prompt_file import read_prompts
 from paceline.sampling.params import SamplingParams
-from paceline.small_files import prompt_lines, read_small
+from paceline.small_files import read_small
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
 Item = TypeVar("Item")
@@ -139,39 +140,29 @@ class GivenPrompts:
 PromptSource: TypeAlias = SamplePrompts | GivenPrompts
 
 
-def read_prompts(path: Path, input_processor: InputProcessor, *, longest: int) -> GivenPrompts:
-    """Read a file with a prompt a line: a text, or a JSON object with "prompt" or "prompt_token_ids".
+def given_prompts(path: Path, input_processor: InputProcessor, *, longest: int) -> GivenPrompts:
+    """Read and encode a user's file of prompts.
 
     Args:
         longest: tokens a prompt may have.
 
     Raises:
-        ConfigError: there is no such file, or no prompt in it.
-        RequestError: a line is no prompt that the model takes.
+        ConfigError: as `read_prompts`.
+        RequestError: the model does not take a prompt.
     """
-    prompts = [_ids_of(line, f"{path} line {number}", input_processor) for number, line in prompt_lines(path)]
-    if not prompts:
-        raise ConfigError(f"--prompts {path} holds no prompt: give a text file with a prompt a line")
-    for number, prompt in enumerate(prompts, 1):
-        if len(prompt) > longest:
+    found = []
+    for number, line in enumerate(read_prompts(path), 1):
+        try:
+            given = input_processor.chat_token_ids(line.messages) if line.messages else line.text or list(line.token_ids)
+            found.append(input_processor.prompt_ids(given))
+        except RequestError as error:
+            raise RequestError(f"prompt {number} of {path}: {error}", parameter="prompt") from None
+        if len(found[-1]) > longest:
             raise RequestError(
-                f"prompt {number} of {path} has {len(prompt)} tokens, there is room for {longest}: raise --max-model-len or shorten it",
+                f"prompt {number} of {path} has {len(found[-1])} tokens, there is room for {longest}: raise --max-model-len or shorten it",
                 parameter="prompt",
             )
-    return GivenPrompts(prompts)
-
-
-def _ids_of(line: str, where: str, input_processor: InputProcessor) -> list[int]:
-    given: object = line
-    if line.lstrip().startswith("{"):
-        try:
-            given = json.loads(line)
-        except ValueError as error:
-            raise RequestError(f"{where} begins as a JSON object and is none ({error}): mend it", parameter="prompt") from None
-    try:
-        return input_processor.prompt_ids(given)  # type: ignore[arg-type]  # checked there
-    except RequestError as error:
-        raise RequestError(f"{where}: {error}", parameter="prompt") from None
+    return GivenPrompts(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from paceline.errors import ConfigError
 from paceline.hub import resolve_model
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import read_model_config
-from paceline.proof.exactness.cases import BATCHES, MOST_TOKENS, Case, CaseMaker, CaseRequest, PromptSource, SamplePrompts, read_prompts
+from paceline.proof.exactness.cases import BATCHES, MOST_TOKENS, Case, CaseMaker, CaseRequest, PromptSource, SamplePrompts, given_prompts
 from paceline.proof.exactness.compare import Finding, Kind, OutputComparer, Status, finite
 from paceline.proof.exactness.engine_under_test import EngineUnderTest, ReferenceOutputs, max_abs_difference, open_engine_under_test
 from paceline.proof.exactness.report import provenance
@@ -333,4 +333,4 @@ def _prompts(question: ProofOptions, engine_under_test: EngineUnderTest) -> Prom
         raise ConfigError(f"max_model_len is {input_processor.max_model_len}: prompts and outputs take {_LEAST_CONTEXT}; raise it")
     if question.prompts is None:
         return SamplePrompts(input_processor, question.seed, longest=longest)
-    return read_prompts(question.prompts, input_processor, longest=longest)
+    return given_prompts(question.prompts, input_processor, longest=longest)
