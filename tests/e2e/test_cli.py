@@ -16,6 +16,7 @@ import paceline
 from harness.fake_llm import TEXT, FakeLLM
 from paceline.cli import app, main
 from paceline.cli.options import METAVARS, NO_MODEL, PANELS, Settings, flags_of
+from paceline.cli.reporting import print_error, print_notice
 from paceline.cli.standard_streams import _fill_descriptor
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import (
@@ -249,6 +250,15 @@ def test_run_refuses_out_of_range_values_before_loading(fake_llm: type[FakeLLM],
     assert done.stderr.count("\n") == 1
     assert says in done.stderr
     assert fake_llm.made == []
+
+
+def test_advice_names_options_instead_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error("too long: shorten the prompt, lower max_tokens or raise kv_cache_gb")
+    print_notice("the context is 64 tokens; raise max_model_len")
+    assert capsys.readouterr().err.splitlines() == [
+        "error: too long: shorten the prompt, lower --max-tokens or raise --kv-cache-gb",
+        "the context is 64 tokens; raise --max-model-len",
+    ]
 
 
 @pytest.mark.parametrize("options", ["--top-k many", "--no-such-option", "x y z"])

@@ -1,6 +1,7 @@
 """Print notices and errors to stderr; errors are one line and an exit code."""
 
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -18,6 +19,7 @@ EXIT_FAILURE = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_TERMINATED = 143  # 128 + SIGTERM
+_ADVICE = re.compile(r"\b(raise|lower) ([a-z]+(?:_[a-z]+)+)\b")  # a setting by its name in Python
 CALLER_CAN_FIX = (RequestError, ConfigError, IncompatibleDrafterError)
 
 
@@ -26,15 +28,20 @@ def print_notice(text: str | Text) -> None:
 
     Names in a text come from files: their control characters must not reach the terminal.
     """
-    shown = text if isinstance(text, Text) else Text("\n".join(map(printable, text.split("\n"))), style="dim")
+    shown = text if isinstance(text, Text) else Text("\n".join(map(printable, _with_options(text).split("\n"))), style="dim")
     console = Console(stderr=True, highlight=False)  # one of its own each time: tests and shells replace sys.stderr
     console.print(shown, soft_wrap=not console.is_terminal)
 
 
 def print_error(error: PacelineError | str) -> None:
     """Print one line `error: …` to stderr."""
-    line = Text.assemble(("error: ", "bold red"), printable(" ".join(str(error).split())))
+    line = Text.assemble(("error: ", "bold red"), printable(_with_options(" ".join(str(error).split()))))
     Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+
+
+def _with_options(text: str) -> str:
+    """Return a text whose advice names options instead of Python's settings."""
+    return _ADVICE.sub(lambda match: f"{match[1]} --{match[2].replace('_', '-')}", text)
 
 
 def exit_code(error: PacelineError) -> int:
