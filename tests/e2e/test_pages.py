@@ -90,6 +90,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_pard2(root / "amd/PARD2-Qwen3-8B")
     asked = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello", "max_tokens": 4}}
     (root / "requests.jsonl").write_text(json.dumps(asked) + "\n")
+    for name in ("my-prompts.jsonl", "half-a.jsonl"):
+        (root / name).write_text('{"prompt": "Hello"}\n{"messages": [{"role": "user", "content": "Hello"}]}\n')
     errors = root / "src/paceline/errors.py"
     errors.parent.mkdir(parents=True)
     shutil.copy(REPOSITORY / errors.relative_to(root), errors)
