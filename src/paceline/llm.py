@@ -284,6 +284,14 @@ class LLM(metaclass=_AttributeHints):
         outputs = [parser.parse(output) for parser, output in zip(parsers, outputs, strict=True)]
         return outputs[0] if is_one else outputs
 
+    def prompt_token_ids(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            RequestError: as for `generate`, or the prompt is longer than the context.
+        """
+        return self._input_processor.prompt_ids(prompt)
+
     def chat_token_ids(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Return the token ids of a conversation's prompt.
 

@@ -27,14 +27,14 @@ class PromptLine:
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """Read a file with a prompt a line: texts, or in a .jsonl file objects with one of "prompt", "messages" and "prompt_token_ids".
+    """Read a file with a prompt a line: texts, or in a .jsonl or .json file objects.
 
-    An object may also have a "prediction".
+    An object has one of "prompt", "messages" and "prompt_token_ids", and maybe a "prediction".
 
     Raises:
         ConfigError: there is no such file, a line is none of these, or there is no line.
     """
-    if path.suffix.lower() != ".jsonl":
+    if path.suffix.lower() not in (".jsonl", ".json"):
         prompts = [PromptLine(text=line) for _, line in prompt_lines(path)]
     else:
         prompts = [_prompt(fields, f"line {number} of {path}") for number, fields in json_objects(path)]

@@ -100,11 +100,12 @@ def prompt_lines(path: Path) -> list[tuple[int, str]]:
     """
     try:
         content = read_small(path, PROMPTS_BYTES)
-        text = None if content is None else content.decode("utf-8")
+        text = None if content is None else content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text at byte {error.start}: convert it first") from None
     except CheckpointError as error:
-        raise ConfigError(f"the prompts cannot be read: {error}") from error
+        what = str(error).removesuffix("; download it again")
+        raise ConfigError(f"the prompts cannot be read: {what}") from error
     if text is None:
         raise ConfigError(f"there is no file {path}: give a file of prompts, a text or a JSON object a line")
     return [(number, line.strip("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

@@ -551,12 +551,13 @@ def test_doctor_probe_measures_a_speedup(target: Path, draft: Path) -> None:
     assert times == sorted(times)
 
 
+SPEEDUP = r"KIND (\d+\.\d\dx measured \(\d+\.\d\d to \d+\.\d\d\)|nothing was drafted); "
+
+
 def test_doctor_probe_reports_the_measured_speedup_as_text(target: Path) -> None:
     said = text("--model", target, "--drafter", "ngram", "--probe")[1]
-    assert re.search(
-        r"new prose \d+\.\d\dx measured \(\d+\.\d\d to \d+\.\d\d\); \d+% of steps used a draft, of which \d+% of tokens were", said
-    )
-    assert re.search(r"of which \d+% of tokens were accepted \(\d+ texts? of up to", said)
+    assert re.search(SPEEDUP.replace("KIND", "new prose"), said)
+    assert re.search(r"; \d+% of steps used a draft, and \d+% of draft tokens were accepted \(\d+ texts? of up to", said)
     assert re.search(r"new prose: about \d+\.\dx, copying: up to \d+\.\dx; measured here on short texts", said)
     assert "ngram ngram 5 to 55%" in said
 
@@ -565,7 +566,7 @@ def test_doctor_probe_measures_given_prompts(target: Path, tmp_path: Path) -> No
     prompts = tmp_path / "mine.txt"
     prompts.write_text("Once there was\nThe dog and the dog\n")
     said = text("--model", target, "--drafter", "ngram", "--probe", "--prompts", prompts)[1]
-    assert re.search(r"your prompts \d+\.\d\dx measured \(\d+\.\d\d to \d+\.\d\d\); \d+% of steps used a draft", said)
+    assert re.search(SPEEDUP.replace("KIND", "your prompts"), said)
     assert re.search(r"your prompts: about \d+\.\dx works", said)
     assert "new prose" not in said
 
@@ -577,6 +578,22 @@ def test_doctor_refuses_prompts_without_probe_and_missing_files(target: Path, tm
     result = CliRunner().invoke(app, ["doctor", str(target), "--probe", "--prompts", str(tmp_path / "none.txt")])
     assert result.exit_code == 2
     assert "there is no file" in result.stderr
+
+
+def test_doctor_calls_a_wrong_prompt_wrong_input(target: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"prompt": "fine"}\n{"prompt_token_ids": [5000]}\n')
+    result = CliRunner().invoke(app, ["doctor", str(target), "--drafter", "ngram", "--probe", "--prompts", str(prompts)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "prompt 2 of --prompts: " in result.stderr
+
+
+def test_doctor_says_why_no_speedup_was_measured(target: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("Once\n")
+    assert "no speedup was measured: there is no drafter" in text(target, "--drafter", "none", "--probe", "--prompts", prompts)[1]
+    said = text(target, "--drafter", "ngram", "--probe", "--max-model-len", "100")[1]
+    assert "no speedup was measured: the context is too short" in said
 
 
 def test_doctor_probe_without_drafters_measures_no_speedup(target: Path) -> None:

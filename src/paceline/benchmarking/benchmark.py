@@ -14,12 +14,12 @@ from paceline.benchmarking.modes import own_modes, peer_modes
 from paceline.benchmarking.plan import BenchPlan
 from paceline.benchmarking.provenance import ModelFacts, load_average, machine_facts, model_facts
 from paceline.benchmarking.requests import encode_workloads, select_workloads
-from paceline.benchmarking.results import MAX_REPEAT_SHARE, Cell, Summary, make_cells, summaries
+from paceline.benchmarking.results import Cell, Summary, make_cells, summaries
 from paceline.benchmarking.run import Measurements, Run, RunProgress, requested_size
-from paceline.benchmarking.samples import REPEAT_LENGTH
 from paceline.config import EngineConfig
 from paceline.hub import resolve_model
 from paceline.models.checkpoint import read_model_config
+from paceline.repeats import MAX_REPEAT_SHARE, REPEAT_LENGTH
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _READ_BYTES = 256 << 20

@@ -8,6 +8,7 @@ import numpy as np
 
 from paceline.benchmarking.plan import BenchPlan
 from paceline.benchmarking.workloads import RANDOM, Workload, builtin_workload, read_spec_bench
+from paceline.engine.input_processor import InputProcessor
 from paceline.errors import ConfigError, RequestError
 from paceline.models.config import ModelConfig
 from paceline.prompt_file import PromptLine, read_prompts
@@ -18,6 +19,8 @@ RANDOM_TOKENS = 64
 EDITED_SHARE = 0.05
 """Share of a prediction's tokens that are replaced."""
 REQUEST = "Here is a text with a few wrong words:\n\n{text}\n\nWrite the text again without the mistakes, and nothing else."
+MAX_PROMPT_TOKENS = 1 << 30
+"""Limit while prompts are encoded; those that are too long for the context are left out later."""
 COMMON_CONTEXT = 1024
 """Minimum context of all modes, where the model allows it."""
 
@@ -46,6 +49,13 @@ def encode(prompt: PromptLine, tokenizer: Tokenizer, vocab_size: int) -> Encoded
     if wrong:
         raise ConfigError(f"a prompt holds the token id {wrong[0]}: ids of this model are below {vocab_size}")
     return EncodedPrompt(tuple(ids), tuple(prediction))
+
+
+def _encode_one(workload: Workload, index: int, tokenizer: Tokenizer, vocab_size: int) -> EncodedPrompt:
+    try:
+        return encode(workload.prompts[index], tokenizer, vocab_size)
+    except (ConfigError, RequestError) as error:
+        raise ConfigError(f"prompt {index + 1} of {workload.name!r}: {error}") from error
 
 
 def random_prompts(count: int, vocab_size: int, seed: int) -> list[EncodedPrompt]:
@@ -92,7 +102,7 @@ def make_copy_prompts(
 
 def _conversation(prompt: PromptLine, tokenizer: Tokenizer) -> list[int]:
     if tokenizer.has_chat_template:
-        return tokenizer.apply_chat_template(prompt.messages)
+        return InputProcessor(tokenizer, tokenizer.vocab_size, MAX_PROMPT_TOKENS, ()).chat_token_ids(prompt.messages)
     texts = [message.get("content") for message in prompt.messages]
     if not all(isinstance(text, str) for text in texts):
         raise RequestError("this model has no chat template and a message's content is no text: give texts", parameter="messages")
@@ -193,7 +203,11 @@ def encode_workloads(
         if workload.name == RANDOM:
             found = random_prompts(num_prompts, vocab_size, plan.seed)
         else:
-            found = [encode(prompt, tokenizer, vocab_size) for prompt in workload.prompts[:num_prompts]]
+            found = [_encode_one(workload, index, tokenizer, vocab_size) for index in range(min(num_prompts, len(workload.prompts)))]
+            if len(found) < len(workload.prompts) and workload.name == (plan.prompts and plan.prompts.stem):
+                notices.append(
+                    f"the first {len(found)} of {len(workload.prompts)} prompts of {workload.name!r} are used: see --num-prompts"
+                )
         fitting = [prompt for prompt in found if len(prompt.prompt_ids) <= room]
         if not fitting:
             raise ConfigError(

@@ -8,10 +8,8 @@ from typing import Any
 from paceline.benchmarking.intervals import Quartiles, Ratio, geometric_mean, paired_ratio, percentile
 from paceline.benchmarking.modes import PLAIN, Mode
 from paceline.benchmarking.run import Measurements
-from paceline.benchmarking.samples import Sample, repeat_share
-
-MAX_REPEAT_SHARE = 0.3
-"""Share of repeated output above which a cell has no speedup: text that loops is easy to draft."""
+from paceline.benchmarking.samples import Sample
+from paceline.repeats import MAX_REPEAT_SHARE, repeat_share
 
 Key = tuple[str, float]  # workload, temperature
 

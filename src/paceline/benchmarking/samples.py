@@ -1,12 +1,9 @@
 """Samples: the reply of a worker to one request, and values derived from it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
-
-REPEAT_LENGTH = 8
-"""Tokens of a piece; a piece that occurred before in the same output counts as repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +103,3 @@ class Sample:
         """Return the JSON object."""
         outputs = [{"token_ids": list(one.token_ids), "times_s": [round(time, 6) for time in one.times_s]} for one in self.outputs]
         return asdict(self) | {"outputs": outputs}
-
-
-def repeats(token_ids: Sequence[int]) -> tuple[int, int]:
-    """Return the number of repeated pieces of `REPEAT_LENGTH` tokens, and of all pieces."""
-    pieces = [tuple(token_ids[start : start + REPEAT_LENGTH]) for start in range(len(token_ids) - REPEAT_LENGTH + 1)]
-    return len(pieces) - len(set(pieces)), len(pieces)
-
-
-def repeat_share(outputs: Sequence[Sequence[int]]) -> float:
-    """Return the share of repeated pieces in some outputs; 0 where all outputs are shorter than a piece."""
-    counts = [repeats(one) for one in outputs]
-    return sum(repeated for repeated, _ in counts) / max(1, sum(total for _, total in counts))

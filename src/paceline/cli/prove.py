@@ -31,6 +31,7 @@ _DRAFTER_SETTINGS = SPECULATION.part("draft_quantization", "draft_adapter", "dra
 BATCH_HELP = "Requests at a time, at most 8. Default: 1, 4 and 8."
 CASE_HELP = "Run this case alone: its number, or a JSON file that --json-file wrote, whose differing cases run again."
 TRANSFORMERS_HELP = "Compare logits with transformers too, where it can load the model."
+PROMPTS_HELP = "Your own prompts: lines of text, or JSON lines. Default: cuts of a sample text."
 PROVE_OPTIONS = (
     MODEL,
     MEMORY.part("max_model_len", "kv_cache_dtype", "kv_cache_gb"),
@@ -41,7 +42,7 @@ PROVE_OPTIONS = (
 @partial(with_settings, panels=PROVE_OPTIONS)
 def prove(
     *,
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="File with a prompt a line. Default: cuts of a sample text.")] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help=PROMPTS_HELP)] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", help="Output tokens to compare. Default: 40000.", show_default=False)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="10000 tokens, or as many as half a minute allows.")] = False,
     seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same cases. Default: a fresh one, printed.")] = None,

@@ -20,6 +20,7 @@ from paceline.models.quantize import mean_weight_bits
 from paceline.models.storage.quantized_cache import FOLDER, cached_bytes
 from paceline.prompt_file import PromptLine
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint_facts
+from paceline.proof.measured_speedup import PromptError
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
 from paceline.proof.pairing import HeadFacts, PairCheck, check_draft_model, check_head
 from paceline.proof.probe import ProbeResult, probe, search_layout
@@ -159,9 +160,10 @@ class Diagnosis:
 
 
 def diagnose(question: DoctorOptions) -> Diagnosis:
-    """Check the files; what cannot work becomes a problem in the result, never an exception.
+    """Check the files; what cannot work becomes a problem in the result. Nothing is downloaded.
 
-    Nothing is downloaded.
+    Raises:
+        PromptError: the model does not take one of the prompts.
     """
     found = Diagnosis(question.model)
     try:
@@ -196,6 +198,8 @@ def diagnose(question: DoctorOptions) -> Diagnosis:
         try:
             found.probe = probe(question.probe_prompts, **question.probe_arguments)
             found.notes += _layout_notes(found.drafters, question.drafters, question.probe_arguments)
+        except PromptError:  # it says nothing about the model
+            raise
         except PacelineError as error:
             found.problems.append(str(error))
     found.suggested = _suggest(found.target, found.probe, question)

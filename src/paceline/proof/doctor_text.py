@@ -9,6 +9,7 @@ from rich.text import Text
 from paceline.errors import printable
 from paceline.proof.doctor import Diagnosis
 from paceline.proof.measured_speedup import COPYING, GIVEN_PROMPTS
+from paceline.repeats import MAX_REPEAT_SHARE
 
 _COLUMN_GAP = 2
 
@@ -26,13 +27,21 @@ def report(found: Diagnosis) -> Group:
     problems = [Text.assemble(("problem: ", "bold red"), printable(problem)) for problem in facts["problems"]]
     verdict = Text("works", style="bold green") if facts["works"] else Text("does not work", style="bold red")
     summary = [Text(printable(_summary(facts)))] if facts["probe"] and facts["probe"]["measured"] else []
-    return Group(*([table] if rows else []), *_suggestions(facts["suggested_drafters"]), *notes, *problems, *summary, verdict)
+    return Group(
+        *([table] if rows else []),
+        *_suggestions(facts["suggested_drafters"], was_probed=bool(facts["probe"])),
+        *notes,
+        *problems,
+        *summary,
+        verdict,
+    )
 
 
 def _summary(facts: dict[str, Any]) -> str:
     """Return one sentence on what the loaded drafters bring, and what the best published one may."""
     measured = facts["probe"]["measured"]
-    parts = [f"{one['kind']}: {'up to' if one['kind'] == COPYING else 'about'} {one['speedup']:.1f}x" for one in measured]
+    speedups = [(one["kind"], one["speedup"] if one["draft_share"] else 1.0) for one in measured]
+    parts = [f"{kind}: {'up to' if kind == COPYING else 'about'} {speedup:.1f}x" for kind, speedup in speedups]
     given = [one for one in measured if one["kind"] == GIVEN_PROMPTS]
     text = ", ".join(parts) + ("" if given else "; measured here on short texts, so yours may differ: --prompts FILE measures yours")
     published = [one for one in facts["suggested_drafters"] if one["slowest"] is not None]
@@ -43,7 +52,7 @@ def _summary(facts: dict[str, Any]) -> str:
     return f"{text}. With {best['drafter']} ({best['parameters'] / 1e9:.2g} B): {slowest:.1f} to {fastest:.1f}x, predicted"
 
 
-def _suggestions(suggested: list[dict[str, Any]]) -> list[Table | Text]:
+def _suggestions(suggested: list[dict[str, Any]], *, was_probed: bool) -> list[Table | Text]:
     """Return a table of drafters to try, and a line on its assumptions. An id is never broken, so that it can be copied."""
     if not suggested:
         return []
@@ -57,7 +66,7 @@ def _suggestions(suggested: list[dict[str, Any]]) -> list[Table | Text]:
     for row in rows[1:]:
         table.add_row(*row)
     text = "Drafters to try. Acceptance rates are assumptions from papers and model cards. "
-    text += "" if is_predicted else "--probe predicts speedups from them. "
+    text += "" if is_predicted or was_probed else "--probe predicts speedups from them. "
     if any(one["location"] == "hub" for one in suggested):
         text += "Names with a / are on the Hugging Face Hub; --fetch downloads one."
     return [Text(), Text(text, style="dim"), table, Text()]
@@ -163,17 +172,14 @@ def _probe_rows(probe: dict[str, Any] | None) -> list[tuple[str, str]]:
     ]
     steps, kept = probe["drafting_steps"], probe["drafting_steps_with_accepted"]
     if steps:
-        rows.append(("drafts", f"accepted in {kept / steps:.0%} of {steps} steps on a few short texts; yours may differ"))
+        rows.append(("drafts", f"when always tried: accepted in {kept / steps:.0%} of {steps} steps on a few short texts"))
     for one in probe["measured"]:
         low, high = one["interval"]
-        rows.append(
-            (
-                one["kind"],
-                f"{one['speedup']:.2f}x measured ({low:.2f} to {high:.2f}); {one['draft_share']:.0%} of steps used a draft, of which "
-                f"{one['acceptance_rate']:.0%} of tokens were accepted ({one['num_texts']} text{'s' * (one['num_texts'] != 1)} of up to "
-                f"{one['num_tokens']} tokens)",
-            )
-        )
+        drafts = f"{one['draft_share']:.0%} of steps used a draft, and {one['acceptance_rate']:.0%} of draft tokens were accepted"
+        looping = f"; {one['repeats']:.0%} of the output repeats itself, easy to draft" if one["repeats"] > MAX_REPEAT_SHARE else ""
+        texts = f"{one['num_texts']} text{'s' * (one['num_texts'] != 1)} of up to {one['num_tokens']} tokens"
+        speedup = f"{one['speedup']:.2f}x measured ({low:.2f} to {high:.2f})" if one["draft_share"] else "nothing was drafted"
+        rows.append((one["kind"], f"{speedup}; {drafts} ({texts}){looping}"))
     return rows
 
 

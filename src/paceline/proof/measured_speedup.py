@@ -9,11 +9,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from paceline.errors import ConfigError, RequestError
 from paceline.prompt_file import PromptLine
+from paceline.repeats import repeat_share
 from paceline.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from paceline.outputs import RequestOutput
 
 
+_Request: TypeAlias = tuple[str | list[int], SamplingParams, str | None]
+"""A prompt, its parameters, and what the output will resemble."""
 NEW_PROSE, COPYING, GIVEN_PROMPTS = "new prose", "copying", "your prompts"
 _PROSE_TOKENS = 128
 _PASSAGE_TOKENS = 128  # length of a copied passage: the prompt contains it twice, and its first _COPIED_BEFORE tokens a third time
@@ -28,6 +33,8 @@ _COPIED_BEFORE, _COPIED_TOKENS = 16, 112
 _ANSWER_TOKENS = 256  # of an answer to a user's prompt, at most
 _WARM_UP_TEXTS = 2  # texts of each kind that are not counted: they warm up the cost model and acceptance rates
 _RESAMPLES = 2000
+_MAX_PROMPTS = 500  # of a user's file: more cannot be measured in the time
+_MIN_TEXTS = 16  # fewer prompts are answered several times, with other seeds
 _SECONDS = 30.0  # for each kind: no text begins later
 _PLAIN_INTERVAL = 4  # every so many texts one is generated without drafts too
 _TEMPERATURE = 0.7  # for new prose: greedy texts of small models repeat themselves, which is easy to draft
@@ -42,6 +49,10 @@ _PROSE_OPENINGS = (
 )  # fmt: skip
 
 
+class PromptError(ConfigError):
+    """A prompt of the user's is not one for this model."""
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredSpeedup:
     """The speedup of one kind of text.
@@ -49,9 +60,10 @@ class MeasuredSpeedup:
     Attributes:
         kind: "new prose", "copying" or "your prompts".
         speedup: decoding seconds of a token without drafts, divided by those with drafts.
-        interval: 95 % bootstrap interval of the speedup: texts are drawn again with replacement.
+        interval: 95 % bootstrap interval of the speedup: plain and drafted texts are drawn again with replacement.
         draft_share: share of steps that used a draft.
         acceptance_rate: accepted share of draft tokens.
+        repeats: share of the output that repeats itself (`repeat_share`).
         num_texts: number of texts.
         num_tokens: maximum number of tokens of a text.
     """
@@ -61,6 +73,7 @@ class MeasuredSpeedup:
     interval: tuple[float, float]
     draft_share: float
     acceptance_rate: float
+    repeats: float
     num_texts: int
     num_tokens: int
 
@@ -69,7 +82,7 @@ def measure_speedups(llm: "LLM", prompts: Sequence[PromptLine] = ()) -> tuple[Me
     """Measure the user's prompts, or both other kinds if there are none. Without drafters nothing is measured.
 
     Raises:
-        RequestError: the model does not take one of the prompts.
+        PromptError: the model does not take one of the prompts.
     """
     if llm.drafter is None:
         return ()
@@ -79,15 +92,19 @@ def measure_speedups(llm: "LLM", prompts: Sequence[PromptLine] = ()) -> tuple[Me
 
 
 def _measure_prompts(llm: "LLM", prompts: Sequence[PromptLine]) -> tuple[MeasuredSpeedup, ...]:
-    """Measure prompts in a random order, because files are often sorted. Conversations have the model's default sampling, texts none."""
-    requests: list[tuple[str | list[int], SamplingParams]] = []
-    for line in prompts:
-        params = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0)
-        if line.messages:
-            requests.append((llm.chat_token_ids(line.messages), llm.sampling_defaults.fill_chat(params, ("max_tokens",))))
-        else:
-            requests.append((line.text or list(line.token_ids), params))
-    measured = _Texts.generate(llm, Random(0).sample(requests, len(requests)))
+    """Measure prompts in a random order, because files are often sorted, sampled as the model recommends. Few prompts are repeated."""
+    numbered = Random(0).sample(list(enumerate(prompts, 1)), min(len(prompts), _MAX_PROMPTS))
+    default = llm.sampling_defaults.fill_chat(SamplingParams(max_tokens=_ANSWER_TOKENS), ("max_tokens",))
+    reads_predictions = "prediction" in llm.drafter_name.split("+")
+    requests: list[_Request] = []
+    for number, line in numbered:
+        try:
+            ids = llm.chat_token_ids(line.messages) if line.messages else llm.prompt_token_ids(line.text or list(line.token_ids))
+            prediction = llm.tokenizer.decode(line.prediction) if isinstance(line.prediction, tuple) else line.prediction
+            requests.append((ids, default, prediction if reads_predictions else None))
+        except RequestError as error:
+            raise PromptError(f"prompt {number} of --prompts: {error}") from error
+    measured = _Texts.generate(llm, requests * -(-_MIN_TEXTS // len(requests)))
     return (measured.summarize(GIVEN_PROMPTS, _ANSWER_TOKENS),) if measured.plain else ()
 
 
@@ -97,10 +114,10 @@ def _measure_samples(llm: "LLM") -> tuple[MeasuredSpeedup, ...]:
     Of the latter only those count that the model copied to the end, because the others are not copies; if it copied none, all count.
     """
     prose_params = SamplingParams(max_tokens=_PROSE_TOKENS, temperature=_TEMPERATURE, ignore_eos=True)
-    prose = _Texts.generate(llm, [(opening, prose_params) for opening in _PROSE_OPENINGS])
+    prose = _Texts.generate(llm, [(opening, prose_params, None) for opening in _PROSE_OPENINGS])
     passages = [list(text.token_ids[:_PASSAGE_TOKENS]) for text in prose.drafted]
     copy_params = SamplingParams(max_tokens=_COPIED_TOKENS, temperature=0.0, ignore_eos=True)
-    copies = _Texts.generate(llm, [(2 * passage + passage[:_COPIED_BEFORE], copy_params) for passage in passages])
+    copies = _Texts.generate(llm, [(2 * passage + passage[:_COPIED_BEFORE], copy_params, None) for passage in passages])
     ends = [passage[_COPIED_BEFORE : _COPIED_BEFORE + _COPIED_TOKENS] for passage in passages]
     is_copied = [list(text.token_ids) == end for text, end in zip(copies.drafted, ends, strict=False)]  # there may be fewer texts
     return prose.summarize(NEW_PROSE, _PROSE_TOKENS), copies.summarize(COPYING, _COPIED_TOKENS, is_copied)
@@ -111,7 +128,7 @@ class _Texts:
     """Outputs of the same requests, of one seed and therefore with the same tokens.
 
     Attributes:
-        plain: without drafts, of every `_PLAIN_INTERVAL`th text.
+        plain: without drafts, of the first and every further `_PLAIN_INTERVAL`th text; the first is left out if there are others.
         drafted: with drafts.
     """
 
@@ -119,22 +136,21 @@ class _Texts:
     drafted: "Sequence[RequestOutput]"
 
     @classmethod
-    def generate(cls, llm: "LLM", requests: Sequence[tuple[str | list[int], SamplingParams]]) -> "_Texts":
+    def generate(cls, llm: "LLM", requests: Sequence[_Request]) -> "_Texts":
         """Generate texts one after another, until the time is over. Texts of one token are left out."""
         plain: list[RequestOutput] = []
         drafted: list[RequestOutput] = []
         begin = time.perf_counter()
-        for index, (prompt, params) in enumerate(requests):
-            is_last = index + 1 == len(requests) or (index >= _WARM_UP_TEXTS and time.perf_counter() - begin > _SECONDS)
+        for index, (prompt, params, prediction) in enumerate(requests):
+            if len(drafted) > _WARM_UP_TEXTS and time.perf_counter() - begin > _SECONDS:
+                break
             seeded = replace(params, seed=index)
-            (text,) = llm.generate(prompt, seeded)
+            (text,) = llm.generate(prompt, seeded, prediction=prediction)
             if len(text.token_ids) > 1:  # nothing is decoded for the first token, it comes with the prompt
                 drafted.append(text)
-                if len(drafted) % _PLAIN_INTERVAL == _WARM_UP_TEXTS + 1 or (is_last and not plain):
+                if len(drafted) % _PLAIN_INTERVAL == 1:
                     plain += llm.generate(prompt, seeded, speculation={"enabled": False})
-            if is_last:
-                break
-        return cls(plain, drafted)
+        return cls(plain[len(plain) > 1 :], drafted)
 
     def summarize(self, kind: str, num_tokens: int, counts: Sequence[bool] = ()) -> MeasuredSpeedup:
         """Compare the decoding times.
@@ -146,22 +162,27 @@ class _Texts:
         texts = [text for text, counted in zip(self.drafted[first:], counts[first:], strict=True) if counted] if counts else []
         texts = texts or list(self.drafted[first:])
         stats = [text.speculation for text in texts]
-        plain_s = sum(text.timing.decode_s for text in self.plain) / sum(map(_num_decoded, self.plain))
-        decoded = np.array([(_num_decoded(text), text.timing.decode_s) for text in texts])
-        drawn = decoded[np.random.default_rng(0).integers(len(texts), size=(_RESAMPLES, len(texts)))].sum(1)
-        low, high = np.percentile(plain_s * drawn[:, 0] / drawn[:, 1], (2.5, 97.5))
-        num_decoded, seconds = decoded.sum(0)
+        low, high = np.percentile(_resample(texts) / _resample(self.plain), (2.5, 97.5))
         return MeasuredSpeedup(
             kind,
-            float(plain_s * num_decoded / seconds),
+            _tokens_per_s(texts) / _tokens_per_s(self.plain),
             (float(low), float(high)),
             1 - sum(one.plain_steps for one in stats) / max(1, sum(one.steps for one in stats)),
             sum(one.num_accepted_tokens for one in stats) / max(1, sum(one.num_draft_tokens for one in stats)),
+            repeat_share([text.token_ids for text in texts]),
             len(texts),
             num_tokens,
         )
 
 
-def _num_decoded(text: "RequestOutput") -> int:
-    """Return the number of tokens that the decoding time is about: all but the first."""
-    return len(text.token_ids) - 1
+def _tokens_per_s(texts: "Sequence[RequestOutput]") -> float:
+    """Return the decoding speed: all tokens but the first of each text, by the seconds after it."""
+    return sum(len(text.token_ids) - 1 for text in texts) / sum(text.timing.decode_s for text in texts)
+
+
+def _resample(texts: "Sequence[RequestOutput]") -> NDArray[np.float64]:
+    """Return decoding speeds of texts that are drawn with replacement."""
+    decoded = np.array([(len(text.token_ids) - 1, text.timing.decode_s) for text in texts])
+    drawn = decoded[np.random.default_rng(len(texts)).integers(len(texts), size=(_RESAMPLES, len(texts)))].sum(1)
+    speeds: NDArray[np.float64] = drawn[:, 0] / drawn[:, 1]
+    return speeds

@@ -129,7 +129,7 @@ def probe(prompts: Sequence[PromptLine] = (), **arguments: Any) -> ProbeResult:
         arguments: of `paceline.LLM`.
 
     Raises:
-        PacelineError: it cannot be loaded.
+        PacelineError: it cannot be loaded, or does not take one of the prompts.
     """
     from paceline.llm import LLM
     from paceline.runtimes.cost import time_passes
@@ -141,7 +141,7 @@ def probe(prompts: Sequence[PromptLine] = (), **arguments: Any) -> ProbeResult:
     pass_s = _rising(time_passes(llm.runtime, llm.engine.cache, rows, max_model_len=llm.max_model_len, repeats=_PASS_REPEATS))
     measured = measure_speedups(llm, prompts)
     trial = None if llm.drafter is None else _try_drafts(llm)
-    notices = (*llm.notices, *_match_notice(llm.drafter, trial))
+    notices = (*llm.notices, *_match_notice(llm.drafter, trial), *_unmeasured_notice(llm, prompts, measured))
     return ProbeResult(load_s, llm.numerics, pass_s, peak_memory_bytes(), trial, notices, measured)
 
 
@@ -165,6 +165,15 @@ def _try_drafts(llm: "LLM", num_texts: int = _NUM_TEXTS, num_tokens: int = _TEXT
     num_steps = sum(one.steps - one.plain_steps for one in stats)
     num_kept = sum(sum(one.num_accepted_tokens_by_position[:1]) for one in stats)
     return Trial(num_steps, num_kept, sum(one.num_accepted_tokens for one in stats))
+
+
+def _unmeasured_notice(llm: "LLM", prompts: Sequence[PromptLine], measured: Sequence[MeasuredSpeedup]) -> tuple[str, ...]:
+    """Why no speedup was measured."""
+    if measured or (llm.drafter is None and not prompts):
+        return ()
+    if llm.drafter is None:
+        return ("no speedup was measured: there is no drafter",)
+    return (f"no speedup was measured: {'each answer has one token' if prompts else 'the context is too short for the sample texts'}",)
 
 
 def _match_notice(drafter: "Drafter | None", trial: Trial | None) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.engine.loader import LoadedEngine
 from paceline.errors import CapacityError, ConfigError
 from paceline.models.config import ModelConfig
+from paceline.repeats import repeat_share
 from paceline.sampling.params import SamplingParams
 from paceline.training.prompts import SELF_MADE, PrintLine, Prompt, read_prompts, write_own_prompts
 from paceline.training.recorder import FeatureRecorder, batch_size, open_recorder, run
@@ -20,7 +21,6 @@ from paceline.training.shards import Recorded, ShardStore, damaged_data
 _SHARD_BYTES = 192 << 20
 _HELDOUT_SHARE = 0.05
 _MAX_HELDOUT = 64
-_REPEATED = 8  # tokens of the n-grams that show repetition
 _SPARE_BYTES = 1 << 30
 
 
@@ -191,10 +191,4 @@ def _answers(
 
 def _usable(answers: Sequence[Recorded], settings: TrainSettings) -> list[Recorded]:
     """Return the answers that do not repeat themselves."""
-    return [one for one in answers if repeat_share(one.token_ids) <= settings.max_repeat_share]
-
-
-def repeat_share(token_ids: Sequence[int]) -> float:
-    """Return the share of 8-grams that occurred before in the same text."""
-    grams = [tuple(token_ids[index : index + _REPEATED]) for index in range(len(token_ids) - _REPEATED + 1)]
-    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+    return [one for one in answers if repeat_share([one.token_ids]) <= settings.max_repeat_share]

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.engine.loader import LoadedEngine, load_engine, parse_settings
+from paceline.repeats import repeat_share
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.stats import SpeculationStats
 from paceline.training.prompts import PrintLine, Prompt
-from paceline.training.recording import repeat_share
 from paceline.training.settings import TrainSettings
 
 TEMPERATURES = (0.0, 0.7)
@@ -54,7 +54,7 @@ def measure(settings: TrainSettings, directory: Path, prompts: Sequence[Prompt],
             runs = {mode: _generate(*one, prompt.token_ids, settings.max_answer_tokens, temperature) for mode, one in modes.items()}
             texts = [ids for _, _, ids in runs.values()]
             are_equal = are_equal and all(ids == texts[0] for ids in texts)
-            if repeat_share([*prompt.token_ids, *texts[0]]) > settings.max_repeat_share:
+            if repeat_share([[*prompt.token_ids, *texts[0]]]) > settings.max_repeat_share:
                 num_looping += 1  # any n-gram drafter is nearly perfect on these
                 continue
             usable += [prompt] if temperature == 0 else []

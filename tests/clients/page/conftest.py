@@ -109,6 +109,8 @@ def open_page(browser: Any) -> Iterator[Open]:
             page.on("console", lambda message: problems.append(message.text) if is_problem(message) else None)
         page.goto(url)
         page.get_by_role("heading", name="paceline").wait_for()
+        if not expects_faults:
+            page.get_by_text(" is ready.").wait_for(state="attached")  # before that a request names no model
         return page
 
     yield open_page

@@ -210,3 +210,28 @@ def test_last_bench_batch_is_filled_with_the_first_prompts() -> None:
     assert make_worker_requests("chat", 0.5, prompts, batch_size=1)[2].as_dict(9, seed=7) == {
         "prompt_ids": [2], "max_tokens": 9, "temperature": 0.5, "seed": 9,
     }  # fmt: skip
+
+
+def test_a_byte_order_mark_belongs_to_no_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_bytes(b"\xef\xbb\xbfOne\r\nTwo\r\n")
+    assert [line.text for line in read_prompts(path)] == ["One", "Two"]
+
+
+def test_bench_takes_messages_as_conversations_are_taken_and_names_wrong_prompts(mini_dir: Path, tmp_path: Path) -> None:
+    tokenizer, config = Tokenizer.open(mini_dir), read_model_config(mini_dir)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    found = encode(PromptLine(messages=tuple(parts)), tokenizer, 4096)
+    assert list(found.prompt_ids) == tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+    path = written(tmp_path / "mine.jsonl", {"prompt": "fine"}, {"messages": [{"role": "user", "content": 5}]})
+    with pytest.raises(ConfigError, match=r"prompt 2 of 'mine': .*content"):
+        encode_workloads(BenchPlan(), [Workload("mine", tuple(read_prompts(path)))], config, tokenizer, (2, 9))
+
+
+def test_bench_tells_how_many_prompts_of_a_file_it_uses(mini_dir: Path, tmp_path: Path) -> None:
+    path = written(tmp_path / "mine.txt", "One", "Two", "Three")
+    plan = BenchPlan(prompts=path)
+    found = encode_workloads(
+        plan, [Workload("mine", tuple(read_prompts(path)))], read_model_config(mini_dir), Tokenizer.open(mini_dir), (2, 9)
+    )
+    assert found.notices == ("the first 2 of 3 prompts of 'mine' are used: see --num-prompts",)

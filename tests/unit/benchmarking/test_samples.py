@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from paceline.benchmarking.samples import Sample, repeat_share, repeats
+from paceline.benchmarking.samples import Sample
+from paceline.repeats import repeat_share
 
 KNOWN = {"mode": "plain", "workload": "chat", "temperature": 0.0, "prompt": 0, "round": 1, "num_prompt_tokens": 3}
 
@@ -50,12 +51,12 @@ def test_incomplete_worker_answer_is_refused(answer: dict[str, Any]) -> None:
 
 
 def test_repeats_counts_runs_of_eight_tokens_that_occurred_before() -> None:
-    assert repeats(list(range(20))) == (0, 13)
-    assert repeats([1, 2] * 10) == (11, 13)  # two pieces are new
-    assert repeats(list(range(7))) == (0, 0)
+    assert repeat_share([list(range(20))]) == 0.0
+    assert repeat_share([[1, 2] * 10]) == pytest.approx(11 / 13)  # two pieces are new
+    assert repeat_share([list(range(7))]) == 0.0
 
 
 def test_repeat_share_is_counted_within_each_output() -> None:
     assert repeat_share([list(range(20)), list(range(20))]) == 0.0
-    assert repeat_share([list(range(20)), [1, 2] * 10]) == 11 / 26
+    assert repeat_share([list(range(20)), [1, 2] * 10]) == pytest.approx(11 / 26)
     assert repeat_share([[1, 2, 3]]) == 0.0

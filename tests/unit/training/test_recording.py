@@ -13,7 +13,7 @@ from harness.training_runs import NUM_HELDOUT, NUM_PROMPTS, TinyRun, record_tiny
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import read_model_config
 from paceline.training import recording
-from paceline.training.recording import record, repeat_share
+from paceline.training.recording import record
 from paceline.training.run import DATA_FOLDER
 
 
@@ -74,7 +74,7 @@ def test_interrupted_training_recording_continues(run: TinyRun, tmp_path: Path, 
 
 def test_estimate_of_the_disk_leaves_out_looping_answers(run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, lines = read_model_config(Path(run.settings.model)), list[str]()
-    monkeypatch.setattr(recording, "repeat_share", lambda token_ids: 2.0 * (token_ids[-1] % 2))
+    monkeypatch.setattr(recording, "repeat_share", lambda outputs: 2.0 * (outputs[0][-1] % 2))
     with quick_profiles():
         found = record(run.settings, config, tmp_path / DATA_FOLDER, lines.append)
     counts = found.train.counts
@@ -86,9 +86,3 @@ def test_training_data_recorded_with_other_settings_are_refused(run: TinyRun, tm
     config = read_model_config(Path(run.settings.model))
     with pytest.raises(ConfigError, match="recorded with other settings \\(max_answer_tokens\\)"):
         record(replace(run.settings, max_answer_tokens=30), config, run.directory / DATA_FOLDER, lambda text: None)
-
-
-def test_training_repeat_share_is_high_for_repetitive_answers() -> None:
-    assert repeat_share(list(range(40))) == 0.0
-    assert repeat_share([1, 2] * 20) > 0.9
-    assert repeat_share([1, 2]) == 0.0
