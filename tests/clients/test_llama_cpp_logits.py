@@ -66,7 +66,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "muse_glimmer": ("muse_glimmer_text", {**MUSE_GLIMMER, "post_norm_eps": 1e-8}),  # there the latter is a constant
     "youtu": ("youtu", {**EXPERTS["youtu"][1], "rms_norm_eps": 1e-6}),
-    **{name: EXPERTS[name] for name in ("mixtral", "qwen2_moe-plain", "qwen3_moe", "glm4_moe", "ernie4_5_moe-interval", "gemma4-window")},
+    **{name: EXPERTS[name] for name in ("mixtral", "qwen2_moe-plain", "qwen3_moe", "glm4_moe", "gemma4-window")},
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {**EXPERTS["ernie4_5_moe"][1], "num_hidden_layers": 3},
+    ),  # there all layers behind the first have experts
     "olmoe": ("olmoe", {**EXPERTS["olmoe"][1], "num_key_value_heads": 4}),  # there all heads have keys of their own
     "gpt_oss": ("gpt_oss", {**EXPERTS["gpt_oss"][1], "rope_parameters": PLAIN_YARN}),
     "gemma3n": ("gemma3n_text", {**GEMMA3N, **MOBILE, "final_logit_softcapping": 30.0}),

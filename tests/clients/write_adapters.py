@@ -57,9 +57,11 @@ def variants_of(base: Path) -> dict[str, dict[str, Any]]:
     stacks = {".".join(name.split(".")[-2:]) for name, one in model.named_parameters() if one.dim() == 3 and "conv" not in name}
     routers = {".".join(name.split(".")[-2:]) for name, _ in model.named_parameters() if name.endswith((".gate.weight", ".router.weight"))}
     experts = {"target_modules": ["q_proj"], "target_parameters": sorted(stacks | routers)}
-    linear: dict[str, Any] = {"target_modules": "all-linear"}
-    if model.config.model_type == "nemotron_h":
-        linear["exclude_modules"] = ["out_proj"]  # which PEFT refuses
+    refused = {"kv_b_proj"}  # by paceline, in latent attention
+    if model.config.model_type in ("nemotron_h", "falcon_h1"):
+        refused.add("out_proj")  # by PEFT
+    excluded = sorted(refused & {name.split(".")[-1] for name, _ in model.named_modules()})
+    linear = {"target_modules": "all-linear", **({"exclude_modules": excluded} if excluded else {})}
     return {"linear": linear, **({"experts": experts} if stacks else {})}
 
 

@@ -372,6 +372,8 @@ def _write_experts(writer: Any, values: Mapping[str, Any]) -> None:
     if family == "ernie4_5_moe":
         writer.add_leading_dense_block_count(values["moe_layer_start_index"])
         writer.add_interleave_moe_layer_step(values["moe_layer_interval"])
+        if values["moe_num_shared_experts"]:
+            writer.add_expert_shared_feed_forward_length(values["moe_num_shared_experts"] * values["moe_intermediate_size"])
     if family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         writer.add_expert_feed_forward_length(values["moe_intermediate_size"])
     if family == "qwen2_moe":

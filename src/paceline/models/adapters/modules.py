@@ -120,14 +120,17 @@ def expert_parameters(config: ModelConfig) -> dict[str, ExpertParameter]:
 
 
 def _matrices_by_module(config: ModelConfig) -> dict[str, list[str]]:
-    """Return for each matrix of a checkpoint the internal names of the network's matrices in it, without `.weight`."""
+    """Return for each module of transformers that is a matrix the internal names of the network's matrices in it, without `.weight`."""
     shapes, found = tensor_shapes(config), dict[str, list[str]]()
     for name, stored_name in checkpoint_names(config).items():
         stem, _, kind = name.rpartition(".")
         if stem == "layer_embedding" or stem.rpartition(".")[2] == _CONVOLUTION_MODULE or _HEAD_MATRICES.search(stem):
             continue
         if kind == "weight" and len(shapes[name]) == 2:
-            found.setdefault(stored_name.removesuffix(".weight"), []).append(stem)
+            module = stored_name.removesuffix(".weight")
+            for stored, loaded in FAMILIES[config.family].loaded_module_names.items():
+                module = module.replace(stored, loaded)
+            found.setdefault(module, []).append(stem)
     return found
 
 

@@ -89,6 +89,7 @@ class Family:
         rope_type_aliases: other spellings of rope types.
         module_names: checkpoint names of modules or tensors that differ from those in `tensor_names.py`.
         module_aliases: maps other names of modules in checkpoints to the usual ones.
+        loaded_module_names: names that transformers gives to modules of checkpoints when it loads them; those are in adapter files.
         mlp_module: name of the module with the experts in checkpoints, if it is not `mlp`.
         mlp_tensors: maps names of tensors in `mlp_module` to the names that most families use in `mlp`.
         has_fused_projections: checkpoints hold q, k and v in one matrix, gate and up in another.
@@ -125,6 +126,7 @@ class Family:
     rope_type_aliases: Mapping[str, str] = field(default_factory=dict)
     module_names: Mapping[str, str] = field(default_factory=dict)
     module_aliases: Mapping[str, str] = field(default_factory=dict)
+    loaded_module_names: Mapping[str, str] = field(default_factory=dict)
     mlp_module: str = ""
     mlp_tensors: Mapping[str, str] = field(default_factory=dict)
     has_fused_projections: bool = False

@@ -182,6 +182,7 @@ FAMILIES = (
             "mlp_output_norm": "post_ffn_norm",
             "attention_gate": "self_attn.gate_proj",
         },
+        loaded_module_names={"self_attn.gate_proj": "self_attn.g_proj"},
         gguf=None,
     ),
 )
