@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5_moe": (
         "ernie4_5_moe",
         {**EXPERTS["ernie4_5_moe"][1], "num_hidden_layers": 3},
-    ),  # there all layers behind the first have experts
+    ),  # there all but the first layer have experts
     "olmoe": ("olmoe", {**EXPERTS["olmoe"][1], "num_key_value_heads": 4}),  # there all heads have keys of their own
     "gpt_oss": ("gpt_oss", {**EXPERTS["gpt_oss"][1], "rope_parameters": PLAIN_YARN}),
     "gemma3n": ("gemma3n_text", {**GEMMA3N, **MOBILE, "final_logit_softcapping": 30.0}),
