@@ -190,7 +190,9 @@ $(PARSERS):
 test-clients: $(STAMP) $(LLAMA_CPP) $(REAL_MODELS) $(SPECULATORS) $(CONTAINERS) $(PEFT) $(SERVERS) $(RAY) $(SCHEMA_SUITE)
 	@mkdir -p $(dir $(CLIENTS_RECORD))
 	@{ echo "commit $(COMMIT)"; echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; echo; } | tee $(CLIENTS_RECORD)
-	$(PYTEST) --color=no -s tests/clients --clients $(CLIENTS) -o faulthandler_timeout=3600 $(ARGS) 2>&1 | tee -a $(CLIENTS_RECORD)
+	status=0; $(PYTEST) --color=no -s tests/clients --clients $(CLIENTS) -o faulthandler_timeout=3600 $(ARGS) 2>&1 \
+	  | tee $(VENV)/test-clients.log || status=$$?; \
+	grep -E $(RECORDED) $(VENV)/test-clients.log >> $(CLIENTS_RECORD); exit $$status
 
 check: $(STAMP)
 	$(BIN)/ruff check

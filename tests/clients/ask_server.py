@@ -94,7 +94,7 @@ def ask_responses(url: str) -> dict[str, Any]:
         "drafter": whole.speculation["drafter"],
         "instructed": create(model="mini", input="Hello", instructions="Be short.", max_output_tokens=4).usage.input_tokens,
         "error": error_of(openai.BadRequestError, lambda: create(**{**common, "extra_body": {"temperatur": 1}})),
-        "stored": error_of(openai.BadRequestError, lambda: create(model="mini", input="a", store=True)),
+        "stored": error_of(openai.BadRequestError, lambda: create(model="mini", input="a", previous_response_id="resp_1")),
         "not_found": error_of(openai.NotFoundError, lambda: create(**{**common, "model": "other"})),
     }
 

@@ -94,7 +94,7 @@ def test_openai_client_raises_its_own_class_for_every_error(by_openai: dict[str,
         "unknown": {"class": "BadRequestError", "status": 400, "param": "temperatur", "code": "unknown_parameter"},
         "long": {"class": "BadRequestError", "status": 400, "param": "messages", "code": "context_length_exceeded"},
         "streamed": {"class": "BadRequestError", "status": 400, "param": "top_p", "code": "invalid_value"},
-        "path": {"class": "NotFoundError", "status": 404, "param": None, "code": "not_found"},
+        "path": {"class": "InternalServerError", "status": 501, "param": None, "code": "not_served"},
     }
 
 

@@ -71,7 +71,7 @@ def check(found: dict[str, Any], expected: RequestOutput) -> None:
         if name in found:
             status, text = found[name]
             assert status == (404 if name == "not_found" else 400) or (status, name) == (-1, "streamed_error")
-            assert {"error": "temperatur", "streamed_error": "", "stored": "store", "not_found": "mini"}[name] in text
+            assert {"error": "temperatur", "streamed_error": "", "stored": "previous_response_id", "not_found": "mini"}[name] in text
     if "call" in found:
         name, arguments, _ = found["call"]
         assert name == "weather"
