@@ -1,4 +1,4 @@
-"""Time llama.cpp's forward passes of GGUF files as `bench.py passes` times ours: one row and eight rows after 64 cached rows.
+"""Time llama.cpp's forward passes of GGUF files as `bench.py passes` times ours: 1 and 8 tokens after 64 tokens in the KV cache.
 
     .venv-clients/llama-cpp/bin/python tools/llama_cpp_passes.py DIR/model.gguf
 

@@ -279,12 +279,12 @@ MODELS |= {f"qwen3.5-9b-{kind.lower()}": qwen35_large(kind) for kind in ("Q8_0",
 for kind in ("Q4_K_M", "BF16"):
     MODELS[f"lfm2.5-1.2b-{kind.lower()}"] = tied("lfm2", (2048, 8192, 65536), (32, 8, 64), kind, (2, 5, 8, 10, 12, 14))  # 16 layers
     MODELS[f"qwen3-4b-{kind.lower()}"] = tied("qwen3", (2560, 9728, 151936), (32, 8, 128), kind)  # 36 layers
-LLAMA_KINDS = [
+LLAMA_WEIGHT_TYPES = [
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q4_K_M", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS",
     "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4", "Q1_0",
 ]  # fmt: skip
-MODELS |= {f"llama-1b-{kind.lower()}": llama_of(2048, 8192, 32000, kind) for kind in LLAMA_KINDS}  # 16 layers: 1.04 billion weights
-MODELS |= {f"llama-8b-{kind.lower()}": llama_of(4096, 14336, 128256, kind) for kind in LLAMA_KINDS}  # 32 layers
+MODELS |= {f"llama-1b-{kind.lower()}": llama_of(2048, 8192, 32000, kind) for kind in LLAMA_WEIGHT_TYPES}  # 16 layers: 1.04 billion weights
+MODELS |= {f"llama-8b-{kind.lower()}": llama_of(4096, 14336, 128256, kind) for kind in LLAMA_WEIGHT_TYPES}  # 32 layers
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
@@ -334,7 +334,7 @@ _SCALE_OFFSETS = {
 
 
 def _set_scale(kind: str, blocks: NDArray[np.uint8], numbers: Sequence[float]) -> None:
-    """Write the scale of all blocks, and the number that is added or subtracted."""
+    """Write the same quantisation scale into all blocks, and the same offset (minimum) into those of types that have one."""
     halves = np.array(numbers, "<f2")
     if kind == "MXFP4":
         blocks[:, 0] = 127 + round(math.log2(numbers[0]))

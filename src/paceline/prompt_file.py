@@ -27,7 +27,7 @@ class PromptLine:
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """Read a file with a prompt a line: texts, or in a .jsonl or .json file objects.
+    """Read one prompt a line: a text, or in a .jsonl or .json file a JSON object.
 
     An object has one of "prompt", "messages" and "prompt_token_ids", and maybe a "prediction".
 
@@ -49,13 +49,13 @@ def _prompt(fields: Mapping[str, Any], where: str) -> PromptLine:
         raise ConfigError(f"{where} has {' and '.join(given) or 'no prompt'}: give one of {', '.join(_FORMS)}")
     (name,) = given
     value, prediction = fields[name], fields.get("prediction")
-    if isinstance(prediction, list) and _are_ids(prediction):
+    if isinstance(prediction, list) and _is_token_id_list(prediction):
         prediction = tuple(prediction)
     elif not isinstance(prediction, str | None):
         raise ConfigError(f"{where}: prediction is {shortened(prediction)}: give a text or a list of token ids")
     if name == "prompt" and isinstance(value, str) and value:
         return PromptLine(text=value, prediction=prediction)
-    if name == "prompt_token_ids" and _are_ids(value):
+    if name == "prompt_token_ids" and _is_token_id_list(value):
         return PromptLine(token_ids=tuple(value), prediction=prediction)
     if name == "messages" and isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
         return PromptLine(messages=tuple(value), prediction=prediction)
@@ -67,7 +67,7 @@ def _prompt(fields: Mapping[str, Any], where: str) -> PromptLine:
     raise ConfigError(f"{where}: {name} is {shortened(value)}: give {forms[name]}")
 
 
-def _are_ids(value: object) -> bool:
+def _is_token_id_list(value: object) -> bool:
     is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     return is_list and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value)  # type: ignore[attr-defined]
 

@@ -551,12 +551,12 @@ def test_doctor_probe_measures_a_speedup(target: Path, draft: Path) -> None:
     assert times == sorted(times)
 
 
-SPEEDUP = r"KIND (\d+\.\d\dx measured \(\d+\.\d\d to \d+\.\d\d\)|nothing was drafted); "
+SPEEDUP_PATTERN = r"KIND (\d+\.\d\dx measured \(\d+\.\d\d to \d+\.\d\d\)|nothing was drafted); "
 
 
 def test_doctor_probe_reports_the_measured_speedup_as_text(target: Path) -> None:
     said = text("--model", target, "--drafter", "ngram", "--probe")[1]
-    assert re.search(SPEEDUP.replace("KIND", "new prose"), said)
+    assert re.search(SPEEDUP_PATTERN.replace("KIND", "new prose"), said)
     assert re.search(r"; \d+% of steps used a draft, and \d+% of draft tokens were accepted \(\d+ texts? of up to", said)
     assert re.search(r"new prose: about \d+\.\dx, copying: up to \d+\.\dx; measured here on short texts", said)
     assert "ngram ngram 5 to 55%" in said
@@ -566,12 +566,12 @@ def test_doctor_probe_measures_given_prompts(target: Path, tmp_path: Path) -> No
     prompts = tmp_path / "mine.txt"
     prompts.write_text("Once there was\nThe dog and the dog\n")
     said = text("--model", target, "--drafter", "ngram", "--probe", "--prompts", prompts)[1]
-    assert re.search(SPEEDUP.replace("KIND", "your prompts"), said)
+    assert re.search(SPEEDUP_PATTERN.replace("KIND", "your prompts"), said)
     assert re.search(r"your prompts: about \d+\.\dx works", said)
     assert "new prose" not in said
 
 
-def test_doctor_refuses_prompts_without_probe_and_missing_files(target: Path, tmp_path: Path) -> None:
+def test_doctor_refuses_missing_prompt_files_and_prompts_without_probe_option(target: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", str(target), "--prompts", str(tmp_path / "none.txt")])
     assert result.exit_code == 2
     assert "add --probe" in result.stderr
@@ -580,7 +580,7 @@ def test_doctor_refuses_prompts_without_probe_and_missing_files(target: Path, tm
     assert "there is no file" in result.stderr
 
 
-def test_doctor_calls_a_wrong_prompt_wrong_input(target: Path, tmp_path: Path) -> None:
+def test_doctor_reports_an_invalid_prompt_as_wrong_input(target: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text('{"prompt": "fine"}\n{"prompt_token_ids": [5000]}\n')
     result = CliRunner().invoke(app, ["doctor", str(target), "--drafter", "ngram", "--probe", "--prompts", str(prompts)])

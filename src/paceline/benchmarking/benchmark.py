@@ -19,7 +19,7 @@ from paceline.benchmarking.run import Measurements, Run, RunProgress, requested_
 from paceline.config import EngineConfig
 from paceline.hub import resolve_model
 from paceline.models.checkpoint import read_model_config
-from paceline.repeats import MAX_REPEAT_SHARE, REPEAT_LENGTH
+from paceline.repeats import MAX_REPEAT_SHARE, NGRAM_TOKENS
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _READ_BYTES = 256 << 20
@@ -165,5 +165,5 @@ def _settings(result: BenchResult) -> dict[str, Any]:
         "minutes": plan.minutes,
         "seed": plan.seed,
         "bootstrap": {"seed": plan.seed, "resamples": RESAMPLES, "confidence": CONFIDENCE},
-        "looping": {"piece_tokens": REPEAT_LENGTH, "above": MAX_REPEAT_SHARE},
+        "looping": {"piece_tokens": NGRAM_TOKENS, "above": MAX_REPEAT_SHARE},
     }

@@ -20,7 +20,7 @@ EDITED_SHARE = 0.05
 """Share of a prediction's tokens that are replaced."""
 REQUEST = "Here is a text with a few wrong words:\n\n{text}\n\nWrite the text again without the mistakes, and nothing else."
 MAX_PROMPT_TOKENS = 1 << 30
-"""Limit while prompts are encoded; those that are too long for the context are left out later."""
+"""Longest prompt, in tokens, that is encoded. Prompts that are too long for the context are left out afterwards."""
 COMMON_CONTEXT = 1024
 """Minimum context of all modes, where the model allows it."""
 

@@ -40,7 +40,7 @@ def print_error(error: PacelineError | str) -> None:
 
 
 def _with_options(text: str) -> str:
-    """Return a text whose advice names options instead of Python's settings."""
+    """Return a message whose advice names command-line options instead of arguments of the Python API."""
     return _ADVICE.sub(lambda match: f"{match[1]} --{match[2].replace('_', '-')}", text)
 
 

@@ -198,7 +198,7 @@ def diagnose(question: DoctorOptions) -> Diagnosis:
         try:
             found.probe = probe(question.probe_prompts, **question.probe_arguments)
             found.notes += _layout_notes(found.drafters, question.drafters, question.probe_arguments)
-        except PromptError:  # it says nothing about the model
+        except PromptError:  # a wrong prompt does not mean that the model cannot work
             raise
         except PacelineError as error:
             found.problems.append(str(error))

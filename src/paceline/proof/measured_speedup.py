@@ -1,4 +1,4 @@
-"""Measure the speedup of loaded drafters: on a user's prompts, or on new prose and on text that copies its prompt.
+"""Measure the speedup by the loaded drafters, on a user's prompts or on samples: newly written prose, and text copied from the prompt.
 
 A draft brings nothing where there is none, so a speedup cannot be predicted from acceptance rates alone. All texts are
 generated with drafts, and some of them without: a plain token always takes about the same time, whereas the speedup differs from text to
@@ -34,7 +34,7 @@ _ANSWER_TOKENS = 256  # of an answer to a user's prompt, at most
 _WARM_UP_TEXTS = 2  # texts of each kind that are not counted: they warm up the cost model and acceptance rates
 _RESAMPLES = 2000
 _MAX_PROMPTS = 500  # of a user's file: more cannot be measured in the time
-_MIN_TEXTS = 16  # fewer prompts are answered several times, with other seeds
+_MIN_TEXTS = 16  # with fewer prompts than this, each is used several times with different seeds
 _SECONDS = 30.0  # for each kind: no text begins later
 _PLAIN_INTERVAL = 4  # every so many texts one is generated without drafts too
 _TEMPERATURE = 0.7  # for new prose: greedy texts of small models repeat themselves, which is easy to draft
@@ -50,7 +50,7 @@ _PROSE_OPENINGS = (
 
 
 class PromptError(ConfigError):
-    """A prompt of the user's is not one for this model."""
+    """The model cannot take one of the user's prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class MeasuredSpeedup:
 
 
 def measure_speedups(llm: "LLM", prompts: Sequence[PromptLine] = ()) -> tuple[MeasuredSpeedup, ...]:
-    """Measure the user's prompts, or both other kinds if there are none. Without drafters nothing is measured.
+    """Measure the user's prompts, or the two sample workloads (new prose, copying) if there are none; nothing without a drafter.
 
     Raises:
         PromptError: the model does not take one of the prompts.
@@ -88,11 +88,11 @@ def measure_speedups(llm: "LLM", prompts: Sequence[PromptLine] = ()) -> tuple[Me
         return ()
     if prompts:
         return _measure_prompts(llm, prompts)
-    return _measure_samples(llm) if llm.max_model_len >= 3 * _PASSAGE_TOKENS else ()
+    return _measure_sample_workloads(llm) if llm.max_model_len >= 3 * _PASSAGE_TOKENS else ()
 
 
 def _measure_prompts(llm: "LLM", prompts: Sequence[PromptLine]) -> tuple[MeasuredSpeedup, ...]:
-    """Measure prompts in a random order, because files are often sorted, sampled as the model recommends. Few prompts are repeated."""
+    """Measure the user's prompts in a random order (files are often sorted), with the model's recommended sampling."""
     numbered = Random(0).sample(list(enumerate(prompts, 1)), min(len(prompts), _MAX_PROMPTS))
     default = llm.sampling_defaults.fill_chat(SamplingParams(max_tokens=_ANSWER_TOKENS), ("max_tokens",))
     reads_predictions = "prediction" in llm.drafter_name.split("+")
@@ -108,8 +108,8 @@ def _measure_prompts(llm: "LLM", prompts: Sequence[PromptLine]) -> tuple[Measure
     return (measured.summarize(GIVEN_PROMPTS, _ANSWER_TOKENS),) if measured.plain else ()
 
 
-def _measure_samples(llm: "LLM") -> tuple[MeasuredSpeedup, ...]:
-    """Measure both kinds of sample texts. The texts to copy are beginnings of the new prose.
+def _measure_sample_workloads(llm: "LLM") -> tuple[MeasuredSpeedup, ...]:
+    """Measure both sample workloads. The texts to be copied are the first tokens of the generated prose.
 
     Of the latter only those count that the model copied to the end, because the others are not copies; if it copied none, all count.
     """
@@ -137,7 +137,7 @@ class _Texts:
 
     @classmethod
     def generate(cls, llm: "LLM", requests: Sequence[_Request]) -> "_Texts":
-        """Generate texts one after another, until the time is over. Texts of one token are left out."""
+        """Generate texts one after another until the time limit. Texts of one token are left out."""
         plain: list[RequestOutput] = []
         drafted: list[RequestOutput] = []
         begin = time.perf_counter()
@@ -153,7 +153,7 @@ class _Texts:
         return cls(plain[len(plain) > 1 :], drafted)
 
     def summarize(self, kind: str, num_tokens: int, counts: Sequence[bool] = ()) -> MeasuredSpeedup:
-        """Compare the decoding times.
+        """Compare the decoding times with and without drafts.
 
         Args:
             counts: for each text whether it counts; if none does, or without it, all count. The first texts are a warm-up.

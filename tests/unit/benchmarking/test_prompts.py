@@ -218,7 +218,7 @@ def test_a_byte_order_mark_belongs_to_no_prompt(tmp_path: Path) -> None:
     assert [line.text for line in read_prompts(path)] == ["One", "Two"]
 
 
-def test_bench_takes_messages_as_conversations_are_taken_and_names_wrong_prompts(mini_dir: Path, tmp_path: Path) -> None:
+def test_bench_accepts_messages_with_parts_and_identifies_invalid_prompts(mini_dir: Path, tmp_path: Path) -> None:
     tokenizer, config = Tokenizer.open(mini_dir), read_model_config(mini_dir)
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     found = encode(PromptLine(messages=tuple(parts)), tokenizer, 4096)

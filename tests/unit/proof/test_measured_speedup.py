@@ -26,7 +26,7 @@ def test_speedup_of_copying_counts_texts_that_were_copied(mini_dir: Path) -> Non
     assert copying.speedup > 0
 
 
-def test_speedup_of_given_prompts_has_an_interval_that_contains_it(mini_dir: Path) -> None:
+def test_speedup_of_given_prompts_lies_within_its_confidence_interval(mini_dir: Path) -> None:
     prompts = [PromptLine(text="one two one two"), PromptLine(token_ids=(5, 6, 7)), PromptLine(text="The dog"), PromptLine(text="A cat")]
     with quick_profiles(), LLM(str(mini_dir), drafter="ngram", max_model_len=512) as llm:
         (found,) = measure_speedups(llm, prompts)
@@ -59,6 +59,6 @@ def test_given_predictions_are_drafted(mini_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [PromptLine(token_ids=(10**6,)), PromptLine(text="one " * 600)], ids=["unknown id", "too long"])
-def test_a_prompt_that_the_model_does_not_take_is_named(mini_dir: Path, line: PromptLine) -> None:
+def test_error_identifies_the_prompt_that_the_model_rejects(mini_dir: Path, line: PromptLine) -> None:
     with quick_profiles(), LLM(str(mini_dir), drafter="ngram", max_model_len=512) as llm, pytest.raises(PromptError, match="prompt 2 of"):
         measure_speedups(llm, [PromptLine(text="fine"), line])

@@ -120,7 +120,7 @@ def expert_parameters(config: ModelConfig) -> dict[str, ExpertParameter]:
 
 
 def _matrices_by_module(config: ModelConfig) -> dict[str, list[str]]:
-    """Return for each module of transformers that is a matrix the internal names of the network's matrices in it, without `.weight`."""
+    """Map each linear module of transformers to our names of the weight matrices in it, without `.weight`."""
     shapes, found = tensor_shapes(config), dict[str, list[str]]()
     for name, stored_name in checkpoint_names(config).items():
         stem, _, kind = name.rpartition(".")
