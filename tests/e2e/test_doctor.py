@@ -594,6 +594,7 @@ def test_doctor_says_why_no_speedup_was_measured(target: Path, tmp_path: Path) -
     assert "no speedup was measured: there is no drafter" in text(target, "--drafter", "none", "--probe", "--prompts", prompts)[1]
     said = text(target, "--drafter", "ngram", "--probe", "--max-model-len", "100")[1]
     assert "no speedup was measured: the context is too short" in said
+    assert ask(target, "--drafter", "ngram", "--probe", "--max-model-len", "4")[0] == 0
 
 
 def test_doctor_probe_without_drafters_measures_no_speedup(target: Path) -> None:

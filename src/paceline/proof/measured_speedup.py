@@ -1,8 +1,8 @@
 """Measure the speedup by the loaded drafters, on a user's prompts or on samples: newly written prose, and text copied from the prompt.
 
-A draft brings nothing where there is none, so a speedup cannot be predicted from acceptance rates alone. All texts are
-generated with drafts, and some of them without: a plain token always takes about the same time, whereas the speedup differs from text to
-text. So in the same time more texts are measured than if all were generated twice.
+A draft brings nothing where there is none, so a speedup cannot be predicted from acceptance rates alone. All texts are generated with
+drafts, and some of them without: a plain token always takes about the same time, whereas the speedup differs from text to text. So in the
+same time more texts are measured than if all were generated twice.
 """
 
 import time
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import ConfigError, RequestError
+from paceline.errors import CapacityError, ConfigError, RequestError
 from paceline.prompt_file import PromptLine
 from paceline.repeats import repeat_share
 from paceline.sampling.params import SamplingParams
@@ -104,7 +104,10 @@ def _measure_prompts(llm: "LLM", prompts: Sequence[PromptLine]) -> tuple[Measure
             requests.append((ids, default, prediction if reads_predictions else None))
         except RequestError as error:
             raise PromptError(f"prompt {number} of --prompts: {error}") from error
-    measured = _Texts.generate(llm, requests * -(-_MIN_TEXTS // len(requests)))
+    try:
+        measured = _Texts.generate(llm, requests * -(-_MIN_TEXTS // len(requests)))
+    except (RequestError, CapacityError) as error:  # no room for an answer, in the context or the cache
+        raise PromptError(f"one of --prompts: {error}") from error
     return (measured.summarize(GIVEN_PROMPTS, _ANSWER_TOKENS),) if measured.plain else ()
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12)
 _PASS_REPEATS = 9
 _NUM_TEXTS, _PROMPT_WORDS, _TEXT_TOKENS = 4, 8, 24
+_LEAST_CONTEXT = 64  # for the trial's texts
 _NUM_DRAFT_TOKENS = 4
 _LAYOUT_TEXTS, _LAYOUT_TOKENS = 8, 48
 _MIN_LAYOUT_GAIN = 0.05  # share of all tokens; less is chance in as many tokens
@@ -60,7 +61,7 @@ class ProbeResult:
         numerics: "exact" or "fast", as tested at load.
         pass_s: seconds of a target pass by its number of rows.
         peak_bytes: most memory this process ever held.
-        trial: None without a drafter.
+        trial: None without a drafter, or if the context is too short.
         measured: speedups on the user's prompts, or on new prose and on copying; none without a drafter.
         notices: of loading, and whether a head seems to be trained for another model.
     """
@@ -140,7 +141,7 @@ def probe(prompts: Sequence[PromptLine] = (), **arguments: Any) -> ProbeResult:
     rows = (1, *(count + 1 for count in DRAFT_LENGTHS))
     pass_s = _rising(time_passes(llm.runtime, llm.engine.cache, rows, max_model_len=llm.max_model_len, repeats=_PASS_REPEATS))
     measured = measure_speedups(llm, prompts)
-    trial = None if llm.drafter is None else _try_drafts(llm)
+    trial = None if llm.drafter is None or llm.max_model_len < _LEAST_CONTEXT else _try_drafts(llm)
     notices = (*llm.notices, *_match_notice(llm.drafter, trial), *_unmeasured_notice(llm, prompts, measured))
     return ProbeResult(load_s, llm.numerics, pass_s, peak_memory_bytes(), trial, notices, measured)
 

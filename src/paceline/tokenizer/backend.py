@@ -94,7 +94,7 @@ def check_token_ids(ids: Collection[int]) -> None:
 
 def _disable_word_cache(model: Any) -> None:
     """Switch off the BPE model's cache of words: the library (0.23) keeps one for each thread until the thread ends, even if the tokenizer
-    is freed before. A server that loads models in turns lost 0.3 MB at every load. Without the cache, encoding takes 1.3 times as long.
+    is freed before: 2.8 MB at every load of Gemma 3 after 60,000 characters. Without the cache, encoding takes 1.3 times as long.
     """
     if hasattr(model, "_resize_cache"):
         model._resize_cache(0)

@@ -58,6 +58,12 @@ def test_given_predictions_are_drafted(mini_dir: Path) -> None:
     assert found.draft_share > 0
 
 
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_a_wrong_prompt(mini_dir: Path) -> None:
+    line = PromptLine(token_ids=(5,) * 512)
+    with quick_profiles(), LLM(str(mini_dir), drafter="ngram", max_model_len=512) as llm, pytest.raises(PromptError, match="512 tokens"):
+        measure_speedups(llm, [line])
+
+
 @pytest.mark.parametrize("line", [PromptLine(token_ids=(10**6,)), PromptLine(text="one " * 600)], ids=["unknown id", "too long"])
 def test_error_identifies_the_prompt_that_the_model_rejects(mini_dir: Path, line: PromptLine) -> None:
     with quick_profiles(), LLM(str(mini_dir), drafter="ngram", max_model_len=512) as llm, pytest.raises(PromptError, match="prompt 2 of"):
