@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -20,6 +21,7 @@ from paceline.engine.input_processor import InputProcessor
 from paceline.errors import RequestError
 from paceline.parsing.registry import TOOL_CALL_FORMATS, OutputFormat
 from paceline.tokenizer.chat_template import ChatTemplate
+from paceline.tokenizer.parts import TokenizerParts
 from paceline.tokenizer.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -176,7 +178,7 @@ DESCRIBED = [tool.as_template() for tool in TOOLS]
 
 def templates_at_hand(mini: Path) -> Iterator[tuple[str, str]]:
     """Those of checkpoints that are here."""
-    folders = [mini, mini.parents[5].parent / "shared" / "data"]
+    folders = [mini, mini.parents[4].parent / "shared" / "data"]
     for folder in folders:
         for path in sorted(folder.rglob("tokenizer_config.json")):
             template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
@@ -298,7 +300,7 @@ PROMPTS: list[list[dict[str, Any]]] = [
 
 def tokenizers_at_hand(mini: Path) -> Iterator[Path]:
     """Folders and files with a tokenizer that transformers or paceline opens."""
-    shared = mini.parents[5].parent / "shared" / "data"
+    shared = mini.parents[4].parent / "shared" / "data"
     yield from (path.parent for folder in (mini.parent, shared) for path in sorted(folder.rglob("tokenizer.json")))
     yield from (path.parent for path in sorted(shared.rglob("merges.txt")))
     yield from sorted(shared.rglob("*.gguf"))
@@ -318,7 +320,10 @@ def opened_both(path: Path) -> tuple[Any, Any]:
 
 
 def prompt_ids(ours: Any, source: str, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-    ours._pretrained.chat_template = source
+    if isinstance(ours._pretrained, TokenizerParts):
+        ours._pretrained = replace(ours._pretrained, chat_template={"default": source})
+    else:
+        ours._pretrained.chat_template = source
     input_processor = InputProcessor(ours, vocab_size=ours.vocab_size, max_model_len=1 << 16, eos_token_ids=())
     return chat_prompt(input_processor, messages, **options).token_ids
 
