@@ -174,11 +174,11 @@ def _probe_rows(probe: dict[str, Any] | None) -> list[tuple[str, str]]:
     if steps:
         rows.append(("drafts", f"when always tried: accepted in {kept / steps:.0%} of {steps} steps on a few short texts"))
     for one in probe["measured"]:
-        low, high = one["interval"]
+        interval = "" if one["interval"] is None else " ({:.2f} to {:.2f})".format(*one["interval"])
         drafts = f"{one['draft_share']:.0%} of steps used a draft, and {one['acceptance_rate']:.0%} of draft tokens were accepted"
         looping = f"; {one['repeats']:.0%} of the output repeats itself, easy to draft" if one["repeats"] > MAX_REPEAT_SHARE else ""
         texts = f"{one['num_texts']} text{'s' * (one['num_texts'] != 1)} of up to {one['num_tokens']} tokens"
-        speedup = f"{one['speedup']:.2f}x measured ({low:.2f} to {high:.2f})" if one["draft_share"] else "nothing was drafted"
+        speedup = f"{one['speedup']:.2f}x measured{interval}" if one["draft_share"] else "nothing was drafted"
         rows.append((one["kind"], f"{speedup}; {drafts} ({texts}){looping}"))
     return rows
 

@@ -33,6 +33,7 @@ _COPIED_BEFORE, _COPIED_TOKENS = 16, 112
 _ANSWER_TOKENS = 256  # of an answer to a user's prompt, at most
 _WARM_UP_TEXTS = 2  # texts of each kind that are not counted: they warm up the cost model and acceptance rates
 _RESAMPLES = 2000
+_LEAST_FOR_INTERVAL = 5  # texts
 _MAX_PROMPTS = 500  # of a user's file: more cannot be measured in the time
 _MIN_TEXTS = 16  # with fewer prompts than this, each is used several times with different seeds
 _SECONDS = 30.0  # for each kind: no text begins later
@@ -60,7 +61,7 @@ class MeasuredSpeedup:
     Attributes:
         kind: "new prose", "copying" or "your prompts".
         speedup: decoding seconds of a token without drafts, divided by those with drafts.
-        interval: 95 % bootstrap interval of the speedup: plain and drafted texts are drawn again with replacement.
+        interval: 95 % bootstrap interval of the speedup: plain and drafted texts are drawn again with replacement. None = too few texts.
         draft_share: share of steps that used a draft.
         acceptance_rate: accepted share of draft tokens.
         repeats: share of the output that repeats itself (`repeat_share`).
@@ -70,7 +71,7 @@ class MeasuredSpeedup:
 
     kind: str
     speedup: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     draft_share: float
     acceptance_rate: float
     repeats: float
@@ -165,11 +166,11 @@ class _Texts:
         texts = [text for text, counted in zip(self.drafted[first:], counts[first:], strict=True) if counted] if counts else []
         texts = texts or list(self.drafted[first:])
         stats = [text.speculation for text in texts]
-        low, high = np.percentile(_resample(texts) / _resample(self.plain), (2.5, 97.5))
+        low, high = map(float, np.percentile(_resample(texts) / _resample(self.plain), (2.5, 97.5)))
         return MeasuredSpeedup(
             kind,
             _tokens_per_s(texts) / _tokens_per_s(self.plain),
-            (float(low), float(high)),
+            (low, high) if len(texts) >= _LEAST_FOR_INTERVAL else None,
             1 - sum(one.plain_steps for one in stats) / max(1, sum(one.steps for one in stats)),
             sum(one.num_accepted_tokens for one in stats) / max(1, sum(one.num_draft_tokens for one in stats)),
             repeat_share([text.token_ids for text in texts]),

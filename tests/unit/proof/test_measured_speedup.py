@@ -24,6 +24,7 @@ def test_speedup_of_copying_counts_texts_that_were_copied(mini_dir: Path) -> Non
     assert (prose.kind, copying.kind) == (NEW_PROSE, COPYING)
     assert copying.num_tokens == 112
     assert copying.speedup > 0
+    assert copying.interval is None  # of one text
 
 
 def test_speedup_of_given_prompts_lies_within_its_confidence_interval(mini_dir: Path) -> None:
@@ -31,6 +32,7 @@ def test_speedup_of_given_prompts_lies_within_its_confidence_interval(mini_dir: 
     with quick_profiles(), LLM(str(mini_dir), drafter="ngram", max_model_len=512) as llm:
         (found,) = measure_speedups(llm, prompts)
     assert (found.kind, found.num_texts) == (GIVEN_PROMPTS, 14)
+    assert found.interval is not None
     assert found.interval[0] <= found.speedup <= found.interval[1]
 
 
