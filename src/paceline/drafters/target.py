@@ -19,7 +19,6 @@ from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Network
 from paceline.runtimes.load import HeadPlacement
-from paceline.runtimes.native.library import fastest_page_sums
 from paceline.tokenizer.tokenizer import Tokenizer
 
 
@@ -96,5 +95,4 @@ class LoadedTarget:
         options = self.draft_model_quant if as_draft_model else self.head_quant
         if options is None:
             return weights
-        page_sums, num_threads = fastest_page_sums(), self.engine.num_threads
-        return quantized_weights(weights, options, cache_directory(), files=files, num_threads=num_threads, page_sums=page_sums)
+        return quantized_weights(weights, options, cache_directory(), files=files, num_threads=self.engine.num_threads)

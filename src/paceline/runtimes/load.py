@@ -21,7 +21,7 @@ from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Network, Numerics, assemble_pass
 from paceline.runtimes.decoder import NetworkDefinition, decoder
-from paceline.runtimes.native.library import fastest_page_sums, kernels_path
+from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.numerics import measure_numerics
 from paceline.runtimes.profile_cache import ProfileCache
 
@@ -117,7 +117,6 @@ def load_runtime(path: Path, options: RuntimeOptions) -> LoadedNetwork:
             files=(*weight_files(path), *(() if options.merge_adapter is None else adapter_files(options.merge_adapter))),
             num_threads=options.num_threads,
             notices=notices,
-            page_sums=fastest_page_sums(),
         )
     runtime = _build_network(config, weights, options, notices)
     return LoadedNetwork(runtime, tuple(notices), bundled_head, mean_weight_bits(weights))

@@ -147,14 +147,14 @@ DAMAGE: dict[str, Callable[[bytearray], bytearray]] = {
     "header text": lambda content: _flip(content, 60),
     "first code": lambda content: _flip(content, 8 + int.from_bytes(content[:8], "little")),
     "middle": lambda content: _flip(content, len(content) // 2),
-    "last scale": lambda content: _flip(content, len(content) - 65),
+    "last scale": lambda content: _flip(content, len(content) - 49),
     "checksum": lambda content: _flip(content, len(content) - 1),
     "zeros": lambda content: content[:4096] + bytes(len(content) - 4096),
     "exchanged stretches": lambda content: _swap_pages(content, 8 + int.from_bytes(content[:8], "little")),
     "exchanged pages": lambda content: _swap_pages(content, 8 + int.from_bytes(content[:8], "little"), 4096),
     "exchanged sectors": lambda content: _swap_pages(content, 8 + int.from_bytes(content[:8], "little"), 512),
     "exchanged words": lambda content: _swap_pages(content, 8 + int.from_bytes(content[:8], "little"), 8),
-    "padding": lambda content: _flip(content, len(content) - 33),
+    "padding": lambda content: _flip(content, len(content) - 17),
 }
 
 

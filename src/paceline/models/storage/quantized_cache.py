@@ -3,7 +3,7 @@
 The total size of the files is limited; the least recently used ones are removed first.
 
 A file is written under a temporary name, synced and renamed, so a file under its final name is complete. Model and settings determine the
-expected header, and the data have a checksum (page_sums.py). Both are checked when a file is opened. A damaged file is replaced.
+expected header, and the data have a checksum (XXH3). Both are checked when a file is opened. A damaged file is replaced.
 """
 
 import hashlib
@@ -14,18 +14,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
 
 from paceline.config import QuantOptions, weights_cache_bytes
 from paceline.errors import CheckpointError
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.quantize import QuantizationScheme, quantization_schemes, quantize_tensor
-from paceline.models.storage.page_sums import PageSums, checksum, numpy_page_sums
 from paceline.models.storage.safetensors_file import map_file
 from paceline.models.weights import AnyTensor, GroupedTensor, LazyWeights, TensorInfo, Weights
 from paceline.small_files import unreadable_error
@@ -33,14 +32,13 @@ from paceline.small_files import unreadable_error
 FOLDER = "quantised"
 """Name of the folder in the cache directory that has the files."""
 
-FORMAT = 2  # version of the file format and of the rounding in quantize.py, in the cache key
+FORMAT = 3  # version of the file format and of the rounding in quantize.py, in the cache key
 _ALIGNMENT = 64
 _TEMPORARY_PREFIX = ".partial-"
 _MAX_TEMPORARY_AGE_S = 24 * 3600.0
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 16
 _NUM_SAMPLES = 16  # number of rows of each tensor that the cache key depends on
 _SAMPLE_BYTES = 512
-_ChecksumFunction = Callable[[NDArray[np.uint8]], bytes]
 _Schemes = Mapping[str, QuantizationScheme]
 
 
@@ -65,7 +63,6 @@ def quantized_weights(
     files: Sequence[Path] = (),
     num_threads: int = 1,
     notices: list[str] | None = None,
-    page_sums: PageSums = numpy_page_sums,
 ) -> Weights:
     """Return weights whose matrices are quantised. They are read from the cache, which is filled first if it does not have them.
 
@@ -74,7 +71,6 @@ def quantized_weights(
         files: the files that `weights` were read from. The cache key then depends on their sizes, modification times and samples of every
             tensor. Without files the key depends on every byte of the tensors, which takes longer.
         notices: a message is appended if the cache cannot be written.
-        page_sums: function that computes the sums of the file's pages of a fixed size, from which the checksum is made.
 
     Raises:
         CheckpointError: A weight is NaN, infinite or beyond 1e37, or one of `files` can no longer be read.
@@ -84,16 +80,15 @@ def quantized_weights(
         return weights
     limit = weights_cache_bytes()
     if cache_directory is not None and limit:
-        compute_checksum = partial(checksum, page_sums=page_sums, num_threads=num_threads)
-        key = _cache_key(weights, options, schemes, files, compute_checksum)
+        key = _cache_key(weights, options, schemes, files)
         layout = _file_layout(weights, schemes, key)
         path = cache_directory / FOLDER / f"{key}.safetensors"
         try:
-            found = _read_file(path, layout, weights, schemes, compute_checksum)
+            found = _read_file(path, layout, weights, schemes)
             if found is None:
                 _evict_until_fits(path.parent, layout.size, limit)
-                _write_file(path, layout, weights, schemes, compute_checksum, num_threads)
-                found = _read_file(path, layout, weights, schemes, compute_checksum)
+                _write_file(path, layout, weights, schemes, num_threads)
+                found = _read_file(path, layout, weights, schemes)
             if found is not None:
                 _update_access_time(path)
                 return QuantizedWeights(weights, found.__getitem__, schemes)
@@ -137,9 +132,7 @@ def _quantize_and_free(weights: Weights, name: str, scheme: QuantizationScheme, 
     return quantized
 
 
-def _cache_key(
-    weights: Weights, options: QuantOptions, schemes: _Schemes, files: Sequence[Path], compute_checksum: _ChecksumFunction
-) -> str:
+def _cache_key(weights: Weights, options: QuantOptions, schemes: _Schemes, files: Sequence[Path]) -> str:
     digest = hashlib.sha256(repr((FORMAT, astuple(options), sorted(schemes))).encode())
     for path in files:
         try:
@@ -151,7 +144,7 @@ def _cache_key(
         info = weights.info(name)
         digest.update(repr((name, info.shape, info.weight_type)).encode())
         for array in weights.source_arrays(name):
-            digest.update(_sample_bytes(array) if files else compute_checksum(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+            digest.update(_sample_bytes(array) if files else xxh3_128_digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data))
         weights.free_tensor(name)
     return digest.hexdigest()[:40]
 
@@ -186,9 +179,7 @@ def _file_layout(weights: Weights, schemes: _Schemes, key: str) -> _FileLayout:
     return _FileLayout(header, arrays, start + offset)
 
 
-def _write_file(
-    path: Path, layout: _FileLayout, weights: Weights, schemes: _Schemes, compute_checksum: _ChecksumFunction, num_threads: int
-) -> None:
+def _write_file(path: Path, layout: _FileLayout, weights: Weights, schemes: _Schemes, num_threads: int) -> None:
     """Quantise all matrices into a temporary file and then rename it, so that a file under its final name is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_old_temporary_files(path.parent)
@@ -203,7 +194,7 @@ def _write_file(
                     file.write(array.reshape(-1).view(np.uint8).data)
             file.write(bytes(layout.digest_begin - file.tell()))
             file.flush()
-            file.write(compute_checksum(map_file(Path(temporary))[len(layout.header) :]))
+            file.write(xxh3_128_digest(map_file(Path(temporary))[len(layout.header) :].data))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -213,9 +204,7 @@ def _write_file(
         raise
 
 
-def _read_file(
-    path: Path, layout: _FileLayout, weights: Weights, schemes: _Schemes, compute_checksum: _ChecksumFunction
-) -> dict[str, GroupedTensor] | None:
+def _read_file(path: Path, layout: _FileLayout, weights: Weights, schemes: _Schemes) -> dict[str, GroupedTensor] | None:
     """Return the matrices of a cache file, by name; None if the file is missing, damaged or has another layout."""
     try:
         content = map_file(path)
@@ -223,7 +212,7 @@ def _read_file(
         return None
     if len(content) != layout.size or content[: len(layout.header)].tobytes() != layout.header:
         return None
-    if content[layout.digest_begin :].tobytes() != compute_checksum(content[len(layout.header) : layout.digest_begin]):
+    if content[layout.digest_begin :].tobytes() != xxh3_128_digest(content[len(layout.header) : layout.digest_begin].data):
         return None
     found: dict[str, GroupedTensor] = {}
     for name, scheme in schemes.items():

@@ -7,12 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.errors import BackendUnavailableError
 from paceline.machine import processor_flags
-from paceline.models.storage.page_sums import PAGE_FACTORS, PageSums, numpy_page_sums
 from paceline.runtimes.native.records import LAYOUT, GgufBlocksRecord, Matrix, Pass, Program, SuperBlocksRecord
 
 _V4 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
@@ -23,6 +19,7 @@ _REQUIRED_FLAGS = {
     "x86_64_v4": _V4,
     "x86_64_v3_vnni": {*_V3, "avx_vnni"},
     "x86_64_v3": _V3,
+    "armv8_i8mm": {"asimd", "asimddp", "i8mm"},
     "armv8_dotprod": {"asimd", "asimddp"},
     "armv8": {"asimd"},
 }
@@ -48,7 +45,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fill_super_blocks": (None, [POINTER(SuperBlocksRecord), c_int32, c_int32, c_void_p]),
     "super_block_rows": (None, [POINTER(Matrix), c_void_p, c_int32, c_void_p]),
     "pack_gguf_blocks": (c_int32, [POINTER(GgufBlocksRecord), c_int32, c_int32, c_int64, c_void_p]),
-    "page_sums": (None, [c_void_p, c_int64, c_void_p, c_void_p]),
     "summary_floats": (c_int32, [c_int32, c_int32]),
     "sample_paths": (None, [c_void_p, c_int32, c_int32, c_void_p, c_int64]),
 }
@@ -117,13 +113,3 @@ def _flags_of_cpuid(path: Path) -> frozenset[str]:
         if registers[register] >> bit & 1:
             flags.add(name)
     return frozenset(flags)
-
-
-def fastest_page_sums() -> PageSums:
-    """Return the fastest function that computes page sums, see `models/storage/page_sums.py`."""
-    return numpy_page_sums if kernels_path() is None else native_page_sums
-
-
-def native_page_sums(pages: NDArray[np.uint8], sums: NDArray[np.uint64]) -> None:
-    """Compute page sums with the kernels, see `models/storage/page_sums.py`."""
-    kernels().paceline_page_sums(pages.ctypes.data, len(pages), PAGE_FACTORS.ctypes.data, sums.ctypes.data)
