@@ -30,7 +30,11 @@ X86_64 = {
     "x86_64_v3_vnni": ("-march=x86_64_v3", "-mavxvnni"),
     "x86_64_v3": ("-march=x86_64_v3",),
 }
-ARM_64 = {"armv8_dotprod": ("-mcpu=generic+dotprod",), "armv8": ("-mcpu=generic",)}
+ARM_64 = {
+    "armv8_i8mm": ("-mcpu=generic+dotprod+i8mm",),
+    "armv8_dotprod": ("-mcpu=generic+dotprod",),
+    "armv8": ("-mcpu=generic",),
+}
 LEVELS: dict[str, dict[str, tuple[str, ...]]] = {"x86_64": X86_64, "aarch64": ARM_64}
 LEFT_OUT = {"darwin": ("x86_64_v4_bf16", "x86_64_v3_vnni", "armv8")}  # no Mac has these and not a faster one
 FLAGS = ("-std=c17", "-O3", "-g0", "-shared", "-ffp-contract=off", "-mprefer-vector-width=512")

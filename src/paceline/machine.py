@@ -163,20 +163,21 @@ def processor_flags() -> frozenset[str]:
 def _flags_of_linux_on_arm() -> frozenset[str]:
     """Return those flags that kernels are compiled for. Emulators set them, while /proc/cpuinfo may be that of the emulating machine.
 
-    Source: the kernel's arch/arm64/include/uapi/asm/hwcap.h and include/uapi/linux/auxvec.h (AT_HWCAP).
+    Source: the kernel's arch/arm64/include/uapi/asm/hwcap.h and include/uapi/linux/auxvec.h (AT_HWCAP, AT_HWCAP2).
     """
     try:
         auxiliary_value = ctypes.CDLL(None).getauxval
     except (OSError, AttributeError):
         return frozenset()
     auxiliary_value.restype, auxiliary_value.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
-    capabilities = auxiliary_value(16)
-    return frozenset(name for name, bit in (("asimd", 1), ("asimddp", 20)) if capabilities >> bit & 1)
+    known = (("asimd", 16, 1), ("asimddp", 16, 20), ("i8mm", 26, 13))
+    return frozenset(name for name, word, bit in known if auxiliary_value(word) >> bit & 1)
 
 
 def _flags_on_macos() -> frozenset[str]:
     if platform.machine() == "arm64":
-        return frozenset({"asimd", "asimddp"})  # all Macs with an ARM processor have these; macOS 11 does not report them
+        flags = {"asimd", "asimddp"}  # all Macs with an ARM processor have these; macOS 11 does not report them
+        return frozenset(flags | {"i8mm"} if _sysctl("hw.optional.arm.FEAT_I8MM") == "1" else flags)
     words = f"{_sysctl('machdep.cpu.features')} {_sysctl('machdep.cpu.leaf7_features')}".lower().split()
     return frozenset("avx512_vnni" if word == "avx512vnni" else word for word in words)
 
@@ -190,15 +191,16 @@ def _sysctl(name: str) -> str:
 
 
 def _flags_on_windows() -> frozenset[str]:
-    """Return AVX2, AVX-512 and the instruction sets that come with them, or Arm's dot product.
+    """Return AVX2, AVX-512 and the instruction sets that come with them, or those of Arm that kernels are compiled for.
 
     Windows reports neither VNNI nor bfloat16. `native/library.py` reads these from the processor.
 
-    Source: winnt.h, PF_AVX2_INSTRUCTIONS_AVAILABLE, PF_AVX512F_INSTRUCTIONS_AVAILABLE and PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE.
+    Source: winnt.h, PF_AVX2_INSTRUCTIONS_AVAILABLE, PF_AVX512F_INSTRUCTIONS_AVAILABLE, PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE and
+    PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE.
     """
     is_present = vars(ctypes)["windll"].kernel32.IsProcessorFeaturePresent
     if platform.machine() == "ARM64":
-        return frozenset({"asimd", "asimddp"} if is_present(43) else {"asimd"})
+        return frozenset({"asimd"} | {name for name, number in (("asimddp", 43), ("i8mm", 66)) if is_present(number)})
     flags = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"} if is_present(40) else set()
     return frozenset(flags | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"} if is_present(41) else flags)
 

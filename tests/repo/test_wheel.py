@@ -15,6 +15,7 @@ from draw_imports import PACKAGE, REPOSITORY
 pytest.importorskip("hatchling")
 NATIVE = "paceline/runtimes/native"
 PAGE = PACKAGE / "server" / "page"
+ARM_64 = {"armv8", "armv8_dotprod", "armv8_i8mm"}
 X86_64 = {"x86_64_v3", "x86_64_v3_vnni", "x86_64_v4", "x86_64_v4_vnni", "x86_64_v4_bf16"}
 Build = Callable[..., Path]
 
@@ -68,9 +69,9 @@ PLATFORMS = {
         ("linux", "aarch64", "glibc"),
         ["manylinux2014_aarch64", "manylinux_2_17_aarch64"],
         "aarch64-linux-gnu.2.17",
-        {"armv8", "armv8_dotprod"},
+        ARM_64,
     ),
-    "macOS on Arm": (("darwin", "arm64"), ["macosx_11_0_arm64"], "aarch64-macos.11.0", {"armv8_dotprod"}),
+    "macOS on Arm": (("darwin", "arm64"), ["macosx_11_0_arm64"], "aarch64-macos.11.0", {"armv8_i8mm", "armv8_dotprod"}),
     "macOS on x86-64": (
         ("darwin", "x86_64"),
         ["macosx_11_0_x86_64"],
@@ -78,7 +79,7 @@ PLATFORMS = {
         {"x86_64_v3", "x86_64_v4", "x86_64_v4_vnni"},
     ),
     "Windows on x86-64": (("win32", "AMD64"), ["win_amd64"], "x86_64-windows-gnu", X86_64),
-    "Windows on Arm": (("win32", "ARM64"), ["win_arm64"], "aarch64-windows-gnu", {"armv8", "armv8_dotprod"}),
+    "Windows on Arm": (("win32", "ARM64"), ["win_arm64"], "aarch64-windows-gnu", ARM_64),
 }
 
 
@@ -126,8 +127,8 @@ def test_wheel_is_built_without_kernels_if_the_compiler_fails(build: Build) -> N
 def test_wheel_for_another_platform_has_all_libraries_or_fails(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_BUILD_PLATFORM", "darwin-aarch64")
     wheel = build("linux", "x86_64", "glibc")
-    assert (tags_of(wheel), set(kernels_of(wheel))) == (["py3-none-macosx_11_0_arm64"], {"armv8_dotprod"})
-    with pytest.raises(RuntimeError, match=r"kernels\.armv8_dotprod\.dylib cannot be compiled for darwin-aarch64: no such target"):
+    assert (tags_of(wheel), set(kernels_of(wheel))) == (["py3-none-macosx_11_0_arm64"], {"armv8_i8mm", "armv8_dotprod"})
+    with pytest.raises(RuntimeError, match=r"kernels\.armv8_i8mm\.dylib cannot be compiled for darwin-aarch64: no such target"):
         build("linux", "x86_64", "glibc", compiles=False)
 
 

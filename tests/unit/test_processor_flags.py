@@ -29,11 +29,22 @@ def test_processor_flags_are_those_of_the_first_processor_listed(cpu_info: Path)
     assert processor.processor_flags() == {"fpu", "sse", "avx2", "avx512_bf16", "bf16"}
 
 
-@pytest.mark.parametrize(("capabilities", "level"), [(0b11, "armv8"), (1 << 20 | 0b11, "armv8_dotprod"), (1, None)])
-def test_processor_flags_on_arm_come_from_getauxval(capabilities: int, level: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capabilities", "others", "level"),
+    [
+        (0b11, 0, "armv8"),
+        (1 << 20 | 0b11, 0, "armv8_dotprod"),
+        (1 << 20 | 0b11, 1 << 13, "armv8_i8mm"),
+        (0b11, 1 << 13, "armv8"),
+        (1, 1 << 13, None),
+    ],
+)
+def test_processor_flags_on_arm_come_from_getauxval(
+    capabilities: int, others: int, level: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processor.platform, "system", lambda: "Linux")
     monkeypatch.setattr(processor.platform, "machine", lambda: "aarch64")
-    values = {16: capabilities}
+    values = {16: capabilities, 26: others}
     monkeypatch.setattr(processor.ctypes, "CDLL", lambda name: SimpleNamespace(getauxval=Getauxval(values)))
     assert library.supported_levels()[:1] == ([] if level is None else [level])
     monkeypatch.setattr(processor.ctypes, "CDLL", lambda name: object())  # a C library without getauxval
@@ -58,15 +69,18 @@ def test_processor_flags_without_cpuinfo_are_empty(cpu_info: Path) -> None:
 def test_processor_flags_on_macos_come_from_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor.platform, "system", lambda: "Darwin")
     monkeypatch.setattr(processor.platform, "machine", lambda: "arm64")
-    assert library._REQUIRED_FLAGS["armv8_dotprod"] <= processor.processor_flags()
-    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
-    values = {
-        "machdep.cpu.features": "FPU FMA MOVBE AVX1.0 F16C",
-        "machdep.cpu.leaf7_features": "BMI1 AVX2 BMI2 AVX512F AVX512DQ AVX512CD AVX512BW AVX512VL AVX512VNNI",
-    }
+    values = {"hw.optional.arm.FEAT_I8MM": ""}
     monkeypatch.setattr(
         processor.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, f"{values[command[-1]]}\n")
     )
+    assert library.supported_levels() == ["armv8_dotprod", "armv8"]
+    values["hw.optional.arm.FEAT_I8MM"] = "1"
+    assert library.supported_levels() == ["armv8_i8mm", "armv8_dotprod", "armv8"]
+    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+    values |= {
+        "machdep.cpu.features": "FPU FMA MOVBE AVX1.0 F16C",
+        "machdep.cpu.leaf7_features": "BMI1 AVX2 BMI2 AVX512F AVX512DQ AVX512CD AVX512BW AVX512VL AVX512VNNI",
+    }
     assert library.supported_levels() == ["x86_64_v4_vnni", "x86_64_v4", "x86_64_v3"]
 
     def run(*_: object, **__: object) -> None:
@@ -84,6 +98,7 @@ def test_processor_flags_on_macos_come_from_sysctl(monkeypatch: pytest.MonkeyPat
         ("AMD64", set(), None),
         ("ARM64", set(), "armv8"),
         ("ARM64", {43}, "armv8_dotprod"),
+        ("ARM64", {43, 66}, "armv8_i8mm"),
     ],
 )
 def test_processor_flags_on_windows_come_from_the_system_call(

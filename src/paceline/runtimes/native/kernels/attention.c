@@ -5,7 +5,6 @@
  * not on other rows or on which thread computes which split. */
 #include "attention.h"
 #include "attention_tiles.h"
-#include "row_codes.h"
 
 #define NUM_PREFETCHED 2 /* blocks that are prefetched to the second-level cache in advance; they are scattered in memory */
 

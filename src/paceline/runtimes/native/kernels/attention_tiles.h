@@ -5,7 +5,6 @@
 
 #include "byte_dot.h"
 #include "kv_blocks.h"
-#include "softmax.h"
 
 /* Sizes of tiles whose sums stay in registers. KEY_QUERIES: queries for which keys are loaded once. VALUE_QUERIES and VALUE_VECTORS: queries, and
  * vectors of columns, of a tile of values. */

@@ -1,6 +1,5 @@
 /* Writing keys and values to the cache, in the layout of kv_blocks.h. */
 #include "kv_blocks.h"
-#include "row_codes.h"
 
 /* Round `count` floats (at most 16) to bfloat16, padded with zeros. */
 static void round_columns(const float *x, int count, uint32_t *bits) {

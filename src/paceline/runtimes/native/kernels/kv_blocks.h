@@ -1,10 +1,11 @@
-/* The layout of the KV cache. The keys of a layer, and its values, are [blocks][kv heads][head block]: a head block holds the SLOTS rows of one kv
- * head in one block. Keys are column-major, so that a vector has one column of 16 rows. Values are row-major. */
+/* The layout of the KV cache, and how a row is rounded to int8 codes with one scale: for an int8 cache, and for the queries multiplied with it. The
+ * keys of a layer, and its values, are [blocks][kv heads][head block]: a head block holds the SLOTS rows of one kv head in one block. Keys are
+ * column-major, so that a vector has one column of 16 rows. Values are row-major. */
 #ifndef PACELINE_KV_BLOCKS_H
 #define PACELINE_KV_BLOCKS_H
 
 #include "native.h"
-#include "vectors.h"
+#include "softmax.h"
 
 #define SLOTS 32 /* rows of a block */
 
@@ -36,6 +37,23 @@ INLINE size_t block_bytes(const Program *program, const AttentionOperation *op) 
 /* Return the block table of a range for the operation's layer. */
 INLINE const int32_t *block_table_of(const Pass *pass, const AttentionOperation *op, const Range *range) {
     return pass->block_tables + (size_t)op->tables * (size_t)pass->blocks_per_table_set + range->table;
+}
+
+/* Return the scale of a row: max |x| / 127; NaN if a value is not finite. */
+INLINE float scale_of_row(const float *x, int size) {
+    floats most = broadcast(0.0f), zero_or_nan = broadcast(0.0f);
+    EACH_16(column, count, size) {
+        const floats v = load_part(x + column, count);
+        most = maximum((floats)((words)v & 0x7FFFFFFFu), most);
+        zero_or_nan += v - v;
+    }
+    return largest_lane(most) / 127.0f + lane_sum(zero_or_nan);
+}
+
+/* Return the codes of up to 16 values, padded with zeros; all zero if the scale is 0 or NaN. */
+INLINE ints codes_of(const float *x, int count, float scale) {
+    const floats v = scale > 0.0f ? load_part(x, count) / broadcast(scale) : broadcast(0.0f);
+    return __builtin_convertvector(__builtin_elementwise_roundeven(v), ints);
 }
 
 #endif

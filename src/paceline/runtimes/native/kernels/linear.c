@@ -4,7 +4,6 @@
  * bfloat16 is the compute type, rows are rounded and multiplied as bfloat16 (bf16.h). Each result is one sum in 16 lanes over ascending columns,
  * whatever the number of rows, so a row's bits do not depend on the other rows. Rows of x are packed first (pack_rows): 16 or 32 columns of each
  * row in turn. */
-#include "float_weights.h"
 #include "linear.h"
 
 /* Prefetch the next tile's weights to the second-level cache. The hardware prefetcher does not foresee the next row of W. */

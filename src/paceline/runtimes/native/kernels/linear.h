@@ -1,4 +1,4 @@
-/* What the products with row-major weights share (linear.c, few_registers.c): storing the sums of a tile. */
+/* What the products with row-major weights share (linear.c, few_registers.c, low_rank.c): loading weights and storing the sums of a tile. */
 #ifndef PACELINE_LINEAR_H
 #define PACELINE_LINEAR_H
 
@@ -7,6 +7,15 @@
 
 #define MAX_TILE_OUTPUTS 8
 #define EACH_OUTPUT _Pragma("unroll") for (int n = 0; n < outputs; n++)
+
+/* Return `count` weights of an F32, F16 or BF16 matrix from `column` on as float32, which is exact, padded with zeros. */
+INLINE floats load_weights(const int kind, const uint8_t *codes, int column, int count) {
+    if (kind == F32) return load_part((const float *)codes + column, count);
+    halfwords bits = {0};
+    memcpy(&bits, codes + 2 * (size_t)column, 2 * (size_t)count);
+    if (kind == BF16) return (floats)(__builtin_convertvector(bits, words) << 16);
+    return __builtin_convertvector((halfs)bits, floats);
+}
 
 /* Load `count` bfloat16 numbers, padded with zeros. */
 INLINE words load_bf16_codes(const uint8_t *codes, int count) {

@@ -4,7 +4,7 @@
  * lanes over ascending columns, an output of `up` a sum over ascending ranks, so a row's bits do not depend on other rows or adapters. Rows of x
  * are float32, even if the product itself rounds them. For experts, the pairs of an expert with the same adapter are consecutive (sort_pairs) and
  * are computed together. */
-#include "float_weights.h"
+#include "linear.h"
 #include "work.h"
 
 #define DOWN_OUTPUTS 8 /* outputs of a panel of `down`, or of a replacement matrix: [columns / 16][8][16], padded with zeros */

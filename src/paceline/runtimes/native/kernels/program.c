@@ -8,8 +8,7 @@
 
 /* Sizes of a piece of work. */
 #define PIECE_OUTPUTS 48       /* outputs of a product: a multiple of the 8, 6, 4 and 3 outputs of a tile in linear.c */
-#define PIECE_PANEL_OUTPUTS 64 /* outputs of a product with panels: four panels, which a tile of few rows has */
-#define PANEL_OUTPUTS 16
+#define PANEL_OUTPUTS 16 /* outputs of a panel; a piece has one panel, or four with few rows, like a tile */
 #define MIN_THREAD_PIECES 4 /* with fewer pieces a thread, pieces are smaller, because threads wait for the last one: longer, the slower its core */
 #define PIECE_FLOATS 512       /* floats of an elementwise operation on few rows: small, so that each thread's columns stay in its cache */
 #define PIECE_FLOATS_MANY 4096 /* the same from MANY_ROWS rows on, which do not fit in a cache */
@@ -30,7 +29,7 @@ static int num_rows_of(const Pass *pass, const Operation *operation) { return op
 /* Return the outputs of a piece of a product. thread_outputs: the outputs of a thread's share. */
 static int piece_outputs(int packing, int rows, int thread_outputs) {
     if (packing != AS_BYTES) return PIECE_OUTPUTS;
-    return rows > 4 || thread_outputs < MIN_THREAD_PIECES * PIECE_PANEL_OUTPUTS ? PANEL_OUTPUTS : PIECE_PANEL_OUTPUTS;
+    return rows > 4 || thread_outputs < MIN_THREAD_PIECES * 4 * PANEL_OUTPUTS ? PANEL_OUTPUTS : 4 * PANEL_OUTPUTS;
 }
 
 /* Pack a single input row. Each thread packs it for itself, because that is faster than waiting for a barrier. */
@@ -44,8 +43,7 @@ static const float *packed_row_of(const Work *work, const Matrix *matrix, int pa
 
 /* Return the columns of input rows that a piece packs: whole groups. */
 static int piece_packed_columns(const Matrix *matrix, int packing) {
-    const int group = packing == AS_BYTES ? matrix->group : 1;
-    return PIECE_PACKED_COLUMNS / group * group;
+    return packing == AS_BYTES ? PIECE_PACKED_COLUMNS / matrix->group * matrix->group : PIECE_PACKED_COLUMNS;
 }
 
 /* Pack some columns of one block of rows. Pieces are parts of a block, so that all threads take part even if there is a single block. */
