@@ -247,11 +247,15 @@ class ModelPool:
                     for other in self.models:  # none has to be unloaded for this model any more
                         other.idle.set()
 
+    def start_timers(self) -> None:
+        """Begin the idle time of models that were loaded before the event loop ran."""
+        for model in self.models:
+            self._set_timer(model)
+
     def unload_soon(self, model: ServedModel) -> None:
         """Unload a model as soon as no request uses it."""
         model.keep_s = 0.0
-        if model.service is not None and not model.num_requests:
-            self._set_timer(model)
+        self._set_timer(model)
 
     def count_response(self, route: str | None, status: int | None, model: str | None) -> None:
         """Count a response in the metrics. model: None if the request named no model."""
@@ -293,7 +297,8 @@ class ModelPool:
             self._set_timer(model)
 
     def _set_timer(self, model: ServedModel) -> None:
-        model.set_timer(lambda: self._start(self._unload_idle(model)))
+        if model.service is not None and not model.num_requests:
+            model.set_timer(lambda: self._start(self._unload_idle(model)))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine as a task of this pool."""
@@ -326,6 +331,7 @@ class ModelPool:
                 loaded.set_result(self._take(model, model.service, at_end))
             else:
                 loaded.set_exception(_load_error(model, error))
+        self._set_timer(model)  # all its clients may have left while it was loaded
 
     async def _load(self, model: ServedModel) -> None:
         """Make room for a model and load it, unless its requests end before.

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,8 @@ import pytest
 
 from harness.dialects import DIALECTS
 from harness.http_client import BASE, HttpClient
+from harness.live_server import until as wait_until
+from harness.server_process import Server
 from harness.two_models import write_two_models
 from paceline import LLM, AsyncEngine, SamplingParams
 from paceline.errors import CapacityError, ConfigError
@@ -356,6 +358,27 @@ def test_client_that_disconnects_during_model_loading_leaves_no_request(names: l
             assert pool.admission.num_open == 0
 
     asyncio.run(run())
+
+
+def test_model_whose_client_left_while_it_was_loaded_is_unloaded(names: list[str], slow: threading.Event) -> None:
+    async def run() -> None:
+        async with serving(names, unload_after="10ms") as (pool, _):
+            app, body = create_pool_app(pool), json.dumps({**FIELDS, "model": "alpha"}).encode()
+            gone = asyncio.ensure_future(_read(app, body))
+            await until(lambda: len(pool.models[0].waiting) == 1)
+            await asyncio.sleep(0.2)  # it is being loaded
+            gone.cancel()
+            await asyncio.wait([gone])
+            slow.set()
+            await until(lambda: pool.models[0].snapshot.num_loads == 1)
+            await until(lambda: pool.models[0].state == "unloaded")
+
+    asyncio.run(run())
+
+
+def test_model_that_no_request_ever_used_is_unloaded() -> None:
+    with closing(Server("--unload-after", "10ms", "--max-model-len", "256", "--quiet")) as server:
+        wait_until(lambda: httpx.get(server.url + "/health").json()["models"] == {"mini": "unloaded"})
 
 
 async def _read(app: Any, body: bytes) -> bytes:
