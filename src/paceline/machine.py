@@ -191,7 +191,7 @@ def _sysctl(name: str) -> str:
 
 
 def _flags_on_windows() -> frozenset[str]:
-    """Return AVX2, AVX-512 and the instruction sets that come with them, or those of Arm that kernels are compiled for.
+    """Return the instruction sets that Windows reports, of those the kernels use: AVX2, AVX-512 and what comes with them, or Arm's.
 
     Windows reports neither VNNI nor bfloat16. `native/library.py` reads these from the processor.
 

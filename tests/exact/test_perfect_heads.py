@@ -26,8 +26,8 @@ SAMPLED = replace(GREEDY, temperature=1.0, seed=3)
 NUM_BLOCKS = 10  # of the cache: two or three of the texts below
 # logits that are the target's but for rounding, so that sampled texts are known too
 SAME_DISTRIBUTION = ("eagle reading", "eagle3", "peagle", "mtp")
-SURE_HEADS = ("medusa tgi", "medusa vllm_shared")
-"""Heads whose other candidates are too improbable to be drafted."""
+CONFIDENT_HEADS = ("medusa tgi", "medusa vllm_shared")
+"""Heads so confident that only the most probable candidate is ever drafted."""
 
 TREES_IN_A_NORMAL_RUN = ("eagle listening safetensors", "peagle plain", "medusa rows", "mtp mtp")
 
@@ -173,7 +173,7 @@ def test_perfect_head_is_always_accepted(
             walks.clear()
             scene.ask(prompts(40, 65, seed=seed + 50 + round_), replace(SAMPLED, n=2))
             assert walks.kept >= 0.97 * walks.possible > 60, walks  # a draw may fall between two roundings of a distribution
-    assert width == 1 or name in SURE_HEADS or walks.branches > 0
+    assert width == 1 or name in CONFIDENT_HEADS or walks.branches > 0
     check_clean(scene.llm)
     tally["token ids drafted by heads that must be right"] += scene.num_compared
 

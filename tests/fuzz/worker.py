@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 MAX_CPU_S = 5.0
 MAX_GROWTH_BYTES = 300_000_000
-MAX_ALLOCATED_BYTES = 20_000_000  # by Python and numpy, with 17 MB for partial results of attention, which take no memory until written
+MAX_ALLOCATED_BYTES = 20_000_000  # by Python and numpy; 17 MB of them are reserved for partial results of attention
 SAMPLE = 25  # every so many files what is allocated is measured
 ADDRESS_SPACE_BYTES = 2 << 30  # beyond what the process has when it is ready
 MAX_TEXT = 4100

@@ -247,15 +247,15 @@ class ModelPool:
                     for other in self.models:  # none has to be unloaded for this model any more
                         other.idle.set()
 
-    def start_timers(self) -> None:
-        """Begin the idle time of models that were loaded before the event loop ran."""
+    def start_idle_timers(self) -> None:
+        """Start the idle timers of models that were loaded before the event loop ran."""
         for model in self.models:
-            self._set_timer(model)
+            self._restart_idle_timer(model)
 
     def unload_soon(self, model: ServedModel) -> None:
         """Unload a model as soon as no request uses it."""
         model.keep_s = 0.0
-        self._set_timer(model)
+        self._restart_idle_timer(model)
 
     def count_response(self, route: str | None, status: int | None, model: str | None) -> None:
         """Count a response in the metrics. model: None if the request named no model."""
@@ -294,9 +294,9 @@ class ModelPool:
         model.last_used_s = time.monotonic()
         if not model.num_requests:
             model.idle.set()
-            self._set_timer(model)
+            self._restart_idle_timer(model)
 
-    def _set_timer(self, model: ServedModel) -> None:
+    def _restart_idle_timer(self, model: ServedModel) -> None:
         if model.service is not None and not model.num_requests:
             model.set_timer(lambda: self._start(self._unload_idle(model)))
 
@@ -331,7 +331,7 @@ class ModelPool:
                 loaded.set_result(self._take(model, model.service, at_end))
             else:
                 loaded.set_exception(_load_error(model, error))
-        self._set_timer(model)  # all its clients may have left while it was loaded
+        self._restart_idle_timer(model)  # its clients may all have disconnected while it was being loaded
 
     async def _load(self, model: ServedModel) -> None:
         """Make room for a model and load it, unless its requests end before.

@@ -149,7 +149,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         if isinstance(self._service, ModelPool):
-            self._service.start_timers()
+            self._service.start_idle_timers()
         # a thread for each admitted request: none waits while others tokenise or compile a grammar
         num_threads = min(_MAX_THREADS, self._service.admission.limit + _SPARE_THREADS)
         self._loop.set_default_executor(ThreadPoolExecutor(num_threads, "paceline-prepare"))

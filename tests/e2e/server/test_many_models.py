@@ -360,7 +360,7 @@ def test_client_that_disconnects_during_model_loading_leaves_no_request(names: l
     asyncio.run(run())
 
 
-def test_model_whose_client_left_while_it_was_loaded_is_unloaded(names: list[str], slow: threading.Event) -> None:
+def test_model_is_unloaded_if_its_client_disconnects_during_loading(names: list[str], slow: threading.Event) -> None:
     async def run() -> None:
         async with serving(names, unload_after="10ms") as (pool, _):
             app, body = create_pool_app(pool), json.dumps({**FIELDS, "model": "alpha"}).encode()
@@ -376,7 +376,7 @@ def test_model_whose_client_left_while_it_was_loaded_is_unloaded(names: list[str
     asyncio.run(run())
 
 
-def test_model_that_no_request_ever_used_is_unloaded() -> None:
+def test_never_used_model_is_unloaded() -> None:
     with closing(Server("--unload-after", "10ms", "--max-model-len", "256", "--quiet")) as server:
         wait_until(lambda: httpx.get(server.url + "/health").json()["models"] == {"mini": "unloaded"})
 

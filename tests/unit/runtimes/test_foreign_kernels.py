@@ -105,7 +105,7 @@ def record_pass(network: NativeNetwork, record: Path) -> tuple[dict[int, int], d
     program = network._programs[None]
     execution, num_rows = program.execution, len(batch.positions)
     for buffer in execution._buffers:
-        base_of(buffer)[...] = 0  # old contents may look like a pointer, which would be moved; before and behind the buffer, too
+        base_of(buffer)[...] = 0  # the whole allocation: old contents may look like a pointer and be relocated
     assert network._shared._cache is not None
     storage = network._shared._cache[0]
     execution.buffer_rows(program.inputs[TOKEN_IDS], num_rows)[...] = network.embed(inputs[TOKEN_IDS])

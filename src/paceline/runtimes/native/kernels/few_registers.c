@@ -1,7 +1,7 @@
 /* Products for processors with few registers (MAX_ROWS == 4: AVX2, NEON), in an order that reads or decodes weights less often.
  *
- * Quantised weights: a panel is decoded once for several blocks of rows. This is done for K-quants (k_quants.h) and for codes that are indices into
- * a table (panels.h). Arm's i8mm then multiplies pairs of outputs with pairs of rows.
+ * Quantised weights: a panel is decoded once for several blocks of input rows. This is done for K-quants (k_quants.h) and for codes that are indices
+ * into a table (panels.h). With Arm's i8mm, the decoded panel is multiplied two outputs by two input rows at a time.
  * bfloat16 with AVX2: 3 or 4 rows are multiplied in blocks of columns that stay in the first-level cache. The 16 lanes of a sum are independent
  * until its end. So half of the lanes is computed for several outputs, for which there would not be enough registers with all lanes; then the other
  * half. Each lane adds the same products in the same order as linear.c, so results have the same bits. */
@@ -12,16 +12,16 @@
 enum { rows = MAX_ROWS };
 
 #ifdef __ARM_FEATURE_MATMUL_INT8
-/* Reorder two quads of a panel output by output: eight columns of each. */
-INLINE void join_quads(words *quads) {
+/* Interleave two quads of a panel, so that the eight columns of each output are adjacent, as the instruction smmla takes them. */
+INLINE void interleave_quads(words *quads) {
     const words even = quads[0], odd = quads[1];
     quads[0] = SHUFFLE(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     quads[1] = SHUFFLE(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
-/* Compute the sums of a group for four rows from joined quads. The instruction smmla multiplies eight columns of two outputs with those of two rows
- * and adds to four sums, a tile [row][output]. Two vectors hold the tiles of rows 0 and 1, two those of rows 2 and 3. */
-INLINE const int32_t *multiply_tiles(const words *w, const int quads, const int32_t *offsets, const int32_t *quad, ints *dot) {
+/* Compute the sums of a group (of columns with one scale) for four rows. smmla multiplies eight columns of two rows with those of two outputs and
+ * adds to a tile of 2 x 2 sums [row][output]. Two vectors hold the tiles of rows 0 and 1, two those of rows 2 and 3. w: interleaved quads. */
+INLINE const int32_t *sum_group_by_tiles(const words *w, const int quads, const int32_t *offsets, const int32_t *quad, ints *dot) {
     vector_parts tiles[4] = {{{0}}};
     _Pragma("unroll") for (int i = 0; i < quads; i += 2, w += 2, quad += 2 * rows) {
         const int32x4x2_t x = vzipq_s32(vld1q_s32(quad), vld1q_s32(quad + rows)); /* rows 0 and 1, rows 2 and 3 */
@@ -58,7 +58,7 @@ INLINE void decode_codes(const uint8_t *at, words *quads, const int rows, const 
             quads[2 * pair] = join_quad(codes, high, 2 * pair, high_bits);
             quads[2 * pair + 1] = join_quad(codes, high, 2 * pair + 1, high_bits);
 #ifdef __ARM_FEATURE_MATMUL_INT8
-            join_quads(quads + 2 * pair);
+            interleave_quads(quads + 2 * pair);
 #endif
         }
     }
@@ -72,7 +72,7 @@ INLINE const float *add_decoded(const words *w, const float *x, floats scales[][
         const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
         GroupSums sums;
 #ifdef __ARM_FEATURE_MATMUL_INT8
-        quad = multiply_tiles(w, group / 4, FORMAT(kind)->has_minimums ? NULL : offsets, quad, sums.dot[0]);
+        quad = sum_group_by_tiles(w, group / 4, FORMAT(kind)->has_minimums ? NULL : offsets, quad, sums.dot[0]);
 #else
         EACH_ROW sums.dot[0][row] = broadcast_int(group_offset(offsets, row, kind));
         _Pragma("unroll") for (int number = 0; number < group / 4; number++)
@@ -133,7 +133,7 @@ INLINE void look_up_group(const uint8_t *at, code_table table, int group, table_
             add_negative_values(&sums, quads[part]);
         }
 #ifdef __ARM_FEATURE_MATMUL_INT8
-        join_quads(quads[0].part);
+        interleave_quads(quads[0].part);
 #endif
     }
     *negative = negative_total(&sums);
@@ -167,7 +167,7 @@ INLINE const float *add_group_products(const DecodedGroups *groups, int count, c
         const table_values *w = groups->quads + g * group / 4;
         ints dot[MAX_ROWS];
 #ifdef __ARM_FEATURE_MATMUL_INT8
-        quad = multiply_tiles(w->part, group / 4, offsets, quad, dot);
+        quad = sum_group_by_tiles(w->part, group / 4, offsets, quad, dot);
 #else
         EACH_ROW dot[row] = broadcast_int(offsets[row]) - groups->negative[g];
         for (int column = 0; column < group; column += 16)

@@ -1,4 +1,4 @@
-/* The layout of the KV cache, and how a row is rounded to int8 codes with one scale: for an int8 cache, and for the queries multiplied with it. The
+/* The layout of the KV cache, and how a row is quantised to int8 with one scale, for int8 caches and the queries multiplied with them. The
  * keys of a layer, and its values, are [blocks][kv heads][head block]: a head block holds the SLOTS rows of one kv head in one block. Keys are
  * column-major, so that a vector has one column of 16 rows. Values are row-major. */
 #ifndef PACELINE_KV_BLOCKS_H

@@ -1,4 +1,4 @@
-/* What the products with row-major weights share (linear.c, few_registers.c, low_rank.c): loading weights and storing the sums of a tile. */
+/* Shared by the matrix products with row-major weights (linear.c, few_registers.c, low_rank.c): loading weights, storing the sums of a tile. */
 #ifndef PACELINE_LINEAR_H
 #define PACELINE_LINEAR_H
 
@@ -8,7 +8,7 @@
 #define MAX_TILE_OUTPUTS 8
 #define EACH_OUTPUT _Pragma("unroll") for (int n = 0; n < outputs; n++)
 
-/* Return `count` weights of an F32, F16 or BF16 matrix from `column` on as float32, which is exact, padded with zeros. */
+/* Load `count` weights of a row of an F32, F16 or BF16 matrix, from `column` on, and convert them to float32 (lossless); other lanes are 0. */
 INLINE floats load_weights(const int kind, const uint8_t *codes, int column, int count) {
     if (kind == F32) return load_part((const float *)codes + column, count);
     halfwords bits = {0};

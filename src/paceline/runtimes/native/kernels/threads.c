@@ -102,7 +102,7 @@ static void wait_for_change(Signal *signal, long long seen, long long longest_ns
 }
 
 static void set_signal(Signal *signal, long long value) {
-    (void)atomic_exchange(&signal->value, value); /* a store would do, but qemu 7.2 lets the load below pass it */
+    (void)atomic_exchange(&signal->value, value); /* a store suffices, but qemu 7.2 reorders it after the load below */
     if (!atomic_load(&signal->sleepers)) return; /* safe: a thread increments the counter, then reads the value again, and only then sleeps */
     pthread_mutex_lock(&signal->lock);
     pthread_cond_broadcast(&signal->changed);
