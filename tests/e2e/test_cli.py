@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 import paceline
 from harness.fake_llm import TEXT, FakeLLM
 from paceline.cli import app, main
 from paceline.cli.options import METAVARS, NO_MODEL, PANELS, Settings, flags_of
-from paceline.cli.reporting import print_error, print_notice
+from paceline.cli.reporting import print_error, print_notice, reported_errors
 from paceline.cli.standard_streams import _fill_descriptor
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import (
@@ -578,6 +579,13 @@ def test_closed_descriptor_is_filled_so_that_no_file_gets_its_number() -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of a terminal")
+def test_interrupt_during_an_import_exits_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended, reported_errors(debug=True):
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()  # as Python 3.11 reports it
+    assert ended.value.exit_code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_run_interrupted_from_the_terminal_exits_with_130() -> None:
     running = subprocess.Popen([sys.executable, "-c", ENDLESS_STREAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert running.stdout is not None

@@ -79,6 +79,9 @@ def reported_errors(*, debug: bool) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, (typer.Exit, StdoutError)):  # `main` reports the second for all commands
             raise
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps one that comes while an import creates a class
+            print_notice("interrupted")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
         if debug:
             traceback.print_exc()
         print_error(f"{type(error).__name__}: {error} (unexpected; --debug prints where)")

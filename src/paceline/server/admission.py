@@ -48,9 +48,12 @@ class AdmissionControl:
             parameter: the request's field that sets the number.
 
         Raises:
-            HttpError: 503 while it drains, 429 if the queue is full, 400 if they can never fit.
+            HttpError: 503 while it drains, unless the request was admitted before (to load its model); 429 if the queue is full, 400 if they can
+                never fit.
         """
-        if self.is_draining:
+        own_request = object()
+        request = _CURRENT_REQUEST.get(own_request)
+        if self.is_draining and request not in self._admitted:
             raise unavailable("the server is shutting down: retry later", "draining", MAX_RETRY_S)
         limit = self.limit
         if num_samples > limit:
@@ -66,8 +69,6 @@ class AdmissionControl:
                 headers={"Retry-After": str(retry_s)},
             )
         self.num_open += num_samples
-        own_request = object()
-        request = _CURRENT_REQUEST.get(own_request)
         self._admitted.add(request)
         try:
             yield

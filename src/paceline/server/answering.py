@@ -1,6 +1,7 @@
 """From a body to an answer, in every dialect: read it, build the answer, send it whole or streamed."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import cache, partial
@@ -118,7 +119,9 @@ async def _service_of(request: Request, pool: ModelPool, fields: Fields) -> Serv
         keep_s = None
     service = pool.take_loaded(model, at_end)
     if service is None:
+        began_s = time.monotonic()
         service = await cancel_on_disconnect(request, pool.wait(model, at_end))
+        fields.record_loading(time.monotonic() - began_s)
     model.keep_s = pool.settings.unload_after_s if keep_s is None else keep_s
     return service
 

@@ -94,6 +94,7 @@ class Fields(BaseModel):
     served: ClassVar[frozenset[str]] = frozenset()
     """Names of served fields, as in JSON."""
     _ignored: dict[str, None] = PrivateAttr(default_factory=dict)
+    _load_s: float = PrivateAttr(default=0.0)
 
     def __init_subclass__(cls, *, at: tuple[str, str] | None = None, **options: Any) -> None:
         cls.at = cls.at if at is None else at
@@ -119,6 +120,14 @@ class Fields(BaseModel):
     def ignored(self) -> Collection[str]:
         """Names of fields that are ignored, in order."""
         return self._ignored
+
+    @property
+    def load_s(self) -> float:
+        """Seconds that the request waited until its model was loaded."""
+        return self._load_s
+
+    def record_loading(self, seconds: float) -> None:
+        self._load_s = seconds
 
     def ignore(self, parameter: str, key: str | None = None) -> None:
         """Report a field, or one of its keys, as ignored, because this model does not support it."""

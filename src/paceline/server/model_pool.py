@@ -100,11 +100,18 @@ class ServedModel:
         return adapter_of(name, self.name, self.adapters)
 
     def template(self) -> tuple[str, tuple[str, ...]]:
-        """Return its `template_facts`. Slow: call it in a thread."""
+        """Return its `template_facts`. Slow: call it in a thread.
+
+        Raises:
+            HttpError: its files cannot be read.
+        """
         service = self.service
         if self._template is None:
             loaded = None if service is None else service.engine.loaded.input_processor.tokenizer
-            self._template = template_facts(loaded or Tokenizer.open(self.facts.path))
+            try:
+                self._template = template_facts(loaded or Tokenizer.open(self.facts.path))
+            except PacelineError as error:
+                raise _load_error(self, error) from error
         return self._template
 
     def set_timer(self, unload: Callable[[], object] | None) -> None:

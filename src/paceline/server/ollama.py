@@ -371,8 +371,8 @@ class _OllamaAnswer:
         return {
             "done": True,
             "done_reason": "length" if finish_reason == "length" else "stop",
-            "total_duration": _nanoseconds(timing.total_s),
-            "load_duration": 0,
+            "total_duration": _nanoseconds(self.fields.load_s + timing.total_s),
+            "load_duration": _nanoseconds(self.fields.load_s),
             "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": _nanoseconds(timing.prompt_s),
             "eval_count": usage.completion_tokens,

@@ -381,6 +381,50 @@ def test_never_used_model_is_unloaded() -> None:
         wait_until(lambda: httpx.get(server.url + "/health").json()["models"] == {"mini": "unloaded"})
 
 
+def test_shutdown_answers_a_request_whose_model_is_being_loaded(names: list[str], slow: threading.Event) -> None:
+    async def run() -> None:
+        async with serving(names) as (pool, ask):
+            asked = asyncio.ensure_future(ask(PATH, {**FIELDS, "model": "alpha"}))
+            await until(lambda: len(pool.models[0].waiting) == 1)
+            drained = asyncio.ensure_future(pool.admission.drain(30))
+            await asyncio.sleep(0)
+            assert (await ask(PATH, {**FIELDS, "model": "beta"})).json()["error"]["code"] == "draining"
+            slow.set()
+            assert (await asked).status_code == 200
+            assert await drained
+
+    asyncio.run(run())
+
+
+def test_ollama_durations_include_loading(names: list[str], slow: threading.Event) -> None:
+    async def run() -> None:
+        async with serving(names) as (pool, ask):
+            asked = asyncio.ensure_future(ask("/api/generate", {"model": "alpha", "prompt": PROMPT, "raw": True, "stream": False}))
+            await until(lambda: len(pool.models[0].waiting) == 1)
+            await asyncio.sleep(0.1)
+            slow.set()
+            answer = (await asked).json()
+            assert answer["load_duration"] >= 0.1 * 1e9
+            assert answer["total_duration"] >= answer["load_duration"] + answer["eval_duration"]
+            again = (await ask("/api/generate", {"model": "alpha", "prompt": PROMPT, "raw": True, "stream": False})).json()
+            assert again["load_duration"] == 0
+
+    asyncio.run(run())
+
+
+def test_facts_of_a_model_whose_files_vanished_name_the_reason(mini_dir: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        models = write_two_models(mini_dir, tmp_path)
+        async with serving(models) as (_, ask):
+            shutil.rmtree(models[0])
+            for answer in (await ask("/api/show", {"model": "alpha"}), await ask("/props?model=alpha")):
+                assert answer.status_code == 500
+                assert "'alpha' cannot be loaded" in answer.text
+                assert "engine" not in answer.text
+
+    asyncio.run(run())
+
+
 async def _read(app: Any, body: bytes) -> bytes:
     async with call_app(app, "POST", PATH, body) as answer:
         return await answer.body()
