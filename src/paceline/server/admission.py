@@ -48,8 +48,8 @@ class AdmissionControl:
             parameter: the request's field that sets the number.
 
         Raises:
-            HttpError: 503 while it drains, unless the request was admitted before (to load its model); 429 if the queue is full, 400 if they can
-                never fit.
+            HttpError: 503 while it drains, unless the request was admitted before (to load its model); 429 if the queue is full; 400 if
+                they can never fit.
         """
         own_request = object()
         request = _CURRENT_REQUEST.get(own_request)
