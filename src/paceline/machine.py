@@ -63,6 +63,12 @@ def peak_memory_bytes() -> int:
     return peak if platform.system() == "Darwin" else peak * 1024
 
 
+def private_memory_bytes() -> int:
+    """Return the memory of this process without pages of mapped files, which the system can take back; not on Linux: the most it has held."""
+    found = [int(line.split()[1]) * 1024 for line in _lines(Path("/proc/self/status")) if line.startswith("RssAnon:")]
+    return found[0] if found else peak_memory_bytes()
+
+
 def _system_memory_bytes() -> tuple[int, int]:
     """Return the memory of the machine and what of it is free or can be freed without swapping.
 

@@ -1,9 +1,11 @@
 """What a process may use: the system's own answer, and the limits of its cgroups, of either version, its own or an ancestor's."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from paceline import machine
@@ -11,6 +13,7 @@ from paceline.machine import (
     available_memory_bytes,
     memory_left_bytes,
     performance_processors,
+    private_memory_bytes,
     processor_quota,
     total_memory_bytes,
     usable_processors,
@@ -138,3 +141,16 @@ def test_windows_memory_comes_from_the_system_call(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(machine.ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
     monkeypatch.setattr(machine, "_memory_limits", lambda *_: iter(()))
     assert (total_memory_bytes(), available_memory_bytes()) == (24 * GIB, 18 * GIB)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell mapped pages apart")
+def test_private_memory_counts_arrays_and_no_mapped_files(tmp_path: Path) -> None:
+    size = 64_000_000
+    np.full(size, 1, np.uint8).tofile(tmp_path / "file")
+    before = private_memory_bytes()
+    mapped = np.memmap(tmp_path / "file", np.uint8, "r")
+    assert mapped.sum() == size
+    assert private_memory_bytes() - before < size / 2
+    held = np.full(size, 1, np.uint8)
+    assert private_memory_bytes() - before > size / 2
+    assert held[-1] == 1

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paceline.errors import CheckpointError, shortened
-from paceline.machine import peak_memory_bytes
+from paceline.machine import private_memory_bytes
 from paceline.training.batches import epoch_batches, make_batch
 from paceline.training.drafter import TrainableDrafter
 from paceline.training.estimate import Estimate, estimate
@@ -177,7 +177,7 @@ class Trainer:
         left_s = (progress.total_steps - progress.step) * progress.elapsed_s / progress.step
         accuracy = " ".join(f"{one:.2f}" for one in last["accuracy"])
         where = f"step {progress.step:,} of {progress.total_steps:,}, epoch {progress.epoch + 1}"
-        rate, memory = f"{last['tokens_per_s']:,.0f} tokens/s", f"{peak_memory_bytes() / 1e9:.1f} GB of memory"
+        rate, memory = f"{last['tokens_per_s']:,.0f} tokens/s", f"{private_memory_bytes() / 1e9:.1f} GB of memory"
         self._print_line(f"{where}: loss {last['loss']:.3f}, accuracy {accuracy}, {rate}, {memory}, {left_s / 60:.1f} minutes left")
 
     def save(self) -> None:
