@@ -1,8 +1,8 @@
 /* Dot products of bytes: in each of 16 lanes, the products of four unsigned weight codes with four signed codes of a row of x (a quad) are added to
  * an integer sum. Sums are exact, so all instruction sets give the same result.
  *
- * HAS_DOT: x86 VNNI and Arm's dot product add a quad with one instruction. Arm's takes signed weights, so DOT_SHIFT is subtracted from 8-bit codes,
- * and the sums start at a value that corrects this. Otherwise the even and the odd bytes are multiplied as 16-bit numbers.
+ * HAS_DOT: x86 VNNI and Arm's dot product add a quad with one instruction, NEON without it with some. Arm takes signed weights, so DOT_SHIFT is
+ * subtracted from 8-bit codes, and the sums start at a value that corrects this. Otherwise even and odd bytes are multiplied as 16-bit numbers.
  * HAS_PAIRS: without HAS_DOT, codes of at most six bits are multiplied with the instruction maddubs, whose 16-bit sums are widened after several
  * quads.
  * HAS_SIGNS: on AVX2, values of a table are multiplied with maddubs as |w| times sign(w) * x, so that the sums fit in 16 bits. */
@@ -16,19 +16,15 @@
 #define DOT_SHIFT 0
 #else
 #include <arm_neon.h>
-#define DOT_SHIFT (128 * HAS_DOT)
+#define DOT_SHIFT 128
 #endif
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_NEON)
 #define HAS_DOT 1
 #else
 #define HAS_DOT 0
 #endif
-#if !HAS_DOT && (defined(__AVX2__) || defined(__AVX512BW__))
-#define HAS_PAIRS 1
-#else
-#define HAS_PAIRS 0
-#endif
+#define HAS_PAIRS !HAS_DOT
 #if HAS_PAIRS && !defined(__AVX512BW__)
 #define HAS_SIGNS 1
 #else
@@ -148,8 +144,6 @@ INLINE ints multiply_shorts(words w, ints x) {
     const vector_parts with = {(words)x};
     for (int i = 0; i < 2; i++) products.part[i] = _mm256_madd_epi16(products.part[i], with.part[i]);
     return (ints)products.all;
-#else
-    return (ints)(w & 0xFFFF) * (x << 16 >> 16) + (ints)(w >> 16) * (x >> 16);
 #endif
 }
 #endif
@@ -182,14 +176,20 @@ INLINE ints widen_pairs(const pair_sums *sums) {
 }
 #endif
 
-#ifdef __ARM_FEATURE_DOTPROD
+#ifdef __ARM_NEON
 /* Return sum + products of weight codes with four copies of a quad of x. The empty asm keeps compilers from loading all weights of a group first,
  * for which there are not enough registers. */
-INLINE ints dot_repeated(weight_codes w, int32x4_t x, ints sum) {
+INLINE ints dot_repeated(weight_codes w, int32x4_t quads, ints sum) {
     vector_parts sums = {(words)sum};
     const vector_parts codes = {w.part[0]};
     for (int i = 0; i < 4; i++) {
-        sums.part[i] = (uint8x16_t)vdotq_s32((int32x4_t)sums.part[i], (int8x16_t)codes.part[i], (int8x16_t)x);
+        const int8x16_t four = (int8x16_t)codes.part[i], x = (int8x16_t)quads;
+#ifdef __ARM_FEATURE_DOTPROD
+        sums.part[i] = (uint8x16_t)vdotq_s32((int32x4_t)sums.part[i], four, x);
+#else
+        const int32x4_t products = vpaddq_s32(vpaddlq_s16(vmull_s8(vget_low_s8(four), vget_low_s8(x))), vpaddlq_s16(vmull_high_s8(four, x)));
+        sums.part[i] = (uint8x16_t)((int32x4_t)sums.part[i] + products);
+#endif
         __asm__ volatile("" : "+w"(sums.part[i]));
     }
     return (ints)sums.all;
@@ -205,7 +205,7 @@ INLINE ints dot_bytes(weight_codes w, const int32_t *packed, ints sum) {
     const vector_parts codes = {w.part[0]};
     for (int i = 0; i < 2; i++) sums.part[i] = _mm256_dpbusd_avx_epi32(sums.part[i], codes.part[i], _mm256_set1_epi32(packed[0]));
     return (ints)sums.all;
-#elif defined(__ARM_FEATURE_DOTPROD)
+#elif defined(__ARM_NEON)
     return dot_repeated(w, vdupq_n_s32(packed[0]), sum);
 #else
     return sum + multiply_shorts(w.part[0], broadcast_int(packed[0])) + multiply_shorts(w.part[1], broadcast_int(packed[1]));

@@ -65,7 +65,7 @@ INLINE const int32_t *add_quad_products(GroupSums *sums, const words *codes, con
     (void)number;
     weight_codes w[MAX_PANELS];
     EACH_PANEL w[n] = split_codes(codes[n], at_once ? 0 : DOT_SHIFT);
-#ifdef __ARM_FEATURE_DOTPROD
+#ifdef __ARM_NEON
     if (rows == 4) { /* one load for all rows, because the instruction can take a lane */
         int32x4_t x = vld1q_s32(quad);
         __asm__("" : "+w"(x));
