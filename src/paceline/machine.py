@@ -64,7 +64,7 @@ def peak_memory_bytes() -> int:
 
 
 def private_memory_bytes() -> int:
-    """Return the memory of this process without pages of mapped files, which the system can take back; not on Linux: the most it has held."""
+    """Return the memory of this process without mapped files, which the system can take back; elsewhere than on Linux the most it held."""
     found = [int(line.split()[1]) * 1024 for line in _lines(Path("/proc/self/status")) if line.startswith("RssAnon:")]
     return found[0] if found else peak_memory_bytes()
 
