@@ -167,7 +167,7 @@ def test_heads_of_every_kind_change_no_token(
     assert len(proposals) > 20
     if shape == "tree" and kind not in ("ngram", "suffix", "prediction"):
         largest = max(tree.num_draft_tokens for tree in proposals)
-        assert largest >= (3 if kind == "medusa-tgi" else 24)  # it is so confident that it drafts no other candidates
+        assert largest == 3 if kind == "medusa-tgi" else largest >= 24  # it is so confident that it drafts no other candidates
     check_clean(llm)
 
 

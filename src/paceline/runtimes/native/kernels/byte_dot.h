@@ -1,7 +1,7 @@
 /* Dot products of bytes: in each of 16 lanes, the products of four unsigned weight codes with four signed codes of a row of x (a quad) are added to
  * an integer sum. Sums are exact, so all instruction sets give the same result.
  *
- * HAS_DOT: x86 VNNI and Arm's dot product add a quad with one instruction, NEON without it with some. Arm takes signed weights, so DOT_SHIFT is
+ * HAS_DOT: x86 VNNI and Arm's dot product add a quad with one instruction, NEON without it with six. Arm takes signed weights, so DOT_SHIFT is
  * subtracted from 8-bit codes, and the sums start at a value that corrects this. Otherwise even and odd bytes are multiplied as 16-bit numbers.
  * HAS_PAIRS: without HAS_DOT, codes of at most six bits are multiplied with the instruction maddubs, whose 16-bit sums are widened after several
  * quads.
