@@ -69,6 +69,12 @@ def private_memory_bytes() -> int:
     return found[0] if found else peak_memory_bytes()
 
 
+def return_free_memory() -> None:
+    """Return to the system the free memory that glibc keeps in heaps; elsewhere nothing happens."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _system_memory_bytes() -> tuple[int, int]:
     """Return the memory of the machine and what of it is free or can be freed without swapping.
 

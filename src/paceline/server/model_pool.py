@@ -6,13 +6,11 @@ meanwhile wait their turn, so that no model waits longer than the running reques
 """
 
 import asyncio
-import ctypes
 import gc
 import json
 import logging
 import math
 import os
-import platform
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -27,7 +25,7 @@ from paceline.config import EngineConfig
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.loader import parse_settings
 from paceline.errors import CapacityError, ConfigError, PacelineError
-from paceline.machine import available_memory_bytes
+from paceline.machine import available_memory_bytes, return_free_memory
 from paceline.server.admission import AdmissionControl, shutting_down
 from paceline.server.errors import HttpError, http_error_of
 from paceline.server.metrics import EngineSnapshot, Metrics, merged_pages
@@ -442,8 +440,7 @@ def _free_memory() -> None:
     gc.collect()
     if is_frozen:
         gc.freeze()
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+    return_free_memory()
 
 
 def _log(event: str, model: ServedModel, **fields: Any) -> None:

@@ -12,6 +12,7 @@ from paceline.errors import CapacityError, ConfigError
 from paceline.models.config import ModelConfig
 from paceline.repeats import repeat_share
 from paceline.sampling.params import SamplingParams
+from paceline.training.memory import MemoryWatch
 from paceline.training.prompts import SELF_MADE, PrintLine, Prompt, read_prompts, write_own_prompts
 from paceline.training.recorder import FeatureRecorder, batch_size, open_recorder, run
 from paceline.training.saving import save_text, write_errors
@@ -51,8 +52,10 @@ def record(settings: TrainSettings, target: ModelConfig, directory: Path, print_
             kept = _choose_prompts(loaded, settings, print_line)
             _keep_prompts(directory, kept)
         _print_estimate(loaded, recorder, kept[0][train.num_prompts :], settings, directory, print_line)
-        _fill(heldout, loaded, recorder, kept[1], settings, print_line, temperatures=(0.0,))
-        _fill(train, loaded, recorder, kept[0], settings, print_line, temperatures=settings.temperatures)
+        with MemoryWatch() as watch:
+            _fill(heldout, loaded, recorder, kept[1], settings, print_line, temperatures=(0.0,))
+            _fill(train, loaded, recorder, kept[0], settings, print_line, temperatures=settings.temperatures)
+        print_line(f"peak while recording: {watch.peak_bytes / 1e9:.1f} GB of memory")
     counts = train.counts
     print_line(
         f"data: {counts['sequences']:,} sequences, {counts['tokens']:,} tokens, {counts['answer_tokens']:,} of answers, "
@@ -115,20 +118,24 @@ def _print_estimate(
     directory: Path,
     print_line: PrintLine,
 ) -> None:
-    """Record a few answers, and print the time and the bytes that all of them will take."""
-    count = 2 * batch_size(settings)
+    """Record a few answers, and print the time, disk space and memory that all of them will take."""
+    count = max(2 * batch_size(settings), len(prompts) // 32)
     trial = prompts[:: max(1, len(prompts) // count)][:count]
     if not trial:
         return
     start = time.monotonic()
-    sequences = _usable(_answers(loaded, recorder, trial, settings, settings.temperatures, first=0), settings)
+    with MemoryWatch() as watch:
+        sequences = _usable(_answers(loaded, recorder, trial, settings, settings.temperatures, first=0), settings)
     seconds = (time.monotonic() - start) / len(trial) * len(prompts)
     num_tokens = sum(len(one.token_ids) for one in sequences) / len(trial) * len(prompts)
     size = int(num_tokens * recorder.width * 2)
+    num_held = min(_answers_per_shard(recorder, settings), len(prompts))
+    memory = watch.peak_bytes + max(0, num_held - len(trial)) * size // len(prompts)  # the rest of a full shard
     free = shutil.disk_usage(directory).free
     gigabytes = size / 1e9
     print_line(
-        f"recording {len(prompts):,} answers: about {num_tokens:,.0f} tokens, {gigabytes:.2f} GB in {directory}, {seconds / 60:.1f} minutes"
+        f"recording {len(prompts):,} answers: about {num_tokens:,.0f} tokens, {gigabytes:.2f} GB in {directory}, "
+        f"{memory / 1e9:.1f} GB of memory, {seconds / 60:.1f} minutes"
     )
     if size + _SPARE_BYTES > free:
         raise CapacityError(f"{directory} has {free / 1e9:.1f} GB free and {gigabytes:.1f} GB are needed: give less --num-prompts")
@@ -145,7 +152,7 @@ def _fill(
     temperatures: Sequence[float],
 ) -> None:
     """Record the prompts that a store lacks."""
-    size = max(batch_size(settings), min(1024, _SHARD_BYTES // (settings.max_tokens * recorder.width * 2)))
+    size = _answers_per_shard(recorder, settings)
     while (first := store.num_prompts) < len(prompts):
         start = time.monotonic()
         part = prompts[first : first + size]
@@ -158,6 +165,11 @@ def _fill(
         print_line(
             f"recorded {store.num_prompts:,} of {len(prompts):,} {store.part} answers, {rate:,.0f} tokens/s, {left / 60:.1f} minutes left"
         )
+
+
+def _answers_per_shard(recorder: FeatureRecorder, settings: TrainSettings) -> int:
+    """Return how many answers are held in memory before they are written as one shard."""
+    return max(batch_size(settings), min(1024, _SHARD_BYTES // (settings.max_tokens * recorder.width * 2)))
 
 
 def _answers(

@@ -31,15 +31,15 @@ def measure(settings: TrainSettings, directory: Path, prompts: Sequence[Prompt],
         acceptance length of chains of `depth` tokens at temperature 0, by source and as "all"; `are_texts_equal`: whether all
         drafters gave the texts of plain decoding; `num_looping`: answers left out because they repeat themselves.
     """
-    with_head = _load(settings, ["ngram", str(directory)])
-    without = _load(settings, ["suffix"])
-    name = with_head.engine.speculator.drafters[-1].name
+    with_trained = _load(settings, ["suffix", str(directory)])
+    lookup_only = _load(settings, ["ngram", "suffix"])
+    name = with_trained.engine.speculator.drafters[-1].name
     modes: dict[str, tuple[LoadedEngine, Mapping[str, object]]] = {
-        "plain": (without, {"enabled": False}),
-        "ngram": (with_head, {"drafter": "ngram"}),
-        "suffix": (without, {}),
-        name: (with_head, {"drafter": name}),
-        f"ngram+{name}": (with_head, {}),
+        "plain": (lookup_only, {"enabled": False}),
+        "ngram": (lookup_only, {"drafter": "ngram"}),
+        "suffix": (lookup_only, {"drafter": "suffix"}),
+        name: (with_trained, {"drafter": name}),
+        f"suffix+{name}": (with_trained, {}),
     }
     prompts = [one for one in prompts if one.answer_mask is None]
     if not prompts:
@@ -55,7 +55,7 @@ def measure(settings: TrainSettings, directory: Path, prompts: Sequence[Prompt],
             texts = [ids for _, _, ids in runs.values()]
             are_equal = are_equal and all(ids == texts[0] for ids in texts)
             if repeat_share([[*prompt.token_ids, *texts[0]]]) > settings.max_repeat_share:
-                num_looping += 1  # any n-gram drafter is nearly perfect on these
+                num_looping += 1  # any lookup drafter is nearly perfect on these
                 continue
             usable += [prompt] if temperature == 0 else []
             for mode, (seconds, stats, _) in runs.items():
@@ -66,7 +66,7 @@ def measure(settings: TrainSettings, directory: Path, prompts: Sequence[Prompt],
         rows += _rows(found, temperature)
         for row in rows[-len(modes) :] if found else []:
             print_line(f"T = {temperature:g}, {row['drafter']}: {row['tokens_per_s']:.0f} tokens/s, {row['speedup']:.2f} x plain")
-    fixed = _fixed(with_head, name, usable, settings.max_answer_tokens, depth)
+    fixed = _fixed(with_trained, name, usable, settings.max_answer_tokens, depth)
     return {"speeds": rows, "fixed": fixed, "are_texts_equal": are_equal, "num_looping": num_looping}
 
 

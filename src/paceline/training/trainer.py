@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from paceline.errors import CheckpointError, shortened
-from paceline.machine import private_memory_bytes
+from paceline.machine import return_free_memory
 from paceline.training.batches import epoch_batches, make_batch
-from paceline.training.drafter import TrainableDrafter
+from paceline.training.drafter import StepResult, TrainableDrafter
 from paceline.training.estimate import Estimate, estimate
+from paceline.training.memory import MemoryWatch
 from paceline.training.prompts import PrintLine
 from paceline.training.saving import saved_file
 from paceline.training.settings import TrainSettings
@@ -28,6 +29,7 @@ CHECKPOINT = "checkpoint.pt"
 WARMUP_STEPS = 30
 PLAN_STEPS = 16  # between two plans, and two entries of the history
 WEIGHT_DECAY, CLIP = 0.05, 1.0
+_TRIM_STEPS = 4  # between two returns of free memory: batches differ in size, so the heap would grow for hundreds of steps
 _SAVE_S, _ESTIMATE_S, _SAY_S = 120.0, 90.0, 20.0
 
 
@@ -80,9 +82,17 @@ class Trainer:
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
         self._batches: list[list[int]] = []
+        self._memory = MemoryWatch()
 
     def run(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
         """Train to the end, or until `is_stopped`; save a checkpoint and return whether the end is reached."""
+        self._print_line(
+            f"training takes about {self.measure_memory_bytes() / 1e9:.1f} GB of memory; recorded data are read from disk and not counted"
+        )
+        with MemoryWatch() as self._memory:
+            return self._train(is_stopped)
+
+    def _train(self, is_stopped: Callable[[], bool]) -> bool:
         progress = self.progress
         saved_s = estimated_s = said_s = progress.elapsed_s
         sums = _Sums()
@@ -92,6 +102,8 @@ class Trainer:
                 return False
             start = self._clock()
             sums.add(*self._step())
+            if progress.step % _TRIM_STEPS == 0:
+                return_free_memory()
             progress.elapsed_s += self._clock() - start
             if progress.step % PLAN_STEPS == 0 or self._is_finished():
                 self._plan()
@@ -137,21 +149,45 @@ class Trainer:
         progress, settings = self.progress, self.settings
         if not self._batches:
             self._batches = epoch_batches(self._data, settings.seed, progress.epoch, settings.batch_tokens)
-        indices = self._batches[progress.index]
-        batch = make_batch(self._data, indices, self.drafter.vocabulary, self.drafter.target.config.hidden_size, self._device)
-        generator = torch.Generator().manual_seed(settings.seed * 2**32 + progress.step)
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate()
-        with torch.autocast(self._device, torch.bfloat16, enabled=self.drafter.dtype is torch.bfloat16):
-            result = self.drafter.step(batch, generator)
-        self._optimizer.zero_grad(set_to_none=True)
-        result.loss.backward()  # type: ignore[no-untyped-call]
+        result = self._compute_gradients(self._batches[progress.index], progress.step)
         nn.utils.clip_grad_norm_(self.drafter.parameters(), CLIP)
         self._optimizer.step()
         progress.step, progress.index = progress.step + 1, progress.index + 1
         if progress.index >= len(self._batches):
             progress.epoch, progress.index, self._batches = progress.epoch + 1, 0, []
         return float(result.loss.detach()), result.num_hits, result.num_rows
+
+    def _compute_gradients(self, indices: list[int], step: int) -> StepResult:
+        """Compute the loss of one batch and its gradients, which replace earlier ones."""
+        batch = make_batch(self._data, indices, self.drafter.vocabulary, self.drafter.target.config.hidden_size, self._device)
+        generator = torch.Generator().manual_seed(self.settings.seed * 2**32 + step)
+        with torch.autocast(self._device, torch.bfloat16, enabled=self.drafter.dtype is torch.bfloat16):
+            result = self.drafter.step(batch, generator)
+        self._optimizer.zero_grad(set_to_none=True)
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        return result
+
+    def measure_memory_bytes(self) -> int:
+        """Return the memory of this process that training will take, without mapped files and that of a GPU.
+
+        It is the peak while the gradients of the first epoch's three largest batches are computed, which are not applied. AdamW's two
+        moments of each value are added, unless they are there already.
+        """
+
+        def num_rows(indices: list[int]) -> int:
+            return len(indices) * max(len(self._data.token_ids[index]) for index in indices)  # with padding
+
+        batches = epoch_batches(self._data, self.settings.seed, 0, self.settings.batch_tokens)
+        with MemoryWatch() as watch:
+            for indices in sorted(batches, key=num_rows)[-3:]:
+                self._compute_gradients(indices, 0)
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._device != "cpu":
+            return watch.peak_bytes
+        without_moments = [one for one in self.drafter.parameters() if one.requires_grad and one not in self._optimizer.state]
+        return watch.peak_bytes + sum(2 * one.numel() * one.element_size() for one in without_moments)
 
     def _estimate(self) -> None:
         """Estimate the acceptance on held-out texts."""
@@ -177,7 +213,7 @@ class Trainer:
         left_s = (progress.total_steps - progress.step) * progress.elapsed_s / progress.step
         accuracy = " ".join(f"{one:.2f}" for one in last["accuracy"])
         where = f"step {progress.step:,} of {progress.total_steps:,}, epoch {progress.epoch + 1}"
-        rate, memory = f"{last['tokens_per_s']:,.0f} tokens/s", f"{private_memory_bytes() / 1e9:.1f} GB of memory"
+        rate, memory = f"{last['tokens_per_s']:,.0f} tokens/s", f"peak {self._memory.peak_bytes / 1e9:.1f} GB of memory"
         self._print_line(f"{where}: loss {last['loss']:.3f}, accuracy {accuracy}, {rate}, {memory}, {left_s / 60:.1f} minutes left")
 
     def save(self) -> None:

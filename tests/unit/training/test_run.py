@@ -51,7 +51,7 @@ def test_train_writes_a_measured_drafter_and_resumes_after_a_stop(
     found = json.loads((output / "results.json").read_text(encoding="utf-8"))
     assert found["facts"]["steps"] == 8  # the settings of the directory, not those given
     assert found["served"]["are_texts_equal"] is True
-    assert {row["drafter"] for row in found["served"]["speeds"]} == {"plain", "ngram", "suffix", name, f"ngram+{name}"}
+    assert {row["drafter"] for row in found["served"]["speeds"]} == {"plain", "ngram", "suffix", name, f"suffix+{name}"}
     assert found["served"]["fixed"]["all"] >= 1.0
     assert len(found["data"]["sha256"]["train"]) == 64
     card = (output / "README.md").read_text(encoding="utf-8")
