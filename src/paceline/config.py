@@ -134,7 +134,7 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         names: object = (self.drafter,) if isinstance(self.drafter, str) else self.drafter
         if not isinstance(names, tuple) or not names or not all(isinstance(name, str) and name for name in names):
-            raise ConfigError(f'drafter is {self.drafter!r}: use "auto", "none", "ngram" or the directory or id of a draft model')
+            raise ConfigError(f'drafter is {self.drafter!r}: use "auto", "none", "suffix" or the directory or id of a draft model')
         count = self.num_speculative_tokens
         if count != "auto" and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_SPECULATIVE_TOKENS):
             raise ConfigError(f'num_speculative_tokens is {count!r}: use "auto" or a whole number from 1 to {MAX_SPECULATIVE_TOKENS}')

@@ -63,7 +63,7 @@ class LLM(metaclass=_AttributeHints):
             2048 tokens of each of `max_num_seqs` requests, at most a quarter of the machine's memory and half of its free memory.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one on this machine.
-        drafter: "auto" ("ngram" and the drafter that comes with the model), "none", "ngram", "suffix", "prediction", "draft_model",
+        drafter: "auto" ("suffix" and the drafter that comes with the model), "none", "ngram", "suffix", "prediction", "draft_model",
             "medusa" or "mtp" in the model's own directory, the directory or id of a draft model or of heads, or a list of several.
         num_speculative_tokens: maximum draft tokens per step, or "auto" (16). The length of each draft is chosen from measured costs.
         tree_width: candidates per position of draft models and heads; 1 = a chain, or the default tree of Medusa heads.

@@ -139,7 +139,7 @@ def test_doctor_reports_a_drafter_named_twice(target: Path) -> None:
 def test_doctor_accepts_lookup_drafters_and_reports_unknown_names(target: Path) -> None:
     code, facts = ask("--model", target, "--drafter", "ngram")
     assert (code, facts["drafters"][0]) == (0, {"name": "ngram", "model": None, "head": None, "pair": None, "adapter": None})
-    assert ask("--model", target)[1]["drafters"][0]["name"] == "ngram"
+    assert ask("--model", target)[1]["drafters"][0]["name"] == "suffix"
     code, facts = ask("--model", target, "--drafter", "no such thing")
     assert code == 1
     assert "is neither one of auto, none, ngram" in facts["problems"][0]

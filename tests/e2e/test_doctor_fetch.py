@@ -79,7 +79,7 @@ def test_fetch_downloads_the_recommended_drafter_and_auto_finds_it(hub: Hub, mod
     found = prepare_drafter("auto", models / "target")
     assert own is not None
     assert found is not None
-    assert (own.name, found.name, found.path) == ("ngram", DRAFT_MODEL, models / "small")
+    assert (own.name, found.name, found.path) == ("suffix", DRAFT_MODEL, models / "small")
 
 
 def test_fetch_of_a_named_drafter_reports_it_as_json(hub: Hub, models: Path, fetch: Callable[..., Result]) -> None:
@@ -100,7 +100,7 @@ def test_auto_uses_its_own_drafter_if_the_fetched_files_cannot_be_used(
     harm(tmp_path / "small")
     found = prepare_drafter("auto", models / "target")
     assert found is not None
-    assert found.name == "ngram"
+    assert found.name == "suffix"
     assert "doctor MODEL --fetch gets it again" in found.notice
 
 
@@ -114,7 +114,7 @@ def test_fetched_drafter_that_does_not_fit_is_not_used(hub: Hub, models: Path, t
     assert "auto does not use it" in done.stderr
     found = prepare_drafter("auto", models / "target")
     assert found is not None
-    assert found.name == "ngram"
+    assert found.name == "suffix"
 
 
 RESPONSE: Any = SimpleNamespace(headers={}, request=None)

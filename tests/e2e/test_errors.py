@@ -103,9 +103,9 @@ def test_nan_logits_at_load_are_a_checkpoint_error_and_not_cached(
     [
         ("max_model_len", 513, "512"),
         ("gguf_weights", "fast", "exact, regroup"),
-        ("drafter", [], "ngram"),
-        ("drafter", None, "ngram"),
-        ("drafter", ["ngram", 5], "ngram"),
+        ("drafter", [], "suffix"),
+        ("drafter", None, "suffix"),
+        ("drafter", ["ngram", 5], "suffix"),
     ],
 )
 def test_invalid_setting_error_names_value_and_range(directory: Path, name: str, value: object, way_out: str) -> None:

@@ -125,10 +125,10 @@ def test_gemma4_assistant_drafts_are_accepted_by_rejection_sampling(tmp_path: Pa
 
 def test_gemma4_assistant_next_to_its_target_is_used_by_default(pair: tuple[Path, Path], tmp_path: Path) -> None:
     target = shutil.copytree(pair[0], tmp_path / "target")
-    assert open_llm(target, "auto").drafter.name == "ngram"
+    assert open_llm(target, "auto").drafter.name == "suffix"
     shutil.copytree(pair[1], target / "assistant")
     llm = open_llm(target, "auto")
-    assert llm.drafter_name == open_llm(target, ["ngram", str(pair[1])]).drafter_name == "ngram+gemma4_assistant"
+    assert llm.drafter_name == open_llm(target, ["suffix", str(pair[1])]).drafter_name == "suffix+gemma4_assistant"
     assert "4 of 12 clusters" in llm.banner
 
 

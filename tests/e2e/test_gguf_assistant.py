@@ -144,21 +144,21 @@ def test_gguf_assistant_next_to_its_target_is_used_by_default(pair_of: Callable[
     target, directory = pair_of("clusters")
     model = write_gguf_target(target, tmp_path / "model.gguf")
     folder = tmp_path / "assistant"
-    assert drafter_of(model) == "ngram"
+    assert drafter_of(model) == "suffix"
     folder.mkdir()
-    assert drafter_of(model) == "ngram"
+    assert drafter_of(model) == "suffix"
     write_gguf_assistant(directory, folder / "a.gguf")
-    assert drafter_of(model) == "ngram+gemma4_assistant"
+    assert drafter_of(model) == "suffix+gemma4_assistant"
     whole = shutil.copytree(target, tmp_path / "whole")
     shutil.copytree(folder, whole / "assistant")
-    assert drafter_of(whole) == "ngram+gemma4_assistant"
+    assert drafter_of(whole) == "suffix+gemma4_assistant"
     shutil.rmtree(folder)
     shutil.copytree(directory, folder)
-    assert drafter_of(model) == "ngram+gemma4_assistant"
+    assert drafter_of(model) == "suffix+gemma4_assistant"
     shutil.rmtree(folder)
     folder.mkdir()
     write_gguf_assistant(write_assistant(tmp_path / "other", hidden_size=48), folder / "a.gguf")
-    assert drafter_of(model) == "ngram"
+    assert drafter_of(model) == "suffix"
 
 
 def drafter_of(model: Path) -> str:

@@ -84,7 +84,7 @@ def test_mtp_module_is_found_without_its_config_field(tmp_path: Path, count: int
     """Fine-tuned checkpoints may state 0 modules and contain one, or state 1 and contain none."""
     target = write_whole(tmp_path) if count == 0 else write_host(tmp_path / "model", "qwen3_5")
     change_config(target, mtp_num_hidden_layers=count)
-    assert open_llm(target, "auto").drafter_name == ("ngram+mtp" if count == 0 else "ngram")
+    assert open_llm(target, "auto").drafter_name == ("suffix+mtp" if count == 0 else "suffix")
     if count == 0:
         notices = open_llm(target, "none").notices
         assert any("holds a drafting head: drafter='mtp' drafts with it" in notice for notice in notices)
@@ -121,7 +121,7 @@ def test_unusable_mtp_module_is_an_error_only_if_requested(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"it lacks 1 tensor: mtp\.norm\.weight \[64\]"):
         open_llm(target, "mtp")
     llm = open_llm(target, "auto")
-    assert llm.drafter_name == "ngram"
+    assert llm.drafter_name == "suffix"
     assert any("holds a drafting head" in notice for notice in llm.notices)
 
 
@@ -167,7 +167,7 @@ def test_mtp_module_uses_its_own_embedding_if_configured(tmp_path: Path) -> None
 def test_hybrid_gguf_drafts_with_its_mtp_module(tmp_path: Path, case: str) -> None:
     target = write_hybrid_gguf(write_whole(tmp_path, case), tmp_path / "model.gguf", "Q8_0", metadata=VOCABULARY)
     plain, llm = open_llm(target, "none"), open_llm(target, "mtp")
-    assert open_llm(target, "auto").drafter_name == "ngram+mtp"
+    assert open_llm(target, "auto").drafter_name == "suffix+mtp"
     assert any("holds a drafting head: drafter='mtp'" in notice for notice in plain.notices)
     for params in (GREEDY, SAMPLED):
         outputs = llm.generate(PROMPTS, params)

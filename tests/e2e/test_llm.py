@@ -226,7 +226,7 @@ def test_concurrent_streams_are_independent_of_an_abandoned_one(llm: LLM) -> Non
 
 
 def test_llm_banner_describes_the_drafter(directory: Path, open_llm: Open) -> None:
-    assert "ngram" in LLM(directory, threads=2, device="cpu", kv_cache_gb=0.02).banner  # type: ignore[arg-type]
+    assert "suffix" in LLM(directory, threads=2, device="cpu", kv_cache_gb=0.02).banner  # type: ignore[arg-type]
     assert open_llm(drafter="none").banner == "speculation: off"
     both = open_llm(drafter=["ngram", str(directory)])
     assert both.drafter_name == "ngram+draft_model"

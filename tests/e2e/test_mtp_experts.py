@@ -60,7 +60,7 @@ def test_moe_model_drafts_with_its_mtp_module(tmp_path: Path, case: str, quantiz
             assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
         assert llm.stats().drafter_failures == 0
     assert any("holds a drafting head: drafter='mtp'" in notice for notice in open_llm(target, "none").notices)
-    assert open_llm(target, "auto").drafter_name == "ngram+mtp"
+    assert open_llm(target, "auto").drafter_name == "suffix+mtp"
 
 
 @pytest.mark.parametrize(

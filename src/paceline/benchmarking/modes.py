@@ -104,8 +104,8 @@ def _available(plan: BenchPlan, target: Path, *, has_predictions: bool) -> dict[
     if plan.draft_model is not None:
         found[DRAFT_MODEL] = _prepared(plan.draft_model, plan, target)
     for name, prepared in found.items():
-        if prepared is None or (name == "auto" and (prepared.name in modes or prepared.name == "ngram")):
-            continue  # the drafter of "auto" has a mode already
+        if prepared is None or (name == "auto" and prepared.name in MODEL_FREE_DRAFTERS):
+            continue  # "auto" is that drafter alone, which has a mode already
         modes[name] = (plan.draft_model if name == DRAFT_MODEL and plan.draft_model else name,)
     return modes
 

@@ -89,7 +89,7 @@ SPECULATION = Panel(
     "Speculation",
     SpeculationConfig,
     {
-        "drafter": "The drafter: auto (ngram, and the target's own draft model, assistant or mtp layer), none, ngram, suffix, prediction; "
+        "drafter": "The drafter: auto (suffix, and a draft model or head that comes with the target), none, ngram, suffix, prediction; "
         "draft_model, medusa or mtp of the target's own directory; or the directory or id of a draft model, of Medusa or EAGLE heads, or "
         "of a Gemma 4 assistant. Several times: all. It changes the speed, never a token.",
         "num_speculative_tokens": 'Tokens to draft a step, at most: a number, or "auto" (16). As many are drafted as pay.',

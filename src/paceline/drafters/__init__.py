@@ -79,7 +79,7 @@ class PreparedDrafter:
         name: name of the drafter.
         path: path of its files; None if it needs none.
         head: its opened files if it is a head, None if it is a draft model or needs no files.
-        is_optional: the user did not name this head, "auto" found it. If it cannot be used, the n-gram drafter takes its place.
+        is_optional: whether suffix lookup takes the place of this head, which "auto" found, if it cannot be opened.
         notice: line for the user: why "auto" does not use a drafter that it found. Empty if there is nothing to report.
     """
 
@@ -102,7 +102,7 @@ class PreparedDrafter:
             except (CheckpointError, IncompatibleDrafterError, CapacityError):
                 if not self.is_optional:
                     raise
-                return NgramDrafter()
+                return SuffixDrafter()
         return MODEL_FREE_DRAFTERS[self.name]() if self.path is None else open_draft_model(self.path, target)
 
 
@@ -133,10 +133,10 @@ class PreparedDrafters:
         """
         if self.drafter_objects:
             return list(self.drafter_objects)
-        opened, has_ngram = list[Drafter](), any(one.name == NgramDrafter.name for one in self.drafters)
+        opened, has_suffix = list[Drafter](), any(one.name == SuffixDrafter.name for one in self.drafters)
         for prepared in self.drafters:
             drafter = prepared.open(target)
-            if not (prepared.is_optional and drafter.name == NgramDrafter.name and has_ngram):  # it replaces a head that cannot be used
+            if not (prepared.is_optional and drafter.name == SuffixDrafter.name and has_suffix):  # it replaces a head that cannot be used
                 opened.append(drafter)
         names = [drafter.name for drafter in opened]
         for index, drafter in enumerate(opened):  # make names unique: requests select drafters by name
@@ -174,8 +174,8 @@ def prepare_drafters(
         raise IncompatibleDrafterError(f"drafter list {list(names)} holds 'none': name drafters only, or use 'none' alone")
     if len(names) > 1:
         drafters = _without_duplicates(names, drafters)
-    if "auto" in names and NgramDrafter.name not in (drafter.name for drafter in drafters):
-        drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # n-gram lookup costs almost no time and drafts repeated text well
+    if "auto" in names and SuffixDrafter.name not in (drafter.name for drafter in drafters):
+        drafters = (PreparedDrafter(SuffixDrafter.name), *drafters)  # lookup costs almost no time; suffix brings more than ngram
     check_draft_adapter(speculation.draft_adapter, [drafter.name for drafter in drafters])
     layers = {layer for drafter in drafters if drafter.head is not None for layer in _read_layer_boundaries(drafter.head, target, options)}
     return PreparedDrafters(drafters, tuple(sorted(layers)))
@@ -273,14 +273,14 @@ def _find_fetched_drafter(target: Path) -> PreparedDrafter | None:
 
 
 def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:
-    """Find the draft model ("draft_model") or any drafter ("auto") in the target's own files; n-grams if "auto" finds none."""
+    """Find the draft model ("draft_model") or any drafter ("auto") in the target's own files; suffix lookup if "auto" finds none."""
     directory = target / DRAFT_FOLDER
     if (directory / "config.json").is_file():
         head = open_head_files(directory)
         if head is None:
             reason = too_large_reason(directory, read_model_config(directory), read_model_config(target)) if name == "auto" else ""
             notice = f"{directory} is not used: {reason} (--drafter {DRAFT_MODEL} uses it)"
-            return PreparedDrafter(NgramDrafter.name, notice=notice) if reason else PreparedDrafter(DRAFT_MODEL, directory)
+            return PreparedDrafter(SuffixDrafter.name, notice=notice) if reason else PreparedDrafter(DRAFT_MODEL, directory)
         if name == "auto":
             return PreparedDrafter(head.kind.value, directory, head)
         raise IncompatibleDrafterError(f"{directory} holds a {head.kind.value} drafter and no draft model: use drafter='auto'")
@@ -299,10 +299,10 @@ def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:
 
 
 def _open_packaged_drafter(target: Path) -> PreparedDrafter:
-    """Open the head of the package for a target; n-grams if there is none, with a notice if its files are gone or damaged."""
+    """Open the head of the package for a target; suffix lookup if there is none, with a notice if its files are gone or damaged."""
     path = find_packaged_drafter(target)
     if path is None:
-        return PreparedDrafter(NgramDrafter.name)
+        return PreparedDrafter(SuffixDrafter.name)
     try:
         head = open_head_files(path)
         if head is None:
@@ -310,7 +310,7 @@ def _open_packaged_drafter(target: Path) -> PreparedDrafter:
         _read_layer_boundaries(head, target, HeadOptions())
     except (CheckpointError, IncompatibleDrafterError) as error:
         notice = f"the packaged drafter is not used ({error}): install paceline again"
-        return PreparedDrafter(NgramDrafter.name, notice=notice)
+        return PreparedDrafter(SuffixDrafter.name, notice=notice)
     return PreparedDrafter(head.kind.value, path, head, is_optional=True)
 
 

@@ -482,7 +482,7 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     if comparison.is_unusable:
         raise IncompatibleDrafterError(
             f"draft model {directory} cannot draft for {target.directory}: {comparison.why_unusable()}. "
-            "Use a draft model of the same family (same tokenizer), or drafter='ngram'"
+            "Use a draft model of the same family (same tokenizer), or drafter='suffix'"
         )
     has_all_ids = comparison.is_compatible and comparison.coverage == 1.0
     token_ratio = 1.0 if has_all_ids else _token_ratio(target.tokenizer, tokenizer)

@@ -299,7 +299,7 @@ class InputProcessor:
         if not has_prediction_drafter:
             raise RequestError(
                 'a prediction is given, but no drafter in use reads it: load the model with drafter="prediction", or a list such as '
-                '["prediction", "ngram"]',
+                '["prediction", "suffix"]',
                 parameter="prediction",
             )
         if _is_single_prediction(prediction):

@@ -77,7 +77,7 @@ def check_draft_model(target: CheckpointFacts, draft: CheckpointFacts) -> PairCh
         return PairCheck(True, summary, None, notes)
     found = compare_pieces(target.tokenizer.pieces, draft.tokenizer.pieces, sample_ids=target.tokenizer.sample_ids)
     if found.is_unusable:
-        return PairCheck(False, f"{found.why_unusable()}: use a draft model of the target's family, or the drafter ngram", found, notes)
+        return PairCheck(False, f"{found.why_unusable()}: use a draft model of the target's family, or the drafter suffix", found, notes)
     return PairCheck(True, f"{found.describe_match()}; {found.describe_token_conversion()}", found, notes)
 
 

@@ -23,7 +23,7 @@ class PageServer:
 
     def __init__(self, log: Path, *arguments: str, port: int = 0) -> None:
         command = [sys.executable, "-m", "paceline", "serve", "--port", str(port), "--threads", "1", *arguments]
-        command += ["--drafter", "auto", "--drafter", "ngram"]
+        command += ["--drafter", "auto", "--drafter", "suffix"]
         with log.open("w") as stderr:  # an unread pipe would block the server when it is full
             self.process = subprocess.Popen(command, stderr=stderr)
         while self.process.poll() is None:

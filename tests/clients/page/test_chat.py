@@ -210,13 +210,13 @@ def test_page_settings_are_sent_as_request_fields(page: Any) -> None:
     asked = script(page, scripted_stream(HELLO))
     open_settings(page)
     options = page.get_by_label("Drafter").locator("option").all_text_contents()
-    assert options == ["draft_model+ngram", "draft_model", "ngram", "none (plain)"]
+    assert options == ["draft_model+suffix", "draft_model", "suffix", "none (plain)"]
     numbers = {"Temperature": 0.3, "Top p": 0.9, "Top k": 40, "Min p": 0.05, "Max tokens": 33, "Seed": 5, "Min tokens": 2}
     numbers |= {"Repetition": 1.1, "Presence": 0.5, "Frequency": -0.5, "Draft tokens a step": 2}
     texts = {"Stop texts": "END\nSTOP", "Banned words": "bad", "Logit bias": '{"7": -100}', "JSON schema of": '{"type": "object"}'}
     for label, value in {**numbers, **texts, "System prompt": "Be short."}.items():
         page.get_by_label(label).fill(str(value))
-    for drafter in ("ngram", "none"):
+    for drafter in ("suffix", "none"):
         page.get_by_label("Drafter").select_option(drafter)
         send(page)
         wait(page)
@@ -228,7 +228,7 @@ def test_page_settings_are_sent_as_request_fields(page: Any) -> None:
     assert all({**fields, **chosen, "response_format": schema} == fields for fields in asked)
     assert [message["content"] for message in asked[0]["messages"]] == ["Be short.", TAXI]
     assert [fields["speculation"] for fields in asked] == [
-        {"trees": True, "drafter": "ngram", "num_speculative_tokens": 2},
+        {"trees": True, "drafter": "suffix", "num_speculative_tokens": 2},
         {"enabled": False, "trees": True},
     ]
 

@@ -32,8 +32,8 @@ def bare(mini_dir: Path, tmp_path: Path) -> Path:
 
 
 def test_bench_modes_include_every_available_drafter(mini_dir: Path) -> None:
-    found = {"plain": [], "ngram": ["ngram"], "suffix": ["suffix"], "draft_model": ["draft_model"]}
-    assert modes(mini_dir) == found  # auto is the draft model
+    found = {"plain": [], "ngram": ["ngram"], "suffix": ["suffix"], "draft_model": ["draft_model"], "auto": ["auto"]}
+    assert modes(mini_dir) == found  # auto is suffix and the draft model
     assert modes(mini_dir, has_predictions=True) == {**found, "prediction": ["prediction"]}
 
 

@@ -296,7 +296,7 @@ def test_auto_uses_the_block_drafter_in_the_draft_folder_of_the_target(tmp_path:
     target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
     write_perfect_block(target / "draft", successor, sharpness=4.0)
     with LLM(str(target), kv_cache_gb=0.05) as llm:
-        assert [drafter.name for drafter in llm.engine.speculator.drafters] == ["ngram", "dspark"]
+        assert [drafter.name for drafter in llm.engine.speculator.drafters] == ["suffix", "dspark"]
     with pytest.raises(IncompatibleDrafterError, match="holds a dspark drafter and no draft model: use drafter='auto'"):
         LLM(str(target), drafter="draft_model")
 
@@ -320,7 +320,7 @@ def test_auto_uses_the_gguf_block_drafter_next_to_its_target(is_file: bool, fold
         (target / "model.safetensors").unlink()
     sampling = SamplingParams(max_tokens=20, ignore_eos=True)
     with LLM(str(model), kv_cache_gb=0.05) as llm:
-        assert [drafter.name for drafter in llm.engine.speculator.drafters] == ["ngram", "dspark"]
+        assert [drafter.name for drafter in llm.engine.speculator.drafters] == ["suffix", "dspark"]
         plain = llm.generate([[5, 6]], sampling, speculation={"enabled": False})[0]
         assert llm.generate([[5, 6]], sampling)[0].token_ids == plain.token_ids
 

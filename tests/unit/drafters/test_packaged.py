@@ -56,7 +56,7 @@ def test_packaged_drafter_is_not_used_for_other_sizes(target: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", [None, b"", b"GGUF", "half"])
-def test_damaged_packaged_drafter_is_replaced_by_ngram_with_a_notice(
+def test_damaged_packaged_drafter_is_replaced_by_suffix_with_a_notice(
     target: Path, tmp_path: Path, content: bytes | str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder,) = (path for path in packaged_drafters().iterdir() if path.is_dir())
@@ -66,7 +66,7 @@ def test_damaged_packaged_drafter_is_replaced_by_ngram_with_a_notice(
         (drafters / "one" / DRAFTER_FILE).write_bytes(whole[: len(whole) // 2] if isinstance(content, str) else content)
     monkeypatch.setattr("paceline.drafters.packaged.packaged_drafters", lambda: drafters)
     prepared = prepare_drafters(target, EngineConfig(), SpeculationConfig(drafter="auto"))
-    assert [drafter.name for drafter in prepared.drafters] == ["ngram"]
+    assert [drafter.name for drafter in prepared.drafters] == ["suffix"]
     assert prepared.layer_boundaries == ()
     (notice,) = prepared.notices
     assert str(drafters / "one" / DRAFTER_FILE) in notice

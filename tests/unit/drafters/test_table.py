@@ -50,7 +50,7 @@ def _with_embedded(directory: Path, tmp_path: Path, num_layers: int = 2) -> Path
 def test_auto_does_not_choose_a_draft_model_as_large_as_its_target(directory: Path, tmp_path: Path) -> None:
     own = _with_embedded(directory, tmp_path, num_layers=1)
     prepared = prepare_drafters(own, EngineConfig(offline=True), SpeculationConfig())
-    assert [drafter.name for drafter in prepared.drafters] == ["ngram"]
+    assert [drafter.name for drafter in prepared.drafters] == ["suffix"]
     (notice,) = prepared.notices
     assert notice.startswith(f"{own / DRAFT_FOLDER} is not used: the draft model has ")
     assert notice.endswith("so drafting cannot pay (--drafter draft_model uses it)")
@@ -72,13 +72,13 @@ def test_misspelt_drafter_name_gets_a_suggestion(directory: Path, given: str, me
         make_drafter(given, directory)
 
 
-def test_auto_drafter_is_ngram_with_the_embedded_draft_model_if_any(directory: Path, tmp_path: Path) -> None:
-    assert isinstance(make_drafter("auto", directory), NgramDrafter)
+def test_auto_drafter_is_suffix_with_the_embedded_draft_model_if_any(directory: Path, tmp_path: Path) -> None:
+    assert isinstance(make_drafter("auto", directory), SuffixDrafter)
     own = _with_embedded(directory, tmp_path)
     assert isinstance(make_drafter("draft_model", own), DraftModelDrafter)
     speculation = SpeculationConfig()
     both = prepare_drafters(own, EngineConfig(offline=True), speculation).open(load_target(own, speculation))
-    assert [type(drafter) for drafter in both] == [NgramDrafter, DraftModelDrafter], "it copies where the text repeats itself"
+    assert [type(drafter) for drafter in both] == [SuffixDrafter, DraftModelDrafter], "it copies where the text repeats itself"
 
 
 def test_draft_model_cache_holds_as_many_tokens_as_the_target_cache(directory: Path) -> None:
@@ -120,12 +120,12 @@ def test_drafter_named_twice_is_refused(directory: Path, wanted: list[str], mess
 
 
 def test_auto_in_a_drafter_list_adds_no_duplicate(directory: Path, tmp_path: Path) -> None:
-    for wanted in (["auto", "ngram"], ["ngram", "auto"]):
-        assert isinstance(make_drafter(wanted, directory), NgramDrafter)
+    for wanted in (["auto", "suffix"], ["suffix", "auto"]):
+        assert isinstance(make_drafter(wanted, directory), SuffixDrafter)
     own = _with_embedded(directory, tmp_path)
-    both = make_drafters(["auto", "ngram"], own)
-    assert [drafter.name for drafter in both] == ["draft_model", "ngram"]
-    assert [drafter.name for drafter in make_drafters(["auto", "suffix"], own)] == ["ngram", "draft_model", "suffix"]
+    both = make_drafters(["auto", "suffix"], own)
+    assert [drafter.name for drafter in both] == ["draft_model", "suffix"]
+    assert [drafter.name for drafter in make_drafters(["auto", "ngram"], own)] == ["suffix", "draft_model", "ngram"]
 
 
 def test_draft_model_drafter_without_an_embedded_model_is_refused(directory: Path) -> None:
