@@ -29,7 +29,7 @@ CHECKPOINT = "checkpoint.pt"
 WARMUP_STEPS = 30
 PLAN_STEPS = 16  # between two plans, and two entries of the history
 WEIGHT_DECAY, CLIP = 0.05, 1.0
-_TRIM_STEPS = 4  # between two returns of free memory: batches differ in size, so the heap would grow for hundreds of steps
+_TRIM_STEPS = 2  # between two returns of free memory: batches differ in size, so the heap would grow for hundreds of steps
 _SAVE_S, _ESTIMATE_S, _SAY_S = 120.0, 90.0, 20.0
 
 
@@ -172,7 +172,7 @@ class Trainer:
     def measure_memory_bytes(self) -> int:
         """Return the memory of this process that training will take, without mapped files and that of a GPU.
 
-        It is the peak while the gradients of the first epoch's three largest batches are computed, which are not applied. AdamW's two
+        It is the peak while the gradients of the first epoch's four largest batches are computed, which are not applied. AdamW's two
         moments of each value are added, unless they are there already.
         """
 
@@ -181,7 +181,7 @@ class Trainer:
 
         batches = epoch_batches(self._data, self.settings.seed, 0, self.settings.batch_tokens)
         with MemoryWatch() as watch:
-            for indices in sorted(batches, key=num_rows)[-3:]:
+            for indices in sorted(batches, key=num_rows)[-4:]:
                 self._compute_gradients(indices, 0)
         self._optimizer.zero_grad(set_to_none=True)
         if self._device != "cpu":
