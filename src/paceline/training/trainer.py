@@ -29,7 +29,6 @@ CHECKPOINT = "checkpoint.pt"
 WARMUP_STEPS = 30
 PLAN_STEPS = 16  # between two plans, and two entries of the history
 WEIGHT_DECAY, CLIP = 0.05, 1.0
-_TRIM_STEPS = 2  # between two returns of free memory: batches differ in size, so the heap would grow for hundreds of steps
 _SAVE_S, _ESTIMATE_S, _SAY_S = 120.0, 90.0, 20.0
 
 
@@ -102,8 +101,7 @@ class Trainer:
                 return False
             start = self._clock()
             sums.add(*self._step())
-            if progress.step % _TRIM_STEPS == 0:
-                return_free_memory()
+            return_free_memory()  # batches differ in size, so the heap would grow for hundreds of steps
             progress.elapsed_s += self._clock() - start
             if progress.step % PLAN_STEPS == 0 or self._is_finished():
                 self._plan()
