@@ -21,6 +21,7 @@ from paceline.speculation.tree_growth import Candidate, grow_tree
 MAX_MATCH = 16
 MAX_NEXT_TOKENS = 32  # different next tokens of a match that are compared: with more, each of them is improbable
 MAX_SIBLINGS = 4
+MAX_READ_TOKENS = 65_536  # tokens of a long prompt read in one step, which takes about 0.1 s: other requests wait for it
 SEPARATOR = -1  # stands between two outputs in a `SuffixStore`, in place of a token id
 
 Match = tuple[int, int]
@@ -312,8 +313,10 @@ class SuffixDrafter(Drafter):
         if text is None:
             text = self._texts[request] = _RequestText(SuffixAutomaton(self._max_match))
         automaton = text.automaton
-        for token in request.token_ids[automaton.size :]:
+        for token in request.token_ids[automaton.size : automaton.size + MAX_READ_TOKENS]:
             automaton.append(token)
+        if automaton.size < len(request.token_ids):
+            return None
         match = automaton.repeated_suffix
         for stored in self._matches_in_store(text, request):
             if stored.match[1] > match[1]:

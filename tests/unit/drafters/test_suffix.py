@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from harness.decoding_rows import text_request
+from paceline.drafters import suffix
 from paceline.drafters.suffix import (
     MAX_NEXT_TOKENS,
     MAX_SIBLINGS,
@@ -129,6 +130,14 @@ def test_suffix_drafts_the_most_frequent_continuation_first() -> None:
     assert paths(chain) == [(3,)]
     (tree,) = SuffixDrafter().propose([make_request(text)], [DraftBudget(3, 1)])
     assert paths(tree) == [(3,), (4,)]
+
+
+def test_suffix_reads_a_long_prompt_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "MAX_READ_TOKENS", 5)
+    drafter, request = SuffixDrafter(), make_request([1, 2, 3, 4] * 3)
+    found = [drafter.propose([request], [DraftBudget(5, 4)])[0] for _ in range(3)]
+    assert found[:2] == [None, None]
+    assert paths(found[2]) == [(1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)]
 
 
 def test_suffix_match_shorter_than_min_match_proposes_nothing() -> None:
