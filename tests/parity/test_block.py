@@ -220,7 +220,25 @@ def test_quantised_gguf_block_drafter_equals_its_dequantised_values(kind: str, m
     tensors = block_tensors(config, markov="vanilla" if kind == "dspark" else None, target_hidden=256)
     for values in tensors.values():
         values.mul_(0.3)  # so that rounding changes no token
-    compare_with_gguf(tmp_path, config, tensors, write_gguf_block(tmp_path / "drafter.gguf", config, tensors, matrix_type))
+    held = write_gguf_block(tmp_path / "drafter.gguf", config, tensors, matrix_type)
+    compare_with_gguf(tmp_path, config, tensors, held, backend="torch")  # which rounds no rows
+    logits = block_logits(tmp_path, config, "native"), block_logits(tmp_path, config, "torch")
+    error = np.abs(logits[0] - logits[1]).mean() / logits[1].std()
+    assert error < 0.1, "rows are rounded to bytes, nothing else: other blocks would give an error of 1"
+
+
+def block_logits(tmp_path: Path, config: Mapping[str, Any], backend: str) -> Any:
+    """Logits of one block of `drafter.gguf`, after nine known positions."""
+    random = np.random.default_rng(1)
+    embedding, lm_head = (random.normal(size=(VOCAB_SIZE, config["hidden_size"])) for _ in range(2))
+    files = open_head_files(tmp_path / "drafter.gguf")
+    assert files is not None
+    head = open_files(files, embedding, lm_head, backend)
+    features = random.normal(size=(9, 3 * config["hidden_size"])).astype(np.float32)
+    head.run_context([PendingContext(features, RowRange(0, 9, 0, BLOCKS))])
+    size = config["block_size"]
+    block = DraftBlock(7, RowRange(0, size, 9, BLOCKS, np.ones((size, size), np.bool_)), range(size))
+    return np.array(head.run_block([block]).logits)
 
 
 def test_gguf_block_layers_without_v_proj_use_keys_as_values(tmp_path: Path) -> None:
@@ -250,7 +268,7 @@ def test_gguf_block_drafter_reads_the_target_ids_of_its_draft_vocabulary(tmp_pat
     compare_with_gguf(tmp_path, dflash(), tensors, write_gguf_block(tmp_path / "drafter.gguf", dflash(), tensors))
 
 
-def compare_with_gguf(tmp_path: Path, config: Mapping[str, Any], tensors: Tensors, held: Tensors) -> None:
+def compare_with_gguf(tmp_path: Path, config: Mapping[str, Any], tensors: Tensors, held: Tensors, backend: str = "auto") -> None:
     """Compare five drafts of `drafter.gguf` with those of its tensors `held` as safetensors."""
     random, size = np.random.default_rng(1), config["block_size"]
     embedding, lm_head = (random.normal(size=(VOCAB_SIZE, config["hidden_size"])) for _ in range(2))
@@ -258,7 +276,7 @@ def compare_with_gguf(tmp_path: Path, config: Mapping[str, Any], tensors: Tensor
     assert files is not None
     plain = HeadFiles.open(write_head(tmp_path / "drafter", config, held))
     assert files.kind is plain.kind
-    heads = [open_files(one, embedding, lm_head) for one in (files, plain)]
+    heads = [open_files(one, embedding, lm_head, backend) for one in (files, plain)]
     assert heads[0].config == heads[1].config
     if heads[0].target_ids is not None:
         np.testing.assert_array_equal(heads[0].target_ids, heads[1].target_ids)

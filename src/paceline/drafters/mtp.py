@@ -370,7 +370,7 @@ def open_mtp_head(module: MtpModule, **placement: Unpack[HeadPlacement]) -> Recu
     network = mtp_network(module.config, module.soft_cap, is_feature_first=module.is_feature_first)
     if module.config.has_own_lm_head or module.has_lm_head_copy:
         placement["lm_head_of"] = None
-    runtime = load_head(network, module.config.layers, module.weights, rounds_rows=module.has_lm_head_copy, **placement)
+    runtime = load_head(network, module.config.layers, module.weights, **placement)
     vocab = module.draft_vocab
     first, chosen = (len(vocab), None) if isinstance(vocab, range) else (None, vocab)
     return RecurrentHead(

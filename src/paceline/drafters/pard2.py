@@ -182,7 +182,7 @@ def open_pard2(files: HeadFiles, target: LoadedTarget) -> ParallelDrafter:
     weights = target.quantize(stored, (*weight_files(directory), directory / PROJECTION_FILE), as_draft_model=True)
     kv_cache_dtype = default_kv_cache_dtype(config.layers, stored)
     placement: HeadPlacement = {**target.placement, "lm_head_of": None}
-    runtime = load_head(pard2_network(config), config.layers, weights, rounds_rows=True, kv_cache_dtype=kv_cache_dtype, **placement)
+    runtime = load_head(pard2_network(config), config.layers, weights, kv_cache_dtype=kv_cache_dtype, **placement)
     head = RecurrentHead(
         config, runtime, runtime, weights["embedding.weight"], target_ids=None, masked_pair=MaskedFeaturePair(config.mask_token_id, None)
     )

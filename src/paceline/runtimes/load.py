@@ -261,13 +261,12 @@ def load_head(
     backend: str = "auto",
     device: str = "cpu",
     lm_head_of: Network | None = None,
-    rounds_rows: bool = False,
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32,
 ) -> Network:
-    """Load a drafting head, a network that drafts from the target's hidden states. It computes in float32; weights keep their stored type.
+    """Load a drafting head, a network that drafts from the target's hidden states. Weights keep their stored type.
 
-    If the head uses the `lm_head` of a target whose quantised weights are packed for rows of 8 bits, both use the same memory. Rows of the
-    head are then rounded to 8 bits, too.
+    It computes in float32, but rows are rounded to 8 bits for products with quantised matrices, as in the target. If the target's `lm_head`
+    is packed for such products and the head uses it, both use the same memory.
 
     Args:
         compose: function that defines what the head computes.
@@ -277,7 +276,6 @@ def load_head(
         backend: "native", "torch" or "auto": native if there are kernels for this machine and the device is not a GPU.
         device: device of the torch backend, "cpu" or "cuda".
         lm_head_of: network whose `lm_head`, or the first rows of it, is the head's `lm_head`; None = the head has its own.
-        rounds_rows: round rows to 8 bits for products with quantised matrices even if the head has its own `lm_head`.
         kv_cache_dtype: type of cached keys and values. The torch backend ignores it.
 
     Raises:
@@ -291,7 +289,7 @@ def load_head(
         shared = None
         if isinstance(lm_head_of, NativeNetwork):
             shared = lm_head_of.packed_lm_head(weights.info("lm_head.weight").shape[0])
-        packed = {"lm_head": shared} if shared is not None else {} if rounds_rows else None
+        packed = {"lm_head": shared} if shared is not None else {}
         return NativeNetwork(
             compose, config, weights, num_threads=num_threads, max_model_len=max_model_len, packed=packed, kv_cache_dtype=kv_cache_dtype
         )
