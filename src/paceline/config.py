@@ -88,13 +88,12 @@ def quant_options(name: str, quantization: Quantization) -> QuantOptions | None:
     return None if quantization == "none" else QuantOptions(bits=int(quantization.removeprefix("int")))
 
 
-def draft_quant_options(quantization: Quantization, target_bits: float | None, *, device: str = "cpu") -> QuantOptions | None:
+def draft_quant_options(quantization: Quantization, target_bits: float, *, device: str = "cpu") -> QuantOptions | None:
     """Convert the value of `draft_quantization` to options; None = no quantisation.
 
     Args:
-        target_bits: bits per value of the target's matrices. With "auto", a draft model gets about half as many. None for drafting heads,
-            which "auto" does not quantise.
-        device: device of the target and the draft model. "auto" quantises on the CPU only, as a GPU computes with expanded weights.
+        target_bits: bits per value of the target's matrices. With "auto", a draft model or head gets about half as many.
+        device: device of the target and the drafter. "auto" quantises on the CPU only, as a GPU computes with expanded weights.
 
     Raises:
         ConfigError: the value is unknown.
@@ -103,7 +102,7 @@ def draft_quant_options(quantization: Quantization, target_bits: float | None, *
         if not isinstance(quantization, QuantOptions):
             _check_choice("draft_quantization", quantization, DRAFT_QUANT)
         return quant_options("draft_quantization", quantization)
-    if target_bits is None or target_bits > _MAX_BITS_OF_16_BIT or device != "cpu":
+    if target_bits > _MAX_BITS_OF_16_BIT or device != "cpu":
         return None
     return QuantOptions(bits=4 if target_bits <= _MAX_BITS_OF_8_BIT else 8)
 
@@ -139,7 +138,7 @@ class SpeculationConfig:
         if count != "auto" and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_SPECULATIVE_TOKENS):
             raise ConfigError(f'num_speculative_tokens is {count!r}: use "auto" or a whole number from 1 to {MAX_SPECULATIVE_TOKENS}')
         _check_int("tree_width", self.tree_width, 1, 8)
-        draft_quant_options(self.draft_quantization, None)
+        draft_quant_options(self.draft_quantization, 16.0)
         _check_directory("draft_adapter", self.draft_adapter)
         _check_choice("acceptance", self.acceptance, ACCEPTANCE)
         options: object = self.drafter_options

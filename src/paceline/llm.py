@@ -67,9 +67,9 @@ class LLM(metaclass=_AttributeHints):
             "medusa" or "mtp" in the model's own directory, the directory or id of a draft model or of heads, or a list of several.
         num_speculative_tokens: maximum draft tokens per step, or "auto" (16). The length of each draft is chosen from measured costs.
         tree_width: candidates per position of draft models and heads; 1 = a chain, or the default tree of Medusa heads.
-        draft_quantization: as `quantization`, for draft models and heads. "auto": draft models and block drafters on the CPU get 4 bits if
-            the target has at most 10 bits per value, or 8 bits if the target has 16. A head's copy of rows of the target's LM head is
-            quantised in the same way; its other matrices are not quantised.
+        draft_quantization: as `quantization`, for draft models and heads. "auto": on the CPU they get 4 bits if the target has at most 10
+            bits per value, or 8 bits if the target has 16. The target's LM head is then used as it is, except that a copy of some of its
+            rows is quantised in the same way.
         draft_adapter: directory of a LoRA adapter for the draft model; it changes the speed only.
         drafter_options: settings of a drafting method, such as {"tree": "accuracy"} for medusa; see docs/methods.
         acceptance: rule that accepts draft tokens: "match" (a seed gives the same text with any drafter) or "rejection" (texts are sampled

@@ -96,8 +96,8 @@ SPECULATION = Panel(
         "tree_width": "Draft tokens for one position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.",
         "acceptance": "match: a seed has one text, whatever drafts. rejection: more is accepted at high temperatures; sampled texts "
         "have the same distribution but depend on what was drafted.",
-        "draft_quantization": "Quantise draft models and heads while loading; auto: draft models and block drafters on the CPU, to "
-        "4 bits with a quantised target, to 8 with a 16-bit one. It changes the speed alone.",
+        "draft_quantization": "Quantise draft models and heads while loading; auto: on the CPU, to 4 bits with a quantised "
+        "target, to 8 with a 16-bit one. It changes the speed alone.",
         "draft_adapter": "Directory of a LoRA adapter that the draft model computes with. It changes the speed alone.",
         "drafter_options": "A setting of one method, such as tree=accuracy (medusa), boundaries=2,16,29 "
         "(eagle3) or draft_vocab_size=32768, draft_vocab_corpus=FILE (mtp); may be given several times. docs/methods lists them.",

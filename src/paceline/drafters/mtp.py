@@ -389,10 +389,14 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> EagleStyleDrafter:
     sizes, options, num_threads = target.runtime.config, target.head_options, target.engine.num_threads
     vocab = select_draft_vocab(options, target.tokenizer, sizes.vocab_size)
     module = load_mtp(files, sizes, open_weights(target.directory, sizes), num_threads=num_threads)
-    module = replace(module, weights=target.quantize(module.weights, files.files))
+    has_target_lm_head = not module.config.has_own_lm_head
+    module = replace(module, weights=target.quantize(module.weights, files.files, has_target_lm_head=has_target_lm_head))
     if options.normed_recurrence is not None:
         module = replace(module, config=replace(module.config, normed_recurrence=options.normed_recurrence))
     if vocab is not None:
         module = restrict_draft_vocab(module, vocab, target.lm_head_copy_quant, num_threads=num_threads)
-    head = open_mtp_head(module, **target.placement)
+    placement = target.placement
+    if target.copies_lm_head:
+        placement["lm_head_of"] = None
+    head = open_mtp_head(module, **placement)
     return EagleStyleDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width)

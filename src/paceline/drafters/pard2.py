@@ -179,7 +179,7 @@ def open_pard2(files: HeadFiles, target: LoadedTarget) -> ParallelDrafter:
         check_tokenizer(files.path, compare_vocabularies(target.tokenizer, Tokenizer.open(directory)))
     config = replace(config, layers=config.layers.for_context(target.max_model_len))
     stored = open_pard2_weights(files, config)
-    weights = target.quantize(stored, (*weight_files(directory), directory / PROJECTION_FILE), as_draft_model=True)
+    weights = target.quantize(stored, (*weight_files(directory), directory / PROJECTION_FILE))
     kv_cache_dtype = default_kv_cache_dtype(config.layers, stored)
     placement: HeadPlacement = {**target.placement, "lm_head_of": None}
     runtime = load_head(pard2_network(config), config.layers, weights, kv_cache_dtype=kv_cache_dtype, **placement)

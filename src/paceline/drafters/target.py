@@ -1,7 +1,7 @@
 """The loaded target, with the settings from which its drafters are created."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.config import (
@@ -54,19 +54,14 @@ class LoadedTarget:
         return self.runtime.capabilities.device
 
     @property
-    def head_quant(self) -> QuantOptions | None:
-        """How the weights of heads are quantised; None = they stay as stored."""
-        return draft_quant_options(self.speculation.draft_quantization, None)
-
-    @property
-    def draft_model_quant(self) -> QuantOptions | None:
-        """How the weights of draft models are quantised; None = they stay as stored."""
+    def draft_quant(self) -> QuantOptions | None:
+        """How the weights of draft models and heads are quantised; None = they stay as stored."""
         return draft_quant_options(self.speculation.draft_quantization, self.weight_bits, device=self.device)
 
     @property
     def lm_head_copy_quant(self) -> QuantOptions | None:
         """How lm_head rows are quantised that an MTP module copies from the target for its draft vocabulary; None = they stay as stored."""
-        return lm_head_copy_options(self.draft_model_quant, quant_options("quantization", self.engine.quantization))
+        return lm_head_copy_options(self.draft_quant, quant_options("quantization", self.engine.quantization))
 
     @property
     def head_options(self) -> HeadOptions:
@@ -74,25 +69,27 @@ class LoadedTarget:
         return HeadOptions.parse(self.speculation.drafter_options)
 
     @property
-    def lm_head_runtime(self) -> Network | None:
-        """The target's runtime if heads without an lm_head use its lm_head; None if heads are quantised: they then use a quantised copy."""
-        return self.runtime if self.head_quant is None else None
+    def copies_lm_head(self) -> bool:
+        """Whether heads that need the target's whole lm_head get a quantised copy of it: if the user chose how to quantise drafters."""
+        return self.speculation.draft_quantization != "auto" and self.draft_quant is not None
 
     @property
     def placement(self) -> HeadPlacement:
         """Where heads run: as the target, with its lm_head if they have none."""
         return HeadPlacement(
-            num_threads=self.engine.num_threads, max_model_len=self.max_model_len, device=self.device, lm_head_of=self.lm_head_runtime
+            num_threads=self.engine.num_threads, max_model_len=self.max_model_len, device=self.device, lm_head_of=self.runtime
         )
 
-    def quantize(self, weights: Weights, files: Sequence[Path], *, as_draft_model: bool = False) -> Weights:
+    def quantize(self, weights: Weights, files: Sequence[Path], *, has_target_lm_head: bool = False) -> Weights:
         """Quantise the weights of a head according to the settings, and cache the result on disk.
 
         Args:
             files: the files that `weights` were read from; the cache is only valid while they are unchanged.
-            as_draft_model: apply the settings for draft models, not those for heads.
+            has_target_lm_head: `lm_head.weight` is the target's; it is quantised only if `copies_lm_head`.
         """
-        options = self.draft_model_quant if as_draft_model else self.head_quant
+        options = self.draft_quant
         if options is None:
             return weights
+        if has_target_lm_head and not self.copies_lm_head:
+            options = replace(options, overrides=(("lm_head.weight", None), *options.overrides))
         return quantized_weights(weights, options, cache_directory(), files=files, num_threads=self.engine.num_threads)

@@ -7,8 +7,6 @@ from typing import Any
 
 from paceline.config import Quantization, QuantOptions, cache_directory, draft_quant_options, lm_head_copy_options, weights_cache_bytes
 from paceline.drafters import HeadOptions, check_draft_adapter, prepare_drafter
-from paceline.drafters.block.config import BLOCK_KINDS
-from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import PacelineError, convert_memory_errors
 from paceline.hub import resolve_model
 from paceline.machine import available_memory_bytes
@@ -249,8 +247,7 @@ def _suggest(target: CheckpointFacts, measured: ProbeResult | None, question: Do
     return suggest_drafters(
         model_names(question.model, target.path),
         None if measured is None else pass_costs(target, question.quantization, measured.pass_s),
-        head_quantization=draft_quant_options(question.draft_quantization, None),
-        model_quantization=_draft_quant(target, question),
+        quantization=_draft_quant(target, question),
     )
 
 
@@ -366,9 +363,7 @@ def draft_memory(
 ) -> ModelMemory | None:
     """Return the memory of a drafter's network; None where it has none."""
     if drafter.head is not None:
-        is_like_draft_model = drafter.head.kind in (*BLOCK_KINDS, HeadKind.PARD2)
-        own = _draft_quant(target, question) if is_like_draft_model else draft_quant_options(question.draft_quantization, None)
-        return drafter.head.memory(own)
+        return drafter.head.memory(_draft_quant(target, question))
     if drafter.facts is None:
         return None
     quantization = _draft_quant(target, question)

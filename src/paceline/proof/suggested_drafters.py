@@ -204,15 +204,14 @@ def suggest_drafters(
     names: Iterable[str],
     costs: PassCosts | None = None,
     *,
-    head_quantization: QuantOptions | None = None,
-    model_quantization: QuantOptions | None = None,
+    quantization: QuantOptions | None = None,
 ) -> list[SuggestedDrafter]:
     """Return the drafters known for a model; with costs in descending order of the lowest predicted speedup.
 
     Args:
         names: names of the target, from `model_names`.
         costs: measured costs; None = nothing is predicted.
-        head_quantization, model_quantization: how heads and draft models are quantised while loading; None = not at all.
+        quantization: how drafters are quantised while loading; None = not at all.
     """
     known = set(names)
     found: list[tuple[str, str, str, float | None]] = [(method, method, "built_in", None) for method in BUILT_IN_METHODS]
@@ -224,7 +223,6 @@ def suggest_drafters(
     found += [(hub_id, DRAFT_MODEL, "hub", parameters) for hub_id, parameters in _smaller_siblings(known)]
     suggested = []
     for drafter, method, location, parameters in found:
-        quantization = model_quantization if method in (DRAFT_MODEL, PARD2) else head_quantization
         ends = None if costs is None else _predict(method, parameters, costs, quantization)
         suggested.append(SuggestedDrafter(drafter, method, location, parameters, ACCEPTANCE[method], *(ends or ())))
     return sorted(suggested, key=lambda one: 0.0 if one.slowest is None else -round(one.slowest.speedup, 2))

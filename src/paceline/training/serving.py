@@ -15,8 +15,6 @@ from paceline.training.settings import TrainSettings
 
 TEMPERATURES = (0.0, 0.7)
 _WARMUP_TOKENS = 32
-_QUANTIZATION = {"eagle3": "int4"}
-"""`--draft-quantization` by method, else auto: four bits make a head's step a third as long, and cost it next to no accuracy."""
 
 
 def measure(settings: TrainSettings, directory: Path, prompts: Sequence[Prompt], depth: int, print_line: PrintLine) -> dict[str, Any]:
@@ -73,7 +71,7 @@ def measure(settings: TrainSettings, directory: Path, prompts: Sequence[Prompt],
 def _load(settings: TrainSettings, drafters: list[str]) -> LoadedEngine:
     options = {
         "gguf_file": settings.gguf_file, "threads": settings.threads, "drafter": drafters, "tree_width": settings.tree_width,
-        "draft_quantization": _QUANTIZATION.get(settings.drafter, "auto"), "max_model_len": settings.max_tokens + 32, "max_num_seqs": 1,
+        "max_model_len": settings.max_tokens + 32, "max_num_seqs": 1,
     }  # fmt: skip
     config, speculation, given = parse_settings(settings.model, options)
     return load_engine(config, speculation, given)

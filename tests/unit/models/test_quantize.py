@@ -242,10 +242,8 @@ def test_quantisation_setting_may_be_a_name_or_options() -> None:
     assert EngineConfig(quantization=custom).quantization is SpeculationConfig(draft_quantization=custom).draft_quantization is custom
 
 
-@pytest.mark.parametrize(
-    ("target_bits", "bits"), [(None, None), (32.0, None), (16.0, 8), (16.1, 8), (8.5, 4), (6.56, 4), (5.5, 4), (4.5, 4), (2.6, 4)]
-)
-def test_draft_quantization_auto_halves_the_bits_of_the_target(target_bits: float | None, bits: int | None) -> None:
+@pytest.mark.parametrize(("target_bits", "bits"), [(32.0, None), (16.0, 8), (16.1, 8), (8.5, 4), (6.56, 4), (5.5, 4), (4.5, 4), (2.6, 4)])
+def test_draft_quantization_auto_halves_the_bits_of_the_target(target_bits: float, bits: int | None) -> None:
     followed = draft_quant_options("auto", target_bits)
     assert (None if followed is None else followed.bits) == bits
     assert draft_quant_options("none", target_bits) is None

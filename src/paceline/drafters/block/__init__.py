@@ -22,7 +22,7 @@ def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
     sizes = target.runtime.config
     config = read_block_config(files, sizes)
     opened = open_block_checkpoint(files, config, sizes, num_threads=target.engine.num_threads)
-    quantised = target.quantize(opened.weights, files.files, as_draft_model=True)
+    quantised = target.quantize(opened.weights, files.files)
     weights = target.runtime.weights or open_weights(target.directory, sizes)
     tensors: dict[str, AnyTensor] = dict(quantised)
     own_embedding = tensors.pop("embedding.weight", None)
