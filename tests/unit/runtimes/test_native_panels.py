@@ -1,6 +1,7 @@
 """Products of rows rounded to bytes with weights in panels: what numpy computes from the definition, the same bits everywhere."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from ctypes import c_int
 from itertools import product
 
 import numpy as np
@@ -11,6 +12,7 @@ from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, pack_nibbles, unpack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Weights
 from paceline.runtimes.base import FloatArray
+from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.packed_weights import pack_weights
 from paceline.runtimes.native.records import MatrixKind, Packing
 from paceline.runtimes.native.weights import NativeWeights
@@ -255,17 +257,31 @@ def test_packed_weights_are_shared_and_free_their_source(seed: int) -> None:
     assert plain.kind != first.kind
 
 
+@pytest.fixture
+def is_one_stream_best() -> Iterator[c_int]:
+    """The variable of the kernels: whether few rows read one panel at a time, as on Zen 5."""
+    flag = c_int.in_dll(kernels(), "is_one_stream_best")
+    before = flag.value
+    yield flag
+    flag.value = before
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 9])
-def test_each_piece_of_a_panel_product_is_computed_once(num_rows: int, num_threads: int, seed: int) -> None:
-    """Four panels for few rows; one for more, and where a thread would get fewer than four pieces of four panels."""
+@pytest.mark.parametrize("one_stream", [0, 1])
+def test_each_piece_of_a_panel_product_is_computed_once(
+    one_stream: int, num_rows: int, num_threads: int, is_one_stream_best: c_int, seed: int
+) -> None:
+    """Four panels for few rows; one for more, on Zen 5, and where a thread would get fewer than four pieces of four panels."""
     random, sizes = np.random.default_rng(seed), {"a": 1000, "b": 16, "c": 53}
     tensors = {f"{name}.weight": grouped(random, "u4-halves", outputs, 64, 32) for name, outputs in sizes.items()}
     x, run = rows_of(random, num_rows, 64), network(tensors, num_threads=num_threads)
+    is_one_stream_best.value = 1 - one_stream
     expected = [found.copy() for found in network(tensors)(x)]
+    is_one_stream_best.value = one_stream
     run(x)
     for buffer in run.execution._buffers[1:]:
         buffer[...] = np.nan
     assert all(np.array_equal(found, wanted) for found, wanted in zip(run(x), expected, strict=True))
-    of_piece = 64 if num_rows <= 4 and sum(sizes.values()) // num_threads >= 256 else 16
+    of_piece = 64 if num_rows <= 4 and not one_stream and sum(sizes.values()) // num_threads >= 256 else 16
     assert count_claimed_pieces(run.execution, 0, 1) == sum(-(-outputs // of_piece) for outputs in sizes.values())

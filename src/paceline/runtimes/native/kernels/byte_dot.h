@@ -171,9 +171,7 @@ INLINE void add_pairs(pair_sums *sums, words codes, int32_t packed, const int is
     }
 }
 
-INLINE ints widen_pairs(const pair_sums *sums) {
-    return multiply_shorts(sums->all, broadcast_int(0x00010001));
-}
+INLINE ints widen_pairs(const pair_sums *sums) { return multiply_shorts(sums->all, broadcast_int(0x00010001)); }
 #endif
 
 #ifdef __ARM_NEON

@@ -88,7 +88,7 @@ INLINE const float *add_decoded(const words *w, const float *x, floats scales[][
 INLINE void multiply_blocks(const Matrix *matrix, int first, const float *packed, size_t step, float *y, const int blocks, size_t ahead,
                             const int kind) {
     const int header = header_bytes(kind, matrix->scale_columns), codes = codes_bytes(kind);
-    const size_t distance = prefetch_distance(rows, ahead);
+    const size_t distance = prefetch_distance(1, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * (size_t)matrix->row_bytes;
     floats sum[MAX_BLOCKS][1][MAX_ROWS];
     for (int i = 0; i < blocks; i++) EACH_ROW sum[i][0][row] = broadcast(0.0f);
@@ -184,7 +184,7 @@ INLINE const float *add_group_products(const DecodedGroups *groups, int count, c
 INLINE void multiply_table_groups(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead,
                             const int group) {
     const int max_count = group > SUPER_BLOCK / 2 ? 2 : SUPER_BLOCK / group / 2 * 2;
-    const size_t distance = prefetch_distance(rows, ahead);
+    const size_t distance = prefetch_distance(1, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * (size_t)matrix->row_bytes;
     const code_table table = value_table_of(matrix, SIGN_BY_XOR);
     floats sum[MAX_BLOCKS][MAX_ROWS];

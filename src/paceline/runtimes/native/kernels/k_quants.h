@@ -130,9 +130,7 @@ INLINE void add_group(const GroupSums *sums, const float *x, int g, floats scale
 }
 
 /* Return the value at which a group's integer sums start; a constant 0 if the format has no zero point (Q4_K, Q5_K). */
-INLINE int32_t group_offset(const int32_t *offsets, const int row, const int kind) {
-    return !FORMAT(kind)->has_minimums ? offsets[row] : 0;
-}
+INLINE int32_t group_offset(const int32_t *offsets, const int row, const int kind) { return !FORMAT(kind)->has_minimums ? offsets[row] : 0; }
 
 /* Whether low_bit_blocks.c implements a kind: Q2_K, Q3_K and IQ4_XS, which have less than 4.5 bits a weight. */
 #define IS_LOW_BIT(kind) ((kind) >= PANELS_Q2_K)

@@ -8,7 +8,7 @@
 INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
                           const int panels, const int kind) {
     const int columns = matrix->columns, scale_columns = matrix->scale_columns, header = header_bytes(kind, scale_columns), group = FORMAT(kind)->group;
-    const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(rows, ahead);
+    const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(panels, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next;
     floats sum[MAX_PANELS][MAX_ROWS];
     const code_table table = kind == PANELS_IQ4_XS ? value_table_of(matrix, SIGN_BY_PSIGN) : (code_table){0};

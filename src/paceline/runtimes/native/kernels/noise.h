@@ -29,9 +29,7 @@ INLINE uint64_t token_key(uint64_t seed, uint64_t sample_index, uint64_t positio
 }
 
 /* Return the argument of splitmix64_vector for the 16 ids from `id` on, an even number. Add 8 * NOISE_STEP for the next 16. */
-INLINE long_words noise_state(uint64_t key, int id) {
-    return ((long_words){0, 1, 2, 3, 4, 5, 6, 7} + (uint64_t)(id / 2)) * NOISE_STEP + key;
-}
+INLINE long_words noise_state(uint64_t key, int id) { return ((long_words){0, 1, 2, 3, 4, 5, 6, 7} + (uint64_t)(id / 2)) * NOISE_STEP + key; }
 
 INLINE words noise_of_state(long_words state) {
     const long_words mixed = splitmix64_vector(state);

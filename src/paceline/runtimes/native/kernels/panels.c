@@ -63,7 +63,7 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
                             const int panels, const int narrow, const int minimum, const int by_table, const int float16, const int group,
                             const int at_once) {
     const int columns = matrix->columns, step = at_once ? 4 * at_once : narrow ? 8 : 4;
-    const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(rows, ahead);
+    const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(panels, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next, *header = at;
     floats sum[MAX_PANELS][MAX_ROWS];
     const code_table table = by_table ? value_table_of(matrix, SIGN_BY_PSIGN) : (code_table){0};

@@ -86,9 +86,7 @@ INLINE const int32_t *add_table_products(GroupSums *sums, const words *codes, co
 }
 
 /* Return whether codes are indices into a table, whose values may need all 8 bits. */
-INLINE int uses_table(int kind) {
-    return kind == PANELS_4_BITS_TABLE || kind == PANELS_4_BITS_TABLE_FLOAT16 || kind == PANELS_IQ4_XS;
-}
+INLINE int uses_table(int kind) { return kind == PANELS_4_BITS_TABLE || kind == PANELS_4_BITS_TABLE_FLOAT16 || kind == PANELS_IQ4_XS; }
 
 /* Return the table of a matrix; zero_point is added, so that its values are unsigned. */
 INLINE code_table value_table_of(const Matrix *matrix, const int sign_method) {
@@ -113,8 +111,9 @@ INLINE void store_sums(const Matrix *matrix, int from, const floats *sums, const
     }
 }
 
-/* Panels of a tile. Few rows: several panels, because several streams use the memory bandwidth better. More rows: one panel, because registers are
- * short and arithmetic takes longer than memory. */
+/* Panels of a tile. Few rows: several panels, because several streams use the memory bandwidth better, except on Zen 5: there `is_one_stream_best`.
+ * More rows: one panel, because registers are short and arithmetic takes longer than memory. */
+extern int is_one_stream_best;
 #if MAX_ROWS == 8
 #define PANELS_OF(rows) ((rows) <= 4 ? MAX_PANELS : 1)
 #else
@@ -123,14 +122,12 @@ INLINE void store_sums(const Matrix *matrix, int from, const floats *sums, const
 
 /* Return the prefetch distance in bytes. ahead = 0: later weights of the same panel, farther ahead if it is the only stream. ahead > 0, if an
  * earlier block of rows has already loaded this panel: `ahead`, the distance of the next panel. */
-INLINE size_t prefetch_distance(const int rows, size_t ahead) { return ahead ? ahead : PANELS_OF(rows) > 1 ? 1024 : 4096; }
+INLINE size_t prefetch_distance(const int panels, size_t ahead) { return ahead ? ahead : panels > 1 ? 1024 : 4096; }
 
-#define TILE_OF(rows, PRODUCTS)         \
-    case rows:                          \
-        PRODUCTS(rows, PANELS_OF(rows)) \
-        if (PANELS_OF(rows) > 1) {      \
-            PRODUCTS(rows, 1)           \
-        }                               \
+#define TILE_OF(rows, PRODUCTS)                                                             \
+    case rows:                                                                              \
+        if (PANELS_OF(rows) > 1 && !is_one_stream_best) { PRODUCTS(rows, PANELS_OF(rows)) } \
+        PRODUCTS(rows, 1)                                                                   \
         break;
 #if MAX_ROWS == 8
 #define EACH_TILE(PRODUCTS) \

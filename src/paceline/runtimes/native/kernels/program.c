@@ -1,6 +1,7 @@
 /* Run a network: a list of operations on buffers of rows, one after another. Each operation is divided among the threads in pieces (work.h). */
 #include "native.h"
 #include "block_max.h"
+#include "panels.h"
 #include "threads.h"
 #include "work.h"
 
@@ -29,7 +30,7 @@ static int num_rows_of(const Pass *pass, const Operation *operation) { return op
 /* Return the outputs of a piece of a product. thread_outputs: the outputs of a thread's share. */
 static int piece_outputs(int packing, int rows, int thread_outputs) {
     if (packing != AS_BYTES) return PIECE_OUTPUTS;
-    return rows > 4 || thread_outputs < MIN_THREAD_PIECES * 4 * PANEL_OUTPUTS ? PANEL_OUTPUTS : 4 * PANEL_OUTPUTS;
+    return rows > 4 || is_one_stream_best || thread_outputs < MIN_THREAD_PIECES * 4 * PANEL_OUTPUTS ? PANEL_OUTPUTS : 4 * PANEL_OUTPUTS;
 }
 
 /* Pack a single input row. Each thread packs it for itself, because that is faster than waiting for a barrier. */

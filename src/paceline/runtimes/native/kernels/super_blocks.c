@@ -42,7 +42,7 @@ INLINE const float *add_groups(const uint8_t *at, size_t next, const float *x, f
 INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
                           const int panels, const int kind) {
     const int header = header_bytes(kind, matrix->scale_columns), codes = codes_bytes(kind);
-    const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(rows, ahead);
+    const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(panels, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next;
     floats sum[MAX_PANELS][MAX_ROWS];
     EACH_PANEL EACH_ROW sum[n][row] = broadcast(0.0f);

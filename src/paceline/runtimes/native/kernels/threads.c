@@ -11,11 +11,19 @@
 #include <stdint.h>
 #include <time.h>
 
+int is_one_stream_best; /* see panels.h */
+
 #if defined(__x86_64__)
 #define SPIN_PAUSE() __builtin_ia32_pause()
 /* Run the instruction cpuid. Windows does not report all instruction sets of a processor. */
 void paceline_cpuid(uint32_t leaf, uint32_t subleaf, uint32_t *result) {
     __asm__("cpuid" : "=a"(result[0]), "=b"(result[1]), "=c"(result[2]), "=d"(result[3]) : "a"(leaf), "c"(subleaf));
+}
+
+__attribute__((constructor)) static void find_processor(void) {
+    uint32_t version[4];
+    paceline_cpuid(1, 0, version);
+    is_one_stream_best = (version[0] >> 8 & 15) + (version[0] >> 20 & 255) == 26; /* the family of Zen 5 */
 }
 #else
 #define SPIN_PAUSE() ((void)0)
