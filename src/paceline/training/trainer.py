@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from paceline.errors import CheckpointError, shortened
-from paceline.machine import return_free_memory
 from paceline.training.batches import epoch_batches, make_batch
 from paceline.training.drafter import StepResult, TrainableDrafter
 from paceline.training.estimate import Estimate, estimate
@@ -101,7 +100,6 @@ class Trainer:
                 return False
             start = self._clock()
             sums.add(*self._step())
-            return_free_memory()  # batches differ in size, so the heap would grow for hundreds of steps
             progress.elapsed_s += self._clock() - start
             if progress.step % PLAN_STEPS == 0 or self._is_finished():
                 self._plan()
@@ -174,12 +172,15 @@ class Trainer:
         moments of each value are added, unless they are there already.
         """
 
-        def num_rows(indices: list[int]) -> int:
-            return len(indices) * max(len(self._data.token_ids[index]) for index in indices)  # with padding
+        def num_scores(indices: list[int]) -> int:
+            """Return the number of attention scores, padding included: of each answer token with all positions."""
+            most_answers = max(int(data.is_answer[index].sum()) for index in indices)
+            return len(indices) * most_answers * max(len(data.token_ids[index]) for index in indices)
 
-        batches = epoch_batches(self._data, self.settings.seed, 0, self.settings.batch_tokens)
+        data = self._data
+        batches = epoch_batches(data, self.settings.seed, 0, self.settings.batch_tokens)
         with MemoryWatch() as watch:
-            for indices in sorted(batches, key=num_rows)[-4:]:
+            for indices in sorted(batches, key=num_scores)[-4:]:
                 self._compute_gradients(indices, 0)
         self._optimizer.zero_grad(set_to_none=True)
         if self._device != "cpu":
