@@ -70,7 +70,7 @@ class LoadedTarget:
 
     @property
     def copies_lm_head(self) -> bool:
-        """Whether heads that need the target's whole lm_head get a quantised copy of it: if the user chose how to quantise drafters."""
+        """Whether MTP and Medusa heads without an lm_head get a quantised copy of the target's: only if `draft_quantization` is set."""
         return self.speculation.draft_quantization != "auto" and self.draft_quant is not None
 
     @property

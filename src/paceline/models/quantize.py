@@ -23,7 +23,8 @@ GROUPS = (128, 64, 32)
 _CHUNK_VALUES = 1 << 17  # number of values quantised at a time: temporary arrays then fit in the CPU cache
 _SCALE_BITS_DROPPED = 12  # low bits of a float32 scale that rounding clears: 12 of 24 significant bits
 _MAX_WEIGHT = np.float32(1e37)  # larger weights are refused: `scale * code` must stay finite; real weights are far smaller
-_UNQUANTIZED_NAMES = ("router", "shared_gate", "altup_router")  # small matrices; rounding them could select other experts
+# small matrices; rounding them could select other experts, or other clusters of tokens in a Gemma 4 assistant
+_UNQUANTIZED_NAMES = ("router", "shared_gate", "altup_router", "centroids")
 _MIN_GROUP_MAGNITUDE = np.float32(1e-30)  # groups with only smaller values become zeros: their scale would be subnormal
 # Scales to try for a group, as the code that its largest value gets before clipping, which often lowers the total error. -7 clips nothing,
 # so no group gets worse than by plain rounding. A finer search lowers the error of int4 by 0.3 % and takes a third longer.

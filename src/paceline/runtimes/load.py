@@ -265,8 +265,8 @@ def load_head(
 ) -> Network:
     """Load a drafting head, a network that drafts from the target's hidden states. Weights keep their stored type.
 
-    It computes in float32, but rows are rounded to 8 bits for products with quantised matrices, as in the target. If the target's `lm_head`
-    is packed for such products and the head uses it, both use the same memory.
+    It computes in float32. The native backend rounds rows to 8 bits for products with quantised matrices, whatever the target's type. If
+    the head uses the target's `lm_head`, and that is packed for such products, both use the same memory.
 
     Args:
         compose: function that defines what the head computes.

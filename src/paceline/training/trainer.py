@@ -168,8 +168,8 @@ class Trainer:
     def measure_memory_bytes(self) -> int:
         """Return the memory of this process that training will take, without mapped files and that of a GPU.
 
-        It is the peak while the gradients of the first epoch's four largest batches are computed, which are not applied. AdamW's two
-        moments of each value are added, unless they are there already.
+        It is the peak while gradients are computed, which are not applied, of the batches of the first epoch with the most attention scores
+        and those with the most positions, two of each. AdamW's two moments of each value are added, unless they are there already.
         """
 
         def num_scores(indices: list[int]) -> int:
@@ -177,10 +177,13 @@ class Trainer:
             most_answers = max(int(data.is_answer[index].sum()) for index in indices)
             return len(indices) * most_answers * max(len(data.token_ids[index]) for index in indices)
 
+        def num_positions(indices: list[int]) -> int:
+            return len(indices) * max(len(data.token_ids[index]) for index in indices)
+
         data = self._data
         batches = epoch_batches(data, self.settings.seed, 0, self.settings.batch_tokens)
         with MemoryWatch() as watch:
-            for indices in sorted(batches, key=num_scores)[-4:]:
+            for indices in [*sorted(batches, key=num_scores)[-2:], *sorted(batches, key=num_positions)[-2:]]:
                 self._compute_gradients(indices, 0)
         self._optimizer.zero_grad(set_to_none=True)
         if self._device != "cpu":

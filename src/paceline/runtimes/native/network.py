@@ -289,6 +289,7 @@ class NativeNetwork(Network):
             num_threads=self._shared.num_threads,
             kv_cache_dtype=self.capabilities.kv_cache_dtype,
             max_model_len=max_model_len,
+            packed={},
             kv_source=self,
         )
 

@@ -111,7 +111,7 @@ INLINE void store_sums(const Matrix *matrix, int from, const floats *sums, const
     }
 }
 
-/* Panels of a tile. Few rows: several panels, because several streams use the memory bandwidth better, except on Zen 5: there `is_one_stream_best`.
+/* Panels of a tile. Few rows: several panels, because several streams of reads use the memory bandwidth better; one if `is_one_stream_best` (Zen 5).
  * More rows: one panel, because registers are short and arithmetic takes longer than memory. */
 extern int is_one_stream_best;
 #if MAX_ROWS == 8

@@ -9,7 +9,7 @@
 
 /* Sizes of a piece of work. */
 #define PIECE_OUTPUTS 48       /* outputs of a product: a multiple of the 8, 6, 4 and 3 outputs of a tile in linear.c */
-#define PANEL_OUTPUTS 16 /* of a panel; a piece of work is one panel, or four (MAX_PANELS) for few rows */
+#define PANEL_OUTPUTS 16 /* of a panel; a piece of work is one panel, or four (MAX_PANELS) for few rows, see piece_outputs */
 #define MIN_THREAD_PIECES 4 /* with fewer pieces a thread, pieces are smaller, because threads wait for the last one: longer, the slower its core */
 #define PIECE_FLOATS 512       /* floats of an elementwise operation on few rows: small, so that each thread's columns stay in its cache */
 #define PIECE_FLOATS_MANY 4096 /* the same from MANY_ROWS rows on, which do not fit in a cache */
