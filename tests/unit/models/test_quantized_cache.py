@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -350,3 +351,19 @@ def test_invalid_paceline_cache_gb_is_refused(given: str, tmp_path: Path, monkey
     monkeypatch.setenv("PACELINE_CACHE_GB", given)
     with pytest.raises(ConfigError, match=f"PACELINE_CACHE_GB is '{given}': set it to a number of gigabytes from 0"):
         quantized_weights(make_weights(), INT4, tmp_path)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize(
+    ("names", "where"), [(["a.safetensors"], "a.safetensors: "), (["a-1.safetensors", "a-2.safetensors"], ": "), ([], "")]
+)
+def test_weights_that_cannot_be_quantised_are_named_with_their_file(names: list[str], where: str, is_cached: bool, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in names]
+    for file in files:
+        file.touch()
+    weights = make_weights()
+    as_float32(weights["layers.0.q_proj.weight"])[3, 5] = np.nan
+    expected = f"{tmp_path if len(files) == 2 else ''}{where}layers.0.q_proj.weight holds weights that are NaN"
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
+        quantized_weights(weights, INT4, tmp_path if is_cached else None, files=files)["layers.0.q_proj.weight"]
+    assert not is_cached or files_of(tmp_path) == []

@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -78,6 +78,18 @@ def quantized_weights(
     schemes = quantization_schemes(weights, options)
     if not schemes:
         return weights
+
+    def quantize(name: str) -> GroupedTensor:
+        """Return a tensor quantised, and free the memory of the original."""
+        tensor = weights[name]
+        try:
+            quantized = quantize_tensor(name, tensor, schemes[name], num_threads=num_threads)
+        except CheckpointError as error:
+            where = f"{files[0] if len(files) == 1 else files[0].parent}: " if files else ""
+            raise CheckpointError(f"{where}{error}") from error
+        weights.free_tensor(name)
+        return quantized
+
     limit = weights_cache_bytes()
     if cache_directory is not None and limit:
         key = _cache_key(weights, options, schemes, files)
@@ -87,7 +99,7 @@ def quantized_weights(
             found = _read_file(path, layout, weights, schemes)
             if found is None:
                 _evict_until_fits(path.parent, layout.size, limit)
-                _write_file(path, layout, weights, schemes, num_threads)
+                _write_file(path, layout, schemes, quantize)
                 found = _read_file(path, layout, weights, schemes)
             if found is not None:
                 _update_access_time(path)
@@ -97,7 +109,7 @@ def quantized_weights(
             problem = str(error)
         if notices is not None:
             notices.append(f"the quantised weights could not be kept in {path.parent} ({problem}): they stay in memory, and are made again")
-    return QuantizedWeights(weights, lambda name: _quantize_and_free(weights, name, schemes[name], num_threads), schemes)
+    return QuantizedWeights(weights, quantize, schemes)
 
 
 class QuantizedWeights(LazyWeights):
@@ -123,13 +135,6 @@ class QuantizedWeights(LazyWeights):
     def info(self, name: str) -> TensorInfo:
         info, scheme = self._weights.info(name), self._schemes.get(name)
         return info if scheme is None else replace(info, bits=scheme.bits, nbytes=scheme.nbytes(info.shape))
-
-
-def _quantize_and_free(weights: Weights, name: str, scheme: QuantizationScheme, num_threads: int) -> GroupedTensor:
-    """Return a tensor quantised, and free the memory of the original."""
-    quantized = quantize_tensor(name, weights[name], scheme, num_threads=num_threads)
-    weights.free_tensor(name)
-    return quantized
 
 
 def _cache_key(weights: Weights, options: QuantOptions, schemes: _Schemes, files: Sequence[Path]) -> str:
@@ -179,7 +184,7 @@ def _file_layout(weights: Weights, schemes: _Schemes, key: str) -> _FileLayout:
     return _FileLayout(header, arrays, start + offset)
 
 
-def _write_file(path: Path, layout: _FileLayout, weights: Weights, schemes: _Schemes, num_threads: int) -> None:
+def _write_file(path: Path, layout: _FileLayout, names: Iterable[str], quantize: Callable[[str], GroupedTensor]) -> None:
     """Quantise all matrices into a temporary file and then rename it, so that a file under its final name is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_old_temporary_files(path.parent)
@@ -187,8 +192,8 @@ def _write_file(path: Path, layout: _FileLayout, weights: Weights, schemes: _Sch
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(layout.header)
-            for name, scheme in schemes.items():
-                matrix = _quantize_and_free(weights, name, scheme, num_threads).matrix
+            for name in names:
+                matrix = quantize(name).matrix
                 for part, array in (("codes", matrix.codes), ("scales", matrix.scales)):
                     file.write(bytes(layout.arrays[f"{name}.{part}"].start - file.tell()))
                     file.write(array.reshape(-1).view(np.uint8).data)
