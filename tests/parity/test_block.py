@@ -224,7 +224,8 @@ def test_quantised_gguf_block_drafter_equals_its_dequantised_values(kind: str, m
     compare_with_gguf(tmp_path, config, tensors, held, backend="torch")  # which rounds no rows
     logits = block_logits(tmp_path, config, "native"), block_logits(tmp_path, config, "torch")
     error = np.abs(logits[0] - logits[1]).mean() / logits[1].std()
-    assert error < 0.1, "rows are rounded to bytes, nothing else: other blocks would give an error of 1"
+    # the random blocks of K-quants have large values, which amplify the rounding from layer to layer
+    assert error < (0.1 if matrix_type.endswith("_K") else 0.001), "rows are rounded to bytes, nothing else"
 
 
 def block_logits(tmp_path: Path, config: Mapping[str, Any], backend: str) -> Any:
