@@ -278,7 +278,7 @@ def _start_process(function: str, limits: Limits) -> "subprocess.Popen[bytes]":
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     try:
-        return start(command, bufsize=0, start_new_session=True, **pipes)  # a new session, so that Ctrl-C does not end the process
+        return start(command, bufsize=0, process_group=0, **pipes)  # its own group, so that Ctrl-C does not end the process
     except (OSError, ValueError) as error:
         raise IsolatedError(Failure.NOT_STARTED, str(error)) from error
 

@@ -220,7 +220,7 @@ def test_forked_process_starts_its_own_chat_template_process() -> None:
 def test_chat_template_process_ignores_keyboard_interrupts() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": ""})
     template.check()
-    assert os.getsid(pid_of(template)) != os.getsid(0)
+    assert os.getpgid(pid_of(template)) != os.getpgid(0)
 
 
 def test_chat_template_process_cannot_write_files_and_has_a_memory_limit() -> None:

@@ -119,3 +119,13 @@ def test_isolated_function_process_ends_with_its_object() -> None:
     gc.collect()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX's")
+def test_isolated_function_process_is_in_the_session_but_not_in_the_group_of_its_parent() -> None:
+    # Ctrl-C reaches a group; Linux schedules sessions as groups, and on a busy machine let new ones wait for up to a minute
+    isolated = IsolatedFunction(f"{FUNCTIONS}:echo", LIMITS)
+    isolated.start()
+    assert isolated.pid is not None
+    assert (os.getsid(isolated.pid), os.getpgid(isolated.pid)) == (os.getsid(0), isolated.pid)
+    isolated.close()

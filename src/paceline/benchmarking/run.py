@@ -52,7 +52,7 @@ class WorkerProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=os.name == "posix"
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, process_group=0 if os.name == "posix" else None
             )
         except OSError as error:
             self._log.close()
@@ -110,7 +110,7 @@ class WorkerProcess:
         """Kill the process and its children."""
         if os.name == "posix":
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # the process group has the number of the session leader
+                os.killpg(self._process.pid, signal.SIGKILL)  # the process group has the number of its first process
         else:
             self._process.kill()
         self._process.wait()

@@ -15,6 +15,7 @@ from paceline.parsing.python_literals import QUOTES, LiteralReader
 from paceline.parsing.text_stream import NAME_CHARACTER, WHITESPACE, MalformedError, Parse, TextStream
 
 _CALL = re.compile(r"([\w.\-]+)\s*\((.*)\)", re.DOTALL)
+_MARK = re.compile(r"\\.|['\"()\[\]{},;\n]", re.DOTALL)  # escapes, quotes, brackets, separators
 _AFTER_STRING = ",)]}:"
 _BETWEEN = WHITESPACE + ",;"
 _MAX_REPAIR_CHARS = 16384
@@ -225,28 +226,27 @@ def _split(block: str, *, in_strings: bool) -> Iterator[str]:
     Args:
         in_strings: whether brackets within strings count, which needs no sound quotes.
     """
-    depth = start = at = 0
+    depth = start = 0
     quote = ""
-    while at < len(block):
-        char = block[at]
+    for mark in _MARK.finditer(block):
+        char, at = mark[0] if quote else mark[0][-1], mark.end() - 1
         if quote:
-            at += char == "\\"
             quote = "" if char == quote else quote
-        elif char in "'\"" and not in_strings:
+        elif char in QUOTES and not in_strings:
             quote = char
         elif char in "([{":
             depth += 1
         elif char in ")]}":
             depth -= 1
             if depth < 0:
+                block = block[:at]
                 break
         elif char in ",;\n" and depth == 0:
             if block[start:at].strip():
                 yield block[start:at].strip()
             start = at + 1
-        at += 1
-    if block[start:at].strip():
-        yield block[start:at].strip()
+    if block[start:].strip():
+        yield block[start:].strip()
 
 
 def _requoted(text: str, start: int) -> Iterator[str]:
