@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from alternate_models import alternate, expected_token_ids, num_loads
+from harness.alternating_clients import alternate, expected_token_ids, num_loads
 from harness.live_server import until
 from harness.server_process import Server
 from harness.two_models import write_two_models
@@ -39,7 +39,7 @@ def test_models_that_switch_under_load_answer_exactly_in_flat_memory(
         end_s = time.monotonic() + SECONDS[large_counts]
         for number in count():
             size = {"seconds": SECONDS_PER_ROUND, "num_clients": NUM_CLIENTS}
-            found = asyncio.run(alternate(server.url, expected, server.resident_bytes, **size, seed=seed + number * NUM_CLIENTS))
+            found = asyncio.run(alternate(server.url, expected, **size, seed=seed + number * NUM_CLIENTS))
             counts.update(found.counts)
             faults += found.faults
             until(lambda: set(httpx.get(server.url + "/health").json()["models"].values()) == {"unloaded"})

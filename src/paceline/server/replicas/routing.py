@@ -1,7 +1,4 @@
-"""Choice of a replica for a request: the one that probably has its prefix cached, unless it has too much load.
-
-A function of numbers alone: `tools/simulate_replicas.py` and its tests call it with a simulated clock.
-"""
+"""Choice of a replica for a request: the one that probably has its prefix cached, unless it has too much load."""
 
 import hashlib
 import json
