@@ -40,7 +40,7 @@ def test_architecture_figure_contains_more_than_25_calls() -> None:
     assert len(ARROWS) > 25
 
 
-@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/dev/decisions.md"])
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/dev/decisions.md", "docs/dev/kernels.md"])
 def test_files_named_by_a_developer_page_exist(page: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w/*{},.]+\.(?:py|c|h|md))`", text) if "{" not in name and "*" not in name}
