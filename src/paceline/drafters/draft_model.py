@@ -9,7 +9,7 @@ all k draft tokens. The cache rows of the mask tokens are not kept.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -61,18 +61,6 @@ class DraftLogits(NamedTuple):
 DraftSteps: TypeAlias = Generator[TokenPath, DraftLogits | None, ResultT]
 """Generator that drafts token by token. It yields the path after which it needs logits: first (), then the previous path plus one token. It
 receives these logits, or None if the cache is full, and returns the finished draft."""
-
-
-def draft_chain(depth: int, pick: Callable[[DraftLogits, TokenPath], int | None]) -> DraftSteps[list[int]]:
-    """Draft a chain of at most `depth` tokens. `pick` chooses each token from its logits, or ends the chain with None."""
-    path: list[int] = []
-    while len(path) < depth:
-        row = yield path
-        token = None if row is None else pick(row, path)
-        if token is None:
-            break
-        path.append(token)
-    return path
 
 
 @dataclass(slots=True)
@@ -173,11 +161,10 @@ class DraftModelDrafter(Drafter):
         for request, budget in zip(requests, budgets, strict=True):
             context = request.token_ids if self._translation is None else self._translation.draft_context(request)
             depth = min(budget.max_depth, budget.max_rows - 1, self._max_depth)
-            draft = self._start_draft(
-                request, context, len(context), depth, self._make_draft_generator(request, replace(budget, max_depth=depth))
-            )
+            is_drawn = budget.needs_draft_probs and not request.params.is_greedy
+            steps = (self._rejection_sampling_steps if is_drawn else self._tree_steps)(request, replace(budget, max_depth=depth))
+            draft = self._start_draft(request, context, len(context), depth, steps)
             if draft is not None:
-                is_drawn = budget.needs_draft_probs and not request.params.is_greedy
                 draft.uses_top_tokens = self._translation is None and request.processor.leaves_logits_unchanged and not is_drawn
                 draft.has_truncation = request.params.truncates
             drafts.append(draft)
@@ -196,8 +183,7 @@ class DraftModelDrafter(Drafter):
         drafts: list[_Draft[list[int]] | None] = []
         for request, (context, num_unchanged), count in zip(requests, contexts, max_new_tokens, strict=True):
             depth = min(count, self._max_depth)
-            steps = draft_chain(depth, lambda row, _: int(np.argmax(row.logits[: self._num_tokenizer_ids])))
-            drafts.append(self._start_draft(request, context, num_unchanged, depth, steps))
+            drafts.append(self._start_draft(request, context, num_unchanged, depth, self._greedy_steps(depth)))
         self._run_until_finished(requests, drafts)
         return [draft.result or [] if draft is not None else [] for draft in drafts]
 
@@ -299,32 +285,19 @@ class DraftModelDrafter(Drafter):
         except StopIteration as end:
             draft.pending_token_ids, draft.result = [], end.value
 
-    def _make_draft_generator(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
-        if budget.needs_draft_probs and not request.params.is_greedy:
-            return self._rejection_sampling_steps(request, budget)
-        if self._tree_width == 1:
-            return self._chain_steps(request, budget)
-        return self._tree_steps(request, budget)
-
-    def _chain_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
-        """Draft a chain. It ends early if no token is allowed, or if its probability falls below `min_path_prob`."""
+    def _greedy_steps(self, depth: int) -> DraftSteps[list[int]]:
         path: list[int] = []
-        probs: list[float] = []
-        path_prob = 1.0
-        while len(path) < budget.max_depth and path_prob >= budget.min_path_prob:
-            row = yield path
-            drafted = self._sample(request, row, path, 1)
-            if not drafted.token_ids:
-                break
-            path.append(drafted.token_ids[0])
-            probs.append(drafted.probs[0])
-            path_prob *= budget.acceptance_rate(probs[-1])
-        return DraftTree.chain(request.token_ids[-1], path, self.name, probs) if path else None
+        while len(path) < depth and (row := (yield path)) is not None:
+            path.append(int(np.argmax(row.logits[: self._num_tokenizer_ids])))
+        return path
 
     def _tree_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
-        """Draft the chain of `_chain_steps` plus the siblings with the highest acceptance probability per row of the target's pass."""
+        """Draft a chain, and the siblings of its tokens with the highest acceptance probability per row of the target's pass.
+
+        The chain ends early if no token is allowed, or if its probability falls below `min_path_prob`.
+        """
         root: TokenPath | None = ()
-        growth, path_prob = grow_tree_stepwise(request.token_ids[-1], budget, root), 1.0
+        growth, path_prob = grow_tree_stepwise(request.token_ids[-1], budget, root, self.name), 1.0
         try:
             path = next(growth)
             while True:
@@ -379,7 +352,7 @@ class DraftModelDrafter(Drafter):
         """Sample the tokens after a path as candidates for the tree. Only the first gets children: the tree is a chain with siblings."""
         drafted = self._sample(request, row, path, self._tree_width)
         return [
-            (token, prob, self.name, None if rank else (*path, token))
+            (token, prob, None if rank else (*path, token))
             for rank, (token, prob) in enumerate(zip(drafted.token_ids, drafted.probs, strict=True))
         ]
 

@@ -295,10 +295,10 @@ def best_first_tree(
         if len(path) == depth:
             return []
         found = tokens_after(path)
-        return [(token, prob, source, (*path, token)) for token, prob in zip(found.token_ids, found.probs, strict=True)]
+        return [(token, prob, (*path, token)) for token, prob in zip(found.token_ids, found.probs, strict=True)]
 
     start: tuple[int, ...] = ()
-    return grow_tree(root, budget, start, expand)
+    return grow_tree(root, budget, start, expand, source)
 
 
 def _target_noise_draws_of_blocks(group: Sequence[tuple[DraftBlock, GrowingDraft]], shift: int) -> RowSampling | None:

@@ -219,11 +219,11 @@ class MedusaDrafter(Drafter):
             if depth == len(by_depth):
                 tokens = candidates_at(depth)
                 probs = self._acceptance_rates(depth, tokens.probs, is_greedy=is_greedy)
-                by_depth.append([(token, prob, self.name, depth + 1) for token, prob in zip(tokens.token_ids, probs, strict=True)])
+                by_depth.append([(token, prob, depth + 1) for token, prob in zip(tokens.token_ids, probs, strict=True)])
             return by_depth[depth]
 
         budget = DraftBudget(draft.budget.max_rows, draft.depth)
-        return grow_tree(draft.request.token_ids[-1], budget, 0, expand)
+        return grow_tree(draft.request.token_ids[-1], budget, 0, expand, self.name)
 
     def _acceptance_rates(self, depth: int, probs: Sequence[float], *, is_greedy: bool) -> Sequence[float]:
         """Estimate for each candidate of a depth the probability that it is accepted, given that the tokens before it are."""

@@ -148,8 +148,8 @@ class GrowingDraft:
         children: list[list[Candidate[int]]] = [[] for _ in self.token_ids]
         for node, (parent, token, prob) in enumerate(zip(self.parents, self.token_ids, self.probs, strict=True)):
             if node:
-                children[parent].append((token, prob, source, node))
-        return grow_tree(root, self.budget, 0, children.__getitem__)
+                children[parent].append((token, prob, node))
+        return grow_tree(root, self.budget, 0, children.__getitem__, source)
 
     def _expand(self, level: Sequence[int], features: FloatArray) -> None:
         """Make the most probable nodes of `level` the frontier; `features` [nodes, Hd] were predicted at the nodes of the old frontier."""
