@@ -260,16 +260,17 @@ def _find_fetched_drafter(target: Path) -> PreparedDrafter | None:
     fetched = read_fetched_drafter(target)
     if fetched is None:
         return None
+    name, path = fetched
     try:
-        head = open_head_files(fetched.path)
+        head = open_head_files(path)
         if head is None:
-            read_model_config(fetched.path)
+            read_model_config(path)
         else:
             _read_layer_boundaries(head, target, HeadOptions())
     except (CheckpointError, IncompatibleDrafterError) as error:
-        notice = f"{fetched.name}, downloaded for this model, is not used ({error}): paceline doctor MODEL --fetch gets it again"
+        notice = f"{name}, downloaded for this model, is not used ({error}): paceline doctor MODEL --fetch gets it again"
         return replace(_find_own_drafter("auto", target), notice=notice)
-    return PreparedDrafter(DRAFT_MODEL if head is None else head.kind.value, fetched.path, head, is_optional=head is not None)
+    return PreparedDrafter(DRAFT_MODEL if head is None else head.kind.value, path, head, is_optional=head is not None)
 
 
 def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:

@@ -140,7 +140,6 @@ class DraftModelDrafter(Drafter):
         mask_token_id: int | None = None,
     ) -> None:
         self.runtime, self.cache, self._mask_token_id = runtime, cache, mask_token_id
-        self._vocab_size = vocab_size
         self._num_tokenizer_ids = runtime.config.vocab_size if num_tokenizer_ids is None else num_tokenizer_ids
         self._translation = translation
         self.max_model_len = runtime.config.max_positions if max_model_len is None else max_model_len
@@ -358,12 +357,7 @@ class DraftModelDrafter(Drafter):
 
     def _to_target_logits(self, row: FloatArray) -> FloatArray:
         """Convert the draft model's logits to a row [V] of the target's ids; ids that cannot be drafted get -inf."""
-        if self._translation is not None:
-            return self._translation.to_target_logits(row)
-        row = row[: min(self._vocab_size, self._num_tokenizer_ids)]
-        if len(row) == self._vocab_size:
-            return row
-        return np.concatenate([row, np.full(self._vocab_size - len(row), -np.inf, np.float32)])
+        return (self._sampler if self._translation is None else self._translation).to_target_logits(row)
 
     def _run_pass(
         self, drafts: Sequence[_Draft[ResultT]], token_ids: Sequence[list[int]], *, needs_logits: bool

@@ -10,16 +10,19 @@ of the intersection are drawn with the target's noise.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.runtimes.base import FloatArray
-from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits, RequestState
+from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import IdMap, Speller, match_ids, piece_bytes, pieces_of
+
+if TYPE_CHECKING:  # import cycle: a draft model of another vocabulary uses this module
+    from paceline.drafters.draft_model import DraftModelDrafter
 
 NUM_RETOKENIZED_TOKENS = 10
 """When text is appended, so many last tokens are tokenized again, because they may change."""
@@ -147,21 +150,6 @@ class SharedVocabularyMap:
         return self._spelled[token_id]
 
 
-class GreedyTextModel(Protocol):
-    """Interface of a draft model that generates text greedily; see `DraftModelDrafter.generate`."""
-
-    name: str
-    traits: DrafterTraits
-
-    def generate(
-        self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], max_new_tokens: Sequence[int]
-    ) -> list[list[int]]: ...
-
-    def prefill_s(self, request: Request) -> float: ...
-
-    def release(self, request: Request) -> None: ...
-
-
 @dataclass(slots=True)
 class _RetokenizedContext:
     """One request's text, tokenized for the draft model.
@@ -189,7 +177,7 @@ class TextDrafter(Drafter):
         target, draft: tokenizers of the target and of the draft model.
     """
 
-    def __init__(self, model: GreedyTextModel, target: ByteTokenizer, draft: ByteTokenizer) -> None:
+    def __init__(self, model: "DraftModelDrafter", target: ByteTokenizer, draft: ByteTokenizer) -> None:
         self.model = model
         self.name = model.name
         self.traits = model.traits

@@ -51,11 +51,7 @@ class RepeatedNgrams:
         """Append a token to the output. O(size)."""
         if len(self._token_ids) >= self._num_before:
             start = tuple(_last(self._token_ids, self._num_before))
-            followers = self._followers.get(start)
-            if followers is None:
-                self._followers[start] = array("q", (token_id,))
-            else:
-                followers.append(token_id)
+            self._followers.setdefault(start, array("q")).append(token_id)
         self._token_ids.append(token_id)
 
     def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:

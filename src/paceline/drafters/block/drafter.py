@@ -111,7 +111,7 @@ class BlockDrafter(Drafter):
                     continue
                 num_spare_blocks += needed
                 draft = GrowingDraft(request, budget, depth, width, rows.block_table, rows.first_slot)
-                group.append((DraftBlock(request.token_ids[-1], rows, range(count)), draft))
+                group.append((DraftBlock(request.token_ids[-1], rows), draft))
             trees |= self._draft_blocks(group)
         return [trees.get(id(request)) for request in requests]
 
@@ -166,7 +166,7 @@ class BlockDrafter(Drafter):
             logits, hidden = np.array(output.logits), np.array(output.hidden_states)
         first, trees = 0, dict[int, DraftTree | None]()
         for rows, draft in group:
-            count = len(rows.logit_rows)
+            count = rows.rows.num_rows
             if is_biased:
                 self._store_first_row_tokens(draft.request, logits[first : first + count].argmax(-1)[:2].tolist())
                 self._add_markov_biased_levels(draft, logits[first + shift : first + count], hidden[first : first + count])
@@ -245,17 +245,11 @@ class BlockDrafter(Drafter):
             states |= {node: state for node, (_, state) in zip(nodes, latents, strict=True)}
             base = np.repeat(logits[level : level + 1], len(nodes), 0)
             output = head.run_bias(np.stack([latent for latent, _ in latents]), base, frontier_noise_draws([draft]))
-            if draft.uses_top_tokens:
-                is_greedy = draft.request.params.is_greedy
-                found = [self._sampler.sample_from_top_tokens(row, draft.width, is_greedy=is_greedy) for row in output.summaries]
-            else:
-                found = [self._sample_children(draft, node, row) for node, row in zip(nodes, output.logits, strict=True)]
+            ranked = zip(nodes, output.logits, output.summaries, strict=True)
+            found = [draft.sample(self._sampler, node, row, top_tokens) for node, row, top_tokens in ranked]
             if head.config.has_confidence:
                 found = [_scale_probs_to_confidence(one, head.confidence(hidden[level], row)) for one, row in zip(found, rows, strict=True)]
             draft.add_level(found, np.empty((len(nodes), 0), np.float32))
-
-    def _sample_children(self, draft: GrowingDraft, node: int, row: FloatArray) -> DraftTokens:
-        return self._sampler.sample(draft.request, draft.path(node), row, draft.width, needs_draft_probs=draft.budget.needs_draft_probs)
 
     def _store_first_row_tokens(self, request: Request, best: Sequence[int]) -> None:
         """Remember the most probable tokens of the first two rows, while it is unknown which of the rows is the first that drafts."""
@@ -307,7 +301,7 @@ def _target_noise_draws_of_blocks(group: Sequence[tuple[DraftBlock, GrowingDraft
         [
             (draft.request, row - shift) if draft.needs_draw and row >= shift else None
             for rows, draft in group
-            for row in range(len(rows.logit_rows))
+            for row in range(rows.rows.num_rows)
         ]
     )
 

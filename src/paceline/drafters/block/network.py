@@ -104,12 +104,10 @@ class DraftBlock:
     Attributes:
         anchor: the last committed token, the block's first input token. The others are mask tokens.
         rows: cache rows of the block, the anchor's row first.
-        logit_rows: indices of the block's rows whose logits are returned.
     """
 
     anchor: int
     rows: RowRange
-    logit_rows: Sequence[int]
 
 
 class BlockHead:
@@ -161,7 +159,7 @@ class BlockHead:
         self.runtime.forward(inputs, _make_batch([context.rows for context in contexts]), LogitsRows(np.empty(0, np.int32)))
 
     def run_block(self, blocks: Sequence[DraftBlock], draws: RowSampling | None = None) -> ForwardOutput:
-        """Run one pass over the blocks of several requests; return the logits of all `logit_rows`, in the order of the requests."""
+        """Run one pass over the blocks of several requests; return the logits of all rows, in the order of the requests."""
         starts = [0, *accumulate(block.rows.num_rows for block in blocks)]
         token_ids = np.full(starts[-1], self.config.mask_token_id, np.int32)
         token_ids[starts[:-1]] = [block.anchor for block in blocks]
@@ -170,8 +168,7 @@ class BlockHead:
             rows[np.setdiff1d(np.arange(starts[-1]), starts[:-1])] = self._mask_embedding
         if self.config.embedding_scale != 1.0:
             rows = rows * np.float32(self.config.embedding_scale)
-        logit_rows = np.array([start + row for start, block in zip(starts, blocks, strict=False) for row in block.logit_rows], np.int32)
-        requested = LogitsRows(logit_rows, self._ranking if self._markov_network is None else None, draws)
+        requested = LogitsRows(np.arange(starts[-1], dtype=np.int32), self._ranking if self._markov_network is None else None, draws)
         return self._block_network.forward({EMBEDDING: rows}, _make_batch([block.rows for block in blocks]), requested)
 
     def run_bias(self, latent: FloatArray, base: FloatArray, draws: RowSampling | None = None) -> ForwardOutput:

@@ -15,13 +15,13 @@ from itertools import accumulate
 
 import numpy as np
 
-from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, target_noise_draws
+from paceline.drafters.draft_sampler import DraftSampler, target_noise_draws
 from paceline.drafters.recurrent_heads.cache import SPARE_BLOCKS, FeaturePairCache, RequestFeaturePairs
 from paceline.drafters.recurrent_heads.head import FeaturePairOutputs, RecurrentHead
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, split_into_passes
-from paceline.runtimes.logits_summary import LogitsSummary, RowSampling
+from paceline.runtimes.logits_summary import RowSampling
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -141,20 +141,12 @@ class EagleStyleDrafter(Drafter):
 
     def _add_levels(self, drafts: Sequence[GrowingDraft], outputs: FeaturePairOutputs) -> None:
         """Add a level to each draft, sampled from the logits of its frontier nodes."""
-        ranked, first = outputs.top_tokens(), 0
+        logits, ranked, first = outputs.logits, outputs.top_tokens(), 0
         for draft in drafts:
             last = first + len(draft.frontier)
-            rows = range(first, last)
-            drafted = [self._sample(draft, node, ranked, outputs.logits, row) for node, row in zip(draft.frontier, rows, strict=True)]
+            drafted = [draft.sample(self._sampler, node, logits[row], ranked[row]) for row, node in enumerate(draft.frontier, first)]
             draft.add_level(drafted, outputs.features[first:last])
             first = last
-
-    def _sample(self, draft: GrowingDraft, node: int, ranked: Sequence[LogitsSummary], logits: FloatArray, row: int) -> DraftTokens:
-        """Sample the draft tokens after a node from row `row` of a pass."""
-        request = draft.request
-        if draft.uses_top_tokens:
-            return self._sampler.sample_from_top_tokens(ranked[row], draft.width, is_greedy=request.params.is_greedy)
-        return self._sampler.sample(request, draft.path(node), logits[row], draft.width, needs_draft_probs=draft.budget.needs_draft_probs)
 
     def _run_target_feature_pairs(
         self, pairs: Sequence[RequestFeaturePairs], *, needs_logits: bool, num_masked: Sequence[int] = (), draws: RowSampling | None = None
@@ -197,12 +189,12 @@ class ParallelDrafter(EagleStyleDrafter):
             [(draft.request, level) if draft.needs_draw else None for draft in drafts for level in range(draft.depth)]
         )
         outputs = self._run_target_feature_pairs([pairs for pairs, _ in group], needs_logits=True, num_masked=num_masked, draws=draws)
-        ranked, first = outputs.top_tokens(), 0
+        logits, ranked, first = outputs.logits, outputs.top_tokens(), 0
         for draft in drafts:
             for row in range(first, first + draft.depth):
                 if not draft.frontier:
                     break
-                drafted = [self._sample(draft, node, ranked, outputs.logits, row) for node in draft.frontier]
+                drafted = [draft.sample(self._sampler, node, logits[row], ranked[row]) for node in draft.frontier]
                 draft.add_level(drafted, np.empty((len(drafted), 0), np.float32))  # masked rows need no features
             first += draft.depth
         return {id(draft.request): draft.to_tree(self.name) for draft in drafts}

@@ -210,25 +210,14 @@ class RecurrentHead:
 
     def run_draft_feature_pairs(self, drafts: Sequence[DraftFeaturePairs], draws: RowSampling | None = None) -> FeaturePairOutputs:
         """Run one pass over draft tokens of several requests; return logits and predicted features of their `logit_rows`."""
-        ranges: tuple[RowRange, ...]
-        if len(drafts) == 1:
-            (one,) = drafts
-            ranges, features, rows = (one.rows,), one.features, one.logit_rows
-            token_ids, positions = np.array(one.token_ids, np.int32), np.array(one.positions, np.int32)
-        else:
-            starts = [0, *accumulate([len(one.token_ids) for one in drafts])]
-            ranges = _set_range_starts([one.rows for one in drafts], starts)
-            rows = [start + row for one, start in zip(drafts, starts, strict=False) for row in one.logit_rows]
-            token_ids = np.array([token for one in drafts for token in one.token_ids], np.int32)
-            positions = np.array([position for one in drafts for position in one.positions], np.int32)
-            features = np.concatenate([one.features for one in drafts])
-        inputs, requested = (
-            {EMBEDDING: self._embed(token_ids), FEATURE: features},
-            LogitsRows(np.array(rows, np.int32), self._ranking, draws),
-        )
-        output = self._draft_network.forward(inputs, ForwardBatch(positions, ranges), requested)
-        features = output.results[FEATURE]
-        return FeaturePairOutputs(output, features[rows[0] : rows[-1] + 1] if isinstance(rows, range) else features[rows])
+        starts = [0, *accumulate([len(one.token_ids) for one in drafts])]
+        rows = np.array([start + row for one, start in zip(drafts, starts, strict=False) for row in one.logit_rows], np.int32)
+        token_ids = np.array([token for one in drafts for token in one.token_ids], np.int32)
+        positions = np.array([position for one in drafts for position in one.positions], np.int32)
+        inputs = {EMBEDDING: self._embed(token_ids), FEATURE: _concatenate([one.features for one in drafts])}
+        batch = ForwardBatch(positions, _set_range_starts([one.rows for one in drafts], starts))
+        output = self._draft_network.forward(inputs, batch, LogitsRows(rows, self._ranking, draws))
+        return FeaturePairOutputs(output, output.results[FEATURE][rows])
 
     def _feature_inputs(self, features: FloatArray) -> dict[str, FloatArray]:
         """Return the target's features as the network's inputs, by name of the input."""

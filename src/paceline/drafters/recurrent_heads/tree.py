@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.drafters.draft_sampler import DraftTokens, target_noise_draws
+from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, target_noise_draws
 from paceline.drafters.recurrent_heads.head import DraftFeaturePairs
 from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
-from paceline.runtimes.logits_summary import RowSampling
+from paceline.runtimes.logits_summary import LogitsSummary, RowSampling
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
@@ -96,6 +96,12 @@ class GrowingDraft:
             path.append(self.token_ids[node])
             node = self.parents[node]
         return path[::-1]
+
+    def sample(self, sampler: DraftSampler, node: int, logits: FloatArray, top_tokens: LogitsSummary) -> DraftTokens:
+        """Sample the draft tokens after a node, from its row of logits [Vd] or from the row's top tokens if these are enough."""
+        if self.uses_top_tokens:
+            return sampler.sample_from_top_tokens(top_tokens, self.width, is_greedy=self.request.params.is_greedy)
+        return sampler.sample(self.request, self.path(node), logits, self.width, needs_draft_probs=self.budget.needs_draft_probs)
 
     def add_level(self, drafted: Sequence[DraftTokens], features: FloatArray) -> None:
         """Add a level: the draft tokens after each node of the frontier. The most probable of them become the next frontier.
