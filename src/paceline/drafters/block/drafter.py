@@ -22,7 +22,7 @@ from paceline.drafters.block.config import describe_drafted_position
 from paceline.drafters.block.context import ContextCache
 from paceline.drafters.block.network import SELECTOR_VECTORS, BlockHead, DraftBlock, PendingContext
 from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, target_noise_draws
-from paceline.drafters.recurrent_heads.cache import SPARE_BLOCKS
+from paceline.drafters.head_cache import SPARE_BLOCKS
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, IntArray, split_into_passes
@@ -100,7 +100,7 @@ class BlockDrafter(Drafter):
                 self._update_sample_from_anchor(request)
                 depth, width = self._depth_and_width(budget)
                 count = self._num_rows(budget)
-                needed = self.context.num_spare_blocks_needed(request, count)
+                needed = self.context.num_spare_blocks_needed(request, len(request.token_ids) - 1 + count)
                 if depth < 1 or needed > SPARE_BLOCKS or request.token_ids[-1] >= self.head.num_embedded_ids:
                     continue
                 if num_spare_blocks + needed > SPARE_BLOCKS:

@@ -16,7 +16,8 @@ from itertools import accumulate
 import numpy as np
 
 from paceline.drafters.draft_sampler import DraftSampler, target_noise_draws
-from paceline.drafters.recurrent_heads.cache import SPARE_BLOCKS, FeaturePairCache, RequestFeaturePairs
+from paceline.drafters.head_cache import SPARE_BLOCKS
+from paceline.drafters.recurrent_heads.cache import FeaturePairCache, RequestFeaturePairs
 from paceline.drafters.recurrent_heads.head import FeaturePairOutputs, RecurrentHead
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
 from paceline.kv_cache.cache import KVCache
@@ -67,7 +68,7 @@ class EagleStyleDrafter(Drafter):
             for request, budget in part:
                 depth, width = draft_depth_and_width(budget, self._tree_width)
                 num_slots = self._num_draft_slots(depth, width)
-                needed = self.pairs.num_spare_blocks_needed(request, num_slots)
+                needed = self.pairs.num_spare_blocks_needed(request, len(request.token_ids) + num_slots)
                 if depth < 1 or needed > SPARE_BLOCKS:
                     continue
                 if num_used + needed > SPARE_BLOCKS:
