@@ -12,7 +12,7 @@ import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import islice, repeat
 from pathlib import Path
 from time import perf_counter
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
@@ -90,7 +90,6 @@ class _Draft(Generic[ResultT]):
         pending_token_ids: tokens to run in the next pass; empty once the draft is finished.
         depth: maximum number of draft tokens on a path.
         uses_top_tokens: the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used.
-        has_truncation: the request has top-k, top-p or min-p.
         num_received_rows: number of rows of logits that the generator has received so far.
         result: the finished draft.
     """
@@ -101,7 +100,6 @@ class _Draft(Generic[ResultT]):
     pending_token_ids: list[int]
     depth: int
     uses_top_tokens: bool = False
-    has_truncation: bool = False
     num_received_rows: int = 0
     result: ResultT | None = None
 
@@ -165,7 +163,6 @@ class DraftModelDrafter(Drafter):
             draft = self._start_draft(request, context, len(context), depth, steps)
             if draft is not None:
                 draft.uses_top_tokens = self._translation is None and request.processor.leaves_logits_unchanged and not is_drawn
-                draft.has_truncation = request.params.truncates
             drafts.append(draft)
         self._run_until_finished(requests, drafts)
         return [None if draft is None else draft.result for draft in drafts]
@@ -367,7 +364,7 @@ class DraftModelDrafter(Drafter):
         Returns:
             the drafts that ran, and for each the logits of its next token; for PARD models also those of the tokens after it.
         """
-        ran, plans, rows = list[_Draft[ResultT]](), list[RowPlan](), list[list[int]]()
+        ran, plans, rows, logit_indices = list[_Draft[ResultT]](), list[RowPlan](), list[list[int]](), list[range]()
         for draft, ids in zip(drafts, token_ids, strict=True):
             masks = [self._mask_token_id] * self._num_mask_tokens(draft) if needs_logits and self._mask_token_id is not None else []
             try:
@@ -381,12 +378,9 @@ class DraftModelDrafter(Drafter):
                 continue
             ran.append(draft)
             rows.append([*ids, *masks])
+            logit_indices.append(range(len(ids) - 1, num_rows) if needs_logits else range(0))
         if not ran:
             return ran, []
-        firsts = [len(ids) - self._num_mask_tokens(draft) - 1 for draft, ids in zip(ran, rows, strict=True)] if needs_logits else []
-        logit_indices = (
-            [range(first, len(ids)) for first, ids in zip(firsts, rows, strict=True)] if needs_logits else [range(0)] * len(rows)
-        )
         start = perf_counter()
         inputs, batch, logits_rows = assemble_pass(plans, rows, logit_indices)
         is_ranked = needs_logits and any(draft.uses_top_tokens for draft in ran)
@@ -402,12 +396,10 @@ class DraftModelDrafter(Drafter):
             draft.state.token_ids.extend(ids[:num_kept])
         if not needs_logits:
             return ran, []
-        ranked = iter(output.summaries if is_ranked else [None] * len(output.logits))
-        found = [DraftLogits(logits, next(ranked)) for logits in output.logits]
-        ends = list(accumulate(map(len, logit_indices)))
+        found = zip(output.logits, output.summaries if is_ranked else repeat(None), strict=False)
         return ran, [
-            [row if draft.uses_top_tokens else DraftLogits(row.logits) for row in found[end - len(indices) : end]]
-            for draft, indices, end in zip(ran, logit_indices, ends, strict=True)
+            [DraftLogits(logits, top_tokens if draft.uses_top_tokens else None) for logits, top_tokens in islice(found, len(indices))]
+            for draft, indices in zip(ran, logit_indices, strict=True)
         ]
 
     def _request_top_tokens(self, logits_rows: LogitsRows, drafts: Sequence[_Draft[ResultT]], num_rows: Sequence[int]) -> LogitsRows:
@@ -416,7 +408,7 @@ class DraftModelDrafter(Drafter):
             for draft, count in zip(drafts, num_rows, strict=True)
             for index in range(count)
         ]
-        truncates = any(draft.has_truncation and draft.uses_top_tokens for draft in drafts)
+        truncates = any(draft.uses_top_tokens and draft.request.params.truncates for draft in drafts)
         return logits_rows._replace(summary=self._truncated_ranking if truncates else self._ranking, sampling=target_noise_draws(drawn))
 
 

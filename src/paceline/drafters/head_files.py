@@ -24,7 +24,7 @@ from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, Tensor
 from paceline.small_files import INDEX_BYTES, is_file, read_json
 
-_PREFIXES = re.compile(r"(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
+_PREFIXES = re.compile(r"^(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
 _WEIGHT_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
 _INDEX = "[0-9]{1,6}"  # index of a layer or head; more digits only occur in damaged files
 
@@ -259,8 +259,13 @@ def is_head_file(name: str) -> bool:
 
 def strip_prefixes(name: str) -> str:
     """Return a tensor's name without the prefixes that training code leaves, such as `module.`."""
-    found = _PREFIXES.match(name)
-    return name[found.end() :] if found else name
+    return _PREFIXES.sub("", name, count=1)
+
+
+def rename_module(name: str, modules: Mapping[str, str]) -> str:
+    """Return a tensor's name with its module renamed if `modules` has another name for it."""
+    module, kind = name.rsplit(".", 1)
+    return f"{modules.get(module, module)}.{kind}"
 
 
 def check_target_sizes(files: HeadFiles, target: ModelConfig, *, hidden_size: int, vocab_rows: int | None = None) -> None:

@@ -86,28 +86,18 @@ def markov_bias_network(config: BlockConfig, markov_rank: int) -> NetworkDefinit
 
 @dataclass(frozen=True, slots=True)
 class PendingContext:
-    """Committed positions of one request whose context keys and values are computed in the next pass.
+    """Committed positions of one request whose context keys and values are computed in the next pass."""
 
-    Attributes:
-        hidden_states: [T, F] hidden states of the target; those of all layer boundaries of a position are concatenated.
-        rows: cache rows that the keys and values are written to.
-    """
-
-    hidden_states: FloatArray
-    rows: RowRange
+    hidden_states: FloatArray  # [T, F] of the target; those of all layer boundaries of a position are concatenated
+    rows: RowRange  # cache rows that the keys and values are written to
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """Input rows that draft a block for one request.
+    """Input rows that draft a block for one request."""
 
-    Attributes:
-        anchor: the last committed token, the block's first input token. The others are mask tokens.
-        rows: cache rows of the block, the anchor's row first.
-    """
-
-    anchor: int
-    rows: RowRange
+    anchor: int  # the last committed token, the block's first input token; the others are mask tokens
+    rows: RowRange  # cache rows of the block, the anchor's row first
 
 
 class BlockHead:
@@ -217,10 +207,10 @@ class BlockHead:
         """
         kind = self.config.markov
         if kind is MarkovKind.GATED:
-            gate = self._small_tensors["gate"] @ np.concatenate([hidden, embedding]) + self._small_tensors["gate_bias"]
+            gate = self._small_tensors["gate.weight"] @ np.concatenate([hidden, embedding]) + self._small_tensors["gate.bias"]
             return embedding * _sigmoid(gate), state
         if kind is MarkovKind.RNN:
-            joint = self._small_tensors["joint"] @ np.concatenate([state, embedding, hidden]) + self._small_tensors["joint_bias"]
+            joint = self._small_tensors["joint.weight"] @ np.concatenate([state, embedding, hidden]) + self._small_tensors["joint.bias"]
             gate, candidate, out = np.split(joint, 3)
             state = _sigmoid(gate) * state + (1.0 - _sigmoid(gate)) * np.tanh(candidate)
             return np.tanh(out), state
@@ -229,8 +219,8 @@ class BlockHead:
     def confidence(self, hidden: FloatArray, embedding: FloatArray) -> float:
         """Predict from a row's hidden state and the Markov embedding of the token before how probably the row's token is accepted."""
         inputs = np.concatenate([hidden, embedding]) if self.config.has_markov_confidence else hidden
-        bias = self._small_tensors.get("confidence_bias")
-        return float(_sigmoid(self._small_tensors["confidence"][0] @ inputs + (0.0 if bias is None else bias[0])))
+        bias = self._small_tensors.get("confidence.bias")
+        return float(_sigmoid(self._small_tensors["confidence.weight"][0] @ inputs + (0.0 if bias is None else bias[0])))
 
 
 def _sigmoid(x: FloatArray) -> FloatArray:

@@ -27,6 +27,7 @@ from paceline.drafters.head_files import (
     layer_tensors,
     read_target_ids,
     read_token_map,
+    rename_module,
 )
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
@@ -37,10 +38,12 @@ from paceline.models.gguf.stored_tensor import TensorSource
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32, half_split_order
 
 _MASK_FEATURE_TENSOR = "mask_hidden"
-_INTERNAL_TENSOR_NAMES = {
-    "embed_tokens": "embedding", "norm": "final_norm", "lm_head": "lm_head", "fc": "fc", "input_norm": "input_norm",
-    "embedding_layernorm": "embedding_norm", "hidden_states_layernorm": "feature_norm",
-}  # fmt: skip
+_INTERNAL_MODULE_NAMES = {
+    "embed_tokens": "embedding",
+    "norm": "final_norm",
+    "embedding_layernorm": "embedding_norm",
+    "hidden_states_layernorm": "feature_norm",
+}
 
 _GGUF_ARCHITECTURE = "eagle3"
 _GGUF_LAYER_TENSOR_NAMES = {"attn_norm_2": "hidden_norm", **GGUF_LAYER_MODULE_NAMES}
@@ -86,7 +89,7 @@ def open_eagle_checkpoint(files: HeadFiles, config: EagleConfig, target: ModelCo
     id_tables = ("token_map",) if config.is_eagle1 else ("d2t", "t2d")
     files.check_all_used([*used, *id_tables], ignored=lambda name: _is_ignored_tensor(files, name))
     tensors: dict[str, AnyTensor] = {
-        names.get(name, _internal_tensor_name(name)): files.matrix(name) for name in used if name != _MASK_FEATURE_TENSOR
+        names.get(name) or rename_module(name, _INTERNAL_MODULE_NAMES): files.matrix(name) for name in used if name != _MASK_FEATURE_TENSOR
     }
     mask = as_float32(files.weight(_MASK_FEATURE_TENSOR)).reshape(-1) if _MASK_FEATURE_TENSOR in used else None
     ids = read_target_ids(files, config.layers.vocab_size, target)
@@ -117,12 +120,6 @@ def check_embedding_rows(files: HeadFiles, num_embedded_ids: int, num_tokenizer_
             f"the {files.kind.value} head {files.path} has embeddings of {num_embedded_ids} token ids, the target's tokenizer has "
             f"{num_tokenizer_ids}: it was made for another model"
         )
-
-
-def _internal_tensor_name(name: str) -> str:
-    """Return the name in `network.py` of a tensor that belongs to no layer."""
-    stem, kind = name.rsplit(".", 1)
-    return f"{_INTERNAL_TENSOR_NAMES.get(stem, stem)}.{kind}"
 
 
 def _is_ignored_tensor(files: HeadFiles, name: str) -> bool:
