@@ -83,25 +83,16 @@ class _CachedSequenceState:
 
 @dataclass(slots=True)
 class _Draft(Generic[ResultT]):
-    """One request's draft in progress.
-
-    Attributes:
-        steps: the generator that drafts.
-        pending_token_ids: tokens to run in the next pass; empty once the draft is finished.
-        depth: maximum number of draft tokens on a path.
-        uses_top_tokens: the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used.
-        num_received_rows: number of rows of logits that the generator has received so far.
-        result: the finished draft.
-    """
+    """One request's draft in progress."""
 
     request: Request
     state: _CachedSequenceState
-    steps: DraftSteps[ResultT]
-    pending_token_ids: list[int]
-    depth: int
-    uses_top_tokens: bool = False
-    num_received_rows: int = 0
-    result: ResultT | None = None
+    steps: DraftSteps[ResultT]  # the generator that drafts
+    pending_token_ids: list[int]  # tokens to run in the next pass; empty once the draft is finished
+    depth: int  # maximum number of draft tokens on a path
+    uses_top_tokens: bool = False  # the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used
+    num_received_rows: int = 0  # number of rows of logits that the generator has received so far
+    result: ResultT | None = None  # the finished draft
 
 
 class DraftModelDrafter(Drafter):

@@ -28,16 +28,11 @@ _MAX_LOG_PROB_GAP = 12.0  # siblings whose log-probability is this much below th
 
 @dataclass(frozen=True, slots=True)
 class DraftTokens:
-    """The draft tokens after one node of a draft tree, most probable first.
-
-    Attributes:
-        probs: for each token the estimated probability that the target draws it.
-        draft_probs: the distribution that the tokens were drawn from; only for rejection sampling.
-    """
+    """The draft tokens after one node of a draft tree, most probable first."""
 
     token_ids: Sequence[int] = ()
-    probs: Sequence[float] = ()
-    draft_probs: TokenProbs | None = None
+    probs: Sequence[float] = ()  # for each token the estimated probability that the target draws it
+    draft_probs: TokenProbs | None = None  # the distribution that the tokens were drawn from; only for rejection sampling
 
 
 NO_TOKENS = DraftTokens()

@@ -108,27 +108,16 @@ def _detect_module_layout(files: HeadFiles, target: ModelConfig) -> _ModuleLayou
 
 @dataclass(frozen=True, slots=True)
 class MtpModule:
-    """Config and weights of an MTP module.
+    """Config and weights of an MTP module."""
 
-    Attributes:
-        config: configuration of the module.
-        weights: weights by the names in `mtp_network`; `lm_head.weight` is the target's if the module has none.
-        embedding: [V, E] token embedding.
-        soft_cap: the target's soft cap of logits, if the target's lm_head is used.
-        is_feature_first: `fc` takes [feature, embedding], not [embedding, feature].
-        notices: messages for the user, shown at load.
-        draft_vocab: the ids that the module drafts; None = all ids of the target.
-        has_lm_head_copy: `lm_head.weight` is a copy of the target's rows for the draft vocabulary.
-    """
-
-    config: RecurrentHeadConfig
-    weights: Weights
-    embedding: AnyTensor
-    soft_cap: float | None
-    is_feature_first: bool
-    notices: tuple[str, ...]
-    draft_vocab: DraftVocab | None = None
-    has_lm_head_copy: bool = False
+    config: RecurrentHeadConfig  # configuration of the module
+    weights: Weights  # weights by the names in `mtp_network`; `lm_head.weight` is the target's if the module has none
+    embedding: AnyTensor  # [V, E] token embedding
+    soft_cap: float | None  # the target's soft cap of logits, if the target's lm_head is used
+    is_feature_first: bool  # `fc` takes [feature, embedding], not [embedding, feature]
+    notices: tuple[str, ...]  # messages for the user, shown at load
+    draft_vocab: DraftVocab | None = None  # the ids that the module drafts; None = all ids of the target
+    has_lm_head_copy: bool = False  # `lm_head.weight` is a copy of the target's rows for the draft vocabulary
 
 
 def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, num_threads: int = 1) -> MtpModule:

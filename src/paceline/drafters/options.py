@@ -93,17 +93,11 @@ class HeadOptions:
 
 @dataclass(frozen=True, slots=True)
 class HeadOption:
-    """An option of `--drafter-options`.
+    """An option of `--drafter-options`."""
 
-    Attributes:
-        head_kinds: kinds of heads that the option applies to.
-        expected: description of the allowed values, for error messages.
-        parse: converts the given value; raises ValueError or TypeError if it is invalid.
-    """
-
-    head_kinds: Sequence[HeadKind]
-    expected: str
-    parse: Callable[[object], object]
+    head_kinds: Sequence[HeadKind]  # kinds of heads that the option applies to
+    expected: str  # description of the allowed values, for error messages
+    parse: Callable[[object], object]  # converts the given value; raises ValueError or TypeError if it is invalid
 
 
 def _head_kind_names(option: HeadOption) -> str:

@@ -34,19 +34,12 @@ _DEFAULT_SCALE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pard2Config(RecurrentHeadConfig):
-    """Configuration of a PARD-2 draft model.
+    """Configuration of a PARD-2 draft model."""
 
-    Attributes:
-        chunk_order: the chunks of a feature, by index, in the order in which the projection reads them.
-        scale: factor of the projected feature.
-        has_projection_bias: the projection has a bias.
-        mask_token_id: input token of the positions whose token is not known yet.
-    """
-
-    chunk_order: tuple[int, ...]
-    scale: float
-    has_projection_bias: bool
-    mask_token_id: int
+    chunk_order: tuple[int, ...]  # the chunks of a feature, by index, in the order in which the projection reads them
+    scale: float  # factor of the projected feature
+    has_projection_bias: bool  # the projection has a bias
+    mask_token_id: int  # input token of the positions whose token is not known yet
 
 
 def read_pard2_config(files: HeadFiles, target: ModelConfig) -> Pard2Config:

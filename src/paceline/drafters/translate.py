@@ -152,19 +152,12 @@ class SharedVocabularyMap:
 
 @dataclass(slots=True)
 class _RetokenizedContext:
-    """One request's text, tokenized for the draft model.
+    """One request's text, tokenized for the draft model."""
 
-    Attributes:
-        num_converted: number of the request's tokens whose bytes were appended to `text`.
-        draft_ids: the text as ids of the draft model.
-        token_ends: for each of these ids the offset in `text` at which its token ends.
-        text: bytes of the request's tokens.
-    """
-
-    num_converted: int
-    draft_ids: list[int]
-    token_ends: list[int]
-    text: bytearray = field(default_factory=bytearray)
+    num_converted: int  # number of the request's tokens whose bytes were appended to `text`
+    draft_ids: list[int]  # the text as ids of the draft model
+    token_ends: list[int]  # for each of these ids the offset in `text` at which its token ends
+    text: bytearray = field(default_factory=bytearray)  # bytes of the request's tokens
 
 
 class TextDrafter(Drafter):

@@ -15,15 +15,10 @@ LogitsArray = NDArray[np.float32]
 
 
 class SampledPath(NamedTuple):
-    """The tokens that are sampled along one path of a draft tree, until no child holds the sampled token.
+    """The tokens that are sampled along one path of a draft tree, until no child holds the sampled token."""
 
-    Attributes:
-        token_ids: token of each of `nodes`, then the token after the last node.
-        nodes: nodes of the path, from depth 1 down.
-    """
-
-    token_ids: Sequence[int]
-    nodes: Sequence[int]
+    token_ids: Sequence[int]  # token of each of `nodes`, then the token after the last node
+    nodes: Sequence[int]  # nodes of the path, from depth 1 down
 
 
 class LogitsView(NamedTuple):

@@ -22,19 +22,12 @@ _Mask = Callable[[ScoreArray, Sequence[int]], None]
 
 
 class EditedRow(NamedTuple):
-    """A row of logits after all processors that run before temperature.
+    """A row of logits after all processors that run before temperature."""
 
-    Attributes:
-        logits: [V]; if no processor changes the row, they are a view of it, which the next forward pass overwrites.
-        max_logit: the largest of `logits`, finite.
-        params: sampling parameters of the request.
-        sampler: compiled `params`; None = there is no compiled sampler.
-    """
-
-    logits: ScoreArray
-    max_logit: np.float32
-    params: SamplingParams
-    sampler: PathSampler | None
+    logits: ScoreArray  # [V]; if no processor changes the row, they are a view of it, which the next forward pass overwrites
+    max_logit: np.float32  # the largest of `logits`, finite
+    params: SamplingParams  # sampling parameters of the request
+    sampler: PathSampler | None  # compiled `params`; None = there is no compiled sampler
 
     def distribution(self) -> Distribution:
         """Return the distribution of the row after temperature, top-k, top-p and min-p."""

@@ -44,17 +44,11 @@ class VocabularyClusters:
 
 @dataclass(frozen=True, slots=True)
 class AssistantConfig:
-    """Configuration of an assistant.
+    """Configuration of an assistant."""
 
-    Attributes:
-        layers: sizes of its decoder layers; each of them attends to the keys and values of one target layer.
-        target_hidden_size: hidden size of the target.
-        clusters: None = there are no clusters, and logits of all tokens are computed.
-    """
-
-    layers: ModelConfig
-    target_hidden_size: int
-    clusters: VocabularyClusters | None
+    layers: ModelConfig  # sizes of its decoder layers; each of them attends to the keys and values of one target layer
+    target_hidden_size: int  # hidden size of the target
+    clusters: VocabularyClusters | None  # None = there are no clusters, and logits of all tokens are computed
 
 
 def fits_target(files: HeadFiles, target: ModelConfig) -> bool:
@@ -265,16 +259,11 @@ _UNUSED_TENSORS = re.compile(r"layers\.[0-9]{1,6}\.self_attn\.(k_proj|v_proj|k_n
 
 @dataclass(frozen=True, slots=True)
 class Assistant:
-    """Config and weights of an assistant.
-
-    Attributes:
-        weights: weights by the names of `network.py`; `embedding.weight` is the lm_head.
-        token_ordering: [V] all token ids, grouped by cluster; None = there are no clusters.
-    """
+    """Config and weights of an assistant."""
 
     config: AssistantConfig
-    weights: Weights
-    token_ordering: NDArray[np.int64] | None
+    weights: Weights  # weights by the names of `network.py`; `embedding.weight` is the lm_head
+    token_ordering: NDArray[np.int64] | None  # [V] all token ids, grouped by cluster; None = there are no clusters
 
 
 def load_assistant(files: HeadFiles, target: ModelConfig, *, num_threads: int = 1) -> Assistant:

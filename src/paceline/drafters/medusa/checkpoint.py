@@ -28,29 +28,17 @@ _VLLM_LM_HEADS = re.compile(rf"lm_heads\.{_INDEX}\.weight")
 
 @dataclass(frozen=True, slots=True)
 class MedusaHeads:
-    """The weights of all Medusa heads.
+    """The weights of all Medusa heads."""
 
-    Attributes:
-        num_heads: number of heads; head d drafts the token d + 1 positions after the last committed token.
-        num_blocks: number of residual blocks of each head.
-        weights: `heads.{i}.blocks.{j}.weight` [E, E] and `.bias` [E]; `heads.{i}.lm_head.weight` [rows, E], or one `lm_head.weight`.
-        has_shared_lm_head: all heads use the same lm_head.
-        num_lm_head_rows: number of rows of each lm_head.
-        token_map: [rows] target id of each lm_head row, ascending; None = the index of a row is its id.
-        soft_cap: the target's soft cap of logits, if the target's lm_head is used.
-        notices: messages for the user, shown at load.
-        has_target_lm_head: the heads use the target's lm_head.
-    """
-
-    num_heads: int
-    num_blocks: int
-    weights: Weights
-    has_shared_lm_head: bool
-    num_lm_head_rows: int
-    token_map: NDArray[np.int64] | None = None
-    soft_cap: float | None = None
-    notices: tuple[str, ...] = ()
-    has_target_lm_head: bool = False
+    num_heads: int  # number of heads; head d drafts the token d + 1 positions after the last committed token
+    num_blocks: int  # number of residual blocks of each head
+    weights: Weights  # `heads.{i}.blocks.{j}.weight` [E, E] and `.bias` [E]; `heads.{i}.lm_head.weight` [rows, E], or one `lm_head.weight`
+    has_shared_lm_head: bool  # all heads use the same lm_head
+    num_lm_head_rows: int  # number of rows of each lm_head
+    token_map: NDArray[np.int64] | None = None  # [rows] target id of each lm_head row, ascending; None = the index of a row is its id
+    soft_cap: float | None = None  # the target's soft cap of logits, if the target's lm_head is used
+    notices: tuple[str, ...] = ()  # messages for the user, shown at load
+    has_target_lm_head: bool = False  # the heads use the target's lm_head
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,15 +20,10 @@ from paceline.runtimes.logits_summary import LogitsSummary, RowSampling, Summary
 
 @dataclass(frozen=True, slots=True)
 class MedusaOutputs:
-    """Results of a pass of one or more heads for B requests.
+    """Results of a pass of one or more heads for B requests."""
 
-    Attributes:
-        logits_of_head: returns the logits [B, rows] of a head; the next pass overwrites them.
-        top_tokens: for each head the top tokens of its B rows of logits; empty if none were requested.
-    """
-
-    logits_of_head: Callable[[int], FloatArray]
-    top_tokens: Sequence[Sequence[LogitsSummary]]
+    logits_of_head: Callable[[int], FloatArray]  # returns the logits [B, rows] of a head; the next pass overwrites them
+    top_tokens: Sequence[Sequence[LogitsSummary]]  # for each head the top tokens of its B rows of logits; empty if none were requested
 
 
 class MedusaNetwork:

@@ -108,15 +108,10 @@ class MaskedFeaturePair:
 
 @dataclass(frozen=True, slots=True)
 class FeaturePairOutputs:
-    """Results of a pass over feature pairs. The arrays are overwritten by the next pass.
+    """Results of a pass over feature pairs. The arrays are overwritten by the next pass."""
 
-    Attributes:
-        output: all results of the network.
-        features: [rows, Hd] predicted features, the input for the next draft tokens.
-    """
-
-    output: ForwardOutput
-    features: FloatArray
+    output: ForwardOutput  # all results of the network
+    features: FloatArray  # [rows, Hd] predicted features, the input for the next draft tokens
 
     @property
     def logits(self) -> FloatArray:

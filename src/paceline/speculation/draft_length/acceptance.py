@@ -28,15 +28,10 @@ FORCED_RATE = 0.98  # acceptance rate of tokens forced by a grammar; below 1 bec
 
 @dataclass(slots=True)
 class AcceptanceRates:
-    """Acceptance rates of one drafter over all requests.
+    """Acceptance rates of one drafter over all requests."""
 
-    Attributes:
-        num_observed: number of verified tokens.
-        has_probs: whether the drafter gives probabilities.
-    """
-
-    num_observed: int = 0
-    has_probs: bool = False
+    num_observed: int = 0  # number of verified tokens
+    has_probs: bool = False  # whether the drafter gives probabilities
     _counts: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     """Numbers of verified and accepted tokens, by ("depth", depth) and by `_prob_key`."""
 

@@ -95,18 +95,12 @@ class AdapterUse(IntEnum):
 
 @dataclass(slots=True)
 class BatchShape:
-    """The shape of a forward pass without its draft tokens: the inputs of the cost model.
+    """The shape of a forward pass without its draft tokens: the inputs of the cost model."""
 
-    Attributes:
-        num_rows: rows that are not draft tokens.
-        is_decoding: whether each sequence has exactly one such row.
-        cached_len: sum over the sequences of their cached rows beyond `PROFILED_CONTEXT_LEN`.
-    """
-
-    num_rows: int
+    num_rows: int  # rows that are not draft tokens
     num_sequences: int
-    is_decoding: bool
-    cached_len: float
+    is_decoding: bool  # whether each sequence has exactly one such row
+    cached_len: float  # sum over the sequences of their cached rows beyond `PROFILED_CONTEXT_LEN`
     adapters: AdapterUse
 
     @classmethod
