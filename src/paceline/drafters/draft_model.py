@@ -65,20 +65,13 @@ receives these logits, or None if the cache is full, and returns the finished dr
 
 @dataclass(slots=True)
 class _CachedSequenceState:
-    """The part of a request's text that is in the draft model's cache.
-
-    Attributes:
-        token_ids: the cached tokens, as ids of the draft model.
-        num_verified: number of leading cached tokens that are known to be equal to the request's committed text.
-        num_tokens_at_last_draft: length of the request at its last draft; before its first draft, the length of its cached prefix.
-        start: index in the request's text of the first cached token. Above 0 if the text is longer than the draft model's context.
-    """
+    """The part of a request's text that is in the draft model's cache."""
 
     sequence: CachedSequence
-    token_ids: list[int] = field(default_factory=list)
-    num_verified: int = 0
-    num_tokens_at_last_draft: int = 0
-    start: int = 0
+    token_ids: list[int] = field(default_factory=list)  # the cached tokens, as ids of the draft model
+    num_verified: int = 0  # number of leading cached tokens that are known to be equal to the request's committed text
+    num_tokens_at_last_draft: int = 0  # length of the request at its last draft; before its first draft, the length of its cached prefix
+    start: int = 0  # index in the request's text of the first cached token; above 0 if the text is longer than the draft model's context
 
 
 @dataclass(slots=True)

@@ -59,20 +59,13 @@ _GGUF_CONFIG_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class EagleCheckpoint:
-    """Config and weights of an EAGLE head.
-
-    Attributes:
-        weights: weights by the names of `network.py`. Embedding and lm_head are missing if the head uses the target's.
-        num_embedded_ids: number of rows of the embedding; token ids from this number on have no embedding.
-        target_ids: [Vd] target id of each draft id, ascending; None = the ids are equal.
-        mask_feature: [F] P-EAGLE: learned feature for the positions whose feature is not known yet.
-    """
+    """Config and weights of an EAGLE head."""
 
     config: EagleConfig
-    weights: Weights
-    num_embedded_ids: int
-    target_ids: NDArray[np.int64] | None
-    mask_feature: NDArray[np.float32] | None = None
+    weights: Weights  # weights by the names of `network.py`; embedding and lm_head are missing if the head uses the target's
+    num_embedded_ids: int  # number of rows of the embedding; token ids from this number on have no embedding
+    target_ids: NDArray[np.int64] | None  # [Vd] target id of each draft id, ascending; None = the ids are equal
+    mask_feature: NDArray[np.float32] | None = None  # [F] P-EAGLE: learned feature for the positions whose feature is not known yet
 
 
 def open_eagle_checkpoint(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> EagleCheckpoint:

@@ -39,15 +39,10 @@ _MAX_TRIALS = 512.0  # when a depth has this many trials, its counts are halved,
 
 @dataclass(slots=True)
 class CandidateAccuracy:
-    """How often each candidate of each head was the target's token.
+    """How often each candidate of each head was the target's token."""
 
-    Attributes:
-        trials: [depths] number of verified positions, where old ones count less.
-        hits: [depths, ranks] for how many of them the target's token was the candidate of this rank.
-    """
-
-    trials: list[float] = field(default_factory=list)
-    hits: list[list[float]] = field(default_factory=list)
+    trials: list[float] = field(default_factory=list)  # [depths] number of verified positions, where old ones count less
+    hits: list[list[float]] = field(default_factory=list)  # [depths, ranks] at how many of them the target's token had this rank
 
     def observe(self, candidates: Sequence[Sequence[int]], token_ids: Sequence[int]) -> None:
         """Count for each depth whether the target's token was among the candidates.

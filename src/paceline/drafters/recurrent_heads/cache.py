@@ -21,17 +21,11 @@ from paceline.speculation.request import Request
 
 @dataclass(frozen=True, slots=True)
 class TargetFeaturePairs:
-    """Inputs of a pass for T consecutive slots: committed tokens with features that the target computed.
+    """Inputs of a pass for T consecutive slots: committed tokens with features that the target computed."""
 
-    Attributes:
-        token_ids: [T] tokens.
-        features: [T, F] the target's features of the positions before these tokens.
-        rows: cache rows that keys and values are written to. The head's position of a feature pair is its slot - 1.
-    """
-
-    token_ids: IntArray
-    features: FloatArray
-    rows: RowRange
+    token_ids: IntArray  # [T] tokens
+    features: FloatArray  # [T, F] the target's features of the positions before these tokens
+    rows: RowRange  # cache rows that keys and values are written to; the head's position of a feature pair is its slot - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,20 +70,13 @@ class RecurrentHeadConfig:
 
 @dataclass(frozen=True, slots=True)
 class DraftFeaturePairs:
-    """Inputs of a pass for T draft tokens of one request, with features that the head predicted.
+    """Inputs of a pass for T draft tokens of one request, with features that the head predicted."""
 
-    Attributes:
-        token_ids, positions: [T] draft tokens, parents before their children, and their positions.
-        features: [T, Hd] for each token the feature that the head predicted at its parent.
-        rows: cache rows of the tokens.
-        logit_rows: indices of the tokens whose logits are returned; these are the last ones.
-    """
-
-    token_ids: Sequence[int]
-    features: FloatArray
-    positions: Sequence[int]
-    rows: RowRange
-    logit_rows: Sequence[int]
+    token_ids: Sequence[int]  # [T] draft tokens, parents before their children
+    features: FloatArray  # [T, Hd] for each token the feature that the head predicted at its parent
+    positions: Sequence[int]  # [T] their positions
+    rows: RowRange  # cache rows of the tokens
+    logit_rows: Sequence[int]  # indices of the tokens whose logits are returned; these are the last ones
 
 
 @dataclass(frozen=True, slots=True)
