@@ -22,7 +22,7 @@ import numpy as np
 from paceline.config import cache_directory
 from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, target_noise_draws
 from paceline.drafters.target import LoadedTarget
-from paceline.drafters.translate import ByteTokenizer, SharedVocabularyMap, TextDrafter
+from paceline.drafters.translate import ByteTokenizer, GreedyTextModel, SharedVocabularyMap, TextDrafter
 from paceline.errors import CapacityError, CheckpointError, IncompatibleDrafterError, RequestError
 from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence, KVCache
 from paceline.kv_cache.recurrent_state import CheckpointConfig
@@ -88,7 +88,7 @@ class _Draft(Generic[ResultT]):
     result: ResultT | None = None  # the finished draft
 
 
-class DraftModelDrafter(Drafter):
+class DraftModelDrafter(GreedyTextModel):
     """Drafts with a language model that has the target's token ids, or whose ids can be mapped to them.
 
     Args:
@@ -154,12 +154,6 @@ class DraftModelDrafter(Drafter):
     def generate(
         self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], max_new_tokens: Sequence[int]
     ) -> list[list[int]]:
-        """Continue each context greedily with the draft model; return its token ids, none if the text is too long or the cache is full.
-
-        Args:
-            contexts: for each request its text as ids of the draft model, and how many leading ids are unchanged since the last call.
-            max_new_tokens: number of tokens to generate for each request.
-        """
         drafts: list[_Draft[list[int]] | None] = []
         for request, (context, num_unchanged), count in zip(requests, contexts, max_new_tokens, strict=True):
             depth = min(count, self._max_depth)

@@ -7,10 +7,10 @@ Sources: Timor et al. 2025, arXiv:2502.05202, algorithm 4 (token-level intersect
 of the intersection are drawn with the target's noise.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import IdMap, Speller, match_ids, piece_bytes, pieces_of
-
-if TYPE_CHECKING:  # import cycle: a draft model of another vocabulary uses this module
-    from paceline.drafters.draft_model import DraftModelDrafter
 
 NUM_RETOKENIZED_TOKENS = 10
 """When text is appended, so many last tokens are tokenized again, because they may change."""
@@ -150,6 +147,21 @@ class SharedVocabularyMap:
         return self._spelled[token_id]
 
 
+class GreedyTextModel(Drafter):
+    """A draft model that can also generate text greedily."""
+
+    @abstractmethod
+    def generate(
+        self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], max_new_tokens: Sequence[int]
+    ) -> list[list[int]]:
+        """Continue each context greedily; return its token ids, none if the text is too long or the cache is full.
+
+        Args:
+            contexts: for each request its text as ids of the draft model, and how many leading ids are unchanged since the last call.
+            max_new_tokens: number of tokens to generate for each request.
+        """
+
+
 @dataclass(slots=True)
 class _RetokenizedContext:
     """One request's text, tokenized for the draft model."""
@@ -170,7 +182,7 @@ class TextDrafter(Drafter):
         target, draft: tokenizers of the target and of the draft model.
     """
 
-    def __init__(self, model: "DraftModelDrafter", target: ByteTokenizer, draft: ByteTokenizer) -> None:
+    def __init__(self, model: GreedyTextModel, target: ByteTokenizer, draft: ByteTokenizer) -> None:
         self.model = model
         self.name = model.name
         self.traits = model.traits
