@@ -423,19 +423,14 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         )
     has_all_ids = comparison.is_compatible and comparison.coverage == 1.0
     token_ratio = 1.0 if has_all_ids else _token_ratio(target.tokenizer, tokenizer)
-    max_model_len = min(math.ceil(target.max_model_len * token_ratio), config.max_positions)
+    required_len = math.ceil(target.max_model_len * token_ratio)
+    max_model_len = min(required_len, config.max_positions)
     mask_token_id = read_mask_token(directory, config)
     runtime, cache = _load_runtime(directory, target, max_model_len, token_ratio)
     passes = time_passes(runtime, cache, (_PREFILL_PROFILE_ROWS,), max_model_len=max_model_len, repeats=1, with_logits=False)
-    translation, tokenizers = None, None
-    if not has_all_ids:
-        target_bytes, draft_bytes = ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer)
-        if comparison.match is not VocabularyMatch.DISJOINT:
-            translation = SharedVocabularyMap(
-                target_bytes, draft_bytes, vocab_size=target.vocab_size, draft_vocab_size=runtime.config.vocab_size
-            )
-        else:
-            tokenizers = target_bytes, draft_bytes
+    translation, tokenizers = None, None if has_all_ids else (ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer))
+    if tokenizers is not None and comparison.match is not VocabularyMatch.DISJOINT:
+        translation = SharedVocabularyMap(*tokenizers, vocab_size=target.vocab_size, draft_vocab_size=runtime.config.vocab_size)
     drafter = DraftModelDrafter(
         runtime,
         cache,
@@ -445,13 +440,11 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         max_model_len=max_model_len,
         tree_width=target.speculation.tree_width,
         notices=[line for line in [too_large_reason(directory, config, target.runtime.config)] if line],
-        note=_compatibility_note(
-            comparison, max_model_len, math.ceil(target.max_model_len * token_ratio), target.speculation.draft_adapter
-        ),
+        note=_compatibility_note(comparison, max_model_len, required_len, target.speculation.draft_adapter),
         prefill_token_s=passes[_PREFILL_PROFILE_ROWS] / _PREFILL_PROFILE_ROWS,
         mask_token_id=mask_token_id,
     )
-    return drafter if tokenizers is None else TextDrafter(drafter, *tokenizers)
+    return drafter if tokenizers is None or translation is not None else TextDrafter(drafter, *tokenizers)
 
 
 def too_large_reason(directory: Path, draft: ModelConfig, target: ModelConfig) -> str:

@@ -41,9 +41,6 @@ class Heads:
         self.num_passes = 0
         self.ranking: SummaryOptions | None = None
 
-    def set_ranking(self, ranking: SummaryOptions) -> None:
-        self.ranking = ranking
-
     def forward(self, features: NDArray[np.float32], num_heads: int, draws: RowSampling | None = None) -> MedusaOutputs:
         self.num_passes += 1
         logits = [self.table[features[:, 0].astype(int) + depth] for depth in range(num_heads)]

@@ -61,7 +61,7 @@ class BlockDrafter(Drafter):
         self._prefill_time = PrefillTime()
         self._is_useful = True  # whether draft tokens of the request that finished last were accepted
         ranking = self._sampler.ranking(tree_width)
-        head.set_ranking(replace(ranking, count=config.num_candidates) if config.num_candidates else ranking)
+        head.ranking = replace(ranking, count=config.num_candidates) if config.num_candidates else ranking
         self._is_alignment_unknown = config.sample_from_anchor is None
         self._num_correct = [0, 0]  # how often the first and the second row of a block predicted the next token correctly
         self._num_compared = 0

@@ -112,6 +112,7 @@ class BlockHead:
         runtime: the network that caches committed positions; the other networks use the same KV cache.
         num_embedded_ids: the drafter can read and draft only token ids below this number. Ids from it on have no embedding or, with
             DFlash2, no row in the selector's tables.
+        ranking: how many top tokens later passes return for each row of logits (`ForwardOutput.summaries`); None = none.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class BlockHead:
         self._markov_network = (
             self.runtime.network_with_same_weights(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None
         )
-        self._ranking: SummaryOptions | None = None
+        self.ranking: SummaryOptions | None = None
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self._unscaled_config = replace(config.layers, embedding_scale=1.0)
         self._mask_embedding = checkpoint.mask_embedding
@@ -136,10 +137,6 @@ class BlockHead:
         self._scores_draft_ids = self.target_ids is not None and after == len(self.target_ids)
         self.num_embedded_ids = min(embedding.shape[0], before, before if self._scores_draft_ids else after)
         self._input_names = [f"{BOUNDARY}.{index}" for index in range(len(config.layer_boundaries))]
-
-    def set_ranking(self, ranking: SummaryOptions) -> None:
-        """Set how many top tokens later passes return for each row of logits (`ForwardOutput.summaries`)."""
-        self._ranking = ranking
 
     def run_context(self, contexts: Sequence[PendingContext]) -> None:
         """Compute and cache the context keys and values of committed positions of several requests."""
@@ -158,7 +155,7 @@ class BlockHead:
             rows[np.setdiff1d(np.arange(starts[-1]), starts[:-1])] = self._mask_embedding
         if self.config.embedding_scale != 1.0:
             rows = rows * np.float32(self.config.embedding_scale)
-        requested = LogitsRows(np.arange(starts[-1], dtype=np.int32), self._ranking if self._markov_network is None else None, draws)
+        requested = LogitsRows(np.arange(starts[-1], dtype=np.int32), self.ranking if self._markov_network is None else None, draws)
         return self._block_network.forward({EMBEDDING: rows}, _make_batch([block.rows for block in blocks]), requested)
 
     def run_bias(self, latent: FloatArray, base: FloatArray, draws: RowSampling | None = None) -> ForwardOutput:
@@ -166,7 +163,7 @@ class BlockHead:
         if self._markov_network is None:
             raise RuntimeError("this drafter has no Markov head")
         rows = np.arange(len(latent), dtype=np.int32)
-        return self._markov_network.forward({LATENT: latent, BASE: base}, ForwardBatch(rows, ()), LogitsRows(rows, self._ranking, draws))
+        return self._markov_network.forward({LATENT: latent, BASE: base}, ForwardBatch(rows, ()), LogitsRows(rows, self.ranking, draws))
 
     def markov_embedding(self, token_id: int) -> FloatArray:
         """Return the Markov embedding [r] of a token; zeros for ids without one."""

@@ -10,7 +10,7 @@ from typing import Unpack
 
 from paceline.drafters.eagle.checkpoint import EagleCheckpoint
 from paceline.drafters.eagle.config import EagleConfig
-from paceline.drafters.recurrent_heads.head import BOUNDARY, EMBEDDING, FEATURE, MaskedFeaturePair, RecurrentHead
+from paceline.drafters.recurrent_heads.head import EMBEDDING, FEATURE, MaskedFeaturePair, RecurrentHead
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
 from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
@@ -54,7 +54,7 @@ def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         if not config.layer_boundaries:
             return _run_layers(blocks, config, blocks.input(FEATURE, config.layers.hidden_size), soft_cap)
-        chunks = [blocks.input(f"{BOUNDARY}.{chunk}", config.target_hidden_size) for chunk in range(len(config.layer_boundaries))]
+        chunks = [blocks.input(name, config.target_hidden_size) for name in config.feature_inputs]
         if config.has_boundary_norms:
             chunks = [blocks.rms_norm(value, f"fc_norm.{chunk}") for chunk, value in enumerate(chunks)]
         features = blocks.concat(*chunks)

@@ -94,7 +94,7 @@ class MedusaDrafter(Drafter):
         self._accuracy = {is_greedy: CandidateAccuracy() for is_greedy in (True, False)}
         heads = network.heads
         self._sampler = DraftSampler(heads.token_map, vocab_size, heads.num_lm_head_rows if heads.token_map is None else None)
-        network.set_ranking(self._sampler.ranking(MAX_CANDIDATES_PER_DEPTH))
+        network.ranking = self._sampler.ranking(MAX_CANDIDATES_PER_DEPTH)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:

@@ -32,6 +32,9 @@ class MedusaNetwork:
     Args:
         target: config of the target whose hidden states the heads read.
         backend, device, lm_head_of: see `load_head`.
+
+    Attributes:
+        ranking: how many top tokens later passes return for each row of logits; None = none.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class MedusaNetwork:
     ) -> None:
         self.heads = heads
         self.hidden_size = target.hidden_size
-        self._ranking: SummaryOptions | None = None
+        self.ranking: SummaryOptions | None = None
         one_head = partial(self._compose, num_heads=1)
         first = load_head(
             one_head, target, heads.weights, num_threads=num_threads, max_model_len=1, backend=backend, device=device, lm_head_of=lm_head_of
@@ -55,17 +58,13 @@ class MedusaNetwork:
         # a shared lm_head has a network of its own, so that it is read from memory once for the rows of all heads
         self._lm_head = first.network_with_same_weights(self._compose_lm_head) if heads.has_shared_lm_head else None
 
-    def set_ranking(self, ranking: SummaryOptions) -> None:
-        """Set how many top tokens later passes return for each row of logits."""
-        self._ranking = ranking
-
     def forward(self, hidden_states: FloatArray, num_heads: int, draws: RowSampling | None = None) -> MedusaOutputs:
         """Run the first `num_heads` heads on the last hidden states [B, E] of B requests.
 
         Args:
             draws: [num_heads, B] noise keys and temperatures to draw one token from each row of logits; None = draw none.
         """
-        network, ranking = self._get_or_create_network(num_heads), self._ranking
+        network, ranking = self._get_or_create_network(num_heads), self.ranking
         batch_size, is_ranked, heads = len(hidden_states), ranking is not None, range(num_heads)
         batch, rows = _rows_without_attention(batch_size)
         if self._lm_head is None:

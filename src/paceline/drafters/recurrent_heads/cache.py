@@ -94,10 +94,6 @@ class FeaturePairCache(HeadCache):
         slots = self._slots.get(request)
         return 0 if slots is None else slots.num_observed + 1 - slots.end
 
-    def computed_slots(self, request: Request) -> range:
-        """Return the slots of a request that are computed."""
-        return range(self._slots[request].first, self._slots[request].end)
-
     def _new_slots(self, request: Request, start: int) -> HeadSlots:
         sequence = request.cached_sequence
         if start == 0 and self._first_slot == 0:

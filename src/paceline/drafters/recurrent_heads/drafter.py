@@ -49,7 +49,7 @@ class EagleStyleDrafter(Drafter):
         )
         self._sampler = DraftSampler(head.target_ids, vocab_size, head.num_embedded_ids)
         self._tree_width = tree_width
-        head.set_ranking(self._sampler.ranking(tree_width))
+        head.ranking = self._sampler.ranking(tree_width)
         self.traits = DrafterTraits(self._description(), notices=head.notices, cache_bytes_per_token=self.pairs.bytes_per_token)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:

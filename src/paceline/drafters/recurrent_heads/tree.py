@@ -50,37 +50,23 @@ class _TreeRows:
 
 @dataclass(slots=True)
 class GrowingDraft:
-    """A request's draft in progress. Nodes are numbered in the order in which they were drafted; node 0 is the root.
-
-    Attributes:
-        depth: number of levels to draft.
-        width: number of nodes of a level that get children, and number of children of each; 1 = a chain.
-        block_table: cache blocks of the request, including those for draft tokens.
-        first_slot: first slot of the cache that draft tokens attend to.
-        uses_top_tokens: the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used.
-        needs_draw: a pass must also draw a token from each row, with the target's noise.
-        token_ids, parents: token and parent of each node; -1 for the root.
-        probs, path_probs: for each node the probability of its token given its parent, and that its whole path is accepted.
-        level: number of levels drafted so far.
-        frontier: nodes of the last level that get children next.
-        draft_probs: node -> distribution of its children; only for rejection sampling.
-    """
+    """A request's draft in progress. Nodes are numbered in the order in which they were drafted; node 0 is the root."""
 
     request: Request
     budget: DraftBudget
-    depth: int
-    width: int
-    block_table: IntArray
-    first_slot: int
-    uses_top_tokens: bool = field(init=False)
-    needs_draw: bool = field(init=False)
-    token_ids: list[int] = field(default_factory=lambda: [-1])
-    parents: list[int] = field(default_factory=lambda: [-1])
-    probs: list[float] = field(default_factory=lambda: [1.0])
-    path_probs: list[float] = field(default_factory=lambda: [1.0])
-    level: int = 0
-    frontier: Sequence[int] = (0,)
-    draft_probs: dict[int, TokenProbs] = field(default_factory=dict)
+    depth: int  # number of levels to draft
+    width: int  # number of nodes of a level that get children, and number of children of each; 1 = a chain
+    block_table: IntArray  # cache blocks of the request, including those for draft tokens
+    first_slot: int  # first slot of the cache that draft tokens attend to
+    uses_top_tokens: bool = field(init=False)  # the top tokens of a pass are enough to sample from; otherwise whole rows of logits are used
+    needs_draw: bool = field(init=False)  # a pass must also draw a token from each row, with the target's noise
+    token_ids: list[int] = field(default_factory=lambda: [-1])  # token of each node; -1 for the root
+    parents: list[int] = field(default_factory=lambda: [-1])  # parent of each node; -1 for the root
+    probs: list[float] = field(default_factory=lambda: [1.0])  # probability of each node's token given its parent
+    path_probs: list[float] = field(default_factory=lambda: [1.0])  # probability that each node's whole path is accepted
+    level: int = 0  # number of levels drafted so far
+    frontier: Sequence[int] = (0,)  # nodes of the last level that get children next
+    draft_probs: dict[int, TokenProbs] = field(default_factory=dict)  # node -> distribution of its children; only for rejection sampling
     _features: FloatArray | None = None  # [1, Hd] feature predicted at the end of the chain; None for trees
     _rows: _TreeRows | None = None
 
