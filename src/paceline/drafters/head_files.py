@@ -43,23 +43,14 @@ GGUF_LAYER_MODULE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """The tensors and config of a head. Values of a tensor are only read from the file when they are needed.
+    """The tensors and config of a head. Values of a tensor are only read from the file when they are needed."""
 
-    Attributes:
-        path: directory of the head, or its file.
-        config: contents of config.json; empty if there is none.
-        tensors: tensors by name, without prefixes such as `module.`.
-        kind: kind of the head.
-        files: the files that contain the tensors.
-        quantised: matrices that a GGUF file stores in quantised blocks, by the same names.
-    """
-
-    path: Path
-    config: Mapping[str, Any]
-    tensors: Mapping[str, FileTensor]
-    kind: HeadKind
-    files: tuple[Path, ...] = ()
-    quantised: Mapping[str, TensorSource] = field(default_factory=dict)
+    path: Path  # directory of the head, or its file
+    config: Mapping[str, Any]  # contents of config.json; empty if there is none
+    tensors: Mapping[str, FileTensor]  # tensors by name, without prefixes such as `module.`
+    kind: HeadKind  # kind of the head
+    files: tuple[Path, ...] = ()  # the files that contain the tensors
+    quantised: Mapping[str, TensorSource] = field(default_factory=dict)  # matrices that a GGUF file stores in quantised blocks
 
     @classmethod
     def open(cls, path: Path) -> "HeadFiles":

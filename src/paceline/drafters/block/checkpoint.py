@@ -44,23 +44,14 @@ _SMALL_MODULE_NAMES = {"markov_head.gate_proj": "gate", "markov_head.joint_proj"
 
 @dataclass(frozen=True, slots=True)
 class BlockCheckpoint:
-    """Config and weights of a block drafter.
-
-    Attributes:
-        weights: weights of the networks, by the names used in `network.py`. Without lm_head if the drafter uses the target's.
-        lookup_tables: matrices that are read by the rows of single tokens: `markov_w1` [V, r], and `predecessor` and `successor` [V, r] of
-            DFlash2's selector. `successor` is [Vd, r] if its rows belong to draft ids.
-        small_tensors: float32 weights that NumPy multiplies: modules `gate` and `joint` (Markov head), and `confidence`.
-        mask_embedding: [E] embedding of the mask token; None = the row of the embedding table.
-        target_ids: [Vd] target id of each draft id, ascending; None = the ids are equal.
-    """
+    """Config and weights of a block drafter."""
 
     config: BlockConfig
-    weights: Weights
-    lookup_tables: Mapping[str, AnyTensor]
-    small_tensors: Mapping[str, NDArray[np.float32]]
-    mask_embedding: NDArray[np.float32] | None
-    target_ids: NDArray[np.int64] | None
+    weights: Weights  # weights of the networks, by the names used in `network.py`; without lm_head if the drafter uses the target's
+    lookup_tables: Mapping[str, AnyTensor]  # read by row: `markov_w1` [V, r], DFlash2's `predecessor` [V, r] and `successor` [V or Vd, r]
+    small_tensors: Mapping[str, NDArray[np.float32]]  # that NumPy multiplies: modules `gate`, `joint` (Markov head), `confidence`
+    mask_embedding: NDArray[np.float32] | None  # [E] embedding of the mask token; None = the row of the embedding table
+    target_ids: NDArray[np.int64] | None  # [Vd] target id of each draft id, ascending; None = the ids are equal
 
 
 def open_block_checkpoint(files: HeadFiles, config: BlockConfig, target: ModelConfig, *, num_threads: int = 1) -> BlockCheckpoint:

@@ -66,41 +66,28 @@ class MarkovKind(Enum):
 class BlockConfig:
     """Configuration of a block drafter.
 
-    Attributes:
-        kind: DFlash, DFlash2 or DSpark.
-        layers: sizes of the drafter's decoder layers; their `vocab_size` is the number of ids that it can draft.
-        target_hidden_size: hidden size of the target.
-        layer_boundaries: boundaries of target layers whose hidden states are concatenated as the drafter's input, in this order.
-            Boundary b is the input of layer b.
-        block_size: maximum number of rows of a block, the row of the anchor included.
-        mask_token_id: input token of all rows after the row of the anchor.
-        embedding_scale: factor applied to the token embeddings.
-        logit_scale, logit_soft_cap: applied to the logits, in this order.
-        sample_from_anchor: True: each row drafts the token after its position, so the anchor's row drafts too. False: each row drafts the
-            token at its position, so the anchor's row drafts nothing. None: the config does not specify it.
-        markov: kind of DSpark's Markov head, which adds a bias to the logits that depends on drafted tokens; None = there is none.
-        has_confidence: there is a confidence head, which predicts the probability that a draft token is accepted.
-        has_markov_confidence: the confidence head also reads the Markov embedding of the token before.
-        num_candidates: number of most probable tokens of a row that the selector of DFlash2 scores again; 0 = there is no selector.
-        has_own_lm_head, has_own_embedding: whether the file's matrix is used instead of the target's. Copies of the target's are not used.
+    `sample_from_anchor`: True if each row drafts the token after its position, so that the anchor's row drafts too. False if each row
+    drafts the token at its position, so that the anchor's row drafts nothing. None: the config does not specify it.
     """
 
     kind: HeadKind
-    layers: ModelConfig
+    layers: ModelConfig  # sizes of the drafter's decoder layers; their `vocab_size` is the number of ids that it can draft
     target_hidden_size: int
-    layer_boundaries: tuple[int, ...]
-    block_size: int
-    mask_token_id: int
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_soft_cap: float | None = None
+    layer_boundaries: tuple[int, ...]  # whose hidden states are concatenated as input, in this order; boundary b is the input of layer b
+    block_size: int  # maximum number of rows of a block, the row of the anchor included
+    mask_token_id: int  # input token of all rows after the row of the anchor
+    embedding_scale: float = 1.0  # factor of the token embeddings
+    logit_scale: float = 1.0  # factor of the logits
+    logit_soft_cap: float | None = None  # applied after `logit_scale`
     sample_from_anchor: bool | None = None
-    markov: MarkovKind | None = None
-    has_confidence: bool = False
-    has_markov_confidence: bool = False
-    num_candidates: int = 0
-    has_own_lm_head: bool = False
-    has_own_embedding: bool = False
+    markov: MarkovKind | None = (
+        None  # of DSpark's head, which adds a bias to the logits that depends on drafted tokens; None = there is none
+    )
+    has_confidence: bool = False  # there is a confidence head, which predicts the probability that a draft token is accepted
+    has_markov_confidence: bool = False  # the confidence head also reads the Markov embedding of the token before
+    num_candidates: int = 0  # most probable tokens of a row that DFlash2's selector scores again; 0 = there is no selector
+    has_own_lm_head: bool = False  # the file's matrix is used, not the target's; copies of the target's are not used
+    has_own_embedding: bool = False  # the same for the embedding
 
 
 def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
