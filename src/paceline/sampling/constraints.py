@@ -25,13 +25,6 @@ class Constraint(Protocol):
         """Append a token to the committed output."""
 
 
-class GrammarConstraint(Constraint, Protocol):
-    """A grammar that the output must match; forbids the tokens that cannot continue the output."""
-
-    def is_finished(self, path: Sequence[int] = ()) -> bool:
-        """Return whether the committed output and `path` together are complete."""
-
-
 class RepeatedNgrams:
     """Bans every token that would complete an n-gram of prompt + output for the second time, as in transformers.
 

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, RequestError
-from paceline.sampling.constraints import BadWords, Constraint, CustomProcessors, GrammarConstraint, RepeatedNgrams
+from paceline.sampling.constraints import BadWords, Constraint, CustomProcessors, RepeatedNgrams
 from paceline.sampling.draw import Distribution, ScoreArray, draw
+from paceline.sampling.grammars.matcher import GrammarMatcher
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.path_sampler import PathSampler, sample_row
 from paceline.sampling.truncation import truncate
@@ -75,7 +76,7 @@ class LogitsProcessor:
         prompt_token_ids: Sequence[int],
         eos_token_ids: Sequence[int] = (),
         *,
-        grammar: GrammarConstraint | None = None,
+        grammar: GrammarMatcher | None = None,
         bad_word_ids: Sequence[Sequence[int]] = (),
         path_sampler: PathSampler | None = None,
     ) -> None:

@@ -46,7 +46,7 @@ class ReasoningSection:
 
 
 class GrammarMatcher:
-    """Matches one request's output with its grammar. Implements `GrammarConstraint`.
+    """Matches one request's output with its grammar. Implements `Constraint`.
 
     The argument `path` of the methods is the draft tokens after the committed output. If the grammar forces a text, `mask` allows only the
     token with which the tokenizer would encode it, and `num_allowed` any tokens that have this text.
