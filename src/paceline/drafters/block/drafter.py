@@ -25,7 +25,7 @@ from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens
 from paceline.drafters.head_cache import SPARE_BLOCKS
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
 from paceline.kv_cache.cache import KVCache
-from paceline.runtimes.base import FloatArray, IntArray, split_into_passes
+from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.runtimes.logits_summary import LogitsSummary, RowSampling
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, PrefillTime, RequestState
 from paceline.speculation.request import Request
@@ -63,8 +63,7 @@ class BlockDrafter(Drafter):
         ranking = self._sampler.ranking(tree_width)
         head.ranking = replace(ranking, count=config.num_candidates) if config.num_candidates else ranking
         self._is_alignment_unknown = config.sample_from_anchor is None
-        self._num_correct = [0, 0]  # how often the first and the second row of a block predicted the next token correctly
-        self._num_compared = 0
+        self._num_compared, self._lead = 0, 0  # predictions of the first two rows of a block, and how many more the first had right
         self._first_row_tokens = RequestState[tuple[int, int, int]]()  # position and most probable tokens of the first two rows
         self.traits = DrafterTraits(self._description(), cache_bytes_per_token=self.context.bytes_per_token)
 
@@ -214,14 +213,14 @@ class BlockDrafter(Drafter):
             if count and math.isfinite(log_sum):
                 previous = [draft.request.token_ids[-1] if node == 0 else draft.token_ids[node] for node in nodes]
                 rows = self.head.rescore(previous, selector_vectors[level], token_ids, kept)
-                found = [self._sample_candidates(draft, node, token_ids, row) for node, row in zip(nodes, rows, strict=True)]
+                request, needs_draft_probs = draft.request, draft.budget.needs_draft_probs
+                found = [
+                    self._sampler.sample_candidates(
+                        request, draft.path(node), token_ids, row, draft.width, needs_draft_probs=needs_draft_probs
+                    )
+                    for node, row in zip(nodes, rows, strict=True)
+                ]
             draft.add_level(found, np.empty((len(nodes), 0), np.float32))
-
-    def _sample_candidates(self, draft: GrowingDraft, node: int, token_ids: IntArray, scores: FloatArray) -> DraftTokens:
-        needs_draft_probs = draft.budget.needs_draft_probs
-        return self._sampler.sample_candidates(
-            draft.request, draft.path(node), token_ids, scores, draft.width, needs_draft_probs=needs_draft_probs
-        )
 
     def _add_markov_biased_levels(self, draft: GrowingDraft, logits: FloatArray, hidden: FloatArray) -> None:
         """Draft one level after another with DSpark: add the bias that depends on the tokens drafted before to each row of logits.
@@ -262,14 +261,12 @@ class BlockDrafter(Drafter):
         if stored is None or len(request.token_ids) <= stored[0]:
             return
         actual, ids = request.token_ids[stored[0]], self.head.target_ids
-        rows = [int(best if ids is None or self.head.markov_rank == 0 else ids[best]) for best in stored[1:]]
-        for index, token in enumerate(rows):
-            self._num_correct[index] += token == actual
+        first, second = ((best if ids is None or self.head.markov_rank == 0 else ids[best]) == actual for best in stored[1:])
+        self._lead += int(first) - int(second)
         self._num_compared += 1
-        lead = self._num_correct[0] - self._num_correct[1]
-        if abs(lead) >= MIN_ALIGNMENT_LEAD or self._num_compared >= MAX_ALIGNMENT_COMPARISONS:
+        if abs(self._lead) >= MIN_ALIGNMENT_LEAD or self._num_compared >= MAX_ALIGNMENT_COMPARISONS:
             self._is_alignment_unknown = False
-            self.sample_from_anchor = lead > 0 if lead else self.sample_from_anchor
+            self.sample_from_anchor = self._lead > 0 if self._lead else self.sample_from_anchor
             self.traits = replace(self.traits, description=self._description())
 
 

@@ -237,7 +237,8 @@ def _find_tensor_names(file: GgufFile, vocab_size: int, hidden_size: int, target
     }
     unassigned = [name for name in file.tensors if not name.startswith("blk.") and name not in (*_KNOWN_TENSORS, *found.values())]
     for part, shape in shapes.items():
-        matching = [name for name in unassigned if _fits_shape(file.tensors[name].shape, shape)]
+        sizes = {name: file.tensors[name].shape for name in unassigned if len(file.tensors[name].shape) == len(shape)}
+        matching = [name for name in sizes if all(wanted in (None, size) for size, wanted in zip(sizes[name], shape, strict=True))]
         if part not in found and len(matching) == 1:
             found[part] = matching[0]
             unassigned.remove(matching[0])
@@ -246,10 +247,6 @@ def _find_tensor_names(file: GgufFile, vocab_size: int, hidden_size: int, target
 
 def _is_name_of_part(name: str, part: str) -> bool:
     return name.removesuffix(".weight").endswith(part)
-
-
-def _fits_shape(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(expected) and all(wanted in (None, size) for size, wanted in zip(shape, expected, strict=True))
 
 
 _TOKEN_ORDERING = "masked_embedding.token_ordering"

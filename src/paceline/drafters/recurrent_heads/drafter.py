@@ -62,11 +62,11 @@ class EagleStyleDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
-        for part in split_into_passes(zip(requests, budgets, strict=True), lambda one: self._max_draft_rows(*one)):
+        shapes = [(*one, *draft_depth_and_width(one[1], self._tree_width)) for one in zip(requests, budgets, strict=True)]
+        for part in split_into_passes(shapes, lambda one: self._num_draft_slots(*one[2:]) + self.pairs.num_pending_pairs(one[0])):
             group: list[tuple[RequestFeaturePairs, GrowingDraft]] = []
             num_used = 0
-            for request, budget in part:
-                depth, width = draft_depth_and_width(budget, self._tree_width)
+            for request, budget, depth, width in part:
                 num_slots = self._num_draft_slots(depth, width)
                 needed = self.pairs.num_spare_blocks_needed(request, len(request.token_ids) + num_slots)
                 if depth < 1 or needed > SPARE_BLOCKS:
@@ -98,10 +98,6 @@ class EagleStyleDrafter(Drafter):
         if self._tree_width > 1:
             parts.append(f"trees {self._tree_width} wide")
         return f"{self.name} ({', '.join(parts)}, sees the last {self.pairs.window} tokens)"
-
-    def _max_draft_rows(self, request: Request, budget: DraftBudget) -> int:
-        """Return an upper limit of the rows that a request has in one pass of its draft."""
-        return self._num_draft_slots(*draft_depth_and_width(budget, self._tree_width)) + self.pairs.num_pending_pairs(request)
 
     def _num_draft_slots(self, depth: int, width: int) -> int:
         """Return how many cache slots after the committed tokens a draft needs."""

@@ -30,10 +30,6 @@ class _TreeRows:
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
 
-    @classmethod
-    def allocate(cls, max_rows: int, hidden_size: int) -> "_TreeRows":
-        return cls(np.empty((max_rows, hidden_size), np.float32), np.zeros((max_rows, max_rows), np.bool_))
-
     def append(self, nodes: Sequence[int], token_ids: Sequence[int], depth: int, parent_rows: Sequence[int], features: FloatArray) -> None:
         """Append nodes of one depth; `features` are those predicted at their parents, `parent_rows` is empty if the parent is the root."""
         first = len(self.token_ids)
@@ -147,7 +143,8 @@ class GrowingDraft:
         """Make the most probable nodes of `level` the frontier; `features` [nodes, Hd] were predicted at the nodes of the old frontier."""
         best = sorted(sorted(level, key=self.path_probs.__getitem__, reverse=True)[: self.width])
         if self._rows is None:
-            self._rows = _TreeRows.allocate(self.width * (self.depth - 1), features.shape[1])
+            max_rows = self.width * (self.depth - 1)
+            self._rows = _TreeRows(np.empty((max_rows, features.shape[1]), np.float32), np.zeros((max_rows, max_rows), np.bool_))
         tree, parents = self._rows, [self.parents[node] for node in best]
         index_of = {node: index for index, node in enumerate(self.frontier)}
         parent_rows = [tree.row_by_node[parent] for parent in parents] if self.level > 1 else []
