@@ -118,6 +118,10 @@ class HeadFiles:
             )
         return tensor.shape[0], tensor.shape[1]
 
+    def num_rows(self, name: str) -> int:
+        """Return the number of rows of a matrix; 0 if there is no tensor of this name. Errors as for `matrix_shape`."""
+        return (self.matrix_shape(name) or (0, 0))[0]
+
     def count_indices(self, pattern: str) -> int:
         """Return how many different indices tensor names have in place of the `{}` of a pattern, such as the 12 of "layers.{}.".
 

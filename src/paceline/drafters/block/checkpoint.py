@@ -135,10 +135,10 @@ def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, str
     if config.has_own_lm_head:
         required["lm_head.weight"] = (layers.vocab_size, hidden)
     if config.has_own_embedding:
-        required["embed_tokens.weight"] = (_num_rows(files, "embed_tokens.weight"), hidden)
+        required["embed_tokens.weight"] = (files.num_rows("embed_tokens.weight"), hidden)
     rank = (files.matrix_shape("markov_head.markov_w1.weight") or (0, 0))[1]
     if config.markov is not None:
-        embedded = _num_rows(files, "markov_head.markov_w1.weight")
+        embedded = files.num_rows("markov_head.markov_w1.weight")
         required |= {"markov_head.markov_w1.weight": (embedded, rank), "markov_head.markov_w2.weight": (layers.vocab_size, rank)}
     if config.markov is MarkovKind.GATED:
         required |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
@@ -148,17 +148,13 @@ def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, str
         width = hidden + (rank if config.has_markov_confidence else 0)
         required["confidence_head.proj.weight"], optional["confidence_head.proj.bias"] = (1, width), (1,)
     if config.num_candidates:
-        rank, before, after = (_num_rows(files, SELECTOR_PREFIX + name) for name in ("hidden_projection.weight", *_CODEBOOKS))
+        rank, before, after = (files.num_rows(SELECTOR_PREFIX + name) for name in ("hidden_projection.weight", *_CODEBOOKS))
         required[SELECTOR_PREFIX + "hidden_projection.weight"] = (rank, hidden)
         required[SELECTOR_PREFIX + _CODEBOOKS[0]] = (before, rank)
         required[SELECTOR_PREFIX + _CODEBOOKS[1]] = (after if after == layers.vocab_size and "d2t" in files.tensors else before, rank)
     copies = {"embed_tokens.weight": config.has_own_embedding, "lm_head.weight": config.has_own_lm_head}
     ignored = ["d2t", "t2d", *(name for name, is_own in copies.items() if not is_own)]
     return names, required, optional, ignored
-
-
-def _num_rows(files: HeadFiles, name: str) -> int:
-    return (files.matrix_shape(name) or (0, 0))[0]
 
 
 def _layer_tensors(files: HeadFiles, layers: ModelConfig) -> tuple[dict[str, str], Shapes, Shapes]:

@@ -128,40 +128,37 @@ def _is_ignored_tensor(files: HeadFiles, name: str) -> bool:
 
 def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[dict[str, str], Shapes, Shapes]:
     """Return internal names of the layers' tensors, the shapes of required tensors, and of those that are used if the file has them."""
-    layers = config.layers
+    layers, is_eagle1 = config.layers, config.is_eagle1
     hidden, width = layers.hidden_size, config.feature_size
     names, required, optional = layer_tensors(layers)
-    if not config.is_eagle1:  # the first layer reads [embedding, feature]
+    if not is_eagle1:  # the first layer reads [embedding, feature]
         for name in (f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"):
             required[name] = required[name][0], 2 * hidden
-    if not (config.has_input_norm if config.is_eagle1 else config.has_embedding_norm):
+    if not (config.has_input_norm if is_eagle1 else config.has_embedding_norm):
         del required[FIRST_NORM]
-    if config.is_eagle1 or config.has_fc:
-        required["fc.weight"] = (hidden, 2 * hidden if config.is_eagle1 else width)
-        optional["fc.bias"] = (hidden,)
-    if config.is_eagle1:
-        if config.has_embedding_norm:
-            required["embedding_layernorm.weight"] = (hidden,)
-        if config.has_feature_norm:
-            required["hidden_states_layernorm.weight"] = (hidden,)
-    else:
-        required["layers.0.hidden_norm.weight"] = (hidden,)
-        if config.has_concat_norm:
-            required["input_norm.weight"] = (width,)
-        if config.has_boundary_norms:
-            required |= {f"fc_norm.{chunk}.weight": (config.target_hidden_size,) for chunk in range(len(config.layer_boundaries))}
-    if config.has_final_norm:
-        required[LAST_NORM] = (hidden,)
+    if is_eagle1 or config.has_fc:
+        required["fc.weight"], optional["fc.bias"] = (hidden, 2 * hidden if is_eagle1 else width), (hidden,)
+    norms = {
+        "embedding_layernorm.weight": is_eagle1 and config.has_embedding_norm,
+        "hidden_states_layernorm.weight": config.has_feature_norm,
+        "layers.0.hidden_norm.weight": not is_eagle1,
+        LAST_NORM: config.has_final_norm,
+    }
+    required |= {name: (hidden,) for name, is_used in norms.items() if is_used}
+    if config.has_concat_norm:
+        required["input_norm.weight"] = (width,)
+    if config.has_boundary_norms:
+        required |= {f"fc_norm.{chunk}.weight": (config.target_hidden_size,) for chunk in range(len(config.layer_boundaries))}
     if config.kind is HeadKind.PEAGLE:
         stored = files.tensors.get(_MASK_FEATURE_TENSOR)
         required[_MASK_FEATURE_TENSOR] = stored.shape if stored is not None and prod(stored.shape) == width else (1, 1, width)
     if config.has_own_embedding:
-        required["embed_tokens.weight"] = ((files.matrix_shape("embed_tokens.weight") or (0, 0))[0], hidden)
+        required["embed_tokens.weight"] = (files.num_rows("embed_tokens.weight"), hidden)
     has_other_vocab = layers.vocab_size != target.vocab_size or hidden != target.hidden_size
-    if "token_map" in files.tensors:
-        required["lm_head.weight"] = ((files.matrix_shape("lm_head.weight") or (layers.vocab_size, 0))[0], hidden)
-    elif config.has_own_lm_head or (has_other_vocab and not config.is_eagle1):
-        required["lm_head.weight"] = (layers.vocab_size, hidden)
+    has_lm_head = "token_map" in files.tensors or config.has_own_lm_head or (has_other_vocab and not is_eagle1)
+    if has_lm_head:
+        num_rows = files.num_rows("lm_head.weight") if "token_map" in files.tensors else 0
+        required["lm_head.weight"] = (num_rows or layers.vocab_size, hidden)
     return names, required, optional
 
 
