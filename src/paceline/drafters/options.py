@@ -62,10 +62,7 @@ class HeadOptions:
         return min(-(-self.draft_vocab_size // _KERNEL_OUTPUT_GROUP) * _KERNEL_OUTPUT_GROUP, vocab_size)
 
     def check_all_used_by(self, drafters: Iterable[str]) -> None:
-        """Check that each given option applies to one of the drafters in use.
-
-        Args:
-            drafters: names of the drafters.
+        """Check that each given option applies to one of the drafters in use, given by name.
 
         Raises:
             ConfigError: an option applies to none of them.

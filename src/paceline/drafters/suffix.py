@@ -36,9 +36,6 @@ class SuffixAutomaton:
 
     Source: Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text", section 3. Addition: counts and last positions
     of substrings. They are exact for up to `max_match` + 1 tokens; with this limit, appending a token takes O(max_match) time.
-
-    Args:
-        max_match: maximum length of a match.
     """
 
     __slots__ = ("_count", "_counted", "_counted_length", "_last", "_last_end", "_length", "_link", "_next", "max_match", "size")

@@ -176,10 +176,6 @@ class TextDrafter(Drafter):
     """Drafts with a model of any vocabulary: the target's tokenizer tokenizes the text that the model generates greedily.
 
     If the generated text may end inside a word, the last draft token is dropped, because the whole word may have other tokens.
-
-    Args:
-        model: the draft model.
-        target, draft: tokenizers of the target and of the draft model.
     """
 
     def __init__(self, model: GreedyTextModel, target: ByteTokenizer, draft: ByteTokenizer) -> None:

@@ -101,10 +101,6 @@ def open_eagle_checkpoint(files: HeadFiles, config: EagleConfig, target: ModelCo
 def check_embedding_rows(files: HeadFiles, num_embedded_ids: int, num_tokenizer_ids: int) -> None:
     """Check that a head has an embedding for each token of the target's tokenizer. Ids that pad the vocabulary need none.
 
-    Args:
-        num_embedded_ids: number of rows of the head's embedding.
-        num_tokenizer_ids: number of ids of the target's tokenizer.
-
     Raises:
         IncompatibleDrafterError: the embedding has too few rows.
     """
