@@ -21,7 +21,6 @@ from paceline.drafters.medusa.network import MedusaNetwork, MedusaOutputs
 from paceline.drafters.medusa.trees import DYNAMIC_TREES, STATIC_TREES, static_tree_nodes
 from paceline.drafters.recurrent_heads.tree import GrowingDraft
 from paceline.drafters.target import LoadedTarget
-from paceline.errors import ConfigError
 from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, LastHiddenStates, RequestState
@@ -75,17 +74,12 @@ class MedusaDrafter(Drafter):
         vocab_size: V of the target; ids from it on are never drafted.
         tree: how nodes are chosen: "probability" (by the heads' probabilities), "accuracy" (by how often the head's candidate of this rank
             was right before), or the name of a published tree of fixed shape.
-
-    Raises:
-        ConfigError: there is no tree of this name.
     """
 
     name = "medusa"
     needs = DrafterNeeds(hidden_states=True)
 
     def __init__(self, network: MedusaNetwork, *, vocab_size: int, tree: str = "probability") -> None:
-        if tree not in DYNAMIC_TREES and tree not in STATIC_TREES:
-            raise ConfigError(f"medusa tree {tree!r} is unknown: use one of {', '.join((*DYNAMIC_TREES, *STATIC_TREES))}")
         self._network, self._tree = network, tree
         self.traits = DrafterTraits(self._description(), network.heads.notices)
         self._features = LastHiddenStates()
