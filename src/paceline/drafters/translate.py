@@ -8,6 +8,7 @@ of the intersection are drawn with the target's noise.
 """
 
 from abc import abstractmethod
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -55,10 +56,7 @@ class ByteTokenizer:
         if tokens_of_text is not None:
             return tokens_of_text
         tokens: list[tuple[int, int]] = []
-        ids = self._speller.spell(text)
-        if ids is not None:
-            return [(token_id, len(self.bytes_of[token_id])) for token_id in ids]
-        for part in _characters(text):
+        for part in _characters(text) if self._speller.spell(text) is None else [text]:
             ids = self._speller.spell(part)
             if ids is not None:
                 tokens.extend((token_id, len(self.bytes_of[token_id])) for token_id in ids)
@@ -271,14 +269,9 @@ def _num_start_tokens(tokenizer: ByteTokenizer, request: Request) -> int:
 
 def _complete_utf8_len(text: bytes | bytearray) -> int:
     """Return the length of UTF-8 `text` without an incomplete character at its end."""
-    for num_bytes in range(1, min(4, len(text)) + 1):
-        byte = text[-num_bytes]
-        if byte >= 0xC0:
-            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return len(text) - num_bytes if num_bytes < needed else len(text)
-        if byte < 0x80:
-            break
-    return len(text)
+    decoder = getincrementaldecoder("utf-8")("ignore")
+    decoder.decode(text[-4:])
+    return len(text) - len(decoder.getstate()[0])  # the state has the bytes that a next one may complete to a character
 
 
 def _characters(text: bytes) -> list[bytes]:
