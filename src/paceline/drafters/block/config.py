@@ -80,9 +80,7 @@ class BlockConfig:
     logit_scale: float = 1.0  # factor of the logits
     logit_soft_cap: float | None = None  # applied after `logit_scale`
     sample_from_anchor: bool | None = None
-    markov: MarkovKind | None = (
-        None  # of DSpark's head, which adds a bias to the logits that depends on drafted tokens; None = there is none
-    )
+    markov: MarkovKind | None = None  # of DSpark's head, which adds a bias that depends on drafted tokens; None = there is none
     has_confidence: bool = False  # there is a confidence head, which predicts the probability that a draft token is accepted
     has_markov_confidence: bool = False  # the confidence head also reads the Markov embedding of the token before
     num_candidates: int = 0  # most probable tokens of a row that DFlash2's selector scores again; 0 = there is no selector

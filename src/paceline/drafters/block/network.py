@@ -123,10 +123,9 @@ class BlockHead:
         self._tables = checkpoint.lookup_tables
         self.markov_rank = self._tables["markov_w1"].shape[1] if config.markov is not None else 0
         self.runtime = load_head(context_network(config), config.layers, Weights(dict(tensors)), **placement)
-        self._block_network = self.runtime.network_with_same_weights(block_network(config))
-        self._markov_network = (
-            self.runtime.network_with_same_weights(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None
-        )
+        with_same_weights = self.runtime.network_with_same_weights
+        self._block_network = with_same_weights(block_network(config))
+        self._markov_network = with_same_weights(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None
         self.ranking: SummaryOptions | None = None
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self._unscaled_config = replace(config.layers, embedding_scale=1.0)

@@ -123,9 +123,8 @@ class CostModel:
         self.profile = profile
         self.host_cost = LinearCost(usual_y=USUAL_DRAFT_TOKENS)
         self._corrections: dict[AdapterUse, LinearCost] = {}
-        self._draft_costs: dict[
-            tuple[str, int], LinearCost
-        ] = {}  # keys: drafter, num_requests.bit_length(); similar numbers of requests share a fit
+        # keys: drafter, num_requests.bit_length(); similar numbers of requests share a fit
+        self._draft_costs: dict[tuple[str, int], LinearCost] = {}
         self._num_proposals: dict[str, int] = {}  # for each drafter: number of its `propose` calls
         self._forward_times: list[float] = []  # [rows] seconds of a forward pass with 0, 1, … rows, as measured at load
 
