@@ -217,6 +217,9 @@ def open_medusa(files: HeadFiles, target: LoadedTarget) -> MedusaDrafter:
     target_weights = open_weights(target.directory, config)
     heads = load_medusa(files, config, target_weights["embedding.weight" if config.tied_embeddings else "lm_head.weight"])
     heads = replace(heads, weights=target.quantize(heads.weights, files.files, has_target_lm_head=heads.has_target_lm_head))
-    shared = target.runtime if heads.has_target_lm_head and not target.copies_lm_head else None
-    network = MedusaNetwork(heads, config, num_threads=target.engine.num_threads, device=target.device, lm_head_of=shared)
-    return MedusaDrafter(network, vocab_size=target.vocab_size, tree=target.head_options.tree or DYNAMIC_TREES[0])
+    placement = target.placement
+    if not heads.has_target_lm_head or target.copies_lm_head:
+        placement["lm_head_of"] = None
+    return MedusaDrafter(
+        MedusaNetwork(heads, config, **placement), vocab_size=target.vocab_size, tree=target.head_options.tree or DYNAMIC_TREES[0]
+    )

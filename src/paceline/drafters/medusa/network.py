@@ -6,6 +6,7 @@ Source: Cai et al. 2024, "Medusa" (arXiv:2401.10774), section 2.1.1: head i is r
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Unpack
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.layers import Activation
 from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, LogitsRows, Network
 from paceline.runtimes.decoder import LOGITS, SUMMARY, Blocks, Value
-from paceline.runtimes.load import load_head
+from paceline.runtimes.load import HeadPlacement, load_head
 from paceline.runtimes.logits_summary import LogitsSummary, RowSampling, SummaryOptions, decode_summaries
 
 
@@ -31,29 +32,17 @@ class MedusaNetwork:
 
     Args:
         target: config of the target whose hidden states the heads read.
-        backend, device, lm_head_of: see `load_head`.
 
     Attributes:
         ranking: how many top tokens later passes return for each row of logits; None = none.
     """
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        target: ModelConfig,
-        *,
-        num_threads: int,
-        backend: str = "auto",
-        device: str = "cpu",
-        lm_head_of: Network | None = None,
-    ) -> None:
+    def __init__(self, heads: MedusaHeads, target: ModelConfig, **placement: Unpack[HeadPlacement]) -> None:
         self.heads = heads
         self.hidden_size = target.hidden_size
         self.ranking: SummaryOptions | None = None
-        one_head = partial(self._compose, num_heads=1)
-        first = load_head(
-            one_head, target, heads.weights, num_threads=num_threads, max_model_len=1, backend=backend, device=device, lm_head_of=lm_head_of
-        )
+        placement["max_model_len"] = 1  # the heads have no cache
+        first = load_head(partial(self._compose, num_heads=1), target, heads.weights, **placement)
         self._networks: dict[int, Network] = {1: first}
         # a shared lm_head has a network of its own, so that it is read from memory once for the rows of all heads
         self._lm_head = first.network_with_same_weights(self._compose_lm_head) if heads.has_shared_lm_head else None
