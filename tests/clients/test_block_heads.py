@@ -141,7 +141,7 @@ def test_block_drafts_equal_those_of_the_publishers_classes(
         head.run_context([PendingContext(features, RowRange(0, count, num_known, TABLE))])
         num_known += count
         anchor, mask = int(given["anchors"][number]), np.ones((size, size), np.bool_)
-        output = head.run_block([DraftBlock(anchor, RowRange(0, size, num_known, TABLE, mask), range(size))])
+        output = head.run_block([DraftBlock(anchor, RowRange(0, size, num_known, TABLE, mask))])
         shift = 0 if head.config.sample_from_anchor else 1
         logits, hidden = np.array(output.logits), np.array(output.hidden_states)
         np.testing.assert_allclose(logits[shift:], given[f"{number}.logits"], atol=TOLERANCE)

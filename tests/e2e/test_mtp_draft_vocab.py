@@ -84,7 +84,7 @@ def run(head: RecurrentHead, *, ranks: bool) -> FeaturePairOutputs:
     pairs = TargetFeaturePairs(random.integers(1, VOCABULARY, 20).astype(np.int32), random.normal(0, 1, (20, 64)).astype(np.float32), rows)
     draws = None
     if ranks:
-        head.set_ranking(DraftSampler(None, VOCABULARY).ranking(3))
+        head.ranking = DraftSampler(None, VOCABULARY).ranking(3)
         draws = np.zeros(20, SAMPLING_DTYPE)
         draws["key"], draws["temperature"] = np.arange(20), 0.7
     return head.run_target_feature_pairs([pairs], needs_logits=True, needs_all_logits=True, draws=draws)

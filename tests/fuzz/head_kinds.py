@@ -206,7 +206,7 @@ class BlockGgufFile(HeadKind):
         head.runtime.allocate_kv(4)
         blocks, features = np.arange(4, dtype=np.int32), np.ones((3, HIDDEN * len(config.layer_boundaries)), np.float32)
         head.run_context([PendingContext(features, RowRange(0, 3, 0, blocks))])
-        rows = DraftBlock(5, RowRange(0, 2, 3, blocks, np.ones((2, 2), np.bool_)), range(2))
+        rows = DraftBlock(5, RowRange(0, 2, 3, blocks, np.ones((2, 2), np.bool_)))
         assert head.run_block([rows]).logits.shape[0] == 2
 
 

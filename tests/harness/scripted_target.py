@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.many_draws import draw_many
-from paceline.sampling.constraints import GrammarConstraint
 from paceline.sampling.draw import draw
+from paceline.sampling.grammars.matcher import GrammarMatcher
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 
@@ -51,7 +51,7 @@ class ScriptedTarget:
         return distribution
 
     def generate(
-        self, params: SamplingParams, seed: int, num_tokens: int, sample_index: int = 0, grammar: GrammarConstraint | None = None
+        self, params: SamplingParams, seed: int, num_tokens: int, sample_index: int = 0, grammar: GrammarMatcher | None = None
     ) -> Tokens:
         """Plain decoding, one token at a time, as the engine does it."""
         processor = LogitsProcessor(params, self.vocab_size, self.prompt, grammar=grammar)

@@ -100,7 +100,7 @@ def open_files(files: HeadFiles, embedding: Any, lm_head: Any, backend: str = "a
 def draft(head: BlockHead, num_known: int, anchor: int, size: int, *, at_anchor: bool) -> tuple[list[int], list[float], Any]:
     """Greedy tokens, confidences and rows of logits."""
     mask = np.ones((size, size), np.bool_)
-    output = head.run_block([DraftBlock(anchor, RowRange(0, size, num_known, BLOCKS, mask), range(size))])
+    output = head.run_block([DraftBlock(anchor, RowRange(0, size, num_known, BLOCKS, mask))])
     shift = 0 if at_anchor else 1
     logits, states = np.array(output.logits)[shift:], np.array(output.hidden_states)
     hidden = states[shift:]
@@ -238,7 +238,7 @@ def block_logits(tmp_path: Path, config: Mapping[str, Any], backend: str) -> Any
     features = random.normal(size=(9, 3 * config["hidden_size"])).astype(np.float32)
     head.run_context([PendingContext(features, RowRange(0, 9, 0, BLOCKS))])
     size = config["block_size"]
-    block = DraftBlock(7, RowRange(0, size, 9, BLOCKS, np.ones((size, size), np.bool_)), range(size))
+    block = DraftBlock(7, RowRange(0, size, 9, BLOCKS, np.ones((size, size), np.bool_)))
     return np.array(head.run_block([block]).logits)
 
 
@@ -305,7 +305,7 @@ def test_blocks_of_several_sequences_in_one_pass_are_independent(backend: str, t
     parts = []
     for blocks, anchor, size in ((BLOCKS[:2], 7, 5), (BLOCKS[2:4], 9, 8)):
         head.run_context([PendingContext(features, RowRange(0, 6, 0, blocks))])
-        parts.append(DraftBlock(anchor, RowRange(0, size, 6, blocks, np.ones((size, size), np.bool_)), range(size)))
+        parts.append(DraftBlock(anchor, RowRange(0, size, 6, blocks, np.ones((size, size), np.bool_))))
     together = np.array(head.run_block(parts).logits)
     alone = [np.array(head.run_block([part]).logits) for part in parts]
     np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
@@ -352,5 +352,5 @@ def test_block_drafts_equal_transformers_muse_glimmer_assistant(window: int, tmp
             ).last_hidden_state[0]  # fmt: skip
         num_known += count
         mask = np.ones((8, 8), np.bool_)
-        output = head.run_block([DraftBlock(anchor, RowRange(0, 8, num_known, BLOCKS, mask), range(8))])
+        output = head.run_block([DraftBlock(anchor, RowRange(0, 8, num_known, BLOCKS, mask))])
         np.testing.assert_allclose(output.hidden_states, expected.numpy(), atol=1e-4)

@@ -73,24 +73,16 @@ DRAFTER_NAMES = ("auto", "none", *MODEL_FREE_DRAFTERS, DRAFT_MODEL, *HEADS_INSID
 
 @dataclass(frozen=True, slots=True)
 class PreparedDrafter:
-    """A drafter whose name is resolved and whose files are opened, but whose target is not loaded yet.
+    """A drafter whose name is resolved and whose files are opened, but whose target is not loaded yet."""
 
-    Attributes:
-        name: name of the drafter.
-        path: path of its files; None if it needs none.
-        head: its opened files if it is a head, None if it is a draft model or needs no files.
-        is_optional: whether suffix lookup takes the place of this head, which "auto" found, if it cannot be opened.
-        notice: line for the user: why "auto" does not use a drafter that it found. Empty if there is nothing to report.
-    """
+    name: str  # name of the drafter
+    path: Path | None = None  # path of its files; None if it needs none
+    head: HeadFiles | None = None  # its opened files if it is a head, None if it is a draft model or needs no files
+    is_optional: bool = False  # whether this head, which "auto" found next to suffix lookup, is left out if it cannot be opened
+    notice: str = ""  # line for the user: why "auto" does not use a drafter that it found; empty if there is nothing to report
 
-    name: str
-    path: Path | None = None
-    head: HeadFiles | None = None
-    is_optional: bool = False
-    notice: str = ""
-
-    def open(self, target: LoadedTarget) -> Drafter:
-        """Create the drafter for the loaded target.
+    def open(self, target: LoadedTarget) -> Drafter | None:
+        """Create the drafter for the loaded target; None if it is optional and cannot be opened.
 
         Raises:
             IncompatibleDrafterError: the drafter was made for another target.
@@ -102,23 +94,17 @@ class PreparedDrafter:
             except (CheckpointError, IncompatibleDrafterError, CapacityError):
                 if not self.is_optional:
                     raise
-                return SuffixDrafter()
+                return None
         return MODEL_FREE_DRAFTERS[self.name]() if self.path is None else open_draft_model(self.path, target)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedDrafters:
-    """All drafters of an engine, before its target is loaded.
+    """All drafters of an engine, before its target is loaded."""
 
-    Attributes:
-        drafters: the drafters that the user named, in that order; none for plain decoding.
-        layer_boundaries: boundaries of target layers whose hidden states the drafters read, ascending. The target must be loaded with them.
-        drafter_objects: `Drafter` objects that the user passed instead of names.
-    """
-
-    drafters: tuple[PreparedDrafter, ...]
-    layer_boundaries: tuple[int, ...]
-    drafter_objects: Sequence[Drafter] = ()
+    drafters: tuple[PreparedDrafter, ...]  # the drafters that the user named, in that order; none for plain decoding
+    layer_boundaries: tuple[int, ...]  # boundaries of target layers that the drafters read, ascending; the target must be loaded with them
+    drafter_objects: Sequence[Drafter] = ()  # `Drafter` objects that the user passed instead of names
 
     @property
     def notices(self) -> list[str]:
@@ -133,11 +119,7 @@ class PreparedDrafters:
         """
         if self.drafter_objects:
             return list(self.drafter_objects)
-        opened, has_suffix = list[Drafter](), any(one.name == SuffixDrafter.name for one in self.drafters)
-        for prepared in self.drafters:
-            drafter = prepared.open(target)
-            if not (prepared.is_optional and drafter.name == SuffixDrafter.name and has_suffix):  # it replaces a head that cannot be used
-                opened.append(drafter)
+        opened = [drafter for prepared in self.drafters if (drafter := prepared.open(target)) is not None]
         names = [drafter.name for drafter in opened]
         for index, drafter in enumerate(opened):  # make names unique: requests select drafters by name
             if (number := names[:index].count(drafter.name)) > 0:
@@ -260,16 +242,17 @@ def _find_fetched_drafter(target: Path) -> PreparedDrafter | None:
     fetched = read_fetched_drafter(target)
     if fetched is None:
         return None
+    name, path = fetched
     try:
-        head = open_head_files(fetched.path)
+        head = open_head_files(path)
         if head is None:
-            read_model_config(fetched.path)
+            read_model_config(path)
         else:
             _read_layer_boundaries(head, target, HeadOptions())
     except (CheckpointError, IncompatibleDrafterError) as error:
-        notice = f"{fetched.name}, downloaded for this model, is not used ({error}): paceline doctor MODEL --fetch gets it again"
+        notice = f"{name}, downloaded for this model, is not used ({error}): paceline doctor MODEL --fetch gets it again"
         return replace(_find_own_drafter("auto", target), notice=notice)
-    return PreparedDrafter(DRAFT_MODEL if head is None else head.kind.value, fetched.path, head, is_optional=head is not None)
+    return PreparedDrafter(DRAFT_MODEL if head is None else head.kind.value, path, head, is_optional=head is not None)
 
 
 def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:

@@ -9,10 +9,10 @@ all k draft tokens. The cache rows of the mask tokens are not kept.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import islice, repeat
 from pathlib import Path
 from time import perf_counter
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
@@ -22,7 +22,7 @@ import numpy as np
 from paceline.config import cache_directory
 from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, target_noise_draws
 from paceline.drafters.target import LoadedTarget
-from paceline.drafters.translate import ByteTokenizer, SharedVocabularyMap, TextDrafter
+from paceline.drafters.translate import ByteTokenizer, GreedyTextModel, SharedVocabularyMap, TextDrafter
 from paceline.errors import CapacityError, CheckpointError, IncompatibleDrafterError, RequestError
 from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence, KVCache
 from paceline.kv_cache.recurrent_state import CheckpointConfig
@@ -63,62 +63,32 @@ DraftSteps: TypeAlias = Generator[TokenPath, DraftLogits | None, ResultT]
 receives these logits, or None if the cache is full, and returns the finished draft."""
 
 
-def draft_chain(depth: int, pick: Callable[[DraftLogits, TokenPath], int | None]) -> DraftSteps[list[int]]:
-    """Draft a chain of at most `depth` tokens. `pick` chooses each token from its logits, or ends the chain with None."""
-    path: list[int] = []
-    while len(path) < depth:
-        row = yield path
-        token = None if row is None else pick(row, path)
-        if token is None:
-            break
-        path.append(token)
-    return path
-
-
 @dataclass(slots=True)
 class _CachedSequenceState:
-    """The part of a request's text that is in the draft model's cache.
-
-    Attributes:
-        token_ids: the cached tokens, as ids of the draft model.
-        num_verified: number of leading cached tokens that are known to be equal to the request's committed text.
-        num_tokens_at_last_draft: length of the request at its last draft; before its first draft, the length of its cached prefix.
-        start: index in the request's text of the first cached token. Above 0 if the text is longer than the draft model's context.
-    """
+    """The part of a request's text that is in the draft model's cache."""
 
     sequence: CachedSequence
-    token_ids: list[int] = field(default_factory=list)
-    num_verified: int = 0
-    num_tokens_at_last_draft: int = 0
-    start: int = 0
+    token_ids: list[int] = field(default_factory=list)  # the cached tokens, as ids of the draft model
+    num_verified: int = 0  # number of leading cached tokens that are known to be equal to the request's committed text
+    num_tokens_at_last_draft: int = 0  # length of the request at its last draft; before its first draft, the length of its cached prefix
+    start: int = 0  # index in the request's text of the first cached token; above 0 if the text is longer than the draft model's context
 
 
 @dataclass(slots=True)
 class _Draft(Generic[ResultT]):
-    """One request's draft in progress.
-
-    Attributes:
-        steps: the generator that drafts.
-        pending_token_ids: tokens to run in the next pass; empty once the draft is finished.
-        depth: maximum number of draft tokens on a path.
-        uses_top_tokens: the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used.
-        has_truncation: the request has top-k, top-p or min-p.
-        num_received_rows: number of rows of logits that the generator has received so far.
-        result: the finished draft.
-    """
+    """One request's draft in progress."""
 
     request: Request
     state: _CachedSequenceState
-    steps: DraftSteps[ResultT]
-    pending_token_ids: list[int]
-    depth: int
-    uses_top_tokens: bool = False
-    has_truncation: bool = False
-    num_received_rows: int = 0
-    result: ResultT | None = None
+    steps: DraftSteps[ResultT]  # the generator that drafts
+    pending_token_ids: list[int]  # tokens to run in the next pass; empty once the draft is finished
+    depth: int  # maximum number of draft tokens on a path
+    uses_top_tokens: bool = False  # the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used
+    num_received_rows: int = 0  # number of rows of logits that the generator has received so far
+    result: ResultT | None = None  # the finished draft
 
 
-class DraftModelDrafter(Drafter):
+class DraftModelDrafter(GreedyTextModel):
     """Drafts with a language model that has the target's token ids, or whose ids can be mapped to them.
 
     Args:
@@ -152,7 +122,6 @@ class DraftModelDrafter(Drafter):
         mask_token_id: int | None = None,
     ) -> None:
         self.runtime, self.cache, self._mask_token_id = runtime, cache, mask_token_id
-        self._vocab_size = vocab_size
         self._num_tokenizer_ids = runtime.config.vocab_size if num_tokenizer_ids is None else num_tokenizer_ids
         self._translation = translation
         self.max_model_len = runtime.config.max_positions if max_model_len is None else max_model_len
@@ -173,13 +142,11 @@ class DraftModelDrafter(Drafter):
         for request, budget in zip(requests, budgets, strict=True):
             context = request.token_ids if self._translation is None else self._translation.draft_context(request)
             depth = min(budget.max_depth, budget.max_rows - 1, self._max_depth)
-            draft = self._start_draft(
-                request, context, len(context), depth, self._make_draft_generator(request, replace(budget, max_depth=depth))
-            )
+            is_drawn = budget.needs_draft_probs and not request.params.is_greedy
+            steps = (self._rejection_sampling_steps if is_drawn else self._tree_steps)(request, replace(budget, max_depth=depth))
+            draft = self._start_draft(request, context, len(context), depth, steps)
             if draft is not None:
-                is_drawn = budget.needs_draft_probs and not request.params.is_greedy
                 draft.uses_top_tokens = self._translation is None and request.processor.leaves_logits_unchanged and not is_drawn
-                draft.has_truncation = request.params.truncates
             drafts.append(draft)
         self._run_until_finished(requests, drafts)
         return [None if draft is None else draft.result for draft in drafts]
@@ -187,17 +154,10 @@ class DraftModelDrafter(Drafter):
     def generate(
         self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], max_new_tokens: Sequence[int]
     ) -> list[list[int]]:
-        """Continue each context greedily with the draft model; return its token ids, none if the text is too long or the cache is full.
-
-        Args:
-            contexts: for each request its text as ids of the draft model, and how many leading ids are unchanged since the last call.
-            max_new_tokens: number of tokens to generate for each request.
-        """
         drafts: list[_Draft[list[int]] | None] = []
         for request, (context, num_unchanged), count in zip(requests, contexts, max_new_tokens, strict=True):
             depth = min(count, self._max_depth)
-            steps = draft_chain(depth, lambda row, _: int(np.argmax(row.logits[: self._num_tokenizer_ids])))
-            drafts.append(self._start_draft(request, context, num_unchanged, depth, steps))
+            drafts.append(self._start_draft(request, context, num_unchanged, depth, self._greedy_steps(depth)))
         self._run_until_finished(requests, drafts)
         return [draft.result or [] if draft is not None else [] for draft in drafts]
 
@@ -299,32 +259,19 @@ class DraftModelDrafter(Drafter):
         except StopIteration as end:
             draft.pending_token_ids, draft.result = [], end.value
 
-    def _make_draft_generator(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
-        if budget.needs_draft_probs and not request.params.is_greedy:
-            return self._rejection_sampling_steps(request, budget)
-        if self._tree_width == 1:
-            return self._chain_steps(request, budget)
-        return self._tree_steps(request, budget)
-
-    def _chain_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
-        """Draft a chain. It ends early if no token is allowed, or if its probability falls below `min_path_prob`."""
+    def _greedy_steps(self, depth: int) -> DraftSteps[list[int]]:
         path: list[int] = []
-        probs: list[float] = []
-        path_prob = 1.0
-        while len(path) < budget.max_depth and path_prob >= budget.min_path_prob:
-            row = yield path
-            drafted = self._sample(request, row, path, 1)
-            if not drafted.token_ids:
-                break
-            path.append(drafted.token_ids[0])
-            probs.append(drafted.probs[0])
-            path_prob *= budget.acceptance_rate(probs[-1])
-        return DraftTree.chain(request.token_ids[-1], path, self.name, probs) if path else None
+        while len(path) < depth and (row := (yield path)) is not None:
+            path.append(int(np.argmax(row.logits[: self._num_tokenizer_ids])))
+        return path
 
     def _tree_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
-        """Draft the chain of `_chain_steps` plus the siblings with the highest acceptance probability per row of the target's pass."""
+        """Draft a chain, and the siblings of its tokens with the highest acceptance probability per row of the target's pass.
+
+        The chain ends early if no token is allowed, or if its probability falls below `min_path_prob`.
+        """
         root: TokenPath | None = ()
-        growth, path_prob = grow_tree_stepwise(request.token_ids[-1], budget, root), 1.0
+        growth, path_prob = grow_tree_stepwise(request.token_ids[-1], budget, root, self.name), 1.0
         try:
             path = next(growth)
             while True:
@@ -379,18 +326,13 @@ class DraftModelDrafter(Drafter):
         """Sample the tokens after a path as candidates for the tree. Only the first gets children: the tree is a chain with siblings."""
         drafted = self._sample(request, row, path, self._tree_width)
         return [
-            (token, prob, self.name, None if rank else (*path, token))
+            (token, prob, None if rank else (*path, token))
             for rank, (token, prob) in enumerate(zip(drafted.token_ids, drafted.probs, strict=True))
         ]
 
     def _to_target_logits(self, row: FloatArray) -> FloatArray:
         """Convert the draft model's logits to a row [V] of the target's ids; ids that cannot be drafted get -inf."""
-        if self._translation is not None:
-            return self._translation.to_target_logits(row)
-        row = row[: min(self._vocab_size, self._num_tokenizer_ids)]
-        if len(row) == self._vocab_size:
-            return row
-        return np.concatenate([row, np.full(self._vocab_size - len(row), -np.inf, np.float32)])
+        return (self._sampler if self._translation is None else self._translation).to_target_logits(row)
 
     def _run_pass(
         self, drafts: Sequence[_Draft[ResultT]], token_ids: Sequence[list[int]], *, needs_logits: bool
@@ -400,7 +342,7 @@ class DraftModelDrafter(Drafter):
         Returns:
             the drafts that ran, and for each the logits of its next token; for PARD models also those of the tokens after it.
         """
-        ran, plans, rows = list[_Draft[ResultT]](), list[RowPlan](), list[list[int]]()
+        ran, plans, rows, logit_indices = list[_Draft[ResultT]](), list[RowPlan](), list[list[int]](), list[range]()
         for draft, ids in zip(drafts, token_ids, strict=True):
             masks = [self._mask_token_id] * self._num_mask_tokens(draft) if needs_logits and self._mask_token_id is not None else []
             try:
@@ -414,12 +356,9 @@ class DraftModelDrafter(Drafter):
                 continue
             ran.append(draft)
             rows.append([*ids, *masks])
+            logit_indices.append(range(len(ids) - 1, num_rows) if needs_logits else range(0))
         if not ran:
             return ran, []
-        firsts = [len(ids) - self._num_mask_tokens(draft) - 1 for draft, ids in zip(ran, rows, strict=True)] if needs_logits else []
-        logit_indices = (
-            [range(first, len(ids)) for first, ids in zip(firsts, rows, strict=True)] if needs_logits else [range(0)] * len(rows)
-        )
         start = perf_counter()
         inputs, batch, logits_rows = assemble_pass(plans, rows, logit_indices)
         is_ranked = needs_logits and any(draft.uses_top_tokens for draft in ran)
@@ -435,12 +374,10 @@ class DraftModelDrafter(Drafter):
             draft.state.token_ids.extend(ids[:num_kept])
         if not needs_logits:
             return ran, []
-        ranked = iter(output.summaries if is_ranked else [None] * len(output.logits))
-        found = [DraftLogits(logits, next(ranked)) for logits in output.logits]
-        ends = list(accumulate(map(len, logit_indices)))
+        found = zip(output.logits, output.summaries if is_ranked else repeat(None), strict=False)
         return ran, [
-            [row if draft.uses_top_tokens else DraftLogits(row.logits) for row in found[end - len(indices) : end]]
-            for draft, indices, end in zip(ran, logit_indices, ends, strict=True)
+            [DraftLogits(logits, top_tokens if draft.uses_top_tokens else None) for logits, top_tokens in islice(found, len(indices))]
+            for draft, indices in zip(ran, logit_indices, strict=True)
         ]
 
     def _request_top_tokens(self, logits_rows: LogitsRows, drafts: Sequence[_Draft[ResultT]], num_rows: Sequence[int]) -> LogitsRows:
@@ -449,7 +386,7 @@ class DraftModelDrafter(Drafter):
             for draft, count in zip(drafts, num_rows, strict=True)
             for index in range(count)
         ]
-        truncates = any(draft.has_truncation and draft.uses_top_tokens for draft in drafts)
+        truncates = any(draft.uses_top_tokens and draft.request.params.truncates for draft in drafts)
         return logits_rows._replace(summary=self._truncated_ranking if truncates else self._ranking, sampling=target_noise_draws(drawn))
 
 
@@ -486,19 +423,14 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         )
     has_all_ids = comparison.is_compatible and comparison.coverage == 1.0
     token_ratio = 1.0 if has_all_ids else _token_ratio(target.tokenizer, tokenizer)
-    max_model_len = min(math.ceil(target.max_model_len * token_ratio), config.max_positions)
+    required_len = math.ceil(target.max_model_len * token_ratio)
+    max_model_len = min(required_len, config.max_positions)
     mask_token_id = read_mask_token(directory, config)
     runtime, cache = _load_runtime(directory, target, max_model_len, token_ratio)
     passes = time_passes(runtime, cache, (_PREFILL_PROFILE_ROWS,), max_model_len=max_model_len, repeats=1, with_logits=False)
-    translation, tokenizers = None, None
-    if not has_all_ids:
-        target_bytes, draft_bytes = ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer)
-        if comparison.match is not VocabularyMatch.DISJOINT:
-            translation = SharedVocabularyMap(
-                target_bytes, draft_bytes, vocab_size=target.vocab_size, draft_vocab_size=runtime.config.vocab_size
-            )
-        else:
-            tokenizers = target_bytes, draft_bytes
+    translation, tokenizers = None, None if has_all_ids else (ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer))
+    if tokenizers is not None and comparison.match is not VocabularyMatch.DISJOINT:
+        translation = SharedVocabularyMap(*tokenizers, vocab_size=target.vocab_size, draft_vocab_size=runtime.config.vocab_size)
     drafter = DraftModelDrafter(
         runtime,
         cache,
@@ -508,13 +440,11 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         max_model_len=max_model_len,
         tree_width=target.speculation.tree_width,
         notices=[line for line in [too_large_reason(directory, config, target.runtime.config)] if line],
-        note=_compatibility_note(
-            comparison, max_model_len, math.ceil(target.max_model_len * token_ratio), target.speculation.draft_adapter
-        ),
+        note=_compatibility_note(comparison, max_model_len, required_len, target.speculation.draft_adapter),
         prefill_token_s=passes[_PREFILL_PROFILE_ROWS] / _PREFILL_PROFILE_ROWS,
         mask_token_id=mask_token_id,
     )
-    return drafter if tokenizers is None else TextDrafter(drafter, *tokenizers)
+    return drafter if tokenizers is None or translation is not None else TextDrafter(drafter, *tokenizers)
 
 
 def too_large_reason(directory: Path, draft: ModelConfig, target: ModelConfig) -> str:

@@ -28,16 +28,11 @@ _MAX_LOG_PROB_GAP = 12.0  # siblings whose log-probability is this much below th
 
 @dataclass(frozen=True, slots=True)
 class DraftTokens:
-    """The draft tokens after one node of a draft tree, most probable first.
-
-    Attributes:
-        probs: for each token the estimated probability that the target draws it.
-        draft_probs: the distribution that the tokens were drawn from; only for rejection sampling.
-    """
+    """The draft tokens after one node of a draft tree, most probable first."""
 
     token_ids: Sequence[int] = ()
-    probs: Sequence[float] = ()
-    draft_probs: TokenProbs | None = None
+    probs: Sequence[float] = ()  # for each token the estimated probability that the target draws it
+    draft_probs: TokenProbs | None = None  # the distribution that the tokens were drawn from; only for rejection sampling
 
 
 NO_TOKENS = DraftTokens()
@@ -125,7 +120,7 @@ class DraftSampler:
             needs_draft_probs: if `width` is 1, draw with noise that the target does not use, and return the distribution.
         """
         try:
-            return self.sample_target_row(request, path, self._to_target_logits(row), width, needs_draft_probs=needs_draft_probs)
+            return self.sample_target_row(request, path, self.to_target_logits(row), width, needs_draft_probs=needs_draft_probs)
         except PacelineError:  # the request's constraints allow no token that can be drafted, or the logits are invalid
             return NO_TOKENS
 
@@ -177,11 +172,11 @@ class DraftSampler:
         first = draw(candidates, request.seed, request.sample_index, len(request.token_ids) + len(path))
         return _first_and_most_probable(request.params, candidates.scores, candidates.token_ids, first, width)
 
-    def _to_target_logits(self, row: FloatArray) -> FloatArray:
+    def to_target_logits(self, row: FloatArray) -> FloatArray:
+        """Convert logits [Vd] to a row [V] of the target's ids, which the next call may overwrite; ids that are never drafted get -inf."""
         if self._target_ids is not None:
-            self._row[self._target_ids] = row[
-                : len(self._target_ids)
-            ]  # draft ids are sorted by target id, so those that are never drafted are the last
+            # draft ids are sorted by target id, so those that are never drafted are the last
+            self._row[self._target_ids] = row[: len(self._target_ids)]
             return self._row
         num_columns = min(len(row), self._num_draftable_ids)
         if num_columns == self._vocab_size:

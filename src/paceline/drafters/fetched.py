@@ -6,7 +6,6 @@
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import cache_directory
@@ -17,42 +16,38 @@ _FOLDER = "drafters"
 _NUM_HASH_DIGITS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class FetchedDrafter:
-    """A downloaded drafter: its id on the Hugging Face Hub, and the path of its files."""
-
-    name: str
-    path: Path
-
-
-def record_fetched_drafter(target: Path, drafter: FetchedDrafter) -> None:
+def record_fetched_drafter(target: Path, name: str, files: Path) -> None:
     """Store that a drafter is to be used for a target; it replaces an earlier one.
+
+    Args:
+        name: the drafter's id on the Hugging Face Hub.
+        files: path of its files.
 
     Raises:
         CheckpointError: the cache directory cannot be written.
     """
     path = _record_path(target)
     if path is None:
-        raise CheckpointError(f"there is no cache directory to note {drafter.name} in: set PACELINE_CACHE, or use --drafter {drafter.name}")
+        raise CheckpointError(f"there is no cache directory to note {name} in: set PACELINE_CACHE, or use --drafter {name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"target": str(target.resolve()), "drafter": drafter.name, "path": str(drafter.path)}) + "\n")
+        write_atomically(path, json.dumps({"target": str(target.resolve()), "drafter": name, "path": str(files)}) + "\n")
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be written ({error.strerror}), so auto does not find {drafter.name}: set PACELINE_CACHE to a directory that "
-            f"can be written, or use --drafter {drafter.name}"
+            f"{path} cannot be written ({error.strerror}), so auto does not find {name}: set PACELINE_CACHE to a directory that "
+            f"can be written, or use --drafter {name}"
         ) from error
 
 
-def read_fetched_drafter(target: Path) -> FetchedDrafter | None:
-    """Return the drafter that was downloaded for a target; None if there is none."""
+def read_fetched_drafter(target: Path) -> tuple[str, Path] | None:
+    """Return the id and the path of the drafter that was downloaded for a target; None if there is none."""
     path = _record_path(target)
     values = None
     with suppress(CheckpointError):  # a damaged record is ignored
         values = None if path is None else read_json(path)
     if values is None or not isinstance(values.get("drafter"), str) or not isinstance(values.get("path"), str):
         return None
-    return FetchedDrafter(values["drafter"], Path(values["path"]))
+    return values["drafter"], Path(values["path"])
 
 
 def _record_path(target: Path) -> Path | None:

@@ -24,7 +24,7 @@ from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, Tensor
 from paceline.small_files import INDEX_BYTES, is_file, read_json
 
-_PREFIXES = re.compile(r"(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
+_PREFIXES = re.compile(r"^(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
 _WEIGHT_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
 _INDEX = "[0-9]{1,6}"  # index of a layer or head; more digits only occur in damaged files
 
@@ -43,23 +43,14 @@ GGUF_LAYER_MODULE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """The tensors and config of a head. Values of a tensor are only read from the file when they are needed.
+    """The tensors and config of a head. Values of a tensor are only read from the file when they are needed."""
 
-    Attributes:
-        path: directory of the head, or its file.
-        config: contents of config.json; empty if there is none.
-        tensors: tensors by name, without prefixes such as `module.`.
-        kind: kind of the head.
-        files: the files that contain the tensors.
-        quantised: matrices that a GGUF file stores in quantised blocks, by the same names.
-    """
-
-    path: Path
-    config: Mapping[str, Any]
-    tensors: Mapping[str, FileTensor]
-    kind: HeadKind
-    files: tuple[Path, ...] = ()
-    quantised: Mapping[str, TensorSource] = field(default_factory=dict)
+    path: Path  # directory of the head, or its file
+    config: Mapping[str, Any]  # contents of config.json; empty if there is none
+    tensors: Mapping[str, FileTensor]  # tensors by name, without prefixes such as `module.`
+    kind: HeadKind  # kind of the head
+    files: tuple[Path, ...] = ()  # the files that contain the tensors
+    quantised: Mapping[str, TensorSource] = field(default_factory=dict)  # matrices that a GGUF file stores in quantised blocks
 
     @classmethod
     def open(cls, path: Path) -> "HeadFiles":
@@ -126,6 +117,10 @@ class HeadFiles:
                 f"{self.path}: tensor {name!r} is of shape {list(tensor.shape)}, expected a matrix; is it another head's?"
             )
         return tensor.shape[0], tensor.shape[1]
+
+    def num_rows(self, name: str) -> int:
+        """Return the number of rows of a matrix; 0 if there is no tensor of this name. Errors as for `matrix_shape`."""
+        return (self.matrix_shape(name) or (0, 0))[0]
 
     def count_indices(self, pattern: str) -> int:
         """Return how many different indices tensor names have in place of the `{}` of a pattern, such as the 12 of "layers.{}.".
@@ -259,8 +254,13 @@ def is_head_file(name: str) -> bool:
 
 def strip_prefixes(name: str) -> str:
     """Return a tensor's name without the prefixes that training code leaves, such as `module.`."""
-    found = _PREFIXES.match(name)
-    return name[found.end() :] if found else name
+    return _PREFIXES.sub("", name, count=1)
+
+
+def rename_module(name: str, modules: Mapping[str, str]) -> str:
+    """Return a tensor's name with its module renamed if `modules` has another name for it."""
+    module, kind = name.rsplit(".", 1)
+    return f"{modules.get(module, module)}.{kind}"
 
 
 def check_target_sizes(files: HeadFiles, target: ModelConfig, *, hidden_size: int, vocab_rows: int | None = None) -> None:

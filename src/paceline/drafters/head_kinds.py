@@ -76,7 +76,8 @@ def detect_head_kind(path: Path, config: Mapping[str, Any], shapes: Mapping[str,
         return HeadKind.GEMMA4_ASSISTANT
     if config.get("pard2") or config.get("spd_type") == HeadKind.PARD2.value:
         return HeadKind.PARD2
-    if "domino" in _projector_types(config) or any(name.startswith("prefix_gru.") for name in shapes):
+    levels = [level for level in (config, config.get("dflash_config")) if isinstance(level, Mapping)]
+    if any(level.get("projector_type") == "domino" for level in levels) or any(name.startswith("prefix_gru.") for name in shapes):
         return HeadKind.DOMINO
     architecture = " ".join(_architectures(config))
     for part, kind in _KIND_BY_ARCHITECTURE.items():
@@ -102,11 +103,6 @@ def detect_head_kind(path: Path, config: Mapping[str, Any], shapes: Mapping[str,
     if extra_layer in shapes or any(name.startswith(("mtp.", "mtp_layers.")) for name in shapes):
         return HeadKind.MTP
     return HeadKind.LANGUAGE_MODEL
-
-
-def _projector_types(config: Mapping[str, Any]) -> list[object]:
-    nested = config.get("dflash_config")
-    return [config.get("projector_type"), nested.get("projector_type") if isinstance(nested, Mapping) else None]
 
 
 def detect_block_kind(shapes: Mapping[str, tuple[int, ...]]) -> HeadKind:

@@ -44,25 +44,15 @@ from paceline.runtimes.load import HeadPlacement, load_head
 
 @dataclass(frozen=True, slots=True)
 class _ModuleLayout:
-    """How the tensors of an MTP module are named and stored in a file.
+    """How the tensors of an MTP module are named and stored in a file."""
 
-    Attributes:
-        layer_prefix: prefix of the names of the decoder layer's tensors.
-        names: name in `mtp_network` -> name in the file, for the tensors that are not in the decoder layer.
-        own_matrix_names: the same for the module's own embedding and lm_head.
-        modules_prefix: prefix of the tensor names of all modules; the number of the module follows.
-        has_norm_offset: norm weights are stored minus 1.
-        has_target_copies: the module's embedding and lm_head are copies of the target's. The target's are used, as in transformers.
-        is_feature_first: `fc` takes [feature, embedding], not [embedding, feature].
-    """
-
-    layer_prefix: str
-    names: Mapping[str, str]
-    own_matrix_names: Mapping[str, str]
-    modules_prefix: str
-    has_norm_offset: bool = False
-    has_target_copies: bool = False
-    is_feature_first: bool = False
+    layer_prefix: str  # prefix of the names of the decoder layer's tensors
+    names: Mapping[str, str]  # name in `mtp_network` -> name in the file, for the tensors that are not in the decoder layer
+    own_matrix_names: Mapping[str, str]  # the same for the module's own embedding and lm_head
+    modules_prefix: str  # prefix of the tensor names of all modules; the number of the module follows
+    has_norm_offset: bool = False  # norm weights are stored minus 1
+    has_target_copies: bool = False  # the module's embedding and lm_head are copies of the target's, which are used, as in transformers
+    is_feature_first: bool = False  # `fc` takes [feature, embedding], not [embedding, feature]
 
 
 _TENSOR_NAMES_BY_LAYOUT = {
@@ -108,27 +98,16 @@ def _detect_module_layout(files: HeadFiles, target: ModelConfig) -> _ModuleLayou
 
 @dataclass(frozen=True, slots=True)
 class MtpModule:
-    """Config and weights of an MTP module.
+    """Config and weights of an MTP module."""
 
-    Attributes:
-        config: configuration of the module.
-        weights: weights by the names in `mtp_network`; `lm_head.weight` is the target's if the module has none.
-        embedding: [V, E] token embedding.
-        soft_cap: the target's soft cap of logits, if the target's lm_head is used.
-        is_feature_first: `fc` takes [feature, embedding], not [embedding, feature].
-        notices: messages for the user, shown at load.
-        draft_vocab: the ids that the module drafts; None = all ids of the target.
-        has_lm_head_copy: `lm_head.weight` is a copy of the target's rows for the draft vocabulary.
-    """
-
-    config: RecurrentHeadConfig
-    weights: Weights
-    embedding: AnyTensor
-    soft_cap: float | None
-    is_feature_first: bool
-    notices: tuple[str, ...]
-    draft_vocab: DraftVocab | None = None
-    has_lm_head_copy: bool = False
+    config: RecurrentHeadConfig  # configuration of the module
+    weights: Weights  # weights by the names in `mtp_network`; `lm_head.weight` is the target's if the module has none
+    embedding: AnyTensor  # [V, E] token embedding
+    soft_cap: float | None  # the target's soft cap of logits, if the target's lm_head is used
+    is_feature_first: bool  # `fc` takes [feature, embedding], not [embedding, feature]
+    notices: tuple[str, ...]  # messages for the user, shown at load
+    draft_vocab: DraftVocab | None = None  # the ids that the module drafts; None = all ids of the target
+    has_lm_head_copy: bool = False  # `lm_head.weight` is a copy of the target's rows for the draft vocabulary
 
 
 def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, num_threads: int = 1) -> MtpModule:

@@ -16,29 +16,17 @@ _KERNEL_OUTPUT_GROUP = 16  # number of matrix rows that the kernels multiply tog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOptions:
-    """The user's `--drafter-options`: one attribute for each option; None = not given.
+    """The user's `--drafter-options`: one attribute for each option; None = not given."""
 
-    Attributes:
-        tree: Medusa: how trees are chosen, see `MedusaDrafter`.
-        boundaries: EAGLE-3: boundaries of target layers whose hidden states the head reads. Boundary b is the input of layer b.
-        norm_before_residual: EAGLE-3: the first layer's residual is the normalised feature.
-        final_norm: EAGLE-3: the hidden state is normalised before the lm_head.
-        normed_recurrence: EAGLE and MTP: the predicted feature, an input of the next pass, is taken after the final norm, not before it.
-        rope_theta: EAGLE: base of the rotary embedding.
-        mask_token_id: P-EAGLE: input token of the positions whose token is not known yet.
-        draft_vocab_size: MTP: number of ids that can be drafted: the lowest ids, or the most frequent ids of `draft_vocab_corpus`.
-        draft_vocab_corpus: MTP: text file whose most frequent ids are drafted.
-    """
-
-    tree: str | None = None
-    boundaries: tuple[int, ...] | None = None
-    norm_before_residual: bool | None = None
-    final_norm: bool | None = None
-    normed_recurrence: bool | None = None
-    rope_theta: float | None = None
-    mask_token_id: int | None = None
-    draft_vocab_size: int | None = None
-    draft_vocab_corpus: Path | None = None
+    tree: str | None = None  # Medusa: how trees are chosen, see `MedusaDrafter`
+    boundaries: tuple[int, ...] | None = None  # EAGLE-3: layer boundaries that the head reads; boundary b is the input of layer b
+    norm_before_residual: bool | None = None  # EAGLE-3: the first layer's residual is the normalised feature
+    final_norm: bool | None = None  # EAGLE-3: the hidden state is normalised before the lm_head
+    normed_recurrence: bool | None = None  # EAGLE and MTP: the predicted feature is taken after the final norm, not before it
+    rope_theta: float | None = None  # EAGLE: base of the rotary embedding
+    mask_token_id: int | None = None  # P-EAGLE: input token of the positions whose token is not known yet
+    draft_vocab_size: int | None = None  # MTP: number of ids to draft: the lowest, or the most frequent of `draft_vocab_corpus`
+    draft_vocab_corpus: Path | None = None  # MTP: text file whose most frequent ids are drafted
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> "HeadOptions":
@@ -74,10 +62,7 @@ class HeadOptions:
         return min(-(-self.draft_vocab_size // _KERNEL_OUTPUT_GROUP) * _KERNEL_OUTPUT_GROUP, vocab_size)
 
     def check_all_used_by(self, drafters: Iterable[str]) -> None:
-        """Check that each given option applies to one of the drafters in use.
-
-        Args:
-            drafters: names of the drafters.
+        """Check that each given option applies to one of the drafters in use, given by name.
 
         Raises:
             ConfigError: an option applies to none of them.
@@ -93,17 +78,11 @@ class HeadOptions:
 
 @dataclass(frozen=True, slots=True)
 class HeadOption:
-    """An option of `--drafter-options`.
+    """An option of `--drafter-options`."""
 
-    Attributes:
-        head_kinds: kinds of heads that the option applies to.
-        expected: description of the allowed values, for error messages.
-        parse: converts the given value; raises ValueError or TypeError if it is invalid.
-    """
-
-    head_kinds: Sequence[HeadKind]
-    expected: str
-    parse: Callable[[object], object]
+    head_kinds: Sequence[HeadKind]  # kinds of heads that the option applies to
+    expected: str  # description of the allowed values, for error messages
+    parse: Callable[[object], object]  # converts the given value; raises ValueError or TypeError if it is invalid
 
 
 def _head_kind_names(option: HeadOption) -> str:

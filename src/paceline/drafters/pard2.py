@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.drafters.head_files import HeadFiles, check_target_sizes
 from paceline.drafters.recurrent_heads.drafter import ParallelDrafter
-from paceline.drafters.recurrent_heads.head import BOUNDARY, EMBEDDING, FEATURE, MaskedFeaturePair, RecurrentHead, RecurrentHeadConfig
+from paceline.drafters.recurrent_heads.head import EMBEDDING, FEATURE, MaskedFeaturePair, RecurrentHead, RecurrentHeadConfig
 from paceline.drafters.target import LoadedTarget
 from paceline.errors import CheckpointError, IncompatibleDrafterError, shortened
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
@@ -34,19 +34,12 @@ _DEFAULT_SCALE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pard2Config(RecurrentHeadConfig):
-    """Configuration of a PARD-2 draft model.
+    """Configuration of a PARD-2 draft model."""
 
-    Attributes:
-        chunk_order: the chunks of a feature, by index, in the order in which the projection reads them.
-        scale: factor of the projected feature.
-        has_projection_bias: the projection has a bias.
-        mask_token_id: input token of the positions whose token is not known yet.
-    """
-
-    chunk_order: tuple[int, ...]
-    scale: float
-    has_projection_bias: bool
-    mask_token_id: int
+    chunk_order: tuple[int, ...]  # the chunks of a feature, by index, in the order in which the projection reads them
+    scale: float  # factor of the projected feature
+    has_projection_bias: bool  # the projection has a bias
+    mask_token_id: int  # input token of the positions whose token is not known yet
 
 
 def read_pard2_config(files: HeadFiles, target: ModelConfig) -> Pard2Config:
@@ -154,8 +147,7 @@ def pard2_network(config: Pard2Config) -> NetworkDefinition:
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         x, layers = blocks.input(EMBEDDING, config.layers.hidden_size), config.layers
-        names = [f"{BOUNDARY}.{chunk}" for chunk in range(config.num_chunks)] if config.layer_boundaries else [FEATURE]
-        chunks = [blocks.input(name, config.target_hidden_size) for name in names]
+        chunks = [blocks.input(name, config.target_hidden_size) for name in config.feature_inputs]
         (projected,) = blocks.linear(blocks.concat(*(chunks[chunk] for chunk in config.chunk_order)), "target_proj")
         x = blocks.add(x, blocks.scale(projected, config.scale))
         for index, layer in enumerate(layers.layers):

@@ -16,7 +16,7 @@ from paceline.speculation.draft_length.acceptance import match_confidence
 from paceline.speculation.drafter import MAX_CATCH_UP_TOKENS, DraftBudget, Drafter, DrafterTraits, RequestState
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.tree_growth import Candidate, grow_tree
+from paceline.speculation.tree_growth import grow_tree
 
 MAX_MATCH = 16
 MAX_NEXT_TOKENS = 32  # different next tokens of a match that are compared: with more, each of them is improbable
@@ -36,9 +36,6 @@ class SuffixAutomaton:
 
     Source: Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text", section 3. Addition: counts and last positions
     of substrings. They are exact for up to `max_match` + 1 tokens; with this limit, appending a token takes O(max_match) time.
-
-    Args:
-        max_match: maximum length of a match.
     """
 
     __slots__ = ("_count", "_counted", "_counted_length", "_last", "_last_end", "_length", "_link", "_next", "max_match", "size")
@@ -339,8 +336,6 @@ class SuffixDrafter(Drafter):
         continuation = automaton.unambiguous_tokens(match, self._min_match, num_tokens)
         if len(continuation) == num_tokens > 0:  # if each token has a single known continuation, a chain is enough
             return DraftTree.chain(root_token_id, continuation, self.name, match_confidence(match[1], num_tokens))
-
-        def expand(node: Match) -> list[Candidate[Match]]:
-            return [(token, prob, self.name, longer) for token, prob, longer in automaton.next_tokens(node, self._min_match)]
-
-        return grow_tree(root_token_id, budget, match, expand, min_path_prob=MIN_PATH_PROB)
+        return grow_tree(
+            root_token_id, budget, match, lambda node: automaton.next_tokens(node, self._min_match), self.name, min_path_prob=MIN_PATH_PROB
+        )

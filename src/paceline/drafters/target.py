@@ -24,29 +24,18 @@ from paceline.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTarget:
-    """A loaded target, and the settings for its drafters.
+    """A loaded target, and the settings for its drafters."""
 
-    Attributes:
-        directory: directory or GGUF file of the target.
-        runtime, cache: network and KV cache of the target; the KV caches of heads use the same blocks and slots.
-        vocab_size: V, number of token ids that the target can draw.
-        max_model_len: maximum number of tokens of prompt plus output.
-        weight_bits: average bits per value of the target's matrices.
-        memory_bytes: free memory for drafters; None = no limit.
-        engine: settings that the target was loaded with; drafters use the same device and threads.
-        speculation: the user's settings for drafting.
-    """
-
-    directory: Path
+    directory: Path  # directory or GGUF file of the target
     runtime: Network
-    cache: KVCache
+    cache: KVCache  # its KV cache; the KV caches of heads use the same blocks and slots
     tokenizer: Tokenizer
-    vocab_size: int
-    max_model_len: int
-    weight_bits: float = 32.0
-    memory_bytes: int | None = None
-    engine: EngineConfig
-    speculation: SpeculationConfig
+    vocab_size: int  # V, number of token ids that the target can draw
+    max_model_len: int  # maximum number of tokens of prompt plus output
+    weight_bits: float = 32.0  # average bits per value of the target's matrices
+    memory_bytes: int | None = None  # free memory for drafters; None = no limit
+    engine: EngineConfig  # settings that the target was loaded with; drafters use the same device and threads
+    speculation: SpeculationConfig  # the user's settings for drafting
 
     @property
     def device(self) -> str:

@@ -7,15 +7,16 @@ Sources: Timor et al. 2025, arXiv:2502.05202, algorithm 4 (token-level intersect
 of the intersection are drawn with the target's noise.
 """
 
+from abc import abstractmethod
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Protocol
 
 import numpy as np
 
 from paceline.runtimes.base import FloatArray
-from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits, RequestState
+from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -55,10 +56,7 @@ class ByteTokenizer:
         if tokens_of_text is not None:
             return tokens_of_text
         tokens: list[tuple[int, int]] = []
-        ids = self._speller.spell(text)
-        if ids is not None:
-            return [(token_id, len(self.bytes_of[token_id])) for token_id in ids]
-        for part in _characters(text):
+        for part in _characters(text) if self._speller.spell(text) is None else [text]:
             ids = self._speller.spell(part)
             if ids is not None:
                 tokens.extend((token_id, len(self.bytes_of[token_id])) for token_id in ids)
@@ -147,46 +145,35 @@ class SharedVocabularyMap:
         return self._spelled[token_id]
 
 
-class GreedyTextModel(Protocol):
-    """Interface of a draft model that generates text greedily; see `DraftModelDrafter.generate`."""
+class GreedyTextModel(Drafter):
+    """A draft model that can also generate text greedily."""
 
-    name: str
-    traits: DrafterTraits
-
+    @abstractmethod
     def generate(
         self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], max_new_tokens: Sequence[int]
-    ) -> list[list[int]]: ...
+    ) -> list[list[int]]:
+        """Continue each context greedily; return its token ids, none if the text is too long or the cache is full.
 
-    def prefill_s(self, request: Request) -> float: ...
-
-    def release(self, request: Request) -> None: ...
+        Args:
+            contexts: for each request its text as ids of the draft model, and how many leading ids are unchanged since the last call.
+            max_new_tokens: number of tokens to generate for each request.
+        """
 
 
 @dataclass(slots=True)
 class _RetokenizedContext:
-    """One request's text, tokenized for the draft model.
+    """One request's text, tokenized for the draft model."""
 
-    Attributes:
-        num_converted: number of the request's tokens whose bytes were appended to `text`.
-        draft_ids: the text as ids of the draft model.
-        token_ends: for each of these ids the offset in `text` at which its token ends.
-        text: bytes of the request's tokens.
-    """
-
-    num_converted: int
-    draft_ids: list[int]
-    token_ends: list[int]
-    text: bytearray = field(default_factory=bytearray)
+    num_converted: int  # number of the request's tokens whose bytes were appended to `text`
+    draft_ids: list[int]  # the text as ids of the draft model
+    token_ends: list[int]  # for each of these ids the offset in `text` at which its token ends
+    text: bytearray = field(default_factory=bytearray)  # bytes of the request's tokens
 
 
 class TextDrafter(Drafter):
     """Drafts with a model of any vocabulary: the target's tokenizer tokenizes the text that the model generates greedily.
 
     If the generated text may end inside a word, the last draft token is dropped, because the whole word may have other tokens.
-
-    Args:
-        model: the draft model.
-        target, draft: tokenizers of the target and of the draft model.
     """
 
     def __init__(self, model: GreedyTextModel, target: ByteTokenizer, draft: ByteTokenizer) -> None:
@@ -282,14 +269,9 @@ def _num_start_tokens(tokenizer: ByteTokenizer, request: Request) -> int:
 
 def _complete_utf8_len(text: bytes | bytearray) -> int:
     """Return the length of UTF-8 `text` without an incomplete character at its end."""
-    for num_bytes in range(1, min(4, len(text)) + 1):
-        byte = text[-num_bytes]
-        if byte >= 0xC0:
-            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return len(text) - num_bytes if num_bytes < needed else len(text)
-        if byte < 0x80:
-            break
-    return len(text)
+    decoder = getincrementaldecoder("utf-8")("ignore")
+    decoder.decode(text[-4:])
+    return len(text) - len(decoder.getstate()[0])  # the state has the bytes that a next one may complete to a character
 
 
 def _characters(text: bytes) -> list[bytes]:

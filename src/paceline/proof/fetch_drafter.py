@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.drafters import DRAFTER_NAMES
-from paceline.drafters.fetched import FetchedDrafter, record_fetched_drafter
+from paceline.drafters.fetched import record_fetched_drafter
 from paceline.errors import CheckpointError, ConfigError
 from paceline.hub import plan_download, resolve_model
 from paceline.proof.doctor import Diagnosis, DoctorOptions, diagnose
@@ -68,7 +68,7 @@ def fetch_drafter(question: DoctorOptions, report: Callable[[str], None]) -> tup
     probe_arguments = None if question.probe_arguments is None else {**question.probe_arguments, "drafter": str(path)}
     found = diagnose(replace(question, drafters=(str(path),), probe_arguments=probe_arguments))
     if found.works:
-        record_fetched_drafter(target, FetchedDrafter(name, path))
+        record_fetched_drafter(target, name, path)
     return found, Fetched(name, path, plan.num_bytes, found.works)
 
 

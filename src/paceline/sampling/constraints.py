@@ -25,13 +25,6 @@ class Constraint(Protocol):
         """Append a token to the committed output."""
 
 
-class GrammarConstraint(Constraint, Protocol):
-    """A grammar that the output must match; forbids the tokens that cannot continue the output."""
-
-    def is_finished(self, path: Sequence[int] = ()) -> bool:
-        """Return whether the committed output and `path` together are complete."""
-
-
 class RepeatedNgrams:
     """Bans every token that would complete an n-gram of prompt + output for the second time, as in transformers.
 
@@ -51,11 +44,7 @@ class RepeatedNgrams:
         """Append a token to the output. O(size)."""
         if len(self._token_ids) >= self._num_before:
             start = tuple(_last(self._token_ids, self._num_before))
-            followers = self._followers.get(start)
-            if followers is None:
-                self._followers[start] = array("q", (token_id,))
-            else:
-                followers.append(token_id)
+            self._followers.setdefault(start, array("q")).append(token_id)
         self._token_ids.append(token_id)
 
     def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:

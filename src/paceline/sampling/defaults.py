@@ -20,13 +20,9 @@ CHAT_TEMPERATURE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Default sampling parameters of one model.
+    """Default sampling parameters of one model."""
 
-    Attributes:
-        recommended: parameters that the model recommends, by name.
-    """
-
-    recommended: Mapping[str, float] = field(default_factory=dict)
+    recommended: Mapping[str, float] = field(default_factory=dict)  # parameters that the model recommends, by name
 
     @classmethod
     def from_recommended(cls, recommended: Iterable[tuple[str, float]]) -> "SamplingDefaults":

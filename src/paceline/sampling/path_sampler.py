@@ -15,31 +15,19 @@ LogitsArray = NDArray[np.float32]
 
 
 class SampledPath(NamedTuple):
-    """The tokens that are sampled along one path of a draft tree, until no child holds the sampled token.
+    """The tokens that are sampled along one path of a draft tree, until no child holds the sampled token."""
 
-    Attributes:
-        token_ids: token of each of `nodes`, then the token after the last node.
-        nodes: nodes of the path, from depth 1 down.
-    """
-
-    token_ids: Sequence[int]
-    nodes: Sequence[int]
+    token_ids: Sequence[int]  # token of each of `nodes`, then the token after the last node
+    nodes: Sequence[int]  # nodes of the path, from depth 1 down
 
 
 class LogitsView(NamedTuple):
-    """The logits of a forward pass.
+    """The logits of a forward pass."""
 
-    Attributes:
-        logits: [R, V].
-        block_max: [R, blocks] the largest logit of each block of a row, if the runtime computed it.
-        logits_address, block_max_address: addresses of both arrays if known, because reading them from NumPy takes microseconds; 0 =
-            unknown.
-    """
-
-    logits: LogitsArray
-    block_max: LogitsArray | None = None
-    logits_address: int = 0
-    block_max_address: int = 0
+    logits: LogitsArray  # [R, V]
+    block_max: LogitsArray | None = None  # [R, blocks] the largest logit of each block of a row, if the runtime computed it
+    logits_address: int = 0  # address of `logits`, because reading it from NumPy takes microseconds; 0 = unknown
+    block_max_address: int = 0  # the same for `block_max`
 
 
 class PathSampler(Protocol):
@@ -51,22 +39,15 @@ class PathSampler(Protocol):
 
 
 class PathRequest(NamedTuple):
-    """One tree to sample.
+    """One tree to sample."""
 
-    Attributes:
-        sampler: compiled sampling parameters of the request.
-        token_ids, parents: [N] as in `DraftTree`.
-        seed, sample_index, position: arguments of `draw` for the token after the root.
-        first_row: the root's row; node i has row `first_row + i`.
-    """
-
-    sampler: PathSampler
-    token_ids: Sequence[int]
+    sampler: PathSampler  # compiled sampling parameters of the request
+    token_ids: Sequence[int]  # [N] tokens and parents as in `DraftTree`
     parents: Sequence[int]
-    seed: int
+    seed: int  # seed, sample index and position: arguments of `draw` for the token after the root
     sample_index: int
     position: int
-    first_row: int = 0
+    first_row: int = 0  # the root's row; node i has row `first_row + i`
 
 
 class BatchPathSampler(Protocol):

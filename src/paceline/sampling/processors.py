@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, RequestError
-from paceline.sampling.constraints import BadWords, Constraint, CustomProcessors, GrammarConstraint, RepeatedNgrams
+from paceline.sampling.constraints import BadWords, Constraint, CustomProcessors, RepeatedNgrams
 from paceline.sampling.draw import Distribution, ScoreArray, draw
+from paceline.sampling.grammars.matcher import GrammarMatcher
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.path_sampler import PathSampler, sample_row
 from paceline.sampling.truncation import truncate
@@ -22,19 +23,12 @@ _Mask = Callable[[ScoreArray, Sequence[int]], None]
 
 
 class EditedRow(NamedTuple):
-    """A row of logits after all processors that run before temperature.
+    """A row of logits after all processors that run before temperature."""
 
-    Attributes:
-        logits: [V]; if no processor changes the row, they are a view of it, which the next forward pass overwrites.
-        max_logit: the largest of `logits`, finite.
-        params: sampling parameters of the request.
-        sampler: compiled `params`; None = there is no compiled sampler.
-    """
-
-    logits: ScoreArray
-    max_logit: np.float32
-    params: SamplingParams
-    sampler: PathSampler | None
+    logits: ScoreArray  # [V]; if no processor changes the row, they are a view of it, which the next forward pass overwrites
+    max_logit: np.float32  # the largest of `logits`, finite
+    params: SamplingParams  # sampling parameters of the request
+    sampler: PathSampler | None  # compiled `params`; None = there is no compiled sampler
 
     def distribution(self) -> Distribution:
         """Return the distribution of the row after temperature, top-k, top-p and min-p."""
@@ -82,7 +76,7 @@ class LogitsProcessor:
         prompt_token_ids: Sequence[int],
         eos_token_ids: Sequence[int] = (),
         *,
-        grammar: GrammarConstraint | None = None,
+        grammar: GrammarMatcher | None = None,
         bad_word_ids: Sequence[Sequence[int]] = (),
         path_sampler: PathSampler | None = None,
     ) -> None:

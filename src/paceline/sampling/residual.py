@@ -20,15 +20,10 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenProbs:
-    """Probabilities of the next token.
+    """Probabilities of the next token."""
 
-    Attributes:
-        probs: [M] float64, none negative, summing to 1.
-        token_ids: [M] ids, ascending; None = all V in order. Ids not listed have probability 0.
-    """
-
-    probs: ProbArray
-    token_ids: Ids | None = None
+    probs: ProbArray  # [M] float64, none negative, summing to 1
+    token_ids: Ids | None = None  # [M] ids, ascending; None = all V in order; ids not listed have probability 0
 
     @classmethod
     def from_distribution(cls, distribution: Distribution) -> "TokenProbs":

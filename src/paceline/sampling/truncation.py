@@ -108,17 +108,11 @@ def top_probs(params: SamplingParams, scores: ScoreArray, count: int) -> tuple[N
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The most probable tokens of a row that top-k, top-p and min-p certainly keep.
+    """The most probable tokens of a row that top-k, top-p and min-p certainly keep."""
 
-    Attributes:
-        count: number of these tokens, counted from the most probable one.
-        mass: the sum of their probabilities before truncation.
-        is_all: whether no other token of the row is kept.
-    """
-
-    count: int
-    mass: float
-    is_all: bool
+    count: int  # number of these tokens, counted from the most probable one
+    mass: float  # the sum of their probabilities before truncation
+    is_all: bool  # whether no other token of the row is kept
 
 
 def support_of(params: SamplingParams, probs: Sequence[float]) -> Support:

@@ -21,7 +21,7 @@ MAX_FORCED_TOKENS = 16  # maximum number of forced tokens in one draft, independ
 def constrain_draft(rows: RequestRows) -> None:
     """Constrain the draft of a request by its grammar, or make a draft of forced tokens if it has none."""
     request, limit = rows.request, rows.max_draft_budget
-    if limit is None or not isinstance(request.processor.grammar, GrammarMatcher):
+    if limit is None or request.processor.grammar is None:
         return
     num_before = rows.num_draft_tokens
     max_rows, max_depth = request.limit_draft(MAX_FORCED_TOKENS + 1, MAX_FORCED_TOKENS)
@@ -43,7 +43,7 @@ def constrain(tree: DraftTree | None, request: Request, max_depth: int, max_rows
         None if nothing can be drafted, or if the matcher fails: verification then raises the same error.
     """
     matcher = request.processor.grammar
-    if not isinstance(matcher, GrammarMatcher) or (tree is not None and tree.draft_probs):
+    if matcher is None or (tree is not None and tree.draft_probs):
         return tree
     given = tree if tree is not None else DraftTree.root_only(request.token_ids[-1])
     try:

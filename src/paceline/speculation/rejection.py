@@ -133,9 +133,8 @@ class RejectionSampler:
         for depth in range(length):
             try:
                 target = self._target_probs(depth, tree.token_ids[1 : depth + 1])
-            except (
-                BaseException
-            ) as error:  # verify only the nodes before the first one with invalid logits (NaN), because the output may never reach it
+            except BaseException as error:
+                # Verify only the nodes before the first one with invalid logits (NaN), because the output may never reach it.
                 if depth == 0 or is_interrupt(error):
                     raise
                 length = depth

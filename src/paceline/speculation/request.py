@@ -53,55 +53,35 @@ class StopMatcher(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """State of one request. Tokens are appended by `commit` only.
+    """State of one request. Tokens are appended by `commit` only."""
 
-    Attributes:
-        token_ids: prompt and output. The last token is the root of the next draft: its key and value are not cached yet.
-        cached_sequence: the request's rows in the target's cache.
-        seed, sample_index: select the noise with which tokens are sampled, together with the position of the token.
-        max_len: number of tokens, prompt included, at which the request ends.
-        end_token_ids: ids that end the request: stop tokens, and EOS unless it is ignored.
-        text_stop: finds stop strings; None = there are none.
-        num_speculative_tokens: maximum number of draft tokens in a step; 0 = plain steps only, None = only the policy limits drafts.
-        drafter: name of the only drafter that may draft for the request; None = all drafters may.
-        keeps_steps: whether a record of every step is kept in `steps`.
-        prediction_token_ids: text that the output is expected to resemble, for drafters that copy from it.
-        namespace: requests of the same namespace may draft from each other's finished outputs; None = no sharing.
-        adapter, adapter_number: name of the LoRA adapter, and its number in the runtime; None and 0 = no adapter.
-        has_mixture_pass: whether the adapter is an X-LoRA adapter, with which each row runs twice.
-        draft_histories: acceptance and backoff of each drafter for this request, by the drafter's name.
-        origins: how each output token was produced.
-        drafter_states: per-request state of drafters (`speculation.drafter.RequestState`).
-        error: error that ended the request; other requests are not affected.
-    """
-
-    token_ids: list[int]
+    token_ids: list[int]  # prompt and output; the last token is the root of the next draft: its key and value are not cached yet
     num_prompt_tokens: int
     params: SamplingParams
     processor: LogitsProcessor
-    cached_sequence: CachedSequence
-    seed: int
+    cached_sequence: CachedSequence  # the request's rows in the target's cache
+    seed: int  # selects the noise with which tokens are sampled, together with `sample_index` and the token's position
     sample_index: int
-    max_len: int
-    end_token_ids: frozenset[int] = frozenset()
-    text_stop: StopMatcher | None = None
-    num_speculative_tokens: int | None = None
-    drafter: str | None = None
-    keeps_steps: bool = False
-    prediction_token_ids: Sequence[int] = ()
-    namespace: str | None = None
-    adapter: str | None = None
-    adapter_number: int = 0
-    has_mixture_pass: bool = False
+    max_len: int  # number of tokens, prompt included, at which the request ends
+    end_token_ids: frozenset[int] = frozenset()  # ids that end the request: stop tokens, and EOS unless it is ignored
+    text_stop: StopMatcher | None = None  # finds stop strings; None = there are none
+    num_speculative_tokens: int | None = None  # most draft tokens in a step; 0 = plain steps only, None = only the policy limits drafts
+    drafter: str | None = None  # name of the only drafter that may draft for the request; None = all drafters may
+    keeps_steps: bool = False  # whether a record of every step is kept in `steps`
+    prediction_token_ids: Sequence[int] = ()  # text that the output is expected to resemble, for drafters that copy from it
+    namespace: str | None = None  # requests of the same namespace may draft from each other's finished outputs; None = no sharing
+    adapter: str | None = None  # name of the LoRA adapter; None = no adapter
+    adapter_number: int = 0  # its number in the runtime; 0 = no adapter
+    has_mixture_pass: bool = False  # whether the adapter is an X-LoRA adapter, with which each row runs twice
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     stats: SpeculationStats = field(default_factory=SpeculationStats)
-    draft_histories: dict[str, DraftHistory] = field(default_factory=lambda: defaultdict(DraftHistory))
-    origins: list[TokenOrigin] = field(default_factory=list)
-    drafter_states: dict[object, Any] = field(default_factory=dict)
+    draft_histories: dict[str, DraftHistory] = field(default_factory=lambda: defaultdict(DraftHistory))  # acceptance and backoff by drafter
+    origins: list[TokenOrigin] = field(default_factory=list)  # how each output token was produced
+    drafter_states: dict[object, Any] = field(default_factory=dict)  # per-request state of drafters (`speculation.drafter.RequestState`)
     finish_reason: FinishReason | None = None
-    error: Exception | None = None
+    error: Exception | None = None  # error that ended the request; other requests are not affected
 
     @property
     def output_token_ids(self) -> Sequence[int]:

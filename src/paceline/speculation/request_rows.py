@@ -22,44 +22,25 @@ NO_LOGITS: FloatArray = np.empty((0, 0), np.float32)
 
 @dataclass(slots=True)
 class RequestRows:
-    """The rows of one request in one pass.
-
-    Attributes:
-        num_new_tokens: number of tokens of the request that run; 1 while decoding, more for a chunk of the prompt.
-        tree: draft after the last token; only the root if there is no draft. None for a chunk of the prompt that is not its last one:
-            such a chunk emits no token.
-        skip_reason: why there is no draft.
-        max_draft_budget: budget of the request in this step, for all drafters; None = nothing may be drafted.
-        draft_budget: budget of the request for the drafter that is being called; None = it may not draft.
-        expected_tokens, expected_speedup: as in `StepRecord`.
-        first_position: position in the request's text of the first row.
-        row_plan: reserved cache slots, and the rows and positions of the pass that use them.
-        output: hidden states of all rows.
-        logits: [N, V] of the tree's nodes.
-        prompt_logits: [num_new_tokens, V] if log-probabilities of prompt tokens are needed.
-        root_logits_row: row of the root among the logits of the whole pass.
-        sampled_path: result of the compiled sampler; None = it could not sample this tree.
-        kept_nodes: nodes of the pass whose cache rows are kept: the new tokens and the accepted draft tokens.
-        is_observed: whether drafters receive the rows.
-    """
+    """The rows of one request in one pass."""
 
     request: Request
-    num_new_tokens: int
-    tree: DraftTree | None
-    skip_reason: SkipReason | None = None
-    max_draft_budget: DraftBudget | None = None
-    draft_budget: DraftBudget | None = None
-    expected_tokens: float | None = None
-    expected_speedup: float | None = None
-    first_position: int = 0
-    row_plan: RowPlan | None = None
-    output: PlanOutput | None = None
-    logits: FloatArray = field(default_factory=lambda: NO_LOGITS)
-    prompt_logits: FloatArray = field(default_factory=lambda: NO_LOGITS)
-    root_logits_row: int = 0
-    sampled_path: SampledPath | None = None
-    kept_nodes: Sequence[int] = ()
-    is_observed: bool = False
+    num_new_tokens: int  # number of tokens of the request that run; 1 while decoding, more for a chunk of the prompt
+    tree: DraftTree | None  # draft after the last token, or only the root; None for a chunk of the prompt that emits no token
+    skip_reason: SkipReason | None = None  # why there is no draft
+    max_draft_budget: DraftBudget | None = None  # budget of the request in this step, for all drafters; None = nothing may be drafted
+    draft_budget: DraftBudget | None = None  # budget of the request for the drafter that is being called; None = it may not draft
+    expected_tokens: float | None = None  # as in `StepRecord`
+    expected_speedup: float | None = None  # as in `StepRecord`
+    first_position: int = 0  # position in the request's text of the first row
+    row_plan: RowPlan | None = None  # reserved cache slots, and the rows and positions of the pass that use them
+    output: PlanOutput | None = None  # hidden states of all rows
+    logits: FloatArray = field(default_factory=lambda: NO_LOGITS)  # [N, V] of the tree's nodes
+    prompt_logits: FloatArray = field(default_factory=lambda: NO_LOGITS)  # [num_new_tokens, V] if those of prompt tokens are needed
+    root_logits_row: int = 0  # row of the root among the logits of the whole pass
+    sampled_path: SampledPath | None = None  # result of the compiled sampler; None = it could not sample this tree
+    kept_nodes: Sequence[int] = ()  # nodes of the pass whose cache rows are kept: the new tokens and the accepted draft tokens
+    is_observed: bool = False  # whether drafters receive the rows
 
     @classmethod
     def without_draft(cls, request: Request, num_new_tokens: int) -> "RequestRows":

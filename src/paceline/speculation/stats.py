@@ -90,11 +90,7 @@ class SpeculationStats:
         return [accepted / max(1, drafted) for accepted, drafted in counts]
 
     def record(self, draft_depths: Sequence[int], num_accepted: int, num_emitted: int, skip_reason: SkipReason | None) -> None:
-        """Count one step.
-
-        Args:
-            draft_depths: depth of each draft token.
-        """
+        """Count one step. `draft_depths`: depth of each draft token."""
         self.steps += 1
         self.num_draft_tokens += len(draft_depths)
         self.num_accepted_tokens += num_accepted

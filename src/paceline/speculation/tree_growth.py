@@ -13,9 +13,9 @@ from paceline.speculation.tree import DraftTree
 
 ContextT = TypeVar("ContextT")
 
-Candidate: TypeAlias = tuple[int, float, str, ContextT]
-"""A possible next token: its id, its probability given that the tokens before it are accepted, the name of its drafter, and the context
-from which the tokens after it are found. A bare tuple, because some drafters take only microseconds."""
+Candidate: TypeAlias = tuple[int, float, ContextT]
+"""A possible next token: its id, its probability given that the tokens before it are accepted, and the context from which the tokens after
+it are found. A bare tuple, because some drafters take only microseconds."""
 
 MIN_COUPLED_PROB = 0.6
 """Minimum confidence in a token that the drafter sampled with the target's own noise. Such a token is accepted more often than its
@@ -30,6 +30,7 @@ def grow_tree(
     budget: DraftBudget,
     context: ContextT,
     expand: Callable[[ContextT], Sequence[Candidate[ContextT]]],
+    source: str,
     *,
     min_path_prob: float = 0.0,
 ) -> DraftTree | None:
@@ -39,9 +40,10 @@ def grow_tree(
         budget: rows and depth of the tree.
         context: context of the root, passed to `expand`.
         expand: returns the candidates after a context, each token at most once. Called for nodes of the tree only.
+        source: name of the drafter.
         min_path_prob: candidates with a smaller path probability are left out.
     """
-    growth = grow_tree_stepwise(root_token_id, budget, context, min_path_prob=min_path_prob)
+    growth = grow_tree_stepwise(root_token_id, budget, context, source, min_path_prob=min_path_prob)
     try:
         context = next(growth)
         while True:
@@ -51,12 +53,14 @@ def grow_tree(
         return tree
 
 
-def grow_tree_stepwise(root_token_id: int, budget: DraftBudget, context: ContextT, *, min_path_prob: float = 0.0) -> Growth[ContextT]:
+def grow_tree_stepwise(
+    root_token_id: int, budget: DraftBudget, context: ContextT, source: str, *, min_path_prob: float = 0.0
+) -> Growth[ContextT]:
     """Grow a tree like `grow_tree`, but as a generator, so that a drafter can expand nodes of many trees in one batch.
 
     A node is expanded as soon as it is added, because one of its children may be the best candidate of all.
     """
-    token_ids, parents, depths, sources, probs = [root_token_id], [-1], [0], [""], [1.0]
+    token_ids, parents, depths, probs = [root_token_id], [-1], [0], [1.0]
     # (-path probability, order of arrival, parent, candidate); the order of arrival makes ties deterministic
     queue: list[tuple[float, int, int, Candidate[ContextT]]] = []
     num_arrived, node, path_prob, is_expandable = 0, 0, 1.0, budget.max_depth > 0
@@ -69,16 +73,15 @@ def grow_tree_stepwise(root_token_id: int, budget: DraftBudget, context: Context
                     num_arrived += 1
         if not queue:
             break
-        negative_path_prob, _, parent, (token_id, prob, source, context) = heapq.heappop(queue)
+        negative_path_prob, _, parent, (token_id, prob, context) = heapq.heappop(queue)
         node, path_prob = len(token_ids), -negative_path_prob
         token_ids.append(token_id)
         parents.append(parent)
         depths.append(depths[parent] + 1)
-        sources.append(source)
         probs.append(min(prob, 1.0))
         is_expandable = depths[node] < budget.max_depth
     if len(token_ids) == 1:
         return None
     if is_chain(parents):
-        return DraftTree(token_ids, parents, depths, sources, {}, probs)
-    return DraftTree.from_nodes(root_token_id, token_ids[1:], parents[1:], sources[1:], confidences=probs[1:])
+        return DraftTree.chain(root_token_id, token_ids[1:], source, probs[1:])
+    return DraftTree.from_nodes(root_token_id, token_ids[1:], parents[1:], source, confidences=probs[1:])

@@ -17,15 +17,10 @@ from paceline.speculation.tree import DraftTree
 
 
 class VerifyResult(NamedTuple):
-    """Outcome of verifying one tree.
+    """Outcome of verifying one tree."""
 
-    Attributes:
-        accepted_nodes: accepted nodes, from depth 1 down.
-        token_ids: tokens of the accepted nodes, then the bonus token.
-    """
-
-    accepted_nodes: tuple[int, ...]
-    token_ids: tuple[int, ...]
+    accepted_nodes: tuple[int, ...]  # accepted nodes, from depth 1 down
+    token_ids: tuple[int, ...]  # tokens of the accepted nodes, then the bonus token
 
 
 def verify(tree: DraftTree, logits: FloatArray, request: Request, path: SampledPath | None = None) -> VerifyResult:

@@ -18,7 +18,7 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.drafter import CandidateAccuracy, MedusaDrafter, open_medusa
 from paceline.drafters.medusa.network import MedusaOutputs
 from paceline.drafters.medusa.trees import STATIC_TREES, static_tree_nodes
-from paceline.errors import CheckpointError, ConfigError, IncompatibleDrafterError
+from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.kv_cache.cache import CachedSequence
 from paceline.runtimes.logits_summary import RowSampling, SummaryOptions, decode_summaries
 from paceline.runtimes.torch.blocks import summarize_logits
@@ -40,9 +40,6 @@ class Heads:
         self.heads = SimpleNamespace(num_heads=num_heads, token_map=token_map, notices=(), num_lm_head_rows=table.shape[1])
         self.num_passes = 0
         self.ranking: SummaryOptions | None = None
-
-    def set_ranking(self, ranking: SummaryOptions) -> None:
-        self.ranking = ranking
 
     def forward(self, features: NDArray[np.float32], num_heads: int, draws: RowSampling | None = None) -> MedusaOutputs:
         self.num_passes += 1
@@ -305,8 +302,3 @@ def test_nan_medusa_logits_remove_the_draft_of_one_request_only(table: NDArray[n
     trees = drafter.propose(requests, [DraftBudget(2, 1)] * 2)
     assert trees[0] is None
     assert trees[1] is not None
-
-
-def test_unknown_medusa_tree_is_refused(table: NDArray[np.float32]) -> None:
-    with pytest.raises(ConfigError, match="medusa tree 'oak' is unknown: use one of probability, accuracy, mc_sim_7b_63"):
-        a_drafter(table, tree="oak")

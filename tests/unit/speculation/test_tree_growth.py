@@ -14,7 +14,7 @@ def expand_by(probs_behind: dict[Path, dict[int, float]], asked: list[Path] | No
     def expand(path: Path) -> list[Candidate[Path]]:
         if asked is not None:
             asked.append(path)
-        return [(token, prob, f"from {len(path)}", (*path, token)) for token, prob in probs_behind.get(path, {}).items()]
+        return [(token, prob, (*path, token)) for token, prob in probs_behind.get(path, {}).items()]
 
     return expand
 
@@ -40,16 +40,16 @@ PROBS: dict[Path, dict[int, float]] = {(): {1: 0.6, 2: 0.3}, (1,): {3: 0.9}, (1,
     ],
 )
 def test_tree_growth_adds_the_most_probable_paths(max_rows: int, expected: list[Path]) -> None:
-    tree = grow_tree(9, DraftBudget(max_rows, 8), (), expand_by(PROBS))
+    tree = grow_tree(9, DraftBudget(max_rows, 8), (), expand_by(PROBS), "drafter")
     assert tree is not None
     assert paths(tree) == expected
-    assert list(tree.sources[1:]) == [f"from {len(path) - 1}" for path in expected]
+    assert list(tree.sources[1:]) == ["drafter"] * len(expected)
     assert tree.token_ids[0] == 9
 
 
 def test_tree_growth_is_bounded_by_depth_and_probability() -> None:
     asked: list[Path] = []
-    tree = grow_tree(9, DraftBudget(20, 2), (), expand_by(PROBS, asked), min_path_prob=0.5)
+    tree = grow_tree(9, DraftBudget(20, 2), (), expand_by(PROBS, asked), "drafter", min_path_prob=0.5)
     assert tree is not None
     assert paths(tree) == [(1,), (1, 3)]
     assert asked == [(), (1,)]
@@ -59,7 +59,7 @@ def test_tree_growth_stops_with_the_last_row() -> None:
     probs_behind: dict[Path, dict[int, float]] = {(): {1: 0.3, 2: 0.28}, (1,): {3: 0.4}, (1, 3): {4: 0.9}, (2,): {5: 0.1}}
     for max_rows, expected, last_asked in ((3, [(1,), (2,)], [(), (1,)]), (4, [(1,), (2,), (1, 3)], [(), (1,), (2,)]), (1, None, [])):
         asked: list[Path] = []
-        tree = grow_tree(9, DraftBudget(max_rows, 8), (), expand_by(probs_behind, asked))
+        tree = grow_tree(9, DraftBudget(max_rows, 8), (), expand_by(probs_behind, asked), "drafter")
         assert (None if tree is None else paths(tree)) == expected
         assert asked == last_asked
 
@@ -68,7 +68,7 @@ def test_tree_growth_stops_with_the_last_row() -> None:
 def test_tree_growth_without_candidates_or_rows_returns_no_tree(
     max_rows: int, max_depth: int, probs_behind: dict[Path, dict[int, float]]
 ) -> None:
-    assert grow_tree(9, DraftBudget(max_rows, max_depth), (), expand_by(probs_behind)) is None
+    assert grow_tree(9, DraftBudget(max_rows, max_depth), (), expand_by(probs_behind), "drafter") is None
 
 
 def test_random_grown_trees_stay_within_their_budget(seed: int) -> None:
@@ -82,7 +82,7 @@ def test_random_grown_trees_stay_within_their_budget(seed: int) -> None:
                 probs_behind[path] = {token: float(prob) for token, prob in enumerate(probs)}
                 open_paths += [(*path, token) for token in probs_behind[path]]
         budget = DraftBudget(int(random.integers(1, 20)), int(random.integers(0, 6)))
-        tree = grow_tree(9, budget, (), expand_by(probs_behind))
+        tree = grow_tree(9, budget, (), expand_by(probs_behind), "drafter")
         if tree is not None:
             assert set(paths(tree)) <= set(open_paths)
             assert len(tree.parents) <= budget.max_rows

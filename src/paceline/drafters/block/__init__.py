@@ -1,7 +1,5 @@
 """Block drafters: DFlash, DFlash2 and DSpark, which draft a whole block of tokens in one pass."""
 
-from dataclasses import replace
-
 from paceline.drafters.block.checkpoint import open_block_checkpoint
 from paceline.drafters.block.config import default_sample_from_anchor, read_block_config
 from paceline.drafters.block.drafter import BlockDrafter
@@ -9,7 +7,7 @@ from paceline.drafters.block.network import BlockHead
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.target import LoadedTarget
 from paceline.models.checkpoint import open_weights
-from paceline.models.weights import AnyTensor, Weights
+from paceline.models.weights import AnyTensor
 
 
 def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
@@ -31,12 +29,7 @@ def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
     placement = target.placement
     placement["max_model_len"] += config.block_size
     placement["lm_head_of"] = None if config.has_own_lm_head else target.runtime
-    head = BlockHead(
-        replace(opened, weights=Weights(tensors)),
-        tensors,
-        weights["embedding.weight"] if own_embedding is None else own_embedding,
-        **placement,
-    )
+    head = BlockHead(opened, tensors, weights["embedding.weight"] if own_embedding is None else own_embedding, **placement)
     stated = config.sample_from_anchor
     return BlockDrafter(
         head,

@@ -19,7 +19,7 @@ from paceline.drafters.block.config import (
     is_neox_rope,
     merged_config_fields,
 )  # fmt: skip
-from paceline.drafters.head_files import HeadFiles, Shapes, layer_tensors, read_target_ids
+from paceline.drafters.head_files import HeadFiles, Shapes, layer_tensors, read_target_ids, rename_module
 from paceline.errors import CheckpointError, shortened
 from paceline.models.checkpoint import is_gguf
 from paceline.models.config import ModelConfig, WeightType
@@ -27,7 +27,7 @@ from paceline.models.storage.tensor_file import read_torch_file
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32, half_split_order, take_rows
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
-_TENSOR_NAMES = {
+_MODULE_NAMES = {
     "norm": "final_norm",
     "embed_tokens": "embedding",
     "markov_head.markov_w2": "markov_output",
@@ -39,28 +39,19 @@ _LOOKUP_TABLE_NAMES = {
     SELECTOR_PREFIX + "predecessor_codebook": "predecessor",
     SELECTOR_PREFIX + "successor_codebook": "successor",
 }
-_SMALL_TENSOR_NAMES = {"markov_head.gate_proj": "gate", "markov_head.joint_proj": "joint", "confidence_head.proj": "confidence"}
+_SMALL_MODULE_NAMES = {"markov_head.gate_proj": "gate", "markov_head.joint_proj": "joint", "confidence_head.proj": "confidence"}
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCheckpoint:
-    """Config and weights of a block drafter.
-
-    Attributes:
-        weights: weights of the networks, by the names used in `network.py`. Without lm_head if the drafter uses the target's.
-        lookup_tables: matrices that are read by the rows of single tokens: `markov_w1` [V, r], and `predecessor` and `successor` [V, r] of
-            DFlash2's selector. `successor` is [Vd, r] if its rows belong to draft ids.
-        small_tensors: float32 weights that NumPy multiplies: `gate` and `joint` (Markov head), `confidence`, and their biases.
-        mask_embedding: [E] embedding of the mask token; None = the row of the embedding table.
-        target_ids: [Vd] target id of each draft id, ascending; None = the ids are equal.
-    """
+    """Config and weights of a block drafter."""
 
     config: BlockConfig
-    weights: Weights
-    lookup_tables: Mapping[str, AnyTensor]
-    small_tensors: Mapping[str, NDArray[np.float32]]
-    mask_embedding: NDArray[np.float32] | None
-    target_ids: NDArray[np.int64] | None
+    weights: Weights  # weights of the networks, by the names used in `network.py`; without lm_head if the drafter uses the target's
+    lookup_tables: Mapping[str, AnyTensor]  # read by row: `markov_w1` [V, r], DFlash2's `predecessor` [V, r] and `successor` [V or Vd, r]
+    small_tensors: Mapping[str, NDArray[np.float32]]  # that NumPy multiplies: modules `gate`, `joint` (Markov head), `confidence`
+    mask_embedding: NDArray[np.float32] | None  # [E] embedding of the mask token; None = the row of the embedding table
+    target_ids: NDArray[np.int64] | None  # [Vd] target id of each draft id, ascending; None = the ids are equal
 
 
 def open_block_checkpoint(files: HeadFiles, config: BlockConfig, target: ModelConfig, *, num_threads: int = 1) -> BlockCheckpoint:
@@ -77,29 +68,25 @@ def open_block_checkpoint(files: HeadFiles, config: BlockConfig, target: ModelCo
     files.check_shapes(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]
     files.check_all_used([*used, *ignored])
-    small_tensors = {name for name in used if name.rpartition(".")[0] in _SMALL_TENSOR_NAMES}
+    small_tensors = {name for name in used if name.rpartition(".")[0] in _SMALL_MODULE_NAMES}
     tensors = {
-        names.get(name, _internal_tensor_name(name)): files.matrix(name, num_threads)
+        names.get(name) or rename_module(name, _MODULE_NAMES): files.matrix(name, num_threads)
         for name in used
         if name not in small_tensors and name not in _LOOKUP_TABLE_NAMES
     }
     for name in [name for name in tensors if name.endswith("_base.weight")]:  # kernels of convolutions, [2, taps, E]
-        tensors[name] = _as_vector(tensors[name])
+        values = np.ascontiguousarray(as_float32(tensors[name])).reshape(-1)
+        tensors[name] = Tensor(values, WeightType.F32, values.shape)
     if not is_neox_rope(merged_config_fields(files)):
         _interleaved_rope_to_neox(tensors, config.layers)
     return BlockCheckpoint(
         config,
         Weights(tensors),
         {table: files.matrix(name, num_threads) for name, table in _LOOKUP_TABLE_NAMES.items() if name in used},
-        {_name_of_small_tensor(name): as_float32(files.matrix(name)) for name in small_tensors},
+        {rename_module(name, _SMALL_MODULE_NAMES): as_float32(files.matrix(name)) for name in small_tensors},
         None if is_gguf(files.path) else _read_mask_embedding(files.config_path.with_name(MASK_EMBEDDING_FILE), config),
         read_target_ids(files, config.layers.vocab_size, target),
     )
-
-
-def _as_vector(tensor: AnyTensor) -> Tensor:
-    values = np.ascontiguousarray(as_float32(tensor)).reshape(-1)
-    return Tensor(values, WeightType.F32, values.shape)
 
 
 def _read_mask_embedding(path: Path, config: BlockConfig) -> NDArray[np.float32] | None:
@@ -148,10 +135,10 @@ def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, str
     if config.has_own_lm_head:
         required["lm_head.weight"] = (layers.vocab_size, hidden)
     if config.has_own_embedding:
-        required["embed_tokens.weight"] = (_num_rows(files, "embed_tokens.weight"), hidden)
+        required["embed_tokens.weight"] = (files.num_rows("embed_tokens.weight"), hidden)
     rank = (files.matrix_shape("markov_head.markov_w1.weight") or (0, 0))[1]
     if config.markov is not None:
-        embedded = _num_rows(files, "markov_head.markov_w1.weight")
+        embedded = files.num_rows("markov_head.markov_w1.weight")
         required |= {"markov_head.markov_w1.weight": (embedded, rank), "markov_head.markov_w2.weight": (layers.vocab_size, rank)}
     if config.markov is MarkovKind.GATED:
         required |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
@@ -161,17 +148,13 @@ def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, str
         width = hidden + (rank if config.has_markov_confidence else 0)
         required["confidence_head.proj.weight"], optional["confidence_head.proj.bias"] = (1, width), (1,)
     if config.num_candidates:
-        rank, before, after = (_num_rows(files, SELECTOR_PREFIX + name) for name in ("hidden_projection.weight", *_CODEBOOKS))
+        rank, before, after = (files.num_rows(SELECTOR_PREFIX + name) for name in ("hidden_projection.weight", *_CODEBOOKS))
         required[SELECTOR_PREFIX + "hidden_projection.weight"] = (rank, hidden)
         required[SELECTOR_PREFIX + _CODEBOOKS[0]] = (before, rank)
         required[SELECTOR_PREFIX + _CODEBOOKS[1]] = (after if after == layers.vocab_size and "d2t" in files.tensors else before, rank)
     copies = {"embed_tokens.weight": config.has_own_embedding, "lm_head.weight": config.has_own_lm_head}
     ignored = ["d2t", "t2d", *(name for name, is_own in copies.items() if not is_own)]
     return names, required, optional, ignored
-
-
-def _num_rows(files: HeadFiles, name: str) -> int:
-    return (files.matrix_shape(name) or (0, 0))[0]
 
 
 def _layer_tensors(files: HeadFiles, layers: ModelConfig) -> tuple[dict[str, str], Shapes, Shapes]:
@@ -189,14 +172,3 @@ def _layer_tensors(files: HeadFiles, layers: ModelConfig) -> tuple[dict[str, str
             names |= {base: f"layers.{index}.{internal}_base.weight", kernels: f"layers.{index}.{internal}_kernels.weight"}
             required |= {base: (2, size, layers.hidden_size), kernels: (2 * size * groups, layers.hidden_size)}
     return names, required, optional
-
-
-def _internal_tensor_name(name: str) -> str:
-    """Return the name in `network.py` of a tensor that belongs to no layer."""
-    stem, kind = name.rsplit(".", 1)
-    return f"{_TENSOR_NAMES.get(stem, stem)}.{kind}"
-
-
-def _name_of_small_tensor(name: str) -> str:
-    stem, kind = name.rsplit(".", 1)
-    return _SMALL_TENSOR_NAMES[stem] if kind == "weight" else f"{_SMALL_TENSOR_NAMES[stem]}_bias"

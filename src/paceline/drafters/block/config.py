@@ -22,7 +22,7 @@ from paceline.models.gguf.config import with_metadata_keys
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import ACTIVATIONS, LayerBuilder
 from paceline.models.layers import AttentionConfig, BlockConvolution, DenseMLP, LayerConfig, NormOrder, QKNorm
-from paceline.models.rope_config import RopeConfig, read_rope
+from paceline.models.rope_config import read_rope
 
 BLOCK_KINDS = (HeadKind.DFLASH, HeadKind.DFLASH2, HeadKind.DSPARK)
 GGUF_ARCHITECTURE = "dflash"
@@ -66,41 +66,26 @@ class MarkovKind(Enum):
 class BlockConfig:
     """Configuration of a block drafter.
 
-    Attributes:
-        kind: DFlash, DFlash2 or DSpark.
-        layers: sizes of the drafter's decoder layers; their `vocab_size` is the number of ids that it can draft.
-        target_hidden_size: hidden size of the target.
-        layer_boundaries: boundaries of target layers whose hidden states are concatenated as the drafter's input, in this order.
-            Boundary b is the input of layer b.
-        block_size: maximum number of rows of a block, the row of the anchor included.
-        mask_token_id: input token of all rows after the row of the anchor.
-        embedding_scale: factor applied to the token embeddings.
-        logit_scale, logit_soft_cap: applied to the logits, in this order.
-        sample_from_anchor: True: each row drafts the token after its position, so the anchor's row drafts too. False: each row drafts the
-            token at its position, so the anchor's row drafts nothing. None: the config does not specify it.
-        markov: kind of DSpark's Markov head, which adds a bias to the logits that depends on drafted tokens; None = there is none.
-        has_confidence: there is a confidence head, which predicts the probability that a draft token is accepted.
-        has_markov_confidence: the confidence head also reads the Markov embedding of the token before.
-        num_candidates: number of most probable tokens of a row that the selector of DFlash2 scores again; 0 = there is no selector.
-        has_own_lm_head, has_own_embedding: whether the file's matrix is used instead of the target's. Copies of the target's are not used.
+    `sample_from_anchor`: True if each row drafts the token after its position, so that the anchor's row drafts too. False if each row
+    drafts the token at its position, so that the anchor's row drafts nothing. None: the config does not specify it.
     """
 
     kind: HeadKind
-    layers: ModelConfig
+    layers: ModelConfig  # sizes of the drafter's decoder layers; their `vocab_size` is the number of ids that it can draft
     target_hidden_size: int
-    layer_boundaries: tuple[int, ...]
-    block_size: int
-    mask_token_id: int
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_soft_cap: float | None = None
+    layer_boundaries: tuple[int, ...]  # whose hidden states are concatenated as input, in this order; boundary b is the input of layer b
+    block_size: int  # maximum number of rows of a block, the row of the anchor included
+    mask_token_id: int  # input token of all rows after the row of the anchor
+    embedding_scale: float = 1.0  # factor of the token embeddings
+    logit_scale: float = 1.0  # factor of the logits
+    logit_soft_cap: float | None = None  # applied after `logit_scale`
     sample_from_anchor: bool | None = None
-    markov: MarkovKind | None = None
-    has_confidence: bool = False
-    has_markov_confidence: bool = False
-    num_candidates: int = 0
-    has_own_lm_head: bool = False
-    has_own_embedding: bool = False
+    markov: MarkovKind | None = None  # of DSpark's head, which adds a bias that depends on drafted tokens; None = there is none
+    has_confidence: bool = False  # there is a confidence head, which predicts the probability that a draft token is accepted
+    has_markov_confidence: bool = False  # the confidence head also reads the Markov embedding of the token before
+    num_candidates: int = 0  # most probable tokens of a row that DFlash2's selector scores again; 0 = there is no selector
+    has_own_lm_head: bool = False  # the file's matrix is used, not the target's; copies of the target's are not used
+    has_own_embedding: bool = False  # the same for the embedding
 
 
 def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
@@ -150,6 +135,7 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
     layer_boundaries = _read_layer_boundaries(files, fields, fc[1] // target.hidden_size, target)
     check_target_sizes(files, target, hidden_size=fc[1] // len(layer_boundaries))
     num_own_rows, has_own_lm_head = _own_lm_head(files, layers, target)
+    _, confidence_size = files.matrix_shape("confidence_head.proj.weight") or (0, 0)
     return BlockConfig(
         kind=files.kind,
         layers=replace(layers, vocab_size=num_own_rows if has_own_lm_head else target.vocab_size),
@@ -165,7 +151,8 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
         sample_from_anchor=_read_sample_from_anchor(files, fields),
         markov=_read_markov_kind(files, fields),
         has_confidence="confidence_head.proj.weight" in files.tensors,
-        has_markov_confidence=fields.flag("confidence_head_with_markov", default=_reads_markov_embedding(files, layers)),
+        # by default, the confidence head reads the Markov embedding if its input is wider than the hidden state
+        has_markov_confidence=fields.flag("confidence_head_with_markov", default=confidence_size > layers.hidden_size),
         num_candidates=_read_num_candidates(files, fields),
         has_own_lm_head=has_own_lm_head,
         has_own_embedding=layers.hidden_size != target.hidden_size,
@@ -211,11 +198,6 @@ def _check_config_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfi
             raise CheckpointError(f"{fields.path}: {name} = {given}, and the tensors of {files.path} have {size}: download both again")
 
 
-def _reads_markov_embedding(files: HeadFiles, layers: ModelConfig) -> bool:
-    """Return whether the confidence head's input is wider than the hidden state, so that it includes the Markov embedding."""
-    return (files.matrix_shape("confidence_head.proj.weight") or (0, 0))[1] > layers.hidden_size
-
-
 def _read_num_candidates(files: HeadFiles, fields: JsonFields) -> int:
     """Return how many tokens of a row the selector of DFlash2 scores again; 0 = there is no selector."""
     if not any(name.startswith(SELECTOR_PREFIX) for name in files.tensors):
@@ -237,12 +219,10 @@ def _read_markov_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None
 
 def _check_supported(files: HeadFiles) -> None:
     """Raise an error if the config describes a network part that is not supported."""
-    config = files.config
-    nested = config.get("dflash_config")
-    keys = [*config, *(nested if isinstance(nested, Mapping) else ())]
-    architecture = _first_architecture(files)
-    unsupported = next((repr(key) for key in keys if key.startswith(_UNSUPPORTED_KEYS)), None)
-    for level in (config, nested if isinstance(nested, Mapping) else {}):
+    nested, architecture = files.config.get("dflash_config"), _first_architecture(files)
+    levels = [files.config, nested if isinstance(nested, Mapping) else {}]
+    unsupported = next((repr(key) for level in levels for key in level if key.startswith(_UNSUPPORTED_KEYS)), None)
+    for level in levels:
         if level.get("projector_type") not in (None, *(kind.value for kind in BLOCK_KINDS)):
             unsupported = f"projector_type {shortened(level['projector_type'])}"
     if any(name in architecture for name in _UNSUPPORTED_ARCHITECTURES):
@@ -354,23 +334,19 @@ def _gemma4_attention_config(files: HeadFiles, fields: JsonFields) -> AttentionC
     head_size = norm.shape[0]  # configs have several names for the head size
     num_heads, num_kv_heads = fields.integer("num_attention_heads"), key.shape[0] // head_size
     _check_head_counts(files, fields, num_heads, num_kv_heads, head_size)
+    ropes = fields.values.get("rope_parameters")
+    if not isinstance(ropes, Mapping) or not isinstance(ropes.get(_FULL), Mapping):
+        raise CheckpointError(f"{fields.path}: rope_parameters = {shortened(ropes)}, expected those of {_FULL}")
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        rope=_gemma4_rope(fields, head_size),
+        rope=read_rope(fields, FAMILIES["gemma4_text"], head_size=head_size, layer_type=_FULL),
         scale=1.0,
         qk_norm=QKNorm.HEAD,
         has_value_norm=True,
         has_keys_as_values=fields.flag("attention_k_eq_v", default=False),
     )
-
-
-def _gemma4_rope(fields: JsonFields, head_size: int) -> RopeConfig:
-    ropes = fields.values.get("rope_parameters")
-    if not isinstance(ropes, Mapping) or not isinstance(ropes.get(_FULL), Mapping):
-        raise CheckpointError(f"{fields.path}: rope_parameters = {shortened(ropes)}, expected those of {_FULL}")
-    return read_rope(fields, FAMILIES["gemma4_text"], head_size=head_size, layer_type=_FULL)
 
 
 def _check_head_counts(files: HeadFiles, fields: JsonFields, num_heads: int, num_kv_heads: int, head_size: int) -> None:
@@ -456,10 +432,10 @@ def _read_layer_boundaries(files: HeadFiles, fields: JsonFields, count: int, tar
 
 
 def _read_sample_from_anchor(files: HeadFiles, fields: JsonFields) -> bool | None:
-    given = fields.values.get("sample_from_anchor", fields.values.get("shift_label"))
-    if given is not None:
-        return fields.flag("sample_from_anchor" if "sample_from_anchor" in fields.values else "shift_label", default=False)
-    return None if files.kind is HeadKind.DSPARK else False
+    name = "sample_from_anchor" if "sample_from_anchor" in fields.values else "shift_label"
+    if fields.values.get(name) is None and files.kind is HeadKind.DSPARK:
+        return None
+    return fields.flag(name, default=False)
 
 
 def default_sample_from_anchor(files: HeadFiles) -> bool:

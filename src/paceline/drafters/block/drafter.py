@@ -22,10 +22,10 @@ from paceline.drafters.block.config import describe_drafted_position
 from paceline.drafters.block.context import ContextCache
 from paceline.drafters.block.network import SELECTOR_VECTORS, BlockHead, DraftBlock, PendingContext
 from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, target_noise_draws
-from paceline.drafters.recurrent_heads.cache import SPARE_BLOCKS
+from paceline.drafters.head_cache import SPARE_BLOCKS
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
 from paceline.kv_cache.cache import KVCache
-from paceline.runtimes.base import FloatArray, IntArray, split_into_passes
+from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.runtimes.logits_summary import LogitsSummary, RowSampling
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, PrefillTime, RequestState
 from paceline.speculation.request import Request
@@ -61,10 +61,9 @@ class BlockDrafter(Drafter):
         self._prefill_time = PrefillTime()
         self._is_useful = True  # whether draft tokens of the request that finished last were accepted
         ranking = self._sampler.ranking(tree_width)
-        head.set_ranking(replace(ranking, count=config.num_candidates) if config.num_candidates else ranking)
+        head.ranking = replace(ranking, count=config.num_candidates) if config.num_candidates else ranking
         self._is_alignment_unknown = config.sample_from_anchor is None
-        self._num_correct = [0, 0]  # how often the first and the second row of a block predicted the next token correctly
-        self._num_compared = 0
+        self._num_compared, self._lead = 0, 0  # predictions of the first two rows of a block, and how many more the first had right
         self._first_row_tokens = RequestState[tuple[int, int, int]]()  # position and most probable tokens of the first two rows
         self.traits = DrafterTraits(self._description(), cache_bytes_per_token=self.context.bytes_per_token)
 
@@ -100,7 +99,7 @@ class BlockDrafter(Drafter):
                 self._update_sample_from_anchor(request)
                 depth, width = self._depth_and_width(budget)
                 count = self._num_rows(budget)
-                needed = self.context.num_spare_blocks_needed(request, count)
+                needed = self.context.num_spare_blocks_needed(request, len(request.token_ids) - 1 + count)
                 if depth < 1 or needed > SPARE_BLOCKS or request.token_ids[-1] >= self.head.num_embedded_ids:
                     continue
                 if num_spare_blocks + needed > SPARE_BLOCKS:
@@ -111,7 +110,7 @@ class BlockDrafter(Drafter):
                     continue
                 num_spare_blocks += needed
                 draft = GrowingDraft(request, budget, depth, width, rows.block_table, rows.first_slot)
-                group.append((DraftBlock(request.token_ids[-1], rows, range(count)), draft))
+                group.append((DraftBlock(request.token_ids[-1], rows), draft))
             trees |= self._draft_blocks(group)
         return [trees.get(id(request)) for request in requests]
 
@@ -166,7 +165,7 @@ class BlockDrafter(Drafter):
             logits, hidden = np.array(output.logits), np.array(output.hidden_states)
         first, trees = 0, dict[int, DraftTree | None]()
         for rows, draft in group:
-            count = len(rows.logit_rows)
+            count = rows.rows.num_rows
             if is_biased:
                 self._store_first_row_tokens(draft.request, logits[first : first + count].argmax(-1)[:2].tolist())
                 self._add_markov_biased_levels(draft, logits[first + shift : first + count], hidden[first : first + count])
@@ -214,14 +213,14 @@ class BlockDrafter(Drafter):
             if count and math.isfinite(log_sum):
                 previous = [draft.request.token_ids[-1] if node == 0 else draft.token_ids[node] for node in nodes]
                 rows = self.head.rescore(previous, selector_vectors[level], token_ids, kept)
-                found = [self._sample_candidates(draft, node, token_ids, row) for node, row in zip(nodes, rows, strict=True)]
+                request, needs_draft_probs = draft.request, draft.budget.needs_draft_probs
+                found = [
+                    self._sampler.sample_candidates(
+                        request, draft.path(node), token_ids, row, draft.width, needs_draft_probs=needs_draft_probs
+                    )
+                    for node, row in zip(nodes, rows, strict=True)
+                ]
             draft.add_level(found, np.empty((len(nodes), 0), np.float32))
-
-    def _sample_candidates(self, draft: GrowingDraft, node: int, token_ids: IntArray, scores: FloatArray) -> DraftTokens:
-        needs_draft_probs = draft.budget.needs_draft_probs
-        return self._sampler.sample_candidates(
-            draft.request, draft.path(node), token_ids, scores, draft.width, needs_draft_probs=needs_draft_probs
-        )
 
     def _add_markov_biased_levels(self, draft: GrowingDraft, logits: FloatArray, hidden: FloatArray) -> None:
         """Draft one level after another with DSpark: add the bias that depends on the tokens drafted before to each row of logits.
@@ -245,17 +244,11 @@ class BlockDrafter(Drafter):
             states |= {node: state for node, (_, state) in zip(nodes, latents, strict=True)}
             base = np.repeat(logits[level : level + 1], len(nodes), 0)
             output = head.run_bias(np.stack([latent for latent, _ in latents]), base, frontier_noise_draws([draft]))
-            if draft.uses_top_tokens:
-                is_greedy = draft.request.params.is_greedy
-                found = [self._sampler.sample_from_top_tokens(row, draft.width, is_greedy=is_greedy) for row in output.summaries]
-            else:
-                found = [self._sample_children(draft, node, row) for node, row in zip(nodes, output.logits, strict=True)]
+            ranked = zip(nodes, output.logits, output.summaries, strict=True)
+            found = [draft.sample(self._sampler, node, row, top_tokens) for node, row, top_tokens in ranked]
             if head.config.has_confidence:
                 found = [_scale_probs_to_confidence(one, head.confidence(hidden[level], row)) for one, row in zip(found, rows, strict=True)]
             draft.add_level(found, np.empty((len(nodes), 0), np.float32))
-
-    def _sample_children(self, draft: GrowingDraft, node: int, row: FloatArray) -> DraftTokens:
-        return self._sampler.sample(draft.request, draft.path(node), row, draft.width, needs_draft_probs=draft.budget.needs_draft_probs)
 
     def _store_first_row_tokens(self, request: Request, best: Sequence[int]) -> None:
         """Remember the most probable tokens of the first two rows, while it is unknown which of the rows is the first that drafts."""
@@ -268,14 +261,12 @@ class BlockDrafter(Drafter):
         if stored is None or len(request.token_ids) <= stored[0]:
             return
         actual, ids = request.token_ids[stored[0]], self.head.target_ids
-        rows = [int(best if ids is None or self.head.markov_rank == 0 else ids[best]) for best in stored[1:]]
-        for index, token in enumerate(rows):
-            self._num_correct[index] += token == actual
+        first, second = ((best if ids is None or self.head.markov_rank == 0 else ids[best]) == actual for best in stored[1:])
+        self._lead += int(first) - int(second)
         self._num_compared += 1
-        lead = self._num_correct[0] - self._num_correct[1]
-        if abs(lead) >= MIN_ALIGNMENT_LEAD or self._num_compared >= MAX_ALIGNMENT_COMPARISONS:
+        if abs(self._lead) >= MIN_ALIGNMENT_LEAD or self._num_compared >= MAX_ALIGNMENT_COMPARISONS:
             self._is_alignment_unknown = False
-            self.sample_from_anchor = lead > 0 if lead else self.sample_from_anchor
+            self.sample_from_anchor = self._lead > 0 if self._lead else self.sample_from_anchor
             self.traits = replace(self.traits, description=self._description())
 
 
@@ -295,10 +286,10 @@ def best_first_tree(
         if len(path) == depth:
             return []
         found = tokens_after(path)
-        return [(token, prob, source, (*path, token)) for token, prob in zip(found.token_ids, found.probs, strict=True)]
+        return [(token, prob, (*path, token)) for token, prob in zip(found.token_ids, found.probs, strict=True)]
 
     start: tuple[int, ...] = ()
-    return grow_tree(root, budget, start, expand)
+    return grow_tree(root, budget, start, expand, source)
 
 
 def _target_noise_draws_of_blocks(group: Sequence[tuple[DraftBlock, GrowingDraft]], shift: int) -> RowSampling | None:
@@ -307,7 +298,7 @@ def _target_noise_draws_of_blocks(group: Sequence[tuple[DraftBlock, GrowingDraft
         [
             (draft.request, row - shift) if draft.needs_draw and row >= shift else None
             for rows, draft in group
-            for row in range(len(rows.logit_rows))
+            for row in range(rows.rows.num_rows)
         ]
     )
 

@@ -86,30 +86,18 @@ def markov_bias_network(config: BlockConfig, markov_rank: int) -> NetworkDefinit
 
 @dataclass(frozen=True, slots=True)
 class PendingContext:
-    """Committed positions of one request whose context keys and values are computed in the next pass.
+    """Committed positions of one request whose context keys and values are computed in the next pass."""
 
-    Attributes:
-        hidden_states: [T, F] hidden states of the target; those of all layer boundaries of a position are concatenated.
-        rows: cache rows that the keys and values are written to.
-    """
-
-    hidden_states: FloatArray
-    rows: RowRange
+    hidden_states: FloatArray  # [T, F] of the target; those of all layer boundaries of a position are concatenated
+    rows: RowRange  # cache rows that the keys and values are written to
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """Input rows that draft a block for one request.
+    """Input rows that draft a block for one request."""
 
-    Attributes:
-        anchor: the last committed token, the block's first input token. The others are mask tokens.
-        rows: cache rows of the block, the anchor's row first.
-        logit_rows: indices of the block's rows whose logits are returned.
-    """
-
-    anchor: int
-    rows: RowRange
-    logit_rows: Sequence[int]
+    anchor: int  # the last committed token, the block's first input token; the others are mask tokens
+    rows: RowRange  # cache rows of the block, the anchor's row first
 
 
 class BlockHead:
@@ -124,6 +112,7 @@ class BlockHead:
         runtime: the network that caches committed positions; the other networks use the same KV cache.
         num_embedded_ids: the drafter can read and draft only token ids below this number. Ids from it on have no embedding or, with
             DFlash2, no row in the selector's tables.
+        ranking: how many top tokens later passes return for each row of logits (`ForwardOutput.summaries`); None = none.
     """
 
     def __init__(
@@ -134,11 +123,10 @@ class BlockHead:
         self._tables = checkpoint.lookup_tables
         self.markov_rank = self._tables["markov_w1"].shape[1] if config.markov is not None else 0
         self.runtime = load_head(context_network(config), config.layers, Weights(dict(tensors)), **placement)
-        self._block_network = self.runtime.network_with_same_weights(block_network(config))
-        self._markov_network = (
-            self.runtime.network_with_same_weights(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None
-        )
-        self._ranking: SummaryOptions | None = None
+        with_same_weights = self.runtime.network_with_same_weights
+        self._block_network = with_same_weights(block_network(config))
+        self._markov_network = with_same_weights(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None
+        self.ranking: SummaryOptions | None = None
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self._unscaled_config = replace(config.layers, embedding_scale=1.0)
         self._mask_embedding = checkpoint.mask_embedding
@@ -149,10 +137,6 @@ class BlockHead:
         self.num_embedded_ids = min(embedding.shape[0], before, before if self._scores_draft_ids else after)
         self._input_names = [f"{BOUNDARY}.{index}" for index in range(len(config.layer_boundaries))]
 
-    def set_ranking(self, ranking: SummaryOptions) -> None:
-        """Set how many top tokens later passes return for each row of logits (`ForwardOutput.summaries`)."""
-        self._ranking = ranking
-
     def run_context(self, contexts: Sequence[PendingContext]) -> None:
         """Compute and cache the context keys and values of committed positions of several requests."""
         states = np.concatenate([context.hidden_states for context in contexts]) if len(contexts) > 1 else contexts[0].hidden_states
@@ -161,7 +145,7 @@ class BlockHead:
         self.runtime.forward(inputs, _make_batch([context.rows for context in contexts]), LogitsRows(np.empty(0, np.int32)))
 
     def run_block(self, blocks: Sequence[DraftBlock], draws: RowSampling | None = None) -> ForwardOutput:
-        """Run one pass over the blocks of several requests; return the logits of all `logit_rows`, in the order of the requests."""
+        """Run one pass over the blocks of several requests; return the logits of all rows, in the order of the requests."""
         starts = [0, *accumulate(block.rows.num_rows for block in blocks)]
         token_ids = np.full(starts[-1], self.config.mask_token_id, np.int32)
         token_ids[starts[:-1]] = [block.anchor for block in blocks]
@@ -170,8 +154,7 @@ class BlockHead:
             rows[np.setdiff1d(np.arange(starts[-1]), starts[:-1])] = self._mask_embedding
         if self.config.embedding_scale != 1.0:
             rows = rows * np.float32(self.config.embedding_scale)
-        logit_rows = np.array([start + row for start, block in zip(starts, blocks, strict=False) for row in block.logit_rows], np.int32)
-        requested = LogitsRows(logit_rows, self._ranking if self._markov_network is None else None, draws)
+        requested = LogitsRows(np.arange(starts[-1], dtype=np.int32), self.ranking if self._markov_network is None else None, draws)
         return self._block_network.forward({EMBEDDING: rows}, _make_batch([block.rows for block in blocks]), requested)
 
     def run_bias(self, latent: FloatArray, base: FloatArray, draws: RowSampling | None = None) -> ForwardOutput:
@@ -179,7 +162,7 @@ class BlockHead:
         if self._markov_network is None:
             raise RuntimeError("this drafter has no Markov head")
         rows = np.arange(len(latent), dtype=np.int32)
-        return self._markov_network.forward({LATENT: latent, BASE: base}, ForwardBatch(rows, ()), LogitsRows(rows, self._ranking, draws))
+        return self._markov_network.forward({LATENT: latent, BASE: base}, ForwardBatch(rows, ()), LogitsRows(rows, self.ranking, draws))
 
     def markov_embedding(self, token_id: int) -> FloatArray:
         """Return the Markov embedding [r] of a token; zeros for ids without one."""
@@ -220,10 +203,10 @@ class BlockHead:
         """
         kind = self.config.markov
         if kind is MarkovKind.GATED:
-            gate = self._small_tensors["gate"] @ np.concatenate([hidden, embedding]) + self._small_tensors["gate_bias"]
+            gate = self._small_tensors["gate.weight"] @ np.concatenate([hidden, embedding]) + self._small_tensors["gate.bias"]
             return embedding * _sigmoid(gate), state
         if kind is MarkovKind.RNN:
-            joint = self._small_tensors["joint"] @ np.concatenate([state, embedding, hidden]) + self._small_tensors["joint_bias"]
+            joint = self._small_tensors["joint.weight"] @ np.concatenate([state, embedding, hidden]) + self._small_tensors["joint.bias"]
             gate, candidate, out = np.split(joint, 3)
             state = _sigmoid(gate) * state + (1.0 - _sigmoid(gate)) * np.tanh(candidate)
             return np.tanh(out), state
@@ -232,8 +215,8 @@ class BlockHead:
     def confidence(self, hidden: FloatArray, embedding: FloatArray) -> float:
         """Predict from a row's hidden state and the Markov embedding of the token before how probably the row's token is accepted."""
         inputs = np.concatenate([hidden, embedding]) if self.config.has_markov_confidence else hidden
-        bias = self._small_tensors.get("confidence_bias")
-        return float(_sigmoid(self._small_tensors["confidence"][0] @ inputs + (0.0 if bias is None else bias[0])))
+        bias = self._small_tensors.get("confidence.bias")
+        return float(_sigmoid(self._small_tensors["confidence.weight"][0] @ inputs + (0.0 if bias is None else bias[0])))
 
 
 def _sigmoid(x: FloatArray) -> FloatArray:

@@ -9,7 +9,6 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter, ParallelDrafter
 from paceline.drafters.target import LoadedTarget
 from paceline.models.checkpoint import open_weights
-from paceline.models.weights import Weights
 
 
 def open_eagle_drafter(files: HeadFiles, target: LoadedTarget) -> EagleStyleDrafter:
@@ -23,12 +22,7 @@ def open_eagle_drafter(files: HeadFiles, target: LoadedTarget) -> EagleStyleDraf
     checkpoint = open_eagle_checkpoint(files, read_eagle_config(files, sizes, target.head_options), sizes)
     check_embedding_rows(files, checkpoint.num_embedded_ids, min(target.tokenizer.vocab_size, target.vocab_size))
     checkpoint = replace(checkpoint, weights=target.quantize(checkpoint.weights, files.files))
-    loaded_weights = getattr(target.runtime, "weights", None)  # some runtimes do not keep the target's weights
-    head = open_eagle_head(
-        checkpoint,
-        sizes,
-        loaded_weights if isinstance(loaded_weights, Weights) else open_weights(target.directory, sizes),
-        **target.placement,
-    )
+    target_weights = target.runtime.weights or open_weights(target.directory, sizes)
+    head = open_eagle_head(checkpoint, sizes, target_weights, **target.placement)
     drafter = ParallelDrafter if head.masked_pair else EagleStyleDrafter
     return drafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width)

@@ -27,6 +27,7 @@ from paceline.drafters.head_files import (
     layer_tensors,
     read_target_ids,
     read_token_map,
+    rename_module,
 )
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
@@ -37,10 +38,12 @@ from paceline.models.gguf.stored_tensor import TensorSource
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32, half_split_order
 
 _MASK_FEATURE_TENSOR = "mask_hidden"
-_INTERNAL_TENSOR_NAMES = {
-    "embed_tokens": "embedding", "norm": "final_norm", "lm_head": "lm_head", "fc": "fc", "input_norm": "input_norm",
-    "embedding_layernorm": "embedding_norm", "hidden_states_layernorm": "feature_norm",
-}  # fmt: skip
+_INTERNAL_MODULE_NAMES = {
+    "embed_tokens": "embedding",
+    "norm": "final_norm",
+    "embedding_layernorm": "embedding_norm",
+    "hidden_states_layernorm": "feature_norm",
+}
 
 _GGUF_ARCHITECTURE = "eagle3"
 _GGUF_LAYER_TENSOR_NAMES = {"attn_norm_2": "hidden_norm", **GGUF_LAYER_MODULE_NAMES}
@@ -56,20 +59,13 @@ _GGUF_CONFIG_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class EagleCheckpoint:
-    """Config and weights of an EAGLE head.
-
-    Attributes:
-        weights: weights by the names of `network.py`. Embedding and lm_head are missing if the head uses the target's.
-        num_embedded_ids: number of rows of the embedding; token ids from this number on have no embedding.
-        target_ids: [Vd] target id of each draft id, ascending; None = the ids are equal.
-        mask_feature: [F] P-EAGLE: learned feature for the positions whose feature is not known yet.
-    """
+    """Config and weights of an EAGLE head."""
 
     config: EagleConfig
-    weights: Weights
-    num_embedded_ids: int
-    target_ids: NDArray[np.int64] | None
-    mask_feature: NDArray[np.float32] | None = None
+    weights: Weights  # weights by the names of `network.py`; embedding and lm_head are missing if the head uses the target's
+    num_embedded_ids: int  # number of rows of the embedding; token ids from this number on have no embedding
+    target_ids: NDArray[np.int64] | None  # [Vd] target id of each draft id, ascending; None = the ids are equal
+    mask_feature: NDArray[np.float32] | None = None  # [F] P-EAGLE: learned feature for the positions whose feature is not known yet
 
 
 def open_eagle_checkpoint(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> EagleCheckpoint:
@@ -86,7 +82,7 @@ def open_eagle_checkpoint(files: HeadFiles, config: EagleConfig, target: ModelCo
     id_tables = ("token_map",) if config.is_eagle1 else ("d2t", "t2d")
     files.check_all_used([*used, *id_tables], ignored=lambda name: _is_ignored_tensor(files, name))
     tensors: dict[str, AnyTensor] = {
-        names.get(name, _internal_tensor_name(name)): files.matrix(name) for name in used if name != _MASK_FEATURE_TENSOR
+        names.get(name) or rename_module(name, _INTERNAL_MODULE_NAMES): files.matrix(name) for name in used if name != _MASK_FEATURE_TENSOR
     }
     mask = as_float32(files.weight(_MASK_FEATURE_TENSOR)).reshape(-1) if _MASK_FEATURE_TENSOR in used else None
     ids = read_target_ids(files, config.layers.vocab_size, target)
@@ -105,10 +101,6 @@ def open_eagle_checkpoint(files: HeadFiles, config: EagleConfig, target: ModelCo
 def check_embedding_rows(files: HeadFiles, num_embedded_ids: int, num_tokenizer_ids: int) -> None:
     """Check that a head has an embedding for each token of the target's tokenizer. Ids that pad the vocabulary need none.
 
-    Args:
-        num_embedded_ids: number of rows of the head's embedding.
-        num_tokenizer_ids: number of ids of the target's tokenizer.
-
     Raises:
         IncompatibleDrafterError: the embedding has too few rows.
     """
@@ -117,12 +109,6 @@ def check_embedding_rows(files: HeadFiles, num_embedded_ids: int, num_tokenizer_
             f"the {files.kind.value} head {files.path} has embeddings of {num_embedded_ids} token ids, the target's tokenizer has "
             f"{num_tokenizer_ids}: it was made for another model"
         )
-
-
-def _internal_tensor_name(name: str) -> str:
-    """Return the name in `network.py` of a tensor that belongs to no layer."""
-    stem, kind = name.rsplit(".", 1)
-    return f"{_INTERNAL_TENSOR_NAMES.get(stem, stem)}.{kind}"
 
 
 def _is_ignored_tensor(files: HeadFiles, name: str) -> bool:
@@ -138,40 +124,37 @@ def _is_ignored_tensor(files: HeadFiles, name: str) -> bool:
 
 def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[dict[str, str], Shapes, Shapes]:
     """Return internal names of the layers' tensors, the shapes of required tensors, and of those that are used if the file has them."""
-    layers = config.layers
+    layers, is_eagle1 = config.layers, config.is_eagle1
     hidden, width = layers.hidden_size, config.feature_size
     names, required, optional = layer_tensors(layers)
-    if not config.is_eagle1:  # the first layer reads [embedding, feature]
+    if not is_eagle1:  # the first layer reads [embedding, feature]
         for name in (f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"):
             required[name] = required[name][0], 2 * hidden
-    if not (config.has_input_norm if config.is_eagle1 else config.has_embedding_norm):
+    if not (config.has_input_norm if is_eagle1 else config.has_embedding_norm):
         del required[FIRST_NORM]
-    if config.is_eagle1 or config.has_fc:
-        required["fc.weight"] = (hidden, 2 * hidden if config.is_eagle1 else width)
-        optional["fc.bias"] = (hidden,)
-    if config.is_eagle1:
-        if config.has_embedding_norm:
-            required["embedding_layernorm.weight"] = (hidden,)
-        if config.has_feature_norm:
-            required["hidden_states_layernorm.weight"] = (hidden,)
-    else:
-        required["layers.0.hidden_norm.weight"] = (hidden,)
-        if config.has_concat_norm:
-            required["input_norm.weight"] = (width,)
-        if config.has_boundary_norms:
-            required |= {f"fc_norm.{chunk}.weight": (config.target_hidden_size,) for chunk in range(len(config.layer_boundaries))}
-    if config.has_final_norm:
-        required[LAST_NORM] = (hidden,)
+    if is_eagle1 or config.has_fc:
+        required["fc.weight"], optional["fc.bias"] = (hidden, 2 * hidden if is_eagle1 else width), (hidden,)
+    norms = {
+        "embedding_layernorm.weight": is_eagle1 and config.has_embedding_norm,
+        "hidden_states_layernorm.weight": config.has_feature_norm,
+        "layers.0.hidden_norm.weight": not is_eagle1,
+        LAST_NORM: config.has_final_norm,
+    }
+    required |= {name: (hidden,) for name, is_used in norms.items() if is_used}
+    if config.has_concat_norm:
+        required["input_norm.weight"] = (width,)
+    if config.has_boundary_norms:
+        required |= {f"fc_norm.{chunk}.weight": (config.target_hidden_size,) for chunk in range(len(config.layer_boundaries))}
     if config.kind is HeadKind.PEAGLE:
         stored = files.tensors.get(_MASK_FEATURE_TENSOR)
         required[_MASK_FEATURE_TENSOR] = stored.shape if stored is not None and prod(stored.shape) == width else (1, 1, width)
     if config.has_own_embedding:
-        required["embed_tokens.weight"] = ((files.matrix_shape("embed_tokens.weight") or (0, 0))[0], hidden)
+        required["embed_tokens.weight"] = (files.num_rows("embed_tokens.weight"), hidden)
     has_other_vocab = layers.vocab_size != target.vocab_size or hidden != target.hidden_size
-    if "token_map" in files.tensors:
-        required["lm_head.weight"] = ((files.matrix_shape("lm_head.weight") or (layers.vocab_size, 0))[0], hidden)
-    elif config.has_own_lm_head or (has_other_vocab and not config.is_eagle1):
-        required["lm_head.weight"] = (layers.vocab_size, hidden)
+    has_lm_head = "token_map" in files.tensors or config.has_own_lm_head or (has_other_vocab and not is_eagle1)
+    if has_lm_head:
+        num_rows = files.num_rows("lm_head.weight") if "token_map" in files.tensors else 0
+        required["lm_head.weight"] = (num_rows or layers.vocab_size, hidden)
     return names, required, optional
 
 

@@ -44,31 +44,18 @@ TENSOR_NAME_ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig(RecurrentHeadConfig):
-    """Configuration of an EAGLE head of kind EAGLE (EAGLE-1 or EAGLE-2), EAGLE3 or PEAGLE.
+    """Configuration of an EAGLE head of kind EAGLE (EAGLE-1 or EAGLE-2), EAGLE3 or PEAGLE."""
 
-    Attributes:
-        has_fc: EAGLE-3: the target's features pass through the linear layer `fc`.
-        has_embedding_norm: the token embedding is normalised: in EAGLE-1 before `fc`, in EAGLE-3 before the attention.
-        has_feature_norm: EAGLE-1: the feature is normalised before `fc`.
-        has_input_norm: EAGLE-1: the input of the first attention is normalised.
-        has_concat_norm, has_boundary_norms: EAGLE-3: the hidden states of the layer boundaries are normalised before `fc`, concatenated or
-            each on its own.
-        norm_before_residual: EAGLE-3: the first layer's residual is the normalised feature.
-        has_final_norm: the hidden state is normalised before the lm_head.
-        has_fc_bias: whether the bias of `fc` is added, if the file has one.
-        mask_token_id: P-EAGLE: input token of the positions whose token is not known yet.
-    """
-
-    has_fc: bool = True
-    has_embedding_norm: bool = False
-    has_feature_norm: bool = False
-    has_input_norm: bool = False
-    has_concat_norm: bool = False
-    has_boundary_norms: bool = False
-    norm_before_residual: bool = False
-    has_final_norm: bool = False
-    has_fc_bias: bool = True
-    mask_token_id: int | None = None
+    has_fc: bool = True  # EAGLE-3: the target's features pass through the linear layer `fc`
+    has_embedding_norm: bool = False  # the token embedding is normalised: in EAGLE-1 before `fc`, in EAGLE-3 before the attention
+    has_feature_norm: bool = False  # EAGLE-1: the feature is normalised before `fc`
+    has_input_norm: bool = False  # EAGLE-1: the input of the first attention is normalised
+    has_concat_norm: bool = False  # EAGLE-3: the concatenated hidden states of the layer boundaries are normalised before `fc`
+    has_boundary_norms: bool = False  # EAGLE-3: each of these hidden states is normalised on its own before `fc`
+    norm_before_residual: bool = False  # EAGLE-3: the first layer's residual is the normalised feature
+    has_final_norm: bool = False  # the hidden state is normalised before the lm_head
+    has_fc_bias: bool = True  # whether the bias of `fc` is added, if the file has one
+    mask_token_id: int | None = None  # P-EAGLE: input token of the positions whose token is not known yet
 
     @property
     def is_eagle1(self) -> bool:

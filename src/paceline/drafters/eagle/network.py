@@ -5,11 +5,12 @@ feature of position t + 1. The next pair uses the predicted feature if the targe
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Unpack
 
 from paceline.drafters.eagle.checkpoint import EagleCheckpoint
 from paceline.drafters.eagle.config import EagleConfig
-from paceline.drafters.recurrent_heads.head import BOUNDARY, EMBEDDING, FEATURE, MaskedFeaturePair, RecurrentHead
+from paceline.drafters.recurrent_heads.head import EMBEDDING, FEATURE, MaskedFeaturePair, RecurrentHead
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
 from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
@@ -34,15 +35,15 @@ def open_eagle_head(
     masked_pair = None
     if config.mask_token_id is not None and checkpoint.mask_feature is not None:
         masked_pair = MaskedFeaturePair(config.mask_token_id, checkpoint.mask_feature)
-    draft_network = (
-        runtime if config.is_eagle1 or masked_pair else runtime.network_with_same_weights(draft_feature_network(config, soft_cap))
-    )
+    draft_network = runtime
+    if not config.is_eagle1 and masked_pair is None:
+        draft_network = runtime.network_with_same_weights(target_feature_network(replace(config, layer_boundaries=()), soft_cap))
     embedding = target_weights["embedding.weight"] if embedding is None else embedding
     return RecurrentHead(config, runtime, draft_network, embedding, target_ids=checkpoint.target_ids, masked_pair=masked_pair)
 
 
 def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -> NetworkDefinition:
-    """Return the network for feature pairs whose features the target computed.
+    """Return the network for feature pairs whose features the target computed. Without layer boundaries, the head may have predicted them.
 
     Its inputs are `embedding` and the features: one input `boundary.0`, … per layer boundary if the head reads several, else `feature`.
 
@@ -53,7 +54,7 @@ def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         if not config.layer_boundaries:
             return _run_layers(blocks, config, blocks.input(FEATURE, config.layers.hidden_size), soft_cap)
-        chunks = [blocks.input(f"{BOUNDARY}.{chunk}", config.target_hidden_size) for chunk in range(len(config.layer_boundaries))]
+        chunks = [blocks.input(name, config.target_hidden_size) for name in config.feature_inputs]
         if config.has_boundary_norms:
             chunks = [blocks.rms_norm(value, f"fc_norm.{chunk}") for chunk, value in enumerate(chunks)]
         features = blocks.concat(*chunks)
@@ -61,15 +62,6 @@ def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -
             features = blocks.rms_norm(features, "input_norm")
         (feature,) = blocks.linear(features, "fc")
         return _run_layers(blocks, config, feature, soft_cap)
-
-    return compose
-
-
-def draft_feature_network(config: EagleConfig, soft_cap: float | None = None) -> NetworkDefinition:
-    """Return the network for feature pairs whose features the head itself predicted; its inputs are `embedding` and `feature`."""
-
-    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        return _run_layers(blocks, config, blocks.input(FEATURE, config.layers.hidden_size), soft_cap)
 
     return compose
 

@@ -44,17 +44,11 @@ class VocabularyClusters:
 
 @dataclass(frozen=True, slots=True)
 class AssistantConfig:
-    """Configuration of an assistant.
+    """Configuration of an assistant."""
 
-    Attributes:
-        layers: sizes of its decoder layers; each of them attends to the keys and values of one target layer.
-        target_hidden_size: hidden size of the target.
-        clusters: None = there are no clusters, and logits of all tokens are computed.
-    """
-
-    layers: ModelConfig
-    target_hidden_size: int
-    clusters: VocabularyClusters | None
+    layers: ModelConfig  # sizes of its decoder layers; each of them attends to the keys and values of one target layer
+    target_hidden_size: int  # hidden size of the target
+    clusters: VocabularyClusters | None  # None = there are no clusters, and logits of all tokens are computed
 
 
 def fits_target(files: HeadFiles, target: ModelConfig) -> bool:
@@ -243,7 +237,8 @@ def _find_tensor_names(file: GgufFile, vocab_size: int, hidden_size: int, target
     }
     unassigned = [name for name in file.tensors if not name.startswith("blk.") and name not in (*_KNOWN_TENSORS, *found.values())]
     for part, shape in shapes.items():
-        matching = [name for name in unassigned if _fits_shape(file.tensors[name].shape, shape)]
+        sizes = {name: file.tensors[name].shape for name in unassigned if len(file.tensors[name].shape) == len(shape)}
+        matching = [name for name in sizes if all(wanted in (None, size) for size, wanted in zip(sizes[name], shape, strict=True))]
         if part not in found and len(matching) == 1:
             found[part] = matching[0]
             unassigned.remove(matching[0])
@@ -254,10 +249,6 @@ def _is_name_of_part(name: str, part: str) -> bool:
     return name.removesuffix(".weight").endswith(part)
 
 
-def _fits_shape(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(expected) and all(wanted in (None, size) for size, wanted in zip(shape, expected, strict=True))
-
-
 _TOKEN_ORDERING = "masked_embedding.token_ordering"
 _LM_HEAD = "lm_head.weight"
 _UNUSED_TENSORS = re.compile(r"layers\.[0-9]{1,6}\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
@@ -265,16 +256,11 @@ _UNUSED_TENSORS = re.compile(r"layers\.[0-9]{1,6}\.self_attn\.(k_proj|v_proj|k_n
 
 @dataclass(frozen=True, slots=True)
 class Assistant:
-    """Config and weights of an assistant.
-
-    Attributes:
-        weights: weights by the names of `network.py`; `embedding.weight` is the lm_head.
-        token_ordering: [V] all token ids, grouped by cluster; None = there are no clusters.
-    """
+    """Config and weights of an assistant."""
 
     config: AssistantConfig
-    weights: Weights
-    token_ordering: NDArray[np.int64] | None
+    weights: Weights  # weights by the names of `network.py`; `embedding.weight` is the lm_head
+    token_ordering: NDArray[np.int64] | None  # [V] all token ids, grouped by cluster; None = there are no clusters
 
 
 def load_assistant(files: HeadFiles, target: ModelConfig, *, num_threads: int = 1) -> Assistant:

@@ -84,11 +84,11 @@ class AssistantDrafter(Drafter):
             ranked = output.summaries if self._ranking is not None else []
             for draft in active:
                 last = first + len(draft.frontier)
-                if draft.uses_top_tokens and ranked:
-                    is_greedy = draft.request.params.is_greedy
-                    drafted = [self._sampler.sample_from_top_tokens(row, draft.width, is_greedy=is_greedy) for row in ranked[first:last]]
+                rows = list(enumerate(draft.frontier, first))
+                if ranked:
+                    drafted = [draft.sample(self._sampler, node, output.logits[row], ranked[row]) for row, node in rows]
                 else:
-                    drafted = [self._sample(draft, node, output, row) for row, node in enumerate(draft.frontier, first)]
+                    drafted = [self._sample_from_clusters(draft, node, output, row) for row, node in rows]
                 draft.add_level(drafted, features[first:last])
                 first = last
 
@@ -102,10 +102,8 @@ class AssistantDrafter(Drafter):
         first = pairs.logit_rows[0]  # an assistant has no cache, so nodes of earlier levels need not run again
         return TreeLevelInput(pairs.token_ids[first:], pairs.features[first:], request.cached_sequence)
 
-    def _sample(self, draft: GrowingDraft, node: int, output: ForwardOutput, row: int) -> DraftTokens:
+    def _sample_from_clusters(self, draft: GrowingDraft, node: int, output: ForwardOutput, row: int) -> DraftTokens:
         request, path, needs_draft_probs = draft.request, draft.path(node), draft.budget.needs_draft_probs
-        if self._network.assistant.config.clusters is None:
-            return self._sampler.sample(request, path, output.logits[row], draft.width, needs_draft_probs=needs_draft_probs)
         ids, scores = self._network.cluster_candidates(output, row, self._vocab_size)
         return self._sampler.sample_candidates(request, path, ids, scores, draft.width, needs_draft_probs=needs_draft_probs)
 

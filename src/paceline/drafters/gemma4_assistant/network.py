@@ -24,18 +24,11 @@ EMBEDDING, FEATURE, STATES, CENTROIDS = "embedding", "feature", "states", "centr
 
 @dataclass(frozen=True, slots=True)
 class TreeLevelInput:
-    """Inputs of a pass for one request: the N nodes of one level of its draft tree.
+    """Inputs of a pass for one request: the N nodes of one level of its draft tree."""
 
-    Attributes:
-        token_ids: [N] tokens of the nodes.
-        features: [N, E] for the root the target's hidden state of the token before it, for other nodes the network's output `feature`
-            of their parent.
-        sequence: the request's sequence in the target's cache, which contains all tokens before the root.
-    """
-
-    token_ids: Sequence[int]
-    features: FloatArray
-    sequence: CachedSequence
+    token_ids: Sequence[int]  # [N] tokens of the nodes
+    features: FloatArray  # [N, E] output `feature` of the parents; for the root, the target's hidden state of the token before it
+    sequence: CachedSequence  # the request's sequence in the target's cache, which contains all tokens before the root
 
 
 class AssistantNetwork:

@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights, take_rows
 
-_NESTED_PREFIX = re.compile(r"medusa_heads?\.")
+_NESTED_PREFIX = re.compile(r"^medusa_heads?\.")
 _INDEX = "([0-9]{1,6})"  # index of a head or block; more digits only occur in damaged files
 _MAX_BLOCKS = 1024  # a file that numbers more blocks than this and lacks more than half of them is refused
 _PAPER_TENSORS = re.compile(rf"{_INDEX}\.{_INDEX}\.(linear\.)?(weight|bias)")
@@ -28,29 +28,17 @@ _VLLM_LM_HEADS = re.compile(rf"lm_heads\.{_INDEX}\.weight")
 
 @dataclass(frozen=True, slots=True)
 class MedusaHeads:
-    """The weights of all Medusa heads.
+    """The weights of all Medusa heads."""
 
-    Attributes:
-        num_heads: number of heads; head d drafts the token d + 1 positions after the last committed token.
-        num_blocks: number of residual blocks of each head.
-        weights: `heads.{i}.blocks.{j}.weight` [E, E] and `.bias` [E]; `heads.{i}.lm_head.weight` [rows, E], or one `lm_head.weight`.
-        has_shared_lm_head: all heads use the same lm_head.
-        num_lm_head_rows: number of rows of each lm_head.
-        token_map: [rows] target id of each lm_head row, ascending; None = the index of a row is its id.
-        soft_cap: the target's soft cap of logits, if the target's lm_head is used.
-        notices: messages for the user, shown at load.
-        has_target_lm_head: the heads use the target's lm_head.
-    """
-
-    num_heads: int
-    num_blocks: int
-    weights: Weights
-    has_shared_lm_head: bool
-    num_lm_head_rows: int
-    token_map: NDArray[np.int64] | None = None
-    soft_cap: float | None = None
-    notices: tuple[str, ...] = ()
-    has_target_lm_head: bool = False
+    num_heads: int  # number of heads; head d drafts the token d + 1 positions after the last committed token
+    num_blocks: int  # number of residual blocks of each head
+    weights: Weights  # `heads.{i}.blocks.{j}.weight` [E, E] and `.bias` [E]; `heads.{i}.lm_head.weight` [rows, E], or one `lm_head.weight`
+    has_shared_lm_head: bool  # all heads use the same lm_head
+    num_lm_head_rows: int  # number of rows of each lm_head
+    token_map: NDArray[np.int64] | None = None  # [rows] target id of each lm_head row, ascending; None = the index of a row is its id
+    soft_cap: float | None = None  # the target's soft cap of logits, if the target's lm_head is used
+    notices: tuple[str, ...] = ()  # messages for the user, shown at load
+    has_target_lm_head: bool = False  # the heads use the target's lm_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +50,7 @@ class _TensorNames:
     shared_lm_head: str | None  # name of the lm_head of all heads; None if the files have none
     num_heads: int
     num_blocks: int
+    patterns: tuple[str, str]  # names of blocks and of lm_heads, with {} for each index
 
 
 def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor) -> MedusaHeads:
@@ -75,7 +64,8 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
         IncompatibleDrafterError: the heads were made for another target.
     """
     names = _find_tensor_names(files)
-    hidden = _residual_block_width(files, names)
+    weight_names = (name for (_, _, kind), name in names.blocks.items() if kind == "weight")
+    _, hidden = files.matrix_shape(next(weight_names, "")) or (0, 0)
     check_target_sizes(files, target, hidden_size=hidden)
     has_lm_heads = bool(names.lm_heads) or names.shared_lm_head is not None
     num_lm_head_rows = _check_tensor_shapes(files, names, target.hidden_size)
@@ -110,7 +100,8 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
 
 
 def _find_tensor_names(files: HeadFiles) -> _TensorNames:
-    name_without_prefix = {_NESTED_PREFIX.sub("", name, count=1) if _NESTED_PREFIX.match(name) else name: name for name in files.tensors}
+    prefix = next((match[0] for name in files.tensors if (match := _NESTED_PREFIX.match(name))), "")
+    name_without_prefix = {_NESTED_PREFIX.sub("", name, count=1): name for name in files.tensors}
     vllm_blocks = {match: name_without_prefix[name] for name in name_without_prefix if (match := _VLLM_BLOCKS.fullmatch(name))}
     if vllm_blocks:
         blocks = {(int(match[1]), int(match[2]), match[3]): name for match, name in vllm_blocks.items()}
@@ -135,28 +126,20 @@ def _find_tensor_names(files: HeadFiles) -> _TensorNames:
             f"{files.path} names heads up to {num_heads - 1} and blocks up to {num_blocks - 1} and holds {len(blocks)} tensors of them: "
             "the file is damaged, download it again"
         )
-    return _TensorNames(blocks, lm_heads, shared, num_heads, num_blocks)
-
-
-def _residual_block_width(files: HeadFiles, names: _TensorNames) -> int:
-    """Return the number of columns of a residual block's matrix, the hidden size of the target."""
-    shapes = [files.matrix_shape(name) for (_, _, kind), name in names.blocks.items() if kind == "weight"]
-    return shapes[0][1] if shapes and shapes[0] is not None else 0
+    patterns = ("blocks.{}.layers.{}", "lm_heads.{}.weight") if vllm_blocks else ("{}.{}.linear", f"{{}}.{num_blocks}.weight")
+    return _TensorNames(blocks, lm_heads, shared, num_heads, num_blocks, (prefix + patterns[0], prefix + patterns[1]))
 
 
 def _check_tensor_shapes(files: HeadFiles, names: _TensorNames, hidden: int) -> int:
     """Check that all heads have the same tensors and shapes; return the number of rows of each lm_head, 0 if there is none."""
-    is_vllm = any("layers." in name for name in names.blocks.values())
-    prefix = next((match[0] for name in names.blocks.values() if (match := _NESTED_PREFIX.match(name))), "")
-    block_name = prefix + ("blocks.{}.layers.{}" if is_vllm else "{}.{}.linear")
-    head_name = prefix + ("lm_heads.{}.weight" if is_vllm else f"{{}}.{names.num_blocks}.weight")
-    required: dict[str, tuple[int, ...]] = {}
-    has_bias = any(kind == "bias" for _, _, kind in names.blocks)
-    for head in range(names.num_heads):
-        for block in range(names.num_blocks):
-            required[f"{block_name.format(head, block)}.weight"] = (hidden, hidden)
-            if has_bias:
-                required[f"{block_name.format(head, block)}.bias"] = (hidden,)
+    block_name, head_name = names.patterns
+    shapes = {kind: (hidden, hidden) if kind == "weight" else (hidden,) for _, _, kind in names.blocks} | {"weight": (hidden, hidden)}
+    required = {
+        f"{block_name.format(head, block)}.{kind}": shape
+        for head in range(names.num_heads)
+        for block in range(names.num_blocks)
+        for kind, shape in shapes.items()
+    }
     first = names.shared_lm_head if names.shared_lm_head is not None else names.lm_heads.get(min(names.lm_heads, default=0))
     shape = None if first is None else files.matrix_shape(first)
     num_lm_head_rows = 0 if shape is None else shape[0]

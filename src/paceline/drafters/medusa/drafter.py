@@ -19,17 +19,17 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.medusa.network import MedusaNetwork, MedusaOutputs
 from paceline.drafters.medusa.trees import DYNAMIC_TREES, STATIC_TREES, static_tree_nodes
+from paceline.drafters.recurrent_heads.tree import GrowingDraft
 from paceline.drafters.target import LoadedTarget
-from paceline.errors import ConfigError
 from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, split_into_passes
-from paceline.sampling.residual import TokenProbs
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, LastHiddenStates, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
 
 MAX_CANDIDATES_PER_DEPTH = 10
+_NO_BLOCKS, _NO_FEATURES = np.empty(0, np.int32), np.empty((1, 0), np.float32)  # the heads have no cache and do not read their output
 _PRIOR_FIRST_ACCURACY = 0.5  # accuracy assumed for a head's most probable token before any was verified
 _PRIOR_SECOND_ACCURACY = 0.1  # accuracy assumed for a head's second token; it is halved for each further token
 _PRIOR_TRIALS = 8.0  # weight of the assumed accuracies, as a number of verified tokens
@@ -37,35 +37,11 @@ _MAX_TRIALS = 512.0  # when a depth has this many trials, its counts are halved,
 
 
 @dataclass(slots=True)
-class _RequestDraft:
-    """One request's draft of this step.
-
-    Attributes:
-        feature: the target's hidden state [E] that the heads read.
-        depth: number of heads to use.
-        uses_top_tokens: the top tokens that the pass returns are enough to sample from; otherwise whole rows of logits are used.
-        needs_draw: the pass must also draw a token from each row, with the target's noise.
-    """
-
-    request: Request
-    budget: DraftBudget
-    feature: FloatArray
-    depth: int
-    uses_top_tokens: bool
-    needs_draw: bool
-
-
-@dataclass(slots=True)
 class CandidateAccuracy:
-    """How often each candidate of each head was the target's token.
+    """How often each candidate of each head was the target's token."""
 
-    Attributes:
-        trials: [depths] number of verified positions, where old ones count less.
-        hits: [depths, ranks] for how many of them the target's token was the candidate of this rank.
-    """
-
-    trials: list[float] = field(default_factory=list)
-    hits: list[list[float]] = field(default_factory=list)
+    trials: list[float] = field(default_factory=list)  # [depths] number of verified positions, where old ones count less
+    hits: list[list[float]] = field(default_factory=list)  # [depths, ranks] at how many of them the target's token had this rank
 
     def observe(self, candidates: Sequence[Sequence[int]], token_ids: Sequence[int]) -> None:
         """Count for each depth whether the target's token was among the candidates.
@@ -98,17 +74,12 @@ class MedusaDrafter(Drafter):
         vocab_size: V of the target; ids from it on are never drafted.
         tree: how nodes are chosen: "probability" (by the heads' probabilities), "accuracy" (by how often the head's candidate of this rank
             was right before), or the name of a published tree of fixed shape.
-
-    Raises:
-        ConfigError: there is no tree of this name.
     """
 
     name = "medusa"
     needs = DrafterNeeds(hidden_states=True)
 
     def __init__(self, network: MedusaNetwork, *, vocab_size: int, tree: str = "probability") -> None:
-        if tree not in DYNAMIC_TREES and tree not in STATIC_TREES:
-            raise ConfigError(f"medusa tree {tree!r} is unknown: use one of {', '.join((*DYNAMIC_TREES, *STATIC_TREES))}")
         self._network, self._tree = network, tree
         self.traits = DrafterTraits(self._description(), network.heads.notices)
         self._features = LastHiddenStates()
@@ -117,7 +88,7 @@ class MedusaDrafter(Drafter):
         self._accuracy = {is_greedy: CandidateAccuracy() for is_greedy in (True, False)}
         heads = network.heads
         self._sampler = DraftSampler(heads.token_map, vocab_size, heads.num_lm_head_rows if heads.token_map is None else None)
-        network.set_ranking(self._sampler.ranking(MAX_CANDIDATES_PER_DEPTH))
+        network.ranking = self._sampler.ranking(MAX_CANDIDATES_PER_DEPTH)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:
@@ -126,14 +97,19 @@ class MedusaDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
-        drafts = [self._new_request_draft(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-        for active in split_into_passes([draft for draft in drafts if draft is not None], lambda _: self._network.heads.num_heads):
+        features, drafts = dict[int, FloatArray](), list[GrowingDraft]()
+        for request, budget in zip(requests, budgets, strict=True):
+            feature, depth = self._features.find(request), min(budget.max_tokens, self._network.heads.num_heads)
+            if feature is not None and depth > 0:
+                features[id(request)] = feature
+                drafts.append(GrowingDraft(request, budget, depth, 1, _NO_BLOCKS, 0))
+        for active in split_into_passes(drafts, lambda _: self._network.heads.num_heads):
             depth = max([draft.depth for draft in active])
             drawn = [(draft.request, d) if draft.needs_draw and d < draft.depth else None for d in range(depth) for draft in active]
             draws = target_noise_draws(drawn)
             if draws is not None:
                 draws = draws.reshape(depth, len(active))
-            outputs = self._network.forward(np.stack([draft.feature for draft in active]), depth, draws)
+            outputs = self._network.forward(np.stack([features[id(draft.request)] for draft in active]), depth, draws)
             trees |= {id(draft.request): self._draft(draft, outputs, row) for row, draft in enumerate(active)}
         return [trees.get(id(request)) for request in requests]
 
@@ -142,20 +118,14 @@ class MedusaDrafter(Drafter):
         tree = f"trees by {self._tree}" if self._tree in DYNAMIC_TREES else f"tree {self._tree}"
         return f"medusa ({heads.num_heads} head{'s' if heads.num_heads > 1 else ''}, {tree})"
 
-    def _new_request_draft(self, request: Request, budget: DraftBudget) -> _RequestDraft | None:
-        feature = self._features.find(request)
-        depth = min(budget.max_depth, budget.max_rows - 1, self._network.heads.num_heads)
-        if feature is None or depth < 1:
-            return None
-        is_greedy = request.params.is_greedy
-        uses_top_tokens = request.processor.only_scales and (is_greedy or not budget.needs_draft_probs)
-        return _RequestDraft(request, budget, feature, depth, uses_top_tokens, uses_top_tokens and not is_greedy)
-
-    def _draft(self, draft: _RequestDraft, outputs: MedusaOutputs, row: int) -> DraftTree | None:
+    def _draft(self, draft: GrowingDraft, outputs: MedusaOutputs, row: int) -> DraftTree | None:
         """Return a request's draft tree, made from row `row` of each head's logits."""
         request, budget = draft.request, draft.budget
         if budget.needs_draft_probs and not request.params.is_greedy:
-            return self._draw_chain(draft, outputs, row)
+            for depth in range(draft.depth):  # a chain, drawn with noise that the target does not use
+                if draft.frontier:
+                    draft.add_level([self._sample(draft, outputs, row, depth, draft.token_ids[1:], 1)], _NO_FEATURES)
+            return draft.to_tree(self.name)
         shape = None
         max_candidates = MAX_CANDIDATES_PER_DEPTH
         if self._tree in STATIC_TREES:
@@ -176,28 +146,15 @@ class MedusaDrafter(Drafter):
         self._pending[request] = len(request.token_ids), [one.token_ids for one in by_depth]
         return tree
 
-    def _sample(self, draft: _RequestDraft, outputs: MedusaOutputs, row: int, depth: int, path: Sequence[int], width: int) -> DraftTokens:
+    def _sample(self, draft: GrowingDraft, outputs: MedusaOutputs, row: int, depth: int, path: Sequence[int], width: int) -> DraftTokens:
         """Sample up to `width` tokens from row `row` of the head of a depth, 0 for the children of the root."""
         request, needs_draft_probs = draft.request, draft.budget.needs_draft_probs
         if draft.uses_top_tokens:
             return self._sampler.sample_from_top_tokens(outputs.top_tokens[depth][row], width, is_greedy=request.params.is_greedy)
         return self._sampler.sample(request, path, outputs.logits_of_head(depth)[row], width, needs_draft_probs=needs_draft_probs)
 
-    def _draw_chain(self, draft: _RequestDraft, outputs: MedusaOutputs, row: int) -> DraftTree | None:
-        """Draw a chain for rejection sampling, with noise that the target does not use."""
-        token_ids: list[int] = []
-        draft_probs: dict[int, TokenProbs] = {}
-        for depth in range(draft.depth):
-            drawn = self._sample(draft, outputs, row, depth, token_ids, 1)
-            if drawn.draft_probs is None:
-                break
-            draft_probs[depth] = drawn.draft_probs
-            token_ids += drawn.token_ids
-        root = draft.request.token_ids[-1]
-        return DraftTree.from_nodes(root, token_ids, range(len(token_ids)), self.name, draft_probs) if token_ids else None
-
     def _fill_static_tree(
-        self, draft: _RequestDraft, candidates_at: Callable[[int], DraftTokens], shape: Sequence[tuple[int, int, int]]
+        self, draft: GrowingDraft, candidates_at: Callable[[int], DraftTokens], shape: Sequence[tuple[int, int, int]]
     ) -> DraftTree | None:
         """Return the tree of a published shape, (parent, depth, rank) for each node, with this step's candidates as tokens."""
         token_ids: list[int] = []
@@ -211,7 +168,7 @@ class MedusaDrafter(Drafter):
                 node_of[node] = len(token_ids)
         return DraftTree.from_nodes(draft.request.token_ids[-1], token_ids, parents, self.name) if token_ids else None
 
-    def _grow_tree(self, draft: _RequestDraft, candidates_at: Callable[[int], DraftTokens]) -> DraftTree | None:
+    def _grow_tree(self, draft: GrowingDraft, candidates_at: Callable[[int], DraftTokens]) -> DraftTree | None:
         is_greedy = draft.request.params.is_greedy
         by_depth: list[list[Candidate[int]]] = []
 
@@ -219,11 +176,11 @@ class MedusaDrafter(Drafter):
             if depth == len(by_depth):
                 tokens = candidates_at(depth)
                 probs = self._acceptance_rates(depth, tokens.probs, is_greedy=is_greedy)
-                by_depth.append([(token, prob, self.name, depth + 1) for token, prob in zip(tokens.token_ids, probs, strict=True)])
+                by_depth.append([(token, prob, depth + 1) for token, prob in zip(tokens.token_ids, probs, strict=True)])
             return by_depth[depth]
 
         budget = DraftBudget(draft.budget.max_rows, draft.depth)
-        return grow_tree(draft.request.token_ids[-1], budget, 0, expand)
+        return grow_tree(draft.request.token_ids[-1], budget, 0, expand, self.name)
 
     def _acceptance_rates(self, depth: int, probs: Sequence[float], *, is_greedy: bool) -> Sequence[float]:
         """Estimate for each candidate of a depth the probability that it is accepted, given that the tokens before it are."""
@@ -260,6 +217,9 @@ def open_medusa(files: HeadFiles, target: LoadedTarget) -> MedusaDrafter:
     target_weights = open_weights(target.directory, config)
     heads = load_medusa(files, config, target_weights["embedding.weight" if config.tied_embeddings else "lm_head.weight"])
     heads = replace(heads, weights=target.quantize(heads.weights, files.files, has_target_lm_head=heads.has_target_lm_head))
-    shared = target.runtime if heads.has_target_lm_head and not target.copies_lm_head else None
-    network = MedusaNetwork(heads, config, num_threads=target.engine.num_threads, device=target.device, lm_head_of=shared)
-    return MedusaDrafter(network, vocab_size=target.vocab_size, tree=target.head_options.tree or DYNAMIC_TREES[0])
+    placement = target.placement
+    if not heads.has_target_lm_head or target.copies_lm_head:
+        placement["lm_head_of"] = None
+    return MedusaDrafter(
+        MedusaNetwork(heads, config, **placement), vocab_size=target.vocab_size, tree=target.head_options.tree or DYNAMIC_TREES[0]
+    )

@@ -6,6 +6,7 @@ Source: Cai et al. 2024, "Medusa" (arXiv:2401.10774), section 2.1.1: head i is r
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Unpack
 
 import numpy as np
 
@@ -14,21 +15,16 @@ from paceline.models.config import ModelConfig
 from paceline.models.layers import Activation
 from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, LogitsRows, Network
 from paceline.runtimes.decoder import LOGITS, SUMMARY, Blocks, Value
-from paceline.runtimes.load import load_head
+from paceline.runtimes.load import HeadPlacement, load_head
 from paceline.runtimes.logits_summary import LogitsSummary, RowSampling, SummaryOptions, decode_summaries
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaOutputs:
-    """Results of a pass of one or more heads for B requests.
+    """Results of a pass of one or more heads for B requests."""
 
-    Attributes:
-        logits_of_head: returns the logits [B, rows] of a head; the next pass overwrites them.
-        top_tokens: for each head the top tokens of its B rows of logits; empty if none were requested.
-    """
-
-    logits_of_head: Callable[[int], FloatArray]
-    top_tokens: Sequence[Sequence[LogitsSummary]]
+    logits_of_head: Callable[[int], FloatArray]  # returns the logits [B, rows] of a head; the next pass overwrites them
+    top_tokens: Sequence[Sequence[LogitsSummary]]  # for each head the top tokens of its B rows of logits; empty if none were requested
 
 
 class MedusaNetwork:
@@ -36,33 +32,20 @@ class MedusaNetwork:
 
     Args:
         target: config of the target whose hidden states the heads read.
-        backend, device, lm_head_of: see `load_head`.
+
+    Attributes:
+        ranking: how many top tokens later passes return for each row of logits; None = none.
     """
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        target: ModelConfig,
-        *,
-        num_threads: int,
-        backend: str = "auto",
-        device: str = "cpu",
-        lm_head_of: Network | None = None,
-    ) -> None:
+    def __init__(self, heads: MedusaHeads, target: ModelConfig, **placement: Unpack[HeadPlacement]) -> None:
         self.heads = heads
         self.hidden_size = target.hidden_size
-        self._ranking: SummaryOptions | None = None
-        one_head = partial(self._compose, num_heads=1)
-        first = load_head(
-            one_head, target, heads.weights, num_threads=num_threads, max_model_len=1, backend=backend, device=device, lm_head_of=lm_head_of
-        )
+        self.ranking: SummaryOptions | None = None
+        placement["max_model_len"] = 1  # the heads have no cache
+        first = load_head(partial(self._compose, num_heads=1), target, heads.weights, **placement)
         self._networks: dict[int, Network] = {1: first}
         # a shared lm_head has a network of its own, so that it is read from memory once for the rows of all heads
         self._lm_head = first.network_with_same_weights(self._compose_lm_head) if heads.has_shared_lm_head else None
-
-    def set_ranking(self, ranking: SummaryOptions) -> None:
-        """Set how many top tokens later passes return for each row of logits."""
-        self._ranking = ranking
 
     def forward(self, hidden_states: FloatArray, num_heads: int, draws: RowSampling | None = None) -> MedusaOutputs:
         """Run the first `num_heads` heads on the last hidden states [B, E] of B requests.
@@ -70,7 +53,7 @@ class MedusaNetwork:
         Args:
             draws: [num_heads, B] noise keys and temperatures to draw one token from each row of logits; None = draw none.
         """
-        network, ranking = self._get_or_create_network(num_heads), self._ranking
+        network, ranking = self._get_or_create_network(num_heads), self.ranking
         batch_size, is_ranked, heads = len(hidden_states), ranking is not None, range(num_heads)
         batch, rows = _rows_without_attention(batch_size)
         if self._lm_head is None:

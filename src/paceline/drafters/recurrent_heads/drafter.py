@@ -15,13 +15,14 @@ from itertools import accumulate
 
 import numpy as np
 
-from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, target_noise_draws
-from paceline.drafters.recurrent_heads.cache import SPARE_BLOCKS, FeaturePairCache, RequestFeaturePairs
+from paceline.drafters.draft_sampler import DraftSampler, target_noise_draws
+from paceline.drafters.head_cache import SPARE_BLOCKS
+from paceline.drafters.recurrent_heads.cache import FeaturePairCache, RequestFeaturePairs
 from paceline.drafters.recurrent_heads.head import FeaturePairOutputs, RecurrentHead
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, split_into_passes
-from paceline.runtimes.logits_summary import LogitsSummary, RowSampling
+from paceline.runtimes.logits_summary import RowSampling
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -48,7 +49,7 @@ class EagleStyleDrafter(Drafter):
         )
         self._sampler = DraftSampler(head.target_ids, vocab_size, head.num_embedded_ids)
         self._tree_width = tree_width
-        head.set_ranking(self._sampler.ranking(tree_width))
+        head.ranking = self._sampler.ranking(tree_width)
         self.traits = DrafterTraits(self._description(), notices=head.notices, cache_bytes_per_token=self.pairs.bytes_per_token)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
@@ -61,13 +62,13 @@ class EagleStyleDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
-        for part in split_into_passes(zip(requests, budgets, strict=True), lambda one: self._max_draft_rows(*one)):
+        shapes = [(*one, *draft_depth_and_width(one[1], self._tree_width)) for one in zip(requests, budgets, strict=True)]
+        for part in split_into_passes(shapes, lambda one: self._num_draft_slots(*one[2:]) + self.pairs.num_pending_pairs(one[0])):
             group: list[tuple[RequestFeaturePairs, GrowingDraft]] = []
             num_used = 0
-            for request, budget in part:
-                depth, width = draft_depth_and_width(budget, self._tree_width)
+            for request, budget, depth, width in part:
                 num_slots = self._num_draft_slots(depth, width)
-                needed = self.pairs.num_spare_blocks_needed(request, num_slots)
+                needed = self.pairs.num_spare_blocks_needed(request, len(request.token_ids) + num_slots)
                 if depth < 1 or needed > SPARE_BLOCKS:
                     continue
                 if num_used + needed > SPARE_BLOCKS:
@@ -97,10 +98,6 @@ class EagleStyleDrafter(Drafter):
         if self._tree_width > 1:
             parts.append(f"trees {self._tree_width} wide")
         return f"{self.name} ({', '.join(parts)}, sees the last {self.pairs.window} tokens)"
-
-    def _max_draft_rows(self, request: Request, budget: DraftBudget) -> int:
-        """Return an upper limit of the rows that a request has in one pass of its draft."""
-        return self._num_draft_slots(*draft_depth_and_width(budget, self._tree_width)) + self.pairs.num_pending_pairs(request)
 
     def _num_draft_slots(self, depth: int, width: int) -> int:
         """Return how many cache slots after the committed tokens a draft needs."""
@@ -141,20 +138,12 @@ class EagleStyleDrafter(Drafter):
 
     def _add_levels(self, drafts: Sequence[GrowingDraft], outputs: FeaturePairOutputs) -> None:
         """Add a level to each draft, sampled from the logits of its frontier nodes."""
-        ranked, first = outputs.top_tokens(), 0
+        logits, ranked, first = outputs.logits, outputs.top_tokens(), 0
         for draft in drafts:
             last = first + len(draft.frontier)
-            rows = range(first, last)
-            drafted = [self._sample(draft, node, ranked, outputs.logits, row) for node, row in zip(draft.frontier, rows, strict=True)]
+            drafted = [draft.sample(self._sampler, node, logits[row], ranked[row]) for row, node in enumerate(draft.frontier, first)]
             draft.add_level(drafted, outputs.features[first:last])
             first = last
-
-    def _sample(self, draft: GrowingDraft, node: int, ranked: Sequence[LogitsSummary], logits: FloatArray, row: int) -> DraftTokens:
-        """Sample the draft tokens after a node from row `row` of a pass."""
-        request = draft.request
-        if draft.uses_top_tokens:
-            return self._sampler.sample_from_top_tokens(ranked[row], draft.width, is_greedy=request.params.is_greedy)
-        return self._sampler.sample(request, draft.path(node), logits[row], draft.width, needs_draft_probs=draft.budget.needs_draft_probs)
 
     def _run_target_feature_pairs(
         self, pairs: Sequence[RequestFeaturePairs], *, needs_logits: bool, num_masked: Sequence[int] = (), draws: RowSampling | None = None
@@ -197,12 +186,12 @@ class ParallelDrafter(EagleStyleDrafter):
             [(draft.request, level) if draft.needs_draw else None for draft in drafts for level in range(draft.depth)]
         )
         outputs = self._run_target_feature_pairs([pairs for pairs, _ in group], needs_logits=True, num_masked=num_masked, draws=draws)
-        ranked, first = outputs.top_tokens(), 0
+        logits, ranked, first = outputs.logits, outputs.top_tokens(), 0
         for draft in drafts:
             for row in range(first, first + draft.depth):
                 if not draft.frontier:
                     break
-                drafted = [self._sample(draft, node, ranked, outputs.logits, row) for node in draft.frontier]
+                drafted = [draft.sample(self._sampler, node, logits[row], ranked[row]) for node in draft.frontier]
                 draft.add_level(drafted, np.empty((len(drafted), 0), np.float32))  # masked rows need no features
             first += draft.depth
         return {id(draft.request): draft.to_tree(self.name) for draft in drafts}

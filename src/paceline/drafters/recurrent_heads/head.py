@@ -24,29 +24,17 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentHeadConfig:
-    """Configuration of a head that drafts token by token from features that it predicts itself.
+    """Configuration of a head that drafts token by token from features that it predicts itself."""
 
-    Attributes:
-        kind: kind of the head.
-        layers: sizes of its decoder layers; `max_positions` is the context length that it was trained with.
-        target_hidden_size: hidden size of the target.
-        layer_boundaries: boundaries of target layers whose hidden states are the feature, ascending; boundary b is the input of layer b.
-            Empty: the feature is the target's final hidden state.
-        appends_final_state: the final hidden state is also part of a feature that has layer boundaries, as its last chunk.
-        first_slot: first cache slot with a feature pair; its position is 0. If it is 0, the first token has a pair with a feature of zeros.
-        normed_recurrence: the predicted feature is taken after the final norm, not before it.
-        has_own_embedding, has_own_lm_head: whether the head has these matrices; otherwise it uses the target's.
-    """
-
-    kind: HeadKind
-    layers: ModelConfig
-    target_hidden_size: int
-    layer_boundaries: tuple[int, ...] = ()
-    appends_final_state: bool = False
-    first_slot: int = 1
-    normed_recurrence: bool = False
-    has_own_embedding: bool = True
-    has_own_lm_head: bool = False
+    kind: HeadKind  # kind of the head
+    layers: ModelConfig  # sizes of its decoder layers; `max_positions` is the context length that it was trained with
+    target_hidden_size: int  # hidden size of the target
+    layer_boundaries: tuple[int, ...] = ()  # boundaries whose hidden states are the feature, ascending; empty: the final hidden state is
+    appends_final_state: bool = False  # the final hidden state is also part of a feature that has layer boundaries, as its last chunk
+    first_slot: int = 1  # first cache slot with a feature pair, at position 0; in slot 0 the first token has a feature of zeros
+    normed_recurrence: bool = False  # the predicted feature is taken after the final norm, not before it
+    has_own_embedding: bool = True  # otherwise it uses the target's
+    has_own_lm_head: bool = False  # otherwise it uses the target's
 
     @property
     def num_chunks(self) -> int:
@@ -63,6 +51,11 @@ class RecurrentHeadConfig:
         return ", ".join([*map(str, self.layer_boundaries), *(["final"] if self.has_final_state else [])])
 
     @property
+    def feature_inputs(self) -> list[str]:
+        """Names of the network inputs of a feature that the target computes, one for each of its hidden states."""
+        return [f"{BOUNDARY}.{chunk}" for chunk in range(self.num_chunks)] if self.layer_boundaries else [FEATURE]
+
+    @property
     def feature_size(self) -> int:
         """Number of values of a feature that the target computes."""
         return self.target_hidden_size * self.num_chunks
@@ -70,20 +63,13 @@ class RecurrentHeadConfig:
 
 @dataclass(frozen=True, slots=True)
 class DraftFeaturePairs:
-    """Inputs of a pass for T draft tokens of one request, with features that the head predicted.
+    """Inputs of a pass for T draft tokens of one request, with features that the head predicted."""
 
-    Attributes:
-        token_ids, positions: [T] draft tokens, parents before their children, and their positions.
-        features: [T, Hd] for each token the feature that the head predicted at its parent.
-        rows: cache rows of the tokens.
-        logit_rows: indices of the tokens whose logits are returned; these are the last ones.
-    """
-
-    token_ids: Sequence[int]
-    features: FloatArray
-    positions: Sequence[int]
-    rows: RowRange
-    logit_rows: Sequence[int]
+    token_ids: Sequence[int]  # [T] draft tokens, parents before their children
+    features: FloatArray  # [T, Hd] for each token the feature that the head predicted at its parent
+    positions: Sequence[int]  # [T] their positions
+    rows: RowRange  # cache rows of the tokens
+    logit_rows: Sequence[int]  # indices of the tokens whose logits are returned; these are the last ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +94,10 @@ class MaskedFeaturePair:
 
 @dataclass(frozen=True, slots=True)
 class FeaturePairOutputs:
-    """Results of a pass over feature pairs. The arrays are overwritten by the next pass.
+    """Results of a pass over feature pairs. The arrays are overwritten by the next pass."""
 
-    Attributes:
-        output: all results of the network.
-        features: [rows, Hd] predicted features, the input for the next draft tokens.
-    """
-
-    output: ForwardOutput
-    features: FloatArray
+    output: ForwardOutput  # all results of the network
+    features: FloatArray  # [rows, Hd] predicted features, the input for the next draft tokens
 
     @property
     def logits(self) -> FloatArray:
@@ -124,7 +105,7 @@ class FeaturePairOutputs:
         return self.output.logits
 
     def top_tokens(self) -> list[LogitsSummary]:
-        """Return the top tokens of each row of logits; `RecurrentHead.set_ranking` sets how many."""
+        """Return the top tokens of each row of logits; `RecurrentHead.ranking` sets how many."""
         return self.output.summaries
 
 
@@ -142,6 +123,7 @@ class RecurrentHead:
         draft_vocab_size: if the draft vocabulary is the lowest ids, their number; otherwise None.
         masked_pair: input of the unknown positions of a head that drafts all positions in one pass; None for other heads.
         notices: messages for the user, shown at load.
+        ranking: how many top tokens later passes return for each row of logits; None = none.
     """
 
     def __init__(
@@ -158,16 +140,11 @@ class RecurrentHead:
     ) -> None:
         self.masked_pair, self.draft_vocab_size = masked_pair, draft_vocab_size
         self.config, self.runtime, self._draft_network = config, runtime, draft_network
-        self._ranking: SummaryOptions | None = None
+        self.ranking: SummaryOptions | None = None
         # a plain array view is faster to index than a memmap
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self.target_ids, self.notices = target_ids, notices
         self.num_embedded_ids = embedding.shape[0]
-        self._feature_names = [f"{BOUNDARY}.{chunk}" for chunk in range(config.num_chunks)] if config.layer_boundaries else [FEATURE]
-
-    def set_ranking(self, ranking: SummaryOptions) -> None:
-        """Set how many top tokens later passes return for each row of logits."""
-        self._ranking = ranking
 
     def run_target_feature_pairs(
         self,
@@ -195,47 +172,27 @@ class RecurrentHead:
         positions = _concatenate([np.arange(first, first + count, dtype=np.int32) for first, count in zip(firsts, counts, strict=True)])
         if needs_all_logits:
             logit_rows = np.arange(starts[-1], dtype=np.int32)
-        elif num_masked:
-            logit_rows = _concatenate(
-                [np.arange(end - 1 - count, end, dtype=np.int32) for end, count in zip(starts[1:], num_masked, strict=True)]
-            )
         else:
-            logit_rows = np.array([start - 1 for start in starts[1:]] if needs_logits else [], np.int32)
+            ends = zip(starts[1:], num_masked or [0] * len(pairs), strict=True) if needs_logits else ()
+            logit_rows = np.array([row for end, count in ends for row in range(end - 1 - count, end)], np.int32)
         token_ids = _concatenate([one.token_ids for one in pairs])
-        inputs = self._feature_inputs(_concatenate([one.features for one in pairs]))
+        features, size = _concatenate([one.features for one in pairs]), self.config.target_hidden_size
+        inputs = {name: features[:, chunk * size : (chunk + 1) * size] for chunk, name in enumerate(self.config.feature_inputs)}
         inputs[EMBEDDING] = self._embed(token_ids)
         batch = ForwardBatch(positions, _set_range_starts([one.rows for one in pairs], starts))
-        output = self.runtime.forward(inputs, batch, LogitsRows(logit_rows, self._ranking, draws))
+        output = self.runtime.forward(inputs, batch, LogitsRows(logit_rows, self.ranking, draws))
         return FeaturePairOutputs(output, output.results[FEATURE])
 
     def run_draft_feature_pairs(self, drafts: Sequence[DraftFeaturePairs], draws: RowSampling | None = None) -> FeaturePairOutputs:
         """Run one pass over draft tokens of several requests; return logits and predicted features of their `logit_rows`."""
-        ranges: tuple[RowRange, ...]
-        if len(drafts) == 1:
-            (one,) = drafts
-            ranges, features, rows = (one.rows,), one.features, one.logit_rows
-            token_ids, positions = np.array(one.token_ids, np.int32), np.array(one.positions, np.int32)
-        else:
-            starts = [0, *accumulate([len(one.token_ids) for one in drafts])]
-            ranges = _set_range_starts([one.rows for one in drafts], starts)
-            rows = [start + row for one, start in zip(drafts, starts, strict=False) for row in one.logit_rows]
-            token_ids = np.array([token for one in drafts for token in one.token_ids], np.int32)
-            positions = np.array([position for one in drafts for position in one.positions], np.int32)
-            features = np.concatenate([one.features for one in drafts])
-        inputs, requested = (
-            {EMBEDDING: self._embed(token_ids), FEATURE: features},
-            LogitsRows(np.array(rows, np.int32), self._ranking, draws),
-        )
-        output = self._draft_network.forward(inputs, ForwardBatch(positions, ranges), requested)
-        features = output.results[FEATURE]
-        return FeaturePairOutputs(output, features[rows[0] : rows[-1] + 1] if isinstance(rows, range) else features[rows])
-
-    def _feature_inputs(self, features: FloatArray) -> dict[str, FloatArray]:
-        """Return the target's features as the network's inputs, by name of the input."""
-        if not self.config.layer_boundaries:
-            return {FEATURE: features}
-        size = self.config.target_hidden_size
-        return {name: features[:, chunk * size : (chunk + 1) * size] for chunk, name in enumerate(self._feature_names)}
+        starts = [0, *accumulate([len(one.token_ids) for one in drafts])]
+        rows = np.array([start + row for one, start in zip(drafts, starts, strict=False) for row in one.logit_rows], np.int32)
+        token_ids = np.array([token for one in drafts for token in one.token_ids], np.int32)
+        positions = np.array([position for one in drafts for position in one.positions], np.int32)
+        inputs = {EMBEDDING: self._embed(token_ids), FEATURE: _concatenate([one.features for one in drafts])}
+        batch = ForwardBatch(positions, _set_range_starts([one.rows for one in drafts], starts))
+        output = self._draft_network.forward(inputs, batch, LogitsRows(rows, self.ranking, draws))
+        return FeaturePairOutputs(output, output.results[FEATURE][rows])
 
     def _embed(self, token_ids: IntArray) -> FloatArray:
         """Return token embeddings as stored: heads are trained on embeddings without the target's scale factor."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.drafters.draft_sampler import DraftTokens, target_noise_draws
+from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, target_noise_draws
 from paceline.drafters.recurrent_heads.head import DraftFeaturePairs
 from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
-from paceline.runtimes.logits_summary import RowSampling
+from paceline.runtimes.logits_summary import LogitsSummary, RowSampling
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
@@ -30,10 +30,6 @@ class _TreeRows:
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
 
-    @classmethod
-    def allocate(cls, max_rows: int, hidden_size: int) -> "_TreeRows":
-        return cls(np.empty((max_rows, hidden_size), np.float32), np.zeros((max_rows, max_rows), np.bool_))
-
     def append(self, nodes: Sequence[int], token_ids: Sequence[int], depth: int, parent_rows: Sequence[int], features: FloatArray) -> None:
         """Append nodes of one depth; `features` are those predicted at their parents, `parent_rows` is empty if the parent is the root."""
         first = len(self.token_ids)
@@ -50,37 +46,23 @@ class _TreeRows:
 
 @dataclass(slots=True)
 class GrowingDraft:
-    """A request's draft in progress. Nodes are numbered in the order in which they were drafted; node 0 is the root.
-
-    Attributes:
-        depth: number of levels to draft.
-        width: number of nodes of a level that get children, and number of children of each; 1 = a chain.
-        block_table: cache blocks of the request, including those for draft tokens.
-        first_slot: first slot of the cache that draft tokens attend to.
-        uses_top_tokens: the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used.
-        needs_draw: a pass must also draw a token from each row, with the target's noise.
-        token_ids, parents: token and parent of each node; -1 for the root.
-        probs, path_probs: for each node the probability of its token given its parent, and that its whole path is accepted.
-        level: number of levels drafted so far.
-        frontier: nodes of the last level that get children next.
-        draft_probs: node -> distribution of its children; only for rejection sampling.
-    """
+    """A request's draft in progress. Nodes are numbered in the order in which they were drafted; node 0 is the root."""
 
     request: Request
     budget: DraftBudget
-    depth: int
-    width: int
-    block_table: IntArray
-    first_slot: int
-    uses_top_tokens: bool = field(init=False)
-    needs_draw: bool = field(init=False)
-    token_ids: list[int] = field(default_factory=lambda: [-1])
-    parents: list[int] = field(default_factory=lambda: [-1])
-    probs: list[float] = field(default_factory=lambda: [1.0])
-    path_probs: list[float] = field(default_factory=lambda: [1.0])
-    level: int = 0
-    frontier: Sequence[int] = (0,)
-    draft_probs: dict[int, TokenProbs] = field(default_factory=dict)
+    depth: int  # number of levels to draft
+    width: int  # number of nodes of a level that get children, and number of children of each; 1 = a chain
+    block_table: IntArray  # cache blocks of the request, including those for draft tokens
+    first_slot: int  # first slot of the cache that draft tokens attend to
+    uses_top_tokens: bool = field(init=False)  # the top tokens of a pass are enough to sample from; otherwise whole rows of logits are used
+    needs_draw: bool = field(init=False)  # a pass must also draw a token from each row, with the target's noise
+    token_ids: list[int] = field(default_factory=lambda: [-1])  # token of each node; -1 for the root
+    parents: list[int] = field(default_factory=lambda: [-1])  # parent of each node; -1 for the root
+    probs: list[float] = field(default_factory=lambda: [1.0])  # probability of each node's token given its parent
+    path_probs: list[float] = field(default_factory=lambda: [1.0])  # probability that each node's whole path is accepted
+    level: int = 0  # number of levels drafted so far
+    frontier: Sequence[int] = (0,)  # nodes of the last level that get children next
+    draft_probs: dict[int, TokenProbs] = field(default_factory=dict)  # node -> distribution of its children; only for rejection sampling
     _features: FloatArray | None = None  # [1, Hd] feature predicted at the end of the chain; None for trees
     _rows: _TreeRows | None = None
 
@@ -96,6 +78,12 @@ class GrowingDraft:
             path.append(self.token_ids[node])
             node = self.parents[node]
         return path[::-1]
+
+    def sample(self, sampler: DraftSampler, node: int, logits: FloatArray, top_tokens: LogitsSummary) -> DraftTokens:
+        """Sample the draft tokens after a node, from its row of logits [Vd] or from the row's top tokens if these are enough."""
+        if self.uses_top_tokens:
+            return sampler.sample_from_top_tokens(top_tokens, self.width, is_greedy=self.request.params.is_greedy)
+        return sampler.sample(self.request, self.path(node), logits, self.width, needs_draft_probs=self.budget.needs_draft_probs)
 
     def add_level(self, drafted: Sequence[DraftTokens], features: FloatArray) -> None:
         """Add a level: the draft tokens after each node of the frontier. The most probable of them become the next frontier.
@@ -148,14 +136,15 @@ class GrowingDraft:
         children: list[list[Candidate[int]]] = [[] for _ in self.token_ids]
         for node, (parent, token, prob) in enumerate(zip(self.parents, self.token_ids, self.probs, strict=True)):
             if node:
-                children[parent].append((token, prob, source, node))
-        return grow_tree(root, self.budget, 0, children.__getitem__)
+                children[parent].append((token, prob, node))
+        return grow_tree(root, self.budget, 0, children.__getitem__, source)
 
     def _expand(self, level: Sequence[int], features: FloatArray) -> None:
         """Make the most probable nodes of `level` the frontier; `features` [nodes, Hd] were predicted at the nodes of the old frontier."""
         best = sorted(sorted(level, key=self.path_probs.__getitem__, reverse=True)[: self.width])
         if self._rows is None:
-            self._rows = _TreeRows.allocate(self.width * (self.depth - 1), features.shape[1])
+            max_rows = self.width * (self.depth - 1)
+            self._rows = _TreeRows(np.empty((max_rows, features.shape[1]), np.float32), np.zeros((max_rows, max_rows), np.bool_))
         tree, parents = self._rows, [self.parents[node] for node in best]
         index_of = {node: index for index, node in enumerate(self.frontier)}
         parent_rows = [tree.row_by_node[parent] for parent in parents] if self.level > 1 else []

@@ -6,6 +6,7 @@ complete text. They are allowed wherever the text may end.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +47,7 @@ class ReasoningSection:
 
 
 class GrammarMatcher:
-    """Matches one request's output with its grammar. Implements `GrammarConstraint`.
+    """Matches one request's output with its grammar. Implements `Constraint`.
 
     The argument `path` of the methods is the draft tokens after the committed output. If the grammar forces a text, `mask` allows only the
     token with which the tokenizer would encode it, and `num_allowed` any tokens that have this text.
@@ -136,11 +137,7 @@ class GrammarMatcher:
         grammar_path = self._after_reasoning(path)
         if grammar_path is None or self._has_ended or self._move_to(grammar_path) < len(grammar_path):
             return []
-        forced: list[int] = self._matcher.compute_ff_tokens()
-        if not forced and self._matcher.is_error():
-            self._replace_matcher()
-            forced = self._matcher.compute_ff_tokens()
-            self._raise_if_failed()
+        forced: list[int] = self._call_matcher(lambda matcher: matcher.compute_ff_tokens())
         return forced
 
     def _after_reasoning(self, path: Sequence[int]) -> Sequence[int] | None:
@@ -163,21 +160,12 @@ class GrammarMatcher:
         rest = list(path[num_shared:])
         rest = rest[: _first_index(rest, lambda token_id: not 0 <= token_id < self._vocabulary.size)]
         if rest:
-            count = self._matcher.try_consume_tokens(rest)
-            if count < len(rest) and self._matcher.is_error():
-                self._replace_matcher()
-                count = self._matcher.try_consume_tokens(rest)
-                self._raise_if_failed()
-            consumed.extend(rest[:count])
+            consumed.extend(rest[: self._call_matcher(lambda matcher: matcher.try_consume_tokens(rest))])
         return len(consumed)
 
     def _allowed(self, vocab_size: int) -> NDArray[np.bool_]:
         """Return [vocab_size] whether each token may follow at the matcher's position, end tokens included."""
-        self._matcher.unsafe_compute_mask_ptr(self._mask_address, self._mask_words.nbytes)
-        if self._matcher.is_error():
-            self._replace_matcher()
-            self._matcher.unsafe_compute_mask_ptr(self._mask_address, self._mask_words.nbytes)
-            self._raise_if_failed()
+        self._call_matcher(lambda matcher: matcher.unsafe_compute_mask_ptr(self._mask_address, self._mask_words.nbytes))
         bits = self._mask_words.view(np.uint8)
         end_id = self._vocabulary.end_id
         may_end = bool(bits[end_id >> 3] >> (end_id & 7) & 1)
@@ -210,11 +198,16 @@ class GrammarMatcher:
         if len(repeats) < np.count_nonzero(allowed):
             allowed[repeats] = False
 
-    def _replace_matcher(self) -> None:
-        """Replace a failed matcher by a new one at the same position."""
-        self._matcher = self._compiled.replace_matcher(self._matcher)
-        self._matcher.try_consume_tokens([*self._committed, *self._path])
-        self._raise_if_failed()
+    def _call_matcher(self, call: Callable[[Any], Any]) -> Any:
+        """Call a method of llguidance's matcher. If it fails, call it once more, of a new matcher at the same position."""
+        result = call(self._matcher)
+        if self._matcher.is_error():
+            self._matcher = self._compiled.replace_matcher(self._matcher)
+            self._matcher.try_consume_tokens([*self._committed, *self._path])
+            self._raise_if_failed()
+            result = call(self._matcher)
+            self._raise_if_failed()
+        return result
 
     def _raise_if_failed(self) -> None:
         if self._matcher.is_error():

@@ -39,23 +39,15 @@ class _ParserState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Container:
-    """An unfinished array or object.
+    """An unfinished array or object."""
 
-    Attributes:
-        schemas: schemas that may apply to it.
-        index, item_start: index of an array's current item, and its position in the text.
-        key: key of an object's current property.
-        items: canonical JSON of an array's finished items; None if items may repeat.
-        item_literals: JSON of every item that the schemas allow in an array; empty if they do not list the items.
-    """
-
-    schemas: Schemas
+    schemas: Schemas  # schemas that may apply to it
     is_array: bool
-    index: int = 0
-    key: str | None = None
-    item_start: int = 0
-    items: frozenset[str] | None = None
-    item_literals: tuple[str, ...] = ()
+    index: int = 0  # index of an array's current item
+    key: str | None = None  # key of an object's current property
+    item_start: int = 0  # position of this item in the text
+    items: frozenset[str] | None = None  # canonical JSON of an array's finished items; None if items may repeat
+    item_literals: tuple[str, ...] = ()  # JSON of every item that the schemas allow in an array; empty if they do not list the items
 
 
 class UniqueItemsSchema:

@@ -28,15 +28,10 @@ FORCED_RATE = 0.98  # acceptance rate of tokens forced by a grammar; below 1 bec
 
 @dataclass(slots=True)
 class AcceptanceRates:
-    """Acceptance rates of one drafter over all requests.
+    """Acceptance rates of one drafter over all requests."""
 
-    Attributes:
-        num_observed: number of verified tokens.
-        has_probs: whether the drafter gives probabilities.
-    """
-
-    num_observed: int = 0
-    has_probs: bool = False
+    num_observed: int = 0  # number of verified tokens
+    has_probs: bool = False  # whether the drafter gives probabilities
     _counts: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     """Numbers of verified and accepted tokens, by ("depth", depth) and by `_prob_key`."""
 
@@ -80,22 +75,13 @@ class AcceptanceRates:
 
 @dataclass(slots=True)
 class DraftHistory:
-    """Acceptance of one drafter for one request, and the pauses of the drafter while it does not pay (backoff).
+    """Acceptance of one drafter for one request, and the pauses of the drafter while it does not pay (backoff)."""
 
-    Attributes:
-        log_odds_offset: added to the log-odds of the rates over all requests, because some texts are easier to draft than others.
-        num_verified_tokens: number of tokens that the offset was learned from, at most `MAX_OFFSET_TOKENS`.
-        backoff_level: number of times in a row that drafting did not pay.
-        resume_step: index of the first step in which the drafter may draft again.
-        unsent_draft: the last draft that was dropped before the target's pass, and the number of the request's tokens then. Comparing it
-            with the tokens generated later measures acceptance without a row. None = there is none.
-    """
-
-    log_odds_offset: float = 0.0
-    num_verified_tokens: float = 0.0
-    backoff_level: int = 0
-    resume_step: int = 0
-    unsent_draft: tuple[int, DraftTree] | None = None
+    log_odds_offset: float = 0.0  # added to the log-odds of the rates over all requests, because some texts are easier to draft than others
+    num_verified_tokens: float = 0.0  # number of tokens that the offset was learned from, at most `MAX_OFFSET_TOKENS`
+    backoff_level: int = 0  # number of times in a row that drafting did not pay
+    resume_step: int = 0  # index of the first step in which the drafter may draft again
+    unsent_draft: tuple[int, DraftTree] | None = None  # length and draft when one was last dropped: later tokens measure its acceptance
 
     def rate_for_request(self, rate: float, optimism: float = 0.0) -> float:
         """Return the request's acceptance rate, given the rate over all requests. `optimism` is added to the offset."""

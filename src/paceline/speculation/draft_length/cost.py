@@ -95,18 +95,12 @@ class AdapterUse(IntEnum):
 
 @dataclass(slots=True)
 class BatchShape:
-    """The shape of a forward pass without its draft tokens: the inputs of the cost model.
+    """The shape of a forward pass without its draft tokens: the inputs of the cost model."""
 
-    Attributes:
-        num_rows: rows that are not draft tokens.
-        is_decoding: whether each sequence has exactly one such row.
-        cached_len: sum over the sequences of their cached rows beyond `PROFILED_CONTEXT_LEN`.
-    """
-
-    num_rows: int
+    num_rows: int  # rows that are not draft tokens
     num_sequences: int
-    is_decoding: bool
-    cached_len: float
+    is_decoding: bool  # whether each sequence has exactly one such row
+    cached_len: float  # sum over the sequences of their cached rows beyond `PROFILED_CONTEXT_LEN`
     adapters: AdapterUse
 
     @classmethod
@@ -129,9 +123,8 @@ class CostModel:
         self.profile = profile
         self.host_cost = LinearCost(usual_y=USUAL_DRAFT_TOKENS)
         self._corrections: dict[AdapterUse, LinearCost] = {}
-        self._draft_costs: dict[
-            tuple[str, int], LinearCost
-        ] = {}  # keys: drafter, num_requests.bit_length(); similar numbers of requests share a fit
+        # keys: drafter, num_requests.bit_length(); similar numbers of requests share a fit
+        self._draft_costs: dict[tuple[str, int], LinearCost] = {}
         self._num_proposals: dict[str, int] = {}  # for each drafter: number of its `propose` calls
         self._forward_times: list[float] = []  # [rows] seconds of a forward pass with 0, 1, … rows, as measured at load
 

@@ -103,18 +103,12 @@ class FixedDraftLength:
 
 
 class DraftLengths(NamedTuple):
-    """How many draft tokens to send for each request of a batch.
+    """How many draft tokens to send for each request of a batch."""
 
-    Attributes:
-        draft_lengths: number of draft tokens of each request; all 0 if the expected speedup is below 1 + `MIN_GAIN`.
-        log_speedup: logarithm of the greatest expected speedup, also if `draft_lengths` are all 0 because it is too small.
-        expected_tokens, seconds: expected emitted tokens and time of a step with these drafts.
-    """
-
-    draft_lengths: list[int]
-    log_speedup: float
-    expected_tokens: float
-    seconds: float
+    draft_lengths: list[int]  # number of draft tokens of each request; all 0 if the expected speedup is below 1 + `MIN_GAIN`
+    log_speedup: float  # logarithm of the greatest expected speedup, also if `draft_lengths` are all 0 because it is too small
+    expected_tokens: float  # expected emitted tokens of a step with these drafts
+    seconds: float  # expected time of this step
 
     @property
     def speedup(self) -> float | None:
