@@ -4,13 +4,11 @@ Many model families differ only in the marks and in the layout, so that a format
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import BuildCallGrammar, ToolCallFormat, call_list
+from paceline.parsing.formats import BuildCallGrammar, ParseMarkup, ToolCallFormat, call_list, including_mark
 from paceline.parsing.json_call import read_json_calls
-from paceline.parsing.markers import Markers, including_mark
 from paceline.parsing.text_stream import Parse, TextStream
 from paceline.parsing.tools import Tool
 
@@ -39,9 +37,9 @@ class JsonCallList:
     tail: str = "}"
 
     @property
-    def markers(self) -> Markers:
-        """The marks with their parsers; each begins calls anywhere in an answer."""
-        return Markers(anywhere={mark: including_mark(self.read_calls, mark.endswith("[")) for mark in self.open_marks})
+    def parsers(self) -> dict[str, ParseMarkup]:
+        """The opening marks with their parsers."""
+        return {mark: including_mark(self.read_calls, mark.endswith("[")) for mark in self.open_marks}
 
     def read_calls(self, stream: TextStream, sink: EventSink) -> Parse[None]:
         """Parse the calls and the end mark.
@@ -50,12 +48,19 @@ class JsonCallList:
             MalformedError: the text is no call.
         """
         yield from read_json_calls(stream, sink, only_known=self.only_known)
-        while (yield from stream.peek()) != "" and (yield from take_any(stream, self.close_marks)):  # models may repeat the end mark
+        while (yield from stream.peek()) != "" and (yield from self._take_close(stream)):  # models may repeat the end mark
             yield from stream.skip()
+
+    def _take_close(self, stream: TextStream) -> Parse[bool]:
+        """Pass an end mark, or the beginning of one at the end of the text. Return whether there was one."""
+        for mark in self.close_marks:
+            if (yield from stream.take_or_end(mark)):
+                return True
+        return False
 
     def format_of(self, signs: tuple[str, ...], tokens: tuple[str, ...]) -> ToolCallFormat:
         """Return the format of these calls, which begin with the first of `tokens`."""
-        return ToolCallFormat(self.markers, signs, tokens, self.calls_grammar, tokens[0])
+        return ToolCallFormat(self.parsers, signs, tokens, self.calls_grammar, tokens[0])
 
     @property
     def calls_grammar(self) -> BuildCallGrammar:
@@ -68,11 +73,3 @@ class JsonCallList:
     def head_of(self, tool: Tool) -> str:
         """Return the text before the arguments of a call."""
         return self.head.replace("NAME", json.dumps(tool.name))
-
-
-def take_any(stream: TextStream, marks: Sequence[str]) -> Parse[bool]:
-    """Pass one of `marks`, or the beginning of one at the end of the text. Return whether there was one."""
-    for mark in marks:
-        if (yield from stream.take_or_end(mark)):
-            return True
-    return False

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.markers import Markers, ParseMarkup
+from paceline.parsing.formats import Format, ParseMarkup
 from paceline.parsing.reasoning import ReasoningReader
 from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
 
@@ -15,12 +15,12 @@ class OutputParser:
     White space between markup, and between markup and text, is markup.
 
     Args:
-        reasoning, calls: the marks of either.
+        reasoning, calls: the formats of either.
         opened: parses reasoning that the prompt has begun; None = it has not.
     """
 
-    reasoning: Markers
-    calls: Markers
+    reasoning: Format
+    calls: Format
     opened: ParseMarkup | None = None
 
     def read(self, stream: TextStream, sink: EventSink) -> Parse[None]:

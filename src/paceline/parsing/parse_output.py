@@ -8,7 +8,6 @@ from typing import Any
 
 from paceline.errors import RequestError
 from paceline.outputs import ParsedToolCall as ParsedToolCall
-from paceline.parsing.detection import reasoning_format_of_text, tool_call_formats_of_text
 from paceline.parsing.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart, merged
 from paceline.parsing.registry import (
     AUTO,
@@ -124,9 +123,9 @@ def _formats(text: str, tool_call_parser: str, reasoning_parser: str, template: 
     tool_call_name, reasoning_name = check_parser_names(tool_call_parser, reasoning_parser)
     names = [tool_call_name]
     if tool_call_name == AUTO:
-        names = [*tool_call_formats_of_text(TOOL_CALL_FORMATS, text), GENERIC]
+        names = [*(name for name, one in TOOL_CALL_FORMATS.items() if one.is_in(text)), GENERIC]
     if reasoning_name == AUTO:
-        reasoning_name = reasoning_format_of_text(REASONING_FORMATS, text) or NONE
+        reasoning_name = next((name for name, one in REASONING_FORMATS.items() if one.is_in(text)), NONE)
     formats = []
     for name in names:
         if tool_call_name == AUTO and name == HARMONY and reasoning_name not in (HARMONY_REASONING, NONE):

@@ -3,17 +3,14 @@
 Formats have the names of vLLM's parsers where vLLM has one. A new format is a file of its own and one entry here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError, RequestError
-from paceline.parsing import answer_tags, reasoning
-from paceline.parsing.detection import format_of_template
+from paceline.parsing import reasoning
 from paceline.parsing.event_sink import EventSink, call_id
 from paceline.parsing.events import Event
-from paceline.parsing.formats import ReasoningFormat as ReasoningFormat
-from paceline.parsing.formats import ToolCallFormat as ToolCallFormat
-from paceline.parsing.markers import Markers
+from paceline.parsing.formats import Format, ReasoningFormat
 from paceline.parsing.output_parser import OutputParser
 from paceline.parsing.text_stream import Parse, TextStream
 from paceline.parsing.tool_calls import (
@@ -125,8 +122,8 @@ REASONING_FORMATS = {
     "solar_open": solar_open.REASONING_FORMAT,
     "hy_v3_opensource": hunyuan3.SUFFIX_REASONING_FORMAT,
     "functionary_v32": functionary.ANSWER_FORMAT,
-    "apriel": answer_tags.APRIEL_FORMAT,
-    "ernie45": answer_tags.ERNIE45_FORMAT,
+    "apriel": reasoning.APRIEL_FORMAT,
+    "ernie45": reasoning.ERNIE45_FORMAT,
     "hunyuan_a13b": hunyuan_a13b.REASONING_FORMAT,
     "qwen3": reasoning.THINK_FORMAT,
 }
@@ -140,6 +137,7 @@ REASONING_SYNONYMS = {
     **dict.fromkeys(("think", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "nemotron_v3", "holo2", "step3"), "qwen3"),
 }
 """Other names of reasoning formats, with the names in the table."""
+_NO_MARKUP = Format({}, (), ())
 TOOL_CALL_PARSERS = (AUTO, NONE, *TOOL_CALL_FORMATS)
 REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMATS)
 
@@ -157,6 +155,11 @@ def check_parser_names(tool_call_parser: str, reasoning_parser: str) -> tuple[st
     if reasoning_name not in REASONING_PARSERS:
         raise ConfigError(f"reasoning_parser is {reasoning_parser!r}: use one of {', '.join(REASONING_PARSERS)}")
     return tool_call_name, reasoning_name
+
+
+def _format_of_template(formats: Mapping[str, Format], template: str) -> str | None:
+    """Return the name of the first format that a chat template shows."""
+    return next((name for name, one in formats.items() if one.is_shown_by(template)), None)
 
 
 @dataclass(slots=True)
@@ -231,9 +234,9 @@ class OutputFormat:
         """
         tool_call_name, reasoning_name = check_parser_names(tool_call_parser, reasoning_parser)
         if tool_call_name == AUTO:
-            tool_call_name = format_of_template(TOOL_CALL_FORMATS, template) or (GENERIC if template else NONE)
+            tool_call_name = _format_of_template(TOOL_CALL_FORMATS, template) or (GENERIC if template else NONE)
         if reasoning_name == AUTO:
-            reasoning_name = format_of_template(REASONING_FORMATS, template) or NONE
+            reasoning_name = _format_of_template(REASONING_FORMATS, template) or NONE
         if (tool_call_name == HARMONY and reasoning_name not in (HARMONY_REASONING, NONE)) or (
             reasoning_name == HARMONY_REASONING and tool_call_name not in (HARMONY, NONE)
         ):
@@ -289,7 +292,5 @@ class OutputFormat:
         if self.reasoning_parser == HARMONY_REASONING or (calls and self.tool_call_parser == HARMONY):
             reader = harmony.HarmonyReader(has_reasoning=one is not None, has_calls=calls is not None)
             return OutputStream(sink, stream, reader.read(stream, sink))
-        parser = OutputParser(
-            one.markers if one else Markers(), calls.markers if calls else Markers(), one.opened if one and in_reasoning else None
-        )
+        parser = OutputParser(one or _NO_MARKUP, calls or _NO_MARKUP, one.opened if one and in_reasoning else None)
         return OutputStream(sink, stream, parser.read(stream, sink))

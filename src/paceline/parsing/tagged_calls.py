@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.parsing.argument_types import is_text, parameter_schema
-from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.lenient_json import escape_json
 from paceline.parsing.schema_grammar import parameters_grammar
@@ -68,7 +67,7 @@ class TaggedCallFormat:
 
     def read_calls(self, stream: TextStream, sink: EventSink) -> Parse[None]:
         """Parse a block of calls after one or more opening marks."""
-        yield from skip_repeated_mark(stream, self.open)
+        yield from stream.skip_repeated(self.open)
         if sink.num_calls and (yield from stream.peek()) == "":  # an opening mark where a closing one should be
             return
         yield from stream.expect(self.function)
@@ -81,7 +80,7 @@ class TaggedCallFormat:
         while sink.can_call and (yield from stream.take(self.function)):
             yield from self.read_function(stream, sink)
             yield from stream.skip()
-        yield from pass_end_mark(stream, self.close)
+        yield from stream.pass_end_mark(self.close)
 
     def read_function(self, stream: TextStream, sink: EventSink) -> Parse[None]:
         """Parse a call after `function`.

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
 from paceline.parsing.lenient_json import emit_json_object
-from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
@@ -53,12 +52,6 @@ def _read_arguments(stream: TextStream, sink: EventSink, name: str) -> Parse[Non
     stream.mark_emitted()
 
 
-MARKERS_V31 = Markers(anywhere={FUNCTION: read_function})
-MARKERS_V32 = Markers(
-    anywhere={RECIPIENT: read_recipient}, first=dict.fromkeys(string.ascii_letters + string.digits + "_", read_first_recipient)
-)
-
-
 calls_grammar_v31 = call_list(lambda grammar, tool: grammar.call(f"{FUNCTION}{tool.name}>", tool, FUNCTION_END))
 
 
@@ -69,7 +62,13 @@ def calls_grammar_v32(grammar: ToolCallGrammar, tools: Sequence[Tool], *, severa
     return f"{grammar.literal(RECIPIENT)}? {body}"
 
 
-FORMAT_V31 = ToolCallFormat(MARKERS_V31, (FUNCTION, "!<parameter=", "!<seed:"), (), calls_grammar_v31)
+FORMAT_V31 = ToolCallFormat({FUNCTION: read_function}, (FUNCTION, "!<parameter=", "!<seed:"), (), calls_grammar_v31)
 # the prompt ends with the mark of the first recipient, also without tools
-ANSWER_FORMAT = ReasoningFormat(Markers(anywhere={f"{RECIPIENT}{TEXT}\n": drop_mark}, first={f"{TEXT}\n": drop_mark}), (">>>all",), ())
-FORMAT_V32 = ToolCallFormat(MARKERS_V32, (">>>all",), (), calls_grammar_v32)
+ANSWER_FORMAT = ReasoningFormat({f"{RECIPIENT}{TEXT}\n": drop_mark}, (">>>all",), (), first={f"{TEXT}\n": drop_mark})
+FORMAT_V32 = ToolCallFormat(
+    {RECIPIENT: read_recipient},
+    (">>>all",),
+    (),
+    calls_grammar_v32,
+    first=dict.fromkeys(string.ascii_letters + string.digits + "_", read_first_recipient),
+)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import emit_arguments, skip_closers
-from paceline.parsing.markers import Markers
 from paceline.parsing.text_stream import NAME_CHARACTER, WHITESPACE, Emit, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -153,5 +152,5 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
 
 TOKENS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 # HarmonyReader parses the whole answer, so that there are no markers
-FORMAT = ToolCallFormat(Markers(), (CHANNEL, MESSAGE), TOKENS, calls_grammar, text_signs=TEXT_SIGNS)
-REASONING_FORMAT = ReasoningFormat(Markers(), (CHANNEL, MESSAGE), TOKENS)
+FORMAT = ToolCallFormat({}, (CHANNEL, MESSAGE), TOKENS, calls_grammar, text_signs=TEXT_SIGNS)
+REASONING_FORMAT = ReasoningFormat({}, (CHANNEL, MESSAGE), TOKENS)

@@ -6,10 +6,8 @@ Hunyuan 4 leaves out <tool_sep> and the line ends. The published Hunyuan 3 has a
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.json_call_list import take_any
+from paceline.parsing.formats import ToolCallFormat, including_mark, section_of
 from paceline.parsing.lenient_json import emit_json_object
-from paceline.parsing.markers import Markers, including_mark, section_of
 from paceline.parsing.reasoning import reasoning_format
 from paceline.parsing.tagged_calls import LINE_END, TaggedCallFormat
 from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
@@ -44,9 +42,9 @@ class Hunyuan3:
     def format_of(self, signs: tuple[str, ...]) -> ToolCallFormat:
         """Return the format that these texts in a chat template show."""
         read_calls = section_of(self._call, self._read_call, self._close)
-        markers = Markers(anywhere={self._open: read_calls, self._call: including_mark(read_calls, len(self._call))})
+        anywhere = {self._open: read_calls, self._call: including_mark(read_calls, len(self._call))}
         tags = (self._open, self._close, self._call, self._separator, self._call_end, self._key, self._key_end, self._value)
-        return ToolCallFormat(markers, signs, (*tags, self._value_end), self.calls_grammar, self._open)
+        return ToolCallFormat(anywhere, signs, (*tags, self._value_end), self.calls_grammar, self._open)
 
     def _read_call(self, stream: TextStream, sink: EventSink) -> Parse[None]:
         yield from stream.skip()
@@ -65,7 +63,7 @@ class Hunyuan3:
                 yield from self._tags.read_parameters(stream, sink, sink.schema_of(name))
             stream.mark_emitted()
         yield from stream.skip()
-        yield from take_any(stream, (self._call_end,))
+        yield from stream.take_or_end(self._call_end)
         yield from stream.skip()
         stream.mark_emitted()
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from paceline.parsing.argument_types import parameter_schema
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, section_of
 from paceline.parsing.lenient_json import emit_json_object, escape_json
-from paceline.parsing.markers import Markers, section_of
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
 from paceline.parsing.schema_grammar import parameters_grammar
 from paceline.parsing.tagged_values import TaggedValues, ValueTags
@@ -85,8 +84,6 @@ def _read_attributes(stream: TextStream) -> Parse[dict[str, str]]:
 read_reasoning = ReasoningReader(THINK[1], open=THINK[0])
 # the marks of the answer are also those of reasoning, because they are markup without tools, too
 _ANSWER = dict.fromkeys((*RESPONSE, MESSAGE[1]), drop_mark)
-MARKERS = Markers(anywhere={OPEN: section_of(_CALL, _read_call, CLOSE), **_ANSWER})
-THINK_MARKERS = Markers(anywhere=_ANSWER, first={THINK[0]: read_reasoning, THINK[1]: drop_mark})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
@@ -108,5 +105,7 @@ def _opening(grammar: ToolCallGrammar, name: str, schema: Mapping[str, Any]) -> 
     return f"{key} {types} {grammar.literal(_TAG_END)}"
 
 
-FORMAT = ToolCallFormat(MARKERS, (OPEN_TAG, "'tools'"), TOKENS, calls_grammar)
-REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, (OPEN_TAG, "'think'"), TOKENS, *THINK, read_reasoning)
+FORMAT = ToolCallFormat({OPEN: section_of(_CALL, _read_call, CLOSE), **_ANSWER}, (OPEN_TAG, "'tools'"), TOKENS, calls_grammar)
+REASONING_FORMAT = ReasoningFormat(
+    _ANSWER, (OPEN_TAG, "'think'"), TOKENS, *THINK, read_reasoning, first={THINK[0]: read_reasoning, THINK[1]: drop_mark}
+)

@@ -1,7 +1,6 @@
 """<minimax:tool_call><invoke name="…"><parameter name="key">value</parameter>…</invoke></minimax:tool_call>: MiniMax-M2."""
 
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.markers import Markers
 from paceline.parsing.tagged_calls import TaggedCallFormat
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
@@ -15,5 +14,4 @@ TAGS = TaggedCallFormat(
     quote='"',
     is_block=True,
 )
-MARKERS = Markers(anywhere={OPEN: TAGS.read_calls})
-FORMAT = ToolCallFormat(MARKERS, (OPEN, TAGS.function), (OPEN, CLOSE), TAGS.calls_grammar, OPEN)
+FORMAT = ToolCallFormat({OPEN: TAGS.read_calls}, (OPEN, TAGS.function), (OPEN, CLOSE), TAGS.calls_grammar, OPEN)

@@ -2,7 +2,6 @@
 
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
-from paceline.parsing.markers import Markers
 from paceline.parsing.python_calls import CallListReader
 from paceline.parsing.schema_grammar import python_call_grammar
 from paceline.parsing.text_stream import Parse, TextStream
@@ -38,8 +37,6 @@ def read_marked(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 _FIRST = {"[": read_list, "{": read_bare_calls}
-MARKERS = Markers(anywhere={PYTHON_TAG: read_marked}, first=_FIRST)
-LLAMA4_MARKERS = Markers(anywhere={PYTHON_START: read_marked}, first=_FIRST)
 calls_grammar = call_list(python_call_grammar, ", ", "[", "]")
-LLAMA4_FORMAT = ToolCallFormat(LLAMA4_MARKERS, LLAMA4_SIGNS, LLAMA4_TOKENS, calls_grammar)
-FORMAT = ToolCallFormat(MARKERS, SIGNS, (PYTHON_TAG,), calls_grammar)
+LLAMA4_FORMAT = ToolCallFormat({PYTHON_START: read_marked}, LLAMA4_SIGNS, LLAMA4_TOKENS, calls_grammar, first=_FIRST)
+FORMAT = ToolCallFormat({PYTHON_TAG: read_marked}, SIGNS, (PYTHON_TAG,), calls_grammar, first=_FIRST)
