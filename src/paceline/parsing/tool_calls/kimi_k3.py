@@ -16,7 +16,7 @@ from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, section_of
 from paceline.parsing.lenient_json import emit_json_object, escape_json
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
 from paceline.parsing.schema_grammar import parameters_grammar
-from paceline.parsing.tagged_values import TaggedValues, ValueTags
+from paceline.parsing.tagged_calls import TaggedCallFormat, TaggedValues
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -36,7 +36,7 @@ OPEN, CLOSE = section("tools")
 _CALL, _CALL_END = f"{OPEN_TAG}call ", section("call")[1]
 _ARGUMENT, _ARGUMENT_END = f"{OPEN_TAG}argument ", section("argument")[1]
 _TAG_END = f'"{SEPARATOR}'
-_VALUE_TAGS = ValueTags(_ARGUMENT, _ARGUMENT_END, _CALL, (_CALL_END, CLOSE), block_opening=OPEN)
+_TAGS = TaggedCallFormat(open=OPEN, close=CLOSE, function=_CALL, function_end=_CALL_END, parameter=_ARGUMENT, parameter_end=_ARGUMENT_END)
 _JSON, _JSON_END = f"{OPEN_TAG}json", section("json")[1]
 
 
@@ -71,7 +71,7 @@ def _read_arguments(stream: TextStream, sink: EventSink, root: Mapping[str, Any]
         schema = parameter_schema(root, key)
         if schema is None:  # the model names the type
             schema = {"type": attributes.get("type", "string")}
-        yield from TaggedValues.of(stream, sink, _VALUE_TAGS).read(f'{before}"{escape_json(key)}": ', schema, begin)
+        yield from TaggedValues.of(stream, sink, _TAGS).read(f'{before}"{escape_json(key)}": ', schema, begin)
         before = ", "
         yield from stream.skip()
 
