@@ -1,4 +1,4 @@
-"""Collects the reasoning, text and tool calls that parsers find as events of one sample."""
+"""Collects the reasoning, text and tool calls that parsers find as events of one answer."""
 
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,12 +24,11 @@ def short_call_id() -> str:
 
 
 class EventSink:
-    """Collects the events of one sample.
+    """Collects the events of one answer.
 
     The arguments of each call form a JSON object: strings, lists and objects that are open at the end of a call are closed.
 
     Args:
-        sample: index of the sample in its request.
         tools: tools in the prompt.
         max_calls: largest number of calls; further calls are text. None = no limit.
         new_id: returns an id for a call that has none.
@@ -41,8 +40,8 @@ class EventSink:
         has_text: whether the answer has text.
     """
 
-    def __init__(self, sample: int, tools: Sequence[Tool], max_calls: int | None, new_id: Callable[[], str]) -> None:
-        self._sample, self._new_id, self._max_calls = sample, new_id, max_calls
+    def __init__(self, tools: Sequence[Tool], max_calls: int | None, new_id: Callable[[], str]) -> None:
+        self._new_id, self._max_calls = new_id, max_calls
         self._tools = {tool.name: tool for tool in tools}
         self._completer = JsonCompleter()
         self._has_arguments = False
@@ -64,13 +63,13 @@ class EventSink:
         if text:
             self._pass_arguments()
             self.has_text = True
-            self._events.append(Text(self._sample, text))
+            self._events.append(Text(text))
 
     def reasoning(self, text: str) -> None:
         """Add to the reasoning."""
         if text:
             self._pass_arguments()
-            self._events.append(Reasoning(self._sample, text))
+            self._events.append(Reasoning(text))
 
     @property
     def tool_names(self) -> Collection[str]:
@@ -93,7 +92,7 @@ class EventSink:
     @contextmanager
     def call(self, name: str, call_id: str | None = None) -> Iterator[None]:
         """Begin a call, whose arguments are added in this block. The id is made here unless the model wrote one."""
-        self._events.append(ToolCallStart(self._sample, self.num_calls, call_id or self._new_id(), name))
+        self._events.append(ToolCallStart(self.num_calls, call_id or self._new_id(), name))
         self.num_calls += 1
         self._completer, self._has_arguments = JsonCompleter(), False
         try:
@@ -123,4 +122,4 @@ class EventSink:
     def _add_arguments(self, text: str) -> None:
         if text:
             self._has_arguments = True
-            self._events.append(ToolCallArguments(self._sample, self.num_calls - 1, text))
+            self._events.append(ToolCallArguments(self.num_calls - 1, text))

@@ -15,7 +15,6 @@ TOOL_CALLS = "tool_calls"
 class Text:
     """Newly final text of the answer itself."""
 
-    sample: int
     text: str
 
 
@@ -23,7 +22,6 @@ class Text:
 class Reasoning:
     """Newly final text of the reasoning before the answer."""
 
-    sample: int
     text: str
 
 
@@ -32,11 +30,10 @@ class ToolCallStart:
     """The beginning of a tool call; its arguments follow.
 
     Attributes:
-        call: which of the sample's calls this is, from 0.
+        call: which of the answer's calls this is, from 0.
         id: made for this call; the message with the tool's result has it too.
     """
 
-    sample: int
     call: int
     id: str
     name: str
@@ -46,21 +43,19 @@ class ToolCallStart:
 class ToolCallArguments:
     """The next characters of a call's arguments; all of them together are the text of a JSON object."""
 
-    sample: int
     call: int
     json: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a sample.
+    """The last event of an answer.
 
     Attributes:
         output: the result of the engine; its `text` is all text, markup included.
         finish_reason: "stop", "length", "abort" or "tool_calls".
     """
 
-    sample: int
     output: RequestOutput
     finish_reason: str
 
@@ -70,14 +65,13 @@ Event = Text | Reasoning | ToolCallStart | ToolCallArguments | Finished
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The text, tokens and events that one engine step added to a sample.
+    """The tokens and events that one engine step added to a sample.
 
     Attributes:
         chunk: the engine's tokens, origins and log-probabilities. Its text is that of `events`, markup included.
         events: none while a character, a stop string or a piece of markup is incomplete.
     """
 
-    sample: int
     chunk: StreamChunk
     events: tuple[Event, ...]
 
@@ -133,7 +127,7 @@ class Answer:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "Answer":
-        """Return the answer that all events of one sample amount to."""
+        """Return the answer that all events of one answer amount to."""
         parts: list[Text | Reasoning | ToolCall] = []
         for event in merged(events):
             if isinstance(event, Finished):

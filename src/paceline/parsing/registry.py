@@ -270,7 +270,6 @@ class OutputFormat:
         self,
         tools: Sequence[Tool],
         *,
-        sample: int = 0,
         several: bool = True,
         in_reasoning: bool = False,
         parses_calls: bool | None = None,
@@ -279,13 +278,12 @@ class OutputFormat:
 
         Args:
             tools: those that the model was shown.
-            sample: the sample's index in its request.
             several: whether the answer may have more than one call.
             in_reasoning: whether the prompt has begun reasoning.
             parses_calls: whether calls are parsed; None = if there are tools.
         """
         calls = TOOL_CALL_FORMATS.get(self.tool_call_parser)
-        sink = EventSink(sample, tools, None if several else 1, calls.new_id if calls else call_id)
+        sink = EventSink(tools, None if several else 1, calls.new_id if calls else call_id)
         if not (tools if parses_calls is None else parses_calls):
             calls = None
         stream, one = TextStream(), self.reasoning_format

@@ -108,7 +108,7 @@ class ChatService:
         async with aclosing(self._generation.stream(turn.generation_request())) as stream:
             try:
                 async for _, chunk in stream:
-                    yield Step(chunk.sample_index, chunk, tuple(turn.events(chunk.sample_index, chunk.text, chunk.output)))
+                    yield Step(chunk, tuple(turn.events(chunk.sample_index, chunk.text, chunk.output)))
             except RequestError as error:
                 raise await self._explained(request, error) from error
 
@@ -156,7 +156,7 @@ class _Turn:
     def events(self, sample: int, text: str, output: RequestOutput | None) -> list[Event]:
         """Events of a sample's next text, and its end if `output` is given."""
         if sample not in self.samples:
-            self.samples[sample] = self.parser.stream_parser(sample=sample, parallel_tool_calls=self.request.parallel_tool_calls)
+            self.samples[sample] = self.parser.stream_parser(parallel_tool_calls=self.request.parallel_tool_calls)
         stream = self.samples[sample]
         events = stream.push(text)
         if output is None:
@@ -165,7 +165,7 @@ class _Turn:
         sink = stream.sink
         cut = sink.broken_off if output.stop_text is None else sink.unclosed  # a stop text ended the call, not the model
         called = output.finish_reason == "stop" and sink.num_calls > 0 and not cut
-        return [*events, Finished(sample, output, TOOL_CALLS if called else output.finish_reason)]
+        return [*events, Finished(output, TOOL_CALLS if called else output.finish_reason)]
 
     def answer(self, output: RequestOutput) -> Answer:
         """The whole of a sample."""

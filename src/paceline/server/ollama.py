@@ -318,7 +318,7 @@ class _OllamaAnswer:
             (answer,) = await self.service.chat.collect(self.request)
             return answer
         (output,) = await self.service.generation.collect(self.request)
-        return Answer((Text(0, output.text),), output, output.finish_reason)
+        return Answer((Text(output.text),), output, output.finish_reason)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """The answer as one object."""
@@ -339,10 +339,10 @@ class _OllamaAnswer:
     async def _raw_steps(self, request: GenerationRequest) -> AsyncGenerator[Step, None]:
         async with aclosing(self.service.generation.stream(request)) as stream:
             async for _, chunk in stream:
-                events: list[Event] = [Text(0, chunk.text)] if chunk.text else []
+                events: list[Event] = [Text(chunk.text)] if chunk.text else []
                 if chunk.output is not None:
-                    events.append(Finished(0, chunk.output, chunk.output.finish_reason))
-                yield Step(0, chunk, tuple(events))
+                    events.append(Finished(chunk.output, chunk.output.finish_reason))
+                yield Step(chunk, tuple(events))
 
     def _lines(self, step: Step, calls: "_CallCollector") -> Iterator[dict[str, Any]]:
         """The objects of a step. The first one has the log-probabilities of its tokens."""

@@ -387,9 +387,10 @@ class _Chat:
         outputs: list[RequestOutput] = []
         async with aclosing(self.service.chat.stream(self.request)) as stream:
             async for step in stream:
-                if step.sample not in begun:
-                    begun.add(step.sample)
-                    yield data_event({**top, "choices": [_delta(step.sample, {"role": "assistant", "content": ""})]})
+                sample = step.chunk.sample_index
+                if sample not in begun:
+                    begun.add(sample)
+                    yield data_event({**top, "choices": [_delta(sample, {"role": "assistant", "content": ""})]})
                 for fields in self._pieces(step):
                     yield data_event({**top, **fields})
                 if step.chunk.output is not None:
@@ -410,11 +411,12 @@ class _Chat:
 
     def _pieces(self, step: Step) -> Iterator[dict[str, Any]]:
         """The events of a step. The first one has the log-probabilities and origins of its tokens, if they are requested."""
-        pieces = [_piece(one) for one in step.events]
+        sample = step.chunk.sample_index
+        pieces = [_piece(sample, one) for one in step.events]
         shows_origins = self.fields.shows_origins
         if step.chunk.token_ids and (self.fields.logprobs or shows_origins):
             if not pieces or pieces[0]["finish_reason"] is not None:
-                pieces.insert(0, _delta(step.sample, {"content": ""}))
+                pieces.insert(0, _delta(sample, {"content": ""}))
             if self.fields.logprobs:
                 pieces[0]["logprobs"] = self.service.texts.chat_content(step.chunk.logprobs)
         for index, piece in enumerate(pieces):
@@ -461,14 +463,14 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _piece(event: Event) -> dict[str, Any]:
+def _piece(sample: int, event: Event) -> dict[str, Any]:
     if isinstance(event, Finished):
-        return _delta(event.sample, {}, event.finish_reason)
+        return _delta(sample, {}, event.finish_reason)
     if isinstance(event, Text):
-        return _delta(event.sample, {"content": event.text})
+        return _delta(sample, {"content": event.text})
     if isinstance(event, Reasoning):
-        return _delta(event.sample, _reasoning(event.text))
-    return _delta(event.sample, {"tool_calls": [_call_delta(event)]})
+        return _delta(sample, _reasoning(event.text))
+    return _delta(sample, {"tool_calls": [_call_delta(event)]})
 
 
 def _call_delta(event: ToolCallStart | ToolCallArguments) -> dict[str, Any]:

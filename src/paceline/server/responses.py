@@ -228,7 +228,7 @@ class _Response:
     def whole(self, collected: tuple[dict[str, Any], Answer]) -> dict[str, Any]:
         """The answer as one object."""
         head, answer = collected
-        return self._ended(head, items_of(answer), Finished(0, answer.output, answer.finish_reason))
+        return self._ended(head, items_of(answer), Finished(answer.output, answer.finish_reason))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as events: the response without output, each item with its pieces, then the whole response."""
@@ -394,7 +394,7 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 def items_of(answer: Answer) -> list[dict[str, Any]]:
     """The items of a whole answer."""
     writer = ItemWriter()
-    for event in (*_events(answer), Finished(0, answer.output, answer.finish_reason)):
+    for event in (*_events(answer), Finished(answer.output, answer.finish_reason)):
         deque(writer.objects_of(event), maxlen=0)
     return writer.items
 
@@ -402,7 +402,7 @@ def items_of(answer: Answer) -> list[dict[str, Any]]:
 def _events(answer: Answer) -> Iterator[Event]:
     for index, part in enumerate(answer.parts):
         if isinstance(part, ToolCall):
-            yield ToolCallStart(0, index, part.id, part.name)
-            yield ToolCallArguments(0, index, part.arguments)
+            yield ToolCallStart(index, part.id, part.name)
+            yield ToolCallArguments(index, part.arguments)
         else:
             yield part
