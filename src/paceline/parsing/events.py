@@ -99,10 +99,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole sample, made of the events that a stream of it would have had.
+    """A whole answer.
 
     Attributes:
-        parts: what it consists of, in the order written; neighbours of one kind are one part.
+        parts: as `parts_of` returns them.
         output, finish_reason: as in `Finished`.
     """
 
@@ -125,33 +125,20 @@ class Answer:
         """The calls, by their index."""
         return tuple(part for part in self.parts if isinstance(part, ToolCall))
 
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> "Answer":
-        """Return the answer that all events of one answer amount to."""
-        parts: list[Text | Reasoning | ToolCall] = []
-        for event in merged(events):
-            if isinstance(event, Finished):
-                return cls(tuple(parts), event.output, event.finish_reason)
-            if isinstance(event, ToolCallStart):
-                parts.append(ToolCall(event.id, event.name))
-            elif isinstance(event, ToolCallArguments):
-                call = parts[-1]
-                assert isinstance(call, ToolCall)
-                parts[-1] = replace(call, arguments=event.json)
+
+def parts_of(events: Iterable[Event]) -> tuple[Text | Reasoning | ToolCall, ...]:
+    """Return what the events of an answer consist of, in the order written; neighbours of one kind are one part."""
+    parts: list[Text | Reasoning | ToolCall] = []
+    for event in events:
+        last = parts[-1] if parts else None
+        if isinstance(event, Text | Reasoning):
+            if type(last) is type(event):
+                parts[-1] = replace(event, text=last.text + event.text)
             else:
                 parts.append(event)
-        raise ValueError("these events have no end")
-
-
-def merged(events: Iterable[Event]) -> list[Event]:
-    """Return the events, with neighbours of one kind merged into one."""
-    found: list[Event] = []
-    for event in events:
-        last = found[-1] if found else None
-        if isinstance(event, Text | Reasoning) and type(last) is type(event):
-            found[-1] = replace(event, text=last.text + event.text)
-        elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments) and last.call == event.call:
-            found[-1] = replace(event, json=last.json + event.json)
-        else:
-            found.append(event)
-    return found
+        elif isinstance(event, ToolCallStart):
+            parts.append(ToolCall(event.id, event.name))
+        elif isinstance(event, ToolCallArguments):
+            assert isinstance(last, ToolCall)
+            parts[-1] = replace(last, arguments=last.arguments + event.json)
+    return tuple(parts)

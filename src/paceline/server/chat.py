@@ -12,7 +12,7 @@ from paceline.engine.inputs import RequestOptions
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
 from paceline.parsing.answer_grammar import answer_grammar
-from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Step
+from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Step, parts_of
 from paceline.parsing.registry import NONE, OutputFormat, OutputStream
 from paceline.parsing.tool_call_grammar import arguments_schema
 from paceline.sampling.grammars.compiler import GrammarCompiler
@@ -169,7 +169,9 @@ class _Turn:
 
     def answer(self, output: RequestOutput) -> Answer:
         """The whole of a sample."""
-        return Answer.of(self.events(output.sample_index, output.text, output))
+        *events, end = self.events(output.sample_index, output.text, output)
+        assert isinstance(end, Finished)
+        return Answer(parts_of(events), output, end.finish_reason)
 
     def _prompt_ids(self, input_processor: InputProcessor) -> list[list[int]]:
         prompt = self.request.prompt(input_processor)
