@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import cache, partial
 from typing import Any, Protocol
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -39,56 +40,69 @@ class Answering(Protocol):
         """The answer as events, encoded."""
 
 
-async def answer_request(
-    request: Request,
+def add_answer_route(
+    router: APIRouter,
     pool: ModelPool,
+    path: str,
     kind: type[Read],
     build: Callable[[Service, Read], Answering | Response],
     answer_unloaded: Callable[[ModelPool, Read], Response | None] = lambda *_: None,
-) -> Response:
-    """Answer a request.
+) -> None:
+    """Add a route whose requests generate an answer, whole or streamed.
 
-    What fails before a stream's first event is raised; what fails later is the stream's last event.
+    What fails before a stream's first event has a status of its own; what fails later is the stream's last event.
 
     Args:
+        path: if it begins with /v1, it is also served without that.
         kind: of the body's fields.
-        build: checks the fields and makes the answer of them, or a finished response.
+        build: checks the fields and makes the answer of them, or a finished response. Its name and docstring describe the route.
         answer_unloaded: answers a request that needs no loaded model; returns None where one is needed.
-
-    Raises:
-        HttpError: the request is wrong or is not served, or its model cannot be loaded.
-        PacelineError: as `Generation.collect`.
     """
-    fields, is_slow = await _read(request, pool, kind)
-    with named(fields.parameter_names()):
-        answer: Answering | Response | None = answer_unloaded(pool, fields)
-        if answer is None:
-            service = await _service_of(request, pool, fields)
-            answer = await asyncio.to_thread(build, service, fields) if is_slow else build(service, fields)
-        log_ignored(fields.ignored, pool.logged_fields)
-        if not isinstance(answer, Response):
-            answer = await (_streamed(request, answer) if fields.is_streamed else _whole(request, answer))
-    answer.headers.update(ignored_header(fields.ignored))
-    return answer
+
+    async def answer_request(request: Request) -> Response:
+        fields, is_slow = await _read(request, pool, kind)
+        with named(fields.parameter_names()):
+            answer: Answering | Response | None = answer_unloaded(pool, fields)
+            if answer is None:
+                service = await _service_of(request, pool, fields)
+                answer = await asyncio.to_thread(build, service, fields) if is_slow else build(service, fields)
+            log_ignored(fields.ignored, pool.logged_fields)
+            if not isinstance(answer, Response):
+                answer = await (_streamed(request, answer) if fields.is_streamed else _whole(request, answer))
+        answer.headers.update(ignored_header(fields.ignored))
+        return answer
+
+    _add_route(router, path, kind, build, answer_request)
 
 
-async def answer_json(
-    request: Request, pool: ModelPool, kind: type[Read], compute: Callable[[Service, Read], Mapping[str, Any]]
-) -> Response:
-    """Answer a request that generates nothing.
+def add_json_route(
+    router: APIRouter, pool: ModelPool, path: str, kind: type[Read], compute: Callable[[Service, Read], Mapping[str, Any]]
+) -> None:
+    """Add a route whose requests generate nothing.
 
     Args:
-        compute: the answer's object. Slow: called in a thread.
-
-    Raises:
-        HttpError: as `answer_request`, or as `compute`.
+        path, kind: as for `add_answer_route`.
+        compute: the answer's object. Slow: called in a thread. Its name and docstring describe the route.
     """
-    fields, _ = await _read(request, pool, kind)
-    with named(fields.parameter_names()):
-        service = await _service_of(request, pool, fields)
-        with pool.admission.admitted(0):
-            body = await asyncio.to_thread(lambda: large_json(compute(service, fields)))
-    return Response(body, media_type="application/json", headers=response_headers(fields, pool))
+
+    async def answer_request(request: Request) -> Response:
+        fields, _ = await _read(request, pool, kind)
+        with named(fields.parameter_names()):
+            service = await _service_of(request, pool, fields)
+            with pool.admission.admitted(0):
+                body = await asyncio.to_thread(lambda: large_json(compute(service, fields)))
+        return Response(body, media_type="application/json", headers=response_headers(fields, pool))
+
+    _add_route(router, path, kind, compute, answer_request)
+
+
+def _add_route(
+    router: APIRouter, path: str, kind: type[Fields], described: Callable[..., Any], answer: Callable[[Request], Awaitable[Response]]
+) -> None:
+    about: dict[str, Any] = {"methods": ["POST"], "name": described.__name__, "description": described.__doc__}
+    router.add_api_route(path, answer, openapi_extra=request_schema(kind), **about)
+    if path.startswith("/v1/"):
+        router.add_api_route(path.removeprefix("/v1"), answer, include_in_schema=False, **about)
 
 
 async def read_request(request: Request, pool: ModelPool, kind: type[Read]) -> Read:

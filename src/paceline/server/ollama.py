@@ -16,7 +16,7 @@ from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Te
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.server.answer_form import schema_grammar
-from paceline.server.answering import answer_request, named, read_request, request_schema, response_headers, speculation_of
+from paceline.server.answering import add_answer_route, named, read_request, request_schema, response_headers, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, invalid, num_chars, shown
 from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields, WholeNumber
@@ -151,15 +151,8 @@ def ollama_routes(pool: ModelPool) -> APIRouter:
     router = APIRouter(tags=["ollama"])
     started = _now()
 
-    @router.post("/api/chat", openapi_extra=request_schema(ChatFields))
-    async def chat(request: Request) -> Response:
-        """Answer a conversation."""
-        return await answer_request(request, pool, ChatFields, _chat, _unloaded)
-
-    @router.post("/api/generate", openapi_extra=request_schema(GenerateFields))
-    async def generate(request: Request) -> Response:
-        """Answer a prompt, or continue a raw one."""
-        return await answer_request(request, pool, GenerateFields, _generate, _unloaded)
+    add_answer_route(router, pool, "/api/chat", ChatFields, chat, _unloaded)
+    add_answer_route(router, pool, "/api/generate", GenerateFields, generate, _unloaded)
 
     @router.get("/api/version")
     async def version() -> Response:
@@ -188,7 +181,8 @@ def ollama_routes(pool: ModelPool) -> APIRouter:
     return router
 
 
-def _chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
+def chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
+    """Answer a conversation."""
     adapter = service.adapter_of(fields.model)
     if not fields.messages:
         return _loaded(adapter or service.model, EMPTY_CHAT)
@@ -201,7 +195,8 @@ def _chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
     return _OllamaAnswer(service, adapter or service.model, fields, request, is_chat=True)
 
 
-def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Response":
+def generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Response":
+    """Answer a prompt, or continue a raw one."""
     adapter = service.adapter_of(fields.model)
     prompt, system = fields.prompt, fields.system
     if not prompt:
@@ -313,7 +308,6 @@ class _OllamaAnswer:
     is_chat: bool
 
     async def collect(self) -> Answer:
-        """Generate the output."""
         if isinstance(self.request, ChatRequest):
             (answer,) = await self.service.chat.collect(self.request)
             return answer
@@ -321,7 +315,6 @@ class _OllamaAnswer:
         return Answer((Text(output.text),), output, output.finish_reason)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """The answer as one object."""
         more = {"thinking": answer.reasoning} if answer.reasoning else {}
         calls = [found for call in answer.tool_calls if (found := _call(call)) is not None]
         whole = self._object(answer.text, **more, **({"tool_calls": calls} if calls else {}))

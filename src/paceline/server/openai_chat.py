@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from fastapi import APIRouter
 from pydantic import model_validator
-from starlette.requests import Request
-from starlette.responses import Response
 
 from paceline.engine.inputs import RequestOptions
 from paceline.outputs import RequestOutput
@@ -19,12 +16,11 @@ from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Te
 from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import FormFields
-from paceline.server.answering import answer_request, chunk_origins, request_schema, speculation_of
+from paceline.server.answering import chunk_origins, speculation_of
 from paceline.server.chat_request import ChatRequest, allowed_tools, checked_tools, plain_content
 from paceline.server.errors import check_length, invalid, num_chars, shown
 from paceline.server.fields import FastList, Fields, WholeNumber
 from paceline.server.framing import data_event
-from paceline.server.model_pool import ModelPool
 from paceline.server.parameters import check_prediction, num_top_logprobs, request_options, sampling_params, token_limit
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
@@ -204,20 +200,8 @@ class ChatFields(TextFields, at=("chat", "")):
         }
 
 
-def chat_routes(pool: ModelPool) -> APIRouter:
-    """The route of chats, with and without /v1."""
-    router = APIRouter(tags=["openai"])
-
-    @router.post("/chat/completions", include_in_schema=False)
-    @router.post("/v1/chat/completions", openapi_extra=request_schema(ChatFields))
-    async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
-        return await answer_request(request, pool, ChatFields, _chat)
-
-    return router
-
-
-def _chat(service: Service, fields: ChatFields) -> "_Chat":
+def chat_completions(service: Service, fields: ChatFields) -> "_Chat":
+    """Answer a conversation."""
     adapter = service.adapter_of(fields.model)
     fields.check_prompt_logprobs()
     messages = conversation(fields.messages, service.settings)
@@ -355,18 +339,14 @@ def _template_options(fields: ChatFields, service: Service) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """One chat, ready to be answered."""
-
     service: Service
     fields: ChatFields
     request: ChatRequest
 
     async def collect(self) -> list[Answer]:
-        """Generate all outputs."""
         return await self.service.chat.collect(self.request)
 
     def whole(self, answers: list[Answer]) -> dict[str, Any]:
-        """The answer as one object."""
         outputs = [answer.output for answer in answers]
         found = {
             **answer_head(self.service, self.request.options, "chat.completion", "chatcmpl"),

@@ -6,17 +6,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
-
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.server.answering import answer_request, chunk_origins, request_schema, speculation_of
+from paceline.server.answering import chunk_origins, speculation_of
 from paceline.server.errors import check_length, invalid
 from paceline.server.fields import FastList, WholeNumber
 from paceline.server.framing import as_json, data_event, large_json
 from paceline.server.generation import GenerationRequest
-from paceline.server.model_pool import ModelPool
 from paceline.server.openai_chat import DONE, TextFields, answer_head, usage_of
 from paceline.server.parameters import check_prediction, request_options, token_limit
 from paceline.server.service import Service
@@ -48,20 +43,8 @@ class CompletionFields(TextFields, at=("completions", "")):
         }
 
 
-def completion_routes(pool: ModelPool) -> APIRouter:
-    """The route of completions, with and without /v1."""
-    router = APIRouter(tags=["openai"])
-
-    @router.post("/completions", include_in_schema=False)
-    @router.post("/v1/completions", openapi_extra=request_schema(CompletionFields))
-    async def completions(request: Request) -> Response:
-        """Continue a text, or several."""
-        return await answer_request(request, pool, CompletionFields, _completion)
-
-    return router
-
-
-def _completion(service: Service, fields: CompletionFields) -> "_Completion":
+def completions(service: Service, fields: CompletionFields) -> "_Completion":
+    """Continue a text, or several."""
     adapter = service.adapter_of(fields.model)
     prompts, settings = fields.prompts, service.settings
     if not 1 <= len(prompts) <= settings.max_prompts:
@@ -90,19 +73,15 @@ def _completion(service: Service, fields: CompletionFields) -> "_Completion":
 
 @dataclass(frozen=True, slots=True)
 class _Completion:
-    """One request, ready to be answered."""
-
     service: Service
     fields: CompletionFields
     request: GenerationRequest
     shows_output: bool
 
     async def collect(self) -> list[RequestOutput]:
-        """Generate all outputs."""
         return await self.service.generation.collect(self.request)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The answer as one object."""
         return {
             **answer_head(self.service, self.request.options, "text_completion", "cmpl"),
             "choices": [self._choice(place, output) for place, output in enumerate(outputs)],
