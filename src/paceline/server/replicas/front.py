@@ -12,13 +12,13 @@ from starlette.responses import JSONResponse, Response
 
 from paceline import __version__
 from paceline.server.admission import AdmissionControl
-from paceline.server.asgi_client import REQUEST_ID
+from paceline.server.asgi_client import REQUEST_ID, ForwardedRequest
 from paceline.server.dialects import Dialect, dialect_of, handle_errors
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
-from paceline.server.errors import http_error_of
+from paceline.server.errors import http_error_of, unavailable
 from paceline.server.metrics import merged_pages
 from paceline.server.middleware import add_middleware
-from paceline.server.replicas.replica import ForwardedRequest, ReplicaLostError, ReplicaPool, ResponseHead, no_replica, replica_lost
+from paceline.server.replicas.replica import ReplicaLostError, ReplicaPool, ResponseHead
 from paceline.server.replicas.routing import prefix_key
 from paceline.server.settings import ServerSettings
 
@@ -43,6 +43,7 @@ FORWARDED = (
 )  # fmt: skip
 """Paths that are named in the log; all others are forwarded too."""
 METRICS_S = 5.0
+RETRY_S = 2
 _OWN_HEADERS = (b"content-length", b"x-request-id")  # made anew here
 _KEPT_HEADERS = (
     *(b"host", b"content-type", b"content-length", b"content-encoding", b"transfer-encoding", b"connection", b"keep-alive", b"te"),
@@ -159,13 +160,14 @@ async def _parts(service: FrontService, forwarded: ForwardedRequest) -> AsyncGen
     """Yield head and body of an admitted request; HttpError if it is refused or its replica ended."""
     with service.admission.admitted(1):
         if not await service.engine.num_running():
-            raise no_replica()
+            raise unavailable("no replica is running yet: send the request again soon", "no_replica", RETRY_S)
         async with aclosing(service.engine.forward(forwarded)) as parts:
             try:
                 async for part in parts:
                     yield part
             except ReplicaLostError:
-                raise replica_lost() from None
+                text = "the replica of this request ended and is being restarted: send the request again"
+                raise unavailable(text, "replica_lost", RETRY_S) from None
 
 
 async def _read_rest(parts: AsyncGenerator[ResponseHead | bytes, None]) -> bytes:
