@@ -184,12 +184,3 @@ def check_tools(request: ChatRequest) -> None:
     if request.tool_name is not None and request.tool_name not in names:
         text = f"tool_choice names the function {request.tool_name!r}, which is not among the tools: name one of them"
         raise RequestError(text, parameter="tool_choice")
-
-
-def allowed_tools(tools: Sequence[Tool], names: Sequence[str], parameter: str) -> tuple[Tool, ...]:
-    """Return those of `tools` that a request allows by name; HttpError if one is missing."""
-    known = {tool.name for tool in tools}
-    for name in names:
-        if name not in known:
-            raise invalid(parameter, f"allows the function {name!r}, which is not among the tools: name one of them")
-    return tuple(tool for tool in tools if tool.name in names)

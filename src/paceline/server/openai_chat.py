@@ -17,7 +17,7 @@ from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import FormFields
 from paceline.server.answering import chunk_origins, speculation_of
-from paceline.server.chat_request import ChatRequest, allowed_tools, checked_tools, plain_content
+from paceline.server.chat_request import ChatRequest, checked_tools, plain_content
 from paceline.server.errors import check_length, invalid, num_chars, shown
 from paceline.server.fields import FastList, Fields, WholeNumber
 from paceline.server.framing import data_event
@@ -306,7 +306,10 @@ def _allowed_choice(allowed: object, tools: Sequence[Tool], within: str) -> dict
         mode = shown(given.get("mode"))
         what = "has no tools" if listed in (None, []) else f"has the mode {mode}, or a tool that is no function with a name"
         raise invalid("tool_choice.allowed_tools", f"{what}: send the mode auto or required, and one or more functions with names")
-    return {"tools": allowed_tools(tools, names, "tool_choice.allowed_tools"), "tool_use": ToolUse(given["mode"])}
+    for name in names:
+        if name not in [tool.name for tool in tools]:
+            raise invalid("tool_choice.allowed_tools", f"allows the function {name!r}, which is not among the tools: name one of them")
+    return {"tools": tuple(tool for tool in tools if tool.name in names), "tool_use": ToolUse(given["mode"])}
 
 
 def _ending(fields: ChatFields) -> dict[str, Any]:
