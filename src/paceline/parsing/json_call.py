@@ -8,7 +8,7 @@ import json
 import re
 
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.lenient_json import emit_json_object, parse_json, read_json_value, read_short_string
+from paceline.parsing.lenient_json import RawQuotes, emit_json_object, parse_json, read_json_value, read_short_string
 from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -128,6 +128,24 @@ def _read_key(stream: TextStream) -> Parse[str]:
     return key
 
 
+def emit_object_call(
+    stream: TextStream, sink: EventSink, name: str, call_id: str | None = None, raw: RawQuotes | None = None
+) -> Parse[None]:
+    """Pass the arguments of a call, which must be an object, and emit the call.
+
+    Args:
+        raw: as for `emit_json_object`.
+
+    Raises:
+        MalformedError: they are something else, or the name is empty; no call was emitted.
+    """
+    if not name or (yield from stream.peek()) != "{":
+        raise MalformedError
+    stream.mark_emitted()
+    with sink.call(name, call_id):
+        yield from emit_json_object(stream, sink.arguments, raw=raw)
+
+
 def emit_arguments(stream: TextStream, sink: EventSink, name: str, call_id: str | None = None) -> Parse[None]:
     """Pass the arguments of a call and emit the call.
 
@@ -137,9 +155,7 @@ def emit_arguments(stream: TextStream, sink: EventSink, name: str, call_id: str 
         MalformedError: they are something else; no call was emitted.
     """
     if (yield from stream.peek()) == "{":
-        stream.mark_emitted()
-        with sink.call(name, call_id):
-            yield from emit_json_object(stream, sink.arguments)
+        yield from emit_object_call(stream, sink, name, call_id)
         return
     text = _object_text((yield from read_json_value(stream)))
     stream.mark_emitted()

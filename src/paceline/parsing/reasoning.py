@@ -44,7 +44,10 @@ class ReasoningReader:
                 return
             is_never_closed = is_never_closed or not (yield from self._is_closed(stream))
             if not is_never_closed:
-                self._emit_to_close(stream, sink)
+                end = stream.text.find(self._close, stream.at)
+                sink.reasoning(stream.text[stream.num_emitted : end].rstrip("\n"))
+                stream.at = end
+                stream.mark_emitted()
             elif (yield from self._read_call(mark, stream, sink, calls or {})):
                 return
 
@@ -70,12 +73,6 @@ class ReasoningReader:
             num_searched = max(num_searched, len(stream.text) - len(self._close) + 1 - stream.at)
             yield
         return True
-
-    def _emit_to_close(self, stream: TextStream, sink: EventSink) -> None:
-        end = stream.text.find(self._close, stream.at)
-        sink.reasoning(stream.text[stream.num_emitted : end].rstrip("\n"))
-        stream.at = end
-        stream.mark_emitted()
 
 
 def drop_mark(stream: TextStream, sink: EventSink) -> Parse[None]:

@@ -13,7 +13,7 @@ from paceline.parsing.tools import Tool
 from paceline.sampling.grammars.json_schema import enforceable_schema
 from paceline.tokenizer.tokenizer import Tokenizer
 
-_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANYTHING = "/(?s:.*)/"
 
@@ -67,7 +67,7 @@ class ToolCallGrammar:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Return a grammar of JSON on one line that matches a schema."""
-        return self.rule(f"%json {json.dumps({'x-guidance': _ONE_LINE, **enforceable_schema(schema)})}")
+        return self.rule(f"%json {json.dumps({'x-guidance': ONE_LINE, **enforceable_schema(schema)})}")
 
     def json_text(self, schema: str) -> str:
         """Return a grammar as `json` does, from the JSON text of a schema."""

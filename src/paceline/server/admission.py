@@ -2,10 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 from paceline.server.errors import HttpError, unavailable
 
@@ -82,7 +81,7 @@ class AdmissionControl:
         if not self._admitted:
             self._idle.set()
 
-    async def run_request(self, request: Coroutine[Any, Any, None]) -> None:
+    async def run_request(self, request: Awaitable[None]) -> None:
         """Await a request as a task that `abort` can cancel.
 
         Raises:

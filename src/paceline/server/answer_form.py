@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
+from paceline.parsing.tool_call_grammar import ONE_LINE
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.server.errors import invalid, shown, unsupported
 from paceline.server.fields import FastList, Fields, SamplingFields
@@ -90,12 +91,9 @@ def format_grammar(name: str, form: ResponseFormat, settings: ServerSettings) ->
         elif schema is form.json_schema and schema is not None and not {"type", "properties", "$ref", "anyOf"} & set(schema):
             schema = None  # a name and no schema
         return schema_grammar(name, schema, settings)
-    if form.type == "regex":
-        return regex_grammar(name, form.pattern or form.regex or form.value, settings)
-    if form.type == "choice":
-        return choice_grammar(name, form.choice or form.value, settings)
-    if form.type == "grammar":
-        return lark_grammar(name, form.grammar or form.value, settings)
+    given = {"regex": form.pattern or form.regex, "choice": form.choice, "grammar": form.grammar}
+    if form.type in given:
+        return _MAKERS[form.type](name, given[form.type] or form.value, settings)
     raise invalid(f"{name}.type", f"is {shown(form.type)}: send {_TYPES}")
 
 
@@ -159,7 +157,7 @@ def tags_grammar(name: str, given: object, settings: ServerSettings) -> Grammar:
         if trigger is None:
             raise invalid(name, f"has a tag that begins with {shown(begin)}, and no trigger that this begins with: send one")
         parts = [json.dumps(text) for text in (begin.removeprefix(trigger), end)]
-        parts = [parts[0] * (parts[0] != '""'), f"%json {json.dumps({'x-guidance': _ONE_LINE, **schema})}", parts[1] * (parts[1] != '""')]
+        parts = [parts[0] * (parts[0] != '""'), f"%json {json.dumps({'x-guidance': ONE_LINE, **schema})}", parts[1] * (parts[1] != '""')]
         index = len(rules)
         rules.append(f"tag_{index}: trigger_{index} {' '.join(part for part in parts if part)}")
         rules.append(f"trigger_{index}[lazy]: /(.|\\n)*/ {json.dumps(trigger)}")
@@ -189,25 +187,11 @@ def _parsed(name: str, given: object) -> object:
         raise invalid(name, "is no JSON: send a JSON object") from None
 
 
-_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TAG_TYPES = ("", "structural_tag", "triggered_tags")
-_WITHIN: dict[str, MakeGrammar] = {
-    "json": schema_grammar,
-    "regex": regex_grammar,
-    "choice": choice_grammar,
-    "grammar": lark_grammar,
-    "json_object": lambda *_: Grammar.json_object(),
-    "structural_tag": tags_grammar,
-}
-_TOP_LEVEL: dict[str, MakeGrammar] = {
-    "guided_json": schema_grammar,
-    "guided_regex": regex_grammar,
-    "guided_choice": choice_grammar,
-    "guided_grammar": lark_grammar,
-    "json_schema": schema_grammar,
-    "regex": regex_grammar,
-    "grammar": lark_grammar,
-}
+_MAKERS: dict[str, MakeGrammar] = {"json": schema_grammar, "regex": regex_grammar, "choice": choice_grammar, "grammar": lark_grammar}
+_WITHIN = {**_MAKERS, "json_object": lambda *_: Grammar.json_object(), "structural_tag": tags_grammar}
+_TOP_LEVEL = {f"guided_{name}": make for name, make in _MAKERS.items()}
+_TOP_LEVEL |= {"json_schema": schema_grammar, "regex": regex_grammar, "grammar": lark_grammar}
 
 
 def _check_length(name: str, num_chars: int, settings: ServerSettings) -> None:

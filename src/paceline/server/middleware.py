@@ -131,7 +131,7 @@ class _Exchange:
             if self._method in ("POST", "PUT", "PATCH"):
                 receive = await self._read_body(receive)
             with ExitStack() as self._scope[AT_END]:
-                await admission.run_request(self._run_app(receive))
+                await admission.run_request(self._app(self._scope, receive, self._send_on))
         except (ClientGoneError, asyncio.CancelledError):  # the client disconnected, or uvicorn ended its wait for it
             self.status = self.status or 499
         except Exception as error:
@@ -139,9 +139,6 @@ class _Exchange:
                 await self._send_error(http_error_of(error), receive)
         finally:
             self._log()
-
-    async def _run_app(self, receive: Receive) -> None:
-        await self._app(self._scope, receive, self._send_on)
 
     def _check(self) -> None:
         """Check sizes, host, key and content type, in this order.

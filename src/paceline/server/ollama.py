@@ -360,7 +360,7 @@ class _OllamaAnswer:
         return {**_head(self.model), "response": text, **more}
 
     def _ending(self, output: RequestOutput, finish_reason: str) -> dict[str, Any]:
-        timing, usage = output.timing, output.usage
+        timing, usage, asked = output.timing, output.usage, self.fields.speculation
         return {
             "done": True,
             "done_reason": "length" if finish_reason == "length" else "stop",
@@ -370,12 +370,8 @@ class _OllamaAnswer:
             "prompt_eval_duration": _nanoseconds(timing.prompt_s),
             "eval_count": usage.completion_tokens,
             "eval_duration": _nanoseconds(timing.decode_s),
-            "speculation": speculation_of([output], shows_origins=self._shows_origins),
+            "speculation": speculation_of([output], shows_origins=asked is not None and asked.origins),
         }
-
-    @property
-    def _shows_origins(self) -> bool:
-        return self.fields.speculation is not None and self.fields.speculation.origins
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         if not self.fields.logprobs or not logprobs:

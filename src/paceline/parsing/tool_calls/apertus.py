@@ -5,7 +5,8 @@ Reasoning is between <|inner_prefix|> and <|inner_suffix|>; a call within it end
 
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
-from paceline.parsing.lenient_json import emit_json_object, read_short_string
+from paceline.parsing.json_call import emit_object_call
+from paceline.parsing.lenient_json import read_short_string
 from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
@@ -39,12 +40,7 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from stream.skip()
     yield from stream.expect(":")
     yield from stream.skip()
-    if not name or (yield from stream.peek()) != "{":
-        raise MalformedError
-    stream.mark_emitted()
-    with sink.call(name):
-        yield from emit_json_object(stream, sink.arguments)
-    stream.mark_emitted()
+    yield from emit_object_call(stream, sink, name)
     yield from stream.skip()
     yield from stream.take("}")
     stream.mark_emitted()

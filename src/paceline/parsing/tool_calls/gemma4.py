@@ -2,8 +2,8 @@
 
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
-from paceline.parsing.json_call import skip_closers
-from paceline.parsing.lenient_json import RawQuotes, emit_json_object
+from paceline.parsing.json_call import emit_object_call, skip_closers
+from paceline.parsing.lenient_json import RawQuotes
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
 from paceline.parsing.schema_grammar import quoted_object_grammar
 from paceline.parsing.text_stream import NAME_CHARACTER, WHITESPACE, MalformedError, Parse, TextStream
@@ -38,11 +38,7 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from stream.skip()
     name = yield from stream.matching(NAME_CHARACTER)
     yield from stream.skip()
-    if not name or (yield from stream.peek()) != "{":
-        raise MalformedError
-    stream.mark_emitted()
-    with sink.call(name):
-        yield from emit_json_object(stream, sink.arguments, raw=_QUOTES)
+    yield from emit_object_call(stream, sink, name, raw=_QUOTES)
     yield from skip_closers(stream)
     while (yield from stream.take(QUOTE)):
         yield from skip_closers(stream)
