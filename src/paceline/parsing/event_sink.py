@@ -7,7 +7,6 @@ from typing import Any
 
 from paceline.parsing.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from paceline.parsing.json_completer import JsonCompleter
-from paceline.parsing.text_stream import MalformedError
 from paceline.parsing.tools import Tool
 
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -97,10 +96,8 @@ class EventSink:
         self._completer, self._has_arguments = JsonCompleter(), False
         try:
             yield
-        except MalformedError:
+        finally:
             self._complete_call()
-            raise
-        self._complete_call()
 
     def _complete_call(self) -> None:
         self._pass_arguments()

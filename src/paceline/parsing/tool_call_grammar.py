@@ -23,12 +23,15 @@ class ToolCallGrammar:
 
     Args:
         tokens: texts that are tokens of their own, where the tokenizer has them.
+
+    Attributes:
+        token_ids: the ids of those that it has.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
         ids = {token: tokenizer.added_token_id(token) for token in tokens}
-        self._ids = {token: token_id for token, token_id in ids.items() if token_id is not None}
-        self._pattern = re.compile("|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) or "(?!)")
+        self.token_ids = {token: token_id for token, token_id in ids.items() if token_id is not None}
+        self._pattern = re.compile("|".join(map(re.escape, sorted(self.token_ids, key=len, reverse=True))) or "(?!)")
         self._rules: list[str] = []
 
     def rule(self, body: str, *, suffix: str | None = None) -> str:
@@ -46,7 +49,7 @@ class ToolCallGrammar:
         parts, at = [], 0
         for found in self._pattern.finditer(text):
             parts += [_quoted(text[at : found.start()])] if found.start() > at else []
-            parts.append(f"<[{self._ids[found[0]]}]>")
+            parts.append(f"<[{self.token_ids[found[0]]}]>")
             at = found.end()
         if at < len(text) or not parts:
             parts.append(_quoted(text[at:]))
@@ -54,24 +57,12 @@ class ToolCallGrammar:
 
     def until(self, end: str) -> str:
         """Return a grammar of any text without `end`, followed by `end`."""
-        begins_with_token = any(end.startswith(token) for token in self._ids)
+        begins_with_token = any(end.startswith(token) for token in self.token_ids)
         return f"{ANYTHING} {self.literal(end)}" if begins_with_token else self.rule(ANYTHING, suffix=end)
-
-    def token_id(self, token: str) -> int | None:
-        """Return the id of one of `tokens`; None if the tokenizer has none."""
-        return self._ids.get(token)
-
-    def has(self, token: str) -> bool:
-        """Return whether the tokenizer has a token of its own for a text."""
-        return token in self._ids
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Return a grammar of JSON on one line that matches a schema."""
         return self.rule(f"%json {json.dumps({'x-guidance': ONE_LINE, **enforceable_schema(schema)})}")
-
-    def json_text(self, schema: str) -> str:
-        """Return a grammar as `json` does, from the JSON text of a schema."""
-        return self.json(json.loads(schema))
 
     def call(self, head: str, tool: Tool, tail: str = "") -> str:
         """Return a grammar of the JSON object of a tool's arguments between two texts."""

@@ -16,7 +16,7 @@ from paceline.outputs import RequestOutput, StreamChunk
 from paceline.server.dialects import dialect_of
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
 from paceline.server.errors import HttpError, http_error_of
-from paceline.server.fields import Fields, Read, ignored_header, log_ignored, read_body
+from paceline.server.fields import Fields, Read, read_body, report_ignored
 from paceline.server.framing import large_json
 from paceline.server.json_body import MAX_INLINE_BYTES
 from paceline.server.middleware import AT_END, MODEL_NAME
@@ -66,10 +66,10 @@ def add_answer_route(
             if answer is None:
                 service = await _service_of(request, pool, fields)
                 answer = await asyncio.to_thread(build, service, fields) if is_slow else build(service, fields)
-            log_ignored(fields.ignored, pool.logged_fields)
+            headers = report_ignored(fields.ignored, pool.logged_fields)
             if not isinstance(answer, Response):
                 answer = await (_streamed(request, answer) if fields.is_streamed else _whole(request, answer))
-        answer.headers.update(ignored_header(fields.ignored))
+        answer.headers.update(headers)
         return answer
 
     _add_route(router, path, kind, build, answer_request)
@@ -91,7 +91,7 @@ def add_json_route(
             service = await _service_of(request, pool, fields)
             with pool.admission.admitted(0):
                 body = await asyncio.to_thread(lambda: large_json(compute(service, fields)))
-        return Response(body, media_type="application/json", headers=response_headers(fields, pool))
+        return Response(body, media_type="application/json", headers=report_ignored(fields.ignored, pool.logged_fields))
 
     _add_route(router, path, kind, compute, answer_request)
 
@@ -108,12 +108,6 @@ def _add_route(
 async def read_request(request: Request, pool: ModelPool, kind: type[Read]) -> Read:
     """Return the fields of a request whose answer needs no loaded model."""
     return (await _read(request, pool, kind))[0]
-
-
-def response_headers(fields: Fields, pool: ModelPool) -> dict[str, str]:
-    """Return the headers that name ignored fields, which are logged."""
-    log_ignored(fields.ignored, pool.logged_fields)
-    return ignored_header(fields.ignored)
 
 
 async def _read(request: Request, pool: ModelPool, kind: type[Read]) -> tuple[Read, bool]:

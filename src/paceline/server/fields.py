@@ -189,8 +189,8 @@ def read_body(kind: type[Read], content: bytes, settings: ServerSettings) -> Rea
     return fields
 
 
-def log_ignored(names: Iterable[str], logged: set[str]) -> None:
-    """Log names of ignored fields, each once.
+def report_ignored(names: Collection[str], logged: set[str]) -> dict[str, str]:
+    """Log names of ignored fields, each once, and return the header that names them; none where there are none.
 
     Args:
         logged: names that were logged before; a bounded number is added.
@@ -199,10 +199,6 @@ def log_ignored(names: Iterable[str], logged: set[str]) -> None:
         if name not in logged and len(logged) < _MAX_LOGGED:
             logged.add(name)
             log.info("%s", json.dumps({"event": "field_ignored", "field": name}))
-
-
-def ignored_header(names: Collection[str]) -> dict[str, str]:
-    """The header that names ignored fields; none where there are none."""
     shown = [*list(names)[:_MAX_NAMED], *(["..."] if len(names) > _MAX_NAMED else [])]
     return {IGNORED_HEADER: ", ".join(shown)} if shown else {}
 

@@ -16,10 +16,10 @@ from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Te
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.server.answer_form import schema_grammar
-from paceline.server.answering import add_answer_route, named, read_request, request_schema, response_headers, speculation_of
+from paceline.server.answering import add_answer_route, named, read_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, invalid, num_chars, shown
-from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields, WholeNumber
+from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields, WholeNumber, report_ignored
 from paceline.server.framing import line
 from paceline.server.generation import GenerationRequest
 from paceline.server.model_pool import ModelPool, ServedModel
@@ -176,7 +176,7 @@ def ollama_routes(pool: ModelPool) -> APIRouter:
         fields = await read_request(request, pool, ShowFields)
         with named(fields.parameter_names()):
             found = await asyncio.to_thread(_shown, fields, pool)
-        return JSONResponse({**found, "modified_at": started}, headers=response_headers(fields, pool))
+        return JSONResponse({**found, "modified_at": started}, headers=report_ignored(fields.ignored, pool.logged_fields))
 
     return router
 

@@ -69,7 +69,7 @@ class Hunyuan3:
 
     def calls_grammar(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
         """Build the grammar. Arguments come in the schema's order."""
-        separator = "" if grammar.has(self._key) and not grammar.has(self._separator) else self._separator
+        separator = "" if self._key in grammar.token_ids and self._separator not in grammar.token_ids else self._separator
         heads = [grammar.literal(f"{self._call}{tool.name}{separator}") for tool in tools]
         end = f"{grammar.literal(self._call_end)} {LINE_END}"
         calls = [f"{head} {self._tags.pairs_grammar(grammar, tool)} {end}" for head, tool in zip(heads, tools, strict=True)]

@@ -41,7 +41,7 @@ def _read_named(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    if grammar.has(ARGS):
+    if ARGS in grammar.token_ids:
         return grammar.listed([grammar.call(f"{OPEN}{tool.name}{ARGS}", tool) for tool in tools], "", several=several)
     calls = [grammar.call(json_call_head(tool.name), tool, "}") for tool in tools]
     return f'{grammar.literal(OPEN + "[")} {grammar.listed(calls, ", ", several=several)} "]"'
