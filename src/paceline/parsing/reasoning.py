@@ -7,7 +7,7 @@ the closing mark or the end of the text arrives.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ParseMarkup, ReasoningFormat
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 

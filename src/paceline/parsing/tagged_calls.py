@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.parsing.argument_types import coerce_argument, is_text, parameter_schema
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.lenient_json import escape_json
-from paceline.parsing.schema_grammar import parameters_grammar
 from paceline.parsing.text_stream import WHITESPACE, Emit, MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tool_call_grammar import ToolCallGrammar, parameters_grammar
 from paceline.parsing.tools import Tool
 
 _NAME = re.compile(r"[^<>\n\"']")

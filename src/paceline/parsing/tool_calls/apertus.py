@@ -3,7 +3,7 @@
 Reasoning is between <|inner_prefix|> and <|inner_suffix|>; a call within it ends it.
 """
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
 from paceline.parsing.json_call import emit_object_call
 from paceline.parsing.lenient_json import read_short_string

@@ -4,7 +4,7 @@ Command R and R+ write the objects without an id, in a code block after "Action:
 """
 
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
-from paceline.parsing.json_call_list import JsonCallList
+from paceline.parsing.json_call import JsonCallList
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
 
 THINK = ("<|START_THINKING|>", "<|END_THINKING|>")

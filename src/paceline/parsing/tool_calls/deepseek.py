@@ -1,6 +1,6 @@
 """Marks around type, name and fenced JSON, or name and bare JSON (V3.1): DeepSeek V3, R1 and V3.1."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list, including_mark, section_of
 from paceline.parsing.json_call import take_fence
 from paceline.parsing.lenient_json import emit_json_object

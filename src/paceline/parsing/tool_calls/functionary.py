@@ -4,7 +4,7 @@ import string
 from collections.abc import Sequence
 from functools import partial
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list, including_mark
 from paceline.parsing.json_call import emit_object_call
 from paceline.parsing.reasoning import drop_mark

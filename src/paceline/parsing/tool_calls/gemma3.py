@@ -1,10 +1,10 @@
 """Python fenced as tool_code, JSON fenced as json, or a bare list: Gemma 3."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.python_calls import CallListReader
-from paceline.parsing.schema_grammar import python_call_grammar
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import python_call_grammar
 from paceline.parsing.tool_calls.llama3_json import read_bare_calls, read_calls
 from paceline.parsing.tool_calls.pythonic import read_list
 

@@ -1,13 +1,12 @@
 """<|tool_call>call:name{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>: Gemma 4."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
 from paceline.parsing.json_call import emit_object_call, skip_closers
 from paceline.parsing.lenient_json import RawQuotes
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
-from paceline.parsing.schema_grammar import quoted_object_grammar
 from paceline.parsing.text_stream import NAME_CHARACTER, WHITESPACE, MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tool_call_grammar import ToolCallGrammar, quoted_object_grammar
 from paceline.parsing.tools import Tool
 
 THINK = ("<|channel>", "<channel|>")

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.json_call_list import JsonCallList
+from paceline.parsing.json_call import JsonCallList
 from paceline.parsing.text_stream import Parse, TextStream
 
 OPEN, MESSAGE_END, ROLE_END = "<|function_call|>", "<|message_sep|>", "<|role_sep|>"

@@ -1,6 +1,6 @@
 """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>, with line ends or without: GLM 4.5 to 4.7."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream

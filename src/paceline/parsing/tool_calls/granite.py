@@ -1,8 +1,8 @@
 """<|tool_call|>[{"name": …, "arguments": {…}}, …], or after <tool_call>: Granite 3.0 to 3.3."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ReasoningFormat
-from paceline.parsing.json_call_list import JsonCallList
+from paceline.parsing.json_call import JsonCallList
 from paceline.parsing.text_stream import WHITESPACE, Parse, TextStream
 
 THINK = ("Here is my thought process:", "Here is my response:")

@@ -5,7 +5,7 @@ Hunyuan 4 leaves out <tool_sep> and the line ends. The published Hunyuan 3 has a
 
 from collections.abc import Sequence
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, including_mark, section_of
 from paceline.parsing.lenient_json import emit_json_object
 from paceline.parsing.reasoning import reasoning_format

@@ -6,7 +6,7 @@ Jamba writes line ends within the list, MiniMax-M1 the calls on lines of their o
 from dataclasses import replace
 
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.json_call_list import JsonCallList
+from paceline.parsing.json_call import JsonCallList
 from paceline.parsing.reasoning import drop_mark, think_before
 
 ANSWER = ("<answer>", "</answer>")

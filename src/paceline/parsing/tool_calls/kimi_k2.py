@@ -2,7 +2,7 @@
 
 import re
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import emit_arguments, skip_closers
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream

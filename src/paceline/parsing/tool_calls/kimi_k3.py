@@ -11,14 +11,13 @@ from html import escape, unescape
 from typing import Any
 
 from paceline.parsing.argument_types import parameter_schema
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, section_of
 from paceline.parsing.lenient_json import emit_json_object, escape_json
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
-from paceline.parsing.schema_grammar import parameters_grammar
 from paceline.parsing.tagged_calls import TaggedCallFormat, TaggedValues
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tool_call_grammar import ToolCallGrammar, parameters_grammar
 from paceline.parsing.tools import Tool
 
 OPEN_TAG, CLOSE_TAG, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"

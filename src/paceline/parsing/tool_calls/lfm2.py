@@ -1,11 +1,11 @@
 """<|tool_call_start|>[f(a='x', n=3), g()]<|tool_call_end|>, or a JSON list between the tokens: LFM2 and LFM2.5."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import read_json_calls
 from paceline.parsing.python_calls import CallListReader
-from paceline.parsing.schema_grammar import python_call_grammar
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import python_call_grammar
 from paceline.parsing.tool_calls.pythonic import read_list
 
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"

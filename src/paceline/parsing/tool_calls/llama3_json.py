@@ -1,6 +1,6 @@
 """{"name": …, "parameters": {…}}, alone or after <|python_tag|>, separated by semicolons: Llama 3.1 to 3.3."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list, including_mark
 from paceline.parsing.json_call import json_call_head, read_json_calls
 from paceline.parsing.text_stream import Parse, TextStream

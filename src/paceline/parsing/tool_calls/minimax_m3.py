@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.parsing.argument_types import admits_text, coerce_argument, parameter_schema, resolve_ref
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.lenient_json import MAX_DEPTH, escape_json
 from paceline.parsing.reasoning import reasoning_format
-from paceline.parsing.schema_grammar import value_grammar
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema
+from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema, value_grammar
 from paceline.parsing.tools import Tool
 
 MARK = "]<]minimax[>["

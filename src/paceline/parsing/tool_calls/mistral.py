@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from paceline.parsing.event_sink import EventSink, short_call_id
+from paceline.parsing.events import EventSink, short_call_id
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import emit_arguments, json_call_head, read_json_calls, skip_closers
 from paceline.parsing.reasoning import ReasoningReader

@@ -5,7 +5,7 @@ Reasoning is to `self`, the answer is to `user`, calls are to the tool.
 
 from collections.abc import Sequence
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.tagged_calls import TaggedCallFormat

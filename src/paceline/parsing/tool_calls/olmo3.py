@@ -2,7 +2,7 @@
 
 from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.python_calls import CallListReader
-from paceline.parsing.schema_grammar import python_call_grammar
+from paceline.parsing.tool_call_grammar import python_call_grammar
 
 OPEN, CLOSE = "<function_calls>", "</function_calls>"
 calls_grammar = call_list(python_call_grammar, "\n", f"{OPEN}\n", f"\n{CLOSE}")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.json_call_list import JsonCallList
+from paceline.parsing.json_call import JsonCallList
 
 OPEN, CLOSE = "<|tool_call|>", "<|/tool_call|>"
 TOKENS = (OPEN, CLOSE)

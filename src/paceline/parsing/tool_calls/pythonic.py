@@ -1,10 +1,10 @@
 """[f(a='x'), g(b=1)], all of the answer: Llama 3.2 and 4, and models prompted likewise."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.python_calls import CallListReader
-from paceline.parsing.schema_grammar import python_call_grammar
 from paceline.parsing.text_stream import Parse, TextStream
+from paceline.parsing.tool_call_grammar import python_call_grammar
 from paceline.parsing.tool_calls.llama3_json import PYTHON_TAG, read_bare_calls
 from paceline.parsing.tool_calls.llama3_json import read_calls as read_json_calls
 

@@ -1,6 +1,6 @@
 """<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>: Qwen3-Coder, Qwen 3.5 and Nemotron 3."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call import read_json_calls
 from paceline.parsing.tagged_calls import TaggedCallFormat

@@ -5,7 +5,7 @@ The prompt ends with the role of the first message.
 
 from collections.abc import Sequence
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, section_of
 from paceline.parsing.json_call import emit_arguments, skip_closers
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
