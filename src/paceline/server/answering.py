@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -141,23 +141,9 @@ async def _whole(request: Request, answer: Answering) -> Response:
 
 
 async def _streamed(request: Request, answer: Answering) -> Response:
-    events, dialect = answer.events(), dialect_of(request.url.path)
-    first = await cancel_on_disconnect(request, _next(events))
-
-    async def all_events() -> AsyncGenerator[bytes, None]:
-        async with aclosing(events):
-            yield first
-            try:
-                async for event in events:
-                    yield event
-            except Exception as error:
-                yield dialect.error_event(http_error_of(error))
-
-    return EventStream(all_events(), dialect.media_type)
-
-
-async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
+    events = answer.events()
+    first = await cancel_on_disconnect(request, anext(events))
+    return EventStream(first, events, dialect_of(request.url.path))
 
 
 @cache  # making them takes most of the time that an application takes to be made
