@@ -14,7 +14,7 @@ from paceline.parsing.tools import ToolUse
 from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import speculation_of
-from paceline.server.chat_request import ChatRequest, Turns, checked_tools
+from paceline.server.chat import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, invalid, num_chars, unsupported
 from paceline.server.fields import FastList, Fields, SamplingFields, WholeNumber
 from paceline.server.framing import named_event

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from paceline import __version__
 from paceline.sampling.params import SamplingParams
 from paceline.server.answering import add_json_route
-from paceline.server.chat_request import ChatRequest
+from paceline.server.chat import ChatRequest
 from paceline.server.errors import check_count, check_length, invalid
 from paceline.server.fields import FastList, Fields
 from paceline.server.model_pool import ModelPool, ServedModel

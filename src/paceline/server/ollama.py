@@ -17,7 +17,7 @@ from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import add_answer_route, named, read_request, request_schema, speculation_of
-from paceline.server.chat_request import ChatRequest, Turns, checked_tools
+from paceline.server.chat import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, invalid, num_chars, shown
 from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields, WholeNumber, report_ignored
 from paceline.server.framing import line
@@ -267,22 +267,19 @@ def _generation(fields: RequestFields, service: Service, adapter: str | None) ->
         fields.ignore("options.num_ctx")  # Ollama's clients send their own default
     limit, sampling = token_limit("options.num_predict", options.num_predict, unlimited=(0, -1, -2)), _sampling(fields)
     is_raw = isinstance(fields, GenerateFields) and _is_raw(fields, service)
+    grammar = Grammar.json_object() if fields.format == "json" else None
+    if isinstance(fields.format, dict) and fields.format:
+        grammar = schema_grammar("format", fields.format, service.settings)
     params = sampling_params(
         sampling,
         service.settings,
         service.sampling_defaults.completion_defaults(DOCUMENTED) if is_raw else service.sampling_defaults.chat,
         max_tokens=limit,
         stop=options.stop,
-        grammar=_grammar(fields, service),
+        grammar=grammar,
         logprobs=num_top_logprobs(logprobs=fields.logprobs, top_logprobs=fields.top_logprobs),
     )
     return {"params": params, "options": request_options(sampling, adapter=adapter), "fills_context": limit is None}
-
-
-def _grammar(fields: RequestFields, service: Service) -> Grammar | None:
-    if not fields.format:
-        return None
-    return Grammar.json_object() if fields.format == "json" else schema_grammar("format", fields.format, service.settings)
 
 
 def _template_options(fields: RequestFields, service: Service) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import FormFields
 from paceline.server.answering import chunk_origins, speculation_of
-from paceline.server.chat_request import ChatRequest, checked_tools, plain_content
+from paceline.server.chat import ChatRequest, checked_tools, plain_content
 from paceline.server.errors import check_length, invalid, num_chars, shown
 from paceline.server.fields import FastList, Fields, WholeNumber
 from paceline.server.framing import data_event

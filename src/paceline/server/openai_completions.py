@@ -122,7 +122,15 @@ class _Completion:
         num_chars: dict[int, int],
         encode: Callable[[Mapping[str, Any]], bytes],
     ) -> bytes:
-        choice = self._piece(place, prefix, chunk, num_chars)
+        logprobs = None
+        if self.fields.logprobs is not None:
+            ids = chunk.token_ids if self.shows_output else []
+            known = [*chunk.prompt_logprobs, *chunk.logprobs[: len(ids)]]
+            logprobs = self.service.texts.completion_lists(known, [*chunk.prompt_token_ids, *ids], num_chars[place])
+            num_chars[place] += sum(map(len, logprobs["tokens"]))
+        text = prefix + (chunk.text if self.shows_output else "")
+        reason = None if chunk.output is None else self._reason(chunk.output)
+        choice = {"index": place, "text": text, "logprobs": logprobs, "finish_reason": reason}
         origins = chunk_origins(chunk, self.service.texts) if self.fields.shows_origins else {}
         return data_event({**top, "choices": [choice], **origins}, encode)
 
@@ -144,17 +152,6 @@ class _Completion:
         if self.fields.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self.service.texts.prompt_entries(output.prompt_logprobs or [])
         return choice
-
-    def _piece(self, place: int, prefix: str, chunk: StreamChunk, num_chars: dict[int, int]) -> dict[str, Any]:
-        logprobs = None
-        if self.fields.logprobs is not None:
-            ids = chunk.token_ids if self.shows_output else []
-            known = [*chunk.prompt_logprobs, *chunk.logprobs[: len(ids)]]
-            logprobs = self.service.texts.completion_lists(known, [*chunk.prompt_token_ids, *ids], num_chars[place])
-            num_chars[place] += sum(map(len, logprobs["tokens"]))
-        text = prefix + (chunk.text if self.shows_output else "")
-        reason = None if chunk.output is None else self._reason(chunk.output)
-        return {"index": place, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _reason(self, output: RequestOutput) -> str:
         return output.finish_reason if self.shows_output else "length"

@@ -15,7 +15,7 @@ from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Reasoni
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import speculation_of
-from paceline.server.chat_request import ChatRequest, Turns, checked_tools
+from paceline.server.chat import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, http_error_of, num_chars, unsupported
 from paceline.server.fields import FastList, Fields, SamplingFields, WholeNumber
 from paceline.server.framing import named_event
