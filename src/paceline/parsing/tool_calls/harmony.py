@@ -18,7 +18,6 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _FUNCTIONS = "functions."
 _NO_TOOLS = ("assistant", "user")  # recipients of messages that are no calls
 _TO_FUNCTION = f"to={_FUNCTIONS}"
-TEXT_SIGNS = (_TO_FUNCTION,)
 _WRITTEN_HEADERS = tuple(f"{words}{_TO_FUNCTION}" for words in ("assistantcommentary ", "assistant commentary ", "commentary ", ""))
 _TYPES = (CONSTRAIN, "json", "code", CHANNEL, "commentary", MESSAGE)
 
@@ -152,5 +151,5 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
 
 TOKENS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 # HarmonyReader parses the whole answer, so that there are no markers
-FORMAT = ToolCallFormat({}, (CHANNEL, MESSAGE), TOKENS, calls_grammar, text_signs=TEXT_SIGNS)
+FORMAT = ToolCallFormat({}, (CHANNEL, MESSAGE), TOKENS, calls_grammar, text_signs=(_TO_FUNCTION,))
 REASONING_FORMAT = ReasoningFormat({}, (CHANNEL, MESSAGE), TOKENS)
