@@ -156,10 +156,9 @@ def tags_grammar(name: str, given: object, settings: ServerSettings) -> Grammar:
         trigger = next((one for one in triggers if isinstance(one, str) and one and begin.startswith(one)), None)
         if trigger is None:
             raise invalid(name, f"has a tag that begins with {shown(begin)}, and no trigger that this begins with: send one")
-        parts = [json.dumps(text) for text in (begin.removeprefix(trigger), end)]
-        parts = [parts[0] * (parts[0] != '""'), f"%json {json.dumps({'x-guidance': ONE_LINE, **schema})}", parts[1] * (parts[1] != '""')]
+        before, after = (f"{json.dumps(text)} " if text else "" for text in (begin.removeprefix(trigger), end))
         index = len(rules)
-        rules.append(f"tag_{index}: trigger_{index} {' '.join(part for part in parts if part)}")
+        rules.append(f"tag_{index}: trigger_{index} {before}%json {json.dumps({'x-guidance': ONE_LINE, **schema})} {after}".rstrip())
         rules.append(f"trigger_{index}[lazy]: /(.|\\n)*/ {json.dumps(trigger)}")
     choices = " | ".join(f"tag_{index}" for index in range(0, len(rules), 2))
     text = "\n".join([f"start: ({choices})* /(.|\\n)*/", *rules])

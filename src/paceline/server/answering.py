@@ -16,9 +16,8 @@ from paceline.outputs import RequestOutput, StreamChunk
 from paceline.server.dialects import dialect_of
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
 from paceline.server.errors import HttpError, http_error_of
-from paceline.server.fields import Fields, Read, read_body, report_ignored
+from paceline.server.fields import MAX_INLINE_BYTES, Fields, Read, read_body, report_ignored
 from paceline.server.framing import large_json
-from paceline.server.json_body import MAX_INLINE_BYTES
 from paceline.server.middleware import AT_END, MODEL_NAME
 from paceline.server.model_pool import ModelPool
 from paceline.server.service import Service

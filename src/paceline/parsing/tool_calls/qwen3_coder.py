@@ -7,10 +7,14 @@ from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import Parse, TextStream
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 TAGS = TaggedCallFormat(
-    open=OPEN, close=CLOSE, function=FUNCTION, function_end=FUNCTION_END, parameter=PARAMETER, parameter_end=PARAMETER_END, border="\n"
+    open=OPEN,
+    close=CLOSE,
+    function="<function=",
+    function_end="</function>",
+    parameter="<parameter=",
+    parameter_end="</parameter>",
+    border="\n",
 )
 
 
@@ -26,6 +30,5 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 # these models at times leave out <tool_call>
-FORMAT = ToolCallFormat(
-    {OPEN: read_calls, FUNCTION: TAGS.read_functions}, (FUNCTION, PARAMETER, "!<seed:"), (OPEN, CLOSE), TAGS.calls_grammar, OPEN
-)
+_MARKS = {OPEN: read_calls, TAGS.function: TAGS.read_functions}
+FORMAT = ToolCallFormat(_MARKS, (TAGS.function, TAGS.parameter, "!<seed:"), (OPEN, CLOSE), TAGS.calls_grammar, OPEN)
