@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.engine.chat_prompt import RESERVED_OPTIONS, ChatOutputParser, ChatPrompt, chat_prompt, check_template_options
+from paceline.engine.chat_prompt import RESERVED_OPTIONS, ChatOutputParser, ChatPrompt, chat_prompt
 from paceline.engine.input_processor import InputProcessor
 from paceline.engine.inputs import Messages, RequestOptions
 from paceline.errors import RequestError
@@ -185,11 +185,8 @@ def checked_tools(
 
 
 def _check_tools(request: ChatRequest) -> None:
-    """Raise RequestError if two tools have one name, or the tool choice names none of them."""
+    """Raise RequestError if the tool choice names none of the tools."""
     names = [tool.name for tool in request.tools]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise RequestError(f"tools has two functions with the name {twice!r}: give each a name of its own", parameter="tools")
     if request.tool_use is ToolUse.REQUIRED and not names:
         text = "tool_choice requires a call, and there are no tools: send tools, or leave it out"
         raise RequestError(text, parameter="tool_choice")
@@ -210,9 +207,8 @@ class ChatService:
         self.formats = formats
 
     def check(self, request: ChatRequest) -> None:
-        """Raise RequestError if this model cannot answer a request. `collect` and `stream` check it too."""
+        """Raise RequestError if this model cannot answer a request. `collect` and `stream` check it too; `chat_prompt` checks the rest."""
         _check_tools(request)
-        check_template_options(self._tokenizer, request.template_options)
         if request.continue_final_message and request.params.grammar is not None:
             raise RequestError(
                 "grammar: the output continues the last message, and a grammar holds for whole texts: end with a message of the user",
@@ -256,9 +252,6 @@ class ChatService:
         Args:
             fields: of the request; what is ignored is added to those that are.
             given: the field `chat_template_kwargs`.
-
-        Raises:
-            RequestError: one is an argument of its own here.
         """
         found = dict[str, Any]()
         for name, value in (given or {}).items():
@@ -266,7 +259,6 @@ class ChatService:
                 found[name] = value
             else:
                 fields.ignore("template_options", name)
-        check_template_options(self._tokenizer, found)
         return found
 
     async def collect(self, request: ChatRequest) -> list[Answer]:

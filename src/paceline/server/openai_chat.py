@@ -318,8 +318,6 @@ def _ending(fields: ChatFields) -> dict[str, Any]:
     continues = bool(fields.continue_final_message) or (last is not None and bool(last.prefix or last.partial))
     if continues and fields.add_generation_prompt:
         raise invalid("add_generation_prompt", "and continue_final_message exclude each other: send one of them")
-    if continues and (last is None or last.role != "assistant" or last.tool_calls):
-        raise invalid("continue_final_message", "needs a text of the assistant as the last message: send one, or leave it out")
     return {"continue_final_message": continues, "add_generation_prompt": not continues and fields.add_generation_prompt is not False}
 
 
