@@ -167,12 +167,11 @@ class TaggedCallFormat:
 
     def calls_grammar(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
         """Return a grammar of calls with parameters in the schema's order."""
-        calls = [self.call_grammar(grammar, tool) for tool in tools]
-        opening, closing = grammar.literal(f"{self.open}\n"), grammar.literal(self.close)
+        opening, newline, closing = map(grammar.literal, (f"{self.open}\n", "\n", self.close))
+        calls = [f"{self.call_grammar(grammar, tool)} {newline}" for tool in tools]
         if self.is_block:
-            return f"{opening} {grammar.listed([f'{call} {_newline(grammar)}' for call in calls], '', several=several)} {closing}"
-        blocks = [f"{opening} {call} {_newline(grammar)} {closing}" for call in calls]
-        return grammar.listed(blocks, "\n", several=several)
+            return f"{opening} {grammar.listed(calls, '', several=several)} {closing}"
+        return grammar.listed([f"{opening} {call} {closing}" for call in calls], "\n", several=several)
 
     def call_grammar(self, grammar: ToolCallGrammar, tool: Tool, line_end: str = "\n") -> str:
         """Return a grammar of a call, with `line_end` after each tag. Of a string's keywords only `enum` is enforced."""
@@ -194,10 +193,6 @@ class TaggedCallFormat:
             return f"{grammar.literal(f'{self.parameter}{name}{self.key_end}')} {LINE_END} {grammar.literal(self.value)}"
 
         return f"{LINE_END} {parameters_grammar(grammar, tool, opening, self.parameter_end, LINE_END)}"
-
-
-def _newline(grammar: ToolCallGrammar) -> str:
-    return grammar.literal("\n")
 
 
 def _tool_name(name: str, sink: EventSink) -> str:

@@ -6,7 +6,6 @@ may also be one JSON object in a section `json`.
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from html import escape, unescape
 from typing import Any
 
@@ -87,21 +86,20 @@ _ANSWER = dict.fromkeys((*RESPONSE, MESSAGE[1]), drop_mark)
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     """Return a grammar of an empty answer and calls with arguments in the schema's order. Of texts only their `enum` is enforced."""
+
+    def opening(name: str, schema: Mapping[str, Any]) -> str:
+        named = schema.get("type")
+        types = grammar.literal(named) if isinstance(named, str) else "/[a-z]+/"
+        key = grammar.literal(f'{_ARGUMENT}key="{escape(name)}" type="')
+        return f"{key} {types} {grammar.literal(_TAG_END)}"
+
     calls = []
     for tool in tools:
         head = grammar.literal(f'{_CALL}tool="{escape(tool.name)}" index="')
-        arguments = parameters_grammar(grammar, tool, partial(_opening, grammar), _ARGUMENT_END)
+        arguments = parameters_grammar(grammar, tool, opening, _ARGUMENT_END)
         calls.append(f"{head} /[0-9]{{1,3}}/ {grammar.literal(_TAG_END)} {arguments} {grammar.literal(_CALL_END)}")
     empty = grammar.literal("".join(RESPONSE))
     return f"({empty})? {grammar.literal(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
-
-
-def _opening(grammar: ToolCallGrammar, name: str, schema: Mapping[str, Any]) -> str:
-    """Return a grammar of the tag of an argument."""
-    named = schema.get("type")
-    types = grammar.literal(named) if isinstance(named, str) else "/[a-z]+/"
-    key = grammar.literal(f'{_ARGUMENT}key="{escape(name)}" type="')
-    return f"{key} {types} {grammar.literal(_TAG_END)}"
 
 
 FORMAT = ToolCallFormat({OPEN: section_of(_CALL, _read_call, CLOSE), **_ANSWER}, (OPEN_TAG, "'tools'"), TOKENS, calls_grammar)
