@@ -270,7 +270,9 @@ class _Message:
                     for fields in writer.objects_of(event):
                         yield named_event(fields)
                     if isinstance(event, Finished):
-                        yield named_event(self._message_delta(event))
+                        delta, usage = self._ending(event.output, event.finish_reason), _usage(event.output.usage)
+                        more = {"delta": delta, "usage": usage, "speculation": self._speculation(event.output)}
+                        yield named_event({"type": "message_delta", **more})
         yield named_event({"type": "message_stop"})
 
     def _message(self, usage: Usage) -> dict[str, Any]:
@@ -283,14 +285,6 @@ class _Message:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": _usage(usage),
-        }
-
-    def _message_delta(self, event: Finished) -> dict[str, Any]:
-        return {
-            "type": "message_delta",
-            "delta": self._ending(event.output, event.finish_reason),
-            "usage": _usage(event.output.usage),
-            "speculation": self._speculation(event.output),
         }
 
     def _ending(self, output: RequestOutput, finish_reason: str) -> dict[str, Any]:

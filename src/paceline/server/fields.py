@@ -40,11 +40,7 @@ _COUNTED = {"messages": "max_messages", "input": "max_messages", "tools": "max_t
 """Lists, and the setting that limits each; counted before any of their items is read."""
 
 
-def _whole_number(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
+WholeNumber = Annotated[int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)]
 """A whole number, which may be written 8.0: languages with one type of number write it so."""
 
 

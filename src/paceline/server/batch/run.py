@@ -42,13 +42,10 @@ async def answer_line(app: ASGIApp, line: BatchLine) -> dict[str, Any]:
         request_id = answer.header(b"x-request-id")
         status = answer.status
     if status in (429, 503):
-        raise NotAnsweredError(f"line {line.number} was not answered ({_message(content)}): run the same command again")
+        reason = content.get("error", {}).get("message", "no reason was given")
+        raise NotAnsweredError(f"line {line.number} was not answered ({reason}): run the same command again")
     response = {"status_code": status, "request_id": request_id, "body": content}
     return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}
-
-
-def _message(content: Mapping[str, Any]) -> str:
-    return str(content.get("error", {}).get("message", "no reason was given"))
 
 
 SYNC_S = 1.0
