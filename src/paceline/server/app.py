@@ -29,7 +29,7 @@ _EMBEDDINGS = "embeddings are not served, only generated text: use /v1/chat/comp
 _EMBEDDINGS += "server for embeddings"
 _LOADING = "this server serves {models}, named at its start: use such a name, or start another server (paceline serve MODEL)"
 _COMPLETION = "llama.cpp's own completions are not served: use /v1/completions with prompt and max_tokens, as OpenAI's API has them"
-_UNSERVED = {
+UNSERVED = {
     "/completion": _COMPLETION,
     "/infill": _COMPLETION,
     "/slots": "slots are not served: GET /metrics counts the requests that run and wait",
@@ -131,7 +131,7 @@ def unserved_routes(pool: ModelPool) -> APIRouter:
     """Return routes of other programs' APIs that are not served; each answers with status 501 and names what is served instead."""
     router = APIRouter(include_in_schema=False)
     models = ", ".join(repr(model.name) for model in pool.models)
-    for path, text in _UNSERVED.items():
+    for path, text in UNSERVED.items():
         router.add_api_route(path, _refusal(text.format(models=models)), methods=["GET", "POST", "DELETE"])
     return router
 
