@@ -82,11 +82,10 @@ def calls() -> Iterator[str]:
 
 
 def _module_of(one: ToolCallFormat, modules: Iterable[ModuleType]) -> ModuleType:
-    """Return the module that defines a format, or its parts."""
-    for part in (one, one.markers, one.grammar, getattr(one.grammar, "__self__", None)):
-        for module in modules:
-            if part is not None and any(value is part for value in vars(module).values()):
-                return module
+    """Return the module that defines a format."""
+    for module in modules:
+        if any(value is one for value in vars(module).values()):
+            return module
     raise LookupError(f"no module defines {one}: give the format a name in its module")
 
 

@@ -8,6 +8,17 @@ from harness.markup_cases import Case, Parsed, events_of, parsed
 
 Row = tuple[str, Parsed]
 """What a model wrote, and what it consists of."""
+NOW = ("call", "now", "{}")
+
+
+def weather(**arguments: Any) -> tuple[str, ...]:
+    """A call of the tool `weather`."""
+    return ("call", "weather", json.dumps(arguments, ensure_ascii=False))
+
+
+def text(*texts: str) -> Parsed:
+    """An answer of texts alone."""
+    return [("text", one) for one in texts]
 
 
 def cases(tool_calls: str, reasoning: str, rows: Sequence[Row]) -> list[Case]:

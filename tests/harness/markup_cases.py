@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from paceline.parsing.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart, merged
+from paceline.parsing.events import Event, Reasoning, Text, ToolCall, ToolCallStart, parts_of
 from paceline.parsing.registry import OutputFormat
 from paceline.parsing.tools import Tool
 
@@ -61,19 +60,12 @@ def events_of(case: Case, pieces: Iterable[str], tools: Sequence[Tool] = TOOLS) 
 
 def parsed(events: Sequence[Event]) -> Parsed:
     """What events amount to, ids left out."""
-    found: list[Any] = []
-    for event in merged(events):
-        if isinstance(event, Text):
-            found.append(("text", event.text))
-        elif isinstance(event, Reasoning):
-            found.append(("reasoning", event.text))
-        elif isinstance(event, ToolCallStart):
-            assert event.call == sum(one[0] == "call" for one in found)
-            found.append(("call", event.name, ""))
-        elif isinstance(event, ToolCallArguments):
-            name, arguments = found[-1][1:]
-            found[-1] = ("call", name, arguments + event.json)
-    return found
+    calls = [event.call for event in events if isinstance(event, ToolCallStart)]
+    assert calls == list(range(len(calls)))
+    kinds = {Text: "text", Reasoning: "reasoning"}
+    return [
+        ("call", part.name, part.arguments) if isinstance(part, ToolCall) else (kinds[type(part)], part.text) for part in parts_of(events)
+    ]
 
 
 HERMES, LLAMA, MISTRAL, XML, GLM, GEMMA, HARMONY, KIMI, MINIMAX, GRANITE = (

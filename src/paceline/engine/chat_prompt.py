@@ -109,13 +109,13 @@ class ChatOutputParser:
         ids = [tokenizer.added_token_id(text) for text in self.formats.tokens(self.tools)]
         return [token_id for token_id in ids if token_id is not None]
 
-    def stream_parser(self, *, sample: int = 0, parallel_tool_calls: bool = True) -> OutputStream:
+    def stream_parser(self, *, parallel_tool_calls: bool = True) -> OutputStream:
         """Return a parser for the streamed text of one sample. Without `parallel_tool_calls`, only the first tool call is returned."""
-        return self.formats.stream(self.tools, sample=sample, several=parallel_tool_calls, in_reasoning=self.in_reasoning)
+        return self.formats.stream(self.tools, several=parallel_tool_calls, in_reasoning=self.in_reasoning)
 
     def parse(self, output: RequestOutput) -> RequestOutput:
         """Return a finished output with content, reasoning and tool calls parsed from its text."""
-        stream = self.stream_parser(sample=output.sample_index)
+        stream = self.stream_parser()
         events = [*stream.push(output.text), *stream.finish()]
         found = ParsedOutput.of_events(events, stream.sink.broken_off)
         return replace(output, content=found.content, reasoning=found.reasoning, tool_calls=found.tool_calls)

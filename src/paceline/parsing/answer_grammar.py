@@ -1,5 +1,6 @@
 """The grammar of an answer whose calls are required, whose arguments must match their schemas, or whose text has a grammar."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -53,7 +54,7 @@ def answer_grammar(
     if grammar is not None:
         calls = rules.one_of([calls, _text_rule(rules, grammar)])
     elif tool_use is not ToolUse.REQUIRED:
-        opening = rules.token_id(chosen.opening)
+        opening = rules.token_ids.get(chosen.opening)
         if opening is None:  # no token marks the beginning of a call
             return None
         free = rules.rule(f"({ANYTHING} | <[^{opening}]>)*")
@@ -76,4 +77,4 @@ def _text_rule(rules: ToolCallGrammar, grammar: Grammar) -> str:
             f"tools and a grammar of the kind {grammar.kind.value} exclude one another: send one of them, or a JSON schema",
             parameter="grammar",
         )
-    return rules.json_text(grammar.text)
+    return rules.json(json.loads(grammar.text))

@@ -42,15 +42,7 @@ def enum_values(schema: Mapping[str, Any]) -> list[Any]:
 
 def admits_text(schema: Mapping[str, Any]) -> bool:
     """Return whether a schema allows strings."""
-    if values := enum_values(schema):
-        return any(isinstance(value, str) for value in values)
-    named = schema.get("type")
-    if isinstance(named, str | list):
-        return "string" in ([named] if isinstance(named, str) else named)
-    options = schema.get("anyOf") or schema.get("oneOf")
-    if isinstance(options, list):
-        return any(isinstance(option, Mapping) and admits_text(option) for option in options)
-    return True
+    return "string" in _types(schema)
 
 
 def coerce_argument(written: str, schema: Mapping[str, Any] | None) -> str:

@@ -6,10 +6,13 @@ holds the object, as null, or not at all. `read_json_calls` reads all of these.
 
 import json
 import re
+from dataclasses import dataclass
 
-from paceline.parsing.event_sink import EventSink
-from paceline.parsing.lenient_json import emit_json_object, parse_json, read_json_value, read_short_string
+from paceline.parsing.events import EventSink
+from paceline.parsing.formats import BuildCallGrammar, ParseMarkup, ToolCallFormat, call_list, including_mark
+from paceline.parsing.lenient_json import RawQuotes, emit_json_object, parse_json, read_json_value, read_short_string
 from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
+from paceline.parsing.tools import Tool
 
 _ARGUMENTS = ("arguments", "parameters")
 _NAMES = ("name", "tool_name")  # the second is Cohere's
@@ -128,6 +131,24 @@ def _read_key(stream: TextStream) -> Parse[str]:
     return key
 
 
+def emit_object_call(
+    stream: TextStream, sink: EventSink, name: str, call_id: str | None = None, raw: RawQuotes | None = None
+) -> Parse[None]:
+    """Pass the arguments of a call, which must be an object, and emit the call.
+
+    Args:
+        raw: as for `emit_json_object`.
+
+    Raises:
+        MalformedError: they are something else, or the name is empty; no call was emitted.
+    """
+    if not name or (yield from stream.peek()) != "{":
+        raise MalformedError
+    stream.mark_emitted()
+    with sink.call(name, call_id):
+        yield from emit_json_object(stream, sink.arguments, raw=raw)
+
+
 def emit_arguments(stream: TextStream, sink: EventSink, name: str, call_id: str | None = None) -> Parse[None]:
     """Pass the arguments of a call and emit the call.
 
@@ -137,9 +158,7 @@ def emit_arguments(stream: TextStream, sink: EventSink, name: str, call_id: str 
         MalformedError: they are something else; no call was emitted.
     """
     if (yield from stream.peek()) == "{":
-        stream.mark_emitted()
-        with sink.call(name, call_id):
-            yield from emit_json_object(stream, sink.arguments)
+        yield from emit_object_call(stream, sink, name, call_id)
         return
     text = _object_text((yield from read_json_value(stream)))
     stream.mark_emitted()
@@ -185,3 +204,65 @@ def _skip_to_brace(stream: TextStream) -> Parse[None]:
 def json_call_head(name: str, arguments: str = "arguments") -> str:
     """Return the text before the arguments."""
     return f'{{"name": {json.dumps(name)}, "{arguments}": '
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonCallList:
+    """Describes the calls of a model family. Many families differ only in the marks and in the layout.
+
+    Parsing accepts a list or single objects, in a code fence or not, with the end mark or without.
+
+    Attributes:
+        open_marks: marks that begin calls; the grammar writes the first. A "[" at a mark's end is the list's.
+        close_marks: marks that end calls.
+        only_known: whether calls must have arguments and name an offered tool. For marks that may also begin ordinary text.
+        before, between, after: texts around and between the calls, as the model was trained on them.
+        head, tail: texts around the arguments of one call; "NAME" in `head` is replaced by the quoted name.
+    """
+
+    open_marks: tuple[str, ...]
+    close_marks: tuple[str, ...] = ()
+    only_known: bool = False
+    before: str = ""
+    between: str = ", "
+    after: str = ""
+    head: str = '{"name": NAME, "arguments": '
+    tail: str = "}"
+
+    @property
+    def parsers(self) -> dict[str, ParseMarkup]:
+        """The opening marks with their parsers."""
+        return {mark: including_mark(self.read_calls, mark.endswith("[")) for mark in self.open_marks}
+
+    def read_calls(self, stream: TextStream, sink: EventSink) -> Parse[None]:
+        """Parse the calls and the end mark.
+
+        Raises:
+            MalformedError: the text is no call.
+        """
+        yield from read_json_calls(stream, sink, only_known=self.only_known)
+        while (yield from stream.peek()) != "" and (yield from self._take_close(stream)):  # models may repeat the end mark
+            yield from stream.skip()
+
+    def _take_close(self, stream: TextStream) -> Parse[bool]:
+        """Pass an end mark, or the beginning of one at the end of the text. Return whether there was one."""
+        for mark in self.close_marks:
+            if (yield from stream.take_or_end(mark)):
+                return True
+        return False
+
+    def format_of(self, signs: tuple[str, ...], tokens: tuple[str, ...]) -> ToolCallFormat:
+        """Return the format of these calls, which begin with the first of `tokens`."""
+        return ToolCallFormat(self.parsers, signs, tokens, self.calls_grammar, tokens[0])
+
+    @property
+    def calls_grammar(self) -> BuildCallGrammar:
+        """Function that builds the grammar of the calls and of the marks around them."""
+        before, after = self.open_marks[0].removesuffix("[") + self.before, self.after
+        if not self.before:  # no text surrounds a list of calls, so that each call is between marks of its own
+            return call_list(lambda grammar, tool: grammar.call(before + self.head_of(tool), tool, self.tail + after), self.between)
+        return call_list(lambda grammar, tool: grammar.call(self.head_of(tool), tool, self.tail), self.between, before, after)
+
+    def head_of(self, tool: Tool) -> str:
+        """Return the text before the arguments of a call."""
+        return self.head.replace("NAME", json.dumps(tool.name))

@@ -1,15 +1,13 @@
 """Parses the text that a model generated into content, reasoning and tool calls."""
 
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import RequestError
 from paceline.outputs import ParsedToolCall as ParsedToolCall
-from paceline.parsing.detection import reasoning_format_of_text, tool_call_formats_of_text
-from paceline.parsing.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart, merged
+from paceline.parsing.events import Event, Reasoning, Text, ToolCall, parts_of
 from paceline.parsing.registry import (
     AUTO,
     GENERIC,
@@ -51,18 +49,11 @@ class ParsedOutput:
         Args:
             broken_off: indices of the calls whose arguments ended within a string.
         """
-        content, reasoning = "", ""
-        calls: list[ParsedToolCall] = []
-        for event in merged(events):
-            if isinstance(event, Text):
-                content += event.text
-            elif isinstance(event, Reasoning):
-                reasoning += event.text
-            elif isinstance(event, ToolCallStart):
-                calls.append(ParsedToolCall(event.name, {}, event.id, event.call not in broken_off))
-            elif isinstance(event, ToolCallArguments):
-                calls[-1] = replace(calls[-1], arguments=json.loads(event.json))
-        return cls(content, reasoning or None, tuple(calls))
+        parts = parts_of(events)
+        content, reasoning = ("".join(part.text for part in parts if isinstance(part, kind)) for kind in (Text, Reasoning))
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        found = (ParsedToolCall(call.name, call.parsed() or {}, call.id, index not in broken_off) for index, call in enumerate(calls))
+        return cls(content, reasoning or None, tuple(found))
 
 
 def parse_output(
@@ -124,9 +115,9 @@ def _formats(text: str, tool_call_parser: str, reasoning_parser: str, template: 
     tool_call_name, reasoning_name = check_parser_names(tool_call_parser, reasoning_parser)
     names = [tool_call_name]
     if tool_call_name == AUTO:
-        names = [*tool_call_formats_of_text(TOOL_CALL_FORMATS, text), GENERIC]
+        names = [*(name for name, one in TOOL_CALL_FORMATS.items() if one.is_in(text)), GENERIC]
     if reasoning_name == AUTO:
-        reasoning_name = reasoning_format_of_text(REASONING_FORMATS, text) or NONE
+        reasoning_name = next((name for name, one in REASONING_FORMATS.items() if one.is_in(text)), NONE)
     formats = []
     for name in names:
         if tool_call_name == AUTO and name == HARMONY and reasoning_name not in (HARMONY_REASONING, NONE):

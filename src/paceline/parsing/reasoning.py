@@ -5,13 +5,14 @@ the closing mark or the end of the text arrives.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ReasoningFormat
-from paceline.parsing.markers import Markers, ParseMarkup
+from paceline.parsing.events import EventSink
+from paceline.parsing.formats import ParseMarkup, ReasoningFormat
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
 THINK = ("<think>", "</think>")
+APRIEL = ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]")
 
 
 class ReasoningReader:
@@ -43,7 +44,10 @@ class ReasoningReader:
                 return
             is_never_closed = is_never_closed or not (yield from self._is_closed(stream))
             if not is_never_closed:
-                self._emit_to_close(stream, sink)
+                end = stream.text.find(self._close, stream.at)
+                sink.reasoning(stream.text[stream.num_emitted : end].rstrip("\n"))
+                stream.at = end
+                stream.mark_emitted()
             elif (yield from self._read_call(mark, stream, sink, calls or {})):
                 return
 
@@ -70,12 +74,6 @@ class ReasoningReader:
             yield
         return True
 
-    def _emit_to_close(self, stream: TextStream, sink: EventSink) -> None:
-        end = stream.text.find(self._close, stream.at)
-        sink.reasoning(stream.text[stream.num_emitted : end].rstrip("\n"))
-        stream.at = end
-        stream.mark_emitted()
-
 
 def drop_mark(stream: TextStream, sink: EventSink) -> Parse[None]:
     """Drop a mark from the text."""
@@ -92,8 +90,35 @@ def reasoning_format(open: str, close: str, signs: tuple[str, ...] = ()) -> Reas
         signs: texts that show the format in a chat template; the closing token if there are none.
     """
     reader = ReasoningReader(close, open=open)
-    markers = Markers(first={open: reader, close: drop_mark})
-    return ReasoningFormat(markers, signs or (close,), (open, close), open, close, reader)
+    return ReasoningFormat({}, signs or (close,), (open, close), open, close, reader, first={open: reader, close: drop_mark})
 
 
 THINK_FORMAT = reasoning_format(*THINK)
+
+
+def _drop_open(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Drop an opening mark at the beginning of the text."""
+    yield from ()
+    if sink.has_text:
+        raise MalformedError
+
+
+def _drop_close(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Drop a closing mark at the end of the answer or before more markup."""
+    yield from stream.skip()
+    if (yield from stream.peek()) not in ("", "<"):
+        raise MalformedError
+
+
+def think_before(answer: tuple[str, str]) -> ReasoningFormat:
+    """Return the format of reasoning between <think> and </think>, and of an answer between `answer`."""
+    anywhere, signs = {answer[0]: _drop_open, answer[1]: _drop_close}, (THINK[1], answer[0], "!<invoke")
+    return ReasoningFormat(anywhere, signs, (*THINK, *answer), *THINK, think, first=THINK_FORMAT.first)
+
+
+ERNIE45_FORMAT = think_before(("<response>", "</response>"))
+APRIEL_FORMAT = replace(
+    reasoning_format(*APRIEL, APRIEL),  # phrases, not tokens
+    anywhere={"[END FINAL RESPONSE]": drop_mark},
+    tokens=(),
+)

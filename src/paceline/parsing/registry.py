@@ -3,19 +3,15 @@
 Formats have the names of vLLM's parsers where vLLM has one. A new format is a file of its own and one entry here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError, RequestError
-from paceline.parsing import answer_tags, reasoning
-from paceline.parsing.detection import format_of_template
-from paceline.parsing.event_sink import EventSink, call_id
-from paceline.parsing.events import Event
-from paceline.parsing.formats import ReasoningFormat as ReasoningFormat
-from paceline.parsing.formats import ToolCallFormat as ToolCallFormat
-from paceline.parsing.markers import Markers
-from paceline.parsing.output_parser import OutputParser
-from paceline.parsing.text_stream import Parse, TextStream
+from paceline.parsing import reasoning
+from paceline.parsing.events import Event, EventSink, call_id
+from paceline.parsing.formats import Format, ParseMarkup, ReasoningFormat
+from paceline.parsing.reasoning import ReasoningReader
+from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
 from paceline.parsing.tool_calls import (
     apertus,
     cohere,
@@ -125,8 +121,8 @@ REASONING_FORMATS = {
     "solar_open": solar_open.REASONING_FORMAT,
     "hy_v3_opensource": hunyuan3.SUFFIX_REASONING_FORMAT,
     "functionary_v32": functionary.ANSWER_FORMAT,
-    "apriel": answer_tags.APRIEL_FORMAT,
-    "ernie45": answer_tags.ERNIE45_FORMAT,
+    "apriel": reasoning.APRIEL_FORMAT,
+    "ernie45": reasoning.ERNIE45_FORMAT,
     "hunyuan_a13b": hunyuan_a13b.REASONING_FORMAT,
     "qwen3": reasoning.THINK_FORMAT,
 }
@@ -140,6 +136,7 @@ REASONING_SYNONYMS = {
     **dict.fromkeys(("think", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "nemotron_v3", "holo2", "step3"), "qwen3"),
 }
 """Other names of reasoning formats, with the names in the table."""
+_NO_MARKUP = Format({}, (), ())
 TOOL_CALL_PARSERS = (AUTO, NONE, *TOOL_CALL_FORMATS)
 REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMATS)
 
@@ -157,6 +154,78 @@ def check_parser_names(tool_call_parser: str, reasoning_parser: str) -> tuple[st
     if reasoning_name not in REASONING_PARSERS:
         raise ConfigError(f"reasoning_parser is {reasoning_parser!r}: use one of {', '.join(REASONING_PARSERS)}")
     return tool_call_name, reasoning_name
+
+
+def _format_of_template(formats: Mapping[str, Format], template: str) -> str | None:
+    """Return the name of the first format that a chat template shows."""
+    return next((name for name, one in formats.items() if one.is_shown_by(template)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputParser:
+    """Parses a whole answer.
+
+    White space between markup, and between markup and text, is markup.
+
+    Args:
+        reasoning, calls: the formats of either.
+        opened: parses reasoning that the prompt has begun; None = it has not.
+    """
+
+    reasoning: Format
+    calls: Format
+    opened: ParseMarkup | None = None
+
+    def read(self, stream: TextStream, sink: EventSink) -> Parse[None]:
+        """Parse to the end of the text."""
+        follows_markup = self.opened is not None and (yield from self._parse(self.opened, stream, sink))
+        while True:
+            parser = yield from self._parser_of_first(stream, sink, follows_markup=follows_markup)
+            if parser is None:
+                parsers = self._parsers_anywhere(sink)
+                marker = yield from stream.emit_until(tuple(parsers), sink.text, held=WHITESPACE if parsers else "")
+                if marker is None:
+                    return
+                stream.at += len(marker)
+                parser = parsers[marker]
+            follows_markup = yield from self._parse(parser, stream, sink)
+
+    def _parser_of_first(self, stream: TextStream, sink: EventSink, *, follows_markup: bool) -> Parse[ParseMarkup | None]:
+        """Pass the mark before the text and return its parser. White space is passed with it; after markup it is passed in any case."""
+        parsers = self._parsers_anywhere(sink)
+        if not sink.has_text and not sink.num_calls:
+            parsers |= {} if follows_markup else self.reasoning.first
+            parsers |= self.calls.first if sink.can_call else {}
+        if not parsers and not follows_markup:
+            return None
+        yield from stream.skip()
+        marker = yield from stream.one_of(tuple(parsers))
+        if follows_markup:
+            stream.mark_emitted()
+        if marker is None:
+            stream.at = stream.num_emitted
+            return None
+        stream.at += len(marker)
+        return parsers[marker]
+
+    def _parsers_anywhere(self, sink: EventSink) -> dict[str, ParseMarkup]:
+        return {**self.reasoning.anywhere, **(self.calls.anywhere if sink.can_call else {})}
+
+    def _parse(self, parser: ParseMarkup, stream: TextStream, sink: EventSink) -> Parse[bool]:
+        """Return whether markup was parsed; otherwise its text was emitted."""
+        begin = stream.position
+        try:
+            if isinstance(parser, ReasoningReader):
+                yield from parser(stream, sink, dict(self.calls.anywhere) if sink.can_call else {})
+            else:
+                yield from parser(stream, sink)
+            return True
+        except MalformedError:
+            stream.pass_to(begin)  # a parser may go back to the mark, which is text now
+            sink.text(stream.unemitted)
+            return False
+        finally:
+            stream.mark_emitted()
 
 
 @dataclass(slots=True)
@@ -231,9 +300,9 @@ class OutputFormat:
         """
         tool_call_name, reasoning_name = check_parser_names(tool_call_parser, reasoning_parser)
         if tool_call_name == AUTO:
-            tool_call_name = format_of_template(TOOL_CALL_FORMATS, template) or (GENERIC if template else NONE)
+            tool_call_name = _format_of_template(TOOL_CALL_FORMATS, template) or (GENERIC if template else NONE)
         if reasoning_name == AUTO:
-            reasoning_name = format_of_template(REASONING_FORMATS, template) or NONE
+            reasoning_name = _format_of_template(REASONING_FORMATS, template) or NONE
         if (tool_call_name == HARMONY and reasoning_name not in (HARMONY_REASONING, NONE)) or (
             reasoning_name == HARMONY_REASONING and tool_call_name not in (HARMONY, NONE)
         ):
@@ -267,7 +336,6 @@ class OutputFormat:
         self,
         tools: Sequence[Tool],
         *,
-        sample: int = 0,
         several: bool = True,
         in_reasoning: bool = False,
         parses_calls: bool | None = None,
@@ -276,20 +344,17 @@ class OutputFormat:
 
         Args:
             tools: those that the model was shown.
-            sample: the sample's index in its request.
             several: whether the answer may have more than one call.
             in_reasoning: whether the prompt has begun reasoning.
             parses_calls: whether calls are parsed; None = if there are tools.
         """
         calls = TOOL_CALL_FORMATS.get(self.tool_call_parser)
-        sink = EventSink(sample, tools, None if several else 1, calls.new_id if calls else call_id)
+        sink = EventSink(tools, None if several else 1, calls.new_id if calls else call_id)
         if not (tools if parses_calls is None else parses_calls):
             calls = None
         stream, one = TextStream(), self.reasoning_format
         if self.reasoning_parser == HARMONY_REASONING or (calls and self.tool_call_parser == HARMONY):
             reader = harmony.HarmonyReader(has_reasoning=one is not None, has_calls=calls is not None)
             return OutputStream(sink, stream, reader.read(stream, sink))
-        parser = OutputParser(
-            one.markers if one else Markers(), calls.markers if calls else Markers(), one.opened if one and in_reasoning else None
-        )
+        parser = OutputParser(one or _NO_MARKUP, calls or _NO_MARKUP, one.opened if one and in_reasoning else None)
         return OutputStream(sink, stream, parser.read(stream, sink))

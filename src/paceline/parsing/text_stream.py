@@ -20,6 +20,7 @@ MAX_NAME_LEN = 256
 """Characters of a name of a tool or an argument."""
 NAME_CHARACTER = re.compile(r"[\w.\-]")
 """A character of the name of a tool."""
+_TAG_CHARACTER = re.compile(r"[\w:.｜-]")
 
 
 class MalformedError(Exception):
@@ -133,6 +134,27 @@ class TextStream:
             if self.at < len(self.text) or self.has_ended:
                 return
             yield
+
+    def skip_repeated(self, mark: str) -> Parse[None]:
+        """Pass white space and an opening mark that is repeated."""
+        yield from self.skip()
+        while (yield from self.take(mark)):
+            yield from self.skip()
+
+    def pass_end_mark(self, close: str) -> Parse[None]:
+        """Pass white space, `close` and other closing tags such as </tool>, any number of times: models omit, repeat and misspell them."""
+        while True:
+            yield from self.skip()
+            self.mark_emitted()
+            if (yield from self.peek()) == "":
+                return
+            if (yield from self.take_or_end(close)):
+                continue
+            if not (yield from self.take_or_end("</")):
+                return
+            yield from self.matching(_TAG_CHARACTER)
+            yield from self.skip(" ")
+            yield from self.take(">")
 
     def until(self, literal: str, limit: int = MAX_NAME_LEN) -> Parse[str]:
         """Pass the text up to and including `literal`; returns the text before it.

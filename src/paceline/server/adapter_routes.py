@@ -42,8 +42,6 @@ def adapter_routes(pool: ModelPool) -> APIRouter:
         if not fields.lora_path or "\0" in fields.lora_path or len(fields.lora_path) > MAX_PATH_LEN:
             text = f"lora_path must be a directory on the server's machine, of 1 to {MAX_PATH_LEN} characters"
             raise HttpError(400, text, parameter="lora_path", code="invalid_value")
-        if name in service.engine.adapters:
-            raise _is_loaded(name)
         service.engine.check_open()
         with service.admission.admitted(0):
             try:
@@ -51,8 +49,9 @@ def adapter_routes(pool: ModelPool) -> APIRouter:
             except CapacityError as error:  # the request is right: with less in memory the same one is served
                 raise HttpError(507, str(error), kind="server_error", parameter="lora_path", code="out_of_memory") from error
             except PacelineError as error:
-                if name in service.engine.adapters:  # another request was faster
-                    raise _is_loaded(name) from error
+                if name in service.engine.adapters:
+                    text = f"lora_name: {name!r} is loaded already; unload it first, or give this one another name"
+                    raise HttpError(400, text, parameter="lora_name", code="adapter_loaded") from error
                 raise HttpError(400, str(error), parameter="lora_path", code="adapter_unusable") from error
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -61,20 +60,11 @@ def adapter_routes(pool: ModelPool) -> APIRouter:
         """Refuse requests for an adapter from now on; those that run end with it."""
         fields = await read_request(request, pool, UnloadFields)
         known = ", ".join(map(repr, service.engine.adapters)) or "none"
-        missing = HttpError(
-            404, f"lora_name: there is no adapter of this name; loaded: {known}", parameter="lora_name", code="adapter_not_found"
-        )
-        if fields.lora_name not in service.engine.adapters:
-            raise missing
         try:
             await service.engine.unload_adapter(fields.lora_name)
-        except PacelineError as error:  # another request was faster
-            raise missing from error
+        except PacelineError as error:
+            text = f"lora_name: there is no adapter of this name; loaded: {known}"
+            raise HttpError(404, text, parameter="lora_name", code="adapter_not_found") from error
         return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
     return router
-
-
-def _is_loaded(name: str) -> HttpError:
-    text = f"lora_name: {name!r} is loaded already; unload it first, or give this one another name"
-    return HttpError(400, text, parameter="lora_name", code="adapter_loaded")

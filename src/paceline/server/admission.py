@@ -2,10 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 from paceline.server.errors import HttpError, unavailable
 
@@ -22,23 +21,19 @@ class AdmissionControl:
         max_queue: samples that may wait in addition.
 
     Attributes:
+        limit: samples that may be in the server at a time.
         num_open: samples that run or wait.
         is_draining: whether the server is shutting down: running requests are finished, new ones are refused.
     """
 
     def __init__(self, num_running: int, max_queue: int) -> None:
-        self._num_running, self._max_queue = num_running, max_queue
+        self._num_running, self.limit = num_running, num_running + max_queue
         self.num_open = 0
         self._admitted = set[object]()  # requests that a drain waits for
         self._requests = set["asyncio.Task[None]"]()
         self.is_draining = False
         self._mean_s = 1.0
         self._idle = asyncio.Event()
-
-    @property
-    def limit(self) -> int:
-        """Samples that may be in the server at a time."""
-        return self._num_running + self._max_queue
 
     @contextmanager
     def admitted(self, num_samples: int, parameter: str = "n") -> Iterator[None]:
@@ -55,15 +50,14 @@ class AdmissionControl:
         request = _CURRENT_REQUEST.get(own_request)
         if self.is_draining and request not in self._admitted:
             raise unavailable("the server is shutting down: retry later", "draining", MAX_RETRY_S)
-        limit = self.limit
-        if num_samples > limit:
-            text = f"{parameter} requests {num_samples} samples, and the server holds at most {limit} at a time: request fewer"
+        if num_samples > self.limit:
+            text = f"{parameter} requests {num_samples} samples, and the server holds at most {self.limit} at a time: request fewer"
             raise HttpError(400, text, parameter=parameter)
-        if self.num_open + num_samples > limit:
+        if self.num_open + num_samples > self.limit:
             retry_s = min(MAX_RETRY_S, max(1, math.ceil(self._mean_s * num_samples / self._num_running)))
             raise HttpError(
                 429,
-                f"the queue is full: {self.num_open} of at most {limit} samples are running or waiting; retry in {retry_s} s",
+                f"the queue is full: {self.num_open} of at most {self.limit} samples are running or waiting; retry in {retry_s} s",
                 kind="rate_limit_error",
                 code="queue_full",
                 headers={"Retry-After": str(retry_s)},
@@ -82,7 +76,7 @@ class AdmissionControl:
         if not self._admitted:
             self._idle.set()
 
-    async def run_request(self, request: Coroutine[Any, Any, None]) -> None:
+    async def run_request(self, request: Awaitable[None]) -> None:
         """Await a request as a task that `abort` can cancel.
 
         Raises:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
+from paceline.parsing.tool_call_grammar import ONE_LINE
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.server.errors import invalid, shown, unsupported
 from paceline.server.fields import FastList, Fields, SamplingFields
@@ -90,12 +91,9 @@ def format_grammar(name: str, form: ResponseFormat, settings: ServerSettings) ->
         elif schema is form.json_schema and schema is not None and not {"type", "properties", "$ref", "anyOf"} & set(schema):
             schema = None  # a name and no schema
         return schema_grammar(name, schema, settings)
-    if form.type == "regex":
-        return regex_grammar(name, form.pattern or form.regex or form.value, settings)
-    if form.type == "choice":
-        return choice_grammar(name, form.choice or form.value, settings)
-    if form.type == "grammar":
-        return lark_grammar(name, form.grammar or form.value, settings)
+    given = {"regex": form.pattern or form.regex, "choice": form.choice, "grammar": form.grammar}
+    if form.type in given:
+        return _MAKERS[form.type](name, given[form.type] or form.value, settings)
     raise invalid(f"{name}.type", f"is {shown(form.type)}: send {_TYPES}")
 
 
@@ -158,10 +156,9 @@ def tags_grammar(name: str, given: object, settings: ServerSettings) -> Grammar:
         trigger = next((one for one in triggers if isinstance(one, str) and one and begin.startswith(one)), None)
         if trigger is None:
             raise invalid(name, f"has a tag that begins with {shown(begin)}, and no trigger that this begins with: send one")
-        parts = [json.dumps(text) for text in (begin.removeprefix(trigger), end)]
-        parts = [parts[0] * (parts[0] != '""'), f"%json {json.dumps({'x-guidance': _ONE_LINE, **schema})}", parts[1] * (parts[1] != '""')]
+        before, after = (f"{json.dumps(text)} " if text else "" for text in (begin.removeprefix(trigger), end))
         index = len(rules)
-        rules.append(f"tag_{index}: trigger_{index} {' '.join(part for part in parts if part)}")
+        rules.append(f"tag_{index}: trigger_{index} {before}%json {json.dumps({'x-guidance': ONE_LINE, **schema})} {after}".rstrip())
         rules.append(f"trigger_{index}[lazy]: /(.|\\n)*/ {json.dumps(trigger)}")
     choices = " | ".join(f"tag_{index}" for index in range(0, len(rules), 2))
     text = "\n".join([f"start: ({choices})* /(.|\\n)*/", *rules])
@@ -189,25 +186,11 @@ def _parsed(name: str, given: object) -> object:
         raise invalid(name, "is no JSON: send a JSON object") from None
 
 
-_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TAG_TYPES = ("", "structural_tag", "triggered_tags")
-_WITHIN: dict[str, MakeGrammar] = {
-    "json": schema_grammar,
-    "regex": regex_grammar,
-    "choice": choice_grammar,
-    "grammar": lark_grammar,
-    "json_object": lambda *_: Grammar.json_object(),
-    "structural_tag": tags_grammar,
-}
-_TOP_LEVEL: dict[str, MakeGrammar] = {
-    "guided_json": schema_grammar,
-    "guided_regex": regex_grammar,
-    "guided_choice": choice_grammar,
-    "guided_grammar": lark_grammar,
-    "json_schema": schema_grammar,
-    "regex": regex_grammar,
-    "grammar": lark_grammar,
-}
+_MAKERS: dict[str, MakeGrammar] = {"json": schema_grammar, "regex": regex_grammar, "choice": choice_grammar, "grammar": lark_grammar}
+_WITHIN = {**_MAKERS, "json_object": lambda *_: Grammar.json_object(), "structural_tag": tags_grammar}
+_TOP_LEVEL = {f"guided_{name}": make for name, make in _MAKERS.items()}
+_TOP_LEVEL |= {"json_schema": schema_grammar, "regex": regex_grammar, "grammar": lark_grammar}
 
 
 def _check_length(name: str, num_chars: int, settings: ServerSettings) -> None:

@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, Protocol
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,9 +16,8 @@ from paceline.outputs import RequestOutput, StreamChunk
 from paceline.server.dialects import dialect_of
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
 from paceline.server.errors import HttpError, http_error_of
-from paceline.server.fields import Fields, Read, ignored_header, log_ignored, read_body
+from paceline.server.fields import MAX_INLINE_BYTES, Fields, Read, read_body, report_ignored
 from paceline.server.framing import large_json
-from paceline.server.json_body import MAX_INLINE_BYTES
 from paceline.server.middleware import AT_END, MODEL_NAME
 from paceline.server.model_pool import ModelPool
 from paceline.server.service import Service
@@ -39,67 +39,74 @@ class Answering(Protocol):
         """The answer as events, encoded."""
 
 
-async def answer_request(
-    request: Request,
+def add_answer_route(
+    router: APIRouter,
     pool: ModelPool,
+    path: str,
     kind: type[Read],
     build: Callable[[Service, Read], Answering | Response],
     answer_unloaded: Callable[[ModelPool, Read], Response | None] = lambda *_: None,
-) -> Response:
-    """Answer a request.
+) -> None:
+    """Add a route whose requests generate an answer, whole or streamed.
 
-    What fails before a stream's first event is raised; what fails later is the stream's last event.
+    What fails before a stream's first event has a status of its own; what fails later is the stream's last event.
 
     Args:
+        path: if it begins with /v1, it is also served without that.
         kind: of the body's fields.
-        build: checks the fields and makes the answer of them, or a finished response.
+        build: checks the fields and makes the answer of them, or a finished response. Its name and docstring describe the route.
         answer_unloaded: answers a request that needs no loaded model; returns None where one is needed.
-
-    Raises:
-        HttpError: the request is wrong or is not served, or its model cannot be loaded.
-        PacelineError: as `Generation.collect`.
     """
-    fields, is_slow = await _read(request, pool, kind)
-    with named(fields.parameter_names()):
-        answer: Answering | Response | None = answer_unloaded(pool, fields)
-        if answer is None:
-            service = await _service_of(request, pool, fields)
-            answer = await asyncio.to_thread(build, service, fields) if is_slow else build(service, fields)
-        log_ignored(fields.ignored, pool.logged_fields)
-        if not isinstance(answer, Response):
-            answer = await (_streamed(request, answer) if fields.is_streamed else _whole(request, answer))
-    answer.headers.update(ignored_header(fields.ignored))
-    return answer
+
+    async def answer_request(request: Request) -> Response:
+        fields, is_slow = await _read(request, pool, kind)
+        with named(fields.parameter_names()):
+            answer: Answering | Response | None = answer_unloaded(pool, fields)
+            if answer is None:
+                service = await _service_of(request, pool, fields)
+                answer = await asyncio.to_thread(build, service, fields) if is_slow else build(service, fields)
+            headers = report_ignored(fields.ignored, pool.logged_fields)
+            if not isinstance(answer, Response):
+                answer = await (_streamed(request, answer) if fields.is_streamed else _whole(request, answer))
+        answer.headers.update(headers)
+        return answer
+
+    _add_route(router, path, kind, build, answer_request)
 
 
-async def answer_json(
-    request: Request, pool: ModelPool, kind: type[Read], compute: Callable[[Service, Read], Mapping[str, Any]]
-) -> Response:
-    """Answer a request that generates nothing.
+def add_json_route(
+    router: APIRouter, pool: ModelPool, path: str, kind: type[Read], compute: Callable[[Service, Read], Mapping[str, Any]]
+) -> None:
+    """Add a route whose requests generate nothing.
 
     Args:
-        compute: the answer's object. Slow: called in a thread.
-
-    Raises:
-        HttpError: as `answer_request`, or as `compute`.
+        path, kind: as for `add_answer_route`.
+        compute: the answer's object. Slow: called in a thread. Its name and docstring describe the route.
     """
-    fields, _ = await _read(request, pool, kind)
-    with named(fields.parameter_names()):
-        service = await _service_of(request, pool, fields)
-        with pool.admission.admitted(0):
-            body = await asyncio.to_thread(lambda: large_json(compute(service, fields)))
-    return Response(body, media_type="application/json", headers=response_headers(fields, pool))
+
+    async def answer_request(request: Request) -> Response:
+        fields, _ = await _read(request, pool, kind)
+        with named(fields.parameter_names()):
+            service = await _service_of(request, pool, fields)
+            with pool.admission.admitted(0):
+                body = await asyncio.to_thread(lambda: large_json(compute(service, fields)))
+        return Response(body, media_type="application/json", headers=report_ignored(fields.ignored, pool.logged_fields))
+
+    _add_route(router, path, kind, compute, answer_request)
+
+
+def _add_route(
+    router: APIRouter, path: str, kind: type[Fields], described: Callable[..., Any], answer: Callable[[Request], Awaitable[Response]]
+) -> None:
+    about: dict[str, Any] = {"methods": ["POST"], "name": described.__name__, "description": described.__doc__}
+    router.add_api_route(path, answer, openapi_extra=request_schema(kind), **about)
+    if path.startswith("/v1/"):
+        router.add_api_route(path.removeprefix("/v1"), answer, include_in_schema=False, **about)
 
 
 async def read_request(request: Request, pool: ModelPool, kind: type[Read]) -> Read:
     """Return the fields of a request whose answer needs no loaded model."""
     return (await _read(request, pool, kind))[0]
-
-
-def response_headers(fields: Fields, pool: ModelPool) -> dict[str, str]:
-    """Return the headers that name ignored fields, which are logged."""
-    log_ignored(fields.ignored, pool.logged_fields)
-    return ignored_header(fields.ignored)
 
 
 async def _read(request: Request, pool: ModelPool, kind: type[Read]) -> tuple[Read, bool]:
@@ -133,23 +140,9 @@ async def _whole(request: Request, answer: Answering) -> Response:
 
 
 async def _streamed(request: Request, answer: Answering) -> Response:
-    events, dialect = answer.events(), dialect_of(request.url.path)
-    first = await cancel_on_disconnect(request, _next(events))
-
-    async def all_events() -> AsyncGenerator[bytes, None]:
-        async with aclosing(events):
-            yield first
-            try:
-                async for event in events:
-                    yield event
-            except Exception as error:
-                yield dialect.error_event(http_error_of(error))
-
-    return EventStream(all_events(), dialect.media_type)
-
-
-async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
+    events = answer.events()
+    first = await cancel_on_disconnect(request, anext(events))
+    return EventStream(first, events, dialect_of(request.url.path))
 
 
 @cache  # making them takes most of the time that an application takes to be made

@@ -6,22 +6,18 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
 
 from paceline.outputs import RequestOutput, Usage
 from paceline.parsing.events import Answer, Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
 from paceline.parsing.tools import ToolUse
 from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import schema_grammar
-from paceline.server.answering import answer_json, answer_request, request_schema, speculation_of
-from paceline.server.chat_request import ChatRequest, Turns, checked_tools
+from paceline.server.answering import speculation_of
+from paceline.server.chat import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, invalid, num_chars, unsupported
 from paceline.server.fields import FastList, Fields, SamplingFields, WholeNumber
 from paceline.server.framing import named_event
-from paceline.server.model_pool import ModelPool
 from paceline.server.parameters import request_options, sampling_params, token_limit
 from paceline.server.service import Service
 
@@ -142,31 +138,14 @@ class MessagesFields(ConversationFields):
     stream: bool | None = None
 
 
-def message_routes(pool: ModelPool) -> APIRouter:
-    """The routes of messages, with and without /v1."""
-    router = APIRouter(tags=["anthropic"])
-
-    @router.post("/messages", include_in_schema=False)
-    @router.post("/v1/messages", openapi_extra=request_schema(MessagesFields))
-    async def messages(request: Request) -> Response:
-        """Answer a conversation."""
-        return await answer_request(request, pool, MessagesFields, _message)
-
-    @router.post("/messages/count_tokens", include_in_schema=False)
-    @router.post("/v1/messages/count_tokens", openapi_extra=request_schema(ConversationFields))
-    async def count_tokens(request: Request) -> Response:
-        """Count the tokens of a conversation, which may be too long to be answered."""
-
-        def count(service: Service, fields: ConversationFields) -> dict[str, int]:
-            chat = _chat_request(fields, service, SamplingParams(), service.adapter_of(fields.model))
-            return {"input_tokens": len(service.chat.prompt_ids(chat))}
-
-        return await answer_json(request, pool, ConversationFields, count)
-
-    return router
+def count_tokens(service: Service, fields: ConversationFields) -> dict[str, int]:
+    """Count the tokens of a conversation, which may be too long to be answered."""
+    chat = _chat_request(fields, service, SamplingParams(), service.adapter_of(fields.model))
+    return {"input_tokens": len(service.chat.prompt_ids(chat))}
 
 
-def _message(service: Service, fields: MessagesFields) -> "_Message":
+def messages(service: Service, fields: MessagesFields) -> "_Message":
+    """Answer a conversation."""
     adapter = service.adapter_of(fields.model)
     limit = token_limit("max_tokens", fields.max_tokens)
     form = fields.output_config.format if fields.output_config is not None else None
@@ -263,19 +242,15 @@ def _template_options(fields: ConversationFields, service: Service) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Generates the answer to one Messages request, whole or as events."""
-
     service: Service
     fields: MessagesFields
     request: ChatRequest
 
     async def collect(self) -> Answer:
-        """Generate the output."""
         (answer,) = await self.service.chat.collect(self.request)
         return answer
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """The answer as one object."""
         return {
             **self._message(answer.output.usage),
             "content": [_block(part) for part in answer.parts],
@@ -295,7 +270,9 @@ class _Message:
                     for fields in writer.objects_of(event):
                         yield named_event(fields)
                     if isinstance(event, Finished):
-                        yield named_event(self._message_delta(event))
+                        delta, usage = self._ending(event.output, event.finish_reason), _usage(event.output.usage)
+                        more = {"delta": delta, "usage": usage, "speculation": self._speculation(event.output)}
+                        yield named_event({"type": "message_delta", **more})
         yield named_event({"type": "message_stop"})
 
     def _message(self, usage: Usage) -> dict[str, Any]:
@@ -308,14 +285,6 @@ class _Message:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": _usage(usage),
-        }
-
-    def _message_delta(self, event: Finished) -> dict[str, Any]:
-        return {
-            "type": "message_delta",
-            "delta": self._ending(event.output, event.finish_reason),
-            "usage": _usage(event.output.usage),
-            "speculation": self._speculation(event.output),
         }
 
     def _ending(self, output: RequestOutput, finish_reason: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Calling an ASGI application in its own process, with a streamed response. `httpx.ASGITransport` returns nothing before the end."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,28 @@ from starlette.types import ASGIApp, Message
 REQUEST_ID = "paceline.request_id"
 """Key of a scope for the id of a forwarded request; clients cannot set it."""
 _HEADERS = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedRequest:
+    """A request that is passed to an application in this process, or by a front to a replica.
+
+    Attributes:
+        query: the query string.
+        headers: in addition to Host and Content-Type.
+        request_id: for the response and the log; None = a new one.
+        key: hash of the beginning of the prompt, for `choose_replica`.
+        replica: name of the replica that must answer; None = any.
+    """
+
+    method: str
+    path: str
+    body: bytes = b""
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    request_id: str | None = None
+    key: int | None = None
+    replica: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +57,15 @@ class Answer:
 
 
 @asynccontextmanager
-async def call_app(
-    app: ASGIApp,
-    method: str,
-    path: str,
-    body: bytes = b"",
-    *,
-    query: bytes = b"",
-    headers: Iterable[tuple[bytes, bytes]] = (),
-    request_id: str | None = None,
-) -> AsyncIterator[Answer]:
+async def call_app(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[Answer]:
     """Yield the response to one request. Leaving the block early cancels the request, as a disconnect does.
-
-    Args:
-        headers: in addition to Host and Content-Type.
-        request_id: for the response and the log; None = a new one.
 
     Raises:
         RuntimeError: the application ended without an answer.
     """
     sent = asyncio.Queue[Message | None]()
     gone = asyncio.Event()
-    bodies = iter([body])
+    bodies = iter([request.body])
 
     async def receive() -> Message:
         for whole in bodies:
@@ -66,8 +75,7 @@ async def call_app(
 
     async def run() -> None:
         try:
-            more = {"query_string": query, "headers": [*_HEADERS, *headers], REQUEST_ID: request_id}
-            await app({**_scope(method, path), **more}, receive, sent.put)
+            await app(_scope(request), receive, sent.put)
         finally:
             sent.put_nowait(None)
 
@@ -124,16 +132,19 @@ async def batched_parts(parts: AsyncGenerator[bytes, None], window_s: float) -> 
         await asyncio.gather(reading, return_exceptions=True)
 
 
-def _scope(method: str, path: str) -> dict[str, Any]:
+def _scope(request: ForwardedRequest) -> dict[str, Any]:
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
-        "method": method,
+        "method": request.method,
         "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
+        "path": request.path,
+        "raw_path": request.path.encode(),
+        "query_string": request.query,
         "root_path": "",
+        "headers": [*_HEADERS, *request.headers],
+        REQUEST_ID: request.request_id,
         "client": None,
         "server": None,
     }

@@ -1,26 +1,198 @@
 """From a neutral chat request to neutral events: the one way by which every dialect's chats are answered."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+import json
+import re
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.engine.chat_prompt import RESERVED_OPTIONS, ChatOutputParser, check_template_options
+from paceline.engine.chat_prompt import RESERVED_OPTIONS, ChatOutputParser, ChatPrompt, chat_prompt
 from paceline.engine.input_processor import InputProcessor
-from paceline.engine.inputs import RequestOptions
+from paceline.engine.inputs import Messages, RequestOptions
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
 from paceline.parsing.answer_grammar import answer_grammar
-from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Step
+from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Step, parts_of
 from paceline.parsing.registry import NONE, OutputFormat, OutputStream
 from paceline.parsing.tool_call_grammar import arguments_schema
+from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.grammars.compiler import GrammarCompiler
 from paceline.sampling.grammars.grammar import Grammar
-from paceline.server.chat_request import ChatRequest, check_tools
+from paceline.sampling.params import SamplingParams
+from paceline.server.errors import check_count, invalid
 from paceline.server.fields import Fields
 from paceline.server.generation import Generation, GenerationRequest
+from paceline.server.settings import ServerSettings
 from paceline.tokenizer.tokenizer import Tokenizer
+
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A chat request, in the same form for all API dialects.
+
+    Attributes:
+        messages: as chat templates know them: `role` and `content`, of answers `tool_calls` ({"id", "type", "function": {"name",
+            "arguments"}}) and `reasoning_content`, of tools' results `role: "tool"`, `tool_call_id` and `name`.
+        tools: those that may be called.
+        tool_use: whether they are.
+        tool_name: the only one that may be called, where calls are required; None = any.
+        parallel_tool_calls: whether there may be several calls in one answer.
+        template_options: further variables of the chat template, such as {"enable_thinking": False}.
+        add_generation_prompt: whether the prompt begins the model's turn.
+        continue_final_message: whether the last message is left open, so that the answer continues its text.
+        allow_special_tokens: whether control tokens that the messages spell out are control tokens.
+        fills_context: whether `params.max_tokens` is replaced by the rest of the context after the prompt.
+    """
+
+    messages: Messages
+    tools: Sequence[Tool] = ()
+    tool_use: ToolUse = ToolUse.AUTO
+    tool_name: str | None = None
+    parallel_tool_calls: bool = True
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    allow_special_tokens: bool = False
+    params: SamplingParams
+    options: RequestOptions = field(default_factory=lambda: RequestOptions())
+    fills_context: bool = False
+
+    @property
+    def offered_tools(self) -> Sequence[Tool]:
+        """The tools that the prompt lists."""
+        return () if self.tool_use is ToolUse.NONE else self.tools
+
+    def prompt(self, input_processor: InputProcessor) -> ChatPrompt:
+        """Return the conversation as the model reads it, with the errors of `chat_prompt`. Slow: call it in a thread."""
+        return chat_prompt(
+            input_processor,
+            self.messages,
+            tools=self.offered_tools,
+            template_options=self.template_options,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            allow_special_tokens=self.allow_special_tokens,
+        )
+
+
+class Turns:
+    """Collects a conversation. Consecutive parts of one role are one turn; an answer's reasoning, texts and calls are one turn too."""
+
+    def __init__(self) -> None:
+        self._turns: list[dict[str, Any]] = []
+        self._pending: list[tuple[str, str]] = []  # ids and names of calls without a result
+        self._call_names: dict[str, str] = {}
+
+    def add_text(self, role: str, texts: Iterable[str]) -> None:
+        """Append texts to the message of a role: "system", "user" or "assistant"."""
+        self._turn(role)["content"] += [{"type": "text", "text": text} for text in texts]
+
+    def add_reasoning(self, text: str) -> None:
+        """Add reasoning that precedes an answer's next text."""
+        turn = self._turn("assistant")
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+    def add_call(self, call_id: str | None, name: str, arguments: str | dict[str, Any]) -> None:
+        """Add a call to an answer.
+
+        Args:
+            call_id: None = a new one.
+            arguments: an object or its JSON text.
+        """
+        call_id = call_id or f"call_{len(self._turns)}_{len(self._pending)}"
+        function = {"name": name, "arguments": arguments}
+        self._turn("assistant").setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        self._call_names[call_id] = name
+        self._pending.append((call_id, name))
+
+    def add_result(self, call_id: str | None, name: str | None, texts: Iterable[str]) -> None:
+        """Add the result of a call.
+
+        Without an id it belongs to the next pending call of that tool, or of any. A result whose call is not in the conversation is kept
+        as it is: agents cut old turns off, and most chat templates can render it.
+        """
+        for call in self._pending:
+            if call_id == call[0] if call_id else name in (None, call[1]):
+                self._pending.remove(call)
+                call_id = call[0]
+                break
+        turn: dict[str, Any] = {"role": "tool", "tool_call_id": call_id or ""}
+        if known := self._call_names.get(call_id or "", name):
+            turn["name"] = known
+        self._turns.append({**turn, "content": [{"type": "text", "text": text} for text in texts]})
+
+    @property
+    def last(self) -> Mapping[str, Any] | None:
+        """The last turn."""
+        return self._turns[-1] if self._turns else None
+
+    def drop_last(self) -> None:
+        """Remove the last turn."""
+        self._turns.pop()
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The whole conversation. A content of one text is that text."""
+        return [{**turn, "content": plain_content(turn["content"])} for turn in self._turns]
+
+    def _turn(self, role: str) -> dict[str, Any]:
+        if not self._turns or self._turns[-1]["role"] != role:
+            self._turns.append({"role": role, "content": []})
+        return self._turns[-1]
+
+
+def plain_content(content: list[dict[str, str]]) -> str | list[dict[str, str]]:
+    """A content in its simplest form: none is an empty text, which chat templates can add to."""
+    if len(content) > 1:
+        return content
+    return content[0]["text"] if content else ""
+
+
+def checked_tools(
+    given: Sequence[Any] | None, settings: ServerSettings, *, within: str = "", parameters: str = "parameters"
+) -> tuple[Tool, ...]:
+    """The tools of a request.
+
+    Args:
+        given: the dialect's objects.
+        within: the field of a tool that has its name and schema; empty = the tool itself has them.
+        parameters: the dialect's name of the schema.
+
+    Raises:
+        HttpError: they are too many or too long, or a name or a schema is wrong.
+    """
+    check_count("tools", len(given or ()), settings.max_tools)
+    found = []
+    for index, outer in enumerate(given or ()):
+        place, one = (f"tools[{index}].{within}", getattr(outer, within)) if within else (f"tools[{index}]", outer)
+        strict = bool(getattr(one, "strict", False))
+        schema_place = f"{place}.{parameters}"
+        tool = Tool(name=one.name, description=one.description, parameters=getattr(one, parameters), strict=strict, place=schema_place)
+        if not _TOOL_NAME.fullmatch(tool.name):
+            raise invalid(f"{place}.name", "is no name: use 1 to 128 letters, digits, dots, underscores and hyphens")
+        num_chars = len(json.dumps(tool.parameters)) + len(tool.description or "")
+        if num_chars > settings.max_grammar_chars:
+            limit = settings.max_grammar_chars
+            raise invalid(place, f"has {num_chars} characters, and may have {limit}: shorten its description and schema")
+        if (tool.parameters or {}).get("type", "object") != "object":
+            text = "describes no object: arguments have names; send a schema of the type object"
+            raise invalid(schema_place, text)
+        found.append(tool)
+    return tuple(found)
+
+
+def _check_tools(request: ChatRequest) -> None:
+    """Raise RequestError if the tool choice names none of the tools."""
+    names = [tool.name for tool in request.tools]
+    if request.tool_use is ToolUse.REQUIRED and not names:
+        text = "tool_choice requires a call, and there are no tools: send tools, or leave it out"
+        raise RequestError(text, parameter="tool_choice")
+    if request.tool_name is not None and request.tool_name not in names:
+        text = f"tool_choice names the function {request.tool_name!r}, which is not among the tools: name one of them"
+        raise RequestError(text, parameter="tool_choice")
 
 
 class ChatService:
@@ -35,9 +207,8 @@ class ChatService:
         self.formats = formats
 
     def check(self, request: ChatRequest) -> None:
-        """Raise RequestError if this model cannot answer a request. `collect` and `stream` check it too."""
-        check_tools(request)
-        check_template_options(self._tokenizer, request.template_options)
+        """Raise RequestError if this model cannot answer a request. `collect` and `stream` check it too; `chat_prompt` checks the rest."""
+        _check_tools(request)
         if request.continue_final_message and request.params.grammar is not None:
             raise RequestError(
                 "grammar: the output continues the last message, and a grammar holds for whole texts: end with a message of the user",
@@ -81,9 +252,6 @@ class ChatService:
         Args:
             fields: of the request; what is ignored is added to those that are.
             given: the field `chat_template_kwargs`.
-
-        Raises:
-            RequestError: one is an argument of its own here.
         """
         found = dict[str, Any]()
         for name, value in (given or {}).items():
@@ -91,7 +259,6 @@ class ChatService:
                 found[name] = value
             else:
                 fields.ignore("template_options", name)
-        check_template_options(self._tokenizer, found)
         return found
 
     async def collect(self, request: ChatRequest) -> list[Answer]:
@@ -108,7 +275,7 @@ class ChatService:
         async with aclosing(self._generation.stream(turn.generation_request())) as stream:
             try:
                 async for _, chunk in stream:
-                    yield Step(chunk.sample_index, chunk, tuple(turn.events(chunk.sample_index, chunk.text, chunk.output)))
+                    yield Step(chunk, tuple(turn.events(chunk.sample_index, chunk.text, chunk.output)))
             except RequestError as error:
                 raise await self._explained(request, error) from error
 
@@ -156,7 +323,7 @@ class _Turn:
     def events(self, sample: int, text: str, output: RequestOutput | None) -> list[Event]:
         """Events of a sample's next text, and its end if `output` is given."""
         if sample not in self.samples:
-            self.samples[sample] = self.parser.stream_parser(sample=sample, parallel_tool_calls=self.request.parallel_tool_calls)
+            self.samples[sample] = self.parser.stream_parser(parallel_tool_calls=self.request.parallel_tool_calls)
         stream = self.samples[sample]
         events = stream.push(text)
         if output is None:
@@ -165,11 +332,13 @@ class _Turn:
         sink = stream.sink
         cut = sink.broken_off if output.stop_text is None else sink.unclosed  # a stop text ended the call, not the model
         called = output.finish_reason == "stop" and sink.num_calls > 0 and not cut
-        return [*events, Finished(sample, output, TOOL_CALLS if called else output.finish_reason)]
+        return [*events, Finished(output, TOOL_CALLS if called else output.finish_reason)]
 
     def answer(self, output: RequestOutput) -> Answer:
         """The whole of a sample."""
-        return Answer.of(self.events(output.sample_index, output.text, output))
+        *events, end = self.events(output.sample_index, output.text, output)
+        assert isinstance(end, Finished)
+        return Answer(parts_of(events), output, end.finish_reason)
 
     def _prompt_ids(self, input_processor: InputProcessor) -> list[list[int]]:
         prompt = self.request.prompt(input_processor)

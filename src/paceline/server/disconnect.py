@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from paceline.server.errors import ClientGoneError
+from paceline.server.dialects import Dialect
+from paceline.server.errors import ClientGoneError, http_error_of
 
 Result = TypeVar("Result")
 
@@ -20,19 +21,33 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[Result]) -> Res
 
 
 class EventStream(StreamingResponse):
-    """A stream of events whose source is closed when the client disconnects.
+    """A stream of events whose source is closed when the client disconnects. An error of the source becomes its last event.
 
     Args:
-        events: yields whole events.
+        first: the first event, which has been taken from `events`.
+        events: yields further whole events.
+        dialect: of the stream and its error.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], media_type: str) -> None:
-        super().__init__(events, media_type=media_type, headers={"X-Accel-Buffering": "no"})  # a proxy must not hold events back
-        self._events = events
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], dialect: Dialect) -> None:
+        self._events = _with_error(first, events, dialect)
+        headers = {"X-Accel-Buffering": "no"}  # a proxy must not hold events back
+        super().__init__(self._events, media_type=dialect.media_type, headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             await _first(self.stream_response(send), receive)
+
+
+async def _with_error(first: bytes, events: AsyncGenerator[bytes, None], dialect: Dialect) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        if first:
+            yield first
+        try:
+            async for event in events:
+                yield event
+        except Exception as error:
+            yield dialect.error_event(http_error_of(error))
 
 
 async def disconnected(receive: Receive) -> None:

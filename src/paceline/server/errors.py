@@ -117,16 +117,12 @@ def http_error_of(error: BaseException) -> HttpError:
         return HttpError(400, "the request is nested too deeply: send a flatter one", code="invalid_value")
     if isinstance(error, ConfigError):
         return unavailable("the engine takes no requests any more", "closed")
-    log_fault(error)
+    # a log line has the place and the type; the text may repeat what a request held
+    places = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+    log.error("%s at %s", type(error).__name__, " > ".join(places[-6:]))
     if isinstance(error, PacelineError):
         return HttpError(500, "the engine could not go on with this request", kind="server_error", code="engine_error")
     return HttpError(500, "the server failed at this request; its log names the place", kind="server_error", code="internal_error")
-
-
-def log_fault(error: BaseException) -> None:
-    """Log where an error was raised, and its type. Its text may repeat what a request held."""
-    places = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
-    log.error("%s at %s", type(error).__name__, " > ".join(places[-6:]))
 
 
 def head_too_large() -> HttpError:

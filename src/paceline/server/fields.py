@@ -1,11 +1,13 @@
-"""Objects of a request: pydantic models whose fields are served, and what becomes of all other fields."""
+"""Objects of a request: their JSON, pydantic models whose fields are served, and what becomes of all other fields."""
 
 import json
 import logging
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
+from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]  # not in typeshed
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
@@ -14,7 +16,6 @@ from pydantic_core import PydanticCustomError
 from paceline.errors import is_unicode
 from paceline.server.errors import FIELD_ERROR, HttpError, check_count, field_error, field_name, invalid
 from paceline.server.field_table import TABLE, FieldRules
-from paceline.server.json_body import MAX_INLINE_BYTES, parse_json
 from paceline.server.settings import ServerSettings
 
 log = logging.getLogger("paceline.server")
@@ -25,17 +26,21 @@ _MAX_NAME = 60  # characters of an ignored field's name
 _MAX_LOGGED = 1000  # names that one process logs
 _MAX_CHECKED = 200  # unknown names of one request that are compared with known ones
 _MIN_TYPO = 5  # characters of a name that one edit may change: shorter ones are too close to other words, as model is to mode
+MAX_INLINE_BYTES = 16_384
+"""Of a body that is parsed in the event loop: at most 5 ms."""
+MAX_CONTAINERS = 50_000
+"""Objects and lists of a body. 100 tools of a coding agent have about 5,000."""
+MAX_MEMBERS = 10_000
+"""Members of an object."""
+MAX_ITEMS = 500_000
+"""Items of a list; a prompt of token ids is the longest. Validating so many takes 30 ms, which no other thread interrupts."""
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _ECHOED = ("metadata", "user", "safety_identifier", "prompt_cache_key")  # an answer may repeat them, nothing else reads them
 _COUNTED = {"messages": "max_messages", "input": "max_messages", "tools": "max_tools"}
 """Lists, and the setting that limits each; counted before any of their items is read."""
 
 
-def _whole_number(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
+WholeNumber = Annotated[int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)]
 """A whole number, which may be written 8.0: languages with one type of number write it so."""
 
 
@@ -189,8 +194,8 @@ def read_body(kind: type[Read], content: bytes, settings: ServerSettings) -> Rea
     return fields
 
 
-def log_ignored(names: Iterable[str], logged: set[str]) -> None:
-    """Log names of ignored fields, each once.
+def report_ignored(names: Collection[str], logged: set[str]) -> dict[str, str]:
+    """Log names of ignored fields, each once, and return the header that names them; none where there are none.
 
     Args:
         logged: names that were logged before; a bounded number is added.
@@ -199,10 +204,6 @@ def log_ignored(names: Iterable[str], logged: set[str]) -> None:
         if name not in logged and len(logged) < _MAX_LOGGED:
             logged.add(name)
             log.info("%s", json.dumps({"event": "field_ignored", "field": name}))
-
-
-def ignored_header(names: Collection[str]) -> dict[str, str]:
-    """The header that names ignored fields; none where there are none."""
     shown = [*list(names)[:_MAX_NAMED], *(["..."] if len(names) > _MAX_NAMED else [])]
     return {IGNORED_HEADER: ", ".join(shown)} if shown else {}
 
@@ -319,3 +320,55 @@ class SamplingFields(Fields):
     def shows_origins(self) -> bool:
         """Whether the answer reports who drafted each token."""
         return self.speculation is not None and self.speculation.origins
+
+
+def parse_json(body: bytes) -> Any:
+    """Return what `json.loads` does; other threads can run meanwhile.
+
+    A C call holds Python's interpreter lock until it returns: `json.loads` of 8 MB blocks every thread for up to 2 s. The pure-Python
+    scanner of `json` is interrupted by other threads. A string is decoded in one C call: 8 MB take at most 13 ms.
+
+    Raises:
+        ValueError: as `json.loads`.
+        HttpError: it has more than `MAX_CONTAINERS` objects and lists, an object more than `MAX_MEMBERS` members, or a list more than
+            `MAX_ITEMS` items.
+    """
+    return _Decoder().decode(body.decode(json.detect_encoding(body)))
+
+
+class _Decoder(json.JSONDecoder):
+    """`json`'s decoder with its pure-Python scanner."""
+
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=_dict)
+        self._num_containers = 0
+        self.parse_object, self.parse_array = self._object, self._array
+        self.scan_once = py_make_scanner(self)
+
+    def _object(self, *arguments: Any) -> Any:
+        self._count_container()
+        return JSONObject(*arguments)
+
+    def _array(self, start: tuple[str, int], scan_once: Callable[[str, int], Any]) -> Any:
+        self._count_container()
+        num_items = 0
+
+        def scan_counted(text: str, index: int) -> Any:
+            nonlocal num_items
+            num_items += 1
+            if num_items > MAX_ITEMS:
+                raise HttpError(400, f"a list of the body has more than {MAX_ITEMS} items: send fewer", code="invalid_value")
+            return scan_once(text, index)
+
+        return JSONArray(start, scan_counted)
+
+    def _count_container(self) -> None:
+        self._num_containers += 1
+        if self._num_containers > MAX_CONTAINERS:
+            raise HttpError(400, f"the body has more than {MAX_CONTAINERS} objects and lists: send fewer", code="invalid_value")
+
+
+def _dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_MEMBERS:
+        raise HttpError(400, f"an object of the body has {len(pairs)} members: send at most {MAX_MEMBERS}", code="invalid_value")
+    return dict(pairs)

@@ -37,10 +37,6 @@ class GenerationRequest:
     fills_context: bool = False
     grammar: Callable[[], Grammar | None] | None = None
 
-    @property
-    def num_samples(self) -> int:
-        return self.num_prompts * self.params.n
-
 
 class Generation:
     """Runs generation requests.
@@ -92,7 +88,8 @@ class Generation:
     async def _admitted(self, request: GenerationRequest) -> AsyncIterator[tuple[float, list[list[int]], list[SamplingParams]]]:
         """Yield the deadline of a request in the loop's time, the ids of its prompts and their parameters."""
         self.engine.check_open()
-        with self.admission.admitted(request.num_samples, "n" if request.params.n > 1 else "prompt"):
+        n = request.params.n
+        with self.admission.admitted(request.num_prompts * n, "n" if n > 1 else "prompt"):
             started_s = _now_s()
             prompts, params = await asyncio.to_thread(self._prepared, request)
             yield started_s + self._settings.request_timeout_s, prompts, params

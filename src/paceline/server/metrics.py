@@ -44,7 +44,7 @@ class EngineSnapshot:
         return replace(self, stats=replace(self.stats, num_running=0, num_waiting=0), cache_usage=0.0, is_loaded=False)
 
 
-class Metrics:
+class Metrics(Collector):
     """Records histograms of the finished requests of a model, and renders them with its engine's counters for Prometheus.
 
     Args:
@@ -53,9 +53,9 @@ class Metrics:
 
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
-        self._engine = _EngineCollector(model)
-        self._registry.register(self._engine)
-        self._model = model
+        self._model, self._labels = model, {"model_name": model, "engine": "0"}
+        self._snapshot = EngineSnapshot()
+        self._registry.register(self)
 
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
             made = Histogram(PREFIX + name, text, ["model_name", "engine"], buckets=tuple(buckets), registry=self._registry)
@@ -101,38 +101,17 @@ class Metrics:
 
     def text(self, snapshot: EngineSnapshot) -> str:
         """Return the metrics as text."""
-        self._engine.snapshot = snapshot
+        self._snapshot = snapshot
         return generate_latest(self._registry).decode()
 
-
-def merged_pages(pages: Iterable[str]) -> str:
-    """Merge pages of metrics: each family has its comments once."""
-    families: dict[str, list[str]] = {}
-    for page in pages:
-        family = ""
-        for line in page.splitlines():
-            if line.startswith("# HELP "):
-                family = line.split(" ", 3)[2]
-                families.setdefault(family, [])
-            if line and not (line.startswith("#") and line in families[family]):
-                families[family].append(line)
-    return "".join(f"{line}\n" for lines in families.values() for line in lines)
-
-
-class _EngineCollector(Collector):
-    """The engine's counters; those of speculation include finished requests only."""
-
-    def __init__(self, model: str) -> None:
-        self._labels = {"model_name": model, "engine": "0"}
-        self.snapshot = EngineSnapshot()
-
     def collect(self) -> Iterable[Metric]:
-        stats, speculation, name = self.snapshot.stats, self.snapshot.stats.speculation, self.snapshot.drafter
-        yield self._gauge("model_loaded", "Whether the model is loaded.", float(self.snapshot.is_loaded))
-        yield self._counter("model_loads", "How often the model was loaded.", self.snapshot.num_loads)
+        """Yield the engine's counters; those of speculation include finished requests only."""
+        stats, speculation, name = self._snapshot.stats, self._snapshot.stats.speculation, self._snapshot.drafter
+        yield self._gauge("model_loaded", "Whether the model is loaded.", float(self._snapshot.is_loaded))
+        yield self._counter("model_loads", "How often the model was loaded.", self._snapshot.num_loads)
         yield self._gauge("num_requests_running", "Samples that take part in passes.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Samples that wait for room in the engine.", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the cache's blocks in use, 0 to 1.", self.snapshot.cache_usage)
+        yield self._gauge("kv_cache_usage_perc", "Share of the cache's blocks in use, 0 to 1.", self._snapshot.cache_usage)
         yield self._counter("prompt_tokens", "Prompt tokens of finished samples.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Output tokens of finished samples.", stats.completion_tokens)
         yield self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache.", stats.prompt_tokens)
@@ -149,14 +128,11 @@ class _EngineCollector(Collector):
         yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", speculation.num_draft_tokens, drafter)
         yield self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.", speculation.num_accepted_tokens, drafter)
         yield self._counter("drafter_failures", "How often the drafter failed; the steps were plain.", stats.drafter_failures, drafter)
-        by_position = self._family("spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by depth from 0.", ("drafter", "position"))
-        for position, accepted in enumerate(speculation.num_accepted_tokens_by_position or [0]):
-            by_position.add_metric([*self._labels.values(), name, str(position)], accepted)
-        yield by_position
-        by_reason = self._family("plain_steps", "Steps without drafts, by reason.", ("reason",))
-        for reason, count in speculation.skip_counts.items():
-            by_reason.add_metric([*self._labels.values(), reason.value], count)
-        yield by_reason
+        accepted = [((name, str(depth)), count) for depth, count in enumerate(speculation.num_accepted_tokens_by_position or [0])]
+        text = "Accepted drafts by depth from 0."
+        yield self._counters("spec_decode_num_accepted_tokens_per_pos", text, ("drafter", "position"), accepted)
+        reasons = [((reason.value,), count) for reason, count in speculation.skip_counts.items()]
+        yield self._counters("plain_steps", "Steps without drafts, by reason.", ("reason",), reasons)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, text, labels=list(self._labels))
@@ -164,17 +140,33 @@ class _EngineCollector(Collector):
         return family
 
     def _counter(self, name: str, text: str, value: float, more: Mapping[str, str] | None = None) -> Metric:
-        labels = {**self._labels, **(more or {})}
-        family = CounterMetricFamily(PREFIX + name, text, labels=list(labels))
-        family.add_metric(list(labels.values()), value)
+        labels = more or {}
+        return self._counters(name, text, tuple(labels), [(tuple(labels.values()), value)])
+
+    def _counters(self, name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=[*self._labels, *labels])
+        for own, value in values:
+            family.add_metric([*self._labels.values(), *own], value)
         return family
 
     def _inter_token_latency(self) -> Metric:
-        latency, text = self.snapshot.stats.inter_token_latency, "Between two steps that brought a sample tokens; a step may bring several."
+        latency = self._snapshot.stats.inter_token_latency
+        text = "Between two steps that brought a sample tokens; a step may bring several."
         family = HistogramMetricFamily(PREFIX + "inter_token_latency_seconds", text, labels=list(self._labels))
         ends = [*map(floatToGoString, LATENCY_BUCKETS_S), "+Inf"]
         family.add_metric(list(self._labels.values()), list(zip(ends, accumulate(latency.counts), strict=True)), latency.total_s)
         return family
 
-    def _family(self, name: str, text: str, more: tuple[str, ...]) -> CounterMetricFamily:
-        return CounterMetricFamily(PREFIX + name, text, labels=[*self._labels, *more])
+
+def merged_pages(pages: Iterable[str]) -> str:
+    """Merge pages of metrics: each family has its comments once."""
+    families: dict[str, list[str]] = {}
+    for page in pages:
+        family = ""
+        for line in page.splitlines():
+            if line.startswith("# HELP "):
+                family = line.split(" ", 3)[2]
+                families.setdefault(family, [])
+            if line and not (line.startswith("#") and line in families[family]):
+                families[family].append(line)
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)

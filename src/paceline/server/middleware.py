@@ -77,11 +77,10 @@ class ServerMiddleware:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, admission: AdmissionControl, count_response: CountResponse) -> None:
         self._app, self._settings, self._admission, self._count_response = app, settings, admission, count_response
-        self._keys = ApiKeyVerifier(settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            exchange = _Exchange(self._app, self._settings, self._keys, scope, send)
+            exchange = _Exchange(self._app, self._settings, scope, send)
             await exchange.respond(receive, self._admission)
             self._count_response(exchange.route, exchange.status, exchange.model)
         elif scope["type"] == "lifespan":
@@ -90,23 +89,14 @@ class ServerMiddleware:
             await send({"type": "websocket.close", "code": 1003})
 
 
-class ApiKeyVerifier:
-    """Compares API keys with the accepted ones by their hashes, in a time that does not depend on the key."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._hashes = [_hash(key.encode()) for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._hashes)
-
-    def accept(self, headers: Headers) -> bool:
-        """Return whether the headers hold a key, as OpenAI's or Anthropic's clients send it."""
-        given = headers.get("x-api-key", "")
-        kind, _, token = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer":
-            given = token.strip()
-        sent = _hash(given.encode("utf-8", "surrogateescape"))
-        return sum(hmac.compare_digest(sent, known) for known in self._hashes) > 0  # compares all of them
+def _has_key(headers: Headers, keys: Iterable[str]) -> bool:
+    """Return whether headers hold one of the keys, as OpenAI's or Anthropic's clients send it, in a time that does not depend on it."""
+    given = headers.get("x-api-key", "")
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        given = token.strip()
+    sent = _hash(given.encode("utf-8", "surrogateescape"))
+    return sum(hmac.compare_digest(sent, _hash(key.encode())) for key in keys) > 0  # compares all of them
 
 
 def _hash(key: bytes) -> bytes:
@@ -120,8 +110,8 @@ class _Exchange:
         status: of the response; 499 = the client disconnected first.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, keys: ApiKeyVerifier, scope: Scope, send: Send) -> None:
-        self._app, self._settings, self._keys = app, settings, keys
+    def __init__(self, app: ASGIApp, settings: ServerSettings, scope: Scope, send: Send) -> None:
+        self._app, self._settings = app, settings
         self._method = scope["method"]
         # HEAD is answered by the routes of GET
         self._scope, self._send = {**scope, "method": "GET"} if self._method == "HEAD" else scope, send
@@ -141,7 +131,7 @@ class _Exchange:
             if self._method in ("POST", "PUT", "PATCH"):
                 receive = await self._read_body(receive)
             with ExitStack() as self._scope[AT_END]:
-                await admission.run_request(self._run_app(receive))
+                await admission.run_request(self._app(self._scope, receive, self._send_on))
         except (ClientGoneError, asyncio.CancelledError):  # the client disconnected, or uvicorn ended its wait for it
             self.status = self.status or 499
         except Exception as error:
@@ -149,9 +139,6 @@ class _Exchange:
                 await self._send_error(http_error_of(error), receive)
         finally:
             self._log()
-
-    async def _run_app(self, receive: Receive) -> None:
-        await self._app(self._scope, receive, self._send_on)
 
     def _check(self) -> None:
         """Check sizes, host, key and content type, in this order.
@@ -173,7 +160,7 @@ class _Exchange:
                 f"Use http://127.0.0.1:{self._settings.port or 'PORT'} or --allowed-hosts."
             )
             raise HttpError(403, text, code="host_not_allowed")
-        if self._keys and self._scope["path"] not in WITHOUT_KEY and not self._keys.accept(headers):
+        if (keys := self._settings.api_keys) and self._scope["path"] not in WITHOUT_KEY and not _has_key(headers, keys):
             raise HttpError(
                 401,
                 "the API key is missing or not valid: send it as Authorization: Bearer KEY, or as x-api-key: KEY",

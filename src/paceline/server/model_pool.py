@@ -91,7 +91,7 @@ class ServedModel:
     @property
     def drafters(self) -> Sequence[str]:
         """Names of its drafters; none while it is not loaded."""
-        return [] if self.service is None else sorted(self.service.drafters)
+        return [] if self.service is None else sorted(self.service.engine.loaded.engine.speculator.drafter_names)
 
     def adapter_of(self, name: str | None) -> str | None:
         """See `Service.adapter_of`."""

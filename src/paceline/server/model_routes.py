@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from paceline import __version__
 from paceline.sampling.params import SamplingParams
-from paceline.server.answering import answer_json, request_schema
-from paceline.server.chat_request import ChatRequest
+from paceline.server.answering import add_json_route
+from paceline.server.chat import ChatRequest
 from paceline.server.errors import check_count, check_length, invalid
 from paceline.server.fields import FastList, Fields
 from paceline.server.model_pool import ModelPool, ServedModel
@@ -82,16 +81,8 @@ def model_routes(pool: ModelPool) -> APIRouter:
         """Facts about a model that llama.cpp's clients look for."""
         return JSONResponse(await asyncio.to_thread(_props, pool.find(model)))
 
-    @router.post("/tokenize", openapi_extra=request_schema(TokenizeFields))
-    async def tokenize(request: Request) -> Response:
-        """The token ids of a prompt or a conversation."""
-        return await answer_json(request, pool, TokenizeFields, _tokenized)
-
-    @router.post("/detokenize", openapi_extra=request_schema(DetokenizeFields))
-    async def detokenize(request: Request) -> Response:
-        """The text of token ids, special tokens included."""
-        return await answer_json(request, pool, DetokenizeFields, _detokenized)
-
+    add_json_route(router, pool, "/tokenize", TokenizeFields, tokenize)
+    add_json_route(router, pool, "/detokenize", DetokenizeFields, detokenize)
     return router
 
 
@@ -108,7 +99,8 @@ def _props(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def _tokenized(service: Service, fields: TokenizeFields) -> dict[str, Any]:
+def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
+    """The token ids of a prompt or a conversation."""
     service.adapter_of(fields.model)
     ids = _ids(service, fields)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": service.engine.loaded.input_processor.max_model_len, "tokens": ids}
@@ -144,7 +136,8 @@ def _ids(service: Service, fields: TokenizeFields) -> list[int]:
     )
 
 
-def _detokenized(service: Service, fields: DetokenizeFields) -> dict[str, Any]:
+def detokenize(service: Service, fields: DetokenizeFields) -> dict[str, Any]:
+    """The text of token ids, special tokens included."""
     service.adapter_of(fields.model)
     input_processor = service.engine.loaded.input_processor
     check_count("tokens", len(fields.tokens), service.settings.max_prompt_chars)

@@ -16,10 +16,10 @@ from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Te
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.server.answer_form import schema_grammar
-from paceline.server.answering import answer_request, named, read_request, request_schema, response_headers, speculation_of
-from paceline.server.chat_request import ChatRequest, Turns, checked_tools
+from paceline.server.answering import add_answer_route, named, read_request, request_schema, speculation_of
+from paceline.server.chat import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, invalid, num_chars, shown
-from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields, WholeNumber
+from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields, WholeNumber, report_ignored
 from paceline.server.framing import line
 from paceline.server.generation import GenerationRequest
 from paceline.server.model_pool import ModelPool, ServedModel
@@ -151,15 +151,8 @@ def ollama_routes(pool: ModelPool) -> APIRouter:
     router = APIRouter(tags=["ollama"])
     started = _now()
 
-    @router.post("/api/chat", openapi_extra=request_schema(ChatFields))
-    async def chat(request: Request) -> Response:
-        """Answer a conversation."""
-        return await answer_request(request, pool, ChatFields, _chat, _unloaded)
-
-    @router.post("/api/generate", openapi_extra=request_schema(GenerateFields))
-    async def generate(request: Request) -> Response:
-        """Answer a prompt, or continue a raw one."""
-        return await answer_request(request, pool, GenerateFields, _generate, _unloaded)
+    add_answer_route(router, pool, "/api/chat", ChatFields, chat, _unloaded)
+    add_answer_route(router, pool, "/api/generate", GenerateFields, generate, _unloaded)
 
     @router.get("/api/version")
     async def version() -> Response:
@@ -183,12 +176,13 @@ def ollama_routes(pool: ModelPool) -> APIRouter:
         fields = await read_request(request, pool, ShowFields)
         with named(fields.parameter_names()):
             found = await asyncio.to_thread(_shown, fields, pool)
-        return JSONResponse({**found, "modified_at": started}, headers=response_headers(fields, pool))
+        return JSONResponse({**found, "modified_at": started}, headers=report_ignored(fields.ignored, pool.logged_fields))
 
     return router
 
 
-def _chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
+def chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
+    """Answer a conversation."""
     adapter = service.adapter_of(fields.model)
     if not fields.messages:
         return _loaded(adapter or service.model, EMPTY_CHAT)
@@ -201,7 +195,8 @@ def _chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
     return _OllamaAnswer(service, adapter or service.model, fields, request, is_chat=True)
 
 
-def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Response":
+def generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Response":
+    """Answer a prompt, or continue a raw one."""
     adapter = service.adapter_of(fields.model)
     prompt, system = fields.prompt, fields.system
     if not prompt:
@@ -272,22 +267,19 @@ def _generation(fields: RequestFields, service: Service, adapter: str | None) ->
         fields.ignore("options.num_ctx")  # Ollama's clients send their own default
     limit, sampling = token_limit("options.num_predict", options.num_predict, unlimited=(0, -1, -2)), _sampling(fields)
     is_raw = isinstance(fields, GenerateFields) and _is_raw(fields, service)
+    grammar = Grammar.json_object() if fields.format == "json" else None
+    if isinstance(fields.format, dict) and fields.format:
+        grammar = schema_grammar("format", fields.format, service.settings)
     params = sampling_params(
         sampling,
         service.settings,
         service.sampling_defaults.completion_defaults(DOCUMENTED) if is_raw else service.sampling_defaults.chat,
         max_tokens=limit,
         stop=options.stop,
-        grammar=_grammar(fields, service),
+        grammar=grammar,
         logprobs=num_top_logprobs(logprobs=fields.logprobs, top_logprobs=fields.top_logprobs),
     )
     return {"params": params, "options": request_options(sampling, adapter=adapter), "fills_context": limit is None}
-
-
-def _grammar(fields: RequestFields, service: Service) -> Grammar | None:
-    if not fields.format:
-        return None
-    return Grammar.json_object() if fields.format == "json" else schema_grammar("format", fields.format, service.settings)
 
 
 def _template_options(fields: RequestFields, service: Service) -> dict[str, Any]:
@@ -313,15 +305,13 @@ class _OllamaAnswer:
     is_chat: bool
 
     async def collect(self) -> Answer:
-        """Generate the output."""
         if isinstance(self.request, ChatRequest):
             (answer,) = await self.service.chat.collect(self.request)
             return answer
         (output,) = await self.service.generation.collect(self.request)
-        return Answer((Text(0, output.text),), output, output.finish_reason)
+        return Answer((Text(output.text),), output, output.finish_reason)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """The answer as one object."""
         more = {"thinking": answer.reasoning} if answer.reasoning else {}
         calls = [found for call in answer.tool_calls if (found := _call(call)) is not None]
         whole = self._object(answer.text, **more, **({"tool_calls": calls} if calls else {}))
@@ -339,10 +329,10 @@ class _OllamaAnswer:
     async def _raw_steps(self, request: GenerationRequest) -> AsyncGenerator[Step, None]:
         async with aclosing(self.service.generation.stream(request)) as stream:
             async for _, chunk in stream:
-                events: list[Event] = [Text(0, chunk.text)] if chunk.text else []
+                events: list[Event] = [Text(chunk.text)] if chunk.text else []
                 if chunk.output is not None:
-                    events.append(Finished(0, chunk.output, chunk.output.finish_reason))
-                yield Step(0, chunk, tuple(events))
+                    events.append(Finished(chunk.output, chunk.output.finish_reason))
+                yield Step(chunk, tuple(events))
 
     def _lines(self, step: Step, calls: "_CallCollector") -> Iterator[dict[str, Any]]:
         """The objects of a step. The first one has the log-probabilities of its tokens."""
@@ -367,7 +357,7 @@ class _OllamaAnswer:
         return {**_head(self.model), "response": text, **more}
 
     def _ending(self, output: RequestOutput, finish_reason: str) -> dict[str, Any]:
-        timing, usage = output.timing, output.usage
+        timing, usage, asked = output.timing, output.usage, self.fields.speculation
         return {
             "done": True,
             "done_reason": "length" if finish_reason == "length" else "stop",
@@ -377,12 +367,8 @@ class _OllamaAnswer:
             "prompt_eval_duration": _nanoseconds(timing.prompt_s),
             "eval_count": usage.completion_tokens,
             "eval_duration": _nanoseconds(timing.decode_s),
-            "speculation": speculation_of([output], shows_origins=self._shows_origins),
+            "speculation": speculation_of([output], shows_origins=asked is not None and asked.origins),
         }
-
-    @property
-    def _shows_origins(self) -> bool:
-        return self.fields.speculation is not None and self.fields.speculation.origins
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         if not self.fields.logprobs or not logprobs:

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from fastapi import APIRouter
 from pydantic import model_validator
-from starlette.requests import Request
-from starlette.responses import Response
 
 from paceline.engine.inputs import RequestOptions
 from paceline.outputs import RequestOutput
@@ -19,12 +16,11 @@ from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Te
 from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import FormFields
-from paceline.server.answering import answer_request, chunk_origins, request_schema, speculation_of
-from paceline.server.chat_request import ChatRequest, allowed_tools, checked_tools, plain_content
+from paceline.server.answering import chunk_origins, speculation_of
+from paceline.server.chat import ChatRequest, checked_tools, plain_content
 from paceline.server.errors import check_length, invalid, num_chars, shown
 from paceline.server.fields import FastList, Fields, WholeNumber
 from paceline.server.framing import data_event
-from paceline.server.model_pool import ModelPool
 from paceline.server.parameters import check_prediction, num_top_logprobs, request_options, sampling_params, token_limit
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
@@ -204,20 +200,8 @@ class ChatFields(TextFields, at=("chat", "")):
         }
 
 
-def chat_routes(pool: ModelPool) -> APIRouter:
-    """The route of chats, with and without /v1."""
-    router = APIRouter(tags=["openai"])
-
-    @router.post("/chat/completions", include_in_schema=False)
-    @router.post("/v1/chat/completions", openapi_extra=request_schema(ChatFields))
-    async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
-        return await answer_request(request, pool, ChatFields, _chat)
-
-    return router
-
-
-def _chat(service: Service, fields: ChatFields) -> "_Chat":
+def chat_completions(service: Service, fields: ChatFields) -> "_Chat":
+    """Answer a conversation."""
     adapter = service.adapter_of(fields.model)
     fields.check_prompt_logprobs()
     messages = conversation(fields.messages, service.settings)
@@ -322,7 +306,10 @@ def _allowed_choice(allowed: object, tools: Sequence[Tool], within: str) -> dict
         mode = shown(given.get("mode"))
         what = "has no tools" if listed in (None, []) else f"has the mode {mode}, or a tool that is no function with a name"
         raise invalid("tool_choice.allowed_tools", f"{what}: send the mode auto or required, and one or more functions with names")
-    return {"tools": allowed_tools(tools, names, "tool_choice.allowed_tools"), "tool_use": ToolUse(given["mode"])}
+    for name in names:
+        if name not in [tool.name for tool in tools]:
+            raise invalid("tool_choice.allowed_tools", f"allows the function {name!r}, which is not among the tools: name one of them")
+    return {"tools": tuple(tool for tool in tools if tool.name in names), "tool_use": ToolUse(given["mode"])}
 
 
 def _ending(fields: ChatFields) -> dict[str, Any]:
@@ -331,8 +318,6 @@ def _ending(fields: ChatFields) -> dict[str, Any]:
     continues = bool(fields.continue_final_message) or (last is not None and bool(last.prefix or last.partial))
     if continues and fields.add_generation_prompt:
         raise invalid("add_generation_prompt", "and continue_final_message exclude each other: send one of them")
-    if continues and (last is None or last.role != "assistant" or last.tool_calls):
-        raise invalid("continue_final_message", "needs a text of the assistant as the last message: send one, or leave it out")
     return {"continue_final_message": continues, "add_generation_prompt": not continues and fields.add_generation_prompt is not False}
 
 
@@ -355,18 +340,14 @@ def _template_options(fields: ChatFields, service: Service) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """One chat, ready to be answered."""
-
     service: Service
     fields: ChatFields
     request: ChatRequest
 
     async def collect(self) -> list[Answer]:
-        """Generate all outputs."""
         return await self.service.chat.collect(self.request)
 
     def whole(self, answers: list[Answer]) -> dict[str, Any]:
-        """The answer as one object."""
         outputs = [answer.output for answer in answers]
         found = {
             **answer_head(self.service, self.request.options, "chat.completion", "chatcmpl"),
@@ -387,9 +368,10 @@ class _Chat:
         outputs: list[RequestOutput] = []
         async with aclosing(self.service.chat.stream(self.request)) as stream:
             async for step in stream:
-                if step.sample not in begun:
-                    begun.add(step.sample)
-                    yield data_event({**top, "choices": [_delta(step.sample, {"role": "assistant", "content": ""})]})
+                sample = step.chunk.sample_index
+                if sample not in begun:
+                    begun.add(sample)
+                    yield data_event({**top, "choices": [_delta(sample, {"role": "assistant", "content": ""})]})
                 for fields in self._pieces(step):
                     yield data_event({**top, **fields})
                 if step.chunk.output is not None:
@@ -410,11 +392,12 @@ class _Chat:
 
     def _pieces(self, step: Step) -> Iterator[dict[str, Any]]:
         """The events of a step. The first one has the log-probabilities and origins of its tokens, if they are requested."""
-        pieces = [_piece(one) for one in step.events]
+        sample = step.chunk.sample_index
+        pieces = [_piece(sample, one) for one in step.events]
         shows_origins = self.fields.shows_origins
         if step.chunk.token_ids and (self.fields.logprobs or shows_origins):
             if not pieces or pieces[0]["finish_reason"] is not None:
-                pieces.insert(0, _delta(step.sample, {"content": ""}))
+                pieces.insert(0, _delta(sample, {"content": ""}))
             if self.fields.logprobs:
                 pieces[0]["logprobs"] = self.service.texts.chat_content(step.chunk.logprobs)
         for index, piece in enumerate(pieces):
@@ -461,14 +444,14 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _piece(event: Event) -> dict[str, Any]:
+def _piece(sample: int, event: Event) -> dict[str, Any]:
     if isinstance(event, Finished):
-        return _delta(event.sample, {}, event.finish_reason)
+        return _delta(sample, {}, event.finish_reason)
     if isinstance(event, Text):
-        return _delta(event.sample, {"content": event.text})
+        return _delta(sample, {"content": event.text})
     if isinstance(event, Reasoning):
-        return _delta(event.sample, _reasoning(event.text))
-    return _delta(event.sample, {"tool_calls": [_call_delta(event)]})
+        return _delta(sample, _reasoning(event.text))
+    return _delta(sample, {"tool_calls": [_call_delta(event)]})
 
 
 def _call_delta(event: ToolCallStart | ToolCallArguments) -> dict[str, Any]:

@@ -6,17 +6,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
-
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.server.answering import answer_request, chunk_origins, request_schema, speculation_of
+from paceline.server.answering import chunk_origins, speculation_of
 from paceline.server.errors import check_length, invalid
 from paceline.server.fields import FastList, WholeNumber
 from paceline.server.framing import as_json, data_event, large_json
 from paceline.server.generation import GenerationRequest
-from paceline.server.model_pool import ModelPool
 from paceline.server.openai_chat import DONE, TextFields, answer_head, usage_of
 from paceline.server.parameters import check_prediction, request_options, token_limit
 from paceline.server.service import Service
@@ -48,20 +43,8 @@ class CompletionFields(TextFields, at=("completions", "")):
         }
 
 
-def completion_routes(pool: ModelPool) -> APIRouter:
-    """The route of completions, with and without /v1."""
-    router = APIRouter(tags=["openai"])
-
-    @router.post("/completions", include_in_schema=False)
-    @router.post("/v1/completions", openapi_extra=request_schema(CompletionFields))
-    async def completions(request: Request) -> Response:
-        """Continue a text, or several."""
-        return await answer_request(request, pool, CompletionFields, _completion)
-
-    return router
-
-
-def _completion(service: Service, fields: CompletionFields) -> "_Completion":
+def completions(service: Service, fields: CompletionFields) -> "_Completion":
+    """Continue a text, or several."""
     adapter = service.adapter_of(fields.model)
     prompts, settings = fields.prompts, service.settings
     if not 1 <= len(prompts) <= settings.max_prompts:
@@ -90,19 +73,15 @@ def _completion(service: Service, fields: CompletionFields) -> "_Completion":
 
 @dataclass(frozen=True, slots=True)
 class _Completion:
-    """One request, ready to be answered."""
-
     service: Service
     fields: CompletionFields
     request: GenerationRequest
     shows_output: bool
 
     async def collect(self) -> list[RequestOutput]:
-        """Generate all outputs."""
         return await self.service.generation.collect(self.request)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The answer as one object."""
         return {
             **answer_head(self.service, self.request.options, "text_completion", "cmpl"),
             "choices": [self._choice(place, output) for place, output in enumerate(outputs)],
@@ -143,7 +122,15 @@ class _Completion:
         num_chars: dict[int, int],
         encode: Callable[[Mapping[str, Any]], bytes],
     ) -> bytes:
-        choice = self._piece(place, prefix, chunk, num_chars)
+        logprobs = None
+        if self.fields.logprobs is not None:
+            ids = chunk.token_ids if self.shows_output else []
+            known = [*chunk.prompt_logprobs, *chunk.logprobs[: len(ids)]]
+            logprobs = self.service.texts.completion_lists(known, [*chunk.prompt_token_ids, *ids], num_chars[place])
+            num_chars[place] += sum(map(len, logprobs["tokens"]))
+        text = prefix + (chunk.text if self.shows_output else "")
+        reason = None if chunk.output is None else self._reason(chunk.output)
+        choice = {"index": place, "text": text, "logprobs": logprobs, "finish_reason": reason}
         origins = chunk_origins(chunk, self.service.texts) if self.fields.shows_origins else {}
         return data_event({**top, "choices": [choice], **origins}, encode)
 
@@ -165,17 +152,6 @@ class _Completion:
         if self.fields.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self.service.texts.prompt_entries(output.prompt_logprobs or [])
         return choice
-
-    def _piece(self, place: int, prefix: str, chunk: StreamChunk, num_chars: dict[int, int]) -> dict[str, Any]:
-        logprobs = None
-        if self.fields.logprobs is not None:
-            ids = chunk.token_ids if self.shows_output else []
-            known = [*chunk.prompt_logprobs, *chunk.logprobs[: len(ids)]]
-            logprobs = self.service.texts.completion_lists(known, [*chunk.prompt_token_ids, *ids], num_chars[place])
-            num_chars[place] += sum(map(len, logprobs["tokens"]))
-        text = prefix + (chunk.text if self.shows_output else "")
-        reason = None if chunk.output is None else self._reason(chunk.output)
-        return {"index": place, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _reason(self, output: RequestOutput) -> str:
         return output.finish_reason if self.shows_output else "length"

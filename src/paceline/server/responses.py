@@ -8,21 +8,17 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from pydantic import Discriminator, Field, Tag
-from starlette.requests import Request
-from starlette.responses import Response
 
 from paceline.outputs import RequestOutput
 from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.server.answer_form import schema_grammar
-from paceline.server.answering import answer_request, request_schema, speculation_of
-from paceline.server.chat_request import ChatRequest, Turns, checked_tools
+from paceline.server.answering import speculation_of
+from paceline.server.chat import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, http_error_of, num_chars, unsupported
 from paceline.server.fields import FastList, Fields, SamplingFields, WholeNumber
 from paceline.server.framing import named_event
-from paceline.server.model_pool import ModelPool
 from paceline.server.openai_chat import tool_choice
 from paceline.server.parameters import request_options, sampling_params, token_limit
 from paceline.server.service import Service
@@ -140,20 +136,8 @@ class ResponsesFields(SamplingFields, at=("responses", "")):
         }
 
 
-def response_routes(pool: ModelPool) -> APIRouter:
-    """Return a router with /v1/responses and /responses."""
-    router = APIRouter(tags=["openai"])
-
-    @router.post("/responses", include_in_schema=False)
-    @router.post("/v1/responses", openapi_extra=request_schema(ResponsesFields))
-    async def responses(request: Request) -> Response:
-        """Answer a conversation. Nothing is stored."""
-        return await answer_request(request, pool, ResponsesFields, _response)
-
-    return router
-
-
-def _response(service: Service, fields: ResponsesFields) -> "_Response":
+def responses(service: Service, fields: ResponsesFields) -> "_Response":
+    """Answer a conversation. Nothing is stored."""
     adapter = service.adapter_of(fields.model)
     if _LOGPROBS in (fields.include or []):
         raise unsupported("include", f"{_LOGPROBS} is in the answers of /v1/chat/completions alone")
@@ -213,8 +197,6 @@ def _grammar(fields: ResponsesFields, settings: ServerSettings) -> Grammar | Non
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """One request, ready to be answered."""
-
     service: Service
     fields: ResponsesFields
     request: ChatRequest
@@ -226,9 +208,8 @@ class _Response:
         return head, answer
 
     def whole(self, collected: tuple[dict[str, Any], Answer]) -> dict[str, Any]:
-        """The answer as one object."""
         head, answer = collected
-        return self._ended(head, items_of(answer), Finished(0, answer.output, answer.finish_reason))
+        return self._ended(head, items_of(answer), Finished(answer.output, answer.finish_reason))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as events: the response without output, each item with its pieces, then the whole response."""
@@ -394,7 +375,7 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 def items_of(answer: Answer) -> list[dict[str, Any]]:
     """The items of a whole answer."""
     writer = ItemWriter()
-    for event in (*_events(answer), Finished(0, answer.output, answer.finish_reason)):
+    for event in (*_events(answer), Finished(answer.output, answer.finish_reason)):
         deque(writer.objects_of(event), maxlen=0)
     return writer.items
 
@@ -402,7 +383,7 @@ def items_of(answer: Answer) -> list[dict[str, Any]]:
 def _events(answer: Answer) -> Iterator[Event]:
     for index, part in enumerate(answer.parts):
         if isinstance(part, ToolCall):
-            yield ToolCallStart(0, index, part.id, part.name)
-            yield ToolCallArguments(0, index, part.arguments)
+            yield ToolCallStart(index, part.id, part.name)
+            yield ToolCallArguments(index, part.arguments)
         else:
             yield part

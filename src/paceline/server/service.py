@@ -81,11 +81,6 @@ class Service:
         return self.engine.loaded.sampling_defaults
 
     @property
-    def drafters(self) -> Collection[str]:
-        """Names of the drafters that a request may name."""
-        return self.engine.loaded.engine.speculator.drafter_names
-
-    @property
     def reads_predictions(self) -> bool:
         """Whether a drafter uses the prediction of a request."""
         return self.engine.loaded.engine.speculator.uses_predicted_outputs

@@ -24,9 +24,10 @@ _COUNTS = (
     "max_messages", "max_prompt_chars", "max_prompts", "max_n", "max_stop", "max_stop_chars", "max_grammar_chars", "max_tools",
     "max_connections", "max_loaded",
 )  # fmt: skip
-_MAX_SETTINGS = {
-    "max_body_mb": 4096, "head_timeout_s": 86_400, "body_timeout_s": 86_400, "request_timeout_s": 604_800, "send_timeout_s": 86_400,
-    "grammar_timeout_s": 3600, "drain_s": 86_400,
+_BOUNDS = {
+    "port": (0, 65_535), "max_queue": (0, 100_000), **dict.fromkeys(_COUNTS, (1, 2**31 - 1)), "max_body_mb": (0, 4096),
+    **dict.fromkeys(("head_timeout_s", "body_timeout_s", "send_timeout_s", "drain_s"), (0, 86_400)),
+    "request_timeout_s": (0, 604_800), "grammar_timeout_s": (0, 3600),
 }  # fmt: skip
 
 
@@ -98,12 +99,10 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.host or not isinstance(self.host, str):
             raise ConfigError(f"host is {self.host!r}: use an address or a name, such as 127.0.0.1")
-        for name, low, high in (("port", 0, 65535), ("max_queue", 0, 100_000)):
-            _check_number(name, getattr(self, name), low, high)
-        for name in _COUNTS:
-            _check_number(name, getattr(self, name), 1, 2**31 - 1)
-        for name, high in _MAX_SETTINGS.items():
-            _check_number(name, getattr(self, name), 0, high)
+        for name, (low, high) in _BOUNDS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ConfigError(f"{name} is {value!r}: use a number from {low} to {high}")
         if self.unknown_fields not in ("ignore", "refuse"):
             raise ConfigError(f"unknown_fields is {self.unknown_fields!r}: use ignore or refuse")
         for key in self.api_keys:
@@ -212,8 +211,3 @@ def check_key(key: str, place: str = "api_keys") -> None:
     if not key.isascii() or not key.isprintable() or " " in key or not MIN_KEY_LEN <= len(key) <= MAX_KEY_LEN:
         allowed = f"use {MIN_KEY_LEN} to {MAX_KEY_LEN} printable ASCII characters without spaces"
         raise ConfigError(f"{place} holds a key of {len(key)} characters, which cannot be used: {allowed}")
-
-
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}: use a number from {low} to {high}")

@@ -27,11 +27,8 @@ class TokenTexts:
 
     def text_of(self, token_id: int) -> str:
         """Its text; of a part of a character OpenAI's spelling of the bytes."""
-        spelled = self.bytes_of(token_id)
-        try:
-            return spelled.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+        piece = self.piece_of(token_id)
+        return piece if isinstance(piece, str) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
     def piece_of(self, token_id: int) -> str | list[int]:
         """Its text; of a part of a character the bytes, as llama.cpp lists them."""

@@ -15,12 +15,12 @@ from harness.http_client import BASE, HttpClient, events_in
 from paceline import AsyncEngine
 from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.server.app import create_app
-from paceline.server.asgi_client import batched_parts, call_app
+from paceline.server.asgi_client import ForwardedRequest, batched_parts, call_app
 from paceline.server.replicas import front as front_module
 from paceline.server.replicas.front import create_front
 from paceline.server.replicas.ray_batch import lines_per_block
 from paceline.server.replicas.ray_serve import actor_options, ray_cluster
-from paceline.server.replicas.replica import ForwardedRequest, Replica, ReplicaLostError, ReplicaPool, ResponseHead, replica_settings
+from paceline.server.replicas.replica import Replica, ReplicaLostError, ReplicaPool, ResponseHead, replica_settings
 from paceline.server.replicas.routing import choose_replica
 from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.settings import ServerSettings
@@ -48,8 +48,7 @@ class LocalPool(ReplicaPool):
         self.asked.append(forwarded)
         name = forwarded.replica or choose_replica(dict.fromkeys(self.apps, 0), forwarded.key or 0)
         self.chosen[name] += 1
-        more = {"query": forwarded.query, "headers": forwarded.headers, "request_id": forwarded.request_id}
-        async with call_app(self.apps[name], forwarded.method, forwarded.path, forwarded.body, **more) as answer:  # type: ignore[arg-type]
+        async with call_app(self.apps[name], forwarded) as answer:
             if self.lost_after == 0:
                 raise ReplicaLostError
             head = ResponseHead(answer.status, answer.headers)
@@ -196,7 +195,7 @@ def test_disconnected_client_frees_its_replica(front: Front, engine: AsyncEngine
     endless = json.dumps({**FIELDS, "max_tokens": 1900, "ignore_eos": True, "stream": True}).encode()
 
     async def leave() -> None:
-        async with call_app(fronted.app, "POST", CHAT, endless) as answer:
+        async with call_app(fronted.app, ForwardedRequest("POST", CHAT, endless)) as answer:
             assert answer.status == 200
             await anext(answer.parts)
             assert fronted.app.state.service.admission.num_open == 1
@@ -225,8 +224,9 @@ def test_replica_yields_status_and_headers_before_the_body() -> None:
 
     async def answers() -> tuple[list[ResponseHead | bytes], dict[str, object]]:
         await replica.check_health()
-        (head,) = [part async for part in replica.forward("POST", CHAT, json.dumps(FIELDS).encode(), key=3)]
-        streamed = [part async for part in replica.forward("POST", CHAT, json.dumps({**FIELDS, "stream": True}).encode())]
+        (head,) = [part async for part in replica.forward(ForwardedRequest("POST", CHAT, json.dumps(FIELDS).encode()), key=3)]
+        stream = ForwardedRequest("POST", CHAT, json.dumps({**FIELDS, "stream": True}).encode())
+        streamed = [part async for part in replica.forward(stream)]
         described = await replica.describe()
         await replica._engine.close()
         with pytest.raises(ConfigError):

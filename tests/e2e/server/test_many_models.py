@@ -26,7 +26,7 @@ from paceline import LLM, AsyncEngine, SamplingParams
 from paceline.errors import CapacityError, ConfigError
 from paceline.server import model_pool
 from paceline.server.app import create_pool_app
-from paceline.server.asgi_client import call_app
+from paceline.server.asgi_client import ForwardedRequest, call_app
 from paceline.server.model_pool import ModelPool
 from paceline.server.settings import ServerSettings
 
@@ -142,7 +142,7 @@ def test_model_pool_finishes_a_running_stream_before_unloading_its_model(names: 
         async with serving(names) as (pool, ask):
             body = json.dumps({**FIELDS, "model": "alpha", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
             app = create_pool_app(pool)
-            async with call_app(app, "POST", PATH, body) as stream:
+            async with call_app(app, ForwardedRequest("POST", PATH, body)) as stream:
                 first = await anext(stream.parts)
                 asked = asyncio.ensure_future(ask(PATH, {**FIELDS, "model": "beta"}))
                 await until(lambda: pool.models[0].is_closing)
@@ -161,7 +161,7 @@ def test_model_pool_keeps_serving_if_the_waiting_client_disconnects(names: list[
     async def run() -> None:
         async with serving(names) as (pool, ask):
             body = json.dumps({**FIELDS, "model": "alpha", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
-            async with call_app(create_pool_app(pool), "POST", PATH, body) as stream:
+            async with call_app(create_pool_app(pool), ForwardedRequest("POST", PATH, body)) as stream:
                 await anext(stream.parts)
                 asked = asyncio.ensure_future(ask(PATH, {**FIELDS, "model": "beta"}))
                 await until(lambda: pool.models[0].is_closing)
@@ -426,7 +426,7 @@ def test_facts_of_a_model_whose_files_vanished_name_the_reason(mini_dir: Path, t
 
 
 async def _read(app: Any, body: bytes) -> bytes:
-    async with call_app(app, "POST", PATH, body) as answer:
+    async with call_app(app, ForwardedRequest("POST", PATH, body)) as answer:
         return await answer.body()
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urljoin
 import pytest
 
 from harness.http_client import HttpClient
-from paceline.server.page.routes import LIBRARIES, MEDIA_TYPES, OWN_FILES, PAGE, PAGE_PATHS, SERVICE_WORKER
+from paceline.server.page.routes import MEDIA_TYPES, PAGE, PAGE_PATHS, SERVICE_WORKER
 
 KEY = "key-of-the-page's-test"
 FOLDER = Path(str(files("paceline.server.page")))
@@ -106,14 +106,14 @@ def test_post_to_the_page_is_status_405(client: HttpClient) -> None:
 
 
 def test_page_file_lists_equal_the_web_folders() -> None:
-    assert sorted(OWN_FILES) == sorted({path.name for path in WEB.iterdir()} - {"index.html", "service_worker.js"})
-    assert sorted(LIBRARIES) == sorted(path.name for path in VENDOR.glob("*js"))
+    own = {"/" if path.name == "index.html" else f"/page/{path.name}" for path in WEB.iterdir()}
+    assert sorted(PAGE_PATHS) == sorted(own | {f"/page/vendor/{path.name}" for path in VENDOR.glob("*js")})
 
 
 def test_vendored_page_libraries_match_their_table_hashes_and_licences() -> None:
     table = (VENDOR / "README.md").read_text(encoding="utf-8")
     rows = ROW.findall(table)
-    assert sorted(file for _, _, _, file, _, _ in rows) == sorted(LIBRARIES)
+    assert sorted(file for _, _, _, file, _, _ in rows) == sorted(path.name for path in VENDOR.glob("*js"))
     for name, version, licence, file, text, digest in rows:
         assert hashlib.sha256((VENDOR / file).read_bytes()).hexdigest() == digest, f"{name} {version} was changed"
         assert (VENDOR / text).stat().st_size > 500, licence

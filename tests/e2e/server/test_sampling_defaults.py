@@ -12,10 +12,9 @@ import pytest
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
 from paceline.sampling.params import SamplingParams
-from paceline.server.app import create_app
+from paceline.server.app import UNSERVED, create_app
 from paceline.server.generation import Generation
 from paceline.server.settings import ServerSettings
-from paceline.server.unserved import UNSERVED
 
 USER = [{"role": "user", "content": "Hi"}]
 CHATS = {

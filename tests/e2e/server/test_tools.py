@@ -14,7 +14,7 @@ from harness.markup_cases import CASES, TOOLS, Case, Parsed
 from harness.tool_model import answering, write_tool_model
 from paceline import AsyncEngine
 from paceline.parsing import registry as formats
-from paceline.parsing.markers import Markers
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.tool_calls import hermes
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.server.app import create_app
@@ -174,8 +174,8 @@ def test_tool_call_cut_by_a_stop_string_has_finish_reason_stop(tooled: Callable[
 
 
 def test_tool_call_that_starts_with_a_special_token_is_parsed(tooled: Callable[..., HttpClient], monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = Markers(anywhere={"<|im_start|>": hermes.MARKERS.anywhere[hermes.OPEN]})
-    special = formats.ToolCallFormat(reads, (), ("<|im_start|>",), hermes.calls_grammar)
+    reads = {"<|im_start|>": hermes.FORMAT.anywhere[hermes.OPEN]}
+    special = ToolCallFormat(reads, (), ("<|im_start|>",), hermes.calls_grammar)
     monkeypatch.setitem(formats.TOOL_CALL_FORMATS, "special", special)
     monkeypatch.setattr(formats, "TOOL_CALL_PARSERS", ("special",))
     client = tooled(tool_call_parser="special", reasoning_parser="none")

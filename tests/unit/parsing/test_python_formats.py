@@ -1,27 +1,16 @@
 """Calls written as Python: LFM2, Llama 3.2 and 4, OLMo 3, Gemma 3 and SmolLM3."""
 
-import json
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from harness.format_rows import Row, cases, check, longest_of_formats, name_of, parse
-from harness.markup_cases import TOOLS, Case, Parsed, parsed
+from harness.format_rows import NOW, Row, cases, check, longest_of_formats, name_of, parse, text, weather
+from harness.markup_cases import TOOLS, Case, parsed
 from paceline.parsing.registry import OutputFormat
 
-
-def weather(**arguments: Any) -> tuple[str, ...]:
-    return ("call", "weather", json.dumps(arguments, ensure_ascii=False))
-
-
-NOW = ("call", "now", "{}")
 LONG = "long " * 64
-
-
-def text(*texts: str) -> Parsed:
-    return [("text", one) for one in texts]
 
 
 # between the parentheses of a call, in every format

@@ -1,27 +1,14 @@
 """Formats of sections and messages: MiniMax-M3, Kimi-K3, Step 3, Solar Open, GigaChat 3, Hunyuan 3, Apriel and Functionary 3.2."""
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from harness.format_rows import Row, cases, check, name_of, parse
-from harness.markup_cases import Case, Parsed
+from harness.format_rows import NOW, Row, cases, check, name_of, parse, text, weather
+from harness.markup_cases import Case
 from paceline.parsing.registry import REASONING_FORMATS, OutputFormat
 from paceline.parsing.tools import Tool
-
-
-def weather(**arguments: Any) -> tuple[str, ...]:
-    return ("call", "weather", json.dumps(arguments, ensure_ascii=False))
-
-
-NOW = ("call", "now", "{}")
-
-
-def text(*texts: str) -> Parsed:
-    return [("text", one) for one in texts]
-
 
 MARK = "]<]minimax[>["
 

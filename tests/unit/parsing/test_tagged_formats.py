@@ -1,25 +1,13 @@
 """Calls in elements or marks: FunctionGemma, Seed-OSS, MiniCPM5, Muse Glimmer and Apertus."""
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from harness.format_rows import Row, cases, check, name_of, parse
-from harness.markup_cases import Case, Parsed, events_of, parsed
+from harness.format_rows import NOW, Row, cases, check, name_of, parse, text, weather
+from harness.markup_cases import Case, events_of, parsed
 from paceline.parsing.registry import REASONING_FORMATS, OutputFormat
-
-
-def weather(**arguments: Any) -> tuple[str, ...]:
-    return ("call", "weather", json.dumps(arguments, ensure_ascii=False))
-
-
-NOW = ("call", "now", "{}")
-
-
-def text(*texts: str) -> Parsed:
-    return [("text", one) for one in texts]
 
 
 def gemma(call: str) -> str:

@@ -69,7 +69,7 @@ def test_invalid_batch_line_is_named_and_the_others_are_kept(name: str, tmp_path
     assert re.search(reason, wrong.reason)
 
 
-def test_batch_lines_are_read_again_at_their_stored_offsets(tmp_path: Path) -> None:
+def test_batch_lines_that_are_not_answered_are_read_again(tmp_path: Path) -> None:
     path = written(tmp_path / "in", line("one"), "x" * 3 * LIMIT, "", line("two"), line("three"))
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
     plan = plan_batch(path, Finished(), LIMIT)
@@ -227,18 +227,18 @@ def test_batch_output_is_synced_on_close_if_changed(tmp_path: Path, monkeypatch:
         num_before = len(synced)
         output.sync()
         assert len(synced) == num_before, "there was nothing new"
-        output.append(answer(BatchLine(1, 0, 1, "one", "/v1/completions", b"{}")))
+        output.append(answer(BatchLine(1, "one", "/v1/completions", b"{}")))
     assert len(synced) == num_before + 1
 
 
 def test_batch_request_id_depends_on_id_path_and_body(seed: int) -> None:
     draws = random.Random(seed)
-    base = BatchLine(1, 0, 1, "one", "/v1/completions", b'{"a":1}')
-    moved = BatchLine(draws.randrange(100), 5, 9, "one", "/v1/completions", b'{"a":1}')
+    base = BatchLine(1, "one", "/v1/completions", b'{"a":1}')
+    moved = BatchLine(draws.randrange(100), "one", "/v1/completions", b'{"a":1}')
     others = [
-        BatchLine(1, 0, 1, "two", "/v1/completions", b'{"a":1}'),
-        BatchLine(1, 0, 1, "one", "/v1/chat/completions", b'{"a":1}'),
-        BatchLine(1, 0, 1, "one", "/v1/completions", b'{"a":2}'),
+        BatchLine(1, "two", "/v1/completions", b'{"a":1}'),
+        BatchLine(1, "one", "/v1/chat/completions", b'{"a":1}'),
+        BatchLine(1, "one", "/v1/completions", b'{"a":2}'),
     ]
     assert base.id == moved.id
     assert len({base.id, *(one.id for one in others)}) == 4

@@ -10,7 +10,7 @@ import pytest
 from paceline.server import adapter_routes, anthropic, model_routes, ollama, openai_chat, openai_completions, responses
 from paceline.server.errors import HttpError
 from paceline.server.field_table import TABLE, UNSET_VALUES, Refusal
-from paceline.server.fields import IGNORED_HEADER, Fields, closest_name, ignored_header, log_ignored, read_body
+from paceline.server.fields import IGNORED_HEADER, Fields, closest_name, read_body, report_ignored
 from paceline.server.framing import data_event, line, named_event
 from paceline.server.openai_chat import ChatFields
 from paceline.server.settings import ServerSettings
@@ -172,21 +172,20 @@ def test_unserved_field_with_a_harmless_value_is_accepted() -> None:
 
 def test_ignored_fields_header_is_shortened_for_many_names() -> None:
     _, ignored = read({f"x{index}" * 30: 1 for index in range(5000)})
-    value = ignored_header(ignored)[IGNORED_HEADER]
+    value = report_ignored(ignored, set())[IGNORED_HEADER]
     assert len(value) < 1500
     assert value.endswith(", ...")
-    assert ignored_header([]) == {}
+    assert report_ignored([], set()) == {}
 
 
 @pytest.mark.parametrize("name", ["a\r\nSet-Cookie: b", "\ud800", "\u202e", "a,b", "\x00", " "])
 def test_ignored_field_names_are_printable_in_header_and_log(name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "paceline.server")
     _, ignored = read({name * 3: 1})
-    (value,) = ignored_header(ignored).values()
+    (value,) = report_ignored(ignored, set()).values()
     assert value.isascii()
     assert value.isprintable()
     assert "," not in value
-    log_ignored(ignored, set())
     assert json.loads(caplog.messages[0]) == {"event": "field_ignored", "field": value}
 
 
@@ -194,9 +193,9 @@ def test_ignored_field_names_are_logged_once_in_bounded_memory(caplog: pytest.Lo
     caplog.set_level(logging.INFO, "paceline.server")
     logged = set[str]()
     for _ in range(3):
-        log_ignored(["a", "b"], logged)
+        report_ignored(["a", "b"], logged)
     assert len(caplog.messages) == 2
-    log_ignored((f"x{index}" for index in range(10_000)), logged)
+    report_ignored([f"x{index}" for index in range(10_000)], logged)
     assert len(logged) == len(caplog.messages) == 1000
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.server.errors import HttpError
-from paceline.server.json_body import MAX_CONTAINERS, MAX_ITEMS, MAX_MEMBERS, parse_json
+from paceline.server.fields import MAX_CONTAINERS, MAX_ITEMS, MAX_MEMBERS, parse_json
 
 CHARACTERS = ["a", '"', "\\", "\n", "é", "😀", "\ud83d", "\udc00", "\u2028", " "]
 

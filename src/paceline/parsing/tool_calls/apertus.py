@@ -3,10 +3,10 @@
 Reasoning is between <|inner_prefix|> and <|inner_suffix|>; a call within it ends it.
 """
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
-from paceline.parsing.lenient_json import emit_json_object, read_short_string
-from paceline.parsing.markers import Markers
+from paceline.parsing.json_call import emit_object_call
+from paceline.parsing.lenient_json import read_short_string
 from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
@@ -40,12 +40,7 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from stream.skip()
     yield from stream.expect(":")
     yield from stream.skip()
-    if not name or (yield from stream.peek()) != "{":
-        raise MalformedError
-    stream.mark_emitted()
-    with sink.call(name):
-        yield from emit_json_object(stream, sink.arguments)
-    stream.mark_emitted()
+    yield from emit_object_call(stream, sink, name)
     yield from stream.skip()
     yield from stream.take("}")
     stream.mark_emitted()
@@ -58,8 +53,6 @@ def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
         stream.at += len(THINK[1])
 
 
-MARKERS = Markers(anywhere={OPEN: read_calls})
-THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: drop_mark})
 calls_grammar = call_list(lambda grammar, tool: grammar.call(f'{{"{tool.name}": ', tool, "}"), ", ", f"{OPEN}[", f"]{CLOSE}")
-FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE), calls_grammar, OPEN)
-REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, THINK[:1], THINK, *THINK, read_reasoning)
+FORMAT = ToolCallFormat({OPEN: read_calls}, (OPEN,), (OPEN, CLOSE), calls_grammar, OPEN)
+REASONING_FORMAT = ReasoningFormat({THINK[0]: read_reasoning, THINK[1]: drop_mark}, THINK[:1], THINK, *THINK, read_reasoning)

@@ -4,8 +4,7 @@ Command R and R+ write the objects without an id, in a code block after "Action:
 """
 
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
-from paceline.parsing.json_call_list import JsonCallList
-from paceline.parsing.markers import Markers
+from paceline.parsing.json_call import JsonCallList
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
 
 THINK = ("<|START_THINKING|>", "<|END_THINKING|>")
@@ -23,7 +22,6 @@ COMMAND_R = JsonCallList(
     tail="\n    }",
 )
 read_reasoning = ReasoningReader(THINK[1])
-THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, **dict.fromkeys(ANSWER, drop_mark)})
 # the id counts the calls of the conversation
 calls_grammar = call_list(
     lambda grammar, tool: f"{grammar.literal(_ID_HEAD)} /[0-9]{{1,3}}/ {grammar.call(CALLS.head_of(tool), tool, '}')}",
@@ -31,6 +29,8 @@ calls_grammar = call_list(
     f"{OPEN}[\n",
     f"\n]{CLOSE}",
 )
-FORMAT = ToolCallFormat(CALLS.markers, (OPEN,), (OPEN, CLOSE), calls_grammar, OPEN)
-COMMAND_R_FORMAT = ToolCallFormat(COMMAND_R.markers, ("json-formatted list of actions",), (), COMMAND_R.calls_grammar)
-REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, THINK[:1], (*THINK, *ANSWER), *THINK, read_reasoning)
+FORMAT = ToolCallFormat(CALLS.parsers, (OPEN,), (OPEN, CLOSE), calls_grammar, OPEN)
+COMMAND_R_FORMAT = ToolCallFormat(COMMAND_R.parsers, ("json-formatted list of actions",), (), COMMAND_R.calls_grammar)
+REASONING_FORMAT = ReasoningFormat(
+    {THINK[0]: read_reasoning, **dict.fromkeys(ANSWER, drop_mark)}, THINK[:1], (*THINK, *ANSWER), *THINK, read_reasoning
+)

@@ -1,11 +1,9 @@
 """Marks around type, name and fenced JSON, or name and bare JSON (V3.1): DeepSeek V3, R1 and V3.1."""
 
-from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat, call_list
+from paceline.parsing.events import EventSink
+from paceline.parsing.formats import ToolCallFormat, call_list, including_mark, section_of
 from paceline.parsing.json_call import take_fence
-from paceline.parsing.json_call_list import take_any
 from paceline.parsing.lenient_json import emit_json_object
-from paceline.parsing.markers import Markers, including_mark, section_of
 from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
@@ -41,19 +39,17 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     if is_fenced:
         yield from stream.take_or_end("```")
         yield from stream.skip()
-    yield from take_any(stream, (CALL_END,))
+    yield from stream.take_or_end(CALL_END)
     yield from stream.skip()
     stream.mark_emitted()
 
 
 read_calls = section_of(CALL, _read_call, CLOSE)  # distilled models leave marks out
-MARKERS = Markers(
-    anywhere={
-        **dict.fromkeys((OPEN, *_OTHER_OPENS), read_calls),
-        CALL: including_mark(read_calls, len(CALL)),  # the outer mark is missing
-        **dict.fromkeys(_OUTPUTS, drop_mark),
-    }
-)
+MARKERS = {
+    **dict.fromkeys((OPEN, *_OTHER_OPENS), read_calls),
+    CALL: including_mark(read_calls, len(CALL)),  # the outer mark is missing
+    **dict.fromkeys(_OUTPUTS, drop_mark),
+}
 calls_grammar_v3 = call_list(
     lambda grammar, tool: grammar.call(f"{CALL}{TYPE}{SEPARATOR}{tool.name}\n```json\n", tool, f"\n```{CALL_END}"), "\n", OPEN, CLOSE
 )

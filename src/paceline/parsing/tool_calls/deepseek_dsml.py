@@ -6,7 +6,6 @@ V3.2 puts the calls into <｜DSML｜function_calls>, V4 into <｜DSML｜tool_cal
 from dataclasses import replace
 
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.markers import Markers
 from paceline.parsing.tagged_calls import TaggedCallFormat
 
 DSML = "｜DSML｜"
@@ -22,6 +21,6 @@ _V32 = TaggedCallFormat(
     has_types=True,
 )
 _V4 = replace(_V32, open=f"<{DSML}tool_calls>", close=f"</{DSML}tool_calls>")
-MARKERS = Markers(anywhere={tags.open: tags.read_calls for tags in (_V32, _V4)})
+MARKERS = {tags.open: tags.read_calls for tags in (_V32, _V4)}
 FORMAT_V32 = ToolCallFormat(MARKERS, (DSML,), (DSML,), _V32.calls_grammar)
 FORMAT_V4 = ToolCallFormat(MARKERS, (DSML, "tool_calls>"), (DSML,), _V4.calls_grammar)

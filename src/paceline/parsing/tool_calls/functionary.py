@@ -2,11 +2,11 @@
 
 import string
 from collections.abc import Sequence
+from functools import partial
 
-from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
-from paceline.parsing.lenient_json import emit_json_object
-from paceline.parsing.markers import Markers
+from paceline.parsing.events import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list, including_mark
+from paceline.parsing.json_call import emit_object_call
 from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
@@ -24,20 +24,14 @@ def read_function(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from stream.take_or_end(FUNCTION_END)
 
 
-def read_recipient(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Parse a call of version 3.2, or drop the heading of text."""
-    name = yield from stream.matching(NAME_CHARACTER)
-    if not (yield from stream.take("\n")):
-        raise MalformedError
-    if name != TEXT:
-        yield from _read_arguments(stream, sink, name)
+def read_recipient(stream: TextStream, sink: EventSink, *, is_first: bool = False) -> Parse[None]:
+    """Parse a call of version 3.2, or drop the heading of text.
 
-
-def read_first_recipient(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Parse the same at the beginning of an answer, where the prompt already has the mark. Its name must be an offered tool's."""
-    stream.at -= 1
+    Args:
+        is_first: whether the answer begins with it, because the prompt already has the mark. Its name must be an offered tool's then.
+    """
     name = yield from stream.matching(NAME_CHARACTER)
-    if (name != TEXT and not sink.has_tool(name)) or not (yield from stream.take("\n")):
+    if (is_first and name != TEXT and not sink.has_tool(name)) or not (yield from stream.take("\n")):
         raise MalformedError
     if name != TEXT:
         yield from _read_arguments(stream, sink, name)
@@ -45,18 +39,9 @@ def read_first_recipient(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 def _read_arguments(stream: TextStream, sink: EventSink, name: str) -> Parse[None]:
     yield from stream.skip()
-    if not name or not name.isprintable() or (yield from stream.peek()) != "{":
+    if not name.isprintable():
         raise MalformedError
-    stream.mark_emitted()
-    with sink.call(name):
-        yield from emit_json_object(stream, sink.arguments)
-    stream.mark_emitted()
-
-
-MARKERS_V31 = Markers(anywhere={FUNCTION: read_function})
-MARKERS_V32 = Markers(
-    anywhere={RECIPIENT: read_recipient}, first=dict.fromkeys(string.ascii_letters + string.digits + "_", read_first_recipient)
-)
+    yield from emit_object_call(stream, sink, name)
 
 
 calls_grammar_v31 = call_list(lambda grammar, tool: grammar.call(f"{FUNCTION}{tool.name}>", tool, FUNCTION_END))
@@ -69,7 +54,13 @@ def calls_grammar_v32(grammar: ToolCallGrammar, tools: Sequence[Tool], *, severa
     return f"{grammar.literal(RECIPIENT)}? {body}"
 
 
-FORMAT_V31 = ToolCallFormat(MARKERS_V31, (FUNCTION, "!<parameter=", "!<seed:"), (), calls_grammar_v31)
+FORMAT_V31 = ToolCallFormat({FUNCTION: read_function}, (FUNCTION, "!<parameter=", "!<seed:"), (), calls_grammar_v31)
 # the prompt ends with the mark of the first recipient, also without tools
-ANSWER_FORMAT = ReasoningFormat(Markers(anywhere={f"{RECIPIENT}{TEXT}\n": drop_mark}, first={f"{TEXT}\n": drop_mark}), (">>>all",), ())
-FORMAT_V32 = ToolCallFormat(MARKERS_V32, (">>>all",), (), calls_grammar_v32)
+ANSWER_FORMAT = ReasoningFormat({f"{RECIPIENT}{TEXT}\n": drop_mark}, (">>>all",), (), first={f"{TEXT}\n": drop_mark})
+FORMAT_V32 = ToolCallFormat(
+    {RECIPIENT: read_recipient},
+    (">>>all",),
+    (),
+    calls_grammar_v32,
+    first=dict.fromkeys(string.ascii_letters + string.digits + "_", including_mark(partial(read_recipient, is_first=True), 1)),
+)

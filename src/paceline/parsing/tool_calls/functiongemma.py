@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.parsing.argument_types import admits_text, coerce_argument, parameter_schema
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import skip_closers
 from paceline.parsing.json_completer import JsonCompleter
 from paceline.parsing.lenient_json import RawQuotes, emit_json_object
-from paceline.parsing.markers import Markers
-from paceline.parsing.schema_grammar import quoted_object_grammar
 from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import quoted_object_grammar
 
 OPEN, CLOSE, QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"
 _QUOTES = RawQuotes(QUOTE, OPEN, CLOSE)
@@ -54,10 +53,9 @@ def _coerced(value: Any, schema: Mapping[str, Any] | None) -> Any:
     return json.loads(coerce_argument(value if isinstance(value, str) else json.dumps(value), schema))
 
 
-MARKERS = Markers(anywhere={OPEN: read_call})
 calls_grammar = call_list(
     lambda grammar, tool: " ".join(
         (grammar.literal(f"{OPEN}call:{tool.name}"), quoted_object_grammar(grammar, tool, QUOTE), grammar.literal(CLOSE))
     )
 )
-FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE, QUOTE), calls_grammar, OPEN)
+FORMAT = ToolCallFormat({OPEN: read_call}, (OPEN,), (OPEN, CLOSE, QUOTE), calls_grammar, OPEN)

@@ -1,11 +1,10 @@
 """Python fenced as tool_code, JSON fenced as json, or a bare list: Gemma 3."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
-from paceline.parsing.markers import Markers
 from paceline.parsing.python_calls import CallListReader
-from paceline.parsing.schema_grammar import python_call_grammar
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import python_call_grammar
 from paceline.parsing.tool_calls.llama3_json import read_bare_calls, read_calls
 from paceline.parsing.tool_calls.pythonic import read_list
 
@@ -20,8 +19,11 @@ def read_json_fence(stream: TextStream, sink: EventSink) -> Parse[None]:
         raise MalformedError
 
 
-MARKERS = Markers(
-    anywhere={TOOL_CODE: _READER.read, PYTHON: _READER.read, JSON: read_json_fence}, first={"[": read_list, "{": read_bare_calls}
-)
 calls_grammar = call_list(python_call_grammar, "\n", f"{TOOL_CODE}\n", f"\n{FENCE}")
-FORMAT = ToolCallFormat(MARKERS, (TOOL_CODE,), (), calls_grammar)
+FORMAT = ToolCallFormat(
+    {TOOL_CODE: _READER.read, PYTHON: _READER.read, JSON: read_json_fence},
+    (TOOL_CODE,),
+    (),
+    calls_grammar,
+    first={"[": read_list, "{": read_bare_calls},
+)

@@ -1,15 +1,12 @@
 """<|tool_call>call:name{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>: Gemma 4."""
 
-from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, call_list
-from paceline.parsing.json_call import skip_closers
-from paceline.parsing.lenient_json import RawQuotes, emit_json_object
-from paceline.parsing.markers import Markers
+from paceline.parsing.json_call import emit_object_call, skip_closers
+from paceline.parsing.lenient_json import RawQuotes
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
-from paceline.parsing.schema_grammar import quoted_object_grammar
 from paceline.parsing.text_stream import NAME_CHARACTER, WHITESPACE, MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tool_call_grammar import ToolCallGrammar, quoted_object_grammar
 from paceline.parsing.tools import Tool
 
 THINK = ("<|channel>", "<channel|>")
@@ -22,7 +19,7 @@ _READER = ReasoningReader(THINK[1])
 
 def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
     """Parse the calls of a block after one or more opening marks."""
-    yield from skip_repeated_mark(stream, OPEN)
+    yield from stream.skip_repeated(OPEN)
     if sink.num_calls and (yield from stream.peek()) == "":  # an opening mark where a closing one should be
         return
     yield from stream.take(_CALL)
@@ -32,7 +29,7 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
         if not (yield from stream.take(_CALL)):
             break
         yield from _read_call(stream, sink)
-    yield from pass_end_mark(stream, CLOSE)
+    yield from stream.pass_end_mark(CLOSE)
     yield from stream.take_or_end(_RESPONSE)
 
 
@@ -40,11 +37,7 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from stream.skip()
     name = yield from stream.matching(NAME_CHARACTER)
     yield from stream.skip()
-    if not name or (yield from stream.peek()) != "{":
-        raise MalformedError
-    stream.mark_emitted()
-    with sink.call(name):
-        yield from emit_json_object(stream, sink.arguments, raw=_QUOTES)
+    yield from emit_object_call(stream, sink, name, raw=_QUOTES)
     yield from skip_closers(stream)
     while (yield from stream.take(QUOTE)):
         yield from skip_closers(stream)
@@ -57,18 +50,12 @@ def drop_stray_mark(stream: TextStream, sink: EventSink) -> Parse[None]:
         raise MalformedError
 
 
-MARKERS = Markers(anywhere={OPEN: read_calls, **dict.fromkeys((CLOSE, _RESPONSE), drop_stray_mark)})
-
-
 def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
     """Parse reasoning after one or more opening marks. Its label may be missing."""
-    yield from skip_repeated_mark(stream, THINK[0])
+    yield from stream.skip_repeated(THINK[0])
     if (yield from stream.one_of((f"{_LABEL}\n", _LABEL + THINK[1]))) is not None:
         stream.at += len(_LABEL)
     yield from _READER(stream, sink)
-
-
-THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: drop_mark})
 
 
 def call_grammar(grammar: ToolCallGrammar, tool: Tool) -> str:
@@ -80,5 +67,7 @@ def call_grammar(grammar: ToolCallGrammar, tool: Tool) -> str:
     return f"{head} {quoted_object_grammar(grammar, tool, QUOTE, is_sorted=True)} {grammar.literal(CLOSE)}"
 
 
-FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE, QUOTE), call_list(call_grammar), OPEN)
-REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, THINK[:1], THINK, "<|channel>thought\n", THINK[1])
+FORMAT = ToolCallFormat(
+    {OPEN: read_calls, **dict.fromkeys((CLOSE, _RESPONSE), drop_stray_mark)}, (OPEN,), (OPEN, CLOSE, QUOTE), call_list(call_grammar), OPEN
+)
+REASONING_FORMAT = ReasoningFormat({THINK[0]: read_reasoning, THINK[1]: drop_mark}, THINK[:1], THINK, "<|channel>thought\n", THINK[1])

@@ -7,9 +7,8 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
-from paceline.parsing.formats import ToolCallFormat, call_list
+from paceline.parsing.formats import ToolCallFormat, call_list, including_mark
 from paceline.parsing.json_call import json_call_head, read_json_calls
-from paceline.parsing.markers import Markers, including_mark
 from paceline.parsing.tools import Tool
 
 _HEAD = '{"tool_call"'
@@ -31,9 +30,11 @@ def generic_tool_prompt(tools: Sequence[Tool]) -> str:
 
 
 _read_calls = partial(read_json_calls, only_known=True)
-MARKERS = Markers(
-    anywhere={mark: including_mark(_read_calls, len(mark)) for mark in (_HEAD, *(fence + _HEAD for fence in _FENCES))},
+calls_grammar = call_list(lambda grammar, tool: grammar.call(f"{_HEAD}: {json_call_head(tool.name)}", tool, "}}"), "\n")
+FORMAT = ToolCallFormat(
+    {mark: including_mark(_read_calls, len(mark)) for mark in (_HEAD, *(fence + _HEAD for fence in _FENCES))},
+    (),
+    (),
+    calls_grammar,
     first=dict.fromkeys("{[`", including_mark(_read_calls, 1)),
 )
-calls_grammar = call_list(lambda grammar, tool: grammar.call(f"{_HEAD}: {json_call_head(tool.name)}", tool, "}}"), "\n")
-FORMAT = ToolCallFormat(MARKERS, (), (), calls_grammar)

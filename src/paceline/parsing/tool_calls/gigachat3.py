@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.json_call_list import JsonCallList
-from paceline.parsing.markers import Markers
+from paceline.parsing.json_call import JsonCallList
 from paceline.parsing.text_stream import Parse, TextStream
 
 OPEN, MESSAGE_END, ROLE_END = "<|function_call|>", "<|message_sep|>", "<|role_sep|>"
@@ -21,6 +20,6 @@ def read_message(stream: TextStream, sink: EventSink) -> Parse[None]:
         yield from CALLS.read_calls(stream, sink)
 
 
-MARKERS = Markers(anywhere={**CALLS.markers.anywhere, MESSAGE_END: read_message})
+MARKERS = {**CALLS.parsers, MESSAGE_END: read_message}
 FORMAT = ToolCallFormat(MARKERS, (OPEN, ROLE_END), TOKENS, CALLS.calls_grammar, OPEN)
 MESSAGE_FORMAT = ToolCallFormat(MARKERS, (ROLE_END, "'function call'"), TOKENS, MESSAGE_CALLS.calls_grammar)

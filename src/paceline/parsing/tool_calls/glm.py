@@ -1,9 +1,7 @@
 """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>, with line ends or without: GLM 4.5 to 4.7."""
 
-from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
-from paceline.parsing.markers import Markers
 from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
 
@@ -16,7 +14,7 @@ TAGS = TaggedCallFormat(open=OPEN, close=CLOSE, parameter=KEY, key_end=KEY_END, 
 
 def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     """Parse a call after one or more opening marks. Without arguments its name must be a tool's, because it may be any word."""
-    yield from skip_repeated_mark(stream, OPEN)
+    yield from stream.skip_repeated(OPEN)
     if sink.num_calls and (yield from stream.peek()) == "":  # an opening mark where a closing one should be
         return
     name = yield from stream.matching(NAME_CHARACTER)
@@ -28,12 +26,11 @@ def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     with sink.call(name):
         sink.arguments("{")
         yield from TAGS.read_parameters(stream, sink, sink.schema_of(name))
-    yield from pass_end_mark(stream, CLOSE)
+    yield from stream.pass_end_mark(CLOSE)
 
 
-MARKERS = Markers(anywhere={OPEN: read_call})
 # arguments come in the schema's order; of a string's keywords only `enum` is enforced
 calls_grammar = call_list(
     lambda grammar, tool: f"{grammar.literal(OPEN + tool.name)} {TAGS.pairs_grammar(grammar, tool)} {grammar.literal(CLOSE)}", "\n"
 )
-FORMAT = ToolCallFormat(MARKERS, (OPEN, KEY), TOKENS, calls_grammar, OPEN)
+FORMAT = ToolCallFormat({OPEN: read_call}, (OPEN, KEY), TOKENS, calls_grammar, OPEN)

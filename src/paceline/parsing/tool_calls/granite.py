@@ -1,9 +1,8 @@
 """<|tool_call|>[{"name": …, "arguments": {…}}, …], or after <tool_call>: Granite 3.0 to 3.3."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ReasoningFormat
-from paceline.parsing.json_call_list import JsonCallList
-from paceline.parsing.markers import Markers
+from paceline.parsing.json_call import JsonCallList
 from paceline.parsing.text_stream import WHITESPACE, Parse, TextStream
 
 THINK = ("Here is my thought process:", "Here is my response:")
@@ -20,6 +19,7 @@ def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
     stream.at += len(close or "")
 
 
-THINK_MARKERS = Markers(first=dict.fromkeys((THINK[0], _THINK_SHORT[0]), read_reasoning))
 FORMAT = CALLS.format_of((OPEN,), (OPEN,))
-REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, THINK[:1], (), *THINK, read_reasoning)
+REASONING_FORMAT = ReasoningFormat(
+    {}, THINK[:1], (), *THINK, read_reasoning, first=dict.fromkeys((THINK[0], _THINK_SHORT[0]), read_reasoning)
+)

@@ -1,6 +1,6 @@
 """<function_call> {"name": …, "arguments": {…}}, the mark before each call: Granite-20B function calling."""
 
-from paceline.parsing.json_call_list import JsonCallList
+from paceline.parsing.json_call import JsonCallList
 
 OPEN = "<function_call>"
 CALLS = JsonCallList(open_marks=(OPEN,), head=' {"name": NAME, "arguments": ', between="")

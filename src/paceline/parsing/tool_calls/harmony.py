@@ -4,10 +4,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import emit_arguments, skip_closers
-from paceline.parsing.markers import Markers
 from paceline.parsing.text_stream import NAME_CHARACTER, WHITESPACE, Emit, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -19,7 +18,6 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _FUNCTIONS = "functions."
 _NO_TOOLS = ("assistant", "user")  # recipients of messages that are no calls
 _TO_FUNCTION = f"to={_FUNCTIONS}"
-TEXT_SIGNS = (_TO_FUNCTION,)
 _WRITTEN_HEADERS = tuple(f"{words}{_TO_FUNCTION}" for words in ("assistantcommentary ", "assistant commentary ", "commentary ", ""))
 _TYPES = (CONSTRAIN, "json", "code", CHANNEL, "commentary", MESSAGE)
 
@@ -153,5 +151,5 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
 
 TOKENS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 # HarmonyReader parses the whole answer, so that there are no markers
-FORMAT = ToolCallFormat(Markers(), (CHANNEL, MESSAGE), TOKENS, calls_grammar, text_signs=TEXT_SIGNS)
-REASONING_FORMAT = ReasoningFormat(Markers(), (CHANNEL, MESSAGE), TOKENS)
+FORMAT = ToolCallFormat({}, (CHANNEL, MESSAGE), TOKENS, calls_grammar, text_signs=(_TO_FUNCTION,))
+REASONING_FORMAT = ReasoningFormat({}, (CHANNEL, MESSAGE), TOKENS)

@@ -5,11 +5,9 @@ Hunyuan 4 leaves out <tool_sep> and the line ends. The published Hunyuan 3 has a
 
 from collections.abc import Sequence
 
-from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.json_call_list import take_any
+from paceline.parsing.events import EventSink
+from paceline.parsing.formats import ToolCallFormat, including_mark, section_of
 from paceline.parsing.lenient_json import emit_json_object
-from paceline.parsing.markers import Markers, including_mark, section_of
 from paceline.parsing.reasoning import reasoning_format
 from paceline.parsing.tagged_calls import LINE_END, TaggedCallFormat
 from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
@@ -44,9 +42,9 @@ class Hunyuan3:
     def format_of(self, signs: tuple[str, ...]) -> ToolCallFormat:
         """Return the format that these texts in a chat template show."""
         read_calls = section_of(self._call, self._read_call, self._close)
-        markers = Markers(anywhere={self._open: read_calls, self._call: including_mark(read_calls, len(self._call))})
+        anywhere = {self._open: read_calls, self._call: including_mark(read_calls, len(self._call))}
         tags = (self._open, self._close, self._call, self._separator, self._call_end, self._key, self._key_end, self._value)
-        return ToolCallFormat(markers, signs, (*tags, self._value_end), self.calls_grammar, self._open)
+        return ToolCallFormat(anywhere, signs, (*tags, self._value_end), self.calls_grammar, self._open)
 
     def _read_call(self, stream: TextStream, sink: EventSink) -> Parse[None]:
         yield from stream.skip()
@@ -65,13 +63,13 @@ class Hunyuan3:
                 yield from self._tags.read_parameters(stream, sink, sink.schema_of(name))
             stream.mark_emitted()
         yield from stream.skip()
-        yield from take_any(stream, (self._call_end,))
+        yield from stream.take_or_end(self._call_end)
         yield from stream.skip()
         stream.mark_emitted()
 
     def calls_grammar(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
         """Build the grammar. Arguments come in the schema's order."""
-        separator = "" if grammar.has(self._key) and not grammar.has(self._separator) else self._separator
+        separator = "" if self._key in grammar.token_ids and self._separator not in grammar.token_ids else self._separator
         heads = [grammar.literal(f"{self._call}{tool.name}{separator}") for tool in tools]
         end = f"{grammar.literal(self._call_end)} {LINE_END}"
         calls = [f"{head} {self._tags.pairs_grammar(grammar, tool)} {end}" for head, tool in zip(heads, tools, strict=True)]

@@ -5,11 +5,9 @@ Jamba writes line ends within the list, MiniMax-M1 the calls on lines of their o
 
 from dataclasses import replace
 
-from paceline.parsing.answer_tags import think_before
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.json_call_list import JsonCallList
-from paceline.parsing.markers import Markers
-from paceline.parsing.reasoning import drop_mark
+from paceline.parsing.json_call import JsonCallList
+from paceline.parsing.reasoning import drop_mark, think_before
 
 ANSWER = ("<answer>", "</answer>")
 OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
@@ -21,8 +19,7 @@ MINIMAX_M1_CALLS = replace(CALLS, before="\n", between="\n", after="\n" + CLOSE)
 JAMBA_CALLS = replace(CALLS, before="[\n    ", between=",\n    ", after="\n]" + CLOSE)
 
 
-MARKERS = Markers(anywhere=CALLS.markers.anywhere, first={ROLE: drop_mark})
 MINIMAX_M1_FORMAT = MINIMAX_M1_CALLS.format_of((OPEN, "<beginning_of_sentence>"), TOKENS)
 JAMBA_FORMAT = JAMBA_CALLS.format_of((OPEN, "<|bom|>"), TOKENS)
-FORMAT = ToolCallFormat(MARKERS, (OPEN,), TOKENS, CALLS.calls_grammar, OPEN)
+FORMAT = ToolCallFormat(CALLS.parsers, (OPEN,), TOKENS, CALLS.calls_grammar, OPEN, first={ROLE: drop_mark})
 REASONING_FORMAT = think_before(ANSWER)

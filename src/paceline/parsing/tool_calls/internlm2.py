@@ -1,6 +1,6 @@
 """<|action_start|><|plugin|>{"name": …, "parameters": {…}}<|action_end|>: InternLM 2 and 2.5."""
 
-from paceline.parsing.json_call_list import JsonCallList
+from paceline.parsing.json_call import JsonCallList
 
 START, PLUGIN, END = "<|action_start|>", "<|plugin|>", "<|action_end|>"
 TOKENS = (START, PLUGIN, END)

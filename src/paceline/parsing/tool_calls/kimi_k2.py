@@ -2,11 +2,9 @@
 
 import re
 
-from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import emit_arguments, skip_closers
-from paceline.parsing.markers import Markers
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -18,7 +16,7 @@ _ID_CHARACTER = re.compile(r"[^<{\s]")
 
 def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
     """Parse the calls of a section after one or more opening marks."""
-    yield from skip_repeated_mark(stream, OPEN)
+    yield from stream.skip_repeated(OPEN)
     yield from stream.expect(CALL)
     yield from read_bare_calls(stream, sink)
 
@@ -28,12 +26,12 @@ def read_bare_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from _read_call(stream, sink)
     while sink.can_call and (yield from stream.take(CALL)):
         yield from _read_call(stream, sink)
-    yield from pass_end_mark(stream, CLOSE)
+    yield from stream.pass_end_mark(CLOSE)
 
 
 def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     """Parse one call. Its id is kept, because the chat template writes it again and the model reads the name in it."""
-    yield from skip_repeated_mark(stream, CALL)
+    yield from stream.skip_repeated(CALL)
     call_id = yield from stream.matching(_ID_CHARACTER)
     found = _ID.fullmatch(call_id)
     yield from stream.skip()
@@ -45,13 +43,12 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     is_whole = found[2] is not None and call_id.startswith("functions.")
     yield from emit_arguments(stream, sink, found[1], call_id if is_whole else f"functions.{found[1]}:{sink.num_calls}")
     yield from skip_closers(stream)
-    yield from pass_end_mark(stream, CALL_END)
+    yield from stream.pass_end_mark(CALL_END)
 
 
-MARKERS = Markers(anywhere={OPEN: read_calls, CALL: read_bare_calls})
 calls_grammar = call_list(
     lambda grammar, tool: f"{grammar.literal(f'{CALL}functions.{tool.name}:')} /[0-9]{{1,3}}/ {grammar.call(ARGUMENTS, tool, CALL_END)}",
     before=OPEN,
     after=CLOSE,
 )
-FORMAT = ToolCallFormat(MARKERS, (OPEN, ARGUMENTS), TOKENS, calls_grammar, OPEN)
+FORMAT = ToolCallFormat({OPEN: read_calls, CALL: read_bare_calls}, (OPEN, ARGUMENTS), TOKENS, calls_grammar, OPEN)

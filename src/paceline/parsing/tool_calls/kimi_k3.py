@@ -6,20 +6,17 @@ may also be one JSON object in a section `json`.
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from html import escape, unescape
 from typing import Any
 
 from paceline.parsing.argument_types import parameter_schema
-from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
+from paceline.parsing.events import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, section_of
 from paceline.parsing.lenient_json import emit_json_object, escape_json
-from paceline.parsing.markers import Markers, section_of
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
-from paceline.parsing.schema_grammar import parameters_grammar
-from paceline.parsing.tagged_values import TaggedValues, ValueTags
+from paceline.parsing.tagged_calls import TaggedCallFormat, TaggedValues
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tool_call_grammar import ToolCallGrammar, parameters_grammar
 from paceline.parsing.tools import Tool
 
 OPEN_TAG, CLOSE_TAG, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
@@ -37,7 +34,7 @@ OPEN, CLOSE = section("tools")
 _CALL, _CALL_END = f"{OPEN_TAG}call ", section("call")[1]
 _ARGUMENT, _ARGUMENT_END = f"{OPEN_TAG}argument ", section("argument")[1]
 _TAG_END = f'"{SEPARATOR}'
-_VALUE_TAGS = ValueTags(_ARGUMENT, _ARGUMENT_END, _CALL, (_CALL_END, CLOSE), block_opening=OPEN)
+_TAGS = TaggedCallFormat(open=OPEN, close=CLOSE, function=_CALL, function_end=_CALL_END, parameter=_ARGUMENT, parameter_end=_ARGUMENT_END)
 _JSON, _JSON_END = f"{OPEN_TAG}json", section("json")[1]
 
 
@@ -72,7 +69,7 @@ def _read_arguments(stream: TextStream, sink: EventSink, root: Mapping[str, Any]
         schema = parameter_schema(root, key)
         if schema is None:  # the model names the type
             schema = {"type": attributes.get("type", "string")}
-        yield from TaggedValues.of(stream, sink, _VALUE_TAGS).read(f'{before}"{escape_json(key)}": ', schema, begin)
+        yield from TaggedValues.of(stream, sink, _TAGS).read(f'{before}"{escape_json(key)}": ', schema, begin)
         before = ", "
         yield from stream.skip()
 
@@ -85,28 +82,27 @@ def _read_attributes(stream: TextStream) -> Parse[dict[str, str]]:
 read_reasoning = ReasoningReader(THINK[1], open=THINK[0])
 # the marks of the answer are also those of reasoning, because they are markup without tools, too
 _ANSWER = dict.fromkeys((*RESPONSE, MESSAGE[1]), drop_mark)
-MARKERS = Markers(anywhere={OPEN: section_of(_CALL, _read_call, CLOSE), **_ANSWER})
-THINK_MARKERS = Markers(anywhere=_ANSWER, first={THINK[0]: read_reasoning, THINK[1]: drop_mark})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     """Return a grammar of an empty answer and calls with arguments in the schema's order. Of texts only their `enum` is enforced."""
+
+    def opening(name: str, schema: Mapping[str, Any]) -> str:
+        named = schema.get("type")
+        types = grammar.literal(named) if isinstance(named, str) else "/[a-z]+/"
+        key = grammar.literal(f'{_ARGUMENT}key="{escape(name)}" type="')
+        return f"{key} {types} {grammar.literal(_TAG_END)}"
+
     calls = []
     for tool in tools:
         head = grammar.literal(f'{_CALL}tool="{escape(tool.name)}" index="')
-        arguments = parameters_grammar(grammar, tool, partial(_opening, grammar), _ARGUMENT_END)
+        arguments = parameters_grammar(grammar, tool, opening, _ARGUMENT_END)
         calls.append(f"{head} /[0-9]{{1,3}}/ {grammar.literal(_TAG_END)} {arguments} {grammar.literal(_CALL_END)}")
     empty = grammar.literal("".join(RESPONSE))
     return f"({empty})? {grammar.literal(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
 
 
-def _opening(grammar: ToolCallGrammar, name: str, schema: Mapping[str, Any]) -> str:
-    """Return a grammar of the tag of an argument."""
-    named = schema.get("type")
-    types = grammar.literal(named) if isinstance(named, str) else "/[a-z]+/"
-    key = grammar.literal(f'{_ARGUMENT}key="{escape(name)}" type="')
-    return f"{key} {types} {grammar.literal(_TAG_END)}"
-
-
-FORMAT = ToolCallFormat(MARKERS, (OPEN_TAG, "'tools'"), TOKENS, calls_grammar)
-REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, (OPEN_TAG, "'think'"), TOKENS, *THINK, read_reasoning)
+FORMAT = ToolCallFormat({OPEN: section_of(_CALL, _read_call, CLOSE), **_ANSWER}, (OPEN_TAG, "'tools'"), TOKENS, calls_grammar)
+REASONING_FORMAT = ReasoningFormat(
+    _ANSWER, (OPEN_TAG, "'think'"), TOKENS, *THINK, read_reasoning, first={THINK[0]: read_reasoning, THINK[1]: drop_mark}
+)

@@ -1,12 +1,11 @@
 """<|tool_call_start|>[f(a='x', n=3), g()]<|tool_call_end|>, or a JSON list between the tokens: LFM2 and LFM2.5."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.json_call import read_json_calls
-from paceline.parsing.markers import Markers
 from paceline.parsing.python_calls import CallListReader
-from paceline.parsing.schema_grammar import python_call_grammar
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import python_call_grammar
 from paceline.parsing.tool_calls.pythonic import read_list
 
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -27,6 +26,5 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 # the model sometimes leaves out the token
-MARKERS = Markers(anywhere={OPEN: read_calls}, first={"[": read_list})
 calls_grammar = call_list(python_call_grammar, ", ", f"{OPEN}[", f"]{CLOSE}")
-FORMAT = ToolCallFormat(MARKERS, SIGNS, (OPEN, CLOSE), calls_grammar, OPEN)
+FORMAT = ToolCallFormat({OPEN: read_calls}, SIGNS, (OPEN, CLOSE), calls_grammar, OPEN, first={"[": read_list})

@@ -1,9 +1,8 @@
 """{"name": …, "parameters": {…}}, alone or after <|python_tag|>, separated by semicolons: Llama 3.1 to 3.3."""
 
-from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ToolCallFormat, call_list
+from paceline.parsing.events import EventSink
+from paceline.parsing.formats import ToolCallFormat, call_list, including_mark
 from paceline.parsing.json_call import json_call_head, read_json_calls
-from paceline.parsing.markers import Markers, including_mark
 from paceline.parsing.text_stream import Parse, TextStream
 
 PYTHON_TAG = "<|python_tag|>"
@@ -16,6 +15,5 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 read_bare_calls = including_mark(read_calls, 1)
 BARE = dict.fromkeys("{[`", read_bare_calls)
-MARKERS = Markers(anywhere={PYTHON_TAG: read_calls}, first=BARE)
 calls_grammar = call_list(lambda grammar, tool: grammar.call(json_call_head(tool.name, "parameters"), tool, "}"), "; ")
-FORMAT = ToolCallFormat(MARKERS, ("<|start_header_id|>", '"parameters"'), (PYTHON_TAG,), calls_grammar)
+FORMAT = ToolCallFormat({PYTHON_TAG: read_calls}, ("<|start_header_id|>", '"parameters"'), (PYTHON_TAG,), calls_grammar, first=BARE)

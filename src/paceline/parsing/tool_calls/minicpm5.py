@@ -1,7 +1,6 @@
 """<function name="f"><param name="a">x</param></function>, with CDATA if needed: MiniCPM5."""
 
-from paceline.parsing.formats import ToolCallFormat, call_list
-from paceline.parsing.markers import Markers, including_mark
+from paceline.parsing.formats import ToolCallFormat, call_list, including_mark
 from paceline.parsing.tagged_calls import TaggedCallFormat
 
 TAGS = TaggedCallFormat(
@@ -15,6 +14,7 @@ TAGS = TaggedCallFormat(
 )
 SIGNS = ('<function name="', '<param name="')
 _read_joined = including_mark(TAGS.read_function, len(TAGS.attribute))  # some models leave out the space
-MARKERS = Markers(anywhere={f"{TAGS.function} ": TAGS.read_function, f"{TAGS.function}{TAGS.attribute}": _read_joined})
 calls_grammar = call_list(lambda grammar, tool: TAGS.call_grammar(grammar, tool, ""), "\n")
-FORMAT = ToolCallFormat(MARKERS, SIGNS, (), calls_grammar)
+FORMAT = ToolCallFormat(
+    {f"{TAGS.function} ": TAGS.read_function, f"{TAGS.function}{TAGS.attribute}": _read_joined}, SIGNS, (), calls_grammar
+)

@@ -1,13 +1,11 @@
 """<minimax:tool_call><invoke name="…"><parameter name="key">value</parameter>…</invoke></minimax:tool_call>: MiniMax-M2."""
 
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.markers import Markers
 from paceline.parsing.tagged_calls import TaggedCallFormat
 
-OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 TAGS = TaggedCallFormat(
-    open=OPEN,
-    close=CLOSE,
+    open="<minimax:tool_call>",
+    close="</minimax:tool_call>",
     function='<invoke name="',
     function_end="</invoke>",
     parameter='<parameter name="',
@@ -15,5 +13,4 @@ TAGS = TaggedCallFormat(
     quote='"',
     is_block=True,
 )
-MARKERS = Markers(anywhere={OPEN: TAGS.read_calls})
-FORMAT = ToolCallFormat(MARKERS, (OPEN, TAGS.function), (OPEN, CLOSE), TAGS.calls_grammar, OPEN)
+FORMAT = ToolCallFormat({TAGS.open: TAGS.read_calls}, (TAGS.open, TAGS.function), (TAGS.open, TAGS.close), TAGS.calls_grammar, TAGS.open)

@@ -9,15 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.parsing.argument_types import admits_text, coerce_argument, parameter_schema, resolve_ref
-from paceline.parsing.end_mark import pass_end_mark
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
 from paceline.parsing.lenient_json import MAX_DEPTH, escape_json
-from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import reasoning_format
-from paceline.parsing.schema_grammar import value_grammar
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema
+from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema, value_grammar
 from paceline.parsing.tools import Tool
 
 MARK = "]<]minimax[>["
@@ -35,7 +32,7 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from _read_invoke(stream, sink)
     while sink.can_call and (yield from stream.take(INVOKE)):
         yield from _read_invoke(stream, sink)
-    yield from pass_end_mark(stream, CLOSE)
+    yield from stream.pass_end_mark(CLOSE)
 
 
 def _read_invoke(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -98,9 +95,6 @@ def _option(schema: Mapping[str, Any] | None, keyword: str) -> Mapping[str, Any]
     return next((option for option in options if isinstance(option, Mapping) and keyword in option), schema)
 
 
-MARKERS = Markers(anywhere={OPEN: read_calls})
-
-
 def call_grammar(grammar: ToolCallGrammar, tool: Tool) -> str:
     """Return a grammar of a call with parameters in the schema's order. Of texts only their `enum` is enforced, of lists no length."""
     root = arguments_schema(tool)
@@ -127,5 +121,5 @@ def _element(grammar: ToolCallGrammar, name: str, schema: Any, root: Mapping[str
     return f"{opening} {value_grammar(grammar, root, schema, end)}"
 
 
-FORMAT = ToolCallFormat(MARKERS, (MARK,), (MARK,), call_list(call_grammar, before=f"{OPEN}\n", after=CLOSE))
+FORMAT = ToolCallFormat({OPEN: read_calls}, (MARK,), (MARK,), call_list(call_grammar, before=f"{OPEN}\n", after=CLOSE))
 REASONING_FORMAT = reasoning_format(*THINK)

@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 
-from paceline.parsing.end_mark import skip_repeated_mark
-from paceline.parsing.event_sink import EventSink, short_call_id
+from paceline.parsing.events import EventSink, short_call_id
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import emit_arguments, json_call_head, read_json_calls, skip_closers
-from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import ReasoningReader
 from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
@@ -19,7 +17,7 @@ read_reasoning = ReasoningReader(THINK[1], open=THINK[0])
 
 def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
     """Parse a list of calls, or one call, after one or more opening marks."""
-    yield from skip_repeated_mark(stream, OPEN)
+    yield from stream.skip_repeated(OPEN)
     char = yield from stream.peek()
     if char and char in "[{`":
         yield from read_json_calls(stream, sink)
@@ -42,15 +40,12 @@ def _read_named(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from skip_closers(stream)
 
 
-MARKERS = Markers(anywhere={OPEN: read_calls})
-
-
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    if grammar.has(ARGS):
+    if ARGS in grammar.token_ids:
         return grammar.listed([grammar.call(f"{OPEN}{tool.name}{ARGS}", tool) for tool in tools], "", several=several)
     calls = [grammar.call(json_call_head(tool.name), tool, "}") for tool in tools]
     return f'{grammar.literal(OPEN + "[")} {grammar.listed(calls, ", ", several=several)} "]"'
 
 
-FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, ARGS, CALL_ID), calls_grammar, OPEN, new_id=short_call_id)
-REASONING_FORMAT = ReasoningFormat(Markers(anywhere={THINK[0]: read_reasoning}), THINK[:1], THINK, *THINK, read_reasoning)
+FORMAT = ToolCallFormat({OPEN: read_calls}, (OPEN,), (OPEN, ARGS, CALL_ID), calls_grammar, OPEN, new_id=short_call_id)
+REASONING_FORMAT = ReasoningFormat({THINK[0]: read_reasoning}, THINK[:1], THINK, *THINK, read_reasoning)

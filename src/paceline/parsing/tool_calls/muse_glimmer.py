@@ -5,9 +5,8 @@ Reasoning is to `self`, the answer is to `user`, calls are to the tool.
 
 from collections.abc import Sequence
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
-from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import WHITESPACE, Parse, TextStream
@@ -51,8 +50,6 @@ def read_header(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 _HEADERS = {START: read_header, **dict.fromkeys((*ENDS, MESSAGE), drop_mark)}
 # the first header begins in the prompt
-MARKERS = Markers(anywhere={OPEN: TAGS.read_calls, **_HEADERS}, first={"to=": read_header})
-THINK_MARKERS = Markers(anywhere=_HEADERS, first={"to=": read_header})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
@@ -64,5 +61,7 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     return f"({grammar.literal(START + 'assistant')})? {grammar.one_of(calls)}"
 
 
-FORMAT = ToolCallFormat(MARKERS, (OPEN,), TOKENS, calls_grammar)
-REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, (_TO + _SELF, MESSAGE), TOKENS, THINK_OPEN, ENDS[0], read_reasoning)
+FORMAT = ToolCallFormat({OPEN: TAGS.read_calls, **_HEADERS}, (OPEN,), TOKENS, calls_grammar, first={"to=": read_header})
+REASONING_FORMAT = ReasoningFormat(
+    _HEADERS, (_TO + _SELF, MESSAGE), TOKENS, THINK_OPEN, ENDS[0], read_reasoning, first={"to=": read_header}
+)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.json_call_list import JsonCallList
+from paceline.parsing.json_call import JsonCallList
 
 OPEN, CLOSE = "<|tool_call|>", "<|/tool_call|>"
 TOKENS = (OPEN, CLOSE)
@@ -13,4 +13,4 @@ TAGGED = JsonCallList(
 )
 FUNCTOOLS = replace(TAGGED, open_marks=("functools[", OPEN, "<|tool_calls|>"), after="]")
 TAGGED_FORMAT = TAGGED.format_of(("<|/tool|>",), TOKENS)
-FUNCTOOLS_FORMAT = ToolCallFormat(FUNCTOOLS.markers, ("functools[",), TOKENS, FUNCTOOLS.calls_grammar)
+FUNCTOOLS_FORMAT = ToolCallFormat(FUNCTOOLS.parsers, ("functools[",), TOKENS, FUNCTOOLS.calls_grammar)

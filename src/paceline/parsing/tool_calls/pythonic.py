@@ -1,11 +1,10 @@
 """[f(a='x'), g(b=1)], all of the answer: Llama 3.2 and 4, and models prompted likewise."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
-from paceline.parsing.markers import Markers
 from paceline.parsing.python_calls import CallListReader
-from paceline.parsing.schema_grammar import python_call_grammar
 from paceline.parsing.text_stream import Parse, TextStream
+from paceline.parsing.tool_call_grammar import python_call_grammar
 from paceline.parsing.tool_calls.llama3_json import PYTHON_TAG, read_bare_calls
 from paceline.parsing.tool_calls.llama3_json import read_calls as read_json_calls
 
@@ -38,8 +37,6 @@ def read_marked(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 _FIRST = {"[": read_list, "{": read_bare_calls}
-MARKERS = Markers(anywhere={PYTHON_TAG: read_marked}, first=_FIRST)
-LLAMA4_MARKERS = Markers(anywhere={PYTHON_START: read_marked}, first=_FIRST)
 calls_grammar = call_list(python_call_grammar, ", ", "[", "]")
-LLAMA4_FORMAT = ToolCallFormat(LLAMA4_MARKERS, LLAMA4_SIGNS, LLAMA4_TOKENS, calls_grammar)
-FORMAT = ToolCallFormat(MARKERS, SIGNS, (PYTHON_TAG,), calls_grammar)
+LLAMA4_FORMAT = ToolCallFormat({PYTHON_START: read_marked}, LLAMA4_SIGNS, LLAMA4_TOKENS, calls_grammar, first=_FIRST)
+FORMAT = ToolCallFormat({PYTHON_TAG: read_marked}, SIGNS, (PYTHON_TAG,), calls_grammar, first=_FIRST)

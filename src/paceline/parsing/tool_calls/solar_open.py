@@ -5,10 +5,9 @@ The prompt ends with the role of the first message.
 
 from collections.abc import Sequence
 
-from paceline.parsing.event_sink import EventSink
-from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
+from paceline.parsing.events import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat, section_of
 from paceline.parsing.json_call import emit_arguments, skip_closers
-from paceline.parsing.markers import Markers, section_of
 from paceline.parsing.reasoning import ReasoningReader, drop_mark
 from paceline.parsing.text_stream import NAME_CHARACTER, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
@@ -37,8 +36,6 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 read_reasoning = ReasoningReader(THINK[1])
 _ANSWER = dict.fromkeys((BEGIN, CONTENT, END), drop_mark)
-MARKERS = Markers(anywhere={OPEN: section_of(CALL, _read_call, CLOSE), **_ANSWER})
-THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, **_ANSWER})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
@@ -47,5 +44,7 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     return f"({grammar.literal(BEGIN)})? {grammar.literal(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
 
 
-FORMAT = ToolCallFormat(MARKERS, (OPEN, ARGUMENTS), TOKENS, calls_grammar, OPEN)
-REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, (THINK[0], CONTENT), (*THINK, "<|begin|>", CONTENT), *THINK, read_reasoning)
+FORMAT = ToolCallFormat({OPEN: section_of(CALL, _read_call, CLOSE), **_ANSWER}, (OPEN, ARGUMENTS), TOKENS, calls_grammar, OPEN)
+REASONING_FORMAT = ReasoningFormat(
+    {THINK[0]: read_reasoning, **_ANSWER}, (THINK[0], CONTENT), (*THINK, "<|begin|>", CONTENT), *THINK, read_reasoning
+)

@@ -1,8 +1,7 @@
 """Calls between marks as DeepSeek's, each a <steptml:invoke> element: Step 3."""
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.events import EventSink
 from paceline.parsing.formats import ToolCallFormat, call_list
-from paceline.parsing.markers import Markers
 from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import Parse, TextStream
 
@@ -41,10 +40,9 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     stream.mark_emitted()
 
 
-MARKERS = Markers(anywhere={OPEN: read_calls})
 calls_grammar = call_list(
     lambda grammar, tool: f"{grammar.literal(_HEAD)} {TAGS.call_grammar(grammar, tool, '')} {grammar.literal(CALL_END + chr(10))}",
     before=f"{OPEN}\n",
     after=CLOSE,
 )
-FORMAT = ToolCallFormat(MARKERS, (TAGS.function,), TOKENS, calls_grammar, OPEN)
+FORMAT = ToolCallFormat({OPEN: read_calls}, (TAGS.function,), TOKENS, calls_grammar, OPEN)

@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,11 @@ class BatchLine:
 
     Attributes:
         number: of its line, from 1.
-        offset: of the line in the file, in bytes.
-        num_bytes: of the line, with its line end.
         url: one of `ENDPOINTS`.
         body: JSON.
     """
 
     number: int
-    offset: int
-    num_bytes: int
     custom_id: str
     url: str
     body: bytes
@@ -54,7 +49,7 @@ def read_lines(path: Path, max_line_bytes: int) -> Iterator[BatchLine | BadLine]
     """Yield the lines of a batch file without empty ones; RequestError if it cannot be read."""
     if path.exists() and not path.is_file():
         raise RequestError(f"the batch file {path} is no regular file, and it is read twice: give a file with a request on each line")
-    number, offset = 0, 0
+    number = 0
     try:
         with path.open("rb") as file:
             while line := file.readline(max_line_bytes + 1):
@@ -65,14 +60,12 @@ def read_lines(path: Path, max_line_bytes: int) -> Iterator[BatchLine | BadLine]
                 if num_bytes > max_line_bytes:
                     yield BadLine(number, f"it has {num_bytes} bytes, and may have {max_line_bytes}: --max-body-mb allows more")
                 elif line.strip():
-                    yield parsed_line(line, number, offset)
-                offset += num_bytes
+                    yield _parsed_line(line, number)
     except OSError as error:
         raise RequestError(f"the batch file {path} cannot be read ({error.strerror}): give a file with a request on each line") from None
 
 
-def parsed_line(line: bytes, number: int, offset: int) -> BatchLine | BadLine:
-    """Parse one line."""
+def _parsed_line(line: bytes, number: int) -> BatchLine | BadLine:
     try:
         fields = json.loads(line)
         error = _request_error(fields)
@@ -81,7 +74,7 @@ def parsed_line(line: bytes, number: int, offset: int) -> BatchLine | BadLine:
         body = json.dumps(fields["body"], separators=(",", ":")).encode()
     except (ValueError, RecursionError):
         return BadLine(number, "it is no JSON: write one JSON object on a line")
-    return BatchLine(number, offset, len(line), fields["custom_id"], fields["url"], body)
+    return BatchLine(number, fields["custom_id"], fields["url"], body)
 
 
 def _request_error(fields: Any) -> str | None:
@@ -113,29 +106,30 @@ class Plan:
     """The lines of a batch file that have to be answered.
 
     Attributes:
-        pending: number, offset and bytes of each, flattened.
+        max_line_bytes: as for `read_lines`.
+        answered: the custom_id of each request that is answered.
         num_requests: of the file, including answered ones.
     """
 
     path: Path
-    pending: "array[int]"
+    max_line_bytes: int
+    answered: Collection[str]
     num_requests: int
     bad: list[BadLine]
 
     @property
     def num_pending(self) -> int:
-        return len(self.pending) // 3
+        return self.num_requests - len(self.answered)
 
     def lines(self) -> Iterator[BatchLine]:
         """Read the lines to be answered again; RequestError if the file was changed."""
-        with self.path.open("rb") as file:
-            for place in range(0, len(self.pending), 3):
-                number, offset, num_bytes = self.pending[place : place + 3]
-                file.seek(offset)
-                line = parsed_line(file.read(num_bytes), number, offset)
-                if isinstance(line, BadLine):
-                    raise RequestError(f"line {number} of {self.path} was changed while it was being answered: run the command again")
-                yield line
+        known_bad = set(self.bad)
+        for line in read_lines(self.path, self.max_line_bytes):
+            if isinstance(line, BatchLine):
+                if line.custom_id not in self.answered:
+                    yield line
+            elif line not in known_bad:
+                raise RequestError(f"line {line.number} of {self.path} was changed while it was being answered: run the command again")
 
 
 def plan_batch(path: Path, finished: Finished, max_line_bytes: int) -> Plan:
@@ -147,7 +141,7 @@ def plan_batch(path: Path, finished: Finished, max_line_bytes: int) -> Plan:
     """
     numbers: dict[str, int] = {}
     twice: list[str] = []
-    pending, bad = array("q"), list[BadLine]()
+    bad = list[BadLine]()
     unmatched = dict(finished.ids)
     for line in read_lines(path, max_line_bytes):
         if isinstance(line, BadLine):
@@ -157,9 +151,7 @@ def plan_batch(path: Path, finished: Finished, max_line_bytes: int) -> Plan:
         else:
             numbers[line.custom_id] = line.number
             answered = unmatched.pop(line.custom_id, None)
-            if answered is None:
-                pending.extend((line.number, line.offset, line.num_bytes))
-            elif answered != line.id:
+            if answered not in (None, line.id):
                 text = f"line {line.number} of {path} is not the request that was answered as {line.custom_id!r}"
                 raise ConfigError(f"{text}: undo the change, or give another output file")
     if twice:
@@ -168,4 +160,4 @@ def plan_batch(path: Path, finished: Finished, max_line_bytes: int) -> Plan:
     if unmatched:
         name = next(iter(unmatched))
         raise ConfigError(f"the output holds an answer to {name!r}, which is no request of {path}: give another output file")
-    return Plan(path, pending, len(numbers), bad)
+    return Plan(path, max_line_bytes, frozenset(finished.ids), len(numbers), bad)

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError, PacelineError
 from paceline.server.app import create_app
-from paceline.server.asgi_client import call_app
+from paceline.server.asgi_client import ForwardedRequest, call_app
 from paceline.server.batch.input_file import BadLine, BatchLine, Plan, plan_batch
 from paceline.server.batch.output_file import OutputFile
 from paceline.server.settings import ServerSettings
@@ -37,18 +37,15 @@ async def answer_line(app: ASGIApp, line: BatchLine) -> dict[str, Any]:
     Raises:
         NotAnsweredError: the engine is closed or overloaded; another run may answer it.
     """
-    async with call_app(app, "POST", line.url, line.body) as answer:
+    async with call_app(app, ForwardedRequest("POST", line.url, line.body)) as answer:
         content = json.loads(await answer.body())
         request_id = answer.header(b"x-request-id")
         status = answer.status
     if status in (429, 503):
-        raise NotAnsweredError(f"line {line.number} was not answered ({_message(content)}): run the same command again")
+        reason = content.get("error", {}).get("message", "no reason was given")
+        raise NotAnsweredError(f"line {line.number} was not answered ({reason}): run the same command again")
     response = {"status_code": status, "request_id": request_id, "body": content}
     return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}
-
-
-def _message(content: Mapping[str, Any]) -> str:
-    return str(content.get("error", {}).get("message", "no reason was given"))
 
 
 SYNC_S = 1.0

@@ -5,6 +5,7 @@ import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import cast
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -12,13 +13,13 @@ from starlette.responses import JSONResponse, Response
 
 from paceline import __version__
 from paceline.server.admission import AdmissionControl
-from paceline.server.asgi_client import REQUEST_ID
-from paceline.server.dialects import Dialect, dialect_of, handle_errors
+from paceline.server.asgi_client import REQUEST_ID, ForwardedRequest
+from paceline.server.dialects import dialect_of, handle_errors
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
-from paceline.server.errors import http_error_of
+from paceline.server.errors import unavailable
 from paceline.server.metrics import merged_pages
 from paceline.server.middleware import add_middleware
-from paceline.server.replicas.replica import ForwardedRequest, ReplicaLostError, ReplicaPool, ResponseHead, no_replica, replica_lost
+from paceline.server.replicas.replica import ReplicaLostError, ReplicaPool, ResponseHead
 from paceline.server.replicas.routing import prefix_key
 from paceline.server.settings import ServerSettings
 
@@ -43,6 +44,7 @@ FORWARDED = (
 )  # fmt: skip
 """Paths that are named in the log; all others are forwarded too."""
 METRICS_S = 5.0
+RETRY_S = 2
 _OWN_HEADERS = (b"content-length", b"x-request-id")  # made anew here
 _KEPT_HEADERS = (
     *(b"host", b"content-type", b"content-length", b"content-encoding", b"transfer-encoding", b"connection", b"keep-alive", b"te"),
@@ -144,8 +146,7 @@ async def _forward(service: FrontService, request: Request) -> Response:
         assert isinstance(head, ResponseHead)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers if name.lower() not in _OWN_HEADERS}
         if head.is_stream:
-            dialect = dialect_of(request.url.path)
-            stream = EventStream(_relay_events(parts, dialect), dialect.media_type)
+            stream = EventStream(head.body, cast("AsyncGenerator[bytes, None]", parts), dialect_of(request.url.path))
             stream.headers.update(headers)
             return stream
         content = head.body + await cancel_on_disconnect(request, _read_rest(parts))
@@ -159,26 +160,16 @@ async def _parts(service: FrontService, forwarded: ForwardedRequest) -> AsyncGen
     """Yield head and body of an admitted request; HttpError if it is refused or its replica ended."""
     with service.admission.admitted(1):
         if not await service.engine.num_running():
-            raise no_replica()
+            raise unavailable("no replica is running yet: send the request again soon", "no_replica", RETRY_S)
         async with aclosing(service.engine.forward(forwarded)) as parts:
             try:
                 async for part in parts:
                     yield part
             except ReplicaLostError:
-                raise replica_lost() from None
+                text = "the replica of this request ended and is being restarted: send the request again"
+                raise unavailable(text, "replica_lost", RETRY_S) from None
 
 
 async def _read_rest(parts: AsyncGenerator[ResponseHead | bytes, None]) -> bytes:
     """Return the rest of a body. It is sent only when it is whole, so that an error can still have its own status."""
     return b"".join([part async for part in parts if isinstance(part, bytes)])
-
-
-async def _relay_events(parts: AsyncGenerator[ResponseHead | bytes, None], dialect: Dialect) -> AsyncGenerator[bytes, None]:
-    """Pass on the event stream of a replica. If the replica fails before the end, yield an error event."""
-    async with aclosing(parts):
-        try:
-            async for part in parts:
-                if isinstance(part, bytes):
-                    yield part
-        except Exception as error:
-            yield dialect.error_event(http_error_of(error))

@@ -34,7 +34,7 @@ class BatchReplica:
     def __call__(self, block: Mapping[str, Any]) -> dict[str, list[str]]:
         """Return the output lines of a block of requests as JSON. A block has a column for each field of `BatchLine`."""
         columns = (block[name] for name in ("number", "custom_id", "url", "body"))
-        lines = [BatchLine(int(number), 0, 0, name, url, body.encode()) for number, name, url, body in zip(*columns, strict=True)]
+        lines = [BatchLine(int(number), name, url, body.encode()) for number, name, url, body in zip(*columns, strict=True)]
         return {"line": asyncio.run(self._answers(lines))}
 
     async def _answers(self, lines: list[BatchLine]) -> list[str]:

@@ -15,9 +15,10 @@ from typing import Any
 
 from paceline.errors import BackendUnavailableError, CapacityError, convert_library_errors
 from paceline.installation import install_command
+from paceline.server.asgi_client import ForwardedRequest
 from paceline.server.model_pool import served_model_name
 from paceline.server.replicas.front import create_front
-from paceline.server.replicas.replica import ForwardedRequest, Replica, ReplicaLostError, ReplicaPool, ResponseHead, replica_settings
+from paceline.server.replicas.replica import Replica, ReplicaLostError, ReplicaPool, ResponseHead, replica_settings
 from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.run import PrintLine, listening_socket, serve_application
 from paceline.server.settings import ServerSettings
@@ -144,8 +145,7 @@ class RayPool(ReplicaPool):
 
     async def forward(self, forwarded: ForwardedRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
         exceptions = self._ray.exceptions
-        more = {name: getattr(forwarded, name) for name in ("query", "headers", "request_id", "key", "replica")}
-        parts = self._handle.options(stream=True).forward.remote(forwarded.method, forwarded.path, forwarded.body, **more)
+        parts = self._handle.options(stream=True).forward.remote(forwarded, key=forwarded.key, replica=forwarded.replica)
         is_whole = False
         try:
             async for part in parts:

@@ -2,40 +2,15 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.server.app import create_app
-from paceline.server.asgi_client import batched_parts, call_app
-from paceline.server.errors import HttpError, unavailable
+from paceline.server.asgi_client import ForwardedRequest, batched_parts, call_app
 from paceline.server.settings import ServerSettings
-
-RETRY_S = 2
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardedRequest:
-    """A request that a front passes to a replica.
-
-    Attributes:
-        query: the query string.
-        headers: of the client, without those of its connection and its credentials.
-        request_id: the id that the front chose.
-        key: hash of the beginning of the prompt, for `choose_replica`.
-        replica: name of the replica that must answer; None = any.
-    """
-
-    method: str
-    path: str
-    body: bytes = b""
-    query: bytes = b""
-    headers: tuple[tuple[bytes, bytes], ...] = ()
-    request_id: str | None = None
-    key: int | None = None
-    replica: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +61,6 @@ class ReplicaPool(ABC):
         """End all replicas."""
 
 
-def replica_lost() -> HttpError:
-    """Return the error of a request whose replica ended."""
-    text = "the replica of this request ended and is being restarted: send the request again"
-    return unavailable(text, "replica_lost", RETRY_S)
-
-
-def no_replica() -> HttpError:
-    """Return the error of a request while no replica runs."""
-    return unavailable("no replica is running yet: send the request again soon", "no_replica", RETRY_S)
-
-
 WINDOW_S = 0.02
 """Between two parts of a stream: each costs the front more time than the tokens in it."""
 
@@ -113,22 +77,12 @@ class Replica:
         self._engine = AsyncEngine.open(**arguments)
         self._app = create_app(self._engine, settings)
 
-    async def forward(
-        self,
-        method: str,
-        path: str,
-        body: bytes,
-        *,
-        query: bytes = b"",
-        headers: Sequence[tuple[bytes, bytes]] = (),
-        request_id: str | None = None,
-        **_: object,
-    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+    async def forward(self, forwarded: ForwardedRequest, **_: object) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Yield the head of a response with its whole body, or with the parts of a stream after it.
 
         Further arguments are for the router.
         """
-        async with call_app(self._app, method, path, body, query=query, headers=headers, request_id=request_id) as answer:
+        async with call_app(self._app, forwarded) as answer:
             head = ResponseHead(answer.status, answer.headers)
             if not head.is_stream:
                 yield replace(head, body=await answer.body())

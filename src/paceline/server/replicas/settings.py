@@ -27,7 +27,9 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         for name in ("replicas", "max_lead"):
-            _check_count(name, getattr(self, name))
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+                raise ConfigError(f"{name} is {value!r}: use a whole number from 0 to {MAX_COUNT}")
 
     def engine_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of `AsyncEngine.open` for a replica; ConfigError if a cluster has no `threads`."""
@@ -36,8 +38,3 @@ class ClusterSettings:
         if self.ray_address is not None:
             raise ConfigError("threads is not set: a Ray cluster needs it to place replicas; give --threads")
         return {**arguments, "threads": max(1, usable_processors() // self.replicas)}
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
-        raise ConfigError(f"{name} is {value!r}: use a whole number from 0 to {MAX_COUNT}")
