@@ -42,14 +42,13 @@ class RowRecorder:
     Attributes:
         expected: output tokens of plain decoding; None = this is plain decoding.
         kept: positions whose rows are kept.
-        checksums: of every row up to the first token that differs; empty unless `with_checksums`.
+        checksums: of every row up to the first token that differs.
         rows: [V] float32 of the kept positions and of the first token that differs.
         diverged_at: position of that token.
     """
 
     expected: Sequence[int] | None = None
     kept: frozenset[int] = frozenset()
-    with_checksums: bool = False
     checksums: dict[int, int] = field(default_factory=dict)
     rows: dict[int, FloatArray] = field(default_factory=dict)
     diverged_at: int | None = None
@@ -58,8 +57,7 @@ class RowRecorder:
         """Record the row of one position."""
         if self.diverged_at is not None:
             return
-        if self.with_checksums:
-            self.checksums[index] = crc32(np.ascontiguousarray(row).data)
+        self.checksums[index] = crc32(np.ascontiguousarray(row).data)
         if self.expected is not None and index < len(self.expected) and self.expected[index] != token:
             self.diverged_at = index
         if index in self.kept or self.diverged_at == index:
@@ -285,7 +283,7 @@ class ReferenceOutput:
     """Output of plain decoding.
 
     Attributes:
-        checksums: of the row of each output token; empty where numerics are fast.
+        checksums: of the row of each output token.
         rows: [V] float32 of some output positions; empty where numerics are exact.
     """
 
@@ -323,9 +321,8 @@ class ReferenceOutputs:
         self._known.clear()
 
     def _make(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> ReferenceOutput:
-        is_exact = self._engine_under_test.is_exact
-        kept = frozenset() if is_exact else frozenset([params.max_tokens // _LOGITS_ROW_DIVISOR])
-        recorder = RowRecorder(kept=kept, with_checksums=is_exact)
+        kept = () if self._engine_under_test.is_exact else (params.max_tokens // _LOGITS_ROW_DIVISOR,)
+        recorder = RowRecorder(kept=frozenset(kept))
         output = self._engine_under_test.decode_plain(RequestSpec(prompt_token_ids, params), recorder)
         self.num_made += 1
         self.num_tokens += len(output.token_ids)

@@ -188,8 +188,8 @@ class Prover:
         self.proof.notices = engine_under_test.opened.notices
         self.proof.provenance = provenance(engine_under_test, self._directory, self._engine, self._speculation, question.command)
         batches = BATCHES if question.batch_size is None else (str(question.batch_size),)
-        self._input_processor = CaseMaker(_prompts(question, engine_under_test), engine_under_test.drafter_names, question.seed, batches)
-        self.proof.tally = Tally.of(self._input_processor.factors())
+        self._case_maker = CaseMaker(_prompts(question, engine_under_test), engine_under_test.drafter_names, question.seed, batches)
+        self.proof.tally = Tally.of(self._case_maker.factors)
 
     def run(self) -> Iterator[Tally]:
         """Compare; yield the counts after each case. `proof` holds the result."""
@@ -238,8 +238,8 @@ class Prover:
         if question.cases:
             return iter(question.cases)
         if question.only is not None:
-            return islice(self._input_processor.cases(), question.only, question.only + 1)
-        return self._input_processor.cases()
+            return islice(self._case_maker.cases(), question.only, question.only + 1)
+        return self._case_maker.cases()
 
     def _is_enough(self) -> bool:
         if self._question.cases or self._question.only is not None:
@@ -268,7 +268,7 @@ class Prover:
             self.proof.tally.all.count(Status.BUG)
 
     def _some_requests(self) -> list[CaseRequest]:
-        cases = self._question.cases or list(islice(self._input_processor.cases(), 2 * _MOST_REQUESTS))
+        cases = self._question.cases or list(islice(self._case_maker.cases(), 2 * _MOST_REQUESTS))
         return [one for case in cases for one in case.requests]
 
     def _texts_for_transformers(self, engine_under_test: EngineUnderTest) -> list[OutputRows]:
