@@ -412,8 +412,8 @@ def test_doctor_adds_the_memory_of_a_draft_model(target: Path, draft: Path) -> N
     alone, pair = (diagnose(DoctorOptions(model=str(target), drafters=names)).memory for names in (["none"], [str(draft)]))
     assert alone is not None
     assert pair is not None
-    assert pair.draft is not None
-    assert pair.weights_bytes == alone.weights_bytes + pair.draft.weights_bytes
+    assert len(pair.drafts) == 1
+    assert pair.weights_bytes == alone.weights_bytes + pair.drafts[0].weights_bytes
 
 
 def test_doctor_counts_quantised_weights(mini_dir: Path) -> None:

@@ -66,13 +66,3 @@ def paired_ratio(values: Sequence[float], baseline: Sequence[float], *, seed: in
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.median(pairs[drawn], axis=1), (tail, 1 - tail))
     return Ratio(median, float(low), float(high), ratios)
-
-
-def geometric_mean(values: Sequence[float]) -> float | None:
-    """None without values."""
-    return float(np.exp(np.mean(np.log(np.asarray(values, np.float64))))) if values else None
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """None without values."""
-    return float(np.percentile(np.asarray(values, np.float64), percent)) if values else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.options import DEBUG, MODEL, MODEL_ARGUMENT, NO_MODEL, OUTPUT, flags_of, named_model, option, with_parameters
-from paceline.cli.report_files import check_report_files, write_errors, write_report
+from paceline.cli.report_files import check_report_files, write_report, write_reports
 from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, print_error, print_notice, reported_errors
 from paceline.config import QUANT
 from paceline.errors import ConfigError, printable
@@ -162,21 +162,15 @@ def _write_reports(
     from paceline.benchmarking.benchmark import json_text
     from paceline.benchmarking.report.page import page, write_charts
 
-    for path, write in (
+    for written in write_reports(
         (json_file, lambda path: write_report(path, json_text(result) + "\n")),
         (html_file, lambda path: write_report(path, page(result))),
         (plots, lambda path: write_charts(result, path)),
     ):
-        if path is None:
-            continue
-        try:
-            with write_errors(path):
-                write(path)
-        except ConfigError as error:
-            yield error
-        else:
-            if not quiet:
-                print_notice(f"written: {path}")
+        if isinstance(written, ConfigError):
+            yield written
+        elif not quiet:
+            print_notice(f"written: {written}")
 
 
 def _print(result: "BenchResult", form: str) -> None:
