@@ -6,11 +6,12 @@ number of steps of a time budget is planned from the measured time of a step eve
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -93,18 +94,18 @@ class Trainer:
     def _train(self, is_stopped: Callable[[], bool]) -> bool:
         progress = self.progress
         saved_s = estimated_s = said_s = progress.elapsed_s
-        sums = _Sums()
+        results: list[tuple[float, list[int], list[int]]] = []
         while not self._is_finished():
             if is_stopped():
                 self.save()
                 return False
             start = self._clock()
-            sums.add(*self._step())
+            results.append(self._step())
             progress.elapsed_s += self._clock() - start
             if progress.step % PLAN_STEPS == 0 or self._is_finished():
                 self._plan()
-                progress.history.append(sums.entry(progress, self._learning_rate()))
-                sums = _Sums()
+                progress.history.append(self._entry(results))
+                results = []
                 if progress.elapsed_s - said_s >= _SAY_S or len(progress.history) == 1:
                     said_s = progress.elapsed_s
                     self._print_progress()
@@ -121,6 +122,22 @@ class Trainer:
     def _is_finished(self) -> bool:
         progress = self.progress
         return 0 < (self.settings.steps or progress.total_steps) <= progress.step
+
+    def _entry(self, results: Sequence[tuple[float, list[int], list[int]]]) -> dict[str, Any]:
+        """Return the entry of the history for the results of the steps since the previous one."""
+        progress = self.progress
+        seconds = max(1e-9, progress.elapsed_s - (progress.history[-1]["elapsed_s"] if progress.history else 0.0))
+        losses, hits, rows = zip(*results, strict=True)
+        num_hits, num_rows = (np.sum(counts, axis=0).tolist() for counts in (hits, rows))
+        return {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "elapsed_s": round(progress.elapsed_s, 2),
+            "loss": round(sum(losses) / len(losses), 4),
+            "accuracy": [round(right / max(1, count), 4) for right, count in zip(num_hits, num_rows, strict=True)],
+            "tokens_per_s": round(num_rows[0] / seconds, 1),
+            "learning_rate": self._learning_rate(),
+        }
 
     def _plan(self) -> None:
         """Set the number of steps to what fits into the budget."""
@@ -239,32 +256,3 @@ class Trainer:
         except Exception as error:  # a damaged pickle may raise anything
             reason = shortened(next(iter(str(error).splitlines()), type(error).__name__))
             raise CheckpointError(f"{path} cannot be continued ({reason}): delete it to train from the beginning") from error
-
-
-class _Sums:
-    """Sums over a few steps."""
-
-    def __init__(self) -> None:
-        self._loss, self._steps = 0.0, 0
-        self._hits: list[int] = []
-        self._rows: list[int] = []
-        self._start_s: float | None = None
-
-    def add(self, loss: float, hits: list[int], rows: list[int]) -> None:
-        self._loss, self._steps = self._loss + loss, self._steps + 1
-        self._hits = [a + b for a, b in zip(self._hits or [0] * len(hits), hits, strict=True)]
-        self._rows = [a + b for a, b in zip(self._rows or [0] * len(rows), rows, strict=True)]
-
-    def entry(self, progress: Progress, learning_rate: float) -> dict[str, Any]:
-        """Return the entry of the history."""
-        last_s = progress.history[-1]["elapsed_s"] if progress.history else 0.0
-        seconds = max(1e-9, progress.elapsed_s - last_s)
-        return {
-            "step": progress.step,
-            "epoch": progress.epoch,
-            "elapsed_s": round(progress.elapsed_s, 2),
-            "loss": round(self._loss / max(1, self._steps), 4),
-            "accuracy": [round(hits / max(1, rows), 4) for hits, rows in zip(self._hits, self._rows, strict=True)],
-            "tokens_per_s": round(self._rows[0] / seconds, 1) if self._rows else 0.0,
-            "learning_rate": learning_rate,
-        }
