@@ -26,7 +26,6 @@ class Quartiles:
         return cls(low, median, high)
 
     def as_dict(self) -> dict[str, float]:
-        """Return the JSON object."""
         return {"lower_quartile": self.low, "median": self.median, "upper_quartile": self.high}
 
 
@@ -45,7 +44,6 @@ class Ratio:
     pairs: tuple[float, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """Return the JSON object."""
         return {"median": self.median, "low": self.low, "high": self.high, "pairs": list(self.pairs)}
 
 

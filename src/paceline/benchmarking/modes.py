@@ -1,7 +1,7 @@
 """Modes of a benchmark: our engine with and without each drafter, and other programs; each mode is a worker process."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,22 +58,18 @@ def own_modes(plan: BenchPlan, target: Path, *, context: int, has_predictions: b
     chosen = _drafters_by_mode(plan, target) if plan.drafters else _available(plan, target, has_predictions=has_predictions)
     if any(drafters == (PREDICTION,) for drafters in chosen.values()) and not has_predictions:
         raise ConfigError("drafter is 'prediction' and no prompt has one: add --workload copying, or prompts with a prediction")
-    drafters = {PLAIN: (), **chosen}
+    options = {"quantization": plan.quantization, "offline": plan.offline, "max_num_seqs": max(16, plan.batch_size)}
+    more = {"draft": plan.draft_model, "precision": plan.quantization, "options": options}
     return [
-        Mode(name, OURS, OWN_WORKER, own_order(plan, target, name, own, context), needs_prediction=own == (PREDICTION,))
-        for name, own in drafters.items()
+        Mode(
+            name,
+            OURS,
+            OWN_WORKER,
+            {**_order(plan, target, name, context), **more, "drafters": list(drafters)},
+            needs_prediction=drafters == (PREDICTION,),
+        )
+        for name, drafters in {PLAIN: (), **chosen}.items()
     ]
-
-
-def own_order(plan: BenchPlan, target: Path, name: str, drafters: Sequence[str], context: int) -> dict[str, Any]:
-    """Return the first line for our own worker."""
-    return {
-        **_order(plan, target, name, context),
-        "draft": plan.draft_model,
-        "precision": plan.quantization,
-        "drafters": list(drafters),
-        "options": {"quantization": plan.quantization, "offline": plan.offline, "max_num_seqs": max(16, plan.batch_size)},
-    }
 
 
 def _drafters_by_mode(plan: BenchPlan, target: Path) -> dict[str, tuple[str, ...]]:

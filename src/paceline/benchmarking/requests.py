@@ -59,7 +59,6 @@ def _encode_one(workload: Workload, index: int, tokenizer: Tokenizer, vocab_size
 
 
 def random_prompts(count: int, vocab_size: int, seed: int) -> list[EncodedPrompt]:
-    """Draw prompts of uniformly random token ids."""
     drawn = np.random.default_rng(seed).integers(0, vocab_size, (count, RANDOM_TOKENS))
     return [EncodedPrompt(tuple(int(token_id) for token_id in row)) for row in drawn]
 

@@ -66,7 +66,6 @@ class Cell:
         return None if self.refusal else self.ratio
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         spreads = ("tokens_per_s", "request_tokens_per_s", "first_token_s", "gap_s", "ratio", "request_ratio")
         fields = {name: None if getattr(self, name) is None else getattr(self, name).as_dict() for name in spreads}
         found = None if self.speedup is None else self.speedup.as_dict()

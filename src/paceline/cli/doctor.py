@@ -92,7 +92,6 @@ def _bytes(memory_gb: float) -> int:
 
 
 def _print(found: "Diagnosis", fetched: "Fetched | None" = None, *, as_json: bool) -> None:
-    """Print a diagnosis."""
     from rich.console import Console
 
     from paceline.proof.doctor_text import report

@@ -102,7 +102,6 @@ class Writer:
         self._wrap = WordWrap() if wraps and self._on_terminal else None
 
     def write(self, chunk: StreamChunk) -> None:
-        """Write the text of the chunk."""
         self._put(chunk.text)
 
     def close(self) -> None:

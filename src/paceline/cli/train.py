@@ -122,7 +122,6 @@ def _train(given: dict[str, Any], output: Path, *, resume: bool, quiet: bool) ->
 
 
 def _numbers(name: str, text: str, kind: type[int] | type[float]) -> tuple[float, ...]:
-    """Return the numbers of a list."""
     try:
         return tuple(kind(word) for word in text.split(","))
     except ValueError:

@@ -51,7 +51,6 @@ class CheckpointFacts:
     tokenizer: TokenizerFacts | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         config = self.config
         return {
             "path": str(self.path),

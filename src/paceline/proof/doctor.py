@@ -107,7 +107,6 @@ class DrafterDiagnosis:
     adapter: AdapterDiagnosis | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {
             "name": self.name,
             "model": None if self.facts is None else self.facts.as_dict(),
@@ -150,7 +149,6 @@ class Diagnosis:
             self.problems.append(str(error))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {
             "works": self.works,
             "model": self.model,
@@ -294,7 +292,6 @@ def examine_drafter(
 
 
 def _estimate(found: Diagnosis, target: CheckpointFacts, question: DoctorOptions) -> None:
-    """Estimate memory and numerics."""
     found.notes += target.weights.notices if question.quantization is None else ()
     kv_cache_dtype = None if question.kv_cache_dtype == "auto" else KVCacheDtype(question.kv_cache_dtype)
     main = estimate_memory(

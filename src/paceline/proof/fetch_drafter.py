@@ -30,7 +30,6 @@ class Fetched:
     is_used: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {"drafter": self.drafter, "path": str(self.path), "bytes": self.num_bytes, "is_used": self.is_used}
 
 

@@ -99,7 +99,6 @@ class MemoryEstimate:
         return self.context_that_fits >= min(self.context, _LEAST_CONTEXT)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {
             "target_weights_bytes": self.target.weights_bytes,
             "target_cache_bytes_per_1k_tokens": self.target.cache_bytes_per_1k,

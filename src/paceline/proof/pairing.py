@@ -53,7 +53,6 @@ class PairCheck:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         found = self.vocabulary
         return {
             "works": self.works,
@@ -69,7 +68,6 @@ class PairCheck:
 
 
 def check_draft_model(target: CheckpointFacts, draft: CheckpointFacts) -> PairCheck:
-    """Check a draft model against a target."""
     notes = _notes(target, draft)
     if target.tokenizer is None or draft.tokenizer is None:
         missing = target.path if target.tokenizer is None else draft.path
@@ -134,7 +132,6 @@ class HeadFacts:
         return ModelMemory(num_bytes + self.copied_bytes, self.cache_bytes_per_1k, "native")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {
             "path": str(self.path),
             "kind": self.kind.value,

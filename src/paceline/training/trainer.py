@@ -224,7 +224,6 @@ class Trainer:
         self._print_line(f"held out, tokens a step: {', '.join(parts)}")
 
     def estimates(self) -> dict[str, Estimate]:
-        """Return the estimates on held-out texts."""
         return estimate(self.drafter, self._heldout, self._device, self.settings.batch_tokens)
 
     def _print_progress(self) -> None:

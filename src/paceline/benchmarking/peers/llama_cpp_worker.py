@@ -113,7 +113,6 @@ class DraftModel:
 
 
 def open_model(order: Any) -> Any:
-    """Open the target and its drafter."""
     api = importlib.import_module("llama_cpp")
     api.llama_backend_init()
     kind = KINDS.get(order["precision"])

@@ -159,7 +159,6 @@ def _styles() -> str:
 
 
 def page(result: BenchResult) -> str:
-    """Return the HTML."""
     tones = _tones(result)
     name = _text(result.model.shown)
     parts = [

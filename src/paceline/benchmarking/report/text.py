@@ -107,7 +107,6 @@ def _load(averages: tuple[float, float, float] | None) -> str:
 
 
 def failures(result: BenchResult) -> list[str]:
-    """Return failures, a line each."""
     return [
         failure.message if failure.workload is None else f"{failure.workload}, temperature {failure.temperature:g}: {failure.message}"
         for failure in result.measured.failures

@@ -234,7 +234,6 @@ class Case:
     requests: tuple[CaseRequest, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return asdict(self) | {"requests": [one.as_dict() for one in self.requests]}
 
     @classmethod

@@ -130,7 +130,6 @@ class OutputPosition:
     num_prompt_tokens: int
 
     def processor(self, input_processor: InputProcessor, params: SamplingParams) -> LogitsProcessor:
-        """Return a logits processor after the text."""
         processor = input_processor.make_request(self.text[: self.num_prompt_tokens], params, is_streamed=False).processor
         for token in self.text[self.num_prompt_tokens :]:
             processor.commit(token)
@@ -274,7 +273,6 @@ class OutputComparer:
         row_at: int | None,
         place: "partial[Finding]",
     ) -> Finding:
-        """Return the finding for the first token that differs."""
         plain = reference.output
         token, plain_token = output.token_ids[at], plain.token_ids[at]
         own_row, plain_row = recorder.rows.get(at), self._references.row(reference, at)
@@ -348,7 +346,6 @@ def _of_text(output: RequestOutput, plain: RequestOutput, place: "partial[Findin
 
 
 def _step(output: RequestOutput, index: int) -> dict[str, Any] | None:
-    """Return the step that emitted an output token."""
     found = next((one for one in output.steps or () if one.start <= index < one.start + len(one.token_ids)), None)
     return None if found is None else found.as_dict()
 

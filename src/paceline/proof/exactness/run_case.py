@@ -11,7 +11,7 @@ from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.outputs import RequestOutput
 from paceline.proof.exactness.cases import Case, CaseRequest, Factors
 from paceline.proof.exactness.compare import Finding, Kind, OutputComparer, Status
-from paceline.proof.exactness.engine_under_test import EngineUnderTest, ReferenceOutputs, RequestSpec, RowRecorder
+from paceline.proof.exactness.engine_under_test import EngineUnderTest, ReferenceOutputs, RowRecorder
 from paceline.sampling.params import SamplingParams
 
 _REPEATED_EVENTS = ("prefix hit", "next turn")
@@ -102,25 +102,21 @@ class CaseRunner:
     def _fill_cache(self, case: Case, salts: Sequence[str], random: np.random.Generator) -> None:
         """Fill the cache with rows of prompts that differ from those of the case in one token each."""
         vocab_size = self._engine_under_test.opened.input_processor.vocab_size
-        specs = []
+        others = []
         for one in case.requests:
             prompt, at = list(one.prompt_token_ids), int(random.integers(len(one.prompt_token_ids)))
             if random.random() < _BLOCK_EDGE_SHARE and len(prompt) > BLOCK_SIZE:
                 at = int(random.choice([at for at in range(len(prompt)) if at % BLOCK_SIZE in (0, BLOCK_SIZE - 1)]))
             prompt[at] = (prompt[at] + 1) % vocab_size
-            specs.append(RequestSpec(prompt, SamplingParams(max_tokens=1)))
-        self._engine_under_test.run_requests(specs, [RowRecorder() for _ in specs], case.setting, salts, random)
+            others.append(replace(one, prompt_token_ids=tuple(prompt), params=SamplingParams(max_tokens=1)))
+        self._engine_under_test.run_requests(others, [RowRecorder() for _ in others], case.setting, salts, random)
 
     def _run_batch(
         self, case: Case, requests: Sequence[CaseRequest], run: int, salts: Sequence[str], random: np.random.Generator
     ) -> list[ComparedRequest]:
         references = [self._references.get(one.prompt_token_ids, one.params) for one in requests]
-        specs = [
-            RequestSpec(one.prompt_token_ids, one.params, reference.output.token_ids, one.drafter, one.num_speculative_tokens)
-            for one, reference in zip(requests, references, strict=True)
-        ]
         recorders = [RowRecorder(reference.output.token_ids, frozenset(reference.rows)) for reference in references]
-        outputs = self._engine_under_test.run_requests(specs, recorders, case.setting, salts, random)
+        outputs = self._engine_under_test.run_requests(requests, recorders, case.setting, salts, random)
         return [
             ComparedRequest(one, output, *self._comparison.compare(output, recorder, reference, case=case.number, request=index, run=run))
             for index, (one, output, recorder, reference) in enumerate(zip(requests, outputs, recorders, references, strict=True))
@@ -150,7 +146,6 @@ class Counts:
     bugs: int = 0
 
     def add(self, answered: ComparedRequest) -> None:
-        """Count one answer."""
         self.requests += 1
         self.tokens += answered.num_tokens
         self.rows += answered.num_rows
@@ -161,7 +156,6 @@ class Counts:
             self.count(answered.finding.status)
 
     def count(self, status: Status) -> None:
-        """Count a difference."""
         if status is Status.BUG:
             self.bugs += 1
         else:
@@ -187,7 +181,6 @@ class Tally:
         return cls(by={name: {level: Counts() for level in levels} for name, levels in factors.items()})
 
     def add(self, outcome: CaseOutcome) -> None:
-        """Count a case."""
         self.cases += 1
         self.preemptions += outcome.num_preemptions
         for answered in outcome.answered:
@@ -202,6 +195,5 @@ class Tally:
         return [self.by.setdefault(name, {}).setdefault(str(level), Counts()) for name, level in levels.items()]
 
     def as_dict(self) -> Mapping[str, Any]:
-        """Return the JSON object."""
         values = asdict(self)
         return {**values.pop("all"), **values}

@@ -21,7 +21,7 @@ from paceline.models.families.table import FAMILIES
 from paceline.models.multimodal import text_model_fields
 from paceline.models.tensor_names import tensor_shapes
 from paceline.proof.exactness.compare import finite
-from paceline.proof.exactness.engine_under_test import EngineUnderTest, RequestSpec, RowRecorder, max_abs_difference
+from paceline.proof.exactness.engine_under_test import EngineUnderTest, RowRecorder, max_abs_difference
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.params import SamplingParams
 from paceline.small_files import read_json
@@ -69,7 +69,6 @@ class TransformersComparison:
     tolerance: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {one.name: finite(getattr(self, one.name)) for one in fields(self)}
 
 
@@ -110,7 +109,7 @@ def decode_with_rows(engine_under_test: EngineUnderTest, prompts: Sequence[Seque
         if len(found) == NUM_TEXTS:
             break
         recorder = RowRecorder(kept=frozenset(range(_TOKENS)))
-        output = engine_under_test.decode_plain(RequestSpec(prompt, SamplingParams(max_tokens=_TOKENS, ignore_eos=True)), recorder)
+        output = engine_under_test.decode_plain(prompt, SamplingParams(max_tokens=_TOKENS, ignore_eos=True), recorder)
         found.append(OutputRows(prompt, output.token_ids, [recorder.rows[index] for index in range(len(output.token_ids))]))
     return found
 
