@@ -1,7 +1,5 @@
 """Export a Llama-like checkpoint with its tokenizer as a GGUF file. Runs in llama.cpp's environment, which has the gguf package.
 
-python export_gguf.py DIRECTORY OUT.gguf Q4_K_M
-
 Matrices are written as BF16, F16 or F32; every other type is made of a BF16 file by llama.cpp's own `llama_model_quantize`, as its users'
 files are. One tensor is in memory at a time.
 """
@@ -10,8 +8,7 @@ import importlib
 import json
 import math
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,13 +229,3 @@ def _quantize(source: Path, target: Path, kind: str) -> None:
     options.ftype = int(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     if api.llama_model_quantize(str(source).encode(), str(target).encode(), importlib.import_module("ctypes").byref(options)):
         raise ValueError(f"llama.cpp does not quantise {source} to {kind}")
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Write the model that the arguments name."""
-    source, target, kind = arguments
-    export_gguf(Path(source), Path(target), kind)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -7,12 +7,10 @@ from zlib import crc32
 
 import numpy as np
 
-from paceline.config import EngineConfig, SpeculationConfig
 from paceline.engine.inputs import RequestOptions
-from paceline.engine.loader import LoadedEngine, load_engine
+from paceline.engine.loader import LoadedEngine
 from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import SchedulerLimits
-from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.outputs import RequestOutput
 from paceline.proof.exactness.adversaries import RandomDrafter, WrongDrafter
@@ -240,19 +238,6 @@ class EngineUnderTest:
         scheduler = self.opened.engine.scheduler
         if scheduler.running:
             scheduler.preempt(scheduler.running[int(random.integers(len(scheduler.running)))])
-
-
-def open_engine_under_test(engine: EngineConfig, speculation: SpeculationConfig) -> EngineUnderTest:
-    """Load a target with the drafters that `speculation` names.
-
-    Raises:
-        PacelineError: it cannot be loaded.
-        ConfigError: the settings allow no comparison.
-    """
-    names = (speculation.drafter,) if isinstance(speculation.drafter, str) else speculation.drafter
-    if "none" in names:
-        raise ConfigError("drafter 'none' leaves nothing to compare plain decoding with: name a drafter, or none at all for every one")
-    return EngineUnderTest(load_engine(engine, speculation))
 
 
 def _number_same_names(drafters: Sequence[Drafter]) -> None:
