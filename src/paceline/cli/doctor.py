@@ -10,7 +10,6 @@ import typer
 
 from paceline.cli.options import ADAPTERS, MEMORY, MODEL, OUTPUT, SPECULATION, Settings, with_settings
 from paceline.cli.reporting import EXIT_FAILURE, print_notice
-from paceline.config import quant_options
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,22 +47,11 @@ def doctor(
     """
     for line in [] if as_json else settings.start_lines:
         print_notice(line)
-    engine, speculation = settings.engine, settings.speculation
     from paceline.proof.doctor import DoctorOptions, diagnose
 
     question = DoctorOptions(
-        model=engine.model,
-        gguf_file=engine.gguf_file,
-        drafters=(speculation.drafter,) if isinstance(speculation.drafter, str) else speculation.drafter,
-        drafter_options=speculation.drafter_options,
-        adapters=engine.adapters,
-        merge_adapter=engine.merge_adapter,
-        draft_adapter=speculation.draft_adapter,
-        quantization=quant_options("quantization", engine.quantization),
-        draft_quantization=speculation.draft_quantization,
-        kv_cache_dtype=engine.kv_cache_dtype,
-        max_model_len=engine.max_model_len,
-        device=engine.device,
+        engine=settings.engine,
+        speculation=settings.speculation,
         memory_bytes=None if memory_gb is None else _bytes(memory_gb),
         probe_prompts=_read_prompts(prompts, probe=probe),
         probe_arguments={**settings.llm_arguments(), "adapters": {}, "offline": True} if probe else None,
