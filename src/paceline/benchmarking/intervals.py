@@ -13,9 +13,9 @@ CONFIDENCE = 0.95
 class Quartiles:
     """A median between the quartiles (linear interpolation between ordered values)."""
 
-    low: float
+    lower_quartile: float
     median: float
-    high: float
+    upper_quartile: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Quartiles | None":
@@ -24,9 +24,6 @@ class Quartiles:
             return None
         low, median, high = (float(value) for value in np.quantile(np.asarray(values, np.float64), (0.25, 0.5, 0.75)))
         return cls(low, median, high)
-
-    def as_dict(self) -> dict[str, float]:
-        return {"lower_quartile": self.low, "median": self.median, "upper_quartile": self.high}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +39,6 @@ class Ratio:
     low: float | None
     high: float | None
     pairs: tuple[float, ...]
-
-    def as_dict(self) -> dict[str, object]:
-        return {"median": self.median, "low": self.low, "high": self.high, "pairs": list(self.pairs)}
 
 
 def paired_ratio(values: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Ratio:

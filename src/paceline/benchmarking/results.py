@@ -66,10 +66,7 @@ class Cell:
         return None if self.refusal else self.ratio
 
     def as_dict(self) -> dict[str, Any]:
-        spreads = ("tokens_per_s", "request_tokens_per_s", "first_token_s", "gap_s", "ratio", "request_ratio")
-        fields = {name: None if getattr(self, name) is None else getattr(self, name).as_dict() for name in spreads}
-        found = None if self.speedup is None else self.speedup.as_dict()
-        return asdict(self) | fields | {"is_looping": self.is_looping, "speedup": found}
+        return asdict(self) | {"is_looping": self.is_looping, "speedup": None if self.speedup is None else asdict(self.speedup)}
 
 
 @dataclass(frozen=True, slots=True)

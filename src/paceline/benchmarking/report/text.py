@@ -24,7 +24,7 @@ def speed(spread: Quartiles | None) -> str:
     if spread is None:
         return UNKNOWN
     digits = 0 if spread.median >= 100 else 1
-    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"
+    return f"{spread.median:.{digits}f} ({spread.lower_quartile:.{digits}f} to {spread.upper_quartile:.{digits}f})"
 
 
 def ratio(found: Ratio | None) -> str:

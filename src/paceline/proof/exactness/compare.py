@@ -87,8 +87,7 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object, which has no infinite numbers: they are null, such as the margin of a token that cannot be drawn."""
-        values = {name: finite(getattr(self, name)) for name in self.__dataclass_fields__}
-        return {**values, "kind": self.kind.value, "status": self.status.value}
+        return {name: finite(getattr(self, name)) for name in self.__dataclass_fields__}
 
 
 def finite(value: Any) -> Any:
