@@ -113,12 +113,6 @@ def _if_there(name: str, plan: BenchPlan, target: Path) -> PreparedDrafter | Non
         return None
 
 
-def draft_model_path(plan: BenchPlan, target: Path) -> Path | None:
-    """Return the path of the draft model that peers use; None if there is none."""
-    prepared = _prepared(plan.draft_model, plan, target) if plan.draft_model else _if_there(DRAFT_MODEL, plan, target)
-    return None if prepared is None or prepared.name != DRAFT_MODEL else prepared.path
-
-
 def find_peer(name: str) -> Peer:
     """Return a peer of the table.
 
@@ -153,7 +147,8 @@ def peer_modes(plan: BenchPlan, target: Path, precision: str, *, context: int) -
         ConfigError: there is no such peer, or it cannot read the model's format.
         BackendUnavailableError: it is not installed.
     """
-    draft = draft_model_path(plan, target)
+    prepared = _prepared(plan.draft_model, plan, target) if plan.draft_model else _if_there(DRAFT_MODEL, plan, target)
+    draft = None if prepared is None or prepared.name != DRAFT_MODEL else prepared.path
     modes: list[Mode] = []
     for name in dict.fromkeys(plan.peers):
         peer = find_peer(name)
@@ -162,9 +157,9 @@ def peer_modes(plan: BenchPlan, target: Path, precision: str, *, context: int) -
             raise BackendUnavailableError(f"{peer.name} is not installed: paceline bench --install-peers {peer.name}")
         _check_format(peer, target)
         for kind in (PLAIN, *(mode for mode in peer.modes if mode != PLAIN)):
-            if kind == "draft_model" and draft is None:
+            if kind == DRAFT_MODEL and draft is None:
                 continue
-            order = {**_order(plan, target, kind, context), "draft": str(draft) if kind == "draft_model" else None, "precision": precision}
+            order = {**_order(plan, target, kind, context), "draft": str(draft) if kind == DRAFT_MODEL else None, "precision": precision}
             modes.append(Mode(f"{peer.name} {kind}", peer.name, (str(python), str(peer.worker)), order, f"{peer.name} {PLAIN}"))
     return modes, draft
 

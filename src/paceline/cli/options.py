@@ -197,7 +197,6 @@ class Settings:
     """Values of the shared options, validated.
 
     Attributes:
-        panels: those that the command has.
         given_sampling: names of the sampling parameters that were given, of those whose defaults depend on the command or the model.
         names_model: whether a model was named; else the embedded one is used.
         server: options of the server, checked once its keys are read.
@@ -209,7 +208,6 @@ class Settings:
     speculation: SpeculationConfig
     quiet: bool = False
     debug: bool = False
-    panels: Sequence[Panel] = PANELS
     server: Mapping[str, Any] = field(default_factory=dict)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     given_sampling: frozenset[str] = frozenset()
@@ -226,7 +224,7 @@ class Settings:
         for panel in panels:
             given[panel.source] |= {name: values.pop(name) for name in panel.options}
         sampling, speculation, server = given[SamplingParams], given[SpeculationConfig], given[ServerSettings]
-        names_model = "model" in given[EngineConfig] and given[EngineConfig]["model"] is not None
+        names_model = given[EngineConfig].get("model") is not None
         if not names_model:
             given[EngineConfig].pop("model", None)
         if sampling:
@@ -238,16 +236,14 @@ class Settings:
             server[name] = tuple(server[name] or ())
         drafters = tuple(speculation["drafter"])
         speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
-        speculation["drafter_options"] = named_values(
-            "--drafter-options", speculation["drafter_options"], "NAME=VALUE, such as tree=accuracy"
-        )
-        if "adapters" in given[EngineConfig]:
-            directories = named_values("--adapter", given[EngineConfig]["adapters"], "NAME=DIR, such as sql=adapters/sql")
-            given[EngineConfig]["adapters"] = directories
+        options = named_values("--drafter-options", speculation["drafter_options"], "NAME=VALUE, such as tree=accuracy")
+        speculation["drafter_options"] = options
+        adapters = given[EngineConfig].get("adapters", ())
+        given[EngineConfig]["adapters"] = named_values("--adapter", adapters, "NAME=DIR, such as sql=adapters/sql")
         configs = EngineConfig(**given[EngineConfig]), SamplingParams(**sampling), SpeculationConfig(**speculation)
         cluster = ClusterSettings(**given[ClusterSettings])
         given_sampling = frozenset(sampling) & set(_OPEN_NAMES)
-        return cls(*configs, values.pop("quiet"), values.pop("debug"), panels, server, cluster, given_sampling, names_model)
+        return cls(*configs, values.pop("quiet"), values.pop("debug"), server, cluster, given_sampling, names_model)
 
     @property
     def adapter(self) -> str | None:
@@ -268,8 +264,7 @@ class Settings:
 
     def llm_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `paceline.LLM`."""
-        sources = {EngineConfig: self.engine, SpeculationConfig: self.speculation}
-        return {name: getattr(sources[panel.source], name) for panel in self.panels if panel.source in sources for name in panel.options}
+        return {one.name: getattr(config, one.name) for config in (self.engine, self.speculation) for one in fields(config)}
 
 
 def with_settings(
