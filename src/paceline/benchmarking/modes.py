@@ -155,7 +155,10 @@ def peer_modes(plan: BenchPlan, target: Path, precision: str, *, context: int) -
         python = environment_python(peer)
         if python is None:
             raise BackendUnavailableError(f"{peer.name} is not installed: paceline bench --install-peers {peer.name}")
-        _check_format(peer, target)
+        form = "gguf" if is_gguf(target) else "safetensors"
+        if form not in peer.formats:
+            known = " or ".join(sorted(peer.formats))
+            raise ConfigError(f"{peer.name} reads {known} and {target} is {form}: give the model in such a form")
         for kind in (PLAIN, *(mode for mode in peer.modes if mode != PLAIN)):
             if kind == DRAFT_MODEL and draft is None:
                 continue
@@ -173,12 +176,6 @@ def _order(plan: BenchPlan, target: Path, mode: str, context: int) -> dict[str, 
         "num_speculative_tokens": plan.num_speculative_tokens,
         "context": context,
     }
-
-
-def _check_format(peer: Peer, target: Path) -> None:
-    form = "gguf" if is_gguf(target) else "safetensors"
-    if form not in peer.formats:
-        raise ConfigError(f"{peer.name} reads {' or '.join(sorted(peer.formats))} and {target} is {form}: give the model in such a form")
 
 
 def _plain_name(name: str) -> str:

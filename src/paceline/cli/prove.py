@@ -61,7 +61,6 @@ def prove(
     """
     from paceline.proof.exactness import prove as proving
     from paceline.proof.exactness.cases import read_cases
-    from paceline.proof.exactness.report import page
 
     check_report_files(json_file, html_file)
     given = read_cases(case)
@@ -81,12 +80,7 @@ def prove(
     for line in settings.start_lines:
         print_notice(line)
     proof, was_interrupted = _run(question, quiet=settings.quiet)
-    facts: dict[str, Any] = proof.as_dict()
-    written = write_reports(
-        (json_file, lambda path: write_report(path, json.dumps(facts, indent=1, allow_nan=False) + "\n")),
-        (html_file, lambda path: write_report(path, page(facts) + "\n")),
-    )
-    failures = [one for one in written if isinstance(one, ConfigError)]
+    failures = _write_reports(proof.as_dict(), json_file, html_file)
     _print(proof, as_json=as_json, details=details)
     for failure in failures:
         print_error(failure)
@@ -145,6 +139,16 @@ def _progress(num_tokens: int, *, quiet: bool) -> "Iterator[Callable[[Tally], No
 
 def _progress_text(tally: "Tally") -> str:
     return f"{tally.all.tokens:,} tokens compared, {tally.all.bugs} bugs, {tally.all.near_ties} near-ties"
+
+
+def _write_reports(facts: dict[str, Any], json_file: Path | None, html_file: Path | None) -> list[ConfigError]:
+    from paceline.proof.exactness.report import page
+
+    written = write_reports(
+        (json_file, lambda path: write_report(path, json.dumps(facts, indent=1, allow_nan=False) + "\n")),
+        (html_file, lambda path: write_report(path, page(facts) + "\n")),
+    )
+    return [one for one in written if isinstance(one, ConfigError)]
 
 
 def _print(proof: "Proof", *, as_json: bool, details: bool) -> None:

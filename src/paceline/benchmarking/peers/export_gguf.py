@@ -144,11 +144,13 @@ def _add_tokenizer(writer: Any, gguf: Any, source: Path, config: Config) -> None
     size = config["vocab_size"]
     control, normal, unused = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL, gguf.TokenType.UNUSED
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_split_name(tokenizer.get("pre_tokenizer")))
+    patterns = json.dumps(tokenizer.get("pre_tokenizer"))
+    writer.add_tokenizer_pre(next((name for part, name in _SPLITS if json.dumps(part)[1:-1] in patterns), "gpt-2"))
     writer.add_token_list([pieces.get(index, f"[PAD{index}]") for index in range(size)])
     writer.add_token_types([unused if index not in pieces else control if pieces[index] in special else normal for index in range(size)])
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
-    settings = _read_json(source / "tokenizer_config.json")
+    settings_file = source / "tokenizer_config.json"
+    settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.is_file() else {}
     end = settings.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
     ends = {piece: index for index, piece in pieces.items()}
@@ -161,15 +163,6 @@ def _add_tokenizer(writer: Any, gguf: Any, source: Path, config: Config) -> None
     text = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
     if isinstance(text, str):
         writer.add_chat_template(text)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-
-
-def _split_name(pre_tokenizer: Config | None) -> str:
-    patterns = json.dumps(pre_tokenizer)
-    return next((name for part, name in _SPLITS if json.dumps(part)[1:-1] in patterns), "gpt-2")
 
 
 def _write_tensors(writer: Any, gguf: Any, names: Any, source: Path, config: Config, kind: str) -> None:
