@@ -153,7 +153,8 @@ class DraftWriter(Writer):
             if text:
                 self._pieces.append((len(text), origin))
         for text, origin in self._split(chunk.text):
-            self._paint(text, origin)
+            self._mark(origin)
+            self._put(text, STYLES[origin] if self._in_colour else "")
 
     def close(self) -> None:
         self._mark(None)
@@ -167,10 +168,6 @@ class DraftWriter(Writer):
                 self._pieces.appendleft((length - len(text), origin))
             yield text[:length], origin
             text = text[length:]
-
-    def _paint(self, text: str, origin: TokenOrigin) -> None:
-        self._mark(origin)
-        self._put(text, STYLES[origin] if self._in_colour else "")
 
     def _emit(self, text: str, style: str) -> None:
         if not style or not text:
