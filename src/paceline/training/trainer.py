@@ -1,4 +1,4 @@
-"""The training loop: AdamW, warm-up and cosine, checkpoints that continue bit for bit.
+"""The training loop: AdamW, warm-up and cosine, estimates of the acceptance, checkpoints that continue bit for bit.
 
 Everything random is a function of the seed and the number of the step or epoch, so a checkpoint needs no state of a random generator. The
 number of steps of a time budget is planned from the measured time of a step every few steps, and the plan is part of the checkpoint.
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from paceline.errors import CheckpointError, shortened
 from paceline.training.batches import epoch_batches, make_batch
 from paceline.training.drafter import StepResult, TrainableDrafter
-from paceline.training.estimate import Estimate, estimate
 from paceline.training.memory import MemoryWatch
 from paceline.training.prompts import PrintLine
 from paceline.training.saving import saved_file
@@ -52,6 +52,35 @@ class Progress:
     total_steps: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
     estimates: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Estimated acceptance on a set of texts: greedy chains after each token, walked as decoding would walk them.
+
+    Attributes:
+        mean_acceptance_length: tokens of a step, as `SpeculationStats` counts them: the prompt's last pass is a step.
+        accuracy: share of first draft tokens that are right, after every token.
+        num_tokens: of the answers.
+    """
+
+    mean_acceptance_length: float
+    accuracy: float
+    num_tokens: int
+
+
+def count_steps(hits: NDArray[np.bool_]) -> tuple[int, int]:
+    """Return the steps and tokens of a text.
+
+    Args:
+        hits: [N, depth] whether each draft token is right; row i drafts after the token before the i-th of the answer.
+    """
+    runs = np.cumprod(hits, axis=1).sum(1)
+    steps = position = 1  # the prompt's last pass emits the first token
+    while position < len(hits):
+        position += int(runs[position]) + 1
+        steps += 1
+    return steps, len(hits)
 
 
 class Trainer:
@@ -223,8 +252,22 @@ class Trainer:
         parts = [f"{name} {one.mean_acceptance_length:.2f} (first {one.accuracy:.0%})" for name, one in found.items()]
         self._print_line(f"held out, tokens a step: {', '.join(parts)}")
 
+    @torch.no_grad()
     def estimates(self) -> dict[str, Estimate]:
-        return estimate(self.drafter, self._heldout, self._device, self.settings.batch_tokens)
+        """Return the estimate for the held-out texts of each source, and for all of them as "all"."""
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        data, drafter = self._heldout, self.drafter
+        for indices in epoch_batches(data, 0, 0, max(1, self.settings.batch_tokens // 2)):
+            batch = make_batch(data, indices, drafter.vocabulary, drafter.target.config.hidden_size, self._device)
+            with torch.autocast(self._device, torch.bfloat16, enabled=drafter.dtype is torch.bfloat16):
+                hits = drafter.hits(batch)
+            for row, index in enumerate(indices):
+                own = hits[row][batch.is_root[row]].cpu().numpy()
+                if len(own):
+                    found.setdefault(data.sources[index], []).append((*count_steps(own), int(own[:, 0].sum())))
+        found["all"] = [one for parts in found.values() for one in parts]
+        sums = {source: [sum(column) for column in zip(*parts, strict=True)] for source, parts in found.items() if parts}
+        return {source: Estimate(tokens / steps, right / tokens, tokens) for source, (steps, tokens, right) in sums.items()}
 
     def _print_progress(self) -> None:
         progress, last = self.progress, self.progress.history[-1]
