@@ -218,15 +218,15 @@ class Trainer:
         and those with the most positions, two of each. AdamW's two moments of each value are added, unless they are there already.
         """
 
-        def num_scores(indices: list[int]) -> int:
-            """Return the number of attention scores, padding included: of each answer token with all positions."""
-            most_answers = max(int(data.is_answer[index].sum()) for index in indices)
-            return len(indices) * most_answers * max(len(data.token_ids[index]) for index in indices)
+        data = self._data
 
         def num_positions(indices: list[int]) -> int:
             return len(indices) * max(len(data.token_ids[index]) for index in indices)
 
-        data = self._data
+        def num_scores(indices: list[int]) -> int:
+            """Return the number of attention scores, padding included: of each answer token with all positions."""
+            return num_positions(indices) * max(int(data.is_answer[index].sum()) for index in indices)
+
         batches = epoch_batches(data, self.settings.seed, 0, self.settings.batch_tokens)
         with MemoryWatch() as watch:
             for indices in [*sorted(batches, key=num_scores)[-2:], *sorted(batches, key=num_positions)[-2:]]:
