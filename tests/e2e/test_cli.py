@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +147,12 @@ def test_run_options_reach_the_engine_and_sampling_parameters(fake_llm: type[Fak
     penalties = "--repetition-penalty 1.1 --frequency-penalty -0.5 --presence-penalty 0.25"
     assert _invoke("run", "x", *options.split(), *sampling.split(), *penalties.split()).exit_code == 0
     (llm,) = fake_llm.made
-    assert llm.arguments == {
-        "model": "m", "numerics": "exact", "dtype": "auto", "threads": 3,
-        "max_model_len": None, "kv_cache_dtype": "f16", "kv_cache_gb": 0.5, "device": "auto",
-        "revision": None, "hf_token": None, "offline": True, "drafter": ("ngram", "d"), "num_speculative_tokens": 7, "tree_width": 2,
-            "backend": "auto", "quantization": "none", "draft_quantization": "auto", "draft_adapter": "e",
-        "gguf_file": None, "gguf_weights": "exact",
-        "enable_prefix_caching": False, "state_interval": 512, "adapters": {}, "merge_adapter": None,
-        "acceptance": "rejection", "drafter_options": {"tree": "accuracy", "boundaries": "2,8,13"},
+    given = {
+        "model": "m", "threads": 3, "kv_cache_dtype": "f16", "kv_cache_gb": 0.5, "enable_prefix_caching": False, "offline": True,
+        "drafter": ("ngram", "d"), "num_speculative_tokens": 7, "tree_width": 2, "draft_adapter": "e", "acceptance": "rejection",
+        "drafter_options": {"tree": "accuracy", "boundaries": "2,8,13"},
     }  # fmt: skip
+    assert llm.arguments == asdict(EngineConfig()) | asdict(SpeculationConfig()) | given
     assert llm.params == SamplingParams(
         max_tokens=9, temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, seed=5, stop=("A", "B"), ignore_eos=True,
         repetition_penalty=1.1, frequency_penalty=-0.5, presence_penalty=0.25,

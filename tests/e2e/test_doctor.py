@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from harness.adapter_files import low_rank, write_adapter
 from harness.checkpoints import VOCAB_SIZE, write_byte_level_tokenizer, write_checkpoint, write_tokenizer
+from harness.doctor_options import doctor_options
 from harness.eagle_checkpoints import (
     EAGLE1,
     EAGLE3,
@@ -42,7 +43,7 @@ from paceline.installation import install_command
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
-from paceline.proof.doctor import DoctorOptions, diagnose
+from paceline.proof.doctor import diagnose
 from paceline.proof.probe import best_draft_length, expected_speedup, probe
 from paceline.runtimes import backend
 from paceline.runtimes.load import RuntimeOptions, load_runtime
@@ -132,7 +133,7 @@ def test_doctor_notes_context_size_and_end_token_of_a_draft_model(target: Path, 
 
 
 def test_doctor_reports_a_drafter_named_twice(target: Path) -> None:
-    found = diagnose(DoctorOptions(model=str(target), drafters=["ngram", "suffix", "ngram"]))
+    found = diagnose(doctor_options(model=str(target), drafters=["ngram", "suffix", "ngram"]))
     assert found.problems == ["drafter 'ngram' was given more than once: name each drafter once"]
 
 
@@ -207,7 +208,7 @@ def test_doctor_checks_the_tensor_shapes_of_a_head(heads: HeadPairs, kind: str) 
         assert 0.2 < halved / head["stored_bytes"] < 0.6
     quantization = QuantOptions(bits=8)
     model, drafter = heads.pairs[kind]
-    (found,) = diagnose(DoctorOptions(model=str(model), drafters=[drafter], draft_quantization=quantization)).drafters
+    (found,) = diagnose(doctor_options(model=str(model), drafters=[drafter], draft_quantization=quantization)).drafters
     assert found.head is not None
     assert halved == quantized_weights(Weights(found.head.weights), quantization, None).nbytes
     code, said = text(*heads.arguments(kind))
@@ -338,7 +339,7 @@ def test_doctor_does_not_download_a_missing_model() -> None:
 
 
 def test_doctor_reports_a_model_larger_than_memory(target: Path) -> None:
-    found = diagnose(DoctorOptions(model=str(target), memory_bytes=100_000))
+    found = diagnose(doctor_options(model=str(target), memory_bytes=100_000))
     assert not found.works
     assert "0.0001 GB are free: use --quantization int8 or int4" in found.problems[0]
     for size in ("nan", "inf", "0", "-1"):
@@ -352,8 +353,8 @@ def test_doctor_counts_adapter_memory(target: Path, tmp_path: Path, monkeypatch:
     shape = open_weights(target, read_model_config(target)).info("layers.0.q_proj.weight").shape
     tensors = low_rank(np.random.default_rng(0), "model.layers.0.self_attn.q_proj", (shape[0], shape[1]))
     adapter = write_adapter(tmp_path, tensors, layers_to_transform=[0])
-    plain = diagnose(DoctorOptions(model=str(target))).memory
-    with_adapter = DoctorOptions(model=str(target), adapters={"a": str(adapter)})
+    plain = diagnose(doctor_options(model=str(target))).memory
+    with_adapter = doctor_options(model=str(target), adapters={"a": str(adapter)})
     memory = diagnose(with_adapter).memory
     assert plain is not None
     assert memory is not None
@@ -364,7 +365,7 @@ def test_doctor_counts_adapter_memory(target: Path, tmp_path: Path, monkeypatch:
 
 def test_doctor_names_an_x_lora_mix_with_its_memory(target: Path, tmp_path: Path) -> None:
     directory = write_xlora(tmp_path / "mix", read_model_config(target), seed=1)
-    plain, mixed = (diagnose(DoctorOptions(model=str(target), adapters=own)) for own in ({}, {"mix": str(directory)}))
+    plain, mixed = (diagnose(doctor_options(model=str(target), adapters=own)) for own in ({}, {"mix": str(directory)}))
     assert plain.memory is not None
     assert mixed.memory is not None
     assert mixed.works
@@ -376,17 +377,17 @@ def test_doctor_names_an_x_lora_mix_with_its_memory(target: Path, tmp_path: Path
     (directory / "adapter_model.safetensors").unlink()
     assert any(
         "where X-LoRA's classifier is" in one
-        for one in diagnose(DoctorOptions(model=str(target), adapters={"mix": str(directory)})).problems
+        for one in diagnose(doctor_options(model=str(target), adapters={"mix": str(directory)})).problems
     )
 
 
 def test_doctor_notes_a_context_larger_than_memory(target: Path) -> None:
-    memory = diagnose(DoctorOptions(model=str(target))).memory
+    memory = diagnose(doctor_options(model=str(target))).memory
     assert memory is not None
-    enough = diagnose(DoctorOptions(model=str(target), memory_bytes=memory.full_context_bytes))
+    enough = diagnose(doctor_options(model=str(target), memory_bytes=memory.full_context_bytes))
     assert (enough.works, enough.notes) == (True, [])
     less = memory.full_context_bytes - memory.cache_bytes_per_1k * 100 // 1000
-    found = diagnose(DoctorOptions(model=str(target), memory_bytes=less, max_model_len=512))
+    found = diagnose(doctor_options(model=str(target), memory_bytes=less, max_model_len=512))
     assert found.works
     assert "there is room for 412 tokens" in found.notes[0]
 
@@ -395,13 +396,13 @@ def test_doctor_counts_only_the_window_of_sliding_layers(tmp_path: Path) -> None
     values = {"num_hidden_layers": 4, "max_position_embeddings": 30_000, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     target = write_checkpoint(tmp_path, "gemma3_text", sliding_window=100, layer_types=kinds, **values)
-    memory = diagnose(DoctorOptions(model=str(target), drafters=["none"])).memory
+    memory = diagnose(doctor_options(model=str(target), drafters=["none"])).memory
     assert memory is not None
     row = 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, bytes
     assert memory.cache_bytes(500) == 500 * row
     assert memory.cache_bytes(30_000) == (30_000 + 740) * row // 2
     tight = diagnose(
-        DoctorOptions(model=str(target), drafters=["none"], memory_bytes=memory.weights_bytes + memory.pass_bytes + 10_740 * row // 2)
+        doctor_options(model=str(target), drafters=["none"], memory_bytes=memory.weights_bytes + memory.pass_bytes + 10_740 * row // 2)
     ).memory
     assert tight is not None
     assert tight.context_that_fits == 10_000
@@ -409,17 +410,17 @@ def test_doctor_counts_only_the_window_of_sliding_layers(tmp_path: Path) -> None
 
 
 def test_doctor_adds_the_memory_of_a_draft_model(target: Path, draft: Path) -> None:
-    alone, pair = (diagnose(DoctorOptions(model=str(target), drafters=names)).memory for names in (["none"], [str(draft)]))
+    alone, pair = (diagnose(doctor_options(model=str(target), drafters=names)).memory for names in (["none"], [str(draft)]))
     assert alone is not None
     assert pair is not None
-    assert pair.draft is not None
-    assert pair.weights_bytes == alone.weights_bytes + pair.draft.weights_bytes
+    assert len(pair.drafts) == 1
+    assert pair.weights_bytes == alone.weights_bytes + pair.drafts[0].weights_bytes
 
 
 def test_doctor_counts_quantised_weights(mini_dir: Path) -> None:
     sizes = []
-    for quantization in (None, QuantOptions(bits=8), QuantOptions(bits=4)):
-        memory = diagnose(DoctorOptions(drafters=["none"], quantization=quantization)).memory
+    for quantization in ("none", QuantOptions(bits=8), QuantOptions(bits=4)):
+        memory = diagnose(doctor_options(drafters=["none"], quantization=quantization)).memory
         assert memory is not None
         sizes.append(memory.weights_bytes)
     assert sizes == sorted(sizes, reverse=True)
@@ -483,7 +484,7 @@ def test_doctor_predicts_the_memory_of_a_requantised_gguf_file(tmp_path: Path) -
     directory = write_checkpoint(tmp_path / "hf", "llama", vocab_size=263)
     write_byte_level_tokenizer(directory)
     path = write_gguf(directory, tmp_path / "model.gguf", "Q8_0", metadata=byte_level_vocabulary(directory))
-    memory = diagnose(DoctorOptions(model=str(path), drafters=["none"], quantization=QuantOptions(bits=4))).memory
+    memory = diagnose(doctor_options(model=str(path), drafters=["none"], quantization=QuantOptions(bits=4))).memory
     assert memory is not None
     weights = load_runtime(path, RuntimeOptions(quantization=QuantOptions(bits=4), backend="native")).runtime.weights
     assert memory.weights_bytes == weights.nbytes == Weights(weights).nbytes
@@ -527,7 +528,7 @@ def test_doctor_compares_large_vocabularies_within_two_seconds(tmp_path: Path, s
         (path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
         paths.append(path)
     start = time.process_time()
-    found = diagnose(DoctorOptions(model=str(paths[0]), drafters=[str(paths[1])]))
+    found = diagnose(doctor_options(model=str(paths[0]), drafters=[str(paths[1])]))
     assert time.process_time() - start < 2.0
     pair = found.drafters[0].pair
     assert pair is not None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import write_checkpoint
+from harness.doctor_options import doctor_options
 from harness.gemma4_assistants import CLUSTERS, VOCAB_SIZE, edit_tensors, write_assistant, write_right_pair, write_target
 from harness.gemma4_checkpoints import EXPERTS, FULL, SLIDING
 from paceline import LLM, SamplingParams
@@ -18,7 +19,7 @@ from paceline.drafters.gemma4_assistant.drafter import AssistantDrafter
 from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, TreeLevelInput
 from paceline.drafters.head_files import HeadFiles
 from paceline.errors import CheckpointError, IncompatibleDrafterError
-from paceline.proof.doctor import DoctorOptions, diagnose
+from paceline.proof.doctor import diagnose
 from paceline.runtimes.base import Numerics, assemble_pass
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
@@ -133,7 +134,7 @@ def test_gemma4_assistant_next_to_its_target_is_used_by_default(pair: tuple[Path
 
 
 def test_doctor_accepts_a_gemma4_assistant(pair: tuple[Path, Path]) -> None:
-    diagnosis = diagnose(DoctorOptions(model=str(pair[0]), drafters=(str(pair[1]),)))
+    diagnosis = diagnose(doctor_options(model=str(pair[0]), drafters=(str(pair[1]),)))
     assert not diagnosis.problems
 
 

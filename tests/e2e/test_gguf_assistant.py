@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.doctor_options import doctor_options
 from harness.gemma4_assistants import (
     CLUSTERS,
     VOCAB_SIZE,
@@ -25,7 +26,7 @@ from paceline.drafters.gemma4_assistant.checkpoint import Assistant, load_assist
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import read_model_config
 from paceline.models.weights import Tensor
-from paceline.proof.doctor import DoctorOptions, diagnose
+from paceline.proof.doctor import diagnose
 
 pytest.importorskip("gguf")
 
@@ -168,7 +169,7 @@ def drafter_of(model: Path) -> str:
 def test_doctor_accepts_a_gguf_assistant(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     target, directory = pair_of("clusters")
     path = write_gguf_assistant(directory, tmp_path / "assistant.gguf", "Q8_0")
-    assert not diagnose(DoctorOptions(model=str(target), drafters=(str(path),))).problems
+    assert not diagnose(doctor_options(model=str(target), drafters=(str(path),))).problems
 
 
 def _without_a_projection(arrays: dict[str, Any]) -> None:

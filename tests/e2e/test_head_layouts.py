@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from harness.always_drafts import draft_always
+from harness.doctor_options import doctor_options
 from harness.eagle_checkpoints import DRAFT_IDS, FIRST_TOKEN, write_legible_target
 from harness.unconventional_heads import (
     LOOKS_BACK,
@@ -28,7 +29,7 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
 from paceline.errors import IncompatibleDrafterError
 from paceline.models.checkpoint import read_model_config
-from paceline.proof.doctor import DoctorOptions, diagnose
+from paceline.proof.doctor import diagnose
 from paceline.runtimes.native.library import kernels_path
 
 pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
@@ -73,7 +74,7 @@ def default_of(head: Path, target: Path) -> EagleConfig:
 def notes_of(target: Path, head: Path, **options: object) -> list[str]:
     """A probe's result for the head's options."""
     arguments = {"model": str(target), "drafter": str(head), "drafter_options": options, **LIMITS}
-    question = DoctorOptions(model=str(target), drafters=(str(head),), drafter_options=options, probe_arguments=arguments)
+    question = doctor_options(model=str(target), drafters=(str(head),), drafter_options=options, probe_arguments=arguments)
     found = diagnose(question)
     assert found.problems == []
     return [note for note in found.notes if "drafts better" in note]

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from harness.checkpoints import write_checkpoint
+from harness.doctor_options import doctor_options
 from harness.gemma4_assistants import edit_tensors
 from harness.hybrid_gguf import write_hybrid_gguf
 from harness.hybrid_mtp import DELTA, add_module, module_tensors, write_donor
@@ -24,7 +25,7 @@ from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import WeightType
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32, to_bf16
-from paceline.proof.doctor import DoctorOptions, diagnose
+from paceline.proof.doctor import diagnose
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.logits_summary import SAMPLING_DTYPE
@@ -195,10 +196,10 @@ def test_draft_vocab_of_a_16_bit_target_is_copied_and_counted_by_doctor(tmp_path
     for params in (GREEDY, SAMPLED):
         assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [one.token_ids for one in plain.generate(PROMPTS, params)]
     facts = [
-        diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options=given)).memory
+        diagnose(doctor_options(model=str(target), drafters=("mtp",), drafter_options=given)).memory
         for given in (options, {})  # without a draft vocabulary the head reads the target's lm_head
     ]
-    assert facts[0].draft.weights_bytes - facts[1].draft.weights_bytes == FIRST * 64 + FIRST * 4
+    assert facts[0].drafts[0].weights_bytes - facts[1].drafts[0].weights_bytes == FIRST * 64 + FIRST * 4
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -309,9 +310,9 @@ def test_draft_vocab_corpus_selects_the_ids(
     assert len(proposed) > 3
     assert proposed <= set(ids)
     assert llm.stats().drafter_failures == 0
-    found = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options=options, draft_quantization="none"))
-    whole = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), draft_quantization="none"))
-    assert found.memory.draft.weights_bytes - whole.memory.draft.weights_bytes == FIRST * 64 * 4
+    found = diagnose(doctor_options(model=str(target), drafters=("mtp",), drafter_options=options, draft_quantization="none"))
+    whole = diagnose(doctor_options(model=str(target), drafters=("mtp",), draft_quantization="none"))
+    assert found.memory.drafts[0].weights_bytes - whole.memory.drafts[0].weights_bytes == FIRST * 64 * 4
     assert f"drafts the {FIRST} most frequent ids of {text}" in str(found.as_dict())
 
 
@@ -324,7 +325,7 @@ def test_doctor_counts_the_lm_head_of_an_mtp_module_once(tmp_path: Path, monkeyp
         return replace(module, config=replace(module.config, has_own_lm_head=True))
 
     def bytes_of(**options: int) -> int:
-        question = DoctorOptions(
+        question = doctor_options(
             model=str(target),
             drafters=("mtp",),
             drafter_options=options,
@@ -333,8 +334,7 @@ def test_doctor_counts_the_lm_head_of_an_mtp_module_once(tmp_path: Path, monkeyp
         )
         memory = diagnose(question).memory
         assert memory is not None
-        assert memory.draft is not None
-        return memory.draft.weights_bytes
+        return memory.drafts[0].weights_bytes
 
     shared = bytes_of(draft_vocab_size=FIRST)
     monkeypatch.setattr("paceline.proof.pairing.load_mtp", with_own)
@@ -345,7 +345,7 @@ def test_doctor_counts_the_lm_head_of_an_mtp_module_once(tmp_path: Path, monkeyp
 def test_missing_corpus_is_an_error_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, options = write_whole(tmp_path), {"draft_vocab_corpus": str(tmp_path / "none")}
     text = "which does not exist: give a text like those you generate"
-    found = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options=options))
+    found = diagnose(doctor_options(model=str(target), drafters=("mtp",), drafter_options=options))
     assert any(text in problem for problem in found.problems)
     monkeypatch.setattr("paceline.engine.loader.load_runtime", lambda *given, **named: pytest.fail("the target was loaded"))
     with pytest.raises(ConfigError, match=text):
@@ -365,9 +365,9 @@ def test_draft_vocab_defaults_to_all_ids(tmp_path: Path) -> None:
 def test_draft_vocab_size_beyond_the_vocabulary_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_whole(tmp_path)
     text = "drafter_options: draft_vocab_size is 608 and the target has 600 ids: use at most 600, or leave it out to draft all ids"
-    found = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options={"draft_vocab_size": 608}))
+    found = diagnose(doctor_options(model=str(target), drafters=("mtp",), drafter_options={"draft_vocab_size": 608}))
     assert text in found.problems
-    found = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options={"draft_vocab_size": ASKED}))
+    found = diagnose(doctor_options(model=str(target), drafters=("mtp",), drafter_options={"draft_vocab_size": ASKED}))
     assert found.problems == []
     monkeypatch.setattr("paceline.engine.loader.load_runtime", lambda *given, **named: pytest.fail("the target was loaded"))
     with pytest.raises(ConfigError, match=text):

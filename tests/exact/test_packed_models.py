@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import write_checkpoint
+from harness.doctor_options import doctor_options
 from harness.expert_checkpoints import CASES as EXPERTS
 from harness.gguf_checkpoints import read_tensors, write_tensors
 from harness.hybrid_checkpoints import CASES as HYBRIDS
@@ -17,7 +18,7 @@ from harness.parity import BOUNDS, difference, open_backend, prompt_logits
 from paceline import LLM, CapacityError, CheckpointError, SamplingParams
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import GroupedTensor, as_float32
-from paceline.proof.doctor import DoctorOptions, diagnose
+from paceline.proof.doctor import diagnose
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
 pytest.importorskip("torch")
@@ -120,7 +121,7 @@ def test_dequantised_fp8_matrices_are_reported_and_counted_as_memory(pairs: Call
     assert any("matrices become f32" in notice for notice in notices)
     with pytest.raises(CapacityError, match=r"packed as FP8, blocks of 32 x 64 take .* GB as f32"):
         load_runtime(packed, RuntimeOptions(device="cpu", backend="torch", memory_bytes=1000))
-    found = diagnose(DoctorOptions(model=str(packed), drafters=()))
+    found = diagnose(doctor_options(model=str(packed), drafters=("none",)))
     assert found.works
     assert found.target is not None
     assert found.target.stored_as == "safetensors, FP8, blocks of 32 x 64"

@@ -73,13 +73,14 @@ class ConfigFile(Kind):
         return damaged_json_text(values, rng)
 
     def use(self, index: int) -> None:
+        from harness.doctor_options import doctor_options
         from paceline.models.checkpoint import open_weights, read_model_config
-        from paceline.proof.doctor import DoctorOptions, diagnose
+        from paceline.proof.doctor import diagnose
         from paceline.runtimes.base import Numerics
         from paceline.runtimes.load import RuntimeOptions, load_runtime
 
         if index % 8 == 0:
-            assert all(map(str.isprintable, diagnose(DoctorOptions(model=str(self.folder), drafters=("ngram",))).problems))
+            assert all(map(str.isprintable, diagnose(doctor_options(model=str(self.folder), drafters=("ngram",))).problems))
         config = read_model_config(self.folder)
         for context in (2, 100_000):
             config.for_context(context)

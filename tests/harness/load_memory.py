@@ -8,9 +8,9 @@ import json
 import sys
 from pathlib import Path
 
+from harness.doctor_options import doctor_options
 from paceline import LLM, SamplingParams
-from paceline.config import quant_options
-from paceline.proof.doctor import DoctorOptions, diagnose
+from paceline.proof.doctor import diagnose
 
 _GREEDY = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
 
@@ -23,8 +23,7 @@ def memory() -> dict[str, int]:
 
 
 def measure(model: str, quantization: str, context: int, drafts: list[str]) -> dict[str, int]:
-    options = quant_options("quantization", quantization)
-    told = diagnose(DoctorOptions(model=model, drafters=drafts or ["none"], quantization=options, max_model_len=context)).memory
+    told = diagnose(doctor_options(model=model, drafters=drafts or ["none"], quantization=quantization, max_model_len=context)).memory
     assert told is not None
     small = LLM("mini", max_model_len=64, max_num_seqs=1)  # all that is imported and allocated once
     small.generate([[1, 2, 3]], _GREEDY)

@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from harness.always_drafts import draft_always
 from harness.checkpoints import write_checkpoint
+from harness.doctor_options import doctor_options
 from harness.exact_targets import skip_without_kernels
 from paceline import LLM, SamplingParams
 from paceline.errors import CheckpointError
-from paceline.proof.doctor import DoctorOptions, diagnose
+from paceline.proof.doctor import diagnose
 
 MASK, DEPTH = 5, 4
 SAMPLINGS = (SamplingParams(max_tokens=40, ignore_eos=True), SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=3))
@@ -67,6 +68,6 @@ def test_pard_mask_token_out_of_range_is_refused(models: tuple[Path, Path], tmp_
 
 def test_doctor_reports_a_pard_model(models: tuple[Path, Path]) -> None:
     target, draft = models
-    (found,) = diagnose(DoctorOptions(model=str(target), drafters=(str(draft),))).drafters
+    (found,) = diagnose(doctor_options(model=str(target), drafters=(str(draft),))).drafters
     assert found.pair is not None
     assert "it is a PARD model: one pass drafts all tokens" in found.pair.notes

@@ -150,7 +150,6 @@ def as_dict(result: BenchResult) -> dict[str, Any]:
 
 
 def json_text(result: BenchResult) -> str:
-    """Return it as one JSON object."""
     return json.dumps(as_dict(result), allow_nan=False)
 
 

@@ -13,9 +13,9 @@ CONFIDENCE = 0.95
 class Quartiles:
     """A median between the quartiles (linear interpolation between ordered values)."""
 
-    low: float
+    lower_quartile: float
     median: float
-    high: float
+    upper_quartile: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Quartiles | None":
@@ -24,10 +24,6 @@ class Quartiles:
             return None
         low, median, high = (float(value) for value in np.quantile(np.asarray(values, np.float64), (0.25, 0.5, 0.75)))
         return cls(low, median, high)
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the JSON object."""
-        return {"lower_quartile": self.low, "median": self.median, "upper_quartile": self.high}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +39,6 @@ class Ratio:
     low: float | None
     high: float | None
     pairs: tuple[float, ...]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the JSON object."""
-        return {"median": self.median, "low": self.low, "high": self.high, "pairs": list(self.pairs)}
 
 
 def paired_ratio(values: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Ratio:
@@ -66,13 +58,3 @@ def paired_ratio(values: Sequence[float], baseline: Sequence[float], *, seed: in
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.median(pairs[drawn], axis=1), (tail, 1 - tail))
     return Ratio(median, float(low), float(high), ratios)
-
-
-def geometric_mean(values: Sequence[float]) -> float | None:
-    """None without values."""
-    return float(np.exp(np.mean(np.log(np.asarray(values, np.float64))))) if values else None
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """None without values."""
-    return float(np.percentile(np.asarray(values, np.float64), percent)) if values else None

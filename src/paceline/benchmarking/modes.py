@@ -1,7 +1,7 @@
 """Modes of a benchmark: our engine with and without each drafter, and other programs; each mode is a worker process."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,22 +58,18 @@ def own_modes(plan: BenchPlan, target: Path, *, context: int, has_predictions: b
     chosen = _drafters_by_mode(plan, target) if plan.drafters else _available(plan, target, has_predictions=has_predictions)
     if any(drafters == (PREDICTION,) for drafters in chosen.values()) and not has_predictions:
         raise ConfigError("drafter is 'prediction' and no prompt has one: add --workload copying, or prompts with a prediction")
-    drafters = {PLAIN: (), **chosen}
+    options = {"quantization": plan.quantization, "offline": plan.offline, "max_num_seqs": max(16, plan.batch_size)}
+    more = {"draft": plan.draft_model, "precision": plan.quantization, "options": options}
     return [
-        Mode(name, OURS, OWN_WORKER, own_order(plan, target, name, own, context), needs_prediction=own == (PREDICTION,))
-        for name, own in drafters.items()
+        Mode(
+            name,
+            OURS,
+            OWN_WORKER,
+            {**_order(plan, target, name, context), **more, "drafters": list(drafters)},
+            needs_prediction=drafters == (PREDICTION,),
+        )
+        for name, drafters in {PLAIN: (), **chosen}.items()
     ]
-
-
-def own_order(plan: BenchPlan, target: Path, name: str, drafters: Sequence[str], context: int) -> dict[str, Any]:
-    """Return the first line for our own worker."""
-    return {
-        **_order(plan, target, name, context),
-        "draft": plan.draft_model,
-        "precision": plan.quantization,
-        "drafters": list(drafters),
-        "options": {"quantization": plan.quantization, "offline": plan.offline, "max_num_seqs": max(16, plan.batch_size)},
-    }
 
 
 def _drafters_by_mode(plan: BenchPlan, target: Path) -> dict[str, tuple[str, ...]]:
@@ -117,12 +113,6 @@ def _if_there(name: str, plan: BenchPlan, target: Path) -> PreparedDrafter | Non
         return None
 
 
-def draft_model_path(plan: BenchPlan, target: Path) -> Path | None:
-    """Return the path of the draft model that peers use; None if there is none."""
-    prepared = _prepared(plan.draft_model, plan, target) if plan.draft_model else _if_there(DRAFT_MODEL, plan, target)
-    return None if prepared is None or prepared.name != DRAFT_MODEL else prepared.path
-
-
 def find_peer(name: str) -> Peer:
     """Return a peer of the table.
 
@@ -157,18 +147,22 @@ def peer_modes(plan: BenchPlan, target: Path, precision: str, *, context: int) -
         ConfigError: there is no such peer, or it cannot read the model's format.
         BackendUnavailableError: it is not installed.
     """
-    draft = draft_model_path(plan, target)
+    prepared = _prepared(plan.draft_model, plan, target) if plan.draft_model else _if_there(DRAFT_MODEL, plan, target)
+    draft = None if prepared is None or prepared.name != DRAFT_MODEL else prepared.path
     modes: list[Mode] = []
     for name in dict.fromkeys(plan.peers):
         peer = find_peer(name)
         python = environment_python(peer)
         if python is None:
             raise BackendUnavailableError(f"{peer.name} is not installed: paceline bench --install-peers {peer.name}")
-        _check_format(peer, target)
+        form = "gguf" if is_gguf(target) else "safetensors"
+        if form not in peer.formats:
+            known = " or ".join(sorted(peer.formats))
+            raise ConfigError(f"{peer.name} reads {known} and {target} is {form}: give the model in such a form")
         for kind in (PLAIN, *(mode for mode in peer.modes if mode != PLAIN)):
-            if kind == "draft_model" and draft is None:
+            if kind == DRAFT_MODEL and draft is None:
                 continue
-            order = {**_order(plan, target, kind, context), "draft": str(draft) if kind == "draft_model" else None, "precision": precision}
+            order = {**_order(plan, target, kind, context), "draft": str(draft) if kind == DRAFT_MODEL else None, "precision": precision}
             modes.append(Mode(f"{peer.name} {kind}", peer.name, (str(python), str(peer.worker)), order, f"{peer.name} {PLAIN}"))
     return modes, draft
 
@@ -182,12 +176,6 @@ def _order(plan: BenchPlan, target: Path, mode: str, context: int) -> dict[str, 
         "num_speculative_tokens": plan.num_speculative_tokens,
         "context": context,
     }
-
-
-def _check_format(peer: Peer, target: Path) -> None:
-    form = "gguf" if is_gguf(target) else "safetensors"
-    if form not in peer.formats:
-        raise ConfigError(f"{peer.name} reads {' or '.join(sorted(peer.formats))} and {target} is {form}: give the model in such a form")
 
 
 def _plain_name(name: str) -> str:

@@ -131,13 +131,11 @@ class OwnModel:
 
     def _counts(self, requests: Sequence[EngineRequest], num_passes: tuple[int, int]) -> dict[str, Any]:
         stats = [request.stats for request in requests]
-        num_steps, num_emitted = sum(one.steps for one in stats), sum(one.num_emitted_tokens for one in stats)
         resident, peak = memory_bytes()
         return {
             "num_draft_tokens": sum(one.num_draft_tokens for one in stats),
             "num_accepted_tokens": sum(one.num_accepted_tokens for one in stats),
-            "steps": num_steps,
-            "acceptance_length": num_emitted / max(1, num_steps),
+            "steps": sum(one.steps for one in stats),
             "passes": num_passes[0],
             "decoding_passes": num_passes[1],
             "rss_bytes": resident,

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.benchmarking.workloads import NAMES
 from paceline.config import MAX_NUM_SEQS, MAX_SPECULATIVE_TOKENS, quant_options
 from paceline.errors import ConfigError
 
@@ -74,13 +73,6 @@ class BenchPlan:
             raise ConfigError(
                 f"batch_size is {self.batch_size} and peers are named: peers run one request at a time; leave out one of them"
             )
-
-    @property
-    def workload_names(self) -> tuple[str, ...]:
-        """Names of the chosen workloads of the table."""
-        if self.workloads or self.prompts or self.spec_bench:
-            return self.workloads
-        return NAMES
 
 
 def _check_count(name: str, value: int | None, least: int, most: int) -> None:

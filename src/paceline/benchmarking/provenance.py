@@ -46,7 +46,6 @@ class ModelFacts:
         return f"{self.name} (grown)" if self.is_grown else self.name
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {"name": self.name, "path": str(self.path), "precision": self.precision, "grown": self.is_grown, "files": list(self.files)}
 
 

@@ -1,5 +1,6 @@
 """Turn workloads into requests: prompts as token ids of the target, and the same orders for every mode."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paceline.benchmarking.plan import BenchPlan
-from paceline.benchmarking.workloads import RANDOM, Workload, builtin_workload, read_spec_bench
+from paceline.benchmarking.workloads import NAMES, RANDOM, Workload, builtin_workload, read_spec_bench
 from paceline.engine.input_processor import InputProcessor
 from paceline.errors import ConfigError, RequestError
 from paceline.models.config import ModelConfig
@@ -59,7 +60,6 @@ def _encode_one(workload: Workload, index: int, tokenizer: Tokenizer, vocab_size
 
 
 def random_prompts(count: int, vocab_size: int, seed: int) -> list[EncodedPrompt]:
-    """Draw prompts of uniformly random token ids."""
     drawn = np.random.default_rng(seed).integers(0, vocab_size, (count, RANDOM_TOKENS))
     return [EncodedPrompt(tuple(int(token_id) for token_id in row)) for row in drawn]
 
@@ -172,15 +172,15 @@ def select_workloads(plan: BenchPlan) -> list[Workload]:
     Raises:
         ConfigError: one is unknown, a file cannot be read, or two have one name.
     """
-    chosen = [builtin_workload(name) for name in dict.fromkeys(plan.workload_names)]
+    names = plan.workloads if plan.workloads or plan.prompts or plan.spec_bench else NAMES
+    chosen = [builtin_workload(name) for name in dict.fromkeys(names)]
     if plan.prompts is not None:
         chosen.append(Workload(plan.prompts.stem, tuple(read_prompts(plan.prompts))))
     if plan.spec_bench is not None:
         chosen += [Workload(category, tuple(prompts)) for category, prompts in read_spec_bench(plan.spec_bench).items()]
-    names = [workload.name for workload in chosen]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"two workloads are called {twice!r}: leave out one of them, or rename the file of prompts")
+    name, count = Counter(workload.name for workload in chosen).most_common(1)[0]
+    if count > 1:
+        raise ConfigError(f"two workloads are called {name!r}: leave out one of them, or rename the file of prompts")
     return chosen
 
 

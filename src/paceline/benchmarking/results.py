@@ -3,9 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import geometric_mean
 from typing import Any
 
-from paceline.benchmarking.intervals import Quartiles, Ratio, geometric_mean, paired_ratio, percentile
+import numpy as np
+
+from paceline.benchmarking.intervals import Quartiles, Ratio, paired_ratio
 from paceline.benchmarking.modes import PLAIN, Mode
 from paceline.benchmarking.run import Measurements
 from paceline.benchmarking.samples import Sample
@@ -63,11 +66,7 @@ class Cell:
         return None if self.refusal else self.ratio
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        spreads = ("tokens_per_s", "request_tokens_per_s", "first_token_s", "gap_s", "ratio", "request_ratio")
-        fields = {name: None if getattr(self, name) is None else getattr(self, name).as_dict() for name in spreads}
-        found = None if self.speedup is None else self.speedup.as_dict()
-        return asdict(self) | fields | {"is_looping": self.is_looping, "speedup": found}
+        return asdict(self) | {"is_looping": self.is_looping, "speedup": None if self.speedup is None else asdict(self.speedup)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,9 @@ def summaries(cells: Sequence[Cell], modes: Iterable[Mode]) -> list[Summary]:
                 continue
             speedups = [cell.speedup.median for cell in own if cell.speedup is not None]
             low, high = min(speedups, default=None), max(speedups, default=None)
-            found.append(Summary(mode.name, temperature, geometric_mean(speedups), low, high, len(speedups), len(own)))
+            found.append(
+                Summary(mode.name, temperature, geometric_mean(speedups) if speedups else None, low, high, len(speedups), len(own))
+            )
     return found
 
 
@@ -123,7 +124,7 @@ def _cell(mode: Mode, samples: Mapping[str, Sequence[Sample]], facts: Mapping[st
     rounds = complete_rounds(counted, prompts)
     known = [sample for own in rounds.values() for sample in own]
     plain = complete_rounds([one for one in samples.get(PLAIN, ()) if one.round > 0 and one.prompt in prompts], prompts)
-    ratios = {name: _ratio(rounds, plain, name, seed) for name in _SPEEDS}
+    ratio, request_ratio = (None if mode.name == PLAIN else _ratio(rounds, plain, kind, seed) for kind in ("decoding", "request"))
     repeats = repeat_share([output.token_ids for sample in known or everything for output in sample.outputs])
     differing = None if mode.is_plain else compare(everything, samples.get(mode.baseline, ()))
     drafted = _total(known, "num_draft_tokens")
@@ -140,7 +141,7 @@ def _cell(mode: Mode, samples: Mapping[str, Sequence[Sample]], facts: Mapping[st
         request_tokens_per_s=Quartiles.of([_speed(own, "request") for own in rounds.values()]),
         first_token_s=Quartiles.of([sample.first_token_s for sample in known]),
         gap_s=Quartiles.of(gaps),
-        gap_p95_s=percentile(gaps, 95),
+        gap_p95_s=float(np.percentile(gaps, 95)) if gaps else None,
         acceptance_length=_acceptance_length(known),
         acceptance_rate=accepted / drafted if accepted is not None and drafted else None,
         num_draft_tokens=None if drafted is None else int(drafted),
@@ -150,9 +151,9 @@ def _cell(mode: Mode, samples: Mapping[str, Sequence[Sample]], facts: Mapping[st
         peak_rss_bytes=max((sample.peak_rss_bytes or 0 for sample in everything), default=0) or None,
         repeat_share=repeats,
         differing=differing,
-        ratio=ratios["decoding"] if mode.name != PLAIN else None,
-        request_ratio=ratios["request"] if mode.name != PLAIN else None,
-        refusal=_refusal(mode, rounds, ratios["decoding"], differing, drafted, repeats),
+        ratio=ratio,
+        request_ratio=request_ratio,
+        refusal=_refusal(mode, rounds, ratio, differing, drafted, repeats),
     )
 
 
@@ -189,9 +190,6 @@ def compare(samples: Iterable[Sample], baseline: Iterable[Sample]) -> tuple[int,
     pairs = [(sample, known[sample.round, sample.prompt]) for sample in samples if (sample.round, sample.prompt) in known]
     outputs = [both for one, other in pairs for both in zip(one.outputs, other.outputs, strict=True)]
     return sum(one.token_ids != other.token_ids for one, other in outputs), len(outputs)
-
-
-_SPEEDS = ("decoding", "request")
 
 
 def _speed(samples: Sequence[Sample], kind: str) -> float:

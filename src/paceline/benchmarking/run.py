@@ -107,7 +107,6 @@ class WorkerProcess:
         self._log.close()
 
     def kill(self) -> None:
-        """Kill the process and its children."""
         if os.name == "posix":
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # the process group has the number of its first process
@@ -136,7 +135,6 @@ class WorkerProcess:
         return WorkerError(f"{self.name} ended {how}{self._last_stderr_line()}", is_over=True)
 
     def _last_stderr_line(self) -> str:
-        """Return the last line of stderr."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - _STDERR_TAIL_BYTES))
         lines = self._log.read().decode("utf-8", "replace").strip().splitlines()

@@ -100,6 +100,5 @@ class Sample:
         return None if self.num_accepted_tokens is None else self.num_tokens / max(1, self.num_tokens - self.num_accepted_tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         outputs = [{"token_ids": list(one.token_ids), "times_s": [round(time, 6) for time in one.times_s]} for one in self.outputs]
         return asdict(self) | {"outputs": outputs}

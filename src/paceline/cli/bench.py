@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import DEBUG, MODEL, MODEL_ARGUMENT, NO_MODEL, OUTPUT, flags_of, named_model, option, with_parameters
-from paceline.cli.report_files import check_report_files, write_errors, write_report
+from paceline.cli.options import DEBUG, MODEL, MODEL_ARGUMENT, NO_MODEL, OUTPUT, flags_of, named_model, numbers, option, with_parameters
+from paceline.cli.report_files import check_report_files, write_report, write_reports
 from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, print_error, print_notice, reported_errors
 from paceline.config import QUANT
 from paceline.errors import ConfigError, printable
@@ -90,7 +90,10 @@ def bench(**given: Any) -> None:
     """
     with reported_errors(debug=given["debug"]):
         if given["install_peers"]:
-            _install(_words(given["install_peers"]))
+            from paceline.benchmarking.modes import install_peer
+
+            for name in _words(given["install_peers"]):
+                install_peer(name, print_notice)
             if not given["peer"]:
                 return
         model = named_model(given["model_argument"], given["model"])
@@ -112,27 +115,13 @@ def _plan(given: Mapping[str, Any]) -> "BenchPlan":
         **{name: given[name] for name in (*same.split(), "minutes", "threads", "seed")},
         drafters=tuple(given["drafter"] or ()),
         workloads=_words(given["workload"]),
-        temperatures=_temperatures(given["temperature"]),
+        temperatures=tuple(dict.fromkeys(numbers("temperature", given["temperature"], float))),
         peers=_words(given["peer"]),
     )
 
 
 def _words(values: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(word.strip() for value in values or () for word in value.split(",") if word.strip())
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(dict.fromkeys(float(word) for word in _words([text])))
-    except ValueError:
-        raise ConfigError(f"temperature is {text!r}: use numbers with commas between them, such as 0,0.7,1") from None
-
-
-def _install(names: Sequence[str]) -> None:
-    from paceline.benchmarking.modes import install_peer
-
-    for name in names:
-        install_peer(name, print_notice)
 
 
 def _bench(plan: "BenchPlan", form: str, json_file: Path | None, html_file: Path | None, plots: Path | None, *, quiet: bool) -> None:
@@ -162,21 +151,15 @@ def _write_reports(
     from paceline.benchmarking.benchmark import json_text
     from paceline.benchmarking.report.page import page, write_charts
 
-    for path, write in (
+    for written in write_reports(
         (json_file, lambda path: write_report(path, json_text(result) + "\n")),
         (html_file, lambda path: write_report(path, page(result))),
         (plots, lambda path: write_charts(result, path)),
     ):
-        if path is None:
-            continue
-        try:
-            with write_errors(path):
-                write(path)
-        except ConfigError as error:
-            yield error
-        else:
-            if not quiet:
-                print_notice(f"written: {path}")
+        if isinstance(written, ConfigError):
+            yield written
+        elif not quiet:
+            print_notice(f"written: {written}")
 
 
 def _print(result: "BenchResult", form: str) -> None:

@@ -274,8 +274,12 @@ class Chat:
             print_notice(legend())
         while True:
             try:
-                if not self._take_next():
+                if not self._handle_entry(self._source.next()):
                     break
+            except EOFError:
+                break
+            except RequestError as error:  # raised by a command such as /set
+                self._fail(error)
             except KeyboardInterrupt:
                 if not self._source.is_interactive:  # no user who could go on
                     raise
@@ -283,17 +287,8 @@ class Chat:
         if self._failure is not None and not self._source.is_interactive:
             raise typer.Exit(exit_code(self._failure))
 
-    def _take_next(self) -> bool:
-        """Handle the next input; False = the conversation ends."""
-        try:
-            return self._handle_entry(self._source.next())
-        except EOFError:
-            return False
-        except RequestError as error:  # raised by a command such as /set
-            self._fail(error)
-            return True
-
     def _handle_entry(self, entry: "Entry") -> bool:
+        """Answer a message or carry out a command; False = the conversation ends."""
         command = None if entry.is_literal else parse_command(entry.text)
         if command is None:
             if entry.text.strip():

@@ -108,7 +108,6 @@ class Command(TyperCommand):
         return short.name in _WHOLE_NUMBERS and not name[2:].isdigit()
 
     def _usage_text(self, error: Exception, args: list[str]) -> str:
-        """Return the text for wrong usage."""
         name = getattr(error, "option_name", None)
         if type(error).__name__ == "NoSuchOption" and name is not None:
             return self._unknown_option(str(name))

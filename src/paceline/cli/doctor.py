@@ -10,11 +10,9 @@ import typer
 
 from paceline.cli.options import ADAPTERS, MEMORY, MODEL, OUTPUT, SPECULATION, Settings, with_settings
 from paceline.cli.reporting import EXIT_FAILURE, print_notice
-from paceline.config import quant_options
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.prompt_file import PromptLine
     from paceline.proof.doctor import Diagnosis
     from paceline.proof.fetch_drafter import Fetched
 
@@ -48,24 +46,18 @@ def doctor(
     """
     for line in [] if as_json else settings.start_lines:
         print_notice(line)
-    engine, speculation = settings.engine, settings.speculation
+    if memory_gb is not None and not 0 < memory_gb <= 100_000:
+        raise ConfigError(f"memory_gb is {memory_gb}: use a size in gigabytes above 0 and at most 100000, such as 16 or 7.5")
+    if prompts is not None and not probe:
+        raise ConfigError("--prompts is for --probe, which measures the speedup on them: add --probe")
+    from paceline.prompt_file import read_prompts
     from paceline.proof.doctor import DoctorOptions, diagnose
 
     question = DoctorOptions(
-        model=engine.model,
-        gguf_file=engine.gguf_file,
-        drafters=(speculation.drafter,) if isinstance(speculation.drafter, str) else speculation.drafter,
-        drafter_options=speculation.drafter_options,
-        adapters=engine.adapters,
-        merge_adapter=engine.merge_adapter,
-        draft_adapter=speculation.draft_adapter,
-        quantization=quant_options("quantization", engine.quantization),
-        draft_quantization=speculation.draft_quantization,
-        kv_cache_dtype=engine.kv_cache_dtype,
-        max_model_len=engine.max_model_len,
-        device=engine.device,
-        memory_bytes=None if memory_gb is None else _bytes(memory_gb),
-        probe_prompts=_read_prompts(prompts, probe=probe),
+        engine=settings.engine,
+        speculation=settings.speculation,
+        memory_bytes=None if memory_gb is None else int(memory_gb * 1e9),
+        probe_prompts=() if prompts is None else read_prompts(prompts),
         probe_arguments={**settings.llm_arguments(), "adapters": {}, "offline": True} if probe else None,
     )
     if not fetch:
@@ -75,24 +67,7 @@ def doctor(
     _print(*fetch_drafter(question, print_notice), as_json=as_json)
 
 
-def _read_prompts(path: Path | None, *, probe: bool) -> list["PromptLine"]:
-    if path is None:
-        return []
-    if not probe:
-        raise ConfigError("--prompts is for --probe, which measures the speedup on them: add --probe")
-    from paceline.prompt_file import read_prompts
-
-    return read_prompts(path)
-
-
-def _bytes(memory_gb: float) -> int:
-    if not 0 < memory_gb <= 100_000:
-        raise ConfigError(f"memory_gb is {memory_gb}: use a size in gigabytes above 0 and at most 100000, such as 16 or 7.5")
-    return int(memory_gb * 1e9)
-
-
 def _print(found: "Diagnosis", fetched: "Fetched | None" = None, *, as_json: bool) -> None:
-    """Print a diagnosis."""
     from rich.console import Console
 
     from paceline.proof.doctor_text import report

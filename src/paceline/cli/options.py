@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -187,7 +187,6 @@ METAVARS = {
     "allow_origin": "ORIGIN",
 }
 MODEL_HELP = 'The model: "mini" (embedded, the default), a directory, a GGUF file or a Hugging Face id.'
-ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 NO_MODEL = "no MODEL is given: the embedded mini is used, a model of 14 M parameters for trying things out"
 _OPEN_NAMES = ("max_tokens", *DEFAULT_NAMES)  # their defaults depend on the command and the model
 REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts", "allow_origin", "adapters")
@@ -198,7 +197,6 @@ class Settings:
     """Values of the shared options, validated.
 
     Attributes:
-        panels: those that the command has.
         given_sampling: names of the sampling parameters that were given, of those whose defaults depend on the command or the model.
         names_model: whether a model was named; else the embedded one is used.
         server: options of the server, checked once its keys are read.
@@ -210,7 +208,6 @@ class Settings:
     speculation: SpeculationConfig
     quiet: bool = False
     debug: bool = False
-    panels: Sequence[Panel] = PANELS
     server: Mapping[str, Any] = field(default_factory=dict)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     given_sampling: frozenset[str] = frozenset()
@@ -227,7 +224,7 @@ class Settings:
         for panel in panels:
             given[panel.source] |= {name: values.pop(name) for name in panel.options}
         sampling, speculation, server = given[SamplingParams], given[SpeculationConfig], given[ServerSettings]
-        names_model = "model" in given[EngineConfig] and given[EngineConfig]["model"] is not None
+        names_model = given[EngineConfig].get("model") is not None
         if not names_model:
             given[EngineConfig].pop("model", None)
         if sampling:
@@ -239,16 +236,14 @@ class Settings:
             server[name] = tuple(server[name] or ())
         drafters = tuple(speculation["drafter"])
         speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
-        speculation["drafter_options"] = named_values(
-            "--drafter-options", speculation["drafter_options"], "NAME=VALUE, such as tree=accuracy"
-        )
-        if "adapters" in given[EngineConfig]:
-            directories = named_values("--adapter", given[EngineConfig]["adapters"], "NAME=DIR, such as sql=adapters/sql")
-            given[EngineConfig]["adapters"] = directories
+        options = named_values("--drafter-options", speculation["drafter_options"], "NAME=VALUE, such as tree=accuracy")
+        speculation["drafter_options"] = options
+        adapters = given[EngineConfig].get("adapters", ())
+        given[EngineConfig]["adapters"] = named_values("--adapter", adapters, "NAME=DIR, such as sql=adapters/sql")
         configs = EngineConfig(**given[EngineConfig]), SamplingParams(**sampling), SpeculationConfig(**speculation)
         cluster = ClusterSettings(**given[ClusterSettings])
         given_sampling = frozenset(sampling) & set(_OPEN_NAMES)
-        return cls(*configs, values.pop("quiet"), values.pop("debug"), panels, server, cluster, given_sampling, names_model)
+        return cls(*configs, values.pop("quiet"), values.pop("debug"), server, cluster, given_sampling, names_model)
 
     @property
     def adapter(self) -> str | None:
@@ -269,8 +264,7 @@ class Settings:
 
     def llm_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `paceline.LLM`."""
-        sources = {EngineConfig: self.engine, SpeculationConfig: self.speculation}
-        return {name: getattr(sources[panel.source], name) for panel in self.panels if panel.source in sources for name in panel.options}
+        return {one.name: getattr(config, one.name) for config in (self.engine, self.speculation) for one in fields(config)}
 
 
 def with_settings(
@@ -291,7 +285,8 @@ def with_settings(
     own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "settings"]
     own = [MODEL_ARGUMENT, *own] if has_model_argument else own
     shared = [parameter for panel in panels for parameter in _parameters(panel)]
-    parameters = sorted([*own, *shared, _QUIET, DEBUG], key=_is_about_output)  # --help shows panels in the order they are met
+    # --help shows panels in the order they are met
+    parameters = sorted([*own, *shared, _QUIET, DEBUG], key=lambda one: one.annotation.__metadata__[0].rich_help_panel == OUTPUT)
 
     @functools.wraps(command)
     def with_checked_options(**values: Any) -> None:
@@ -354,25 +349,16 @@ def named_model(argument: str | None, option: str | None) -> str | None:
     return option if argument is None else argument
 
 
-MODEL_ARGUMENT = inspect.Parameter("model_argument", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ModelArgument)
-
-
+_MODEL_HINT = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+MODEL_ARGUMENT = inspect.Parameter("model_argument", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_MODEL_HINT)
 _QUIET = option("-q", "--quiet", hint=bool, text="Print no statistics and nothing about loading but notices.", panel=OUTPUT, default=False)
 DEBUG = option("--debug", hint=bool, text="Print tracebacks and what libraries warn about.", panel=OUTPUT, default=False)
 
 
-def _is_about_output(parameter: inspect.Parameter) -> bool:
-    (found,) = parameter.annotation.__metadata__
-    return bool(found.rich_help_panel == OUTPUT)
-
-
 def _parameters(panel: Panel) -> list[inspect.Parameter]:
-    hints, defaults = get_type_hints(panel.source), {field.name: _default(field) for field in fields(panel.source)}
+    hints = get_type_hints(panel.source)
+    defaults = {one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in fields(panel.source)}
     return [_parameter(name, hints[name], defaults[name], help_text, panel.title) for name, help_text in panel.options.items()]
-
-
-def _default(field: "Field[Any]") -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -> inspect.Parameter:
@@ -412,6 +398,18 @@ def named_values(flag: str, texts: Iterable[str], example: str) -> dict[str, str
             raise ConfigError(f"{flag} names {name!r} twice: give each name once")
         found[name] = value
     return found
+
+
+def numbers(name: str, text: str, kind: type[int] | type[float]) -> tuple[float, ...]:
+    """Return the numbers of a text, which has commas between them.
+
+    Raises:
+        ConfigError: one is no number.
+    """
+    try:
+        return tuple(kind(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}: use numbers with commas between them") from None
 
 
 def _count_or_word(text: str) -> int | str:

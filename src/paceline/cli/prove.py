@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import MEMORY, MODEL, OUTPUT, SPECULATION, Settings, with_settings
-from paceline.cli.report_files import check_report_files, write_report
+from paceline.cli.report_files import check_report_files, write_report, write_reports
 from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, print_error, print_notice
 from paceline.errors import ConfigError
 
@@ -80,7 +80,7 @@ def prove(
     for line in settings.start_lines:
         print_notice(line)
     proof, was_interrupted = _run(question, quiet=settings.quiet)
-    failures = list(_write_reports(proof, json_file, html_file))
+    failures = _write_reports(proof.as_dict(), json_file, html_file)
     _print(proof, as_json=as_json, details=details)
     for failure in failures:
         print_error(failure)
@@ -141,17 +141,14 @@ def _progress_text(tally: "Tally") -> str:
     return f"{tally.all.tokens:,} tokens compared, {tally.all.bugs} bugs, {tally.all.near_ties} near-ties"
 
 
-def _write_reports(proof: "Proof", json_file: Path | None, html_file: Path | None) -> Iterator[ConfigError]:
-    """Write the report to files; yield the error of each that cannot be written."""
+def _write_reports(facts: dict[str, Any], json_file: Path | None, html_file: Path | None) -> list[ConfigError]:
     from paceline.proof.exactness.report import page
 
-    facts: dict[str, Any] = proof.as_dict()
-    for path, form in ((json_file, partial(json.dumps, indent=1, allow_nan=False)), (html_file, page)):
-        if path is not None:
-            try:
-                write_report(path, f"{form(facts)}\n")
-            except ConfigError as error:
-                yield error
+    written = write_reports(
+        (json_file, lambda path: write_report(path, json.dumps(facts, indent=1, allow_nan=False) + "\n")),
+        (html_file, lambda path: write_report(path, page(facts) + "\n")),
+    )
+    return [one for one in written if isinstance(one, ConfigError)]
 
 
 def _print(proof: "Proof", *, as_json: bool, details: bool) -> None:

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -102,7 +103,6 @@ class Writer:
         self._wrap = WordWrap() if wraps and self._on_terminal else None
 
     def write(self, chunk: StreamChunk) -> None:
-        """Write the text of the chunk."""
         self._put(chunk.text)
 
     def close(self) -> None:
@@ -117,13 +117,8 @@ class Writer:
 
     def _emit_all(self, pieces: Iterable[Piece]) -> None:
         """Write pieces; neighbours of one style together."""
-        joined = ["", ""]
-        for text, style in pieces:
-            if style != joined[1]:
-                self._emit(*joined)
-                joined = ["", style]
-            joined[0] += text
-        self._emit(*joined)
+        for style, group in groupby(pieces, key=operator.itemgetter(1)):
+            self._emit("".join(text for text, _ in group), style)
 
     def _emit(self, text: str, style: str) -> None:
         if text:
@@ -158,7 +153,8 @@ class DraftWriter(Writer):
             if text:
                 self._pieces.append((len(text), origin))
         for text, origin in self._split(chunk.text):
-            self._paint(text, origin)
+            self._mark(origin)
+            self._put(text, STYLES[origin] if self._in_colour else "")
 
     def close(self) -> None:
         self._mark(None)
@@ -172,10 +168,6 @@ class DraftWriter(Writer):
                 self._pieces.appendleft((length - len(text), origin))
             yield text[:length], origin
             text = text[length:]
-
-    def _paint(self, text: str, origin: TokenOrigin) -> None:
-        self._mark(origin)
-        self._put(text, STYLES[origin] if self._in_colour else "")
 
     def _emit(self, text: str, style: str) -> None:
         if not style or not text:
@@ -210,21 +202,21 @@ def legend() -> Text:
 
 @dataclass(slots=True)
 class Answer:
-    """The text and statistics of one streamed answer, complete or up to Ctrl-C.
+    """One streamed answer, complete or up to Ctrl-C.
 
     Attributes:
-        text: everything that was written.
         output: the finished request; None when it was interrupted.
-        num_tokens, num_steps, decode_s: counted here, because an interrupted request reports nothing.
-        chunks: of the stream.
+        decode_s: time since the first token, measured here because an interrupted request reports nothing.
+        chunks: of the stream, as they were written.
     """
 
-    text: str = ""
     output: RequestOutput | None = None
-    num_tokens: int = 0
-    num_steps: int = 0
     decode_s: float = 0.0
     chunks: list[StreamChunk] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
 
     @property
     def interrupted(self) -> bool:
@@ -234,8 +226,10 @@ class Answer:
         """Return the number of tokens and their speed in one short line."""
         output = self.output
         if output is None:
-            speed = (self.num_tokens - 1) / self.decode_s if self.num_tokens > 1 and self.decode_s > 0 else 0.0
-            return ", ".join([*_speed(self.num_tokens, speed, self.num_tokens / max(1, self.num_steps)), "interrupted"])
+            counts = [len(chunk.token_ids) for chunk in self.chunks if chunk.token_ids]
+            num_tokens = sum(counts)
+            speed = (num_tokens - 1) / self.decode_s if num_tokens > 1 and self.decode_s > 0 else 0.0
+            return ", ".join([*_speed(num_tokens, speed, num_tokens / max(1, len(counts))), "interrupted"])
         per_step = output.speculation.mean_acceptance_length if output.drafter != "none" else None
         parts = _speed(output.usage.completion_tokens, output.tokens_per_s, per_step)
         return ", ".join(parts + ["cut at the token limit"] * (output.finish_reason == "length"))
@@ -250,9 +244,6 @@ def write_stream(stream: Iterable[StreamChunk], writer: Writer) -> Answer:
             now = time.perf_counter()
             first_token_time = now if first_token_time is None else first_token_time
             answer.decode_s = now - first_token_time
-            answer.num_tokens += len(chunk.token_ids)
-            answer.num_steps += bool(chunk.token_ids)
-            answer.text += chunk.text
             answer.output = chunk.output
             answer.chunks.append(chunk)
             writer.write(chunk)

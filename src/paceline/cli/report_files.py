@@ -3,7 +3,7 @@
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,6 +49,18 @@ def write_report(path: Path, text: str) -> None:
             path.write_text(text, encoding="utf-8")
         else:
             write_atomically(path, text)
+
+
+def write_reports(*reports: tuple[Path | None, Callable[[Path], object]]) -> Iterator[Path | ConfigError]:
+    """Write the reports that have a path; yield the path of each, or the error if it cannot be written."""
+    for path, write in reports:
+        if path is not None:
+            try:
+                with write_errors(path):
+                    write(path)
+                yield path
+            except ConfigError as error:
+                yield error
 
 
 @contextmanager

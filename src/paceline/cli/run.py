@@ -94,7 +94,10 @@ def run(
     text = checked_text("prompt", prompt) if prompt is not None and prompt != "-" else _read_stdin()
     if not text:
         raise RequestError("the prompt is empty: give a text, as an argument or on standard input", parameter="prompt")
-    messages = _messages(text, system) if chat or system is not None else None
+    messages = None
+    if chat or system is not None:
+        first = [] if system is None else [{"role": "system", "content": checked_text("system", system)}]
+        messages = [*first, {"role": "user", "content": text}]
     hints: dict[str, Any] = {"speculation": {"trees": True}} if explain else {}
     if settings.adapter is not None:
         hints["adapter"] = settings.adapter
@@ -113,11 +116,6 @@ def run(
         _print_json(llm, text, messages, settings, hints)
     else:
         _print_stream(llm, text, messages, settings, hints, show_drafts=show_drafts, explain=explain)
-
-
-def _messages(text: str, system: str | None) -> list[dict[str, str]]:
-    first = [] if system is None else [{"role": "system", "content": checked_text("system", system)}]
-    return [*first, {"role": "user", "content": text}]
 
 
 def _with_prediction(settings: Settings) -> Settings:

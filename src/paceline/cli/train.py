@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import DEBUG, MODEL, OUTPUT, option, with_parameters
+from paceline.cli.options import DEBUG, MODEL, OUTPUT, numbers, option, with_parameters
 from paceline.cli.reporting import EXIT_INTERRUPTED, print_notice, reported_errors
 from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.installation import install_command
@@ -108,7 +108,7 @@ def _train(given: dict[str, Any], output: Path, *, resume: bool, quiet: bool) ->
         values["model"] = str(Path(model).absolute()) if Path(model).exists() else model
     for name, kind in (("boundaries", int), ("temperatures", float)):
         if name in values:
-            values[name] = _numbers(name, values[name], kind)
+            values[name] = numbers(name, values[name], kind)
     settings = TrainSettings(**values, command=shlex.join(["paceline", *sys.argv[1:]]))
     try:
         is_finished = run_training(settings, output, (lambda text: None) if quiet else print_notice, is_resumed=resume)
@@ -119,11 +119,3 @@ def _train(given: dict[str, Any], output: Path, *, resume: bool, quiet: bool) ->
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if not is_finished:
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _numbers(name: str, text: str, kind: type[int] | type[float]) -> tuple[float, ...]:
-    """Return the numbers of a list."""
-    try:
-        return tuple(kind(word) for word in text.split(","))
-    except ValueError:
-        raise ConfigError(f"{name} is {text!r}: use numbers with commas between them") from None

@@ -23,12 +23,10 @@ class TokenizerFacts:
 
     Attributes:
         pieces: vocabulary pieces by id.
-        special_token_ids: ids of control tokens.
         sample_ids: token ids of `vocabulary.SAMPLE_TEXT`.
     """
 
     pieces: list[str]
-    special_token_ids: frozenset[int]
     sample_ids: list[int]
 
 
@@ -53,7 +51,6 @@ class CheckpointFacts:
     tokenizer: TokenizerFacts | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         config = self.config
         return {
             "path": str(self.path),
@@ -103,21 +100,21 @@ def read_tokenizer(path: Path) -> TokenizerFacts | None:
     Raises:
         CheckpointError: it is damaged.
     """
-    backend = _gguf_backend(path) if is_gguf(path) else _backend(path / "tokenizer.json")
+    backend: Backend | None
+    if is_gguf(path):
+        from paceline.tokenizer.gguf import read_gguf_tokenizer
+
+        backend = read_gguf_tokenizer(open_gguf(path).metadata, path).backend_tokenizer
+    else:
+        backend = _backend(path / "tokenizer.json")
     if backend is None:
         return None
-    known = TokenizerBackend(backend)
-    pieces = [""] * (max(known.vocabulary.values()) + 1)
-    for piece, token_id in known.vocabulary.items():
+    vocabulary = TokenizerBackend(backend).vocabulary
+    pieces = [""] * (max(vocabulary.values()) + 1)
+    for piece, token_id in vocabulary.items():
         pieces[token_id] = piece
     with convert_library_errors(f"{path}: its tokenizer cannot encode a text; download it again", CheckpointError):
-        return TokenizerFacts(pieces, known.special_token_ids, backend.encode(SAMPLE_TEXT, add_special_tokens=False).ids)
-
-
-def _gguf_backend(path: Path) -> Backend:
-    from paceline.tokenizer.gguf import read_gguf_tokenizer
-
-    return read_gguf_tokenizer(open_gguf(path).metadata, path).backend_tokenizer
+        return TokenizerFacts(pieces, backend.encode(SAMPLE_TEXT, add_special_tokens=False).ids)
 
 
 def _backend(path: Path) -> Backend | None:

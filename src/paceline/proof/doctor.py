@@ -1,11 +1,21 @@
 """Check a target and its drafters from their files, without loading weights: pairing, memory, numerics, drafters to try."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Quantization, QuantOptions, cache_directory, draft_quant_options, lm_head_copy_options, weights_cache_bytes
+from paceline.config import (
+    EngineConfig,
+    QuantOptions,
+    SpeculationConfig,
+    cache_directory,
+    draft_quant_options,
+    lm_head_copy_options,
+    quant_options,
+    weights_cache_bytes,
+)
 from paceline.drafters import HeadOptions, check_draft_adapter, prepare_drafter
 from paceline.errors import PacelineError, convert_memory_errors
 from paceline.hub import resolve_model
@@ -33,36 +43,27 @@ class DoctorOptions:
     """Options of `diagnose`.
 
     Attributes:
-        model, gguf_file: the target, as `paceline run` takes it.
-        drafters: as `paceline run` takes them.
-        drafter_options: settings of single methods by name, as `paceline run` takes them.
-        adapters: directories of LoRA adapters by name.
-        merge_adapter, draft_adapter: directories of those merged into the target, and into its draft model; None = there is none.
-        quantization: how the target is quantised while it is loaded; None = not at all.
-        draft_quantization: as in `SpeculationConfig`.
-        kv_cache_dtype: of the target's keys and values; "auto" = its own.
-        max_model_len: longest text; None = what the target was made for.
-        device: "auto", "cpu" or "cuda"; auto is judged as cpu.
+        engine, speculation: the target and its drafters, as `paceline run` takes them; device auto is judged as cpu.
         memory_bytes: memory to assume; None = what this machine has free.
         probe_arguments: arguments of `paceline.LLM` to load it with and time passes; None = load nothing.
         probe_prompts: the user's prompts, for the speedup; without them it is measured on sample texts.
     """
 
-    model: str = "mini"
-    gguf_file: str | None = None
-    drafters: Sequence[str] = ("auto",)
-    drafter_options: Mapping[str, object] = field(default_factory=dict)
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    merge_adapter: str | None = None
-    draft_adapter: str | None = None
-    quantization: QuantOptions | None = None
-    draft_quantization: Quantization = "auto"
-    kv_cache_dtype: str = "auto"
-    max_model_len: int | None = None
-    device: str = "auto"
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     memory_bytes: int | None = None
     probe_arguments: dict[str, Any] | None = None
     probe_prompts: Sequence[PromptLine] = ()
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        drafter = self.speculation.drafter
+        return (drafter,) if isinstance(drafter, str) else drafter
+
+    @property
+    def quantization(self) -> QuantOptions | None:
+        """How the target is quantised while it is loaded; None = not at all."""
+        return quant_options("quantization", self.engine.quantization)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,6 @@ class DrafterDiagnosis:
     adapter: AdapterDiagnosis | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {
             "name": self.name,
             "model": None if self.facts is None else self.facts.as_dict(),
@@ -138,8 +138,17 @@ class Diagnosis:
         """Whether nothing was found that keeps it from working."""
         return not self.problems
 
+    @contextmanager
+    def collected_problems(self) -> Iterator[None]:
+        """Make a problem of an error of the block, but of a wrong prompt, which does not mean that the model cannot work."""
+        try:
+            yield
+        except PromptError:
+            raise
+        except PacelineError as error:
+            self.problems.append(str(error))
+
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {
             "works": self.works,
             "model": self.model,
@@ -163,44 +172,37 @@ def diagnose(question: DoctorOptions) -> Diagnosis:
     Raises:
         PromptError: the model does not take one of the prompts.
     """
-    found = Diagnosis(question.model)
-    try:
-        path = resolve_model(question.model, gguf_file=question.gguf_file, offline=True)
-        found.target = read_checkpoint_facts(path, question.max_model_len)
-        if question.merge_adapter is not None:
-            found.target, found.merged = with_merged(found.target, question.merge_adapter, question.quantization)
-    except PacelineError as error:
-        found.suggested = _suggest_by_name(question.model)
-        found.problems.append(str(error))
+    found = Diagnosis(question.engine.model)
+    with found.collected_problems():
+        path = resolve_model(question.engine.model, gguf_file=question.engine.gguf_file, offline=True)
+        found.target = read_checkpoint_facts(path, question.engine.max_model_len)
+        if question.engine.merge_adapter is not None:
+            found.target, found.merged = with_merged(found.target, question.engine.merge_adapter, question.quantization)
+    if not found.works or found.target is None:
+        suggested = suggest_drafters(model_names(question.engine.model, None))
+        found.suggested = suggested if any(one.location != "built_in" for one in suggested) else []
         return found
-    if question.max_model_len is not None and question.max_model_len > found.target.config.max_positions:
-        found.problems.append(
-            f"max_model_len is {question.max_model_len}, the model's limit is {found.target.config.max_positions}: lower max_model_len"
-        )
+    limit, max_model_len = found.target.config.max_positions, question.engine.max_model_len
+    if max_model_len is not None and max_model_len > limit:
+        found.problems.append(f"max_model_len is {max_model_len}, the model's limit is {limit}: lower max_model_len")
     try:
-        options = HeadOptions.parse(question.drafter_options)
+        options = HeadOptions.parse(question.speculation.drafter_options)
     except PacelineError as error:
         found.problems.append(str(error))
         return found
     _examine_drafters(found, found.target, question, options)
-    for name, directory in question.adapters.items():
-        try:
-            found.adapters.append(examine_adapter(name, Path(directory), found.target))
-        except PacelineError as error:
-            found.problems.append(str(error))
-    try:
+    for name, directory in question.engine.adapters.items():
+        with found.collected_problems():
+            found.adapters.append(AdapterDiagnosis.of(_read_adapter(name, Path(directory), found.target, read_any_adapter)))
+    with found.collected_problems():  # nothing that is installed may be able to run it
         _estimate(found, found.target, question)
-    except PacelineError as error:  # nothing that is installed can run it
-        found.problems.append(str(error))
     if question.probe_arguments is not None and found.works:
-        try:
+        with found.collected_problems():
             found.probe = probe(question.probe_prompts, **question.probe_arguments)
             found.notes += _layout_notes(found.drafters, question.drafters, question.probe_arguments)
-        except PromptError:  # a wrong prompt does not mean that the model cannot work
-            raise
-        except PacelineError as error:
-            found.problems.append(str(error))
-    found.suggested = _suggest(found.target, found.probe, question)
+    costs = None if found.probe is None else pass_costs(found.target, question.quantization, found.probe.pass_s)
+    names = model_names(question.engine.model, found.target.path)
+    found.suggested = suggest_drafters(names, costs, quantization=_draft_quant(found.target, question))
     return found
 
 
@@ -210,11 +212,9 @@ def _examine_drafters(found: Diagnosis, target: CheckpointFacts, question: Docto
     for name in dict.fromkeys(name for name in question.drafters if question.drafters.count(name) > 1):
         found.problems.append(f"drafter {name!r} was given more than once: name each drafter once")
     if found.works:
-        try:
+        with found.collected_problems():
             options.check_all_used_by(drafter.name for drafter in found.drafters)
-            check_draft_adapter(question.draft_adapter, [drafter.name for drafter in found.drafters])
-        except PacelineError as error:
-            found.problems.append(str(error))
+            check_draft_adapter(question.speculation.draft_adapter, [drafter.name for drafter in found.drafters])
 
 
 def _layout_notes(drafters: Sequence[DrafterDiagnosis], names: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
@@ -235,29 +235,6 @@ def _layout_notes(drafters: Sequence[DrafterDiagnosis], names: Sequence[str], ar
 
 def _option_text(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
-
-
-def _suggest_by_name(model: str) -> list[SuggestedDrafter]:
-    """Return the drafters published for a model whose files are not on this machine; nothing where none is."""
-    suggested = suggest_drafters(model_names(model, None))
-    return suggested if any(one.location != "built_in" for one in suggested) else []
-
-
-def _suggest(target: CheckpointFacts, measured: ProbeResult | None, question: DoctorOptions) -> list[SuggestedDrafter]:
-    return suggest_drafters(
-        model_names(question.model, target.path),
-        None if measured is None else pass_costs(target, question.quantization, measured.pass_s),
-        quantization=_draft_quant(target, question),
-    )
-
-
-def examine_adapter(name: str, directory: Path, target: CheckpointFacts) -> AdapterDiagnosis:
-    """Return the facts of an adapter that fits a target.
-
-    Raises:
-        PacelineError: it does not, or cannot be read.
-    """
-    return AdapterDiagnosis.of(_read_adapter(name, directory, target, read_any_adapter))
 
 
 def with_merged(model: CheckpointFacts, directory: str, quantization: QuantOptions | None) -> tuple[CheckpointFacts, AdapterDiagnosis]:
@@ -301,9 +278,9 @@ def examine_drafter(
                 prepared.head, target, options, lm_head_copy_options(_draft_quant(target, question), question.quantization)
             )
             return DrafterDiagnosis(prepared.name, head=head, pair=pair)
-        facts, adapter = read_checkpoint_facts(prepared.path, question.max_model_len), None
-        if question.draft_adapter is not None:
-            facts, adapter = with_merged(facts, question.draft_adapter, _draft_quant(target, question))
+        facts, adapter = read_checkpoint_facts(prepared.path, question.engine.max_model_len), None
+        if question.speculation.draft_adapter is not None:
+            facts, adapter = with_merged(facts, question.speculation.draft_adapter, _draft_quant(target, question))
         pair = check_draft_model(target, facts)
     except PacelineError as error:
         problems.append(str(error))
@@ -314,22 +291,21 @@ def examine_drafter(
 
 
 def _estimate(found: Diagnosis, target: CheckpointFacts, question: DoctorOptions) -> None:
-    """Estimate memory and numerics."""
-    device = _device(question)
     found.notes += target.weights.notices if question.quantization is None else ()
-    kv_cache_dtype = None if question.kv_cache_dtype == "auto" else KVCacheDtype(question.kv_cache_dtype)
+    dtype, max_model_len = question.engine.kv_cache_dtype, question.engine.max_model_len
+    kv_cache_dtype = None if dtype == "auto" else KVCacheDtype(dtype)
     main = estimate_memory(
-        target, question.quantization, device, found.notes, kv_cache_dtype=kv_cache_dtype, max_model_len=question.max_model_len
+        target, question.quantization, _device(question), found.notes, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len
     )
     if mixed := [repr(adapter.name) for adapter in found.adapters if adapter.num_mixed]:
         main = replace(
             main, cache_bytes_per_1k=2 * main.cache_bytes_per_1k, windows=tuple((rows, 2 * row_bytes) for rows, row_bytes in main.windows)
         )
         found.notes.append(f"X-LoRA ({', '.join(mixed)}): a step with it takes two passes, and keys and values are kept twice")
-    drafts = [own for one in found.drafters if (own := draft_memory(one, target, question, device, found.notes)) is not None]
-    context = min(question.max_model_len or target.config.max_positions, target.config.max_positions)
+    drafts = [own for one in found.drafters if (own := _draft_memory(one, target, question, found.notes)) is not None]
+    context = min(max_model_len or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
-    found.memory = memory = MemoryEstimate(main, _sum_memory(drafts), context, available, sum(adapter.nbytes for adapter in found.adapters))
+    found.memory = memory = MemoryEstimate(main, drafts, context, available, sum(adapter.nbytes for adapter in found.adapters))
     if not memory.fits:
         found.problems.append(
             f"weights take {memory.weights_bytes / _GIGABYTE:.3g} GB and 1000 tokens of cache "
@@ -341,54 +317,40 @@ def _estimate(found: Diagnosis, target: CheckpointFacts, question: DoctorOptions
             f"a text of {context} tokens needs {memory.full_context_bytes / _GIGABYTE:.3g} GB in all, {available / _GIGABYTE:.3g} GB are "
             f"free: there is room for {memory.context_that_fits} tokens"
         )
-    if question.quantization is not None and (note := _cache_note()) is not None:
-        found.notes.append(note)
-    found.numerics, found.numerics_reason = expected_numerics(main)
-
-
-def _cache_note() -> str | None:
-    """Return a note on where quantised weights are cached."""
-    directory, limit = cache_directory(), weights_cache_bytes()
-    if directory is None or limit == 0:
-        return None
-    taken = cached_bytes(directory)
-    return (
-        f"quantised weights are kept in {directory / FOLDER} for the next time: {taken / _GIGABYTE:.3g} GB of at most "
-        f"{limit / _GIGABYTE:.3g} now (PACELINE_CACHE_GB; 0 keeps none)"
+    if question.quantization is not None:
+        found.notes += _cache_notes()
+    found.numerics, found.numerics_reason = (
+        ("fast", "torch picks kernels by a pass's shape")
+        if main.backend == "torch"
+        else ("exact", "the native kernels compute every row on its own; tested again at load")
     )
 
 
-def draft_memory(
-    drafter: DrafterDiagnosis, target: CheckpointFacts, question: DoctorOptions, device: str, notes: list[str]
-) -> ModelMemory | None:
+def _cache_notes() -> list[str]:
+    """Return a note on where quantised weights are cached, unless they are not."""
+    directory, limit = cache_directory(), weights_cache_bytes()
+    if directory is None or limit == 0:
+        return []
+    return [
+        f"quantised weights are kept in {directory / FOLDER} for the next time: {cached_bytes(directory) / _GIGABYTE:.3g} GB of at most "
+        f"{limit / _GIGABYTE:.3g} now (PACELINE_CACHE_GB; 0 keeps none)"
+    ]
+
+
+def _draft_memory(drafter: DrafterDiagnosis, target: CheckpointFacts, question: DoctorOptions, notes: list[str]) -> ModelMemory | None:
     """Return the memory of a drafter's network; None where it has none."""
+    quantization, max_model_len = _draft_quant(target, question), question.engine.max_model_len
     if drafter.head is not None:
-        return drafter.head.memory(_draft_quant(target, question))
+        return drafter.head.memory(quantization)
     if drafter.facts is None:
         return None
-    quantization = _draft_quant(target, question)
-    return estimate_memory(drafter.facts, quantization, device, notes, is_draft=True, max_model_len=question.max_model_len)
+    return estimate_memory(drafter.facts, quantization, _device(question), notes, is_draft=True, max_model_len=max_model_len)
 
 
 def _device(question: DoctorOptions) -> str:
-    return "cuda" if question.device == "cuda" else "cpu"
+    return "cuda" if question.engine.device == "cuda" else "cpu"
 
 
 def _draft_quant(target: CheckpointFacts, question: DoctorOptions) -> QuantOptions | None:
     bits = mean_weight_bits(target.weights, question.quantization)
-    return draft_quant_options(question.draft_quantization, bits, device=_device(question))
-
-
-def _sum_memory(drafts: Sequence[ModelMemory]) -> ModelMemory | None:
-    if not drafts:
-        return None
-    weights = sum(draft.weights_bytes for draft in drafts)
-    cache = sum(draft.cache_bytes_per_1k for draft in drafts)
-    return ModelMemory(weights, cache, drafts[0].backend, pass_bytes=sum(draft.pass_bytes for draft in drafts))
-
-
-def expected_numerics(memory: ModelMemory) -> tuple[str, str]:
-    """Return the expected `numerics` and the reason; the test at load decides."""
-    if memory.backend == "torch":
-        return "fast", "torch picks kernels by a pass's shape"
-    return "exact", "the native kernels compute every row on its own; tested again at load"
+    return draft_quant_options(question.speculation.draft_quantization, bits, device=_device(question))

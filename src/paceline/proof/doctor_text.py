@@ -20,7 +20,12 @@ def report(found: Diagnosis) -> Group:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    rows = [*_target_rows(facts), *_drafter_rows(facts), *_adapter_rows(facts), *_memory_rows(facts), *_probe_rows(facts["probe"])]
+    merged, target = facts["merged_adapter"], facts["target"]
+    rows = [("model", facts["model"])] if target is None else [("model", target["path"]), ("", _network(target))]
+    rows += _drafter_rows(facts["drafters"])
+    rows += [] if merged is None else [("merged", _adapter(merged))]
+    rows += [("adapter", _adapter(adapter)) for adapter in facts["adapters"]]
+    rows += [*_memory_rows(facts), *_probe_rows(facts["probe"])]
     for name, text in rows:
         table.add_row(name, Text(printable(text)))  # file names are untrusted
     notes = [Text.assemble(("note: ", "yellow"), printable(note)) for note in _notes(facts)]
@@ -86,47 +91,32 @@ def _notes(facts: dict[str, Any]) -> list[str]:
     return [*facts["notes"], *of_pairs, *of_probe]
 
 
-def _target_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    if facts["target"] is None:
-        return [("model", facts["model"])]
-    return [("model", facts["target"]["path"]), ("", _network(facts["target"]))]
-
-
-def _layers(count: int) -> str:
-    return f"{count} layer{'s' if count > 1 else ''}"
-
-
 def _network(model: dict[str, Any]) -> str:
+    layers = f"{model['layers']} layer{'s' if model['layers'] > 1 else ''}"
     return (
-        f"{model['family']}, {model['parameters'] / 1e6:,.4g} million parameters, {_layers(model['layers'])}, hidden size "
+        f"{model['family']}, {model['parameters'] / 1e6:,.4g} million parameters, {layers}, hidden size "
         f"{model['hidden_size']}, {model['stored_as']} ({format_bytes(model['stored_bytes'])}), context {model['max_model_len']} tokens, "
         f"vocabulary {model['vocabulary_rows']} rows"
         + ("" if model["vocabulary_ids"] is None else f" of which the tokenizer has {model['vocabulary_ids']}")
     )
 
 
-def _drafter_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def _drafter_rows(drafters: list[dict[str, Any]]) -> list[tuple[str, str]]:
     rows = []
-    for drafter in facts["drafters"]:
-        if drafter["head"] is not None:
-            head = drafter["head"]
+    for drafter in drafters:
+        head, model = drafter["head"], drafter["model"]
+        if head is not None:
             size = f"{head['parameters'] / 1e6:,.4g} million parameters ({format_bytes(head['stored_bytes'])})"
-            rows += [("drafter", head["path"]), ("", f"{drafter['name']}, {size}"), ("pair", drafter["pair"]["summary"])]
-            continue
-        if drafter["model"] is None:
+            rows += [("drafter", head["path"]), ("", f"{drafter['name']}, {size}")]
+        elif model is not None:
+            rows += [("drafter", model["path"]), ("", _network(model))]
+        else:
             rows.append(("drafter", drafter["name"]))
-            continue
-        rows += [("drafter", drafter["model"]["path"]), ("", _network(drafter["model"]))]
         if drafter["adapter"] is not None:
             rows.append(("", f"with the adapter {_adapter(drafter['adapter'])}"))
-        rows.append(("pair", drafter["pair"]["summary"]))
+        if drafter["pair"] is not None:
+            rows.append(("pair", drafter["pair"]["summary"]))
     return rows
-
-
-def _adapter_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    merged = facts["merged_adapter"]
-    rows = [] if merged is None else [("merged", _adapter(merged))]
-    return rows + [("adapter", _adapter(adapter)) for adapter in facts["adapters"]]
 
 
 def _adapter(adapter: dict[str, Any]) -> str:

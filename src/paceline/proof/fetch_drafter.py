@@ -30,7 +30,6 @@ class Fetched:
     is_used: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {"drafter": self.drafter, "path": str(self.path), "bytes": self.num_bytes, "is_used": self.is_used}
 
 
@@ -50,9 +49,8 @@ def fetch_drafter(question: DoctorOptions, report: Callable[[str], None]) -> tup
     """
     named = _named_drafter(question)
     probe_arguments = question.probe_arguments and {**question.probe_arguments, "drafter": "none"}
-    found = diagnose(
-        replace(question, drafters=("none",), draft_adapter=None, drafter_options={}, probe_arguments=None if named else probe_arguments)
-    )
+    without = replace(question.speculation, drafter="none", draft_adapter=None, drafter_options={})
+    found = diagnose(replace(question, speculation=without, probe_arguments=None if named else probe_arguments))
     if not found.works or found.target is None:
         return found, None
     name = named or _recommended(found)
@@ -66,7 +64,7 @@ def fetch_drafter(question: DoctorOptions, report: Callable[[str], None]) -> tup
     report(f"downloading {name} from the Hugging Face Hub into {plan.directory}: {size}")
     path, target = resolve_model(name, with_heads=True), found.target.path
     probe_arguments = None if question.probe_arguments is None else {**question.probe_arguments, "drafter": str(path)}
-    found = diagnose(replace(question, drafters=(str(path),), probe_arguments=probe_arguments))
+    found = diagnose(replace(question, speculation=replace(question.speculation, drafter=str(path)), probe_arguments=probe_arguments))
     if found.works:
         record_fetched_drafter(target, name, path)
     return found, Fetched(name, path, plan.num_bytes, found.works)
@@ -74,7 +72,7 @@ def fetch_drafter(question: DoctorOptions, report: Callable[[str], None]) -> tup
 
 def _named_drafter(question: DoctorOptions) -> str | None:
     """Return the id of the drafter that the question names; None = the recommended one."""
-    names = tuple(question.drafters)
+    names = question.drafters
     if names == ("auto",):
         return None
     if len(names) > 1 or names[0] in DRAFTER_NAMES or "/" not in names[0] or Path(names[0]).exists():

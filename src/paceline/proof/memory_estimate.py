@@ -1,7 +1,7 @@
 """Estimate the memory of a model from the shapes of its tensors."""
 
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,36 +48,39 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """The memory that a target and its draft model need, and the memory that is available.
+    """The memory that a target and its drafters' networks need, and the memory that is available.
 
     Attributes:
-        draft: None without a draft model.
         context: tokens of the longest text, all of whose keys and values `full_context_bytes` includes.
         available_bytes: memory that can be had.
         adapters_bytes: bytes of the LoRA adapters.
     """
 
     target: ModelMemory
-    draft: ModelMemory | None
+    drafts: Sequence[ModelMemory]
     context: int
     available_bytes: int
     adapters_bytes: int = 0
 
     @property
+    def models(self) -> list[ModelMemory]:
+        return [self.target, *self.drafts]
+
+    @property
     def weights_bytes(self) -> int:
-        return self.adapters_bytes + self.target.weights_bytes + (0 if self.draft is None else self.draft.weights_bytes)
+        return self.adapters_bytes + sum(model.weights_bytes for model in self.models)
 
     @property
     def cache_bytes_per_1k(self) -> int:
-        return self.target.cache_bytes_per_1k + (0 if self.draft is None else self.draft.cache_bytes_per_1k)
+        return sum(model.cache_bytes_per_1k for model in self.models)
 
     @property
     def pass_bytes(self) -> int:
-        return self.target.pass_bytes + (0 if self.draft is None else self.draft.pass_bytes)
+        return sum(model.pass_bytes for model in self.models)
 
     def cache_bytes(self, num_tokens: int) -> int:
         """Keys and values of one text."""
-        return self.target.cache_bytes(num_tokens) + (0 if self.draft is None else self.draft.cache_bytes(num_tokens))
+        return sum(model.cache_bytes(num_tokens) for model in self.models)
 
     @property
     def full_context_bytes(self) -> int:
@@ -96,7 +99,6 @@ class MemoryEstimate:
         return self.context_that_fits >= min(self.context, _LEAST_CONTEXT)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {
             "target_weights_bytes": self.target.weights_bytes,
             "target_cache_bytes_per_1k_tokens": self.target.cache_bytes_per_1k,
@@ -104,9 +106,9 @@ class MemoryEstimate:
             "target_state_bytes": self.target.state_bytes,
             "target_backend": self.target.backend,
             "pass_bytes": self.pass_bytes,
-            "draft_weights_bytes": None if self.draft is None else self.draft.weights_bytes,
-            "draft_cache_bytes_per_1k_tokens": None if self.draft is None else self.draft.cache_bytes_per_1k,
-            "draft_backend": None if self.draft is None else self.draft.backend,
+            "draft_weights_bytes": sum(draft.weights_bytes for draft in self.drafts) if self.drafts else None,
+            "draft_cache_bytes_per_1k_tokens": sum(draft.cache_bytes_per_1k for draft in self.drafts) if self.drafts else None,
+            "draft_backend": self.drafts[0].backend if self.drafts else None,
             "adapters_bytes": self.adapters_bytes,
             "full_context_bytes": self.full_context_bytes,
             "context": self.context,

@@ -53,7 +53,6 @@ class PairCheck:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         found = self.vocabulary
         return {
             "works": self.works,
@@ -69,7 +68,6 @@ class PairCheck:
 
 
 def check_draft_model(target: CheckpointFacts, draft: CheckpointFacts) -> PairCheck:
-    """Check a draft model against a target."""
     notes = _notes(target, draft)
     if target.tokenizer is None or draft.tokenizer is None:
         missing = target.path if target.tokenizer is None else draft.path
@@ -134,7 +132,6 @@ class HeadFacts:
         return ModelMemory(num_bytes + self.copied_bytes, self.cache_bytes_per_1k, "native")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {
             "path": str(self.path),
             "kind": self.kind.value,
@@ -156,14 +153,19 @@ def check_head(
         ConfigError: an option has a value it does not take.
     """
     if files.kind is HeadKind.MEDUSA:
-        return _check_medusa(files, target, options)
-    if files.kind is HeadKind.GEMMA4_ASSISTANT:
-        return _check_assistant(files, target)
-    if files.kind in BLOCK_KINDS:
-        return _check_block(files, target)
-    if files.kind is HeadKind.PARD2:
-        return _check_pard2(files, target)
-    return _check_mtp(files, target, options, copy_quant) if files.kind is HeadKind.MTP else _check_eagle(files, target, options)
+        facts, pair = _check_medusa(files, target, options)
+    elif files.kind is HeadKind.GEMMA4_ASSISTANT:
+        facts, pair = _check_assistant(files, target)
+    elif files.kind in BLOCK_KINDS:
+        facts, pair = _check_block(files, target)
+    elif files.kind is HeadKind.PARD2:
+        facts, pair = _check_pard2(files, target)
+    elif files.kind is HeadKind.MTP:
+        facts, pair = _check_mtp(files, target, options, copy_quant)
+    else:
+        facts, pair = _check_eagle(files, target, options)
+    fit = f"its sizes fit the target's (hidden size {target.config.hidden_size})"
+    return facts, replace(pair, summary=f"{pair.summary}; {fit}; whether it was trained for these very weights shows in what is accepted")
 
 
 def _check_block(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairCheck]:
@@ -174,10 +176,10 @@ def _check_block(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, 
     place = describe_drafted_position(
         sample_from_anchor=default_sample_from_anchor(files) if given is None else given, is_known=given is not None
     )
-    summary = f"{files.kind.value} drafter, blocks of {config.block_size}{chosen}, that reads layer boundaries {read}; {place}; "
-    facts = HeadFacts(files.path, files.kind, opened.weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000)
-    facts = replace(facts, copied_bytes=sum(table.nbytes for table in opened.lookup_tables.values()))
-    return facts, PairCheck(True, summary + _sizes_fit(target.config.hidden_size))
+    summary = f"{files.kind.value} drafter, blocks of {config.block_size}{chosen}, that reads layer boundaries {read}; {place}"
+    copied_bytes = sum(table.nbytes for table in opened.lookup_tables.values())
+    facts = HeadFacts(files.path, files.kind, opened.weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000, copied_bytes)
+    return facts, PairCheck(True, summary)
 
 
 def _check_pard2(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairCheck]:
@@ -189,17 +191,15 @@ def _check_pard2(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, 
         check_tokenizer(files.path, found)
     cache_dtype = default_kv_cache_dtype(config.layers, weights)
     facts = HeadFacts(files.path, files.kind, weights, config.layers.kv_bytes_per_token(cache_dtype) * 1000)
-    summary = f"PARD-2 draft model {_reading(config)} and drafts all tokens in one pass; {_sizes_fit(target.config.hidden_size)}"
-    return facts, PairCheck(True, summary, found)
+    return facts, PairCheck(True, f"PARD-2 draft model {_reading(config)} and drafts all tokens in one pass", found)
 
 
 def _check_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairCheck]:
     assistant = load_assistant(files, target.config)
     layers = assistant.config.layers
     read = sorted({layer.attention.kv_layer for layer in layers.layers if layer.attention.kv_layer is not None})
-    summary = f"assistant of {layers.num_layers} layers that reads the keys and values of the target's layers {', '.join(map(str, read))}; "
-    facts = HeadFacts(files.path, files.kind, assistant.weights, 0)
-    return facts, PairCheck(True, summary + _sizes_fit(target.config.hidden_size))
+    summary = f"assistant of {layers.num_layers} layers that reads the keys and values of the target's layers {', '.join(map(str, read))}"
+    return HeadFacts(files.path, files.kind, assistant.weights, 0), PairCheck(True, summary)
 
 
 def _check_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairCheck]:
@@ -211,7 +211,7 @@ def _check_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOption
     if len(own) < len(heads.weights):
         matrix = "the target's vocabulary matrix"
     tree = "" if options.tree is None else f", tree {options.tree}"
-    summary = f"{heads.num_heads} Medusa heads with {matrix}{tree}; {_sizes_fit(sizes.hidden_size)}"
+    summary = f"{heads.num_heads} Medusa heads with {matrix}{tree}"
     return HeadFacts(files.path, files.kind, own, 0), PairCheck(True, summary, None, heads.notices)
 
 
@@ -221,11 +221,14 @@ def _check_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions
     opened = open_eagle_checkpoint(files, config, sizes)
     if target.tokenizer is not None:
         check_embedding_rows(files, opened.num_embedded_ids, min(len(target.tokenizer.pieces), sizes.vocab_size))
-    summary = f"{files.kind.value} head {_reading(config)}; {_sizes_fit(sizes.hidden_size)}"
     is_ours = files.path.is_relative_to(packaged_drafters())  # the packaged heads were trained with the defaults
     unset = [] if is_ours else [switch for switch in ambiguous_options(files, config, sizes) if getattr(options, switch[0]) is None]
+    note = (
+        f"the head's files do not settle {', '.join(name for name, _ in unset)}: the documented defaults are used; --probe tries other "
+        "values, and --drafter-options sets them"
+    )
     facts = replace(_pair_facts(files, config, opened.weights), ambiguous_options=unset)
-    return facts, PairCheck(True, summary, None, _layout_note([name for name, _ in unset]))
+    return facts, PairCheck(True, f"{files.kind.value} head {_reading(config)}", None, (note,) if unset else ())
 
 
 def _check_mtp(
@@ -241,7 +244,6 @@ def _check_mtp(
         read_corpus(corpus)
     chosen = "" if corpus is None else f"the {num_ids} most frequent ids of {corpus}"
     limit = "" if num_ids is None else f" that drafts {chosen or f'ids below {num_ids}'}"
-    summary = f"mtp module of {place}{limit}; {_sizes_fit(target.config.hidden_size)}"
     facts = _pair_facts(files, module.config, weights)
     if num_ids is not None:
         own = restrict_draft_vocab(
@@ -253,7 +255,7 @@ def _check_mtp(
             facts = replace(_pair_facts(files, module.config, weights), copied_bytes=copied)
     if options.normed_recurrence is None:  # reference code differs in the next feature
         facts = replace(facts, ambiguous_options=[("normed_recurrence", [False])])
-    return facts, PairCheck(True, summary, None, module.notices)
+    return facts, PairCheck(True, f"mtp module of {place}{limit}", None, module.notices)
 
 
 def _pair_facts(files: HeadFiles, config: RecurrentHeadConfig, weights: Weights) -> HeadFacts:
@@ -265,18 +267,3 @@ def _reading(config: RecurrentHeadConfig) -> str:
         return "that reads the final hidden states"
     final = " and the final hidden states" if config.appends_final_state else ""
     return f"that reads layer boundaries {', '.join(map(str, config.layer_boundaries))}{final}"
-
-
-def _sizes_fit(hidden_size: int) -> str:
-    return (
-        f"its sizes fit the target's (hidden size {hidden_size}); whether it was trained for these very weights shows in what is accepted"
-    )
-
-
-def _layout_note(unset: list[str]) -> tuple[str, ...]:
-    if not unset:
-        return ()
-    return (
-        f"the head's files do not settle {', '.join(unset)}: the documented defaults are used; --probe tries other values, and "
-        "--drafter-options sets them",
-    )

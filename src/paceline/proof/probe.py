@@ -75,7 +75,6 @@ class ProbeResult:
     measured: tuple[MeasuredSpeedup, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {
             "load_s": self.load_s,
             "numerics": self.numerics,

@@ -33,14 +33,16 @@ def write_card(
         facts: sizes and counts of the run.
     """
     hashes = {
-        part: _digest([shard["sha256"] for shard in store.shards]) for part, store in (("train", data.train), ("heldout", data.heldout))
+        part: _sha256("".join(shard["sha256"] for shard in store.shards).encode())
+        for part, store in (("train", data.train), ("heldout", data.heldout))
     }
+    files = {name: _sha256(Path(name).read_bytes()) for name in (*settings.data, *settings.eval_data) if Path(name).is_file()}
     versions = {"paceline": __version__, "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     found = {
         "command": settings.command,
         "settings": asdict(settings),
         "facts": dict(facts),
-        "data": {"train": data.train.counts, "heldout": data.heldout.counts, "sha256": hashes, "files": _file_hashes(settings)},
+        "data": {"train": data.train.counts, "heldout": data.heldout.counts, "sha256": hashes, "files": files},
         "versions": versions,
         "history": progress.history,
         "estimates": progress.estimates,
@@ -133,13 +135,5 @@ def plot(history: Sequence[Mapping[str, Any]]) -> str:
     return "".join([*parts, "</svg>\n"])
 
 
-def _digest(texts: Sequence[str]) -> str:
-    return hashlib.sha256("".join(texts).encode()).hexdigest()
-
-
-def _file_hashes(settings: TrainSettings) -> dict[str, str]:
-    found = {}
-    for name in (*settings.data, *settings.eval_data):
-        if Path(name).is_file():
-            found[name] = hashlib.sha256(Path(name).read_bytes()).hexdigest()
-    return found
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

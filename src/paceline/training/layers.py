@@ -61,7 +61,6 @@ class LayerSizes:
         )
 
     def config(self) -> dict[str, object]:
-        """Return the keys of a config.json."""
         return {
             "model_type": "qwen3" if self.has_qk_norm else "qwen2" if self.has_bias else "llama",
             "hidden_size": self.hidden_size,

@@ -77,8 +77,7 @@ def open_recorder(settings: TrainSettings, boundaries: tuple[int, ...], hidden_s
         "gguf_file": settings.gguf_file, "threads": settings.threads, "drafter": recorder, "max_num_seqs": batch_size(settings),
         "enable_prefix_caching": False, "max_model_len": settings.max_tokens + 1,
     }  # fmt: skip
-    config, speculation, drafters = parse_settings(settings.model, options)
-    return load_engine(config, speculation, drafters), recorder
+    return load_engine(*parse_settings(settings.model, options)), recorder
 
 
 def run(loaded: LoadedEngine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[EngineRequest]:

@@ -13,12 +13,13 @@ from paceline.models.config import ModelConfig
 from paceline.repeats import repeat_share
 from paceline.sampling.params import SamplingParams
 from paceline.training.memory import MemoryWatch
-from paceline.training.prompts import SELF_MADE, PrintLine, Prompt, read_prompts, write_own_prompts
+from paceline.training.prompts import PrintLine, Prompt, read_prompts, write_own_prompts
 from paceline.training.recorder import FeatureRecorder, batch_size, open_recorder, run
 from paceline.training.saving import save_text, write_errors
 from paceline.training.settings import TrainSettings
 from paceline.training.shards import Recorded, ShardStore, damaged_data
 
+PROMPTS_FILE = "prompts.json"
 _SHARD_BYTES = 192 << 20
 _HELDOUT_SHARE = 0.05
 _MAX_HELDOUT = 64
@@ -46,15 +47,17 @@ def record(settings: TrainSettings, target: ModelConfig, directory: Path, print_
     train, heldout = ShardStore(directory, "train", facts), ShardStore(directory, "heldout", facts)
     kept = _read_kept_prompts(directory)
     if kept is None or train.num_prompts < len(kept[0]) or heldout.num_prompts < len(kept[1]):
-        boundaries = settings.boundaries or ()
-        loaded, recorder = open_recorder(settings, boundaries, target.hidden_size)
+        loaded, features = open_recorder(settings, settings.boundaries or (), target.hidden_size)
         if kept is None:
             kept = _choose_prompts(loaded, settings, print_line)
-            _keep_prompts(directory, kept)
-        _print_estimate(loaded, recorder, kept[0][train.num_prompts :], settings, directory, print_line)
+            with write_errors(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+            save_text(directory / PROMPTS_FILE, json.dumps([[asdict(one) for one in part] for part in kept]))
+        recorder = _AnswerRecorder(loaded, features, settings, print_line)
+        recorder.print_estimate(kept[0][train.num_prompts :], directory)
         with MemoryWatch() as watch:
-            _fill(heldout, loaded, recorder, kept[1], settings, print_line, temperatures=(0.0,))
-            _fill(train, loaded, recorder, kept[0], settings, print_line, temperatures=settings.temperatures)
+            recorder.fill(heldout, kept[1], (0.0,))
+            recorder.fill(train, kept[0], settings.temperatures)
         print_line(f"peak while recording: {watch.peak_bytes / 1e9:.1f} GB of memory")
     counts = train.counts
     print_line(
@@ -94,7 +97,7 @@ def _merge(first: Sequence[Prompt], second: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _read_kept_prompts(directory: Path) -> tuple[list[Prompt], list[Prompt]] | None:
-    path = directory / "prompts.json"
+    path = directory / PROMPTS_FILE
     if not path.is_file():
         return None
     try:
@@ -104,103 +107,75 @@ def _read_kept_prompts(directory: Path) -> tuple[list[Prompt], list[Prompt]] | N
         raise damaged_data(path, error) from error
 
 
-def _keep_prompts(directory: Path, prompts: tuple[list[Prompt], list[Prompt]]) -> None:
-    with write_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-    save_text(directory / "prompts.json", json.dumps([[asdict(one) for one in part] for part in prompts]))
+@dataclass(frozen=True, slots=True)
+class _AnswerRecorder:
+    """Lets the target answer prompts, and records the answers with their features."""
 
+    loaded: LoadedEngine
+    features: FeatureRecorder
+    settings: TrainSettings
+    print_line: PrintLine
 
-def _print_estimate(
-    loaded: LoadedEngine,
-    recorder: FeatureRecorder,
-    prompts: Sequence[Prompt],
-    settings: TrainSettings,
-    directory: Path,
-    print_line: PrintLine,
-) -> None:
-    """Record a few answers, and print the time, disk space and memory that all of them will take."""
-    count = max(2 * batch_size(settings), len(prompts) // 32)
-    trial = prompts[:: max(1, len(prompts) // count)][:count]
-    if not trial:
-        return
-    start = time.monotonic()
-    with MemoryWatch() as watch:
-        sequences = _usable(_answers(loaded, recorder, trial, settings, settings.temperatures, first=0), settings)
-    seconds = (time.monotonic() - start) / len(trial) * len(prompts)
-    num_tokens = sum(len(one.token_ids) for one in sequences) / len(trial) * len(prompts)
-    size = int(num_tokens * recorder.width * 2)
-    num_held = min(_answers_per_shard(recorder, settings), len(prompts))
-    memory = watch.peak_bytes + max(0, num_held - len(trial)) * size // len(prompts)  # the rest of a full shard
-    free = shutil.disk_usage(directory).free
-    gigabytes = size / 1e9
-    print_line(
-        f"recording {len(prompts):,} answers: about {num_tokens:,.0f} tokens, {gigabytes:.2f} GB in {directory}, "
-        f"{memory / 1e9:.1f} GB of memory, {seconds / 60:.1f} minutes"
-    )
-    if size + _SPARE_BYTES > free:
-        raise CapacityError(f"{directory} has {free / 1e9:.1f} GB free and {gigabytes:.1f} GB are needed: give less --num-prompts")
-
-
-def _fill(
-    store: ShardStore,
-    loaded: LoadedEngine,
-    recorder: FeatureRecorder,
-    prompts: Sequence[Prompt],
-    settings: TrainSettings,
-    print_line: PrintLine,
-    *,
-    temperatures: Sequence[float],
-) -> None:
-    """Record the prompts that a store lacks."""
-    size = _answers_per_shard(recorder, settings)
-    while (first := store.num_prompts) < len(prompts):
+    def print_estimate(self, prompts: Sequence[Prompt], directory: Path) -> None:
+        """Record a few answers, and print the time, disk space and memory that all of them will take."""
+        count = max(2 * batch_size(self.settings), len(prompts) // 32)
+        trial = prompts[:: max(1, len(prompts) // count)][:count]
+        if not trial:
+            return
         start = time.monotonic()
-        part = prompts[first : first + size]
-        answers = _answers(loaded, recorder, part, settings, temperatures, first=first)
-        usable = _usable(answers, settings)
-        store.append(usable, num_prompts=len(part), num_left_out=len(answers) - len(usable))
-        seconds = time.monotonic() - start
-        left = (len(prompts) - store.num_prompts) / len(part) * seconds
-        rate = sum(sum(one.is_answer) for one in answers) / seconds
-        print_line(
-            f"recorded {store.num_prompts:,} of {len(prompts):,} {store.part} answers, {rate:,.0f} tokens/s, {left / 60:.1f} minutes left"
+        with MemoryWatch() as watch:
+            sequences = self.usable(self.answers(trial, self.settings.temperatures, first=0))
+        seconds = (time.monotonic() - start) / len(trial) * len(prompts)
+        num_tokens = sum(len(one.token_ids) for one in sequences) / len(trial) * len(prompts)
+        size = int(num_tokens * self.features.width * 2)
+        num_held = min(self.answers_per_shard(), len(prompts))
+        memory = watch.peak_bytes + max(0, num_held - len(trial)) * size // len(prompts)  # the rest of a full shard
+        free = shutil.disk_usage(directory).free
+        self.print_line(
+            f"recording {len(prompts):,} answers: about {num_tokens:,.0f} tokens, {size / 1e9:.2f} GB in {directory}, "
+            f"{memory / 1e9:.1f} GB of memory, {seconds / 60:.1f} minutes"
         )
+        if size + _SPARE_BYTES > free:
+            raise CapacityError(f"{directory} has {free / 1e9:.1f} GB free and {size / 1e9:.1f} GB are needed: give less --num-prompts")
 
+    def fill(self, store: ShardStore, prompts: Sequence[Prompt], temperatures: Sequence[float]) -> None:
+        """Record the prompts that a store lacks."""
+        while (first := store.num_prompts) < len(prompts):
+            start = time.monotonic()
+            part = prompts[first : first + self.answers_per_shard()]
+            answers = self.answers(part, temperatures, first=first)
+            usable = self.usable(answers)
+            store.append(usable, num_prompts=len(part), num_left_out=len(answers) - len(usable))
+            seconds = time.monotonic() - start
+            left = (len(prompts) - store.num_prompts) / len(part) * seconds
+            rate = sum(sum(one.is_answer) for one in answers) / seconds
+            done = f"recorded {store.num_prompts:,} of {len(prompts):,} {store.part} answers"
+            self.print_line(f"{done}, {rate:,.0f} tokens/s, {left / 60:.1f} minutes left")
 
-def _answers_per_shard(recorder: FeatureRecorder, settings: TrainSettings) -> int:
-    """Return how many answers are held in memory before they are written as one shard."""
-    return max(batch_size(settings), min(1024, _SHARD_BYTES // (settings.max_tokens * recorder.width * 2)))
+    def answers_per_shard(self) -> int:
+        """Return how many answers are held in memory before they are written as one shard."""
+        return max(batch_size(self.settings), min(1024, _SHARD_BYTES // (self.settings.max_tokens * self.features.width * 2)))
 
+    def answers(self, prompts: Sequence[Prompt], temperatures: Sequence[float], *, first: int) -> list[Recorded]:
+        """Run prompts through the target and return their sequences."""
+        params = [
+            SamplingParams(
+                max_tokens=self.settings.max_answer_tokens if one.answer_mask is None else 1,
+                temperature=temperatures[(first + index) % len(temperatures)],
+                seed=self.settings.seed * 2**20 + first + index,
+            )
+            for index, one in enumerate(prompts)
+        ]
+        found = []
+        for prompt, request in zip(prompts, run(self.loaded, [one.token_ids for one in prompts], params), strict=True):
+            count = len(prompt.token_ids)
+            ids = list(request.token_ids) if prompt.answer_mask is None else prompt.token_ids
+            mask = prompt.answer_mask or [index >= count for index in range(len(ids))]
+            features = self.features.take(request)[: len(ids) - 1]
+            if len(ids) >= 4 and len(features) == len(ids) - 1:
+                found.append(Recorded(ids, mask, features, prompt.source))
+        return found
 
-def _answers(
-    loaded: LoadedEngine,
-    recorder: FeatureRecorder,
-    prompts: Sequence[Prompt],
-    settings: TrainSettings,
-    temperatures: Sequence[float],
-    *,
-    first: int,
-) -> list[Recorded]:
-    """Run prompts through the target and return their sequences."""
-    params = [
-        SamplingParams(
-            max_tokens=settings.max_answer_tokens if one.answer_mask is None else 1,
-            temperature=temperatures[(first + index) % len(temperatures)],
-            seed=settings.seed * 2**20 + first + index,
-        )
-        for index, one in enumerate(prompts)
-    ]
-    found = []
-    for prompt, request in zip(prompts, run(loaded, [one.token_ids for one in prompts], params), strict=True):
-        count = len(prompt.token_ids)
-        ids = list(request.token_ids) if prompt.answer_mask is None else prompt.token_ids
-        mask = prompt.answer_mask or [index >= count for index in range(len(ids))]
-        features = recorder.take(request)[: len(ids) - 1]
-        if len(ids) >= 4 and len(features) == len(ids) - 1:
-            found.append(Recorded(ids, mask, features, prompt.source or SELF_MADE))
-    return found
-
-
-def _usable(answers: Sequence[Recorded], settings: TrainSettings) -> list[Recorded]:
-    """Return the answers that do not repeat themselves."""
-    return [one for one in answers if repeat_share([one.token_ids]) <= settings.max_repeat_share]
+    def usable(self, answers: Sequence[Recorded]) -> list[Recorded]:
+        """Return the answers that do not repeat themselves."""
+        return [one for one in answers if repeat_share([one.token_ids]) <= self.settings.max_repeat_share]

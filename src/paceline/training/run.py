@@ -139,7 +139,6 @@ def _facts(drafter: TrainableDrafter, trainer: Trainer, files: list[tuple[str, i
 
 
 def _device(name: str) -> str:
-    """Return "cpu" or "cuda"."""
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise BackendUnavailableError("device is 'cuda' and torch finds no CUDA device: use cpu")

@@ -73,8 +73,7 @@ def _load(settings: TrainSettings, drafters: list[str]) -> LoadedEngine:
         "gguf_file": settings.gguf_file, "threads": settings.threads, "drafter": drafters, "tree_width": settings.tree_width,
         "max_model_len": settings.max_tokens + 32, "max_num_seqs": 1,
     }  # fmt: skip
-    config, speculation, given = parse_settings(settings.model, options)
-    return load_engine(config, speculation, given)
+    return load_engine(*parse_settings(settings.model, options))
 
 
 def _generate(

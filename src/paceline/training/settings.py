@@ -155,7 +155,7 @@ class TrainSettings:
         """Read them from `train.json`.
 
         Raises:
-            ConfigError: there is none, or it is not ours.
+            ConfigError: there is none, it is not ours, or a value is out of range.
         """
         try:
             found = read_json(directory / SETTINGS_FILE)
@@ -163,19 +163,10 @@ class TrainSettings:
             raise ConfigError(f"{directory / SETTINGS_FILE} is damaged: start again with another --output") from error
         if found is None:
             raise ConfigError(f"{directory} holds no {SETTINGS_FILE}: nothing to resume; leave out --resume to begin")
-        return cls.of(found)
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "TrainSettings":
-        """Return the settings with these values; lists become tuples.
-
-        Raises:
-            ConfigError: a name is unknown, or a value out of range.
-        """
         known = {one.name for one in fields(cls)}
-        if unknown := sorted(set(values) - known):
+        if unknown := sorted(set(found) - known):
             raise ConfigError(f"unknown settings {', '.join(unknown)}: known are {', '.join(sorted(known))}")
-        given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
         try:
             return cls(**given)
         except TypeError as error:  # a value of another type, or none for a setting without a default

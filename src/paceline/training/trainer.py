@@ -1,4 +1,4 @@
-"""The training loop: AdamW, warm-up and cosine, checkpoints that continue bit for bit.
+"""The training loop: AdamW, warm-up and cosine, estimates of the acceptance, checkpoints that continue bit for bit.
 
 Everything random is a function of the seed and the number of the step or epoch, so a checkpoint needs no state of a random generator. The
 number of steps of a time budget is planned from the measured time of a step every few steps, and the plan is part of the checkpoint.
@@ -6,18 +6,19 @@ number of steps of a time budget is planned from the measured time of a step eve
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from paceline.errors import CheckpointError, shortened
 from paceline.training.batches import epoch_batches, make_batch
 from paceline.training.drafter import StepResult, TrainableDrafter
-from paceline.training.estimate import Estimate, estimate
 from paceline.training.memory import MemoryWatch
 from paceline.training.prompts import PrintLine
 from paceline.training.saving import saved_file
@@ -51,6 +52,35 @@ class Progress:
     total_steps: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
     estimates: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Estimated acceptance on a set of texts: greedy chains after each token, walked as decoding would walk them.
+
+    Attributes:
+        mean_acceptance_length: tokens of a step, as `SpeculationStats` counts them: the prompt's last pass is a step.
+        accuracy: share of first draft tokens that are right, after every token.
+        num_tokens: of the answers.
+    """
+
+    mean_acceptance_length: float
+    accuracy: float
+    num_tokens: int
+
+
+def count_steps(hits: NDArray[np.bool_]) -> tuple[int, int]:
+    """Return the steps and tokens of a text.
+
+    Args:
+        hits: [N, depth] whether each draft token is right; row i drafts after the token before the i-th of the answer.
+    """
+    runs = np.cumprod(hits, axis=1).sum(1)
+    steps = position = 1  # the prompt's last pass emits the first token
+    while position < len(hits):
+        position += int(runs[position]) + 1
+        steps += 1
+    return steps, len(hits)
 
 
 class Trainer:
@@ -93,18 +123,18 @@ class Trainer:
     def _train(self, is_stopped: Callable[[], bool]) -> bool:
         progress = self.progress
         saved_s = estimated_s = said_s = progress.elapsed_s
-        sums = _Sums()
+        results: list[tuple[float, list[int], list[int]]] = []
         while not self._is_finished():
             if is_stopped():
                 self.save()
                 return False
             start = self._clock()
-            sums.add(*self._step())
+            results.append(self._step())
             progress.elapsed_s += self._clock() - start
             if progress.step % PLAN_STEPS == 0 or self._is_finished():
                 self._plan()
-                progress.history.append(sums.entry(progress, self._learning_rate()))
-                sums = _Sums()
+                progress.history.append(self._entry(results))
+                results = []
                 if progress.elapsed_s - said_s >= _SAY_S or len(progress.history) == 1:
                     said_s = progress.elapsed_s
                     self._print_progress()
@@ -121,6 +151,22 @@ class Trainer:
     def _is_finished(self) -> bool:
         progress = self.progress
         return 0 < (self.settings.steps or progress.total_steps) <= progress.step
+
+    def _entry(self, results: Sequence[tuple[float, list[int], list[int]]]) -> dict[str, Any]:
+        """Return the entry of the history for the results of the steps since the previous one."""
+        progress = self.progress
+        seconds = max(1e-9, progress.elapsed_s - (progress.history[-1]["elapsed_s"] if progress.history else 0.0))
+        losses, hits, rows = zip(*results, strict=True)
+        num_hits, num_rows = (np.sum(counts, axis=0).tolist() for counts in (hits, rows))
+        return {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "elapsed_s": round(progress.elapsed_s, 2),
+            "loss": round(sum(losses) / len(losses), 4),
+            "accuracy": [round(right / max(1, count), 4) for right, count in zip(num_hits, num_rows, strict=True)],
+            "tokens_per_s": round(num_rows[0] / seconds, 1),
+            "learning_rate": self._learning_rate(),
+        }
 
     def _plan(self) -> None:
         """Set the number of steps to what fits into the budget."""
@@ -172,15 +218,15 @@ class Trainer:
         and those with the most positions, two of each. AdamW's two moments of each value are added, unless they are there already.
         """
 
-        def num_scores(indices: list[int]) -> int:
-            """Return the number of attention scores, padding included: of each answer token with all positions."""
-            most_answers = max(int(data.is_answer[index].sum()) for index in indices)
-            return len(indices) * most_answers * max(len(data.token_ids[index]) for index in indices)
+        data = self._data
 
         def num_positions(indices: list[int]) -> int:
             return len(indices) * max(len(data.token_ids[index]) for index in indices)
 
-        data = self._data
+        def num_scores(indices: list[int]) -> int:
+            """Return the number of attention scores, padding included: of each answer token with all positions."""
+            return num_positions(indices) * max(int(data.is_answer[index].sum()) for index in indices)
+
         batches = epoch_batches(data, self.settings.seed, 0, self.settings.batch_tokens)
         with MemoryWatch() as watch:
             for indices in [*sorted(batches, key=num_scores)[-2:], *sorted(batches, key=num_positions)[-2:]]:
@@ -206,9 +252,22 @@ class Trainer:
         parts = [f"{name} {one.mean_acceptance_length:.2f} (first {one.accuracy:.0%})" for name, one in found.items()]
         self._print_line(f"held out, tokens a step: {', '.join(parts)}")
 
+    @torch.no_grad()
     def estimates(self) -> dict[str, Estimate]:
-        """Return the estimates on held-out texts."""
-        return estimate(self.drafter, self._heldout, self._device, self.settings.batch_tokens)
+        """Return the estimate for the held-out texts of each source, and for all of them as "all"."""
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        data, drafter = self._heldout, self.drafter
+        for indices in epoch_batches(data, 0, 0, max(1, self.settings.batch_tokens // 2)):
+            batch = make_batch(data, indices, drafter.vocabulary, drafter.target.config.hidden_size, self._device)
+            with torch.autocast(self._device, torch.bfloat16, enabled=drafter.dtype is torch.bfloat16):
+                hits = drafter.hits(batch)
+            for row, index in enumerate(indices):
+                own = hits[row][batch.is_root[row]].cpu().numpy()
+                if len(own):
+                    found.setdefault(data.sources[index], []).append((*count_steps(own), int(own[:, 0].sum())))
+        found["all"] = [one for parts in found.values() for one in parts]
+        sums = {source: [sum(column) for column in zip(*parts, strict=True)] for source, parts in found.items() if parts}
+        return {source: Estimate(tokens / steps, right / tokens, tokens) for source, (steps, tokens, right) in sums.items()}
 
     def _print_progress(self) -> None:
         progress, last = self.progress, self.progress.history[-1]
@@ -239,32 +298,3 @@ class Trainer:
         except Exception as error:  # a damaged pickle may raise anything
             reason = shortened(next(iter(str(error).splitlines()), type(error).__name__))
             raise CheckpointError(f"{path} cannot be continued ({reason}): delete it to train from the beginning") from error
-
-
-class _Sums:
-    """Sums over a few steps."""
-
-    def __init__(self) -> None:
-        self._loss, self._steps = 0.0, 0
-        self._hits: list[int] = []
-        self._rows: list[int] = []
-        self._start_s: float | None = None
-
-    def add(self, loss: float, hits: list[int], rows: list[int]) -> None:
-        self._loss, self._steps = self._loss + loss, self._steps + 1
-        self._hits = [a + b for a, b in zip(self._hits or [0] * len(hits), hits, strict=True)]
-        self._rows = [a + b for a, b in zip(self._rows or [0] * len(rows), rows, strict=True)]
-
-    def entry(self, progress: Progress, learning_rate: float) -> dict[str, Any]:
-        """Return the entry of the history."""
-        last_s = progress.history[-1]["elapsed_s"] if progress.history else 0.0
-        seconds = max(1e-9, progress.elapsed_s - last_s)
-        return {
-            "step": progress.step,
-            "epoch": progress.epoch,
-            "elapsed_s": round(progress.elapsed_s, 2),
-            "loss": round(self._loss / max(1, self._steps), 4),
-            "accuracy": [round(hits / max(1, rows), 4) for hits, rows in zip(self._hits, self._rows, strict=True)],
-            "tokens_per_s": round(self._rows[0] / seconds, 1) if self._rows else 0.0,
-            "learning_rate": learning_rate,
-        }

@@ -22,7 +22,6 @@ class DraftVocabulary:
 
     @classmethod
     def of_ids(cls, target_ids: NDArray[np.int64], vocab_size: int) -> "DraftVocabulary":
-        """Return the vocabulary of some ids."""
         ids = np.sort(target_ids)
         draft_ids = np.full(vocab_size, -1, np.int64)
         draft_ids[ids] = np.arange(len(ids))

@@ -3,9 +3,7 @@
 import itertools
 import statistics
 
-import pytest
-
-from paceline.benchmarking.intervals import Quartiles, Ratio, geometric_mean, paired_ratio, percentile
+from paceline.benchmarking.intervals import Quartiles, Ratio, paired_ratio
 
 
 def test_quartiles_of_values_are_interpolated() -> None:
@@ -50,10 +48,3 @@ def test_paired_ratio_of_one_round_has_no_interval() -> None:
 def test_paired_ratio_interval_is_reproducible_by_seed() -> None:
     values, plain = [1.0, 1.3, 1.1, 1.9, 1.4], [1.0] * 5
     assert paired_ratio(values, plain, seed=3) == paired_ratio(values, plain, seed=3)
-
-
-def test_geometric_mean_of_2_and_one_half_is_1() -> None:
-    assert geometric_mean([2.0, 0.5]) == pytest.approx(1.0)
-    assert geometric_mean([]) is None
-    assert percentile([], 95) is None
-    assert percentile([0.0, 1.0], 95) == pytest.approx(0.95)

@@ -125,4 +125,4 @@ def test_bench_peer_that_cannot_read_the_file_format_is_refused(program: Peer, t
     file = tmp_path / "model.gguf"
     shutil.copy(__file__, file)
     with pytest.raises(ConfigError, match=r"some.program reads safetensors and .*model.gguf is gguf"):
-        peer_modes_module._check_format(program, file)
+        peer_modes(BenchPlan(peers=("some.program",)), file, "bf16", context=1024)

@@ -23,6 +23,7 @@ from harness.block_checkpoints import (
 )
 from harness.block_gguf import write_gguf_block
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.doctor_options import doctor_options
 from harness.eagle_checkpoints import write_head
 from harness.exact_targets import skip_without_kernels
 from harness.gguf_checkpoints import write_gguf
@@ -40,7 +41,7 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.engine import loader as loader_module
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import read_model_config
-from paceline.proof.doctor import DoctorOptions, diagnose
+from paceline.proof.doctor import diagnose
 from paceline.sampling.draw import Distribution, draw
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import DraftBudget, Drafter
@@ -271,7 +272,7 @@ def test_block_row_offset_is_found_from_the_first_drafts_if_unknown(tmp_path: Pa
 def test_doctor_checks_a_block_drafter_without_loading_it(tmp_path: Path) -> None:
     target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
     drafter = write_perfect_block(tmp_path / "drafter", successor, sharpness=4.0)
-    found = diagnose(DoctorOptions(model=str(target), drafters=(str(drafter),)))
+    found = diagnose(doctor_options(model=str(target), drafters=(str(drafter),)))
     assert found.problems == []
     (one,) = found.drafters
     assert one.pair is not None
@@ -282,11 +283,11 @@ def test_doctor_checks_a_block_drafter_without_loading_it(tmp_path: Path) -> Non
     config = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
     del config["sample_from_anchor"]
     (drafter / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (one,) = diagnose(DoctorOptions(model=str(target), drafters=(str(drafter),))).drafters
+    (one,) = diagnose(doctor_options(model=str(target), drafters=(str(drafter),))).drafters
     assert one.pair is not None
     assert "a row is expected to draft the token after its own position, which the first drafts will show; its" in one.pair.summary
     other = write_random_block(tmp_path / "other", hidden_size=64)
-    found = diagnose(DoctorOptions(model=str(target), drafters=(str(other),)))
+    found = diagnose(doctor_options(model=str(target), drafters=(str(other),)))
     assert not found.works
     assert any("it was made for another model" in problem for problem in found.problems)
 
@@ -337,7 +338,7 @@ def test_doctor_checks_a_gguf_block_drafter(tmp_path: Path) -> None:
     target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
     config, tensors = perfect_block(successor, sharpness=4.0)
     write_gguf_block(tmp_path / "drafter.gguf", config, tensors, "Q8_0")
-    found = diagnose(DoctorOptions(model=str(target), drafters=(str(tmp_path / "drafter.gguf"),)))
+    found = diagnose(doctor_options(model=str(target), drafters=(str(tmp_path / "drafter.gguf"),)))
     assert found.problems == []
     (one,) = found.drafters
     assert one.pair is not None

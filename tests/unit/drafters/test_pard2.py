@@ -9,6 +9,7 @@ import torch
 
 from harness.always_drafts import draft_always
 from harness.checkpoints import write_checkpoint
+from harness.doctor_options import doctor_options
 from harness.exact_targets import skip_without_kernels
 from harness.pard2_checkpoints import MASK, set_config, write_pard2
 from paceline import LLM, SamplingParams
@@ -22,7 +23,7 @@ from paceline.models.checkpoint import read_model_config
 from paceline.models.config import ModelConfig
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.weights import Weights
-from paceline.proof.doctor import DoctorOptions, diagnose
+from paceline.proof.doctor import diagnose
 
 NUM_LAYERS = 4
 
@@ -154,7 +155,7 @@ def test_packed_matrices_of_a_pard2_draft_model_are_refused(draft: Path, sizes: 
 
 
 def test_doctor_describes_a_pard2_draft_model(target: Path, draft: Path) -> None:
-    (found,) = diagnose(DoctorOptions(model=str(target), drafters=(str(draft),))).drafters
+    (found,) = diagnose(doctor_options(model=str(target), drafters=(str(draft),))).drafters
     assert found.head is not None
     assert found.pair is not None
     assert found.pair.works
@@ -168,7 +169,7 @@ def test_pard2_with_another_tokenizer_is_refused(target: Path, draft: Path) -> N
     text = path.read_text(encoding="utf-8")
     assert 'w90"' in text
     path.write_text(text.replace('w90"', 'another"'), encoding="utf-8")
-    problems = diagnose(DoctorOptions(model=str(target), drafters=(str(draft),))).problems
+    problems = diagnose(doctor_options(model=str(target), drafters=(str(draft),))).problems
     assert any("has another tokenizer than the target" in problem for problem in problems)
     with pytest.raises(IncompatibleDrafterError, match="has another tokenizer than the target"):
         LLM(str(target), drafter=str(draft), kv_cache_gb=0.02)

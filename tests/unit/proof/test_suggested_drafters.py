@@ -12,7 +12,6 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.proof.checkpoint_facts import read_checkpoint_facts
 from paceline.proof.suggested_drafters import (
     ACCEPTANCE,
-    BUILT_IN_METHODS,
     FAMILIES,
     MTP_FAMILIES,
     PUBLISHED,
@@ -67,7 +66,7 @@ def test_largest_model_of_a_family_gets_its_smallest_as_draft_model(family: dict
 def test_suggested_draft_models_are_at_most_half_as_large() -> None:
     siblings = [[name for name in names_of(target) if name.startswith("Qwen/")] for target in ("qwen3-8b", "qwen3-1.7b", "qwen3-0.6b")]
     assert siblings == [["Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B"], ["Qwen/Qwen3-0.6B"], []]
-    assert names_of("someone's-own") == list(BUILT_IN_METHODS)
+    assert names_of("someone's-own") == list(MODEL_FREE_DRAFTERS)
 
 
 def test_models_with_mtp_layers_are_recognised_by_name_prefix() -> None:
@@ -115,7 +114,7 @@ def test_suggested_drafters_are_ordered_by_lowest_predicted_speedup() -> None:
     found = suggest_drafters(["qwen3-8b"], PassCosts(PASS_S, row_bytes=16e9, lm_head_bytes=1e9))
     speedups = [round(one.slowest.speedup, 2) for one in found if one.slowest is not None]
     assert speedups == sorted(speedups, reverse=True)
-    assert len(speedups) == len(found) - len(BUILT_IN_METHODS), "what lookup brings depends on the text"
+    assert len(speedups) == len(found) - len(MODEL_FREE_DRAFTERS), "what lookup brings depends on the text"
     assert all(one.fastest.speedup >= one.slowest.speedup >= 1.0 for one in found if one.slowest and one.fastest)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.training.estimate import count_steps
+from paceline.training.trainer import count_steps
 
 
 @pytest.mark.parametrize(

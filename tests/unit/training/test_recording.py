@@ -48,7 +48,7 @@ def test_recorded_answers_are_generated_by_the_target(run: TinyRun) -> None:
 
 def test_interrupted_training_recording_continues(run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, calls = read_model_config(Path(run.settings.model)), []
-    answers = recording._answers
+    answers = recording._AnswerRecorder.answers
     monkeypatch.setattr(recording, "batch_size", lambda _: 8)
     monkeypatch.setattr(recording, "_SHARD_BYTES", 1)
 
@@ -58,7 +58,7 @@ def test_interrupted_training_recording_continues(run: TinyRun, tmp_path: Path, 
             raise KeyboardInterrupt
         return answers(*given, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(recording, "_answers", interrupted)
+    monkeypatch.setattr(recording._AnswerRecorder, "answers", interrupted)
     with quick_profiles(), pytest.raises(KeyboardInterrupt):
         record(run.settings, config, tmp_path / DATA_FOLDER, lambda text: None)
     with quick_profiles():

@@ -89,10 +89,14 @@ PEERS: dict[str, Peer] = {
 def environment_python(peer: Peer) -> Path | None:
     """Return the Python of a peer's environment; None where it is missing, incomplete, or made for other requirements."""
     directory = _directory(peer)
-    if directory is None or _read_record(directory) != _requirements(peer):
+    if directory is None:
+        return None
+    try:
+        installed = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
     python = _python(directory)
-    return python if python.is_file() else None
+    return python if installed == _requirements(peer) and python.is_file() else None
 
 
 def make_environment(peer: Peer) -> Path:
@@ -148,13 +152,6 @@ def _directory(peer: Peer) -> Path | None:
 
 def _python(directory: Path) -> Path:
     return directory / "Scripts" / "python.exe" if os.name == "nt" else directory / "bin" / "python"
-
-
-def _read_record(directory: Path) -> object:
-    try:
-        return json.loads((directory / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _run(command: Sequence[str]) -> None:

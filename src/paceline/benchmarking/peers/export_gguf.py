@@ -1,7 +1,5 @@
 """Export a Llama-like checkpoint with its tokenizer as a GGUF file. Runs in llama.cpp's environment, which has the gguf package.
 
-python export_gguf.py DIRECTORY OUT.gguf Q4_K_M
-
 Matrices are written as BF16, F16 or F32; every other type is made of a BF16 file by llama.cpp's own `llama_model_quantize`, as its users'
 files are. One tensor is in memory at a time.
 """
@@ -10,8 +8,7 @@ import importlib
 import json
 import math
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,11 +144,13 @@ def _add_tokenizer(writer: Any, gguf: Any, source: Path, config: Config) -> None
     size = config["vocab_size"]
     control, normal, unused = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL, gguf.TokenType.UNUSED
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_split_name(tokenizer.get("pre_tokenizer")))
+    patterns = json.dumps(tokenizer.get("pre_tokenizer"))
+    writer.add_tokenizer_pre(next((name for part, name in _SPLITS if json.dumps(part)[1:-1] in patterns), "gpt-2"))
     writer.add_token_list([pieces.get(index, f"[PAD{index}]") for index in range(size)])
     writer.add_token_types([unused if index not in pieces else control if pieces[index] in special else normal for index in range(size)])
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
-    settings = _read_json(source / "tokenizer_config.json")
+    settings_file = source / "tokenizer_config.json"
+    settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.is_file() else {}
     end = settings.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
     ends = {piece: index for index, piece in pieces.items()}
@@ -164,15 +163,6 @@ def _add_tokenizer(writer: Any, gguf: Any, source: Path, config: Config) -> None
     text = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
     if isinstance(text, str):
         writer.add_chat_template(text)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-
-
-def _split_name(pre_tokenizer: Config | None) -> str:
-    patterns = json.dumps(pre_tokenizer)
-    return next((name for part, name in _SPLITS if json.dumps(part)[1:-1] in patterns), "gpt-2")
 
 
 def _write_tensors(writer: Any, gguf: Any, names: Any, source: Path, config: Config, kind: str) -> None:
@@ -232,13 +222,3 @@ def _quantize(source: Path, target: Path, kind: str) -> None:
     options.ftype = int(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     if api.llama_model_quantize(str(source).encode(), str(target).encode(), importlib.import_module("ctypes").byref(options)):
         raise ValueError(f"llama.cpp does not quantise {source} to {kind}")
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Write the model that the arguments name."""
-    source, target, kind = arguments
-    export_gguf(Path(source), Path(target), kind)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

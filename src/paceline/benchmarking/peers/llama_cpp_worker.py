@@ -113,7 +113,6 @@ class DraftModel:
 
 
 def open_model(order: Any) -> Any:
-    """Open the target and its drafter."""
     api = importlib.import_module("llama_cpp")
     api.llama_backend_init()
     kind = KINDS.get(order["precision"])
@@ -133,8 +132,6 @@ def open_model(order: Any) -> Any:
         lookup = importlib.import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(LOOKUP_NGRAM, count)
         propose = lambda ids: lookup(context.numpy.array(ids, dtype="int32")).tolist()  # noqa: E731
         note = f"LlamaPromptLookupDecoding(max_ngram_size={LOOKUP_NGRAM}, num_pred_tokens={count})"
-    elif order["mode"] != "plain":
-        raise loop.PeerError(f"{order['mode']} is not to be had through llama-cpp-python")
     version = f"llama-cpp-python {api.__version__}"
     return loop.Opened(
         "llama.cpp", version, f"{target.name}; {note}", lambda request, arrived: _generate(context, propose, request, arrived)

@@ -25,8 +25,6 @@ def open_model(order: Any) -> Any:
     """Open the model with mistral.rs' `Runner`."""
     if order["precision"] not in QUANTISED:
         raise loop.PeerError(f"{order['precision']} is none of the precisions asked of mistral.rs: {', '.join(QUANTISED)}")
-    if order["mode"] != "plain":
-        raise loop.PeerError(f"{order['mode']} is not to be had on the CPU through mistral.rs's wheel")
     library = importlib.import_module("mistralrs")
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "template.jinja"

@@ -45,8 +45,6 @@ def open_model(order: Any) -> Any:
     elif order["mode"] == "ngram":
         arguments["prompt_lookup"] = True
         options = {"num_assistant_tokens": count, "max_ngram_size": LOOKUP_NGRAM}
-    elif order["mode"] != "plain":
-        raise loop.PeerError(f"OpenVINO GenAI is not asked for {order['mode']}")
     pipeline = genai.LLMPipeline(str(target), "CPU", **arguments)
     streamer = _streamer(genai)
     note = ", ".join([target.name, *(f"{name}={value}" for name, value in options.items())])

@@ -38,8 +38,6 @@ def open_model(order: Any) -> Any:
     elif order["mode"] == "ngram":
         options = {"prompt_lookup_num_tokens": count or LOOKUP_TOKENS, "max_matching_ngram_size": LOOKUP_NGRAM}
         note = ", ".join(f"{name}={value}" for name, value in options.items())
-    elif order["mode"] != "plain":
-        raise loop.PeerError(f"transformers has no {order['mode']} of its own for generate")
     version = f"{transformers.__version__}, torch {torch.__version__}"
     return loop.Opened("transformers", version, note, lambda request, arrived: _generate(torch, model, options, request, arrived))
 

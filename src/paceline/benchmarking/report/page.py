@@ -159,7 +159,6 @@ def _styles() -> str:
 
 
 def page(result: BenchResult) -> str:
-    """Return the HTML."""
     tones = _tones(result)
     name = _text(result.model.shown)
     parts = [
@@ -229,7 +228,7 @@ def _speed_bar(cell: Cell, tones: Tones) -> Bar:
         return Bar(cell.mode, None, note=cell.refusal or "no whole round was measured", tone=tones[cell.mode])
     note = f"{spread.median:.1f}" if spread.median < 100 else f"{spread.median:.0f}"
     note += " looping" if cell.is_looping else ""
-    return Bar(cell.mode, spread.median, spread.low, spread.high, note, tones[cell.mode])
+    return Bar(cell.mode, spread.median, spread.lower_quartile, spread.upper_quartile, note, tones[cell.mode])
 
 
 def _speedup_bar(cell: Cell, tones: Tones) -> Bar:

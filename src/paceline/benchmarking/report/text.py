@@ -24,7 +24,7 @@ def speed(spread: Quartiles | None) -> str:
     if spread is None:
         return UNKNOWN
     digits = 0 if spread.median >= 100 else 1
-    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"
+    return f"{spread.median:.{digits}f} ({spread.lower_quartile:.{digits}f} to {spread.upper_quartile:.{digits}f})"
 
 
 def ratio(found: Ratio | None) -> str:
@@ -47,24 +47,9 @@ def milliseconds(seconds: float | None) -> str:
     return UNKNOWN if seconds is None else f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:.0f}"
 
 
-def share(value: float | None) -> str:
-    """Format a share as a percentage."""
-    return UNKNOWN if value is None else f"{value:.0%}"
-
-
 def gigabytes(value: float | None) -> str:
     """Format with three significant digits."""
     return UNKNOWN if value is None else f"{value / 1e9:.3g}"
-
-
-def acceptance(cell: Cell) -> str:
-    """Tokens a step."""
-    return UNKNOWN if cell.acceptance_length is None else f"{cell.acceptance_length:.2f}"
-
-
-def repeats(cell: Cell) -> str:
-    """Format the share of repeated output, marked where it is too large."""
-    return f"{cell.repeat_share:.0%}{' looping' if cell.is_looping else ''}"
 
 
 def gaps(cell: Cell) -> str:
@@ -122,7 +107,6 @@ def _load(averages: tuple[float, float, float] | None) -> str:
 
 
 def failures(result: BenchResult) -> list[str]:
-    """Return failures, a line each."""
     return [
         failure.message if failure.workload is None else f"{failure.workload}, temperature {failure.temperature:g}: {failure.message}"
         for failure in result.measured.failures
@@ -182,12 +166,12 @@ def cell_values(cell: Cell) -> tuple[str, ...]:
         cell.mode,
         speed(cell.tokens_per_s),
         speedup(cell),
-        acceptance(cell),
+        UNKNOWN if cell.acceptance_length is None else f"{cell.acceptance_length:.2f}",
         milliseconds(None if spread is None else spread.median),
         gaps(cell),
-        share(cell.host_share),
+        UNKNOWN if cell.host_share is None else f"{cell.host_share:.0%}",
         gigabytes(cell.bytes_per_s),
-        repeats(cell),
+        f"{cell.repeat_share:.0%}{' looping' if cell.is_looping else ''}",
         gigabytes(cell.peak_rss_bytes),
     )
 

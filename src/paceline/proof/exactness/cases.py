@@ -7,7 +7,7 @@ Source: Cohen, Dalal, Fredman, Patton 1997, "The AETG system", section 4, with o
 """
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import combinations
@@ -60,8 +60,6 @@ SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
 
 WITH_STOP = frozenset(name for name in SAMPLINGS if "stop" in name)
 """Samplings that end at a stop token."""
-
-_NOT_DATA = ("processors", "grammar")
 
 _FILE_BYTES = 64 << 20
 _DIGITS = 6
@@ -205,9 +203,11 @@ class CaseRequest:
     stop_index: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        own = {name: getattr(self, name) for name in ("prompt", "sampling", "drafter", "num_speculative_tokens", "stop_index")}
-        return {**own, "prompt_token_ids": list(self.prompt_token_ids), "params": params_as_dict(self.params)}
+        """Return the JSON object; of the parameters those that differ from the defaults."""
+        default = SamplingParams()
+        given = {one.name: getattr(self.params, one.name) for one in fields(default)}
+        params = {name: value for name, value in given.items() if value != getattr(default, name)}
+        return asdict(self) | {"prompt_token_ids": list(self.prompt_token_ids), "params": params}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "CaseRequest":
@@ -234,39 +234,27 @@ class Case:
     requests: tuple[CaseRequest, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        own = {name: getattr(self, name) for name in ("number", "round", "seed")}
-        return {**own, "setting": asdict(self.setting), "requests": [one.as_dict() for one in self.requests]}
+        return asdict(self) | {"requests": [one.as_dict() for one in self.requests]}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "Case":
         """Make a case of the object that `as_dict` returned.
 
         Raises:
-            RequestError: the object is not a valid case.
+            KeyError, TypeError, ValueError, RequestError: the object is not a valid case.
         """
-        try:
-            requests = tuple(CaseRequest.from_dict(one) for one in given["requests"])
-            case = cls(given["number"], given["round"], given["seed"], Setting(**given["setting"]), requests)
-            whole: list[object] = [case.number, case.round, case.seed, case.setting.batch]
-            known = case.setting.event in EVENTS and case.setting.num_speculative_tokens in DRAFT_LENGTHS and case.setting.shape in SHAPES
-            if not requests or not known or not all(isinstance(number, int) and number >= 0 for number in whole):
-                raise ValueError("a setting that does not exist")
-        except (KeyError, TypeError, ValueError) as error:
-            raise RequestError(f"this is no case of `paceline prove` ({error!r}): give a file that its --json-file wrote") from error
+        requests = tuple(CaseRequest.from_dict(one) for one in given["requests"])
+        case = cls(given["number"], given["round"], given["seed"], Setting(**given["setting"]), requests)
+        whole: list[object] = [case.number, case.round, case.seed, case.setting.batch]
+        known = case.setting.event in EVENTS and case.setting.num_speculative_tokens in DRAFT_LENGTHS and case.setting.shape in SHAPES
+        if not requests or not known or not all(isinstance(number, int) and number >= 0 for number in whole):
+            raise ValueError("a setting that does not exist")
         return case
 
 
 def sampling(name: str, *, seed: int, max_tokens: int) -> SamplingParams:
     """Return the parameters of a request. End tokens are ignored, so that outputs have enough tokens to compare."""
     return SamplingParams(**SAMPLINGS[name], seed=seed, max_tokens=max_tokens, ignore_eos=True)
-
-
-def params_as_dict(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from the defaults, for JSON."""
-    plain = SamplingParams()
-    given = {one.name: getattr(params, one.name) for one in fields(params) if one.name not in _NOT_DATA}
-    return {name: value for name, value in given.items() if value != getattr(plain, name)}
 
 
 class CaseMaker:
@@ -277,35 +265,29 @@ class CaseMaker:
         drafters: names of those to compare; several also run together.
         seed: of all choices.
         batches: requests at a time, the levels of it.
+
+    Attributes:
+        factors: of the covering array.
     """
 
     def __init__(self, prompts: PromptSource, drafters: Sequence[str], seed: int, batches: Sequence[str] = BATCHES) -> None:
-        self._prompts = prompts
-        self._batches = batches
-        self._drafters = [*drafters, ALL_DRAFTERS] if len(drafters) > 1 else list(drafters)
-        self._seed = seed
-
-    def factors(self) -> Factors:
-        """Return the factors of the covering array."""
-        return {
-            "drafter": self._drafters,
+        self._prompts, self._seed = prompts, seed
+        self.factors: Factors = {
+            "drafter": [*drafters, ALL_DRAFTERS] if len(drafters) > 1 else drafters,
             "num_speculative_tokens": DRAFT_LENGTHS,
             "shape": SHAPES,
-            "batch": self._batches,
+            "batch": batches,
             "event": EVENTS,
             "sampling": list(SAMPLINGS),
-            "prompt": self._prompts.kinds,
+            "prompt": prompts.kinds,
         }
 
     def cases(self) -> Iterator[Case]:
         """Yield cases without end."""
         random = np.random.default_rng(self._seed)
-        known: list[CaseRequest] = []
-        this_round = 0
-        for number, (round_number, row) in enumerate(covering_rows(self.factors(), random)):
-            if round_number != this_round:
-                this_round = round_number
-                known.clear()
+        known_by_round = defaultdict[int, list[CaseRequest]](list)
+        for number, (round_number, row) in enumerate(covering_rows(self.factors, random)):
+            known = known_by_round[round_number]
             batch = int(row["batch"])
             setting = Setting(row["drafter"], row["num_speculative_tokens"], row["shape"], batch, row["event"])
             own = np.random.default_rng([self._seed, number])
@@ -327,9 +309,9 @@ class CaseMaker:
 
         The first few of a round are new.
         """
-        drafter = self._drafters[int(random.integers(len(self._drafters)))]
+        drafter = _one_of(self.factors["drafter"], random)
         if len(known) < _LEAST_KNOWN:
-            levels = {name: _one_of(list(self.factors()[name]), random) for name in ("sampling", "prompt")}
+            levels = {name: _one_of(self.factors[name], random) for name in ("sampling", "prompt")}
             known.append(self._request({**levels, "drafter": drafter}, round_number, random))
             return known[-1]
         limit = int(random.integers(1, 5)) if random.random() < 0.3 else None
@@ -358,8 +340,7 @@ def read_cases(name: str | None) -> CasesToRun:
     """Return the cases named by a number or a file: one case, or the differing cases of a report.
 
     Raises:
-        ConfigError: there is no such file, or no case in it.
-        RequestError: the object is not a valid case.
+        ConfigError: there is no such file, or no valid case in it.
     """
     if name is None:
         return CasesToRun()
@@ -367,32 +348,20 @@ def read_cases(name: str | None) -> CasesToRun:
         if len(name) > _DIGITS:
             raise ConfigError(f"--case {name} is no number of a case: they have at most {_DIGITS} digits")
         return CasesToRun(int(name))
+    advice = "give the number of a case, or a file that --json-file wrote"
     try:
         content = read_small(Path(name), _FILE_BYTES)
-    except CheckpointError as error:
-        raise ConfigError(f"--case {name} cannot be read ({error}): give the number of a case, or a file that --json-file wrote") from error
-    if content is None:
-        raise ConfigError(f"--case {name}: there is no such file; give the number of a case, or a file that --json-file wrote")
-    try:
+        if content is None:
+            raise ConfigError(f"--case {name}: there is no such file; {advice}")
         found = json.loads(content)
-    except ValueError as error:
-        raise ConfigError(f"--case {name} is no JSON ({error}): give the number of a case, or a file that --json-file wrote") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"--case {name} holds no case: give the number of a case, or a file that --json-file wrote")
-    if "requests" in found:
-        return CasesToRun(None, (Case.from_dict(found),), None)
-    findings = found.get("findings")
-    if not isinstance(findings, list) or not all(isinstance(one, dict) and _is_repeatable(one.get("replay")) for one in findings):
-        raise ConfigError(f"--case {name} is no report of paceline prove: give the number of a case, or a file that --json-file wrote")
-    cases = {one["replay"]["number"]: Case.from_dict(one["replay"]) for one in findings if one.get("replay") is not None}
+        replays = [found] if "requests" in found else [one["replay"] for one in found["findings"] if one["replay"] is not None]
+        cases = {case.number: case for case in map(Case.from_dict, replays)}
+        seed = None if "requests" in found else found["seed"]
+    except (CheckpointError, RequestError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"--case {name} is no case or report of paceline prove ({error!r}): {advice}") from error
     if not cases:
         raise ConfigError(f"--case {name} holds no case that differs: there is nothing to repeat")
-    return CasesToRun(None, tuple(cases.values()), found.get("seed"))
-
-
-def _is_repeatable(case: object) -> bool:
-    """Whether a finding has no case, or a case with a number."""
-    return case is None or (isinstance(case, dict) and isinstance(case.get("number"), int))
+    return CasesToRun(None, tuple(cases.values()), seed)
 
 
 def all_pairs(factors: Factors) -> list[Pair]:

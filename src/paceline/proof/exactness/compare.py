@@ -87,8 +87,7 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object, which has no infinite numbers: they are null, such as the margin of a token that cannot be drawn."""
-        values = {name: finite(getattr(self, name)) for name in self.__dataclass_fields__}
-        return {**values, "kind": self.kind.value, "status": self.status.value}
+        return {name: finite(getattr(self, name)) for name in self.__dataclass_fields__}
 
 
 def finite(value: Any) -> Any:
@@ -130,7 +129,6 @@ class OutputPosition:
     num_prompt_tokens: int
 
     def processor(self, input_processor: InputProcessor, params: SamplingParams) -> LogitsProcessor:
-        """Return a logits processor after the text."""
         processor = input_processor.make_request(self.text[: self.num_prompt_tokens], params, is_streamed=False).processor
         for token in self.text[self.num_prompt_tokens :]:
             processor.commit(token)
@@ -204,21 +202,6 @@ def _mass_before(scores: ScoreArray, maybe: BoolArray, surely: BoolArray, bound:
     return low, high
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedOutput:
-    """Result for one request.
-
-    Attributes:
-        num_tokens: output tokens compared, the first one that differs included.
-        num_rows: rows of logits compared.
-        finding: the first difference; None = all is equal.
-    """
-
-    num_tokens: int
-    num_rows: int
-    finding: Finding | None
-
-
 class OutputComparer:
     """Compares outputs with reference outputs.
 
@@ -232,19 +215,23 @@ class OutputComparer:
 
     def compare(
         self, output: RequestOutput, recorder: RowRecorder, reference: ReferenceOutput, *, case: int, request: int, run: int
-    ) -> ComparedOutput:
+    ) -> tuple[int, int, Finding | None]:
         """Compare an output with plain decoding.
 
         Args:
             recorder: its rows.
             case, request, run: location for the finding.
+
+        Returns:
+            the number of output tokens compared, the first one that differs included; of rows of logits compared; and the first
+            difference, None = all is equal.
         """
         place = partial(Finding, case=case, request=request, run=run, bound=self._bound)
         plain = reference.output
         same = _num_equal(output.token_ids, plain.token_ids)
         has_ended = same == min(len(output.token_ids), len(plain.token_ids))
-        num_rows, row_at, difference = self._compare_rows(recorder, reference, same if has_ended else same + 1)
         num_tokens = same if has_ended else same + 1
+        num_rows, row_at, difference = self._compare_rows(recorder, reference, num_tokens)
         finding: Finding | None = None
         if not has_ended:
             finding = self._of_tokens(output, recorder, reference, same, row_at, place)
@@ -262,7 +249,7 @@ class OutputComparer:
         else:
             is_processed = reference.params.logprobs_mode == "processed"
             finding = self._of_logprobs(output, plain, place, is_processed=is_processed) or _of_text(output, plain, place)
-        return ComparedOutput(num_tokens, num_rows, finding)
+        return num_tokens, num_rows, finding
 
     def _compare_rows(self, recorder: RowRecorder, reference: ReferenceOutput, length: int) -> tuple[int, int | None, float | None]:
         """Return the number of compared rows, the first position where rows differ, and the difference if known."""
@@ -285,7 +272,6 @@ class OutputComparer:
         row_at: int | None,
         place: "partial[Finding]",
     ) -> Finding:
-        """Return the finding for the first token that differs."""
         plain = reference.output
         token, plain_token = output.token_ids[at], plain.token_ids[at]
         own_row, plain_row = recorder.rows.get(at), self._references.row(reference, at)
@@ -359,7 +345,6 @@ def _of_text(output: RequestOutput, plain: RequestOutput, place: "partial[Findin
 
 
 def _step(output: RequestOutput, index: int) -> dict[str, Any] | None:
-    """Return the step that emitted an output token."""
     found = next((one for one in output.steps or () if one.start <= index < one.start + len(one.token_ids)), None)
     return None if found is None else found.as_dict()
 

@@ -7,16 +7,14 @@ from zlib import crc32
 
 import numpy as np
 
-from paceline.config import EngineConfig, SpeculationConfig
 from paceline.engine.inputs import RequestOptions
-from paceline.engine.loader import LoadedEngine, load_engine
+from paceline.engine.loader import LoadedEngine
 from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import SchedulerLimits
-from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.outputs import RequestOutput
 from paceline.proof.exactness.adversaries import RandomDrafter, WrongDrafter
-from paceline.proof.exactness.cases import ALL_DRAFTERS, Setting
+from paceline.proof.exactness.cases import ALL_DRAFTERS, CaseRequest, Setting
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.draft_length.policy import FixedDraftLength
@@ -42,24 +40,21 @@ class RowRecorder:
     Attributes:
         expected: output tokens of plain decoding; None = this is plain decoding.
         kept: positions whose rows are kept.
-        checksums: of every row up to the first token that differs; empty unless `with_checksums`.
+        checksums: of every row up to the first token that differs.
         rows: [V] float32 of the kept positions and of the first token that differs.
         diverged_at: position of that token.
     """
 
     expected: Sequence[int] | None = None
     kept: frozenset[int] = frozenset()
-    with_checksums: bool = False
     checksums: dict[int, int] = field(default_factory=dict)
     rows: dict[int, FloatArray] = field(default_factory=dict)
     diverged_at: int | None = None
 
     def see(self, index: int, token: int, row: FloatArray) -> None:
-        """Record the row of one position."""
         if self.diverged_at is not None:
             return
-        if self.with_checksums:
-            self.checksums[index] = crc32(np.ascontiguousarray(row).data)
+        self.checksums[index] = crc32(np.ascontiguousarray(row).data)
         if self.expected is not None and index < len(self.expected) and self.expected[index] != token:
             self.diverged_at = index
         if index in self.kept or self.diverged_at == index:
@@ -86,22 +81,6 @@ def max_abs_difference(one: FloatArray, other: FloatArray) -> float:
     with np.errstate(invalid="ignore"):
         apart = np.where(one == other, np.float32(0.0), np.abs(one - other))
     return float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSpec:
-    """A request to run.
-
-    Attributes:
-        expected: output tokens of plain decoding; None = not known, the request is decoded plainly.
-        drafter, num_speculative_tokens: the drafter by name, and its limit a step.
-    """
-
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-    expected: Sequence[int] | None = None
-    drafter: str = ALL_DRAFTERS
-    num_speculative_tokens: int | None = None
 
 
 class EngineUnderTest:
@@ -133,15 +112,17 @@ class EngineUnderTest:
         self._limits = engine.scheduler.limits
         self._num_salts = 0
 
-    def decode_plain(self, spec: RequestSpec, recorder: RowRecorder) -> RequestOutput:
+    def decode_plain(self, prompt_token_ids: Sequence[int], params: SamplingParams, recorder: RowRecorder) -> RequestOutput:
         """Return the output of a request that runs alone, without drafts and cached rows, its prompt in as few passes as possible."""
         limits = replace(self._limits, prefill_chunk_size=self._limits.max_num_batched_tokens)
-        (output,) = self._run([spec], [recorder], limits, self.new_salts(1), np.random.default_rng(0), event="cold")
+        (salt,) = self.new_salts(1)
+        request = self._plain_request(prompt_token_ids, params, salt)
+        (output,) = self._run([request], [recorder], limits, np.random.default_rng(0), event="cold")
         return output
 
     def run_requests(
         self,
-        specs: Sequence[RequestSpec],
+        requests: Sequence[CaseRequest],
         recorders: Sequence[RowRecorder],
         setting: Setting,
         salts: Sequence[str],
@@ -150,7 +131,7 @@ class EngineUnderTest:
         """Run requests together in a setting and return their outputs.
 
         Args:
-            recorders: of each, see its rows.
+            recorders: of each, see its rows; a request whose recorder expects no tokens is decoded plainly.
             salts: of each; those of the same salt share cached rows.
             random: decides who is preempted and how small chunks and passes are.
 
@@ -160,9 +141,11 @@ class EngineUnderTest:
         self._speculator.policy = self._policy(setting)
         self._random_drafter.reseed(int(random.integers(2**31)))
         try:
-            return self._run(specs, recorders, self._limits_of(setting, random), salts, random, setting.event)
+            made = [self._request(*one) for one in zip(requests, recorders, salts, strict=True)]
+            return self._run(made, recorders, self._limits_of(setting, random), random, setting.event)
         finally:
             self._speculator.policy = self._default_policy
+            self._answers.clear()
 
     def new_salts(self, count: int) -> list[str]:
         """Return cache salts that no request has had."""
@@ -182,19 +165,14 @@ class EngineUnderTest:
 
     def _run(
         self,
-        specs: Sequence[RequestSpec],
+        requests: Sequence[EngineRequest],
         recorders: Sequence[RowRecorder],
         limits: SchedulerLimits,
-        salts: Sequence[str],
         random: np.random.Generator,
         event: str,
     ) -> list[RequestOutput]:
         engine = self.opened.engine
-        requests = [self._request(one, salt) for one, salt in zip(specs, salts, strict=True)]
-        for request, one, recorder in zip(requests, specs, recorders, strict=True):
-            self._speculator.recorders[request] = recorder
-            if one.expected is not None:
-                self._answers[tuple(one.prompt_token_ids), request.seed] = one.expected
+        self._speculator.recorders = dict(zip(requests, recorders, strict=True))
         engine.scheduler.limits = limits
         most_steps = 1000 + 50 * sum(request.max_len for request in requests)
         try:
@@ -207,19 +185,23 @@ class EngineUnderTest:
             return [self.opened.make_output(request) for request in requests]
         finally:
             engine.scheduler.limits = self._limits
-            self._speculator.recorders.clear()
-            self._answers.clear()
+            self._speculator.recorders = {}
 
-    def _request(self, spec: RequestSpec, salt: str) -> EngineRequest:
+    def _request(self, given: CaseRequest, recorder: RowRecorder, salt: str) -> EngineRequest:
+        if recorder.expected is None:
+            return self._plain_request(given.prompt_token_ids, given.params, salt)
         options: RequestOptions = {"cache_salt": salt, "namespace": salt}
-        if spec.expected is None:
-            options["speculation"] = {"enabled": False}
-        else:
-            name = None if spec.drafter == ALL_DRAFTERS else spec.drafter
-            options["speculation"] = {"drafter": name, "num_speculative_tokens": spec.num_speculative_tokens, "trees": True}
-            if self._speculator.uses_predicted_outputs:
-                options["prediction"] = self._prediction(spec.expected)
-        (request,) = self.opened.make_requests([list(spec.prompt_token_ids)], spec.params, options, is_streamed=False)
+        name = None if given.drafter == ALL_DRAFTERS else given.drafter
+        options["speculation"] = {"drafter": name, "num_speculative_tokens": given.num_speculative_tokens, "trees": True}
+        if self._speculator.uses_predicted_outputs:
+            options["prediction"] = self._prediction(recorder.expected)
+        (request,) = self.opened.make_requests([list(given.prompt_token_ids)], given.params, options, is_streamed=False)
+        self._answers[given.prompt_token_ids, request.seed] = recorder.expected
+        return request
+
+    def _plain_request(self, prompt_token_ids: Sequence[int], params: SamplingParams, salt: str) -> EngineRequest:
+        options: RequestOptions = {"cache_salt": salt, "namespace": salt, "speculation": {"enabled": False}}
+        (request,) = self.opened.make_requests([list(prompt_token_ids)], params, options, is_streamed=False)
         return request
 
     def _prediction(self, expected: Sequence[int]) -> list[int]:
@@ -258,21 +240,7 @@ class EngineUnderTest:
             scheduler.preempt(scheduler.running[int(random.integers(len(scheduler.running)))])
 
 
-def open_engine_under_test(engine: EngineConfig, speculation: SpeculationConfig) -> EngineUnderTest:
-    """Load a target with the drafters that `speculation` names.
-
-    Raises:
-        PacelineError: it cannot be loaded.
-        ConfigError: the settings allow no comparison.
-    """
-    names = (speculation.drafter,) if isinstance(speculation.drafter, str) else speculation.drafter
-    if "none" in names:
-        raise ConfigError("drafter 'none' leaves nothing to compare plain decoding with: name a drafter, or none at all for every one")
-    return EngineUnderTest(load_engine(engine, speculation))
-
-
 def _number_same_names(drafters: Sequence[Drafter]) -> None:
-    """Number drafters with the same name."""
     seen: dict[str, int] = {}
     for drafter in drafters:
         seen[drafter.name] = seen.get(drafter.name, 0) + 1
@@ -285,7 +253,7 @@ class ReferenceOutput:
     """Output of plain decoding.
 
     Attributes:
-        checksums: of the row of each output token; empty where numerics are fast.
+        checksums: of the row of each output token.
         rows: [V] float32 of some output positions; empty where numerics are exact.
     """
 
@@ -306,7 +274,6 @@ class ReferenceOutputs:
         self.num_tokens = 0
 
     def get(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> ReferenceOutput:
-        """Return the output of plain decoding for a request."""
         key = tuple(prompt_token_ids), repr(params)
         if key not in self._known:
             self._known[key] = self._make(prompt_token_ids, params)
@@ -315,7 +282,7 @@ class ReferenceOutputs:
     def row(self, reference: ReferenceOutput, index: int) -> FloatArray | None:
         """Decode again and return the row, [V] float32, that output token `index` was chosen from; None if it is not reached."""
         recorder = RowRecorder(kept=frozenset([index]))
-        self._engine_under_test.decode_plain(RequestSpec(reference.prompt_token_ids, reference.params), recorder)
+        self._engine_under_test.decode_plain(reference.prompt_token_ids, reference.params, recorder)
         return recorder.rows.get(index)
 
     def clear(self) -> None:
@@ -323,10 +290,9 @@ class ReferenceOutputs:
         self._known.clear()
 
     def _make(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> ReferenceOutput:
-        is_exact = self._engine_under_test.is_exact
-        kept = frozenset() if is_exact else frozenset([params.max_tokens // _LOGITS_ROW_DIVISOR])
-        recorder = RowRecorder(kept=kept, with_checksums=is_exact)
-        output = self._engine_under_test.decode_plain(RequestSpec(prompt_token_ids, params), recorder)
+        kept = () if self._engine_under_test.is_exact else (params.max_tokens // _LOGITS_ROW_DIVISOR,)
+        recorder = RowRecorder(kept=frozenset(kept))
+        output = self._engine_under_test.decode_plain(prompt_token_ids, params, recorder)
         self.num_made += 1
         self.num_tokens += len(output.token_ids)
         return ReferenceOutput(prompt_token_ids, params, output, recorder.checksums, recorder.rows)

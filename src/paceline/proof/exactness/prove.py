@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from paceline.config import EngineConfig, SpeculationConfig
+from paceline.engine.input_processor import InputProcessor
+from paceline.engine.loader import load_engine
 from paceline.errors import ConfigError
 from paceline.hub import resolve_model
-from paceline.kv_cache.cache import CachedSequence, KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.models.checkpoint import read_model_config
 from paceline.proof.exactness.cases import BATCHES, MOST_TOKENS, Case, CaseMaker, CaseRequest, PromptSource, SamplePrompts, given_prompts
 from paceline.proof.exactness.compare import Finding, Kind, OutputComparer, Status, finite
-from paceline.proof.exactness.engine_under_test import EngineUnderTest, ReferenceOutputs, max_abs_difference, open_engine_under_test
+from paceline.proof.exactness.engine_under_test import EngineUnderTest, ReferenceOutputs, max_abs_difference
 from paceline.proof.exactness.report import provenance
 from paceline.proof.exactness.run_case import CaseRunner, Tally
 from paceline.proof.exactness.transformers_check import (
@@ -85,6 +87,9 @@ class ProofOptions:
             raise ConfigError(f"batch_size is {self.batch_size}: use 1 to {_MOST_REQUESTS} requests at a time, or leave it out for several")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed is {self.seed}: use a whole number from 0 to {2**32 - 1}")
+        drafter = self.speculation.drafter
+        if "none" in ((drafter,) if isinstance(drafter, str) else drafter):
+            raise ConfigError("drafter 'none' leaves nothing to compare plain decoding with: name a drafter, or none at all for every one")
         if self.speculation.acceptance != "match":
             raise ConfigError("acceptance 'rejection' promises other texts of the same distribution: only 'match' can be compared")
 
@@ -180,16 +185,25 @@ class Prover:
         )
         context = engine.max_model_len or min(_MOST_CONTEXT, read_model_config(self._directory).max_positions)
         self._engine = replace(engine, max_model_len=context, max_num_seqs=_MOST_REQUESTS)
-        self._speculation = _speculation(question.speculation)
-        self._engine_under_test: EngineUnderTest | None = open_engine_under_test(self._engine, self._speculation)
-        self.proof = Proof(question.seed, question.num_tokens)
-        engine_under_test = self._engine_under_test
-        self.proof.numerics = engine_under_test.opened.numerics
-        self.proof.notices = engine_under_test.opened.notices
-        self.proof.provenance = provenance(engine_under_test, self._directory, self._engine, self._speculation, question.command)
+        drafter = _DEFAULT_DRAFTERS if question.speculation.drafter == "auto" else question.speculation.drafter
+        speculation = replace(question.speculation, drafter=drafter, tree_width=_TREE_WIDTH)
+        opened = load_engine(self._engine, speculation)
+        engine_under_test = EngineUnderTest(opened)
+        self._engine_under_test: EngineUnderTest | None = engine_under_test
         batches = BATCHES if question.batch_size is None else (str(question.batch_size),)
-        self._input_processor = CaseMaker(_prompts(question, engine_under_test), engine_under_test.drafter_names, question.seed, batches)
-        self.proof.tally = Tally.of(self._input_processor.factors())
+        prompts = _prompts(question, opened.input_processor)
+        self._case_maker = CaseMaker(prompts, engine_under_test.drafter_names, question.seed, batches)
+        self._given_cases = question.cases
+        if question.only is not None and not question.cases:
+            self._given_cases = list(islice(self._case_maker.cases(), question.only, question.only + 1))
+        self.proof = Proof(
+            question.seed,
+            question.num_tokens,
+            opened.numerics,
+            tally=Tally.of(self._case_maker.factors),
+            provenance=provenance(engine_under_test, self._directory, self._engine, speculation, question.command),
+            notices=opened.notices,
+        )
 
     def run(self) -> Iterator[Tally]:
         """Compare; yield the counts after each case. `proof` holds the result."""
@@ -215,7 +229,7 @@ class Prover:
         )
         runner = CaseRunner(engine_under_test, references, comparison)
         this_round = 0
-        for case in self._cases():
+        for case in self._given_cases or self._case_maker.cases():
             if case.round != this_round:
                 this_round = case.round
                 references.clear()
@@ -233,16 +247,8 @@ class Prover:
             self.proof.is_whole = True
         return self._texts_for_transformers(engine_under_test)
 
-    def _cases(self) -> Iterator[Case]:
-        question = self._question
-        if question.cases:
-            return iter(question.cases)
-        if question.only is not None:
-            return islice(self._input_processor.cases(), question.only, question.only + 1)
-        return self._input_processor.cases()
-
     def _is_enough(self) -> bool:
-        if self._question.cases or self._question.only is not None:
+        if self._given_cases:
             return False
         if self.proof.tally.all.tokens >= self._question.num_tokens:
             self.proof.is_whole = True
@@ -268,17 +274,13 @@ class Prover:
             self.proof.tally.all.count(Status.BUG)
 
     def _some_requests(self) -> list[CaseRequest]:
-        cases = self._question.cases or list(islice(self._input_processor.cases(), 2 * _MOST_REQUESTS))
+        cases = self._question.cases or list(islice(self._case_maker.cases(), 2 * _MOST_REQUESTS))
         return [one for case in cases for one in case.requests]
 
     def _texts_for_transformers(self, engine_under_test: EngineUnderTest) -> list[OutputRows]:
         """Return rows of a few outputs; none where transformers cannot run the model."""
-        is_part = self._question.cases or self._question.only is not None
-        reason = (
-            "it was switched off"
-            if is_part or not self._question.compares_transformers
-            else reason_not_comparable(self._directory, self._engine)
-        )
+        is_off = self._given_cases or not self._question.compares_transformers
+        reason = "it was switched off" if is_off else reason_not_comparable(self._directory, self._engine)
         if reason is not None:
             self.proof.transformers = TransformersComparison("not_compared", reason)
             return []
@@ -305,29 +307,17 @@ def _logits_of(network: Network, cache: KVCache, text: Sequence[int], count: int
     sequence = cache.new_sequence()
     rows: list[FloatArray] = []
     try:
-        _forward(network, cache, sequence, text[:_NOISE_PREFILLED], is_known=True)
-        for first in range(_NOISE_PREFILLED, _NOISE_LENGTH, count):
-            rows.extend(_forward(network, cache, sequence, text[first : first + count], is_known=False))
+        for first in (0, *range(_NOISE_PREFILLED, _NOISE_LENGTH, count)):
+            tokens = text[first : first + count] if first else text[:_NOISE_PREFILLED]
+            plan = cache.reserve(sequence, range(-1, len(tokens) - 1), 1 if first else len(tokens))
+            rows.extend(np.array(network.forward(*assemble_pass([plan], [tokens], [range(len(tokens))])).logits))
+            cache.keep_path(sequence, len(tokens) - 1)
     finally:
         cache.release(sequence)
-    return rows
+    return rows[_NOISE_PREFILLED:]
 
 
-def _forward(network: Network, cache: KVCache, sequence: CachedSequence, tokens: Sequence[int], *, is_known: bool) -> FloatArray:
-    plan = cache.reserve(sequence, range(-1, len(tokens) - 1), len(tokens) if is_known else 1)
-    logits = np.array(network.forward(*assemble_pass([plan], [tokens], [range(len(tokens))])).logits)
-    cache.keep_path(sequence, len(tokens) - 1)
-    return logits
-
-
-def _speculation(given: SpeculationConfig) -> SpeculationConfig:
-    """Return the settings with all available drafters for "auto", and with tree drafting."""
-    drafter = _DEFAULT_DRAFTERS if given.drafter == "auto" else given.drafter
-    return replace(given, drafter=drafter, tree_width=_TREE_WIDTH)
-
-
-def _prompts(question: ProofOptions, engine_under_test: EngineUnderTest) -> PromptSource:
-    input_processor = engine_under_test.opened.input_processor
+def _prompts(question: ProofOptions, input_processor: InputProcessor) -> PromptSource:
     longest = input_processor.max_model_len - MOST_TOKENS
     if input_processor.max_model_len < _LEAST_CONTEXT:
         raise ConfigError(f"max_model_len is {input_processor.max_model_len}: prompts and outputs take {_LEAST_CONTEXT}; raise it")

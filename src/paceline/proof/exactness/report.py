@@ -89,7 +89,7 @@ def page(facts: Mapping[str, Any]) -> str:
             "<h2>Comparison with transformers</h2>",
             _transformers_section(facts["transformers"]),
             "<h2>Where these numbers come from</h2>",
-            _facts_list(facts["provenance"]),
+            _definitions((name.replace("_", " "), _flat(name, value)) for name, value in facts["provenance"].items()),
             "</main></body></html>",
         )
     )
@@ -209,12 +209,9 @@ def _transformers_section(found: Mapping[str, Any]) -> str:
     return f"<p>{says}</p>{_definitions(rows)}"
 
 
-def _facts_list(facts: Mapping[str, Any]) -> str:
-    rows = [(name.replace("_", " "), shlex.join(value) if name == "command" else _flat(value)) for name, value in facts.items()]
-    return _definitions(rows)
-
-
-def _flat(value: object) -> str:
+def _flat(name: str, value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {inner}" for name, inner in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return shlex.join(value) if name == "command" else ", ".join(map(str, value))
+    return str(value)

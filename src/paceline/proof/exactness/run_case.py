@@ -1,7 +1,7 @@
 """Run one case and compare its outputs; count what was compared."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,8 @@ from paceline.errors import is_interrupt
 from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.outputs import RequestOutput
 from paceline.proof.exactness.cases import Case, CaseRequest, Factors
-from paceline.proof.exactness.compare import ComparedOutput, Finding, Kind, OutputComparer, Status
-from paceline.proof.exactness.engine_under_test import EngineUnderTest, ReferenceOutput, ReferenceOutputs, RequestSpec, RowRecorder
+from paceline.proof.exactness.compare import Finding, Kind, OutputComparer, Status
+from paceline.proof.exactness.engine_under_test import EngineUnderTest, ReferenceOutputs, RowRecorder
 from paceline.sampling.params import SamplingParams
 
 _REPEATED_EVENTS = ("prefix hit", "next turn")
@@ -21,11 +21,13 @@ _SHARED = ("prefix hit", "near hit", "next turn", "preempted")
 
 @dataclass(frozen=True, slots=True)
 class ComparedRequest:
-    """One request of a case, its output, and the comparison."""
+    """One request of a case, its output, and the result of `OutputComparer.compare`."""
 
     request: CaseRequest
     output: RequestOutput
-    compared: ComparedOutput
+    num_tokens: int
+    num_rows: int
+    finding: Finding | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +36,20 @@ class CaseOutcome:
 
     Attributes:
         case: with stop tokens resolved, so that it can be repeated without the reference outputs.
-        answered: none where the case raised.
-        findings: all differences.
+        answered: those before the case raised, if it did.
+        raised: the finding for what the case raised.
         num_preemptions: how often one of its requests was preempted.
     """
 
     case: Case
-    answered: tuple[ComparedRequest, ...]
-    findings: tuple[Finding, ...]
-    num_preemptions: int = 0
+    answered: Sequence[ComparedRequest]
+    raised: Finding | None
+    num_preemptions: int
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All differences."""
+        return [one for one in (*(answered.finding for answered in self.answered), self.raised) if one is not None]
 
 
 class CaseRunner:
@@ -59,6 +66,7 @@ class CaseRunner:
         salts = self._engine_under_test.new_salts(1) * count if case.setting.event in _SHARED else self._engine_under_test.new_salts(count)
         engine = self._engine_under_test.opened.engine
         answered: list[ComparedRequest] = []
+        raised: Finding | None = None
         before = engine.scheduler.num_preemptions
         try:
             requests = case.requests
@@ -72,9 +80,9 @@ class CaseRunner:
         except BaseException as error:
             if is_interrupt(error):
                 raise
-            answered_findings = _findings_of(answered)
-            return CaseOutcome(case, tuple(answered), (*answered_findings, _raised(case, error)))
-        return CaseOutcome(case, tuple(answered), _findings_of(answered), engine.scheduler.num_preemptions - before)
+            kind = Kind.CACHE if isinstance(error, RuntimeError) and "block" in str(error) else Kind.ERROR
+            raised = Finding(kind=kind, status=Status.BUG, case=case.number, details=f"{type(error).__name__}: {error}")
+        return CaseOutcome(case, answered, raised, engine.scheduler.num_preemptions - before)
 
     def _resolved(self, request: CaseRequest) -> CaseRequest:
         """Return the request with the token of plain decoding at `stop_index` as its stop token."""
@@ -94,42 +102,25 @@ class CaseRunner:
     def _fill_cache(self, case: Case, salts: Sequence[str], random: np.random.Generator) -> None:
         """Fill the cache with rows of prompts that differ from those of the case in one token each."""
         vocab_size = self._engine_under_test.opened.input_processor.vocab_size
-        specs = []
+        others = []
         for one in case.requests:
             prompt, at = list(one.prompt_token_ids), int(random.integers(len(one.prompt_token_ids)))
             if random.random() < _BLOCK_EDGE_SHARE and len(prompt) > BLOCK_SIZE:
                 at = int(random.choice([at for at in range(len(prompt)) if at % BLOCK_SIZE in (0, BLOCK_SIZE - 1)]))
             prompt[at] = (prompt[at] + 1) % vocab_size
-            specs.append(RequestSpec(prompt, SamplingParams(max_tokens=1)))
-        self._engine_under_test.run_requests(specs, [RowRecorder() for _ in specs], case.setting, salts, random)
+            others.append(replace(one, prompt_token_ids=tuple(prompt), params=SamplingParams(max_tokens=1)))
+        self._engine_under_test.run_requests(others, [RowRecorder() for _ in others], case.setting, salts, random)
 
     def _run_batch(
         self, case: Case, requests: Sequence[CaseRequest], run: int, salts: Sequence[str], random: np.random.Generator
     ) -> list[ComparedRequest]:
         references = [self._references.get(one.prompt_token_ids, one.params) for one in requests]
-        specs = [
-            RequestSpec(one.prompt_token_ids, one.params, reference.output.token_ids, one.drafter, one.num_speculative_tokens)
-            for one, reference in zip(requests, references, strict=True)
-        ]
-        recorders = [self._watch(reference) for reference in references]
-        outputs = self._engine_under_test.run_requests(specs, recorders, case.setting, salts, random)
+        recorders = [RowRecorder(reference.output.token_ids, frozenset(reference.rows)) for reference in references]
+        outputs = self._engine_under_test.run_requests(requests, recorders, case.setting, salts, random)
         return [
-            ComparedRequest(one, output, self._comparison.compare(output, recorder, reference, case=case.number, request=index, run=run))
+            ComparedRequest(one, output, *self._comparison.compare(output, recorder, reference, case=case.number, request=index, run=run))
             for index, (one, output, recorder, reference) in enumerate(zip(requests, outputs, recorders, references, strict=True))
         ]
-
-    def _watch(self, reference: ReferenceOutput) -> RowRecorder:
-        return RowRecorder(reference.output.token_ids, frozenset(reference.rows), self._engine_under_test.is_exact)
-
-
-def _findings_of(answered: Sequence[ComparedRequest]) -> tuple[Finding, ...]:
-    return tuple(one.compared.finding for one in answered if one.compared.finding is not None)
-
-
-def _raised(case: Case, error: BaseException) -> Finding:
-    """Return the finding for a case that raised, where plain decoding returned an output."""
-    kind = Kind.CACHE if isinstance(error, RuntimeError) and "block" in str(error) else Kind.ERROR
-    return Finding(kind=kind, status=Status.BUG, case=case.number, details=f"{type(error).__name__}: {error}")
 
 
 @dataclass(slots=True)
@@ -155,26 +146,20 @@ class Counts:
     bugs: int = 0
 
     def add(self, answered: ComparedRequest) -> None:
-        """Count one answer."""
         self.requests += 1
-        self.tokens += answered.compared.num_tokens
-        self.rows += answered.compared.num_rows
+        self.tokens += answered.num_tokens
+        self.rows += answered.num_rows
         self.drafted += answered.output.speculation.num_draft_tokens
         self.accepted += answered.output.speculation.num_accepted_tokens
         self.cached_tokens += answered.output.usage.num_cached_tokens
-        if answered.compared.finding is not None:
-            self.count(answered.compared.finding.status)
+        if answered.finding is not None:
+            self.count(answered.finding.status)
 
     def count(self, status: Status) -> None:
-        """Count a difference."""
         if status is Status.BUG:
             self.bugs += 1
         else:
             self.near_ties += 1
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the JSON object."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(slots=True)
@@ -196,31 +181,19 @@ class Tally:
         return cls(by={name: {level: Counts() for level in levels} for name, levels in factors.items()})
 
     def add(self, outcome: CaseOutcome) -> None:
-        """Count a case."""
         self.cases += 1
         self.preemptions += outcome.num_preemptions
         for answered in outcome.answered:
             for counts in (self.all, *self._levels(outcome, answered)):
                 counts.add(answered)
-        of_answers = {id(one.compared.finding) for one in outcome.answered}
-        for finding in outcome.findings:
-            if id(finding) not in of_answers:
-                self.all.count(finding.status)
+        if outcome.raised is not None:
+            self.all.count(outcome.raised.status)
 
     def _levels(self, outcome: CaseOutcome, answered: ComparedRequest) -> list[Counts]:
-        setting, request = outcome.case.setting, answered.request
-        levels = {
-            "drafter": request.drafter,
-            "num_speculative_tokens": setting.num_speculative_tokens,
-            "shape": setting.shape,
-            "batch": str(setting.batch),
-            "event": setting.event,
-            "sampling": request.sampling,
-            "prompt": request.prompt,
-        }
-        return [self.by.setdefault(name, {}).setdefault(level, Counts()) for name, level in levels.items()]
+        request = answered.request
+        levels = asdict(outcome.case.setting) | {name: getattr(request, name) for name in ("drafter", "sampling", "prompt")}
+        return [self.by.setdefault(name, {}).setdefault(str(level), Counts()) for name, level in levels.items()]
 
     def as_dict(self) -> Mapping[str, Any]:
-        """Return the JSON object."""
-        by = {name: {level: counts.as_dict() for level, counts in levels.items()} for name, levels in self.by.items()}
-        return {"cases": self.cases, "preemptions": self.preemptions, **self.all.as_dict(), "by": by}
+        values = asdict(self)
+        return {**values.pop("all"), **values}

@@ -55,12 +55,11 @@ def _finding_lines(proof: Proof, finding: Finding) -> list[Text]:
     case = proof.cases.get(finding.case) if finding.case is not None else None
     if case is not None:
         setting = case.setting
-        lines.append(
-            Text(
-                f"  {setting.num_speculative_tokens} draft tokens, {setting.shape}, batch of {setting.batch}, {setting.event}"
-                + ("" if finding.request is None else f"; {printable(_request(proof, finding))}")
-            )
-        )
+        line = f"  {setting.num_speculative_tokens} draft tokens, {setting.shape}, batch of {setting.batch}, {setting.event}"
+        if finding.request is not None:
+            request = case.requests[finding.request]
+            line += f"; {request.sampling}, drafter {request.drafter}, {request.prompt} ({len(request.prompt_token_ids)} tokens)"
+        lines.append(Text(printable(line)))
         lines.append(Text(f"  repeat: {printable(shlex.join(proof.repeat(finding)))}"))
     return lines
 
@@ -81,13 +80,6 @@ def headline(finding: Finding) -> str:
 
 def _token(token: int | None, logprob: float | None) -> str:
     return f"{token}" if logprob is None else f"{token} (logprob {logprob:.4f})"
-
-
-def _request(proof: Proof, finding: Finding) -> str:
-    if finding.case is None or finding.request is None:
-        return ""
-    request = proof.cases[finding.case].requests[finding.request]
-    return f"{request.sampling}, drafter {request.drafter}, {request.prompt} ({len(request.prompt_token_ids)} tokens)"
 
 
 def _transformers_line(proof: Proof) -> str:

@@ -21,7 +21,7 @@ from paceline.models.families.table import FAMILIES
 from paceline.models.multimodal import text_model_fields
 from paceline.models.tensor_names import tensor_shapes
 from paceline.proof.exactness.compare import finite
-from paceline.proof.exactness.engine_under_test import EngineUnderTest, RequestSpec, RowRecorder, max_abs_difference
+from paceline.proof.exactness.engine_under_test import EngineUnderTest, RowRecorder, max_abs_difference
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.params import SamplingParams
 from paceline.small_files import read_json
@@ -69,7 +69,6 @@ class TransformersComparison:
     tolerance: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return {one.name: finite(getattr(self, one.name)) for one in fields(self)}
 
 
@@ -110,7 +109,7 @@ def decode_with_rows(engine_under_test: EngineUnderTest, prompts: Sequence[Seque
         if len(found) == NUM_TEXTS:
             break
         recorder = RowRecorder(kept=frozenset(range(_TOKENS)))
-        output = engine_under_test.decode_plain(RequestSpec(prompt, SamplingParams(max_tokens=_TOKENS, ignore_eos=True)), recorder)
+        output = engine_under_test.decode_plain(prompt, SamplingParams(max_tokens=_TOKENS, ignore_eos=True), recorder)
         found.append(OutputRows(prompt, output.token_ids, [recorder.rows[index] for index in range(len(output.token_ids))]))
     return found
 
@@ -137,23 +136,15 @@ def compare_rows(pairs: Sequence[tuple[Sequence[FloatArray], FloatArray]], toler
         pairs: for each text our rows, and theirs [rows, V or more].
         tolerance: standard deviations of a row.
     """
-    positions = equal = near = 0
-    largest, worst_margin = 0.0, 0.0
-    for ours, theirs in pairs:
-        for own, other in zip(ours, theirs, strict=True):
-            row = other[: len(own)]
-            positions += 1
-            largest = max(largest, max_abs_difference(own, row))
-            margin = float(row.max() - row[int(own.argmax())])
-            if margin <= 0.0:
-                equal += 1
-                continue
-            worst_margin = max(worst_margin, margin)
-            near += margin < tolerance * float(row.std())
-    differing = positions - equal - near
-    return TransformersComparison(
-        "differs" if differing else "agrees", "", positions, equal, near, differing, largest, worst_margin, tolerance
-    )
+    own = np.concatenate([np.stack(rows) for rows, _ in pairs])
+    other = np.concatenate([rows for _, rows in pairs])[:, : own.shape[1]]
+    margins = other.max(1) - other[np.arange(len(own)), own.argmax(1)]
+    is_equal = margins <= 0.0
+    is_near = ~is_equal & (margins < tolerance * other.std(1))
+    differing = int((~is_equal & ~is_near).sum())
+    counts = len(own), int(is_equal.sum()), int(is_near.sum()), differing
+    status = "differs" if differing else "agrees"
+    return TransformersComparison(status, "", *counts, max_abs_difference(own, other), float(margins.max()), tolerance)
 
 
 def _rows_of_transformers(directory: Path, texts: Sequence[OutputRows]) -> list[FloatArray]:
