@@ -232,7 +232,7 @@ class NativeBlocks:
     def store_kv(self, k: Value, v: Value, attention: AttentionConfig, layer: int) -> Value:
         return self._append(self._attention(-1, (k, v), attention, layer), k, 1)
 
-    def _attention(self, q: int, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> AttentionOperation:
+    def _attention(self, q: int, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Operation:
         k, v = (-1, -1) if kv is None else (kv[0].index, kv[1].index)
         kv_layer = layer if attention.kv_layer is None else attention.kv_layer
         return AttentionOperation(
