@@ -107,11 +107,10 @@ class ForwardOutput:
 
     Args:
         results: float32 arrays by the result names of the network's `NetworkDefinition` function. Only those that are used are copied.
-        address_of: returns the memory address of the first row of a result, by name; 0 = unknown.
     """
 
-    def __init__(self, results: Mapping[str, FloatArray], address_of: Callable[[str], int] = lambda _: 0) -> None:
-        self.results, self._address_of = results, address_of
+    def __init__(self, results: Mapping[str, FloatArray]) -> None:
+        self.results = results
 
     @property
     def logits(self) -> FloatArray:
@@ -122,16 +121,6 @@ class ForwardOutput:
     def block_max(self) -> FloatArray | None:
         """Maximum of each block of BLOCK_COLUMNS logits of a row, [R, blocks]; None = not computed."""
         return self.results.get(BLOCK_MAX)
-
-    @property
-    def logits_address(self) -> int:
-        """Memory address of the first row of logits; 0 = unknown."""
-        return self._address_of(LOGITS)
-
-    @property
-    def block_max_address(self) -> int:
-        """Memory address of the first row of `block_max`; 0 = unknown."""
-        return self._address_of(BLOCK_MAX)
 
     @property
     def summaries(self) -> list[LogitsSummary]:

@@ -32,14 +32,10 @@ class LogitsView(NamedTuple):
     Attributes:
         logits: [R, V].
         block_max: [R, blocks] the largest logit of each block of a row, if the runtime computed it.
-        logits_address, block_max_address: addresses of both arrays if known, because reading them from NumPy takes microseconds; 0 =
-            unknown.
     """
 
     logits: LogitsArray
     block_max: LogitsArray | None = None
-    logits_address: int = 0
-    block_max_address: int = 0
 
 
 class PathSampler(Protocol):

@@ -121,10 +121,6 @@ class Execution:
         """Return the first rows and columns of a buffer as [num_rows, width]; width None = all columns."""
         return self._buffers[buffer][:num_rows, :width]
 
-    def buffer_address(self, buffer: int) -> int:
-        """Return the address of a buffer. It changes when `reserve_rows` enlarges the buffers."""
-        return self._buffer_addresses[buffer]
-
     def run(self, batch: ForwardBatch, logits_rows: LogitsRows, scalings: Mapping[int, FloatArray] = MappingProxyType({})) -> None:
         """Run one pass. Its inputs must be in the input buffers.
 
@@ -160,8 +156,7 @@ class Execution:
         self._capacity = 0  # so that after an interrupt the buffers are allocated again
         capacity = max(_MIN_CAPACITY_ROWS, 1 << (num_rows - 1).bit_length())
         self._buffers = [aligned_empty((capacity, width)) for width in self._recorded.widths]
-        self._buffer_addresses = [buffer.ctypes.data for buffer in self._buffers]
-        self._buffer_address_array = np.array(self._buffer_addresses, np.uint64)
+        self._buffer_address_array = np.array([buffer.ctypes.data for buffer in self._buffers], np.uint64)
         self._packed = aligned_empty((self._packed_floats(capacity),))
         self._make_scratch(capacity)
         self._program.buffers = self._buffer_address_array.ctypes.data

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,14 @@ from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache, PagedCache
 from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig, RecurrentStateCache
 from paceline.kv_cache.sliding_window import PassLimits, SlidingWindowCache, num_window_blocks
-from paceline.models.adapters.adapter import Adapter
+from paceline.models.adapters.adapter import Adapter, XLoraMixture
 from paceline.models.adapters.network_adapter import to_network_adapter
 from paceline.models.config import KVGroup, ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
+from paceline.models.layers import Activation
 from paceline.models.state_layout import StateLayout
 from paceline.models.storage.mapped_files import MappedFiles
-from paceline.models.weights import AnyTensor, GroupedTensor, TensorInfo, Weights
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo, Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, Numerics
 from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LOGITS, PER_LAYER_EMBEDDINGS, TOKEN_IDS, NetworkDefinition, with_summaries
 from paceline.runtimes.embedding import per_layer_embedding_rows, scaled_rows, unscaled_embedding_rows
@@ -32,47 +33,15 @@ from paceline.runtimes.native.adapters import AdapterSiteNames, NativeAdapter
 from paceline.runtimes.native.aligned import aligned_zeros
 from paceline.runtimes.native.buffers import assign_buffers
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.kv_blocks import KVBlockCodec
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.packed_weights import PackedWeights
 from paceline.runtimes.native.program import NativeBlocks, RecordedNetwork
 from paceline.runtimes.native.records import CHECKPOINT_INTERVAL, RowSelection
 from paceline.runtimes.native.rotary import MIN_POSITIONS, RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
-from paceline.runtimes.native.xlora import NativeClassifier, add_scaling_pass_caches
-from paceline.runtimes.xlora import Inputs, Scalings, check_supports_xlora, check_xlora_enabled, compute_scalings
+from paceline.runtimes.xlora import Classifier, Inputs, Scalings, check_supports_xlora, check_xlora_enabled, compute_scalings
 
-_ResultLocation: TypeAlias = tuple[int, RowSelection, int]
-"""Buffer number, rows and width of a result."""
-
-
-class _Results(Mapping[str, FloatArray]):
-    """The results of a pass by name, as views of buffers.
-
-    Args:
-        locations: where each result is.
-        num_rows, num_logits_rows: number of rows of the pass, and of those whose logits are computed.
-    """
-
-    __slots__ = ("_execution", "_locations", "_num_rows")
-
-    def __init__(self, execution: Execution, locations: Mapping[str, _ResultLocation], num_rows: int, num_logits_rows: int) -> None:
-        self._execution, self._locations, self._num_rows = execution, locations, (num_rows, num_logits_rows)
-
-    def address_of(self, name: str) -> int:
-        """Return the memory address of the first row of a result; 0 = there is no such result."""
-        location = self._locations.get(name)
-        return 0 if location is None else self._execution.buffer_address(location[0])
-
-    def __getitem__(self, name: str) -> FloatArray:
-        buffer, rows, width = self._locations[name]
-        return self._execution.buffer_rows(buffer, self._num_rows[rows], width)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._locations)
-
-    def __len__(self) -> int:
-        return len(self._locations)
+_NUMPY_TYPES = {KVCacheDtype.F32: np.float32, KVCacheDtype.BF16: np.uint16, KVCacheDtype.F16: np.float16, KVCacheDtype.INT8: np.int8}
 
 
 class NativeNetwork(Network):
@@ -184,13 +153,13 @@ class NativeNetwork(Network):
         if self._shared.adapters is None:
             super().enable_xlora(cache)
         check_supports_xlora(self.config)
-        caches = add_scaling_pass_caches(cache)
+        caches = _add_scaling_pass_caches(cache)
         windows = [own for own in caches if isinstance(own, SlidingWindowCache)]
         storage = kv_arrays_of_layers(self.config, self.config.kv_groups(by_window=bool(windows)), caches)
         self._shared.xlora_program = self._record_program(None)
         self._shared.xlora_program.execution.set_cache(storage, windows, None, self.capabilities.kv_cache_dtype)
 
-    def _kv_block_codec(self, group: KVGroup) -> KVBlockCodec:
+    def _kv_block_codec(self, group: KVGroup) -> "KVBlockCodec":
         return KVBlockCodec(self.capabilities.kv_cache_dtype, BLOCK_SIZE, group.planes)
 
     def _allocate_storage(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
@@ -204,16 +173,19 @@ class NativeNetwork(Network):
         shared.files.check()
         shared.num_passes += 1
         scalings = compute_scalings(shared.classifiers, inputs, batch, self._run_scaling_pass) if shared.classifiers else {}
-        results = self._run(program, inputs, batch, logits_rows, scalings)
-        return ForwardOutput(results, results.address_of)
+        return ForwardOutput(self._run(program, inputs, batch, logits_rows, scalings))
 
-    def _run(self, program: "_Program", inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows, scalings: Scalings) -> _Results:
+    def _run(
+        self, program: "_Program", inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows, scalings: Scalings
+    ) -> dict[str, FloatArray]:
+        """Run a pass, and return its results by name, as views of buffers."""
         num_rows, execution = len(batch.positions), program.execution
         execution.reserve_rows(num_rows)
         for name, buffer in program.inputs.items():
             execution.buffer_rows(buffer, num_rows)[...] = self._input_rows(name, inputs, batch)
         execution.run(batch, logits_rows, scalings)
-        return _Results(execution, program.results, num_rows, len(logits_rows.rows))
+        counts = {RowSelection.ALL: num_rows, RowSelection.LOGITS: len(logits_rows.rows)}
+        return {name: execution.buffer_rows(buffer, counts[rows], width) for name, (buffer, rows, width) in program.results.items()}
 
     def _run_scaling_pass(self, inputs: Inputs, batch: ForwardBatch, scalings: Scalings) -> FloatArray:
         program = self._shared.xlora_program
@@ -330,11 +302,11 @@ class NativeNetwork(Network):
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A recorded network: the buffer of each input, where each result is, and the matrices that adapters can change."""
+    """A recorded network: the buffer of each input; buffer, rows and width of each result; and the matrices that adapters can change."""
 
     execution: Execution
     inputs: Mapping[str, int]
-    results: Mapping[str, _ResultLocation]
+    results: Mapping[str, tuple[int, RowSelection, int]]
     sites: AdapterSiteNames
 
 
@@ -353,7 +325,7 @@ class _SharedState:
     adapters: dict[int, NativeAdapter] | None = None  # loaded adapters by number; None = adapters are not supported
     adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_passes: int = 0
-    classifiers: dict[int, NativeClassifier] = field(default_factory=dict)  # X-LoRA classifiers by adapter number
+    classifiers: "dict[int, NativeClassifier]" = field(default_factory=dict)  # X-LoRA classifiers by adapter number
     num_xlora_passes: int = 0
     xlora_program: _Program | None = None  # the network for scaling passes; None = X-LoRA is not enabled
     files: MappedFiles = field(default_factory=lambda: MappedFiles(()))  # files whose mapped weights are read
@@ -398,3 +370,91 @@ def _arrays_of_embedding(embedding: AnyTensor | PackedWeights) -> tuple[NDArray[
     if isinstance(embedding, PackedWeights):
         return (embedding.data,)
     return embedding.matrix.arrays if isinstance(embedding, GroupedTensor) else (embedding.array,)
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlockCodec:
+    """Copies rows of storage [planes * layers, num_blocks, K, bytes] uint8 in the layout of kernels/kv_blocks.h.
+
+    Keys of layer i are at 2 * i, values at 2 * i + 1. If there is one plane a layer (`KVGroup.planes`), it is stored as values are.
+    Keys are column-major, values row-major. bfloat16 is interleaved in pairs (two columns of keys, two rows of values), int8 keys in quads
+    of columns. A float32 scale for each int8 row follows the codes.
+    """
+
+    kv_cache_dtype: KVCacheDtype
+    block_size: int
+    planes: int = 2
+
+    def copy(self, storage: NDArray[np.uint8], source: tuple[int, int], target: tuple[int, int]) -> None:
+        """Copy the keys and values of a row in all layers. `source` and `target`: (block, slot)."""
+        for rows, copies in zip(self.row_views(storage, *source), self.row_views(storage, *target), strict=True):
+            copies[...] = rows
+
+    def row_views(self, storage: NDArray[np.uint8], block: int, row: int) -> Iterator[NDArray[Any]]:
+        """Yield views of the keys and of the values of one token, then of their scales if the type is int8."""
+        size, item = self.block_size, np.dtype(_NUMPY_TYPES[self.kv_cache_dtype])
+        scales = 4 * size if self.kv_cache_dtype is KVCacheDtype.INT8 else 0
+        columns = (storage.shape[-1] - scales) // (size * item.itemsize)
+        codes = storage[:, block, :, : size * columns * item.itemsize].view(item)
+        keys, values = (codes[0::2], codes[1::2]) if self.planes == 2 else (codes[:0], codes)
+        if self.kv_cache_dtype is KVCacheDtype.BF16:
+            yield keys.reshape(*keys.shape[:2], columns // 2, size, 2)[:, :, :, row]
+            yield values.reshape(*values.shape[:2], size // 2, columns, 2)[:, :, row // 2, :, row % 2]
+        else:
+            interleaved = 4 if self.kv_cache_dtype is KVCacheDtype.INT8 else 1
+            yield keys.reshape(*keys.shape[:2], columns // interleaved, size, interleaved)[:, :, :, row]
+            yield values.reshape(*values.shape[:2], size, columns)[:, :, row]
+        if scales:
+            results = storage[:, block, :, -scales:].view(np.float32)[..., row]
+            yield results[0::2]
+            yield results[1::2]
+
+
+class NativeClassifier(Classifier):
+    """An X-LoRA classifier computed by the kernels, so that a row's bits do not depend on other rows."""
+
+    def __init__(self, mixture: XLoraMixture, config: ModelConfig, num_threads: int) -> None:
+        super().__init__(mixture)
+        arrays = {
+            f"classifier.{number}.{kind}": values
+            for number, layer in enumerate(mixture.classifier)
+            for kind, values in zip(("weight", "bias"), layer, strict=True)
+        }
+        weights = Weights({name: Tensor(values, WeightType.F32, values.shape) for name, values in arrays.items()})
+        self._weights = NativeWeights(weights, WeightType.F32, num_threads=num_threads)  # kept, because operations have addresses in it
+        blocks = NativeBlocks(config, self._weights, config)
+        value = hidden_states = blocks.input(HIDDEN_STATES, config.hidden_size)
+        for number in range(len(mixture.classifier)):
+            if number:
+                value = blocks.activated(value, Activation.RELU)
+            (value,) = blocks.linear(value, f"classifier.{number}")
+        buffers, widths = assign_buffers(blocks, {value.index})
+        self._execution = Execution(RecordedNetwork(blocks.operations, widths, blocks.sites), num_threads=num_threads)
+        self._input, self._result, self._width = buffers[hidden_states.index], buffers[value.index], value.width
+
+    def logits(self, hidden_states: FloatArray) -> FloatArray:
+        num_rows = len(hidden_states)
+        self._execution.reserve_rows(num_rows)
+        self._execution.buffer_rows(self._input, num_rows)[...] = hidden_states
+        self._execution.run(ForwardBatch(np.zeros(num_rows, np.int32), ()), LogitsRows(np.zeros(0, np.int32)))
+        return self._execution.buffer_rows(self._result, num_rows, self._width)
+
+
+def _add_scaling_pass_caches(cache: KVCache) -> list[PagedCache]:
+    """Add to `cache`, for scaling passes, another cache like each of its layer caches. Return the added ones.
+
+    Raises:
+        CapacityError: they do not fit in memory.
+    """
+    added = list[PagedCache]()
+    try:
+        for layer_cache in list(cache.layer_caches):
+            assert isinstance(layer_cache, PagedCache)
+            storage, rows = np.zeros_like(layer_cache.storage), layer_cache.rows
+            window = layer_cache.window if isinstance(layer_cache, SlidingWindowCache) else None
+            added.append(FullAttentionCache(storage, rows) if window is None else SlidingWindowCache(storage, window, BLOCK_SIZE, rows))
+    except MemoryError as error:
+        raise CapacityError("keys and values of X-LoRA's scaling passes do not fit in memory: lower kv_cache_gb") from error
+    for layer_cache in added:
+        cache.add_layer_cache(layer_cache)
+    return added
