@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from paceline.config import MAX_PASS_ROWS
 from paceline.errors import BackendUnavailableError
 from paceline.kv_cache.cache import KVCache
-from paceline.kv_cache.full_attention import FullAttentionCache
+from paceline.kv_cache.full_attention import FullAttentionCache, PagedCache
 from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig
 from paceline.kv_cache.row_plan import RowPlan
 from paceline.kv_cache.sliding_window import PassLimits
 from paceline.models.adapters.adapter import Adapter
-from paceline.models.config import ModelConfig, WeightType
+from paceline.models.config import KVGroup, ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.weights import Weights
 from paceline.runtimes.decoder import BLOCK_MAX, COLLECTED, HIDDEN_STATES, LOGITS, SUMMARY, TOKEN_IDS, NetworkDefinition
@@ -258,6 +258,25 @@ class Network(ABC):
             checkpoints: after which rows recurrent states are kept, so that other sequences can continue from them.
         """
         return KVCache(self.allocate_kv(num_blocks), num_blocks)
+
+    def kv_arrays_of_layers(self, groups: Sequence[KVGroup], caches: Sequence[PagedCache]) -> list[Any]:
+        """Return the arrays [keys of layer 0, values of layer 0, keys of layer 1, ...], each [num_blocks, K, block_size, D].
+
+        A layer that reads another layer's keys and values has the arrays of that layer; a layer without attention has empty ones. If
+        values are a part of the keys, both are the same array.
+
+        Args:
+            groups: layers grouped by shape of keys, see `ModelConfig.kv_groups`.
+            caches: the cache of each group.
+        """
+        config = self.config
+        without_attention = [layer for layer in range(config.num_layers) if layer not in config.attention_layers]
+        pairs: dict[int, tuple[Any, Any]] = dict.fromkeys(without_attention, (np.zeros((0, 0, 0, 0), np.float32),) * 2)
+        for group, cache in zip(groups, caches, strict=True):
+            for index, layer in enumerate(group.layers):
+                first = group.planes * index
+                pairs[layer] = (cache.storage[first], cache.storage[first + group.planes - 1])
+        return [array for layer in range(config.num_layers) for array in pairs[config.kv_source(layer)]]
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -27,7 +28,6 @@ from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, Numerics
 from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LOGITS, PER_LAYER_EMBEDDINGS, TOKEN_IDS, NetworkDefinition, with_summaries
 from paceline.runtimes.embedding import per_layer_embedding_rows, scaled_rows, unscaled_embedding_rows
-from paceline.runtimes.kv_storage import kv_arrays_of_layers
 from paceline.runtimes.logits_summary import SummaryOptions
 from paceline.runtimes.native.adapters import AdapterSiteNames, NativeAdapter
 from paceline.runtimes.native.aligned import aligned_zeros
@@ -111,7 +111,7 @@ class NativeNetwork(Network):
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         groups = self.config.kv_groups(by_window=False)
         caches = [FullAttentionCache(self._allocate_storage(group, num_blocks), self._kv_block_codec(group)) for group in groups]
-        self._shared.set_cache(kv_arrays_of_layers(self.config, groups, caches))
+        self._shared.set_cache(self.kv_arrays_of_layers(groups, caches))
         return caches
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
@@ -137,7 +137,7 @@ class NativeNetwork(Network):
                     SlidingWindowCache(self._allocate_storage(group, own_blocks), group.window, BLOCK_SIZE, self._kv_block_codec(group))
                 )
                 caches.append(windows[-1])
-        self._shared.set_cache(kv_arrays_of_layers(self.config, groups, caches), windows)
+        self._shared.set_cache(self.kv_arrays_of_layers(groups, caches), windows)
         return KVCache(caches, num_blocks)
 
     @property
@@ -155,7 +155,7 @@ class NativeNetwork(Network):
         check_supports_xlora(self.config)
         caches = _add_scaling_pass_caches(cache)
         windows = [own for own in caches if isinstance(own, SlidingWindowCache)]
-        storage = kv_arrays_of_layers(self.config, self.config.kv_groups(by_window=bool(windows)), caches)
+        storage = self.kv_arrays_of_layers(self.config.kv_groups(by_window=bool(windows)), caches)
         self._shared.xlora_program = self._record_program(None)
         self._shared.xlora_program.execution.set_cache(storage, windows, None, self.capabilities.kv_cache_dtype)
 
@@ -241,8 +241,7 @@ class NativeNetwork(Network):
         self._shared.classifiers.pop(number, None)
 
     def network_with_same_weights(self, compose: NetworkDefinition) -> "NativeNetwork":
-        other = NativeNetwork.__new__(NativeNetwork)
-        other.__dict__.update(self.__dict__)
+        other = copy(self)
         other._compose(compose)
         return other
 

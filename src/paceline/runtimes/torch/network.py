@@ -1,6 +1,7 @@
 """Networks computed with torch: on CUDA, and on the CPU as a reference for tests."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -23,7 +24,6 @@ from paceline.models.state_layout import StateLayout
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, Numerics, RowRange
 from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, SUMMARY, NetworkDefinition, with_summaries
-from paceline.runtimes.kv_storage import kv_arrays_of_layers
 from paceline.runtimes.torch.adapters import TorchAdapter
 from paceline.runtimes.torch.attention import PaddedAttention, RangeAttention
 from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows
@@ -107,7 +107,7 @@ class TorchNetwork(Network):
             raise CapacityError(
                 f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}: lower kv_cache_gb"
             ) from error
-        return caches, kv_arrays_of_layers(self.config, groups, caches)
+        return caches, self.kv_arrays_of_layers(groups, caches)
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
         layer_caches: list[LayerCache] = [*self.allocate_kv(num_blocks)]
@@ -186,8 +186,7 @@ class TorchNetwork(Network):
         return TorchNetwork(compose, config, weights, device=can.device, weight_type=can.weight_type, kv_source=self)
 
     def network_with_same_weights(self, compose: NetworkDefinition) -> "TorchNetwork":
-        other = TorchNetwork.__new__(TorchNetwork)
-        other.__dict__.update(self.__dict__)
+        other = copy(self)
         other.compose = compose
         return other
 
