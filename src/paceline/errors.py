@@ -14,7 +14,7 @@ import inspect
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from reprlib import Repr
 from types import CodeType
@@ -139,9 +139,13 @@ shortened = _ShortRepr().repr
 def name_list(names: Iterable[str], what: str = "tensor") -> str:
     """Return how many names there are, and the first ones, as in "3 tensors: a, b, c"."""
     names = list(names)
+    return f"{len(names)} {what}{'s' if len(names) > 1 else ''}: {first_names(names)}"
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are, as in "a, b, c and 4 more"."""
     rest = len(names) - _MAX_LISTED
-    count = f"{len(names)} {what}{'s' if len(names) > 1 else ''}"
-    return f"{count}: {', '.join(names[:_MAX_LISTED])}{f' and {rest} more' if rest > 0 else ''}"
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def printable(text: str) -> str:

@@ -104,13 +104,6 @@ class Execution:
         self._program.kv_storage = self._kv_address_array.ctypes.data
         self._program.kv_kind = KVKind[kv_cache_dtype.name]
 
-    def _make_scratch(self, num_rows: int) -> None:
-        """Allocate the scratch memory of attention, for each thread, for passes of up to `num_rows` rows."""
-        floats = max((self.kernels.paceline_attention_floats(*shape, num_rows) for shape in self._head_shapes), default=0)
-        self._scratch = [aligned_empty((floats,)) for _ in range(self._program.num_threads)]
-        self._scratch_address_array = np.array([part.ctypes.data for part in self._scratch], np.uint64)
-        self._program.scratch = self._scratch_address_array.ctypes.data
-
     def _make_state_scratch(self, num_states: int) -> None:
         """Allocate, for each thread, state blocks as scratch memory: one of zeros, one to work in, and `num_states` temporary states."""
         self._num_temporary_states = num_states
@@ -147,10 +140,9 @@ class Execution:
 
     def reserve_rows(self, num_rows: int) -> None:
         """Enlarge the buffers to at least `num_rows` rows, if they are smaller."""
-        if num_rows <= self._capacity:
-            return
-        with self._call_lock:
-            self._make_buffers(num_rows)
+        if num_rows > self._capacity:
+            with self._call_lock:
+                self._make_buffers(num_rows)
 
     def _make_buffers(self, num_rows: int) -> None:
         self._capacity = 0  # so that after an interrupt the buffers are allocated again
@@ -158,7 +150,10 @@ class Execution:
         self._buffers = [aligned_empty((capacity, width)) for width in self._recorded.widths]
         self._buffer_address_array = np.array([buffer.ctypes.data for buffer in self._buffers], np.uint64)
         self._packed = aligned_empty((self._packed_floats(capacity),))
-        self._make_scratch(capacity)
+        attention_floats = max((self.kernels.paceline_attention_floats(*shape, capacity) for shape in self._head_shapes), default=0)
+        self._scratch = [aligned_empty((attention_floats,)) for _ in range(self._program.num_threads)]
+        self._scratch_address_array = np.array([part.ctypes.data for part in self._scratch], np.uint64)
+        self._program.scratch = self._scratch_address_array.ctypes.data
         self._program.buffers = self._buffer_address_array.ctypes.data
         self._program.packed = self._packed.ctypes.data
         self._capacity = capacity
