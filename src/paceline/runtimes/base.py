@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paceline.config import MAX_PASS_ROWS
 from paceline.errors import BackendUnavailableError
 from paceline.kv_cache.cache import KVCache
-from paceline.kv_cache.full_attention import FullAttentionCache, PagedCache
+from paceline.kv_cache.full_attention import PagedCache
 from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig
 from paceline.kv_cache.row_plan import RowPlan
 from paceline.kv_cache.sliding_window import PassLimits
@@ -240,7 +240,7 @@ class Network(ABC):
         return False
 
     @abstractmethod
-    def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
+    def allocate_kv(self, num_blocks: int) -> Sequence[PagedCache]:
         """Allocate keys and values of `num_blocks` blocks. From now on this network and those with the same weights use them.
 
         Returns:

@@ -35,7 +35,7 @@ from paceline.runtimes.native.buffers import assign_buffers
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.packed_weights import PackedWeights
-from paceline.runtimes.native.program import NativeBlocks, RecordedNetwork
+from paceline.runtimes.native.program import NativeBlocks
 from paceline.runtimes.native.records import CHECKPOINT_INTERVAL, RowSelection
 from paceline.runtimes.native.rotary import MIN_POSITIONS, RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
@@ -108,37 +108,34 @@ class NativeNetwork(Network):
     def num_passes(self, count: int) -> None:
         self._shared.num_passes = count
 
-    def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
-        groups = self.config.kv_groups(by_window=False)
-        caches = [FullAttentionCache(self._allocate_storage(group, num_blocks), self._kv_block_codec(group)) for group in groups]
-        self._shared.set_cache(self.kv_arrays_of_layers(groups, caches))
-        return caches
+    def allocate_kv(self, num_blocks: int) -> list[PagedCache]:
+        return self._allocate_kv(num_blocks, by_window=False)
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
-        has_windows = self.config.windows and self.has_window_eviction
-        cache = self._new_sliding_window_cache(num_blocks, limits) if has_windows else super().new_cache(num_blocks)
+        states = None
         if self.config.recurrent_layers:
             layout = StateLayout.for_layers(self.config.recurrent_layers)
-            recurrent = RecurrentStateCache(
+            states = RecurrentStateCache(
                 layout.state_size, layout.record_size, BLOCK_SIZE, aligned_zeros, checkpoints, chunk_size=CHECKPOINT_INTERVAL
             )
-            self._shared.set_states(recurrent)
-            cache.add_layer_cache(recurrent)
-        return cache
+        caches = self._allocate_kv(num_blocks, limits, states, by_window=self.has_window_eviction)
+        return KVCache(caches if states is None else [*caches, states], num_blocks)
 
-    def _new_sliding_window_cache(self, num_blocks: int, limits: PassLimits | None) -> KVCache:
-        groups, caches, windows = self.config.kv_groups(), list[PagedCache](), list[SlidingWindowCache]()
+    def _allocate_kv(
+        self, num_blocks: int, limits: PassLimits | None = None, states: RecurrentStateCache | None = None, *, by_window: bool
+    ) -> list[PagedCache]:
+        """Allocate a cache for each group of layers. From now on this network uses them, with these states of recurrent layers."""
+        groups, caches, windows = self.config.kv_groups(by_window=by_window), list[PagedCache](), list[SlidingWindowCache]()
         for group in groups:
+            copy_row = KVBlockCodec(self.capabilities.kv_cache_dtype, BLOCK_SIZE, group.planes).copy
             if group.window is None:
-                caches.append(FullAttentionCache(self._allocate_storage(group, num_blocks), self._kv_block_codec(group)))
+                caches.append(FullAttentionCache(self._allocate_storage(group, num_blocks), copy_row))
             else:
                 own_blocks = num_window_blocks(group.window, num_blocks, limits, BLOCK_SIZE)
-                windows.append(
-                    SlidingWindowCache(self._allocate_storage(group, own_blocks), group.window, BLOCK_SIZE, self._kv_block_codec(group))
-                )
+                windows.append(SlidingWindowCache(self._allocate_storage(group, own_blocks), group.window, BLOCK_SIZE, copy_row))
                 caches.append(windows[-1])
-        self._shared.set_cache(self.kv_arrays_of_layers(groups, caches), windows)
-        return KVCache(caches, num_blocks)
+        self._shared.set_cache(self.kv_arrays_of_layers(groups, caches), windows, states)
+        return caches
 
     @property
     def num_xlora_passes(self) -> int:
@@ -158,9 +155,6 @@ class NativeNetwork(Network):
         storage = self.kv_arrays_of_layers(self.config.kv_groups(by_window=bool(windows)), caches)
         self._shared.xlora_program = self._record_program(None)
         self._shared.xlora_program.execution.set_cache(storage, windows, None, self.capabilities.kv_cache_dtype)
-
-    def _kv_block_codec(self, group: KVGroup) -> "KVBlockCodec":
-        return KVBlockCodec(self.capabilities.kv_cache_dtype, BLOCK_SIZE, group.planes)
 
     def _allocate_storage(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
         try:
@@ -290,9 +284,8 @@ class NativeNetwork(Network):
             if block_max is not None:
                 results[BLOCK_MAX] = block_max
         buffers, widths = assign_buffers(blocks, {value.index for value in results.values()})
-        recorded = RecordedNetwork(blocks.operations, widths, blocks.sites)
         return _Program(
-            Execution(recorded, num_threads=shared.num_threads, tables=shared.tables, adapters=shared.adapters),
+            Execution(blocks, widths, num_threads=shared.num_threads, tables=shared.tables, adapters=shared.adapters),
             {name: buffers[value.index] for name, value in blocks.inputs.items()},
             {name: (buffers[value.index], value.rows, blocks.result_width(value)) for name, value in results.items()},
             tuple(blocks.sites),
@@ -341,11 +334,6 @@ class _SharedState:
             execution.set_cache(kv_storage, windows, states, self.kv_cache_dtype)
         for reader in self._kv_readers:
             reader.set_cache(kv_storage, windows, states)
-
-    def set_states(self, states: RecurrentStateCache) -> None:
-        """Use these states of recurrent layers from now on, with the current keys and values."""
-        if self._cache is not None:
-            self.set_cache(*self._cache[:2], states)
 
     def add_kv_reader(self, reader: "_SharedState") -> None:
         """Give a network with other weights the current cache and all later ones."""
@@ -428,7 +416,7 @@ class NativeClassifier(Classifier):
                 value = blocks.activated(value, Activation.RELU)
             (value,) = blocks.linear(value, f"classifier.{number}")
         buffers, widths = assign_buffers(blocks, {value.index})
-        self._execution = Execution(RecordedNetwork(blocks.operations, widths, blocks.sites), num_threads=num_threads)
+        self._execution = Execution(blocks, widths, num_threads=num_threads)
         self._input, self._result, self._width = buffers[hidden_states.index], buffers[value.index], value.width
 
     def logits(self, hidden_states: FloatArray) -> FloatArray:
@@ -449,9 +437,11 @@ def _add_scaling_pass_caches(cache: KVCache) -> list[PagedCache]:
     try:
         for layer_cache in list(cache.layer_caches):
             assert isinstance(layer_cache, PagedCache)
-            storage, rows = np.zeros_like(layer_cache.storage), layer_cache.rows
-            window = layer_cache.window if isinstance(layer_cache, SlidingWindowCache) else None
-            added.append(FullAttentionCache(storage, rows) if window is None else SlidingWindowCache(storage, window, BLOCK_SIZE, rows))
+            storage, copy_row = np.zeros_like(layer_cache.storage), layer_cache.copy_packed
+            if isinstance(layer_cache, SlidingWindowCache):
+                added.append(SlidingWindowCache(storage, layer_cache.window, BLOCK_SIZE, copy_row))
+            else:
+                added.append(FullAttentionCache(storage, copy_row))
     except MemoryError as error:
         raise CapacityError("keys and values of X-LoRA's scaling passes do not fit in memory: lower kv_cache_gb") from error
     for layer_cache in added:

@@ -406,21 +406,6 @@ class NativeBlocks:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedNetwork:
-    """A network as a list of operations on buffers.
-
-    Attributes:
-        operations: operations whose values have been replaced by buffer numbers.
-        widths: width of each buffer, in floats.
-        sites: see `adapters.AdapterSiteNames`.
-    """
-
-    operations: list[Operation]
-    widths: list[int]
-    sites: Sequence[tuple[str, ...]] = ()
-
-
 def matrices_of(operation: Operation) -> list[Matrix]:
     """Return the matrices with which an operation multiplies; empty for operations that are not products."""
     count = operation.heads if isinstance(operation, HeadsOperation) else 0

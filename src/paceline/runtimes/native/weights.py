@@ -99,12 +99,11 @@ class NativeWeights:
             blocks = self._weights.stored_blocks(name + ".weight")
             if blocks is not None:
                 self._packed[name] = pack_gguf_blocks(blocks, num_threads, self._arena)
-                self._weights.free_tensor(f"{name}.weight")
-                return self._packed[name]
-            tensor = self._weights[name + ".weight"]
-            if not isinstance(tensor, GroupedTensor) or tensor.matrix.group_size > MAX_GROUP_SIZE:
-                return None
-            self._packed[name] = pack_weights(tensor.matrix, num_threads, self._arena)
+            else:
+                tensor = self._weights[name + ".weight"]
+                if not isinstance(tensor, GroupedTensor) or tensor.matrix.group_size > MAX_GROUP_SIZE:
+                    return None
+                self._packed[name] = pack_weights(tensor.matrix, num_threads, self._arena)
             self._weights.free_tensor(f"{name}.weight")
         return self._packed[name]
 

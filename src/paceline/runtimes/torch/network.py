@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
+from paceline.errors import CapacityError
 from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.layer_cache import LayerCache
@@ -53,16 +53,11 @@ class TorchNetwork(Network):
             device: "cpu" or "cuda"; a weight is copied to it when it is first used.
             weight_type: type of weights, cache and computation.
             kv_source: network whose keys and values are read; None = the network has its own.
-
-        Raises:
-            ConfigError: `device` is neither "cpu" nor "cuda".
-            BackendUnavailableError: torch finds no CUDA device.
         """
         self.config, self.compose, self.weights = config, compose, weights
         self.capabilities = Capabilities(Numerics.FAST, device, weight_type, KVCacheDtype(weight_type.value))
         self._layout = StateLayout.for_layers(config.recurrent_layers)
-        opened = _open_device(device)
-        tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.has_norm_offset)
+        tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=torch.device(device), norms_in_float32=config.has_norm_offset)
         self._shared = self._cache_shared = _SharedState(tensors)
         if kv_source is not None:
             self._cache_shared = kv_source._cache_shared
@@ -228,14 +223,6 @@ class _SharedState:
     num_xlora_passes: int = 0
     adapters: dict[int, TorchAdapter] = field(default_factory=dict)
     adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
-
-
-def _open_device(device: str) -> torch.device:
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {device!r}, the torch runtime runs on 'cpu' or 'cuda'")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BackendUnavailableError("device is 'cuda', but torch finds no CUDA device: install a CUDA build of torch or use 'cpu'")
-    return torch.device(device)
 
 
 def _to_numpy(tensor: torch.Tensor) -> FloatArray:
