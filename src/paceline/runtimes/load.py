@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Required, TypedDict
 
 from paceline.config import QuantOptions
-from paceline.errors import BackendUnavailableError, CapacityError, ConfigError, convert_memory_errors
+from paceline.errors import CapacityError, ConfigError, convert_memory_errors
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.adapter_file import adapter_files
 from paceline.models.adapters.merge import MergedWeights, merged_config
@@ -21,7 +21,6 @@ from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Network, Numerics, assemble_pass
 from paceline.runtimes.decoder import NetworkDefinition, decoder
-from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.numerics import measure_numerics
 from paceline.runtimes.profile_cache import ProfileCache
 
@@ -40,9 +39,8 @@ class RuntimeOptions:
         device: "auto", "cpu" or "cuda".
         backend: "auto", "native" or "torch".
         collect_layers: layer boundaries at which hidden states are returned, see `decoder.decoder`.
-        profile_directory: directory of the `ProfileCache`; None = no cache.
+        cache_directory: directory of the `ProfileCache` and of quantised matrices; None = nothing is cached.
         quantization: how to quantise matrices; None = not at all.
-        quant_directory: directory in which quantised matrices are cached; None = no cache.
         regroup: quantise the matrices of a GGUF file again with larger groups. This is faster, but changes the weights.
         memory_bytes: free memory. Loading fails if matrices that are converted to floats do not fit in it. None = no limit.
         merge_adapter: directory of a LoRA adapter to merge into the weights; None = no adapter.
@@ -56,9 +54,8 @@ class RuntimeOptions:
     device: str = "auto"
     backend: str = "auto"
     collect_layers: Sequence[int] = ()
-    profile_directory: Path | None = None
+    cache_directory: Path | None = None
     quantization: QuantOptions | None = None
-    quant_directory: Path | None = None
     regroup: bool = False
     memory_bytes: int | None = None
     merge_adapter: Path | None = None
@@ -113,7 +110,7 @@ def load_runtime(path: Path, options: RuntimeOptions) -> LoadedNetwork:
         weights = quantized_weights(
             weights,
             options.quantization,
-            options.quant_directory,
+            options.cache_directory,
             files=(*weight_files(path), *(() if options.merge_adapter is None else adapter_files(options.merge_adapter))),
             num_threads=options.num_threads,
             notices=notices,
@@ -196,7 +193,7 @@ def _build_native_network(config: ModelConfig, weights: Weights, options: Runtim
     _warm_up(network)
     numerics = options.numerics
     if numerics is Numerics.EXACT:
-        numerics = measure_numerics(network, ProfileCache(options.profile_directory), options.collect_layers)
+        numerics = measure_numerics(network, ProfileCache(options.cache_directory), options.collect_layers)
         if numerics is Numerics.FAST:
             notices.append("on this machine a row's bits depend on the other rows of its pass: numerics is fast")
     network.capabilities = replace(network.capabilities, numerics=numerics)
@@ -279,11 +276,9 @@ def load_head(
         kv_cache_dtype: type of cached keys and values. The torch backend ignores it.
 
     Raises:
-        BackendUnavailableError: the backend does not exist or cannot run here.
+        ConfigError, BackendUnavailableError: the backend does not exist, or cannot run here.
     """
-    if backend == "auto":
-        backend = "native" if device != "cuda" and kernels_path() is not None else "torch"
-    if backend == "native":
+    if choose_backend(backend, device, notices=[]) == "native":
         from paceline.runtimes.native.network import NativeNetwork
 
         shared = None
@@ -293,8 +288,6 @@ def load_head(
         return NativeNetwork(
             compose, config, weights, num_threads=num_threads, max_model_len=max_model_len, packed=packed, kv_cache_dtype=kv_cache_dtype
         )
-    if backend == "torch":
-        from paceline.runtimes.torch.network import TorchNetwork
+    from paceline.runtimes.torch.network import TorchNetwork
 
-        return TorchNetwork(compose, config, weights, device=device)
-    raise BackendUnavailableError(f"backend is {backend!r}, a head runs on 'native' or 'torch': use one of these, or 'auto'")
+    return TorchNetwork(compose, config, weights, device=device)
