@@ -143,10 +143,6 @@ class SlidingWindowCache(PagedCache):
         if table is not None:
             self.pool.release(table.blocks[table.first : table.end][::-1].tolist())  # last block first, so that it is evicted first
 
-    def check(self) -> None:
-        """Raise RuntimeError unless the pool matches the block tables."""
-        self.pool.check(table.blocks[table.first : table.end].tolist() for table in self._tables.values())
-
     def _first_visible_block(self, length: int) -> int:
         """Return the index of the first block that a row at position `length` attends to."""
         return max(0, length - self.window + 1) // self._size

@@ -59,6 +59,14 @@ class RowRange(NamedTuple):
     sequence_id: int = 0
     adapter: int = 0
 
+    def parents(self) -> tuple[int, ...]:
+        """Return the row before each row: the last earlier row of the range to which it attends; -1 = the last cached row."""
+        if self.mask is None:
+            return tuple(range(-1, self.num_rows - 1))
+        earlier = np.tril(self.mask, -1)
+        last = earlier.shape[1] - 1 - earlier[:, ::-1].argmax(axis=1)
+        return tuple(np.where(earlier.any(axis=1), last, -1).tolist())
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.kv_cache.recurrent_state import RecurrentStateCache, StateUpdate
-from paceline.runtimes.base import BoolArray, ForwardBatch, IntArray
+from paceline.runtimes.base import ForwardBatch, IntArray
 from paceline.runtimes.native.aligned import address_of
 from paceline.runtimes.native.records import CHECKPOINT_INTERVAL
 
@@ -39,8 +39,8 @@ class PassStateRecords:
             update = recurrent.plan_update(item.sequence_id)
             if len(update.row_records) != item.num_rows:  # the kernels would read beyond the arrays
                 raise RuntimeError(f"a range has {item.num_rows} rows, its plan {len(update.row_records)}: reserve the rows that run")
-            parents = tuple(range(-1, item.num_rows - 1)) if item.mask is None else tree_parents(item.mask)
-            schedule = plan_state_schedule(len(update.pending), update.num_applied, parents, tuple(end for end, _ in update.saved_states))
+            save_counts = tuple(end for end, _ in update.saved_states)
+            schedule = plan_state_schedule(len(update.pending), update.num_applied, item.parents(), save_counts)
             num_temporary_states = max(num_temporary_states, schedule.num_temporary_states)
             records, saves = np.array([*update.pending, *update.row_records], np.int32), _save_records(update)
             arrays += [update, schedule, records, saves]
@@ -83,13 +83,6 @@ class StateSchedule:
     def __post_init__(self) -> None:
         arrays = self.parents, self.order, self.ancestors, self.paths, self.steps
         object.__setattr__(self, "addresses", tuple(map(address_of, arrays)))
-
-
-def tree_parents(mask: BoolArray) -> tuple[int, ...]:
-    """Return the parent of each row of a tree mask, that is, the last earlier row to which it attends; -1 = none."""
-    earlier = np.tril(mask, -1)
-    last = earlier.shape[1] - 1 - earlier[:, ::-1].argmax(axis=1)
-    return tuple(np.where(earlier.any(axis=1), last, NO_NODE).tolist())
 
 
 @lru_cache(maxsize=512)

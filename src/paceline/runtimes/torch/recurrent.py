@@ -1,8 +1,7 @@
 """Recurrent layers, computed row by row by their definition: each row continues from the state of its parent. States are float32."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -86,7 +85,7 @@ class RecurrentPass:
 
 def _run_rows(part: "_Convolution | _Matrices", committed: torch.Tensor, rows: RowRange, update: StateUpdate) -> None:
     """Run the rows of a range, each from the state of its parent. A state is freed when no later row needs it."""
-    parents = list(_parents(rows))
+    parents = rows.parents()
     last_child = {parent: row for row, parent in enumerate(parents)}
     states = {-1: committed}
     for row, parent in enumerate(parents):
@@ -104,16 +103,6 @@ def _save_states(part: "_Convolution | _Matrices", value: torch.Tensor, count: i
     for end, state in update.saved_states:
         if end == count:
             part.write(value, state)
-
-
-def _parents(rows: RowRange) -> Iterator[int]:
-    """Yield the row before each row of a range; -1 = the last committed row."""
-    for row in range(rows.num_rows):
-        if rows.mask is None:
-            yield row - 1
-        else:
-            seen = np.flatnonzero(rows.mask[row, :row])
-            yield int(seen[-1]) if len(seen) else -1
 
 
 class _Convolution:
