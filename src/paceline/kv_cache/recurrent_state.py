@@ -345,13 +345,7 @@ class RecurrentStateCache(LayerCache):
         """Store the state of a released sequence as a checkpoint of its last full block, with the records up to the block's end."""
         index = (sequence.length + len(sequence.pending)) // self._block_size - 1
         count, block_hash = (index + 1) * self._block_size - sequence.length, sequence.block_hashes.get(index)
-        if (
-            not sequence.is_consistent
-            or count < 1
-            or block_hash is None
-            or block_hash in self._checkpoints
-            or not self.config.max_checkpoints
-        ):
+        if not sequence.is_consistent or count < 1 or block_hash is None:
             return
         try:
             records = self._allocate((count, self.record_size))

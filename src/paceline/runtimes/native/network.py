@@ -24,7 +24,7 @@ from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.layers import Activation
 from paceline.models.state_layout import StateLayout
 from paceline.models.storage.mapped_files import MappedFiles
-from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo, Weights
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, Numerics
 from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LOGITS, PER_LAYER_EMBEDDINGS, TOKEN_IDS, NetworkDefinition, with_summaries
 from paceline.runtimes.embedding import per_layer_embedding_rows, scaled_rows, unscaled_embedding_rows
@@ -91,7 +91,8 @@ class NativeNetwork(Network):
             kv_source._shared.add_kv_reader(self._shared)
         path = kernels_path()
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
-        weight_types = sorted({f"{info.weight_type.value}{_describe_bits(info)}" for info in map(weights.info, weights)})
+        types = {(info.weight_type.value, info.bits) for info in map(weights.info, weights)}
+        weight_types = sorted(kind if bits is None else f"{kind} in {bits} bits" for kind, bits in types)
         row_type = round_to.value if packed is None else "bytes"
         self.version = f"kernels {digest}, {num_threads} threads, {' '.join(weight_types)} as {row_type}, cache {kv_cache_dtype.value}"
         self._compose(compose)
@@ -300,10 +301,6 @@ class _Program:
     inputs: Mapping[str, int]
     results: Mapping[str, tuple[int, RowSelection, int]]
     sites: AdapterSiteNames
-
-
-def _describe_bits(info: TensorInfo) -> str:
-    return "" if info.bits is None else f" in {info.bits} bits"
 
 
 @dataclass(slots=True)
