@@ -1,12 +1,15 @@
-"""Load a checkpoint as a network of the native or the torch runtime."""
+"""Load a checkpoint as a network of the native or the torch runtime, and choose the device and the runtime of a machine."""
 
+import importlib.util
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Required, TypedDict
 
-from paceline.config import QuantOptions
-from paceline.errors import CapacityError, ConfigError, convert_memory_errors
+from paceline.config import BACKENDS, QuantOptions
+from paceline.errors import BackendUnavailableError, CapacityError, ConfigError, convert_memory_errors
+from paceline.installation import install_command
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.adapter_file import adapter_files
 from paceline.models.adapters.merge import MergedWeights, merged_config
@@ -18,9 +21,9 @@ from paceline.models.quantize import mean_weight_bits
 from paceline.models.storage.packed_weights import dequantized_bytes
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
-from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Network, Numerics, assemble_pass
 from paceline.runtimes.decoder import NetworkDefinition, decoder
+from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.numerics import measure_numerics
 from paceline.runtimes.profile_cache import ProfileCache
 
@@ -291,3 +294,66 @@ def load_head(
     from paceline.runtimes.torch.network import TorchNetwork
 
     return TorchNetwork(compose, config, weights, device=device)
+
+
+def choose_device(device: str, backend: str) -> str:
+    """Return the device to run on, "cpu" or "cuda". With "auto" it is "cuda" if torch finds such a device.
+
+    Raises:
+        BackendUnavailableError: device is "cuda", and torch or the device is missing.
+    """
+    if device == "cpu" or backend == "native":
+        return "cpu"
+    if device == "auto" and not _may_have_cuda():
+        return "cpu"
+    try:
+        import torch
+    except ImportError as error:
+        if device == "cuda":
+            raise BackendUnavailableError(f"device 'cuda' needs torch: {install_command('torch')}") from error
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise BackendUnavailableError("device is 'cuda', but torch finds no CUDA device: use --device cpu")
+    return "cpu"
+
+
+def choose_backend(backend: str, device: str, *, notices: list[str]) -> str:
+    """Return the backend to use, "native" or "torch". With "auto" it is "native" on a CPU for which kernels were built.
+
+    Args:
+        backend: "auto", "native" or "torch".
+        notices: lines for the user; one is appended if "auto" falls back to torch.
+
+    Raises:
+        ConfigError: the backend does not exist.
+        BackendUnavailableError: its library is not installed.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend is {backend!r}: use {', '.join(BACKENDS)}")
+    chosen = _best_backend(device, notices) if backend == "auto" else backend
+    if chosen == "torch" and not _has_torch():
+        raise BackendUnavailableError(f"backend 'torch' needs torch: {install_command('torch')}, or use --backend native")
+    return chosen
+
+
+def _best_backend(device: str, notices: list[str]) -> str:
+    if device == "cuda":
+        return "torch"
+    if kernels_path() is not None:
+        return "native"
+    if not _has_torch():
+        raise BackendUnavailableError(f"there are no native kernels for this machine: {install_command('torch')}")
+    notices.append("there are no native kernels for this machine: using torch")
+    return "torch"
+
+
+def _may_have_cuda() -> bool:
+    """Return whether a CUDA driver may be installed. This avoids importing torch, which takes seconds."""
+    return not sys.platform.startswith("linux") or any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+def _has_torch() -> bool:
+    """Return whether torch is installed, without importing it, which takes seconds."""
+    return importlib.util.find_spec("torch") is not None

@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.errors import ConfigError
 from paceline.models.adapters.network_adapter import LM_HEAD
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, WeightType
 from paceline.models.layers import (
     XIELU_PARAMETERS,
     Activation,
@@ -393,7 +393,7 @@ class NativeBlocks:
         """
         if matrix.kind in PANEL_KINDS:
             return Packing.BYTES, matrix.group, matrix.zero_point, matrix.kind in NARROW_KINDS, matrix.kind in TABLE_KINDS
-        return (Packing.BF16 if self._weights.rounds_to_bf16 and matrix.kind == MatrixKind.BF16 else Packing.FLOATS,)
+        return (Packing.BF16 if self._weights.round_to is WeightType.BF16 and matrix.kind == MatrixKind.BF16 else Packing.FLOATS,)
 
     def _append(self, operation: Operation, like: Value, width: int | None = None) -> Value:
         """Append an operation on the rows of `like` and return its result. width None = that of `like`."""
