@@ -172,8 +172,10 @@ class AsyncEngine:
         self._worker.close()
         if (sandbox := self.loaded.input_processor.compiler.sandbox) is not None:
             sandbox.close()  # a grammar that is being compiled would keep a thread and the engine alive
-        if (thread := self._worker.own_thread) is not None:
-            await asyncio.to_thread(thread.join)  # not a method of the worker: the pool's thread may hold it for longer than the call takes
+        if self._worker.is_own_process:
+            await asyncio.to_thread(
+                self._worker.thread.join
+            )  # not a method of the worker: the pool's thread may hold it for longer than the call takes
 
     def _prompt_encoder(self, prompts: Prompt | Sequence[Prompt]) -> Callable[[], list[list[int]]]:
         return lambda: [self.loaded.input_processor.prompt_ids(one) for one in list_prompts(prompts)]
@@ -258,7 +260,7 @@ class _Worker:
 
     def check_open(self) -> None:
         """Check that commands are accepted; errors as for `AsyncEngine.check_open`."""
-        if not self._is_own_process:
+        if not self.is_own_process:
             raise ConfigError(f"the engine was opened in process {self._process_id}, which forked this one: open one in each process")
         if self._closed is not None:
             kind, text = self._closed
@@ -277,12 +279,12 @@ class _Worker:
 
     def abort_requests(self, listeners: Sequence[_Listener]) -> None:
         """Abort those requests of the listeners that have not ended. Never raises."""
-        if self._is_own_process:
+        if self.is_own_process:
             self._inbox.put((lambda: self._abort_in_engine(listeners), lambda _: None))
 
     def close(self) -> None:
         """End all requests with the finish reason "abort", and end the thread after the current step. A second call does nothing."""
-        if not self._is_own_process:  # a forked process does not have the thread, and a lock that the thread held is never released
+        if not self.is_own_process:  # a forked process does not have the thread, and a lock that the thread held is never released
             return
         with self._inbox_lock:
             if self._closed is None:
@@ -290,12 +292,8 @@ class _Worker:
                 self._inbox.put((self._stop_thread, lambda _: None))
 
     @property
-    def own_thread(self) -> Thread | None:
-        """Return the thread, None in a forked process, which does not have it."""
-        return self.thread if self._is_own_process else None
-
-    @property
-    def _is_own_process(self) -> bool:
+    def is_own_process(self) -> bool:
+        """Whether the thread exists in this process: it does not in a forked one."""
         return self._process_id == os.getpid()
 
     # The methods below run in the engine's thread.
