@@ -124,16 +124,10 @@ def summarize_error(error: BaseException) -> str:
 _MAX_LISTED = 20  # maximum names in an error text
 
 
-class _ShortRepr(Repr):
-    """Limits the `repr` of a value to 200 characters per string, a few items per list, and a few levels of nesting."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = self.maxlong = 200
-
-
-shortened = _ShortRepr().repr
-"""Returns the `repr` of a value from an untrusted file, shortened for an error text."""
+_short_repr = Repr()
+_short_repr.maxstring = _short_repr.maxother = _short_repr.maxlong = 200
+shortened = _short_repr.repr
+"""Returns the `repr` of a value from an untrusted file for an error text: 200 characters per string, a few items and levels of nesting."""
 
 
 def name_list(names: Iterable[str], what: str = "tensor") -> str:

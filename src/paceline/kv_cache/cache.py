@@ -1,7 +1,7 @@
 """The cache of one network. It assigns the rows of sequences to blocks; its layer caches store the contents of the rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from paceline.errors import CapacityError
 from paceline.kv_cache.block_pool import BlockHash, BlockPool, PrefixStats
@@ -115,10 +115,7 @@ class KVCache:
         length, table = sequence.committed_len, sequence.block_table
         num_blocks_needed = self.num_blocks_needed(sequence, parents)
         fresh = self.pool.allocate(num_blocks_needed) if num_blocks_needed > 0 else ()
-        plan = plan_rows(parents, length, table, fresh, self.block_size, sequence.id)
-        if num_prefill != 1 or pinned_len is not None:
-            plan = replace(plan, num_prefill=num_prefill, pinned_len=pinned_len)
-        sequence.plan = plan
+        plan = sequence.plan = plan_rows(parents, length, table, fresh, self.block_size, sequence.id, num_prefill, pinned_len)
         for layer_cache in self.layer_caches:
             try:
                 layer_cache.reserve(plan)
