@@ -209,6 +209,7 @@ class Network(ABC):
         compose: function that defines what the network computes.
         version: names everything but config and weights that the bits of results depend on; empty for runtimes that are never exact.
         weights: weights of a language model, as they were read; None = not kept.
+        has_window_eviction: whether sliding-window layers free cached rows that have left the window.
         num_passes: calls of `forward`, including those of networks with the same weights.
     """
 
@@ -217,6 +218,7 @@ class Network(ABC):
     compose: NetworkDefinition
     version: str = ""
     weights: Weights | None = None
+    has_window_eviction = False
     num_passes: int
 
     @property
@@ -241,11 +243,6 @@ class Network(ABC):
             ConfigError: the model has layers that do not support X-LoRA.
         """
         raise BackendUnavailableError("mixtures of adapters cannot run on this kind of network: use a LoRA adapter")
-
-    @property
-    def has_window_eviction(self) -> bool:
-        """Whether sliding-window layers free cached rows that have left the window."""
-        return False
 
     @abstractmethod
     def allocate_kv(self, num_blocks: int) -> Sequence[PagedCache]:

@@ -48,6 +48,7 @@ class NativeNetwork(Network):
     """A network whose operations are recorded once and run by the kernels. Values are float32; weights keep their stored type."""
 
     weights: Weights
+    has_window_eviction = True
 
     def __init__(
         self,
@@ -96,10 +97,6 @@ class NativeNetwork(Network):
         row_type = round_to.value if packed is None else "bytes"
         self.version = f"kernels {digest}, {num_threads} threads, {' '.join(weight_types)} as {row_type}, cache {kv_cache_dtype.value}"
         self._compose(compose)
-
-    @property
-    def has_window_eviction(self) -> bool:
-        return True
 
     @property
     def num_passes(self) -> int:
