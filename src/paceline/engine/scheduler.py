@@ -244,7 +244,9 @@ class Scheduler:
                 insort(lacking, request, key=self._arrival)
             else:
                 reserved += needed
-                self._count_overtaking(request, lacking)
+                for other in lacking:
+                    if self._arrival(other) < self._arrival(request):
+                        self._infos[other].num_overtaken += 1
             candidates = self._startable_candidates(candidates, lacking)
 
     def _candidates(self) -> tuple[list[EngineRequest], list[EngineRequest]]:
@@ -288,12 +290,6 @@ class Scheduler:
         """Return whether nothing was freed since the request last did not fit. This is cheaper than looking up its prefix again."""
         misfit = self._infos[request].last_misfit
         return misfit is not None and len(self.running) >= misfit[0] and self._blocks.num_free <= misfit[1]
-
-    def _count_overtaking(self, request: EngineRequest, lacking: Sequence[EngineRequest]) -> None:
-        """Update `num_overtaken` of the older requests in `lacking` after `request` has started."""
-        for other in lacking:
-            if self._arrival(other) < self._arrival(request):
-                self._infos[other].num_overtaken += 1
 
     def _startable_candidates(self, candidates: list[EngineRequest], lacking: Sequence[EngineRequest]) -> list[EngineRequest]:
         """Return the candidates that may start: none that is younger than a request that was overtaken `MAX_OVERTAKEN` times."""
