@@ -14,7 +14,7 @@ import inspect
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from reprlib import Repr
 from types import CodeType
@@ -124,24 +124,22 @@ def summarize_error(error: BaseException) -> str:
 _MAX_LISTED = 20  # maximum names in an error text
 
 
-class _ShortRepr(Repr):
-    """Limits the `repr` of a value to 200 characters per string, a few items per list, and a few levels of nesting."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = self.maxlong = 200
-
-
-shortened = _ShortRepr().repr
-"""Returns the `repr` of a value from an untrusted file, shortened for an error text."""
+_short_repr = Repr()
+_short_repr.maxstring = _short_repr.maxother = _short_repr.maxlong = 200
+shortened = _short_repr.repr
+"""Returns the `repr` of a value from an untrusted file for an error text: 200 characters per string, a few items and levels of nesting."""
 
 
 def name_list(names: Iterable[str], what: str = "tensor") -> str:
     """Return how many names there are, and the first ones, as in "3 tensors: a, b, c"."""
     names = list(names)
+    return f"{len(names)} {what}{'s' if len(names) > 1 else ''}: {first_names(names)}"
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are, as in "a, b, c and 4 more"."""
     rest = len(names) - _MAX_LISTED
-    count = f"{len(names)} {what}{'s' if len(names) > 1 else ''}"
-    return f"{count}: {', '.join(names[:_MAX_LISTED])}{f' and {rest} more' if rest > 0 else ''}"
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def printable(text: str) -> str:

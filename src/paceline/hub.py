@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from paceline.errors import CheckpointError, shortened
+from paceline.errors import CheckpointError, first_names, shortened
 from paceline.model_directory import SAFETENSORS, list_directory, no_model_among_error, no_model_error
 from paceline.small_files import is_file, open_regular_file
 
@@ -27,7 +27,6 @@ _LATER_SHARD = re.compile(r".+-(?!00001)\d{5}-of-\d{5}\.gguf")
 _FIRST_SHARD = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 _GGUF = ".gguf"
 _MAGIC = b"GGUF"
-_MAX_LISTED_NAMES = 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OTHER_ID = re.compile(  # as llama.cpp, Ollama and browsers write them
     r"(?P<site>(?:https?://)?(?:hf\.co|(?:www\.)?huggingface\.co)/)?(?P<owner>[A-Za-z0-9][\w.-]*/)?(?P<name>[A-Za-z0-9][\w.-]*)"
@@ -166,10 +165,7 @@ def _only_gguf(names: Sequence[str], source: object) -> str:
 
 
 def _describe_choice(names: Sequence[str]) -> str:
-    if not names:
-        return "it holds none"
-    shown = ", ".join(names[:_MAX_LISTED_NAMES])
-    return f"it holds {shown}" + (f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else "")
+    return f"it holds {first_names(names) or 'none'}"
 
 
 def _find_on_hub(name: str, gguf_file: str | None, *, revision: str | None, token: str | None, offline: bool, with_heads: bool) -> Path:

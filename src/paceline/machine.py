@@ -4,7 +4,7 @@ import ctypes
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")  # directory of all cgroups
@@ -16,10 +16,13 @@ DEFAULT_MEMORY_BYTES = 8 << 30  # default if the system does not report its memo
 
 def usable_processors() -> int:
     """Return the number of processors that this process may use, by its CPU affinity and the CPU quotas of its cgroups."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    quota = processor_quota()
+    count, quota = len(_affinity()) or os.cpu_count() or 1, processor_quota()
     return count if quota is None else max(1, min(count, int(quota)))
+
+
+def _affinity() -> Collection[int]:
+    """Return the numbers of the processors on which this process may run; empty if the system does not report them."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
 
 
 def performance_processors() -> int:
@@ -33,8 +36,7 @@ def performance_processors() -> int:
     if platform.system() == "Darwin":
         fast = _sysctl("hw.perflevel0.physicalcpu")
         return min(usable_processors(), int(fast)) if fast.isdigit() and int(fast) else usable_processors()
-    affinity = getattr(os, "sched_getaffinity", None)
-    words = [_words(CPU_DEVICES / f"cpu{number}" / "cpu_capacity") for number in (affinity(0) if affinity is not None else ())]
+    words = [_words(CPU_DEVICES / f"cpu{number}" / "cpu_capacity") for number in _affinity()]
     capacities = [int(word[0]) if word and word[0].isdigit() else 0 for word in words]
     num_fast = sum(2 * capacity >= max(capacities) for capacity in capacities)
     return min(usable_processors(), num_fast) if num_fast else usable_processors()

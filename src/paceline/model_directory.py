@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError, shortened
+from paceline.errors import CheckpointError, first_names, shortened
 from paceline.small_files import read_json, unreadable_error
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -13,7 +13,6 @@ SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
 _ADAPTER = "adapter_config.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-_MAX_LISTED_NAMES = 10
 
 
 def list_directory(directory: Path) -> list[str]:
@@ -67,10 +66,5 @@ def no_model_among_error(names: Sequence[str], source: object, *, adapter: Mappi
             "transformers and save it again with save_pretrained(), which writes model.safetensors"
         )
     return CheckpointError(
-        f"{source} holds neither {' nor '.join(SAFETENSORS)}, and no *.gguf file, only {_list_names(names)}; download the model again"
+        f"{source} holds neither {' nor '.join(SAFETENSORS)}, and no *.gguf file, only {first_names(names)}; download the model again"
     )
-
-
-def _list_names(names: Sequence[str]) -> str:
-    rest = len(names) - _MAX_LISTED_NAMES
-    return ", ".join(names[:_MAX_LISTED_NAMES]) + (f" and {rest} more" if rest > 0 else "")

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection
 from difflib import get_close_matches
 from typing import ParamSpec, TypeVar, cast, get_args, get_type_hints
 
-from paceline.errors import ConfigError, PacelineError, RequestError
+from paceline.errors import ConfigError, RequestError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -114,7 +114,8 @@ def suggest_arguments(
         def check(given: Collection[str]) -> None:
             for name in given:
                 if name not in known:
-                    raise _argument_error(unknown_argument(name, function_name, known, sampling_names=sampling_names), name, function_name)
+                    text = unknown_argument(name, function_name, known, sampling_names=sampling_names)
+                    raise ConfigError(text) if function_name == "LLM" else RequestError(text, parameter=name)
 
         @functools.wraps(function)
         def checked(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
@@ -144,7 +145,3 @@ def _expand_options(signature: inspect.Signature) -> inspect.Signature:
         for name, annotation in get_type_hints(options).items():
             parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     return signature.replace(parameters=parameters)
-
-
-def _argument_error(text: str, name: str, function_name: str) -> PacelineError:
-    return ConfigError(text) if function_name == "LLM" else RequestError(text, parameter=name)

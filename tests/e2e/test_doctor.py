@@ -45,7 +45,7 @@ from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.proof.doctor import diagnose
 from paceline.proof.probe import best_draft_length, expected_speedup, probe
-from paceline.runtimes import backend
+from paceline.runtimes import load as load_module
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
 HEAVY = {"torch", "transformers", "scipy"}
@@ -429,7 +429,7 @@ def test_doctor_counts_quantised_weights(mini_dir: Path) -> None:
 
 
 def test_doctor_reports_a_machine_without_any_backend(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_has_torch", lambda: False)
+    monkeypatch.setattr(load_module, "_has_torch", lambda: False)
     code, facts = ask("--model", target, "--device", "cuda")
     assert (code, facts["memory"]) == (1, None)
     assert [install_command("torch") in problem for problem in facts["problems"]] == [True]

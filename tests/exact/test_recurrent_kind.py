@@ -236,7 +236,7 @@ class Traffic:
         assert (states.behind, states.left, states.crossed) == ({}, {}, {})
         assert all(cache.pool.find_block(block_hash) is not None for block_hash in states.kept)
         cache.pool.release(cache.pool.allocate(num_blocks))  # evicts everything
-        assert (cache.pool.num_indexed, states.num_bytes) == (0, 0)
+        assert (len(cache.pool._hash_of), states.num_bytes) == (0, 0)
 
 
 @pytest.mark.spread(0.3)

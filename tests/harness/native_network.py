@@ -16,7 +16,7 @@ from paceline.runtimes.logits_summary import RowSampling
 from paceline.runtimes.native import execution, library, packed_weights
 from paceline.runtimes.native.adapters import NativeAdapter
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.program import NativeBlocks, RecordedNetwork, Value
+from paceline.runtimes.native.program import NativeBlocks, Value
 from paceline.runtimes.native.records import PHASES, LinearOperation, Packing, RowSelection
 from paceline.runtimes.native.rotary import RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
@@ -86,12 +86,12 @@ class Network:
             self._blocks = NativeBlocks(config, weights, supports_adapters=adapters is not None)
             self._inputs = [self._blocks.new_value(width) for width in widths]
             self._results = build(self._blocks, self._inputs)
-        recorded = RecordedNetwork(self._blocks.operations, [value.width for value in self._blocks.values], self._blocks.sites)
+        widths = [value.width for value in self._blocks.values]
         with pytest.MonkeyPatch.context() as patch:
             if level is not None:
                 patch.setattr(execution, "kernels", lambda: open_kernels(level))
             tables = tables or RotaryTables(config, max_slots)
-            self.execution = Execution(recorded, num_threads=num_threads, tables=tables, adapters=adapters)
+            self.execution = Execution(self._blocks, widths, num_threads=num_threads, tables=tables, adapters=adapters)
 
     @property
     def packings(self) -> list[Packing]:

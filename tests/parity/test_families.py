@@ -263,7 +263,7 @@ def test_gemma2_soft_cap_is_applied_with_and_without_kernels(
 ) -> None:
     reference = references("gemma2")
     if not has_kernels:
-        monkeypatch.setattr("paceline.runtimes.native.library.kernels_path", lambda: None)
+        monkeypatch.setattr("paceline.runtimes.load.kernels_path", lambda: None)
     loaded = load_runtime(reference.directory, RuntimeOptions(numerics=Numerics.FAST, device="cpu"))
     if not has_kernels:
         assert sum("using torch" in notice for notice in loaded.notices) == 1

@@ -487,7 +487,7 @@ def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, tok
         max_model_len=max_model_len,
         device=target.engine.device,
         quantization=target.draft_quant,
-        quant_directory=cache_directory(),
+        cache_directory=cache_directory(),
         memory_bytes=None if adapter is None else target.memory_bytes,
         merge_adapter=adapter,
     )

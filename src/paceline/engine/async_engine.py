@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Update = tuple[EngineRequest, StreamChunk | Exception]
+Command = tuple[Callable[[], None], Callable[[Exception], None]]
+"""A function that the engine's thread shall run, and a handler that is called with the error if it raises or is never run."""
 
 
 @dataclass(slots=True)
@@ -49,14 +51,6 @@ class _Listener:
     updates: "asyncio.Queue[Update]"
     sends_chunks: bool
     num_sent: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Command:
-    """A function that the engine's thread shall run, and a handler that is called with the error if it raises or is never run."""
-
-    run: Callable[[], None]
-    fail: Callable[[Exception], None]
 
 
 class AsyncEngine:
@@ -178,8 +172,10 @@ class AsyncEngine:
         self._worker.close()
         if (sandbox := self.loaded.input_processor.compiler.sandbox) is not None:
             sandbox.close()  # a grammar that is being compiled would keep a thread and the engine alive
-        if (thread := self._worker.own_thread) is not None:
-            await asyncio.to_thread(thread.join)  # not a method of the worker: the pool's thread may hold it for longer than the call takes
+        if self._worker.is_own_process:
+            await asyncio.to_thread(
+                self._worker.thread.join
+            )  # not a method of the worker: the pool's thread may hold it for longer than the call takes
 
     def _prompt_encoder(self, prompts: Prompt | Sequence[Prompt]) -> Callable[[], list[list[int]]]:
         return lambda: [self.loaded.input_processor.prompt_ids(one) for one in list_prompts(prompts)]
@@ -240,7 +236,7 @@ class AsyncEngine:
         def fail(error: Exception) -> None:
             _call_soon(loop, set_if_pending, future.set_exception, error)
 
-        self._worker.submit(_Command(run, fail))
+        self._worker.submit((run, fail))
         return await future
 
 
@@ -253,7 +249,7 @@ class _Worker:
 
     def __init__(self, loaded: LoadedEngine) -> None:
         self.loaded = loaded
-        self._inbox: SimpleQueue[_Command] = SimpleQueue()
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._inbox_lock = Lock()  # ensures that no command is queued after the one that ends the thread
         self._listeners: dict[EngineRequest, _Listener] = {}  # only the engine's thread may use it
         self._closed: tuple[type[PacelineError], str] | None = None  # set at the end: type and text of the error for later calls
@@ -264,13 +260,13 @@ class _Worker:
 
     def check_open(self) -> None:
         """Check that commands are accepted; errors as for `AsyncEngine.check_open`."""
-        if not self._is_own_process:
+        if not self.is_own_process:
             raise ConfigError(f"the engine was opened in process {self._process_id}, which forked this one: open one in each process")
         if self._closed is not None:
             kind, text = self._closed
             raise kind(text)
 
-    def submit(self, command: _Command) -> None:
+    def submit(self, command: Command) -> None:
         """Queue a command, which the thread runs between two steps; errors as for `check_open`."""
         self.check_open()
         with self._inbox_lock:
@@ -279,29 +275,25 @@ class _Worker:
 
     def add_requests(self, listeners: Sequence[_Listener]) -> None:
         """Add the requests of listeners to the engine. Each listener gets updates until its request has ended."""
-        self.submit(_Command(lambda: self._add_to_engine(listeners), lambda error: _send_error(listeners[0], error)))
+        self.submit((lambda: self._add_to_engine(listeners), lambda error: _send_error(listeners[0], error)))
 
     def abort_requests(self, listeners: Sequence[_Listener]) -> None:
         """Abort those requests of the listeners that have not ended. Never raises."""
-        if self._is_own_process:
-            self._inbox.put(_Command(lambda: self._abort_in_engine(listeners), lambda _: None))
+        if self.is_own_process:
+            self._inbox.put((lambda: self._abort_in_engine(listeners), lambda _: None))
 
     def close(self) -> None:
         """End all requests with the finish reason "abort", and end the thread after the current step. A second call does nothing."""
-        if not self._is_own_process:  # a forked process does not have the thread, and a lock that the thread held is never released
+        if not self.is_own_process:  # a forked process does not have the thread, and a lock that the thread held is never released
             return
         with self._inbox_lock:
             if self._closed is None:
                 self._closed = ConfigError, "the engine is closed: open another one"
-                self._inbox.put(_Command(self._stop_thread, lambda _: None))
+                self._inbox.put((self._stop_thread, lambda _: None))
 
     @property
-    def own_thread(self) -> Thread | None:
-        """Return the thread, None in a forked process, which does not have it."""
-        return self.thread if self._is_own_process else None
-
-    @property
-    def _is_own_process(self) -> bool:
+    def is_own_process(self) -> bool:
+        """Whether the thread exists in this process: it does not in a forked one."""
         return self._process_id == os.getpid()
 
     # The methods below run in the engine's thread.
@@ -335,13 +327,13 @@ class _Worker:
     def _run_commands(self, *, is_idle: bool) -> None:
         """Run the commands in the inbox; wait for one if the engine is idle."""
         try:
-            command = self._inbox.get(block=is_idle)
+            run, fail = self._inbox.get(block=is_idle)
             while True:
                 try:
-                    command.run()
+                    run()
                 except BaseException as error:
-                    command.fail(as_exception(error))
-                command = self._inbox.get_nowait()
+                    fail(as_exception(error))
+                run, fail = self._inbox.get_nowait()
         except Empty:
             return
 
@@ -373,7 +365,8 @@ class _Worker:
         self._listeners.clear()
         while True:
             try:
-                self._inbox.get_nowait().fail(error)
+                _, fail = self._inbox.get_nowait()
+                fail(error)
             except Empty:
                 return
 

@@ -134,10 +134,6 @@ class _Conversation:
     allow_special_tokens: bool
     notices: tuple[str, ...] = ()
 
-    @property
-    def template_source(self) -> str:
-        return self.input_processor.tokenizer.template_source(has_tools=bool(self.tools))
-
     def render(self, messages: Sequence[Message]) -> str:
         return self.input_processor.tokenizer.render_chat(
             messages,
@@ -185,14 +181,17 @@ def chat_prompt(
         continue_final_message=continue_final_message,
         allow_special_tokens=allow_special_tokens,
     )
-    supports_tools = input_processor.tokenizer.template_uses("tools") or not (described or has_tool_calls(plain))
-    if supports_tools:
+    prompt = None
+    if input_processor.tokenizer.template_uses("tools") or not (described or has_tool_calls(plain)):
         prompt, text = _render_and_encode(conversation)
-        if all(tool.name in text for tool in described):
-            return _log_notices(input_processor, prompt)
-    messages = with_generic_tools(conversation.messages, generic_tool_prompt(described) if described else "")
-    prompt, _ = _render_and_encode(replace(conversation, messages=messages, tools=(), notices=(GENERIC_TOOLS,)))
-    return _log_notices(input_processor, replace(prompt, uses_generic_tools=bool(described)))
+        prompt = prompt if all(tool.name in text for tool in described) else None
+    if prompt is None:
+        messages = with_generic_tools(conversation.messages, generic_tool_prompt(described) if described else "")
+        prompt, _ = _render_and_encode(replace(conversation, messages=messages, tools=(), notices=(GENERIC_TOOLS,)))
+        prompt = replace(prompt, uses_generic_tools=bool(described))
+    for notice in prompt.notices:
+        input_processor.log_once(notice)
+    return prompt
 
 
 def check_template_options(tokenizer: Tokenizer, options: Mapping[Any, Any]) -> None:
@@ -257,7 +256,8 @@ def _check_message(index: int, message: object) -> None:
 def _render_and_encode(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     """Render and encode a conversation; return the prompt as token ids, and its text."""
     conversation = _with_rendered_system(conversation)
-    tokenizer, template = conversation.input_processor.tokenizer, conversation.template_source
+    tokenizer = conversation.input_processor.tokenizer
+    template = tokenizer.template_source(has_tools=bool(conversation.tools))
     given: list[Any] = [*conversation.messages, list(conversation.tools), dict(conversation.options)]
     searched = _texts_searched_by_template(conversation.messages, template)
     escaped = tokenizer.control_token_escaper.escape(given, others=[template], except_in=searched)
@@ -374,10 +374,3 @@ def _texts_searched_by_template(messages: Sequence[Message], template: str) -> d
     """Return, by index of each assistant message, the texts that the template searches for in it, such as "</think>"."""
     texts = [found[1] or found[2] or found[3] or found[4] for found in _SEARCHED_TEXT.finditer(template)]
     return {index: texts for index, message in enumerate(messages) if texts and message.get("role") == "assistant"}
-
-
-def _log_notices(input_processor: "InputProcessor", prompt: ChatPrompt) -> ChatPrompt:
-    """Log the notices of a prompt, and return the prompt."""
-    for notice in prompt.notices:
-        input_processor.log_once(notice)
-    return prompt

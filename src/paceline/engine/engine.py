@@ -250,7 +250,11 @@ class Engine:
             RequestError: the request selects a drafter or an adapter that is not loaded.
         """
         if self._num_blocks_for(request) > self.cache.pool.num_blocks:
-            raise CapacityError(self._too_long_text(request))
+            size, advice = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise kv_cache_gb"
+            if request.num_prompt_tokens < size:
+                raise CapacityError(f"prompt and output of {request.max_len} tokens do not fit the cache of {size} tokens: {advice}")
+            why = f" (of the cache of {size} tokens)"
+            raise CapacityError(prompt_too_long_text(request.num_prompt_tokens, size, advice, why=why))
         self.adapters.check_loaded(request.adapter)
         drafter, names = request.drafter, self.speculator.drafter_names
         if drafter is not None and drafter not in names:
@@ -291,9 +295,9 @@ class Engine:
             scheduled = self.scheduler.next_pass()
             if not scheduled:
                 return self._fail_oldest_request()
-            requests = [one.request for one in scheduled]
+            requests = list(scheduled)
             try:
-                self._run_pass(requests, [one.num_rows for one in scheduled])
+                self._run_pass(requests, list(scheduled.values()))
             finally:
                 for request in requests:
                     if request.is_finished and self.scheduler.remove(request):
@@ -414,12 +418,6 @@ class Engine:
 
     def _num_blocks_for(self, request: EngineRequest) -> int:
         return blocks_for(request.max_len, self.cache.block_size)
-
-    def _too_long_text(self, request: EngineRequest) -> str:
-        size, advice = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise kv_cache_gb"
-        if request.num_prompt_tokens < size:
-            return f"prompt and output of {request.max_len} tokens do not fit the cache of {size} tokens: {advice}"
-        return prompt_too_long_text(request.num_prompt_tokens, size, advice, why=f" (of the cache of {size} tokens)")
 
     def _release(self, request: EngineRequest) -> None:
         """Update the counters for a request that was removed from the scheduler, and free its resources."""

@@ -172,6 +172,7 @@ class InputProcessor:
         *,
         is_streamed: bool,
         options: PromptOptions = NO_OPTIONS,
+        sample_index: int = 0,
         first_sample: EngineRequest | None = None,
     ) -> EngineRequest:
         """Create the request of one sample.
@@ -198,7 +199,7 @@ class InputProcessor:
             processor=self._logits_processor(prompt, params),
             cached_sequence=CachedSequence(),  # a placeholder until the engine adds the request
             seed=resolve_seed(params) if first_sample is None else first_sample.seed,
-            sample_index=0,
+            sample_index=sample_index,
             max_len=min(self._max_total_len(len(prompt)), len(prompt) + params.max_tokens),
             end_token_ids=frozenset(ends),
             text_stop=text_stop,
@@ -222,12 +223,14 @@ class InputProcessor:
         Raises:
             RequestError: as for `make_request`.
         """
-        first = self.make_request(prompt_token_ids, params, is_streamed=is_streamed, options=options)
-        samples = [first]
-        for index in range(1, params.n):
-            sample = self.make_request(prompt_token_ids, params, is_streamed=is_streamed, options=options, first_sample=first)
-            sample.sample_index = index
-            samples.append(sample)
+        samples = list[EngineRequest]()
+        for index in range(params.n):
+            first = samples[0] if samples else None
+            samples.append(
+                self.make_request(
+                    prompt_token_ids, params, is_streamed=is_streamed, options=options, sample_index=index, first_sample=first
+                )
+            )
         return samples
 
     def make_chunk(self, request: EngineRequest, num_seen: int, output: RequestOutput | None) -> StreamChunk:

@@ -14,7 +14,6 @@ from paceline.engine.inputs import Params, RequestOptions, params_per_prompt
 from paceline.engine.memory import CachePlan, plan_cache
 from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import SchedulerLimits
-from paceline.engine.speculative_config import from_speculative_config
 from paceline.errors import CheckpointError, ConfigError, convert_memory_errors, printable
 from paceline.hub import resolve_model
 from paceline.kv_cache.cache import KVCache
@@ -28,7 +27,7 @@ from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ROW_COUNTS, profile_forward
-from paceline.runtimes.load import LoadedNetwork, RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.profile_cache import ProfileCache
 from paceline.sampling.defaults import SamplingDefaults
 from paceline.sampling.params import SAMPLING_NAMES
@@ -40,6 +39,10 @@ from paceline.spelling import unknown_argument
 from paceline.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_DRAFT_TOKENS = 16  # maximum draft tokens per step, unless the user sets a limit; the policy chooses the number
+_DRAFTER_OF_METHOD = {"ngram": "ngram", "[ngram]": "ngram", "suffix": "suffix", "medusa": "medusa", "mtp": "mtp"}
+"""Our names of vLLM's methods that need no separate model."""
+_METHODS_WITH_MODEL = ("draft_model", "medusa", "mtp", "eagle", "eagle3", "dflash", "dspark", "p_eagle", "pard")
+_VLLM_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +155,42 @@ def parse_settings(model: str, options: dict[str, Any]) -> tuple[EngineConfig, S
 
 
 def _with_speculative_config(options: dict[str, Any]) -> dict[str, Any]:
-    """Replace vLLM's `speculative_config` among the options by our settings. Raise a ConfigError if these are also given."""
+    """Replace vLLM's `speculative_config` among the options by our settings `drafter` and `num_speculative_tokens`.
+
+    A key of it whose value is None is ignored, and so are `prompt_lookup_max` and `prompt_lookup_min`, because our n-gram drafter compares
+    matches of all lengths.
+
+    Raises:
+        ConfigError: it is not a dictionary, it has an unknown key or method, or our settings are also given.
+    """
     given, others = options.get("speculative_config"), {name: one for name, one in options.items() if name != "speculative_config"}
     if given is None:
         return others
-    settings = from_speculative_config(given)
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'speculative_config is {given!r}: give a dictionary such as {{"method": "ngram", "num_speculative_tokens": 4}}')
+    values = {name: value for name, value in given.items() if value is not None}
+    if unknown := [name for name in values if name not in _VLLM_KEYS]:
+        raise ConfigError(f"speculative_config has {unknown[0]!r}, which is not served: use {', '.join(_VLLM_KEYS)}, or our drafter=...")
+    settings: dict[str, Any] = {"drafter": _drafter_of_vllm(values.get("method"), values.get("model"))}
+    if "num_speculative_tokens" in values:
+        settings["num_speculative_tokens"] = values["num_speculative_tokens"]
     if both := [name for name in ("drafter", "num_speculative_tokens") if others.get(name, "auto") != "auto"]:
         raise ConfigError(f"speculative_config and {both[0]} are both given: give one of them")
     return others | settings
+
+
+def _drafter_of_vllm(method: object, model: object) -> str:
+    if isinstance(model, str) and model in ("ngram", "[ngram]") and method is None:
+        return "ngram"
+    name = "mtp" if isinstance(method, str) and method.endswith("_mtp") else method
+    if name in ("ngram", "[ngram]", "suffix") or (model is None and name in _DRAFTER_OF_METHOD):
+        return _DRAFTER_OF_METHOD[str(name)]
+    if name is not None and name not in _METHODS_WITH_MODEL:
+        known = ", ".join(dict.fromkeys((*_DRAFTER_OF_METHOD, *_METHODS_WITH_MODEL)))
+        raise ConfigError(f"speculative_config: method is {method!r}, which there is not: use one of {known}")
+    if not isinstance(model, str) or not model:
+        raise ConfigError("speculative_config needs a model: give the directory or id of a draft model or of heads, or the method 'ngram'")
+    return model
 
 
 def _path_as_text(path: Any) -> Any:
@@ -223,19 +254,18 @@ def load_engine(
     )
     drafters = prepared.open(target)
     policy = _make_policy(speculation, runtime, cache, plan.max_model_len) if drafters else FixedDraftLength(DEFAULT_DRAFT_TOKENS)
-    acceptance = Acceptance(speculation.acceptance)
-    speculator = Speculator(drafters, policy, vocab_size=vocab_size, acceptance=acceptance)
+    speculator = Speculator(drafters, policy, vocab_size=vocab_size, acceptance=Acceptance(speculation.acceptance))
     engine = Engine(runtime, cache, speculator, _scheduler_limits(config, plan))
     eos_ids = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     suppressed = [token_id for token_id in runtime.config.suppressed_token_ids if token_id < vocab_size]
     inputs = InputProcessor(
         tokenizer, vocab_size, plan.max_model_len, eos_ids, plan.too_long_advice, suppressed, config.num_threads, plan.num_cache_tokens
     )
-    drafter_notices = [notice for drafter in drafters for notice in drafter.traits.notices]
-    target_notices = (*config.notices, *tokenizer.notices, *loaded.notices, *prepared.notices)
-    notices = (*target_notices, *_unused_head_notice(loaded, directory, drafters), *drafter_notices, plan.notice)
-    shown = tuple(printable(one) for one in notices if one)  # file names in notices may contain control characters
-    loaded_engine = LoadedEngine(engine, inputs, shown, config, plan.describe())
+    notices = [*config.notices, *tokenizer.notices, *loaded.notices, *prepared.notices]
+    if loaded.bundled_head is not None and loaded.bundled_head not in [drafter.name for drafter in drafters]:
+        notices.append(f"{directory} also holds a drafting head: drafter={loaded.bundled_head!r} drafts with it")
+    notices += [*(notice for drafter in drafters for notice in drafter.traits.notices), *([plan.notice] if plan.notice else [])]
+    loaded_engine = LoadedEngine(engine, inputs, tuple(map(printable, notices)), config, plan.describe())
     for name, adapter in config.adapters.items():
         loaded_engine.load_adapter(name, adapter)
     return loaded_engine
@@ -264,7 +294,9 @@ def _scheduler_limits(config: EngineConfig, plan: CachePlan) -> SchedulerLimits:
 
 def _make_cache(runtime: Network, config: EngineConfig, *, with_xlora: bool) -> tuple[CachePlan, KVCache]:
     """Allocate the target's cache. X-LoRA adapters need a second set of keys and values, for the passes that compute their scalings."""
-    limits = _max_pass_size(config) if runtime.has_window_eviction else None
+    limits = None
+    if runtime.has_window_eviction:  # room for a step, or for a pass that is timed while the model is loaded
+        limits = PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, PROFILED_CONTEXT_LEN + max(ROW_COUNTS)))
     plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if with_xlora else 1)
     cache = runtime.new_cache(plan.num_blocks, limits, plan.checkpoints)
     if with_xlora:
@@ -283,36 +315,17 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
         device=config.device,
         backend=config.backend,
         collect_layers=collect_layers,
-        profile_directory=cache_directory(),
         quantization=quant_options("quantization", config.quantization),
-        quant_directory=cache_directory(),
+        cache_directory=cache_directory(),
         regroup=config.gguf_weights == "regroup",
         memory_bytes=available_memory_bytes() if config.device != "cuda" else None,
         merge_adapter=None if config.merge_adapter is None else Path(config.merge_adapter),
     )
 
 
-def _max_pass_size(config: EngineConfig) -> PassLimits:
-    """Return the largest pass that the cache must have room for: a step, or a pass that is timed while the model is loaded."""
-    return PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, PROFILED_CONTEXT_LEN + max(ROW_COUNTS)))
-
-
-def _max_draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
-    """Return the maximum number of draft tokens on a path of a draft tree, and of rows of a tree, its root included."""
-    limit = speculation.num_speculative_tokens
-    count = limit if isinstance(limit, int) else DEFAULT_DRAFT_TOKENS
-    return count, 1 + count * speculation.tree_width
-
-
 def _make_policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_model_len: int) -> FixedDraftLength:
     """Return the draft length policy, which uses measured times of the target's forward passes on this machine."""
-    count, max_rows = _max_draft_size(speculation)
+    limit = speculation.num_speculative_tokens
+    count = limit if isinstance(limit, int) else DEFAULT_DRAFT_TOKENS
     profile = profile_forward(runtime, cache, ProfileCache(cache_directory()), max_model_len=max_model_len)
-    return AdaptiveDraftLength(count, profile, max_rows=max_rows)
-
-
-def _unused_head_notice(loaded: LoadedNetwork, directory: Path, drafters: Sequence[Drafter]) -> list[str]:
-    """Return a notice if the checkpoint contains a drafting head, such as an MTP layer, that no drafter uses."""
-    if loaded.bundled_head is None or loaded.bundled_head in [drafter.name for drafter in drafters]:
-        return []
-    return [f"{directory} also holds a drafting head: drafter={loaded.bundled_head!r} drafts with it"]
+    return AdaptiveDraftLength(count, profile, max_rows=1 + count * speculation.tree_width)

@@ -95,7 +95,7 @@ def plan_cache(
         wanted = _default_blocks(context, config.max_num_seqs)
     else:
         wanted = cache_bytes.max_blocks_bound(available, config.max_num_seqs * per_context)
-    num_blocks = cache_bytes.num_blocks_that_fit(available, max_blocks=wanted)
+    num_blocks = bisect_right(range(1, wanted + 1), available, key=cache_bytes)
     num_cache_tokens = num_blocks * BLOCK_SIZE
     if num_cache_tokens < context and config.max_model_len is not None:
         raise CapacityError(
@@ -180,12 +180,8 @@ class _CacheBytes:
         }
         return sum(count * self._block_bytes[window] for window, count in counts.items())
 
-    def num_blocks_that_fit(self, num_bytes: int, *, max_blocks: int) -> int:
-        """Return the number of blocks that fit in `num_bytes`, at most `max_blocks`."""
-        return bisect_right(range(1, max_blocks + 1), num_bytes, key=self)
-
     def max_blocks_bound(self, num_bytes: int, wanted: int) -> int:
-        """Return an upper bound for `num_blocks_that_fit`; `wanted` if all layers have windows, because then any number may fit."""
+        """Return an upper bound for the blocks that fit; `wanted` if all layers have windows, because then any number may fit."""
         bytes_per_block = self._block_bytes.get(None, 0) if self._limits else self(1)
         return max(wanted, num_bytes // bytes_per_block) if bytes_per_block else wanted
 

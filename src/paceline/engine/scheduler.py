@@ -15,7 +15,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 from paceline.engine.request import EngineRequest
 from paceline.kv_cache.cache import KVCache
@@ -93,13 +92,6 @@ class SchedulerLimits:
     def max_unfinished_prompts(self) -> int:
         """Maximum number of running requests with unfinished prompts, so that long prompts do not keep short ones from starting."""
         return max(1, self.max_running // 2)
-
-
-class ScheduledRequest(NamedTuple):
-    """A request of the next pass, and the number of its tokens that the pass computes, draft tokens excluded."""
-
-    request: EngineRequest
-    num_rows: int
 
 
 @dataclass(slots=True)
@@ -192,8 +184,11 @@ class Scheduler:
         self._queue(request)
         self.num_preemptions += 1
 
-    def next_pass(self) -> list[ScheduledRequest]:
-        """Return the requests of the next pass, oldest first. Empty if there are none, or if no request fits in the cache."""
+    def next_pass(self) -> dict[EngineRequest, int]:
+        """Return the requests of the next pass, oldest first, with how many of their tokens it computes, draft tokens excluded.
+
+        It is empty if there are no requests, or if none fits in the cache.
+        """
         decoding = {request for request in self.running if request.num_uncached == 1}
         row_budget = max(0, min(self.limits.prefill_chunk_size, self.limits.max_num_batched_tokens - len(decoding)))
         if self.waiting and row_budget > 0 and len(self.running) < self.limits.max_running:
@@ -202,9 +197,9 @@ class Scheduler:
         num_rows = dict.fromkeys(decoding, 1) | dict(zip(prompts, self._share_prefill_rows(prompts, row_budget), strict=True))
         return self._claim_blocks(num_rows)
 
-    def _claim_blocks(self, num_rows: dict[EngineRequest, int]) -> list[ScheduledRequest]:
+    def _claim_blocks(self, num_rows: dict[EngineRequest, int]) -> dict[EngineRequest, int]:
         """Return the running requests whose rows fit in the cache, oldest first. Younger requests are preempted for older ones."""
-        picked: list[ScheduledRequest] = []
+        picked: dict[EngineRequest, int] = {}
         reserved = index = 0
         while index < len(self.running):
             request = self.running[index]
@@ -215,7 +210,7 @@ class Scheduler:
             needed = self._blocks.num_blocks_needed(request, num_tokens)
             if needed > 0 and not self._preempt_until_free(needed + reserved, index):
                 continue  # this request is not in the pass, but keeps its cached rows
-            picked.append(ScheduledRequest(request, num_tokens))
+            picked[request] = num_tokens
             reserved += needed
         return picked
 
@@ -249,7 +244,9 @@ class Scheduler:
                 insort(lacking, request, key=self._arrival)
             else:
                 reserved += needed
-                self._count_overtaking(request, lacking)
+                for other in lacking:
+                    if self._arrival(other) < self._arrival(request):
+                        self._infos[other].num_overtaken += 1
             candidates = self._startable_candidates(candidates, lacking)
 
     def _candidates(self) -> tuple[list[EngineRequest], list[EngineRequest]]:
@@ -280,7 +277,8 @@ class Scheduler:
         num_free = self._blocks.num_free
         self._blocks.match_prefix(request)
         needed = self._blocks.num_blocks_needed(request, request.num_next_tokens(row_budget))
-        if needed + self._num_reserved_blocks() > self._blocks.num_free - reserved:
+        num_spare = self.limits.spare_blocks * (len(self.running) + 1) if self.running else 0  # must stay free
+        if needed + num_spare > self._blocks.num_free - reserved:
             self._blocks.release_prefix(request)
             self._infos[request].last_misfit = len(self.running), num_free
             return None
@@ -293,22 +291,12 @@ class Scheduler:
         misfit = self._infos[request].last_misfit
         return misfit is not None and len(self.running) >= misfit[0] and self._blocks.num_free <= misfit[1]
 
-    def _count_overtaking(self, request: EngineRequest, lacking: Sequence[EngineRequest]) -> None:
-        """Update `num_overtaken` of the older requests in `lacking` after `request` has started."""
-        for other in lacking:
-            if self._arrival(other) < self._arrival(request):
-                self._infos[other].num_overtaken += 1
-
     def _startable_candidates(self, candidates: list[EngineRequest], lacking: Sequence[EngineRequest]) -> list[EngineRequest]:
         """Return the candidates that may start: none that is younger than a request that was overtaken `MAX_OVERTAKEN` times."""
         limit = next((one for one in lacking if self._infos[one].num_overtaken >= MAX_OVERTAKEN), None)
         if limit is None:
             return candidates
         return [one for one in candidates if self._arrival(one) < self._arrival(limit)]
-
-    def _num_reserved_blocks(self) -> int:
-        """Return the number of blocks that must stay free when another request starts; 0 if no request is running."""
-        return self.limits.spare_blocks * (len(self.running) + 1) if self.running else 0
 
     def _share_prefill_rows(self, prompts: Sequence[EngineRequest], row_budget: int) -> list[int]:
         """Return how many rows of the next pass each prompt gets. `prompts` are running or waiting, oldest first."""

@@ -75,11 +75,8 @@ class TextStop:
 
     def _possible_stop_len(self) -> int:
         """Return the length of the longest suffix of the text that is a prefix of a stop string."""
-        longest = max(map(len, self._stop), default=0)
-        for length in range(min(longest - 1, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
-                return length
-        return 0
+        longest = min(max(map(len, self._stop), default=0) - 1, len(self._held))
+        return next((length for length in range(longest, 0, -1) if any(stop.startswith(self._held[-length:]) for stop in self._stop)), 0)
 
     def _release(self, length: int) -> None:
         if length:

@@ -72,11 +72,6 @@ class BlockPool:
         """Number of blocks that can be allocated now: free blocks and idle blocks."""
         return len(self._free) + len(self._idle)
 
-    @property
-    def num_indexed(self) -> int:
-        """Number of indexed blocks, with or without owners."""
-        return len(self._hash_of)
-
     def num_owners(self, block: int) -> int:
         """Return the number of block tables that contain `block`."""
         return self._owners[block]

@@ -1,7 +1,7 @@
 """The cache of one network. It assigns the rows of sequences to blocks; its layer caches store the contents of the rows."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 
 from paceline.errors import CapacityError
 from paceline.kv_cache.block_pool import BlockHash, BlockPool, PrefixStats
@@ -11,6 +11,7 @@ from paceline.kv_cache.row_plan import RowPlan, blocks_for, plan_rows
 BLOCK_SIZE = 32  # rows per block
 
 
+@dataclass(slots=True, eq=False)
 class CachedSequence:
     """The blocks and rows of one sequence.
 
@@ -24,15 +25,13 @@ class CachedSequence:
         id: number of the sequence in its cache; 0 = it belongs to no cache.
     """
 
-    __slots__ = ("block_hashes", "block_table", "committed_len", "id", "num_queried", "plan", "salt")
-
-    def __init__(self, salt: bytes = b"", sequence_id: int = 0) -> None:
-        self.salt, self.id = salt, sequence_id
-        self.block_table: list[int] = []
-        self.committed_len = 0
-        self.plan: RowPlan | None = None
-        self.block_hashes: list[BlockHash] = []
-        self.num_queried = 0
+    salt: bytes = b""
+    id: int = 0
+    block_table: list[int] = field(default_factory=list)
+    committed_len: int = 0
+    plan: RowPlan | None = None
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    num_queried: int = 0
 
 
 class KVCache:
@@ -116,10 +115,7 @@ class KVCache:
         length, table = sequence.committed_len, sequence.block_table
         num_blocks_needed = self.num_blocks_needed(sequence, parents)
         fresh = self.pool.allocate(num_blocks_needed) if num_blocks_needed > 0 else ()
-        plan = plan_rows(parents, length, table, fresh, self.block_size, sequence.id)
-        if num_prefill != 1 or pinned_len is not None:
-            plan = replace(plan, num_prefill=num_prefill, pinned_len=pinned_len)
-        sequence.plan = plan
+        plan = sequence.plan = plan_rows(parents, length, table, fresh, self.block_size, sequence.id, num_prefill, pinned_len)
         for layer_cache in self.layer_caches:
             try:
                 layer_cache.reserve(plan)

@@ -1,6 +1,7 @@
 """Layer caches that store keys and values of all rows in the blocks of the cache (paged attention)."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from paceline.kv_cache.layer_cache import LayerCache
 from paceline.kv_cache.row_plan import Commit, RowPlan
@@ -8,11 +9,8 @@ from paceline.kv_cache.row_plan import Commit, RowPlan
 _FILL_BYTE = 0x3C  # repeated, this byte is a small finite number in every type
 
 
-class RowLayout(Protocol):
-    """Copies a row in storage that a runtime's kernels pack in a layout of their own."""
-
-    def copy(self, storage: Any, source: tuple[int, int], target: tuple[int, int]) -> None:
-        """Copy one row of all layers and heads from `source` to `target`, each given as (block, index in the block)."""
+Slot = tuple[int, int]
+"""A row of the cache: its block, and its index in the block."""
 
 
 class PagedCache(LayerCache):
@@ -22,12 +20,12 @@ class PagedCache(LayerCache):
 
     Args:
         storage: numpy array or torch tensor. It may have more blocks than the cache.
-        rows: copies rows in packed storage; None = storage is not packed, and axis 3 is the index of a row in its block.
+        copy_packed: if a runtime packs rows in a layout of its own, copies a row of all layers and heads in storage from one slot to
+            another; None = storage is not packed, and axis 3 is the index of a row in its block.
     """
 
-    def __init__(self, storage: Any, rows: RowLayout | None = None) -> None:
-        self.storage = storage
-        self.rows = rows
+    def __init__(self, storage: Any, copy_packed: Callable[[Any, Slot, Slot], None] | None = None) -> None:
+        self.storage, self.copy_packed = storage, copy_packed
 
     @property
     def num_bytes(self) -> int:
@@ -36,16 +34,16 @@ class PagedCache(LayerCache):
     def copy_block(self, source: int, target: int) -> None:
         self.storage[:, target] = self.storage[:, source]
 
-    def copy_row(self, source: tuple[int, int], target: tuple[int, int]) -> None:
-        """Copy one row from `source` to `target`, each given as (block, index in the block)."""
-        if self.rows is None:
+    def copy_row(self, source: Slot, target: Slot) -> None:
+        """Copy one row."""
+        if self.copy_packed is None:
             self.storage[:, target[0], :, target[1]] = self.storage[:, source[0], :, source[1]]
         else:
-            self.rows.copy(self.storage, source, target)
+            self.copy_packed(self.storage, source, target)
 
     def fill_block(self, block: int) -> None:
         """Fill a block with small numbers, so that the system has allocated its memory before a pass over it is timed."""
-        self.storage[:, block] = 0.01 if self.rows is None else _FILL_BYTE
+        self.storage[:, block] = 0.01 if self.copy_packed is None else _FILL_BYTE
 
 
 class FullAttentionCache(PagedCache):

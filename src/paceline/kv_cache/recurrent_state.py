@@ -274,16 +274,6 @@ class RecurrentStateCache(LayerCache):
             for state in (sequence.state, *(checkpoint.state for checkpoint in sequence.unregistered.values())):
                 self._recycle_state(state)
 
-    def check(self) -> None:
-        """Raise RuntimeError unless each record has exactly one use and each state exactly one owner."""
-        for sequence in self._sequences.values():
-            records = sorted([*sequence.pending, *sequence.free, *(record for record in sequence.row_records if record != NO_RECORD)])
-            if records != list(range(0 if sequence.records is None else len(sequence.records))):
-                raise RuntimeError("replay records of a sequence are lost, or used twice")
-        owned = [id(state) for state in self._all_states()]
-        if len(set(owned)) < len(owned):
-            raise RuntimeError("a state has two owners")
-
     def _round_down_to_chunk(self, length: int) -> int:
         """Round a length down to a multiple of the chunk size."""
         return length // self._chunk_size * self._chunk_size
@@ -355,13 +345,7 @@ class RecurrentStateCache(LayerCache):
         """Store the state of a released sequence as a checkpoint of its last full block, with the records up to the block's end."""
         index = (sequence.length + len(sequence.pending)) // self._block_size - 1
         count, block_hash = (index + 1) * self._block_size - sequence.length, sequence.block_hashes.get(index)
-        if (
-            not sequence.is_consistent
-            or count < 1
-            or block_hash is None
-            or block_hash in self._checkpoints
-            or not self.config.max_checkpoints
-        ):
+        if not sequence.is_consistent or count < 1 or block_hash is None:
             return
         try:
             records = self._allocate((count, self.record_size))

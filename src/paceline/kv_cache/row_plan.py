@@ -95,6 +95,8 @@ def plan_rows(
     fresh_blocks: Sequence[int],
     block_size: int,
     sequence_id: int = 0,
+    num_prefill: int = 1,
+    pinned_len: int | None = None,
 ) -> RowPlan:
     """Assign the nodes of a tree to rows after `committed_len` cached rows.
 
@@ -102,14 +104,14 @@ def plan_rows(
         parents: parent of each node, parents[0] = -1 and parents[i] < i.
         block_table: the blocks of the committed rows.
         fresh_blocks: newly allocated blocks for the slots after those of `block_table`.
-        sequence_id: id of the sequence in its cache.
+        sequence_id, num_prefill, pinned_len: as in `RowPlan`.
     """
     fresh, mask = tuple(fresh_blocks), None
     positions: Sequence[int] = range(committed_len, committed_len + len(parents))
     if not is_chain(parents):
         mask = tree_mask(parents)
         positions = (committed_len - 1 + mask.sum(axis=1)).tolist()
-    return RowPlan(parents, committed_len, block_size, positions, [*block_table, *fresh], mask, fresh, sequence_id)
+    return RowPlan(parents, committed_len, block_size, positions, [*block_table, *fresh], mask, fresh, sequence_id, num_prefill, pinned_len)
 
 
 def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:

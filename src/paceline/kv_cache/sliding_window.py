@@ -1,6 +1,6 @@
 """A layer cache for layers with a sliding window. Blocks that the window has left are freed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.kv_cache.block_pool import BlockHash, BlockPool
-from paceline.kv_cache.full_attention import PagedCache, RowLayout
+from paceline.kv_cache.full_attention import PagedCache, Slot
 from paceline.kv_cache.row_plan import Commit, RowPlan, blocks_for
 
 TRUNCATION_SLACK_ROWS = 128
@@ -59,13 +59,13 @@ class SlidingWindowCache(PagedCache):
     it is freed, and added after it was allocated. So an interrupt may leak a block, but a block never has two uses.
 
     Args:
-        storage, rows: as for `FullAttentionCache`.
+        storage, copy_packed: as for `PagedCache`.
         window: number of rows that a row attends to, itself included.
         block_size: rows per block, as in the cache.
     """
 
-    def __init__(self, storage: Any, window: int, block_size: int, rows: RowLayout | None = None) -> None:
-        super().__init__(storage, rows)
+    def __init__(self, storage: Any, window: int, block_size: int, copy_packed: Callable[[Any, Slot, Slot], None] | None = None) -> None:
+        super().__init__(storage, copy_packed)
         self.window = window
         self._size = block_size
         self.pool = BlockPool(storage.shape[1], block_size)
@@ -142,10 +142,6 @@ class SlidingWindowCache(PagedCache):
         table = self._tables.pop(sequence_id, None)
         if table is not None:
             self.pool.release(table.blocks[table.first : table.end][::-1].tolist())  # last block first, so that it is evicted first
-
-    def check(self) -> None:
-        """Raise RuntimeError unless the pool matches the block tables."""
-        self.pool.check(table.blocks[table.first : table.end].tolist() for table in self._tables.values())
 
     def _first_visible_block(self, length: int) -> int:
         """Return the index of the first block that a row at position `length` attends to."""

@@ -11,8 +11,7 @@ from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.quantize import quantization_schemes
 from paceline.models.state_layout import StateLayout
 from paceline.proof.checkpoint_facts import CheckpointFacts
-from paceline.runtimes.backend import choose_backend
-from paceline.runtimes.load import default_kv_cache_dtype
+from paceline.runtimes.load import choose_backend, default_kv_cache_dtype
 
 _ROWS_BEYOND_WINDOW = 640
 """Rows that a sliding-window layer keeps in addition to its window: rows not yet freed, and those of a pass."""

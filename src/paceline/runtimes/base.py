@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from paceline.config import MAX_PASS_ROWS
 from paceline.errors import BackendUnavailableError
 from paceline.kv_cache.cache import KVCache
-from paceline.kv_cache.full_attention import FullAttentionCache
+from paceline.kv_cache.full_attention import PagedCache
 from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig
 from paceline.kv_cache.row_plan import RowPlan
 from paceline.kv_cache.sliding_window import PassLimits
 from paceline.models.adapters.adapter import Adapter
-from paceline.models.config import ModelConfig, WeightType
+from paceline.models.config import KVGroup, ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.weights import Weights
 from paceline.runtimes.decoder import BLOCK_MAX, COLLECTED, HIDDEN_STATES, LOGITS, SUMMARY, TOKEN_IDS, NetworkDefinition
@@ -58,6 +58,14 @@ class RowRange(NamedTuple):
     first_slot: int = 0
     sequence_id: int = 0
     adapter: int = 0
+
+    def parents(self) -> tuple[int, ...]:
+        """Return the row before each row: the last earlier row of the range to which it attends; -1 = the last cached row."""
+        if self.mask is None:
+            return tuple(range(-1, self.num_rows - 1))
+        earlier = np.tril(self.mask, -1)
+        last = earlier.shape[1] - 1 - earlier[:, ::-1].argmax(axis=1)
+        return tuple(np.where(earlier.any(axis=1), last, -1).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +115,10 @@ class ForwardOutput:
 
     Args:
         results: float32 arrays by the result names of the network's `NetworkDefinition` function. Only those that are used are copied.
-        address_of: returns the memory address of the first row of a result, by name; 0 = unknown.
     """
 
-    def __init__(self, results: Mapping[str, FloatArray], address_of: Callable[[str], int] = lambda _: 0) -> None:
-        self.results, self._address_of = results, address_of
+    def __init__(self, results: Mapping[str, FloatArray]) -> None:
+        self.results = results
 
     @property
     def logits(self) -> FloatArray:
@@ -122,16 +129,6 @@ class ForwardOutput:
     def block_max(self) -> FloatArray | None:
         """Maximum of each block of BLOCK_COLUMNS logits of a row, [R, blocks]; None = not computed."""
         return self.results.get(BLOCK_MAX)
-
-    @property
-    def logits_address(self) -> int:
-        """Memory address of the first row of logits; 0 = unknown."""
-        return self._address_of(LOGITS)
-
-    @property
-    def block_max_address(self) -> int:
-        """Memory address of the first row of `block_max`; 0 = unknown."""
-        return self._address_of(BLOCK_MAX)
 
     @property
     def summaries(self) -> list[LogitsSummary]:
@@ -212,6 +209,7 @@ class Network(ABC):
         compose: function that defines what the network computes.
         version: names everything but config and weights that the bits of results depend on; empty for runtimes that are never exact.
         weights: weights of a language model, as they were read; None = not kept.
+        has_window_eviction: whether sliding-window layers free cached rows that have left the window.
         num_passes: calls of `forward`, including those of networks with the same weights.
     """
 
@@ -220,6 +218,7 @@ class Network(ABC):
     compose: NetworkDefinition
     version: str = ""
     weights: Weights | None = None
+    has_window_eviction = False
     num_passes: int
 
     @property
@@ -245,13 +244,8 @@ class Network(ABC):
         """
         raise BackendUnavailableError("mixtures of adapters cannot run on this kind of network: use a LoRA adapter")
 
-    @property
-    def has_window_eviction(self) -> bool:
-        """Whether sliding-window layers free cached rows that have left the window."""
-        return False
-
     @abstractmethod
-    def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
+    def allocate_kv(self, num_blocks: int) -> Sequence[PagedCache]:
         """Allocate keys and values of `num_blocks` blocks. From now on this network and those with the same weights use them.
 
         Returns:
@@ -269,6 +263,25 @@ class Network(ABC):
             checkpoints: after which rows recurrent states are kept, so that other sequences can continue from them.
         """
         return KVCache(self.allocate_kv(num_blocks), num_blocks)
+
+    def kv_arrays_of_layers(self, groups: Sequence[KVGroup], caches: Sequence[PagedCache]) -> list[Any]:
+        """Return the arrays [keys of layer 0, values of layer 0, keys of layer 1, ...], each [num_blocks, K, block_size, D].
+
+        A layer that reads another layer's keys and values has the arrays of that layer; a layer without attention has empty ones. If
+        values are a part of the keys, both are the same array.
+
+        Args:
+            groups: layers grouped by shape of keys, see `ModelConfig.kv_groups`.
+            caches: the cache of each group.
+        """
+        config = self.config
+        without_attention = [layer for layer in range(config.num_layers) if layer not in config.attention_layers]
+        pairs: dict[int, tuple[Any, Any]] = dict.fromkeys(without_attention, (np.zeros((0, 0, 0, 0), np.float32),) * 2)
+        for group, cache in zip(groups, caches, strict=True):
+            for index, layer in enumerate(group.layers):
+                first = group.planes * index
+                pairs[layer] = (cache.storage[first], cache.storage[first + group.planes - 1])
+        return [array for layer in range(config.num_layers) for array in pairs[config.kv_source(layer)]]
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:

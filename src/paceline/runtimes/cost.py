@@ -123,8 +123,8 @@ def profile_forward(runtime: Network, cache: KVCache, profiles: ProfileCache, *,
     return profile
 
 
-def measure_profile(runtime: Network, cache: KVCache, *, max_model_len: int, seconds: float = PROFILING_TIME_S) -> ForwardProfile:
-    """Measure a profile in about `seconds`: the fastest pass of each row count, and the time of attention to more cached rows.
+def measure_profile(runtime: Network, cache: KVCache, *, max_model_len: int) -> ForwardProfile:
+    """Measure a profile in about `PROFILING_TIME_S`: the fastest pass of each row count, and the time of attention to more cached rows.
 
     Each round times every row count once, so that a change of the machine's speed affects all of them alike.
 
@@ -142,7 +142,7 @@ def measure_profile(runtime: Network, cache: KVCache, *, max_model_len: int, sec
         for round_number in range(MAX_ROUNDS):
             for number, count in enumerate(counts):
                 is_required = round_number == 0 and number < NUM_REQUIRED_COUNTS
-                if is_required or time.perf_counter() - start < seconds:
+                if is_required or time.perf_counter() - start < PROFILING_TIME_S:
                     fastest[count] = min(sequence.time(count), fastest.get(count, math.inf))
         cached_row_read_s = cached_row_attention_s = 0.0
         if sequence.extend_cache(NUM_ADDED_CACHED_ROWS, max_len - max(VALIDATION_ROW_COUNTS)):

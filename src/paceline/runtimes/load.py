@@ -1,12 +1,15 @@
-"""Load a checkpoint as a network of the native or the torch runtime."""
+"""Load a checkpoint as a network of the native or the torch runtime, and choose the device and the runtime of a machine."""
 
+import importlib.util
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Required, TypedDict
 
-from paceline.config import QuantOptions
+from paceline.config import BACKENDS, QuantOptions
 from paceline.errors import BackendUnavailableError, CapacityError, ConfigError, convert_memory_errors
+from paceline.installation import install_command
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.adapter_file import adapter_files
 from paceline.models.adapters.merge import MergedWeights, merged_config
@@ -18,7 +21,6 @@ from paceline.models.quantize import mean_weight_bits
 from paceline.models.storage.packed_weights import dequantized_bytes
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
-from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Network, Numerics, assemble_pass
 from paceline.runtimes.decoder import NetworkDefinition, decoder
 from paceline.runtimes.native.library import kernels_path
@@ -40,9 +42,8 @@ class RuntimeOptions:
         device: "auto", "cpu" or "cuda".
         backend: "auto", "native" or "torch".
         collect_layers: layer boundaries at which hidden states are returned, see `decoder.decoder`.
-        profile_directory: directory of the `ProfileCache`; None = no cache.
+        cache_directory: directory of the `ProfileCache` and of quantised matrices; None = nothing is cached.
         quantization: how to quantise matrices; None = not at all.
-        quant_directory: directory in which quantised matrices are cached; None = no cache.
         regroup: quantise the matrices of a GGUF file again with larger groups. This is faster, but changes the weights.
         memory_bytes: free memory. Loading fails if matrices that are converted to floats do not fit in it. None = no limit.
         merge_adapter: directory of a LoRA adapter to merge into the weights; None = no adapter.
@@ -56,9 +57,8 @@ class RuntimeOptions:
     device: str = "auto"
     backend: str = "auto"
     collect_layers: Sequence[int] = ()
-    profile_directory: Path | None = None
+    cache_directory: Path | None = None
     quantization: QuantOptions | None = None
-    quant_directory: Path | None = None
     regroup: bool = False
     memory_bytes: int | None = None
     merge_adapter: Path | None = None
@@ -113,7 +113,7 @@ def load_runtime(path: Path, options: RuntimeOptions) -> LoadedNetwork:
         weights = quantized_weights(
             weights,
             options.quantization,
-            options.quant_directory,
+            options.cache_directory,
             files=(*weight_files(path), *(() if options.merge_adapter is None else adapter_files(options.merge_adapter))),
             num_threads=options.num_threads,
             notices=notices,
@@ -196,7 +196,7 @@ def _build_native_network(config: ModelConfig, weights: Weights, options: Runtim
     _warm_up(network)
     numerics = options.numerics
     if numerics is Numerics.EXACT:
-        numerics = measure_numerics(network, ProfileCache(options.profile_directory), options.collect_layers)
+        numerics = measure_numerics(network, ProfileCache(options.cache_directory), options.collect_layers)
         if numerics is Numerics.FAST:
             notices.append("on this machine a row's bits depend on the other rows of its pass: numerics is fast")
     network.capabilities = replace(network.capabilities, numerics=numerics)
@@ -279,11 +279,9 @@ def load_head(
         kv_cache_dtype: type of cached keys and values. The torch backend ignores it.
 
     Raises:
-        BackendUnavailableError: the backend does not exist or cannot run here.
+        ConfigError, BackendUnavailableError: the backend does not exist, or cannot run here.
     """
-    if backend == "auto":
-        backend = "native" if device != "cuda" and kernels_path() is not None else "torch"
-    if backend == "native":
+    if choose_backend(backend, device, notices=[]) == "native":
         from paceline.runtimes.native.network import NativeNetwork
 
         shared = None
@@ -293,8 +291,69 @@ def load_head(
         return NativeNetwork(
             compose, config, weights, num_threads=num_threads, max_model_len=max_model_len, packed=packed, kv_cache_dtype=kv_cache_dtype
         )
-    if backend == "torch":
-        from paceline.runtimes.torch.network import TorchNetwork
+    from paceline.runtimes.torch.network import TorchNetwork
 
-        return TorchNetwork(compose, config, weights, device=device)
-    raise BackendUnavailableError(f"backend is {backend!r}, a head runs on 'native' or 'torch': use one of these, or 'auto'")
+    return TorchNetwork(compose, config, weights, device=device)
+
+
+def choose_device(device: str, backend: str) -> str:
+    """Return the device to run on, "cpu" or "cuda". With "auto" it is "cuda" if torch finds such a device.
+
+    Raises:
+        BackendUnavailableError: device is "cuda", and torch or the device is missing.
+    """
+    if device == "cpu" or backend == "native":
+        return "cpu"
+    if device == "auto" and not _may_have_cuda():
+        return "cpu"
+    try:
+        import torch
+    except ImportError as error:
+        if device == "cuda":
+            raise BackendUnavailableError(f"device 'cuda' needs torch: {install_command('torch')}") from error
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise BackendUnavailableError("device is 'cuda', but torch finds no CUDA device: use --device cpu")
+    return "cpu"
+
+
+def choose_backend(backend: str, device: str, *, notices: list[str]) -> str:
+    """Return the backend to use, "native" or "torch". With "auto" it is "native" on a CPU for which kernels were built.
+
+    Args:
+        backend: "auto", "native" or "torch".
+        notices: lines for the user; one is appended if "auto" falls back to torch.
+
+    Raises:
+        ConfigError: the backend does not exist.
+        BackendUnavailableError: its library is not installed.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend is {backend!r}: use {', '.join(BACKENDS)}")
+    chosen = _best_backend(device, notices) if backend == "auto" else backend
+    if chosen == "torch" and not _has_torch():
+        raise BackendUnavailableError(f"backend 'torch' needs torch: {install_command('torch')}, or use --backend native")
+    return chosen
+
+
+def _best_backend(device: str, notices: list[str]) -> str:
+    if device == "cuda":
+        return "torch"
+    if kernels_path() is not None:
+        return "native"
+    if not _has_torch():
+        raise BackendUnavailableError(f"there are no native kernels for this machine: {install_command('torch')}")
+    notices.append("there are no native kernels for this machine: using torch")
+    return "torch"
+
+
+def _may_have_cuda() -> bool:
+    """Return whether a CUDA driver may be installed. This avoids importing torch, which takes seconds."""
+    return not sys.platform.startswith("linux") or any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+def _has_torch() -> bool:
+    """Return whether torch is installed, without importing it, which takes seconds."""
+    return importlib.util.find_spec("torch") is not None

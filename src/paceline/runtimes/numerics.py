@@ -42,32 +42,23 @@ def measure_numerics(network: Network, profile: ProfileCache, collect_layers: Se
 def _is_exact(network: Network) -> bool:
     random = np.random.default_rng(0)
     tokens = [random.integers(0, network.config.vocab_size, length).tolist() for length in _LENGTHS]
-    decoded_alone = [_decode_alone(network, ids) for ids in tokens]
+    alone = [row for ids in tokens for row in _decode(network, [ids], [(1,)] * len(ids))]
     # an all-NaN row is an error of the checkpoint, so no result is stored
-    if any(np.isnan(row).all() for rows in decoded_alone for row in rows):
+    if any(np.isnan(row).all() for row in alone):
         raise CheckpointError(
             "the target produced NaN logits when it was tested at load: its weights are damaged or overflow in this precision; "
             "verify the checkpoint's files or load it with a wider dtype"
         )
-    return _are_bits_equal(decoded_alone, _decode_mixed(network, tokens))
+    mixed = _decode(network, tokens, _PASS_ROWS)
+    return all(np.array_equal(one.view(np.int32), other.view(np.int32)) for one, other in zip(alone, mixed, strict=True))
 
 
-def _are_bits_equal(left: list[FloatArray], right: list[FloatArray]) -> bool:
-    return all(np.array_equal(one.view(np.int32), other.view(np.int32)) for one, other in zip(left, right, strict=True))
-
-
-def _decode_alone(network: Network, token_ids: list[int]) -> FloatArray:
-    cache = network.new_cache(4)
-    sequence = cache.new_sequence()
-    rows = [_forward(network, cache, [(sequence, [token])])[0] for token in token_ids]
-    return np.stack(rows)
-
-
-def _decode_mixed(network: Network, token_ids: list[list[int]]) -> list[FloatArray]:
-    cache = network.new_cache(8)
+def _decode(network: Network, token_ids: list[list[int]], pass_rows: Sequence[Sequence[int]]) -> list[FloatArray]:
+    """Return the logits of all rows, sequence by sequence. `pass_rows`: rows of each sequence in each pass."""
+    cache = network.new_cache(4 * len(token_ids))
     sequences = [cache.new_sequence() for _ in token_ids]
     rows: list[list[FloatArray]] = [[] for _ in token_ids]
-    for counts in _PASS_ROWS:
+    for counts in pass_rows:
         work: list[tuple[int, list[int]]] = []
         for index, count in enumerate(counts):
             start = sequences[index].committed_len
@@ -76,7 +67,7 @@ def _decode_mixed(network: Network, token_ids: list[list[int]]) -> list[FloatArr
         logits = iter(_forward(network, cache, [(sequences[index], tokens) for index, tokens in work]))
         for index, tokens in work:
             rows[index].extend(next(logits) for _ in tokens)
-    return [np.stack(own) for own in rows]
+    return [row for own in rows for row in own]
 
 
 def _forward(network: Network, cache: KVCache, work: list[tuple[CachedSequence, list[int]]]) -> FloatArray:

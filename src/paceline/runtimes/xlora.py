@@ -9,6 +9,7 @@ Source: Buehler and Buehler 2024, "X-LoRA"; PEFT 0.21, `XLoraClassifier` and `XL
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from paceline.errors import ConfigError
 from paceline.models.adapters.adapter import Adapter, XLoraMixture
 from paceline.models.config import ModelConfig
-from paceline.runtimes.base import FloatArray, ForwardBatch, Network, RowRange
+from paceline.runtimes.base import FloatArray, ForwardBatch, Network
 
 Inputs = Mapping[str, NDArray[Any]]
 Scalings = Mapping[int, FloatArray]
@@ -70,22 +71,19 @@ def compute_scalings(
         inputs, batch: inputs and rows of the actual pass.
         run_pass: function that runs the scaling pass with inputs, rows and constant scalings and returns hidden states [rows, E].
     """
-    ranges, indices, rows, start = list[RowRange](), list[NDArray[np.int32]](), dict[int, list[NDArray[np.int32]]](), 0
-    for item in batch.ranges:
-        if item.adapter in classifiers:
-            adapter = item.adapter if classifiers[item.adapter].scaling_pass_value != 0.0 else 0
-            ranges.append(item._replace(start=start, adapter=adapter))
-            indices.append(np.arange(item.start, item.start + item.num_rows, dtype=np.int32))
-            rows.setdefault(item.adapter, []).append(np.arange(start, start + item.num_rows, dtype=np.int32))
-            start += item.num_rows
-    if not ranges:
+    mixed = [item for item in batch.ranges if item.adapter in classifiers]
+    if not mixed:
         return {}
-    row_indices, rows_of_adapter = np.concatenate(indices), {adapter: np.concatenate(parts) for adapter, parts in rows.items()}
-    adapted = {adapter: own for adapter, own in rows_of_adapter.items() if classifiers[adapter].scaling_pass_value}
-    constants = {adapter: classifiers[adapter].constant_scalings(len(own)) for adapter, own in adapted.items()}
-    scaling_batch = ForwardBatch(batch.positions[row_indices], tuple(ranges))
-    hidden = run_pass({name: values[row_indices] for name, values in inputs.items()}, scaling_batch, constants)
-    return {adapter: classifiers[adapter].scalings(hidden[own.astype(np.int64)]) for adapter, own in rows_of_adapter.items()}
+    indices = np.concatenate([np.arange(item.start, item.start + item.num_rows) for item in mixed])
+    starts = accumulate((item.num_rows for item in mixed), initial=0)
+    ranges = [item._replace(start=start) for item, start in zip(mixed, starts, strict=False)]
+    rows_of_adapter = ForwardBatch(batch.positions[indices], tuple(ranges)).rows_by_adapter()
+    adapted = {adapter: rows for adapter, rows in rows_of_adapter.items() if classifiers[adapter].scaling_pass_value != 0.0}
+    constants = {adapter: classifiers[adapter].constant_scalings(len(rows)) for adapter, rows in adapted.items()}
+    ranges = [item if item.adapter in adapted else item._replace(adapter=0) for item in ranges]
+    scaling_batch = ForwardBatch(batch.positions[indices], tuple(ranges))
+    hidden = run_pass({name: values[indices] for name, values in inputs.items()}, scaling_batch, constants)
+    return {adapter: classifiers[adapter].scalings(hidden[rows.astype(np.int64)]) for adapter, rows in rows_of_adapter.items()}
 
 
 def check_supports_xlora(config: ModelConfig) -> None:

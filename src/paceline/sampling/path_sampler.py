@@ -26,8 +26,6 @@ class LogitsView(NamedTuple):
 
     logits: LogitsArray  # [R, V]
     block_max: LogitsArray | None = None  # [R, blocks] the largest logit of each block of a row, if the runtime computed it
-    logits_address: int = 0  # address of `logits`, because reading it from NumPy takes microseconds; 0 = unknown
-    block_max_address: int = 0  # the same for `block_max`
 
 
 class PathSampler(Protocol):

@@ -79,7 +79,7 @@ def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, spec
         if is_interrupt(error):
             raise PassInterrupted from error
         raise
-    view = LogitsView(output.logits[:, : speculator.vocab_size], output.block_max, output.logits_address, output.block_max_address)
+    view = LogitsView(output.logits[:, : speculator.vocab_size], output.block_max)
     for rows, plan_output in zip(batch, output.split_by_plan(plans, nodes), strict=True):
         rows.set_output(plan_output, view.logits)
     paths = sample_paths([speculator.sampler_input(rows) for rows in batch], view)

@@ -11,6 +11,7 @@ import pytest
 
 from harness.engine_traffic import check_clean
 from harness.gemma4_checkpoints import write_gemma4
+from harness.layer_caches import check_window
 from harness.native_network import BUILT
 from paceline import LLM, SamplingParams
 from paceline.kv_cache.cache import BLOCK_SIZE
@@ -63,7 +64,7 @@ def test_gemma4_cache_stores_global_layers_whole_and_windows_of_local_ones(open_
     (output,) = llm.generate([prompt_of(3_000)], GREEDY)
     assert len(output.token_ids) == 20
     check_clean(llm)
-    local.check()
+    check_window(local)
     assert local.pool.num_free == local.storage.shape[1]
 
 

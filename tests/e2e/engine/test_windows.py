@@ -15,6 +15,7 @@ from harness.engine_targets import make
 from harness.engine_traffic import check_clean
 from harness.expert_checkpoints import CASES
 from harness.gemma4_assistants import write_assistant, write_target
+from harness.layer_caches import check_window
 from harness.native_network import BUILT
 from paceline import LLM, SamplingParams
 from paceline.kv_cache.cache import BLOCK_SIZE
@@ -88,7 +89,7 @@ def test_continued_conversations_of_windowed_models_hit_the_prefix_cache(open_ll
         assert found.token_ids == expected.token_ids, count
         if count in (940, 970):
             assert found.usage.num_cached_tokens >= 896
-        memory_of(llm).check()
+        check_window(memory_of(llm))
         check_clean(llm)
 
 
@@ -143,11 +144,11 @@ def test_aborted_requests_of_windowed_models_free_all_blocks(
         if number % 50 == 0:
             llm.engine.step()
             llm.engine.cache.check()
-            memory.check()
+            check_window(memory)
     while not llm.engine.is_idle:
         llm.engine.step()
     tally["requests over windows, most of them aborted"] += count
-    memory.check()
+    check_window(memory)
     check_clean(llm)
     assert memory.pool.num_free == memory.storage.shape[1]
     assert llm.stats().drafter_failures == 0

@@ -111,21 +111,20 @@ class Simulation:
     def step(self) -> list[Job]:
         decoding = [job for job in self.scheduler.running if job.num_next_tokens(2) == 1]
         scheduled = self.scheduler.next_pass()
-        picked = [one.request for one in scheduled]
-        self.passes.append([job.name for job in picked])
-        self.rows.append([one.num_rows for one in scheduled])
+        self.passes.append([job.name for job in scheduled])
+        self.rows.append(list(scheduled.values()))
         assert sum(self.rows[-1]) <= self.limits.max_num_batched_tokens
-        assert all(0 < one.num_rows <= self.limits.prefill_chunk_size for one in scheduled)
+        assert all(0 < num_rows <= self.limits.prefill_chunk_size for num_rows in self.rows[-1])
         assert len(self.scheduler.running) <= self.limits.max_num_seqs
-        self.num_kept_waiting += len([job for job in decoding if job in self.scheduler.running and job not in picked])
-        for one in scheduled:
-            self.blocks.take(one.request, self.blocks.num_blocks_needed(one.request, one.num_rows))
-        for job, num_rows in zip(picked, self.rows[-1], strict=True):
+        self.num_kept_waiting += len([job for job in decoding if job in self.scheduler.running and job not in scheduled])
+        for job, num_rows in scheduled.items():
+            self.blocks.take(job, self.blocks.num_blocks_needed(job, num_rows))
+        for job, num_rows in scheduled.items():
             job.run(num_rows)
             if job.is_finished:
                 assert self.scheduler.remove(job)
                 self.blocks.free_blocks(job)
-        return picked
+        return list(scheduled)
 
 
 def _decoding(name: str, num_cached: int) -> Job:

@@ -142,7 +142,7 @@ def test_registering_a_block_again_changes_nothing():
     assert pool.find_block(first) == 5
     assert pool.find_block(second) is None
     assert pool.hash_of(6) is None
-    assert pool.num_indexed == 1
+    assert len(pool._hash_of) == 1
 
 
 def test_block_lookup_with_a_hash_collision_compares_the_tokens(monkeypatch):

@@ -129,7 +129,7 @@ class CheckedCache:
         owned = {block for text in self.texts for block in text.sequence.block_table}
         owned |= {block for text in self.texts if text.sequence.plan for block in text.sequence.plan.fresh_blocks}
         assert self.cache.pool.num_free == self.cache.pool.num_blocks - len(owned)
-        assert self.cache.pool.num_indexed == len(known)
+        assert len(self.cache.pool._hash_of) == len(known)
 
     def _label(self, text: Text, start: int, tokens: Sequence[int]) -> int:
         key = (text.sequence.salt, *text.token_ids[:start], *tokens)
@@ -260,7 +260,7 @@ def test_prefix_of_a_released_sequence_is_matched_with_its_salt_only():
     checked = CheckedCache()
     checked.release(checked.prompt(range(13)))
     assert checked.cache.pool.num_free == NUM_BLOCKS
-    assert checked.cache.pool.num_indexed == 3
+    assert len(checked.cache.pool._hash_of) == 3
     assert checked.start(range(13), b"salt").sequence.committed_len == 0
     assert checked.start(range(13)).sequence.committed_len == 12
     assert checked.start([*range(8), 99, *range(9, 13)]).sequence.committed_len == 8
@@ -302,7 +302,7 @@ def test_prefix_caching_off_registers_and_matches_nothing():
     cache.reserve(sequence, range(-1, 11))
     cache.keep_path(sequence, 11)
     cache.register_prefix(sequence, range(12))
-    assert cache.pool.num_indexed == 0
+    assert len(cache.pool._hash_of) == 0
     assert cache.match_prefix(cache.new_sequence(), range(12)) == 0
     assert cache.stats.queried_tokens == 0
 
@@ -351,7 +351,7 @@ def test_equal_block_is_indexed_after_the_first_was_evicted():
     checked.extend(second)
     checked.release(first)
     blocks = checked.cache.pool.allocate(5)  # everything but the copies
-    assert checked.cache.pool.num_indexed == 0
+    assert len(checked.cache.pool._hash_of) == 0
     checked.cache.pool.release(blocks)
     kept = second.sequence.block_table[:2]
     checked.release(second)
@@ -399,7 +399,7 @@ def test_free_blocks_are_allocated_before_indexed_ones():
     assert checked.cache.stats.evicted_blocks == 1
     with pytest.raises(CapacityError, match="3 blocks wanted, 2 of 7 free"):
         checked.cache.pool.allocate(3)
-    assert checked.cache.pool.num_indexed == 2
+    assert len(checked.cache.pool._hash_of) == 2
 
 
 def test_match_prefix_needs_no_free_block():

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from harness.layer_caches import check_window
 from paceline.errors import CapacityError
 from paceline.kv_cache import sliding_window as module
 from paceline.kv_cache.block_pool import BlockPool
@@ -108,7 +109,7 @@ class Bench:
         """What the next row sees is there; between passes nothing farther back is held."""
         self.cache.check()
         for window in self.windows:
-            window.check()
+            check_window(window)
             for text in self.texts:
                 length = text.sequence.committed_len
                 first = max(0, length - window.window + 1)

@@ -8,9 +8,8 @@ import pytest
 
 from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.installation import install_command
-from paceline.runtimes import backend as backend_module
-from paceline.runtimes.backend import choose_backend, choose_device
-from paceline.runtimes.native import library
+from paceline.runtimes import load as load_module
+from paceline.runtimes.load import choose_backend, choose_device
 
 KERNELS, TORCH = "kernels", "torch"
 Choose = Callable[..., tuple[str, list[str]]]
@@ -21,8 +20,8 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
     """The choice on a machine that has what is named, and the notices."""
 
     def chosen(has: set[str], *, asked: str = "auto", device: str = "cpu") -> tuple[str, list[str]]:
-        monkeypatch.setattr(backend_module, "_has_torch", lambda: TORCH in has)
-        monkeypatch.setattr(library, "kernels_path", lambda: Path("kernels.so") if KERNELS in has else None)
+        monkeypatch.setattr(load_module, "_has_torch", lambda: TORCH in has)
+        monkeypatch.setattr(load_module, "kernels_path", lambda: Path("kernels.so") if KERNELS in has else None)
         notices: list[str] = []
         return choose_backend(asked, device, notices=notices), notices
 
@@ -75,7 +74,7 @@ def test_native_backend_uses_the_cpu_for_device_auto() -> None:
 
 
 def test_device_auto_without_a_cuda_driver_is_cpu_and_cuda_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "_may_have_cuda", lambda: False)
+    monkeypatch.setattr(load_module, "_may_have_cuda", lambda: False)
     assert choose_device("auto", "auto") == "cpu"
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

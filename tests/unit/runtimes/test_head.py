@@ -7,7 +7,7 @@ import pytest
 
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
-from paceline.errors import BackendUnavailableError
+from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 from paceline.models.layers import Activation, BlockConvolution
 from paceline.models.tensor_names import tensor_shapes
@@ -177,7 +177,7 @@ def test_head_ranking_equals_the_ranking_of_its_logits(backend: str, seed: int) 
 
 
 def test_unknown_head_backend_is_refused() -> None:
-    with pytest.raises(BackendUnavailableError, match="'onnx'"):
+    with pytest.raises(ConfigError, match="'onnx'"):
         load_head(network, CONFIG, weights(), num_threads=1, max_model_len=8, backend="onnx")
 
 

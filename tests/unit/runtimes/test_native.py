@@ -118,14 +118,14 @@ class InterruptedPass(Pass):
 @pytest.mark.parametrize("field", ["ranges", "range_of_row", "logits_rows", "block_tables", "masks"])
 def test_interrupt_while_a_pass_record_grows_leaves_no_dangling_address(field: str) -> None:
     memory = PassRecord(None)
-    memory._enlarge(field, 4)
+    memory._reserve(field, 4)
     record, before = memory.record, getattr(memory, field)
     memory.record = InterruptedPass()
     with pytest.raises(KeyboardInterrupt):
-        memory._enlarge(field, 10_000)
+        memory._reserve(field, 10_000)
     memory.record = record
     assert len(getattr(memory, field)) == 0 < len(before)
-    memory._enlarge(field, 4)
+    memory._reserve(field, 4)
     assert getattr(memory, field).ctypes.data == getattr(record, field)
 
 

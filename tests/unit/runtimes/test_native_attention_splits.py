@@ -12,8 +12,8 @@ from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.kv_cache.row_plan import path_to, tree_mask
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.runtimes.base import FloatArray, IntArray, RowRange
-from paceline.runtimes.native.kv_blocks import KVBlockCodec
 from paceline.runtimes.native.library import kernels
+from paceline.runtimes.native.network import KVBlockCodec
 
 if not BUILT:
     pytest.skip("no native kernels for this machine", allow_module_level=True)

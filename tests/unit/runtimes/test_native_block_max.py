@@ -91,14 +91,6 @@ def passed(**fields: Any) -> ForwardOutput:
     return output
 
 
-def test_pass_output_has_the_addresses_of_logits_and_block_max() -> None:
-    output = passed()
-    assert output.block_max is not None
-    assert (output.logits_address, output.block_max_address) == (output.logits.ctypes.data, output.block_max.ctypes.data)
-    assert passed(logit_soft_cap=5.0).block_max_address == 0
-    assert ForwardOutput({**output.results}).logits_address == 0
-
-
 def test_block_max_is_dropped_if_logits_change_after_the_product() -> None:
     assert passed().block_max is not None
     assert passed(logit_soft_cap=5.0).block_max is None

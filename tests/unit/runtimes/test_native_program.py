@@ -128,7 +128,7 @@ def test_attention_layers_of_different_shapes_run_in_one_program(level: str, num
     "fields", [{}, {"x": 0, "heads": 1}, {"x": 0, "heads": 1, "head_size": 2, "rotary_half": 1, "table": 0, "width": 4}]
 )
 def test_native_operation_with_missing_or_extra_fields_is_refused(fields: dict[str, int]) -> None:
-    with pytest.raises(TypeError, match="RopeOperation has the fields"):
+    with pytest.raises(TypeError, match="the operation ROPE has the fields"):
         RopeOperation(**fields)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from harness.layer_caches import check_states
 from harness.native_network import BUILT
 from harness.recurrent_networks import MIXERS, recurrent_config, recurrent_weights
 from paceline.kv_cache.cache import CachedSequence, KVCache
@@ -199,7 +200,7 @@ def test_recurrent_rows_equal_plain_decoding_after_rejections(num_threads: int, 
                 else:
                     cache.keep_path(sequences[index], node)
                     texts[index] = text
-            memory.check()
+            check_states(memory)
         for sequence in sequences:
             cache.release(sequence)
         assert num_states(memory) == 0
@@ -279,7 +280,7 @@ def test_recurrent_state_after_random_events_equals_a_fresh_run(seed: int, large
     compared = sum(run_schedule(random, network, cache, config.vocab_size) is not None for _ in range(count))
     assert compared > count / 2
     memory = memory_of(cache)
-    memory.check()
+    check_states(memory)
     cache.check()
     assert 0 < num_states(memory) <= 5
     cache.pool.release(cache.pool.allocate(40))  # evicts everything
@@ -305,7 +306,7 @@ def test_cached_prefixes_have_the_recurrent_state_of_plain_decoding(stride: int,
             cache.keep_path(sequence, len(ids) - 1)
             length += len(ids)
             cache.register_prefix(sequence, token_ids)
-            memory_of(cache).check()
+            check_states(memory_of(cache))
         cache.release(sequence)
         assert num_states(memory_of(cache)) <= 3
     assert len(hits) > 2

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.layer_caches import check_states
 from harness.native_network import BUILT
 from harness.recurrent_networks import MIXERS, recurrent_config, recurrent_weights
 from paceline.errors import CapacityError
@@ -70,7 +71,7 @@ def test_torch_recurrent_rows_after_random_events_equal_one_pass(seed: int, offs
             tree = random_tree(random, known, int(random.choice([0, 2, 6])))
             text += check_a_pass(random, network, alone, cache, sequence, text, tree, known, str(kind))
     memory = next(memory for memory in cache.layer_caches if isinstance(memory, RecurrentStateCache))
-    memory.check()
+    check_states(memory)
 
 
 def check_a_pass(

@@ -37,20 +37,15 @@ class NativeAdapter:
         self._free_offset = 0  # begin of the unused part of `_memory[-1]`
         self._records: list[Any] = []
         self._sites: dict[tuple[str, ...], AdapterSite] = {}
-        self._tables: dict[AdapterSiteNames, Array[AdapterSite]] = {}
         self._replacements = {name: self._down_projection_tiles(values) for name, values in network_adapter.replacements.items()}
         self.num_floats = 1
 
     def site_records(self, sites: AdapterSiteNames) -> "Array[AdapterSite]":
-        """Return what the adapter changes in each operation of a network, as records for the kernels; cached by `sites`."""
-        if sites not in self._tables:
-            self._tables[sites] = (AdapterSite * len(sites))(*map(self._cached_site, sites))
-        return self._tables[sites]
-
-    def _cached_site(self, names: tuple[str, ...]) -> AdapterSite:
-        if names not in self._sites:
-            self._sites[names] = self._make_site(names)
-        return self._sites[names]
+        """Return what the adapter changes in each operation of a network, as records for the kernels."""
+        for names in sites:
+            if names not in self._sites:
+                self._sites[names] = self._make_site(names)
+        return (AdapterSite * len(sites))(*(self._sites[names] for names in sites))
 
     def _make_site(self, names: tuple[str, ...]) -> AdapterSite:
         updates, biases = self.network_adapter.low_rank_updates, self.network_adapter.biases
@@ -96,17 +91,13 @@ class NativeAdapter:
     def _copy_to_memory(self, array: NDArray[Any]) -> int:
         """Copy the array to the next free cache line of a large array, because small ones are slower to read. Return its address."""
         size = -(-array.nbytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
-        if size > self._num_free_bytes:
+        if not self._memory or size > len(self._memory[-1]) - self._free_offset:
             self._memory.append(np.empty(max(_ALLOCATION_BYTES, size + _CACHE_LINE_BYTES), np.uint8))
             self._free_offset = -self._memory[-1].ctypes.data % _CACHE_LINE_BYTES
         start, self._free_offset = self._free_offset, self._free_offset + size
         target = self._memory[-1][start : start + array.nbytes]
         target[...] = array.reshape(-1).view(np.uint8)
         return int(target.ctypes.data)
-
-    @property
-    def _num_free_bytes(self) -> int:
-        return len(self._memory[-1]) - self._free_offset if self._memory else 0
 
 
 def _narrowest_exact_type(values: NDArray[np.float32]) -> tuple[NDArray[Any], MatrixKind]:

@@ -16,7 +16,7 @@ from paceline.runtimes.native.adapters import AdapterRows, NativeAdapter
 from paceline.runtimes.native.aligned import aligned_empty, aligned_zeros
 from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.passes import PassRecord
-from paceline.runtimes.native.program import RecordedNetwork, matrices_of
+from paceline.runtimes.native.program import NativeBlocks, matrices_of
 from paceline.runtimes.native.records import (
     PHASES,
     AttentionOperation,
@@ -38,7 +38,8 @@ class Execution:
     """Runs passes of a recorded network. Results are in the buffers (`buffer_rows`) until the next pass.
 
     Args:
-        recorded: the network.
+        blocks: the recorded network, in whose operations values have been replaced by buffer numbers.
+        widths: width of each buffer, in floats.
         num_threads: threads among which the work of a pass is divided.
         tables: tables of rotary angles; may be None if the network has no rotary embedding.
         adapters: loaded adapters by number; None = adapters are not supported.
@@ -46,13 +47,15 @@ class Execution:
 
     def __init__(
         self,
-        recorded: RecordedNetwork,
+        blocks: NativeBlocks,
+        widths: Sequence[int],
         *,
         num_threads: int,
         tables: RotaryTables | None = None,
         adapters: Mapping[int, NativeAdapter] | None = None,
     ) -> None:
-        self._recorded, operations = recorded, recorded.operations
+        operations = self._recorded_operations = blocks.operations
+        self._widths = widths
         self._call_lock = Lock()  # concurrent calls are not allowed; if they happen, they must not read freed memory
         self._operations = (ctypes.c_void_p * len(operations))(*map(ctypes.addressof, operations))
         self._tickets = np.zeros(PHASES * len(operations), np.int32)
@@ -66,7 +69,7 @@ class Execution:
         self._buffers: list[FloatArray] = []  # each [capacity in rows, width]
         self.pass_record = PassRecord(tables if any(isinstance(operation, RopeOperation) for operation in operations) else None)
         max_experts = max((operation.chosen for operation in operations if isinstance(operation, ExpertsOperation)), default=0)
-        self._adapter_rows = None if adapters is None else AdapterRows(adapters, recorded.sites, max_experts)
+        self._adapter_rows = None if adapters is None else AdapterRows(adapters, blocks.sites, max_experts)
         self._program = Program(
             operations=ctypes.addressof(self._operations), num_operations=len(operations), num_threads=num_threads,
             max_columns=self._max_columns, tickets=self._tickets.ctypes.data,
@@ -104,13 +107,6 @@ class Execution:
         self._program.kv_storage = self._kv_address_array.ctypes.data
         self._program.kv_kind = KVKind[kv_cache_dtype.name]
 
-    def _make_scratch(self, num_rows: int) -> None:
-        """Allocate the scratch memory of attention, for each thread, for passes of up to `num_rows` rows."""
-        floats = max((self.kernels.paceline_attention_floats(*shape, num_rows) for shape in self._head_shapes), default=0)
-        self._scratch = [aligned_empty((floats,)) for _ in range(self._program.num_threads)]
-        self._scratch_address_array = np.array([part.ctypes.data for part in self._scratch], np.uint64)
-        self._program.scratch = self._scratch_address_array.ctypes.data
-
     def _make_state_scratch(self, num_states: int) -> None:
         """Allocate, for each thread, state blocks as scratch memory: one of zeros, one to work in, and `num_states` temporary states."""
         self._num_temporary_states = num_states
@@ -120,10 +116,6 @@ class Execution:
     def buffer_rows(self, buffer: int, num_rows: int, width: int | None = None) -> FloatArray:
         """Return the first rows and columns of a buffer as [num_rows, width]; width None = all columns."""
         return self._buffers[buffer][:num_rows, :width]
-
-    def buffer_address(self, buffer: int) -> int:
-        """Return the address of a buffer. It changes when `reserve_rows` enlarges the buffers."""
-        return self._buffer_addresses[buffer]
 
     def run(self, batch: ForwardBatch, logits_rows: LogitsRows, scalings: Mapping[int, FloatArray] = MappingProxyType({})) -> None:
         """Run one pass. Its inputs must be in the input buffers.
@@ -144,26 +136,27 @@ class Execution:
     def _packed_floats(self, num_rows: int) -> int:
         """Return how many floats the packed input rows of the largest product have in a pass of `num_rows` rows."""
         sizes = {(num_rows, self._max_columns)}
-        for operation in self._recorded.operations:
+        for operation in self._recorded_operations:
             if isinstance(operation, ExpertsOperation):
                 sizes.add((num_rows * operation.chosen * 6 // 5 + 1, operation.matrices[0].columns))
         return max(int(self.kernels.paceline_packed_floats(*size)) for size in sizes)
 
     def reserve_rows(self, num_rows: int) -> None:
         """Enlarge the buffers to at least `num_rows` rows, if they are smaller."""
-        if num_rows <= self._capacity:
-            return
-        with self._call_lock:
-            self._make_buffers(num_rows)
+        if num_rows > self._capacity:
+            with self._call_lock:
+                self._make_buffers(num_rows)
 
     def _make_buffers(self, num_rows: int) -> None:
         self._capacity = 0  # so that after an interrupt the buffers are allocated again
         capacity = max(_MIN_CAPACITY_ROWS, 1 << (num_rows - 1).bit_length())
-        self._buffers = [aligned_empty((capacity, width)) for width in self._recorded.widths]
-        self._buffer_addresses = [buffer.ctypes.data for buffer in self._buffers]
-        self._buffer_address_array = np.array(self._buffer_addresses, np.uint64)
+        self._buffers = [aligned_empty((capacity, width)) for width in self._widths]
+        self._buffer_address_array = np.array([buffer.ctypes.data for buffer in self._buffers], np.uint64)
         self._packed = aligned_empty((self._packed_floats(capacity),))
-        self._make_scratch(capacity)
+        attention_floats = max((self.kernels.paceline_attention_floats(*shape, capacity) for shape in self._head_shapes), default=0)
+        self._scratch = [aligned_empty((attention_floats,)) for _ in range(self._program.num_threads)]
+        self._scratch_address_array = np.array([part.ctypes.data for part in self._scratch], np.uint64)
+        self._program.scratch = self._scratch_address_array.ctypes.data
         self._program.buffers = self._buffer_address_array.ctypes.data
         self._program.packed = self._packed.ctypes.data
         self._capacity = capacity

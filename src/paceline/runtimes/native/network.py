@@ -2,10 +2,11 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,69 +17,38 @@ from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache, PagedCache
 from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig, RecurrentStateCache
 from paceline.kv_cache.sliding_window import PassLimits, SlidingWindowCache, num_window_blocks
-from paceline.models.adapters.adapter import Adapter
+from paceline.models.adapters.adapter import Adapter, XLoraMixture
 from paceline.models.adapters.network_adapter import to_network_adapter
 from paceline.models.config import KVGroup, ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
+from paceline.models.layers import Activation
 from paceline.models.state_layout import StateLayout
 from paceline.models.storage.mapped_files import MappedFiles
-from paceline.models.weights import AnyTensor, GroupedTensor, TensorInfo, Weights
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, Numerics
 from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LOGITS, PER_LAYER_EMBEDDINGS, TOKEN_IDS, NetworkDefinition, with_summaries
 from paceline.runtimes.embedding import per_layer_embedding_rows, scaled_rows, unscaled_embedding_rows
-from paceline.runtimes.kv_storage import kv_arrays_of_layers
 from paceline.runtimes.logits_summary import SummaryOptions
 from paceline.runtimes.native.adapters import AdapterSiteNames, NativeAdapter
 from paceline.runtimes.native.aligned import aligned_zeros
 from paceline.runtimes.native.buffers import assign_buffers
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.kv_blocks import KVBlockCodec
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.packed_weights import PackedWeights
-from paceline.runtimes.native.program import NativeBlocks, RecordedNetwork
+from paceline.runtimes.native.program import NativeBlocks
 from paceline.runtimes.native.records import CHECKPOINT_INTERVAL, RowSelection
 from paceline.runtimes.native.rotary import MIN_POSITIONS, RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
-from paceline.runtimes.native.xlora import NativeClassifier, add_scaling_pass_caches
-from paceline.runtimes.xlora import Inputs, Scalings, check_supports_xlora, check_xlora_enabled, compute_scalings
+from paceline.runtimes.xlora import Classifier, Inputs, Scalings, check_supports_xlora, check_xlora_enabled, compute_scalings
 
-_ResultLocation: TypeAlias = tuple[int, RowSelection, int]
-"""Buffer number, rows and width of a result."""
-
-
-class _Results(Mapping[str, FloatArray]):
-    """The results of a pass by name, as views of buffers.
-
-    Args:
-        locations: where each result is.
-        num_rows, num_logits_rows: number of rows of the pass, and of those whose logits are computed.
-    """
-
-    __slots__ = ("_execution", "_locations", "_num_rows")
-
-    def __init__(self, execution: Execution, locations: Mapping[str, _ResultLocation], num_rows: int, num_logits_rows: int) -> None:
-        self._execution, self._locations, self._num_rows = execution, locations, (num_rows, num_logits_rows)
-
-    def address_of(self, name: str) -> int:
-        """Return the memory address of the first row of a result; 0 = there is no such result."""
-        location = self._locations.get(name)
-        return 0 if location is None else self._execution.buffer_address(location[0])
-
-    def __getitem__(self, name: str) -> FloatArray:
-        buffer, rows, width = self._locations[name]
-        return self._execution.buffer_rows(buffer, self._num_rows[rows], width)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._locations)
-
-    def __len__(self) -> int:
-        return len(self._locations)
+_NUMPY_TYPES = {KVCacheDtype.F32: np.float32, KVCacheDtype.BF16: np.uint16, KVCacheDtype.F16: np.float16, KVCacheDtype.INT8: np.int8}
 
 
 class NativeNetwork(Network):
     """A network whose operations are recorded once and run by the kernels. Values are float32; weights keep their stored type."""
 
     weights: Weights
+    has_window_eviction = True
 
     def __init__(
         self,
@@ -122,14 +92,11 @@ class NativeNetwork(Network):
             kv_source._shared.add_kv_reader(self._shared)
         path = kernels_path()
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
-        weight_types = sorted({f"{info.weight_type.value}{_describe_bits(info)}" for info in map(weights.info, weights)})
+        types = {(info.weight_type.value, info.bits) for info in map(weights.info, weights)}
+        weight_types = sorted(kind if bits is None else f"{kind} in {bits} bits" for kind, bits in types)
         row_type = round_to.value if packed is None else "bytes"
         self.version = f"kernels {digest}, {num_threads} threads, {' '.join(weight_types)} as {row_type}, cache {kv_cache_dtype.value}"
         self._compose(compose)
-
-    @property
-    def has_window_eviction(self) -> bool:
-        return True
 
     @property
     def num_passes(self) -> int:
@@ -139,37 +106,34 @@ class NativeNetwork(Network):
     def num_passes(self, count: int) -> None:
         self._shared.num_passes = count
 
-    def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
-        groups = self.config.kv_groups(by_window=False)
-        caches = [FullAttentionCache(self._allocate_storage(group, num_blocks), self._kv_block_codec(group)) for group in groups]
-        self._shared.set_cache(kv_arrays_of_layers(self.config, groups, caches))
-        return caches
+    def allocate_kv(self, num_blocks: int) -> list[PagedCache]:
+        return self._allocate_kv(num_blocks, by_window=False)
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
-        has_windows = self.config.windows and self.has_window_eviction
-        cache = self._new_sliding_window_cache(num_blocks, limits) if has_windows else super().new_cache(num_blocks)
+        states = None
         if self.config.recurrent_layers:
             layout = StateLayout.for_layers(self.config.recurrent_layers)
-            recurrent = RecurrentStateCache(
+            states = RecurrentStateCache(
                 layout.state_size, layout.record_size, BLOCK_SIZE, aligned_zeros, checkpoints, chunk_size=CHECKPOINT_INTERVAL
             )
-            self._shared.set_states(recurrent)
-            cache.add_layer_cache(recurrent)
-        return cache
+        caches = self._allocate_kv(num_blocks, limits, states, by_window=self.has_window_eviction)
+        return KVCache(caches if states is None else [*caches, states], num_blocks)
 
-    def _new_sliding_window_cache(self, num_blocks: int, limits: PassLimits | None) -> KVCache:
-        groups, caches, windows = self.config.kv_groups(), list[PagedCache](), list[SlidingWindowCache]()
+    def _allocate_kv(
+        self, num_blocks: int, limits: PassLimits | None = None, states: RecurrentStateCache | None = None, *, by_window: bool
+    ) -> list[PagedCache]:
+        """Allocate a cache for each group of layers. From now on this network uses them, with these states of recurrent layers."""
+        groups, caches, windows = self.config.kv_groups(by_window=by_window), list[PagedCache](), list[SlidingWindowCache]()
         for group in groups:
+            copy_row = KVBlockCodec(self.capabilities.kv_cache_dtype, BLOCK_SIZE, group.planes).copy
             if group.window is None:
-                caches.append(FullAttentionCache(self._allocate_storage(group, num_blocks), self._kv_block_codec(group)))
+                caches.append(FullAttentionCache(self._allocate_storage(group, num_blocks), copy_row))
             else:
                 own_blocks = num_window_blocks(group.window, num_blocks, limits, BLOCK_SIZE)
-                windows.append(
-                    SlidingWindowCache(self._allocate_storage(group, own_blocks), group.window, BLOCK_SIZE, self._kv_block_codec(group))
-                )
+                windows.append(SlidingWindowCache(self._allocate_storage(group, own_blocks), group.window, BLOCK_SIZE, copy_row))
                 caches.append(windows[-1])
-        self._shared.set_cache(kv_arrays_of_layers(self.config, groups, caches), windows)
-        return KVCache(caches, num_blocks)
+        self._shared.set_cache(self.kv_arrays_of_layers(groups, caches), windows, states)
+        return caches
 
     @property
     def num_xlora_passes(self) -> int:
@@ -184,14 +148,11 @@ class NativeNetwork(Network):
         if self._shared.adapters is None:
             super().enable_xlora(cache)
         check_supports_xlora(self.config)
-        caches = add_scaling_pass_caches(cache)
+        caches = _add_scaling_pass_caches(cache)
         windows = [own for own in caches if isinstance(own, SlidingWindowCache)]
-        storage = kv_arrays_of_layers(self.config, self.config.kv_groups(by_window=bool(windows)), caches)
+        storage = self.kv_arrays_of_layers(self.config.kv_groups(by_window=bool(windows)), caches)
         self._shared.xlora_program = self._record_program(None)
         self._shared.xlora_program.execution.set_cache(storage, windows, None, self.capabilities.kv_cache_dtype)
-
-    def _kv_block_codec(self, group: KVGroup) -> KVBlockCodec:
-        return KVBlockCodec(self.capabilities.kv_cache_dtype, BLOCK_SIZE, group.planes)
 
     def _allocate_storage(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
         try:
@@ -204,16 +165,19 @@ class NativeNetwork(Network):
         shared.files.check()
         shared.num_passes += 1
         scalings = compute_scalings(shared.classifiers, inputs, batch, self._run_scaling_pass) if shared.classifiers else {}
-        results = self._run(program, inputs, batch, logits_rows, scalings)
-        return ForwardOutput(results, results.address_of)
+        return ForwardOutput(self._run(program, inputs, batch, logits_rows, scalings))
 
-    def _run(self, program: "_Program", inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows, scalings: Scalings) -> _Results:
+    def _run(
+        self, program: "_Program", inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows, scalings: Scalings
+    ) -> dict[str, FloatArray]:
+        """Run a pass, and return its results by name, as views of buffers."""
         num_rows, execution = len(batch.positions), program.execution
         execution.reserve_rows(num_rows)
         for name, buffer in program.inputs.items():
             execution.buffer_rows(buffer, num_rows)[...] = self._input_rows(name, inputs, batch)
         execution.run(batch, logits_rows, scalings)
-        return _Results(execution, program.results, num_rows, len(logits_rows.rows))
+        counts = {RowSelection.ALL: num_rows, RowSelection.LOGITS: len(logits_rows.rows)}
+        return {name: execution.buffer_rows(buffer, counts[rows], width) for name, (buffer, rows, width) in program.results.items()}
 
     def _run_scaling_pass(self, inputs: Inputs, batch: ForwardBatch, scalings: Scalings) -> FloatArray:
         program = self._shared.xlora_program
@@ -269,8 +233,7 @@ class NativeNetwork(Network):
         self._shared.classifiers.pop(number, None)
 
     def network_with_same_weights(self, compose: NetworkDefinition) -> "NativeNetwork":
-        other = NativeNetwork.__new__(NativeNetwork)
-        other.__dict__.update(self.__dict__)
+        other = copy(self)
         other._compose(compose)
         return other
 
@@ -319,9 +282,8 @@ class NativeNetwork(Network):
             if block_max is not None:
                 results[BLOCK_MAX] = block_max
         buffers, widths = assign_buffers(blocks, {value.index for value in results.values()})
-        recorded = RecordedNetwork(blocks.operations, widths, blocks.sites)
         return _Program(
-            Execution(recorded, num_threads=shared.num_threads, tables=shared.tables, adapters=shared.adapters),
+            Execution(blocks, widths, num_threads=shared.num_threads, tables=shared.tables, adapters=shared.adapters),
             {name: buffers[value.index] for name, value in blocks.inputs.items()},
             {name: (buffers[value.index], value.rows, blocks.result_width(value)) for name, value in results.items()},
             tuple(blocks.sites),
@@ -330,16 +292,12 @@ class NativeNetwork(Network):
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A recorded network: the buffer of each input, where each result is, and the matrices that adapters can change."""
+    """A recorded network: the buffer of each input; buffer, rows and width of each result; and the matrices that adapters can change."""
 
     execution: Execution
     inputs: Mapping[str, int]
-    results: Mapping[str, _ResultLocation]
+    results: Mapping[str, tuple[int, RowSelection, int]]
     sites: AdapterSiteNames
-
-
-def _describe_bits(info: TensorInfo) -> str:
-    return "" if info.bits is None else f" in {info.bits} bits"
 
 
 @dataclass(slots=True)
@@ -353,7 +311,7 @@ class _SharedState:
     adapters: dict[int, NativeAdapter] | None = None  # loaded adapters by number; None = adapters are not supported
     adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_passes: int = 0
-    classifiers: dict[int, NativeClassifier] = field(default_factory=dict)  # X-LoRA classifiers by adapter number
+    classifiers: "dict[int, NativeClassifier]" = field(default_factory=dict)  # X-LoRA classifiers by adapter number
     num_xlora_passes: int = 0
     xlora_program: _Program | None = None  # the network for scaling passes; None = X-LoRA is not enabled
     files: MappedFiles = field(default_factory=lambda: MappedFiles(()))  # files whose mapped weights are read
@@ -370,11 +328,6 @@ class _SharedState:
             execution.set_cache(kv_storage, windows, states, self.kv_cache_dtype)
         for reader in self._kv_readers:
             reader.set_cache(kv_storage, windows, states)
-
-    def set_states(self, states: RecurrentStateCache) -> None:
-        """Use these states of recurrent layers from now on, with the current keys and values."""
-        if self._cache is not None:
-            self.set_cache(*self._cache[:2], states)
 
     def add_kv_reader(self, reader: "_SharedState") -> None:
         """Give a network with other weights the current cache and all later ones."""
@@ -398,3 +351,93 @@ def _arrays_of_embedding(embedding: AnyTensor | PackedWeights) -> tuple[NDArray[
     if isinstance(embedding, PackedWeights):
         return (embedding.data,)
     return embedding.matrix.arrays if isinstance(embedding, GroupedTensor) else (embedding.array,)
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlockCodec:
+    """Copies rows of storage [planes * layers, num_blocks, K, bytes] uint8 in the layout of kernels/kv_blocks.h.
+
+    Keys of layer i are at 2 * i, values at 2 * i + 1. If there is one plane a layer (`KVGroup.planes`), it is stored as values are.
+    Keys are column-major, values row-major. bfloat16 is interleaved in pairs (two columns of keys, two rows of values), int8 keys in quads
+    of columns. A float32 scale for each int8 row follows the codes.
+    """
+
+    kv_cache_dtype: KVCacheDtype
+    block_size: int
+    planes: int = 2
+
+    def copy(self, storage: NDArray[np.uint8], source: tuple[int, int], target: tuple[int, int]) -> None:
+        """Copy the keys and values of a row in all layers. `source` and `target`: (block, slot)."""
+        for rows, copies in zip(self.row_views(storage, *source), self.row_views(storage, *target), strict=True):
+            copies[...] = rows
+
+    def row_views(self, storage: NDArray[np.uint8], block: int, row: int) -> Iterator[NDArray[Any]]:
+        """Yield views of the keys and of the values of one token, then of their scales if the type is int8."""
+        size, item = self.block_size, np.dtype(_NUMPY_TYPES[self.kv_cache_dtype])
+        scales = 4 * size if self.kv_cache_dtype is KVCacheDtype.INT8 else 0
+        columns = (storage.shape[-1] - scales) // (size * item.itemsize)
+        codes = storage[:, block, :, : size * columns * item.itemsize].view(item)
+        keys, values = (codes[0::2], codes[1::2]) if self.planes == 2 else (codes[:0], codes)
+        if self.kv_cache_dtype is KVCacheDtype.BF16:
+            yield keys.reshape(*keys.shape[:2], columns // 2, size, 2)[:, :, :, row]
+            yield values.reshape(*values.shape[:2], size // 2, columns, 2)[:, :, row // 2, :, row % 2]
+        else:
+            interleaved = 4 if self.kv_cache_dtype is KVCacheDtype.INT8 else 1
+            yield keys.reshape(*keys.shape[:2], columns // interleaved, size, interleaved)[:, :, :, row]
+            yield values.reshape(*values.shape[:2], size, columns)[:, :, row]
+        if scales:
+            results = storage[:, block, :, -scales:].view(np.float32)[..., row]
+            yield results[0::2]
+            yield results[1::2]
+
+
+class NativeClassifier(Classifier):
+    """An X-LoRA classifier computed by the kernels, so that a row's bits do not depend on other rows."""
+
+    def __init__(self, mixture: XLoraMixture, config: ModelConfig, num_threads: int) -> None:
+        super().__init__(mixture)
+        arrays = {
+            f"classifier.{number}.{kind}": values
+            for number, layer in enumerate(mixture.classifier)
+            for kind, values in zip(("weight", "bias"), layer, strict=True)
+        }
+        weights = Weights({name: Tensor(values, WeightType.F32, values.shape) for name, values in arrays.items()})
+        self._weights = NativeWeights(weights, WeightType.F32, num_threads=num_threads)  # kept, because operations have addresses in it
+        blocks = NativeBlocks(config, self._weights, config)
+        value = hidden_states = blocks.input(HIDDEN_STATES, config.hidden_size)
+        for number in range(len(mixture.classifier)):
+            if number:
+                value = blocks.activated(value, Activation.RELU)
+            (value,) = blocks.linear(value, f"classifier.{number}")
+        buffers, widths = assign_buffers(blocks, {value.index})
+        self._execution = Execution(blocks, widths, num_threads=num_threads)
+        self._input, self._result, self._width = buffers[hidden_states.index], buffers[value.index], value.width
+
+    def logits(self, hidden_states: FloatArray) -> FloatArray:
+        num_rows = len(hidden_states)
+        self._execution.reserve_rows(num_rows)
+        self._execution.buffer_rows(self._input, num_rows)[...] = hidden_states
+        self._execution.run(ForwardBatch(np.zeros(num_rows, np.int32), ()), LogitsRows(np.zeros(0, np.int32)))
+        return self._execution.buffer_rows(self._result, num_rows, self._width)
+
+
+def _add_scaling_pass_caches(cache: KVCache) -> list[PagedCache]:
+    """Add to `cache`, for scaling passes, another cache like each of its layer caches. Return the added ones.
+
+    Raises:
+        CapacityError: they do not fit in memory.
+    """
+    added = list[PagedCache]()
+    try:
+        for layer_cache in list(cache.layer_caches):
+            assert isinstance(layer_cache, PagedCache)
+            storage, copy_row = np.zeros_like(layer_cache.storage), layer_cache.copy_packed
+            if isinstance(layer_cache, SlidingWindowCache):
+                added.append(SlidingWindowCache(storage, layer_cache.window, BLOCK_SIZE, copy_row))
+            else:
+                added.append(FullAttentionCache(storage, copy_row))
+    except MemoryError as error:
+        raise CapacityError("keys and values of X-LoRA's scaling passes do not fit in memory: lower kv_cache_gb") from error
+    for layer_cache in added:
+        cache.add_layer_cache(layer_cache)
+    return added

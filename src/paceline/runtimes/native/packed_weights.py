@@ -103,9 +103,8 @@ class PackedWeights:
         scales, codes = words_of_rows[:, :, :1].view(np.float32), words_of_rows[:, :, 1 + has_minimums :].copy().view(np.uint8)
         if has_float16:
             scale_pairs = self.data.view(np.float16).reshape(len(self.data), groups // 2, -1, 2, PANEL_OUTPUTS)[:, :, 0]
-            scales = (
-                scale_pairs[indices // PANEL_OUTPUTS, :, :, indices % PANEL_OUTPUTS].reshape(len(indices), groups, 1).astype(np.float32)
-            )
+            scales_of_rows = scale_pairs[indices // PANEL_OUTPUTS, :, :, indices % PANEL_OUTPUTS]
+            scales = scales_of_rows.reshape(len(indices), groups, 1).astype(np.float32)
             codes = codes.reshape(len(indices), groups, -1)
         if bits == 4:  # low nibbles are four columns, high nibbles the next four
             quads = codes.reshape(*codes.shape[:2], -1, 1, 4)
@@ -172,11 +171,8 @@ def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None
     run_positions = None if blocks.run_order is None else np.argsort(blocks.run_order).astype(np.int32)
     address = [None if array is None else array.ctypes.data for array in (raw, row_order, run_positions)]
     sizes = outputs, columns, packed.zero_point, packed.scale_columns, _sign_bit_mask(zero_row), raw.strides[0]
-    record, library, to = (
-        GgufBlocksRecord(_GGUF_TYPE_NUMBERS[blocks.block_type.name], packed.kind, *sizes, *address),
-        kernels(),
-        packed.data,
-    )
+    record = GgufBlocksRecord(_GGUF_TYPE_NUMBERS[blocks.block_type.name], packed.kind, *sizes, *address)
+    library, to = kernels(), packed.data
 
     def fill_range(begin: int, end: int) -> None:
         result = library.paceline_pack_gguf_blocks(record, begin, end, to.shape[1], to.ctypes.data)
@@ -211,10 +207,8 @@ def _allocate(matrix: GroupedMatrix, outputs: int, *, has_float16: bool, arena: 
     if matrix.super_blocks is not None:
         code_bits, scale_columns = matrix.super_blocks.code_bits, columns // matrix.super_blocks.scales.shape[1]
         kind = _KINDS_SUPER_BLOCKS[code_bits, matrix.minimums is not None]
-        panel_bytes, zero_point = (
-            kernels().paceline_super_block_bytes(columns, scale_columns, kind),
-            _UNSIGNED_ZERO_POINTS.get(code_bits, matrix.zero_point),
-        )
+        panel_bytes = kernels().paceline_super_block_bytes(columns, scale_columns, kind)
+        zero_point = _UNSIGNED_ZERO_POINTS.get(code_bits, matrix.zero_point)
     else:
         kind = _KINDS_FLOAT32_SCALES[matrix.bits, matrix.minimums is not None] if matrix.table is None else MatrixKind.PANELS_4_BITS_TABLE
         kind, scale_columns = _KINDS_FLOAT16_SCALES[kind] if kind in _KINDS_FLOAT16_SCALES and has_float16 else kind, 0

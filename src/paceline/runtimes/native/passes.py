@@ -48,7 +48,6 @@ class PassRecord:
         self.windows: Sequence[SlidingWindowCache] = ()
         self.recurrent: RecurrentStateCache | None = None
         self.states = PassStateRecords()
-        self._all_arrays: list[NDArray[Any]] = []
 
     def fill(self, batch: ForwardBatch, logits_rows: LogitsRows) -> None:
         """Fill the record for one pass."""
@@ -57,16 +56,11 @@ class PassRecord:
         for item in batch.ranges:
             num_blocks += len(item.block_table)
             num_masked += 0 if item.mask is None else item.mask.size
-        if num_rows > len(self.range_of_row):
-            self._enlarge("range_of_row", num_rows)
-        if num_logits_rows > len(self.logits_rows):
-            self._enlarge("logits_rows", num_logits_rows)
-        if num_ranges > len(self.ranges):
-            self._enlarge("ranges", num_ranges)
-        if num_blocks * (1 + len(self.windows)) > len(self.block_tables):
-            self._enlarge("block_tables", num_blocks * (1 + len(self.windows)))
-        if num_masked > len(self.masks):
-            self._enlarge("masks", num_masked)
+        self._reserve("range_of_row", num_rows)
+        self._reserve("logits_rows", num_logits_rows)
+        self._reserve("ranges", num_ranges)
+        self._reserve("block_tables", num_blocks * (1 + len(self.windows)))
+        self._reserve("masks", num_masked)
         record.rows, record.num_logits_rows, record.num_ranges = num_rows, num_logits_rows, num_ranges
         self.logits_rows[:num_logits_rows] = logits_rows.rows
         table = mask = 0
@@ -100,11 +94,11 @@ class PassRecord:
             self.block_tables[begin : begin + len(table)] = table
             begin += len(item.block_table)
 
-    def _enlarge(self, field: str, size: int) -> None:
-        """Replace an array of the record by one with at least `size` elements."""
-        array = getattr(self, field)
-        setattr(self, field, array[:0])  # so that after an interrupt the array is replaced again
-        longer = np.zeros((max(_MIN_ARRAY_SIZE, 1 << (size - 1).bit_length()), *array.shape[1:]), array.dtype)
-        self._all_arrays.append(longer)  # never freed: a concurrent pass, though not allowed, may still use the old array
-        setattr(self.record, field, longer.ctypes.data)
-        setattr(self, field, longer)
+    def _reserve(self, field: str, size: int) -> None:
+        """Replace an array of the record that has fewer than `size` elements by a longer one."""
+        array: NDArray[Any] = getattr(self, field)
+        if size > len(array):
+            setattr(self, field, array[:0])  # so that after an interrupt the array is replaced again
+            longer = np.zeros((max(_MIN_ARRAY_SIZE, 1 << (size - 1).bit_length()), *array.shape[1:]), array.dtype)
+            setattr(self.record, field, longer.ctypes.data)
+            setattr(self, field, longer)

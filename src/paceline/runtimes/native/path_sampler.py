@@ -51,11 +51,13 @@ class CompiledBatchPathSampler:
 
     def sample(self, requests: Sequence[PathRequest], view: LogitsView) -> list[SampledPath | None]:
         """Sample as `BatchPathSampler.sample`; None for all if the kernels cannot read the logits."""
-        logits, block_max, logits_address, block_max_address = view
+        logits, block_max = view
         if logits.shape[1] != self.vocab_size or logits.strides[1] != 4 or logits.dtype != np.float32:
             return [None] * len(requests)
-        logits_address, row_bytes = logits_address or _address_of(logits), logits.strides[0]
-        block_max_address, block_max_bytes = self._block_max_address(block_max, block_max_address)
+        logits_address, row_bytes = _address_of(logits), logits.strides[0]
+        block_max_address = block_max_bytes = 0  # 0: the kernels compute it
+        if block_max is not None and block_max.shape[1] * BLOCK_COLUMNS >= self.vocab_size and block_max.strides[1] == 4:
+            block_max_address, block_max_bytes = _address_of(block_max), block_max.strides[0]
         sizes = [len(request.token_ids) for request in requests]
         if _PATH_FORMAT.size * len(requests) > len(self._records):
             self._allocate_records(2 * len(requests))
@@ -80,12 +82,6 @@ class CompiledBatchPathSampler:
         num_threads = self._num_threads if num_floats >= _MIN_THREADED_FLOATS else 1
         self._sample_paths(self._records_address, len(requests), num_threads, self._scratch_address, self._scratch.shape[1])
         return self._read_paths(sizes)
-
-    def _block_max_address(self, block_max: LogitsArray | None, address: int) -> tuple[int, int]:
-        """Return the address of `block_max` and the bytes of its rows; (0, 0) if the kernels must compute it."""
-        if block_max is None or block_max.shape[1] * BLOCK_COLUMNS < self.vocab_size or block_max.strides[1] != 4:
-            return 0, 0
-        return address or _address_of(block_max), block_max.strides[0]
 
     def _read_paths(self, sizes: Sequence[int]) -> list[SampledPath | None]:
         """Return the results of the kernels' last call as paths. sizes: number of nodes of each tree."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.errors import ConfigError
 from paceline.models.adapters.network_adapter import LM_HEAD
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, WeightType
 from paceline.models.layers import (
     XIELU_PARAMETERS,
     Activation,
@@ -232,7 +232,7 @@ class NativeBlocks:
     def store_kv(self, k: Value, v: Value, attention: AttentionConfig, layer: int) -> Value:
         return self._append(self._attention(-1, (k, v), attention, layer), k, 1)
 
-    def _attention(self, q: int, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> AttentionOperation:
+    def _attention(self, q: int, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Operation:
         k, v = (-1, -1) if kv is None else (kv[0].index, kv[1].index)
         kv_layer = layer if attention.kv_layer is None else attention.kv_layer
         return AttentionOperation(
@@ -393,7 +393,7 @@ class NativeBlocks:
         """
         if matrix.kind in PANEL_KINDS:
             return Packing.BYTES, matrix.group, matrix.zero_point, matrix.kind in NARROW_KINDS, matrix.kind in TABLE_KINDS
-        return (Packing.BF16 if self._weights.rounds_to_bf16 and matrix.kind == MatrixKind.BF16 else Packing.FLOATS,)
+        return (Packing.BF16 if self._weights.round_to is WeightType.BF16 and matrix.kind == MatrixKind.BF16 else Packing.FLOATS,)
 
     def _append(self, operation: Operation, like: Value, width: int | None = None) -> Value:
         """Append an operation on the rows of `like` and return its result. width None = that of `like`."""
@@ -404,21 +404,6 @@ class NativeBlocks:
         operation.out, operation.rows = out.index, out.rows
         self.operations.append(operation)
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedNetwork:
-    """A network as a list of operations on buffers.
-
-    Attributes:
-        operations: operations whose values have been replaced by buffer numbers.
-        widths: width of each buffer, in floats.
-        sites: see `adapters.AdapterSiteNames`.
-    """
-
-    operations: list[Operation]
-    widths: list[int]
-    sites: Sequence[tuple[str, ...]] = ()
 
 
 def matrices_of(operation: Operation) -> list[Matrix]:

@@ -1,5 +1,6 @@
 """The C structures of kernels/native.h, field by field, for ctypes."""
 
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -107,8 +108,8 @@ class Operation(Structure):
     """
 
     CODE: ClassVar[OperationCode]
-    INPUTS: ClassVar[tuple[str, ...]]
-    OUTPUTS: ClassVar[tuple[str, ...]] = ("out",)
+    INPUTS: ClassVar[Sequence[str]]
+    OUTPUTS: ClassVar[Sequence[str]]
     _fields_: ClassVar[tuple[tuple[str, Any], ...]] = _fields("int32 code out rows")
 
     def __init__(self, **fields: object) -> None:
@@ -119,169 +120,111 @@ class Operation(Structure):
         """
         names = {name for name, _ in self._fields_}
         if names != fields.keys():
-            raise TypeError(f"{type(self).__name__} has the fields {sorted(names)}, not {sorted(fields)}")
+            raise TypeError(f"the operation {self.CODE.name} has the fields {sorted(names)}, not {sorted(fields)}")
         super().__init__(code=self.CODE, **fields)
 
 
-class LinearOperation(Operation):
-    """Products of the rows x with matrices that have the same number of columns and the same packing.
-
-    adapter_site: index among the operations that LoRA adapters can change, -1 = none can. block_max: buffer for the maximum of each
-    BLOCK_COLUMNS results of a row, -1 = not computed.
-    """
-
-    CODE, INPUTS, OUTPUTS = OperationCode.LINEAR, ("x",), ("out", "block_max")
-    _fields_ = _fields("int32 x num_matrices packing adapter_site block_max; Matrix* matrices")
+def _operation(code: str, fields: str, *, inputs: str, outputs: str = "out") -> type[Operation]:
+    """Return the class of a kind of operation, see `Operation`."""
+    own = {"CODE": OperationCode[code], "INPUTS": inputs.split(), "OUTPUTS": outputs.split(), "_fields_": _fields(fields)}
+    return type(code, (Operation,), own)
 
 
-class NormOperation(Operation):
-    """RMS norm or, if `is_centered`, layer norm of each head of a row; with one head, of the whole row. None = no weight, no bias."""
+LinearOperation = _operation(
+    "LINEAR", "int32 x num_matrices packing adapter_site block_max; Matrix* matrices", inputs="x", outputs="out block_max"
+)
+"""Products of the rows x with matrices that have the same number of columns and the same packing.
 
-    CODE, INPUTS = OperationCode.NORM, ("x",)
-    _fields_ = _fields("int32 x heads head_size; float epsilon; int32 weighted_heads is_centered; pointer weight bias")
+adapter_site: index among the operations that LoRA adapters can change, -1 = none can. block_max: buffer for the maximum of each
+BLOCK_COLUMNS results of a row, -1 = not computed."""
 
+NormOperation = _operation(
+    "NORM", "int32 x heads head_size; float epsilon; int32 weighted_heads is_centered; pointer weight bias", inputs="x"
+)
+"""RMS norm or, if `is_centered`, layer norm of each head of a row; with one head, of the whole row. None = no weight, no bias."""
 
-class RopeOperation(Operation):
-    """Rotary embedding of `rotary_half` pairs of each head, with the angles of a table."""
+RopeOperation = _operation("ROPE", "int32 x heads head_size rotary_half table", inputs="x")
+"""Rotary embedding of `rotary_half` pairs of each head, with the angles of a table."""
 
-    CODE, INPUTS = OperationCode.ROPE, ("x",)
-    _fields_ = _fields("int32 x heads head_size rotary_half table")
+AttentionOperation = _operation(
+    "ATTENTION",
+    "int32 q k v heads kv_heads head_size layer tables window is_causal latent_size; float scale soft_cap; pointer sinks",
+    inputs="q k v",
+)
+"""Write keys and values to a layer of the cache, and attention to it.
 
+k = v = -1: nothing is written; q = -1: keys and values are only written. window, soft_cap: 0 = none. tables: index of the layer's set
+of block tables. is_causal: the masks of ranges are ignored. latent_size: columns of a key that are the value, too (v = k); 0 = none."""
 
-class AttentionOperation(Operation):
-    """Write keys and values to a layer of the cache, and attention to it.
+GatedOperation = _operation(
+    "GATED", "int32 x up width activation group; float slope limit alpha_p alpha_n beta eps; pointer weight", inputs="x up"
+)
+"""activation(x) * up, each value of x for `group` adjacent columns of `up`; up -1 = activation(x) * weight, weight None = ones.
 
-    k = v = -1: nothing is written; q = -1: keys and values are only written. window, soft_cap: 0 = none. tables: index of the layer's set
-    of block tables. is_causal: the masks of ranges are ignored. latent_size: columns of a key that are the value, too (v = k); 0 = none.
-    """
+activation: 0 SiLU, 1 GELU by tanh, 2 clamped SwiGLU (slope, limit), 3 sigmoid, 4 none, 5 ReLU, 6 xIELU (alpha_p, alpha_n, beta, eps)."""
 
-    CODE, INPUTS = OperationCode.ATTENTION, ("q", "k", "v")
-    _fields_ = _fields(
-        "int32 q k v heads kv_heads head_size layer tables window is_causal latent_size; float scale soft_cap; pointer sinks"
-    )
+AddOperation = _operation("ADD", "int32 x y width", inputs="x y")
+"""x + y."""
 
+MatchRmsOperation = _operation("MATCH_RMS", "int32 x y width", inputs="x y")
+"""x * rms(y) / rms(x), where mean(x^2) counts as at least 1e-5."""
 
-class GatedOperation(Operation):
-    """activation(x) * up, each value of x for `group` adjacent columns of `up`; up -1 = activation(x) * weight, weight None = ones.
+GatherOperation = _operation("GATHER", "int32 x width", inputs="x")
+"""Copy the rows whose logits are computed."""
 
-    activation: 0 SiLU, 1 GELU by tanh, 2 clamped SwiGLU (slope, limit), 3 sigmoid, 4 none, 5 ReLU, 6 xIELU (alpha_p, alpha_n, beta, eps).
-    """
+SoftCapOperation = _operation("SOFT_CAP", "int32 x width; float cap", inputs="x")
+"""cap * tanh(x / cap)."""
 
-    CODE, INPUTS = OperationCode.GATED, ("x", "up")
-    _fields_ = _fields("int32 x up width activation group; float slope limit alpha_p alpha_n beta eps; pointer weight")
+ScaleOperation = _operation("SCALE", "int32 x width; float factor", inputs="x")
+"""x * factor."""
 
+GaussianTopKOperation = _operation("GAUSSIAN_TOP_K", "int32 x width; float factor", inputs="x")
+"""max(x - mean(x) - factor * std(x), 0)."""
 
-class AddOperation(Operation):
-    """x + y."""
+ConcatOperation = _operation("CONCAT", "int32 x y x_width width", inputs="x y")
+"""[x, y]: the columns of x, then those of y. width: that of the result."""
 
-    CODE, INPUTS = OperationCode.ADD, ("x", "y")
-    _fields_ = _fields("int32 x y width")
+MixOperation = _operation("MIX", "int32 x y weights width inputs outputs first; float offset", inputs="x y weights")
+"""Streams y_i plus the sum of (weights_ij + offset) x_j over j; only y_i if i < first. Streams are adjacent and have `width` columns.
 
+inputs, outputs: number of streams of x, and of y and the result. weights: [outputs][inputs] in each row; -1 = zeros."""
 
-class MatchRmsOperation(Operation):
-    """x * rms(y) / rms(x), where mean(x^2) counts as at least 1e-5."""
+RouteOperation = _operation(
+    "ROUTE",
+    "int32 x experts chosen scoring groups chosen_groups scores_per_group is_normalized; float epsilon factor; pointer correction scales",
+    inputs="x",
+)
+"""Choose the experts of each row by the router's logits x. scoring: 0 softmax, 1 sigmoid. See kernels/experts.c."""
 
-    CODE, INPUTS = OperationCode.MATCH_RMS, ("x", "y")
-    _fields_ = _fields("int32 x y width")
+ExpertsOperation = _operation(
+    "EXPERTS", "int32 x routes chosen experts num_matrices packing of_pairs adapter_site; Matrix* matrices", inputs="x routes"
+)
+"""Products of rows with the matrices of their experts. The results have a row for each pair of a row and an expert."""
 
+CombineOperation = _operation("COMBINE", "int32 x routes chosen width", inputs="x routes")
+"""The sum of the outputs of each row's experts, times their weights."""
 
-class GatherOperation(Operation):
-    """Copy the rows whose logits are computed."""
+ConvolutionOperation = _operation(
+    "CONVOLUTION", "int32 x channels kernel_size is_activated conv_at record_at; pointer weight bias", inputs="x"
+)
+"""A causal convolution of each channel. conv_at, record_at: the layer's offset in a recurrent state, and in a replay record."""
 
-    CODE, INPUTS = OperationCode.GATHER, ("x",)
-    _fields_ = _fields("int32 x width")
+StateOperation = _operation(
+    "STATE",
+    "int32 x a b prepared channels heads key_heads rows_of_state columns block_columns is_delta matrices_at keys_at prepared_floats;"
+    "float min_step max_step beta_scale; pointer decay bias skip",
+    inputs="x a b prepared",
+    outputs="out prepared",
+)
+"""Update of recurrent state matrices by a gated delta rule or by Mamba-2, see kernels/state_blocks.c."""
 
+BlockConvolutionOperation = _operation(
+    "BLOCK_CONVOLUTION", "int32 x added width added_width added_at kernel_size group; pointer base", inputs="x added"
+)
+"""A causal convolution over the rows of a range, in which each row has another kernel; see `Blocks.block_convolution`."""
 
-class SoftCapOperation(Operation):
-    """cap * tanh(x / cap)."""
-
-    CODE, INPUTS = OperationCode.SOFT_CAP, ("x",)
-    _fields_ = _fields("int32 x width; float cap")
-
-
-class ScaleOperation(Operation):
-    """x * factor."""
-
-    CODE, INPUTS = OperationCode.SCALE, ("x",)
-    _fields_ = _fields("int32 x width; float factor")
-
-
-class GaussianTopKOperation(Operation):
-    """max(x - mean(x) - factor * std(x), 0)."""
-
-    CODE, INPUTS = OperationCode.GAUSSIAN_TOP_K, ("x",)
-    _fields_ = _fields("int32 x width; float factor")
-
-
-class ConcatOperation(Operation):
-    """[x, y]: the columns of x, then those of y. width: that of the result."""
-
-    CODE, INPUTS = OperationCode.CONCAT, ("x", "y")
-    _fields_ = _fields("int32 x y x_width width")
-
-
-class MixOperation(Operation):
-    """Streams y_i plus the sum of (weights_ij + offset) x_j over j; only y_i if i < first. Streams are adjacent and have `width` columns.
-
-    inputs, outputs: number of streams of x, and of y and the result. weights: [outputs][inputs] in each row; -1 = zeros.
-    """
-
-    CODE, INPUTS = OperationCode.MIX, ("x", "y", "weights")
-    _fields_ = _fields("int32 x y weights width inputs outputs first; float offset")
-
-
-class RouteOperation(Operation):
-    """Choose the experts of each row by the router's logits x. scoring: 0 softmax, 1 sigmoid. See kernels/experts.c."""
-
-    CODE, INPUTS = OperationCode.ROUTE, ("x",)
-    _fields_ = _fields(
-        "int32 x experts chosen scoring groups chosen_groups scores_per_group is_normalized; float epsilon factor;pointer correction scales"
-    )
-
-
-class ExpertsOperation(Operation):
-    """Products of rows with the matrices of their experts. The results have a row for each pair of a row and an expert."""
-
-    CODE, INPUTS = OperationCode.EXPERTS, ("x", "routes")
-    _fields_ = _fields("int32 x routes chosen experts num_matrices packing of_pairs adapter_site; Matrix* matrices")
-
-
-class CombineOperation(Operation):
-    """The sum of the outputs of each row's experts, times their weights."""
-
-    CODE, INPUTS = OperationCode.COMBINE, ("x", "routes")
-    _fields_ = _fields("int32 x routes chosen width")
-
-
-class ConvolutionOperation(Operation):
-    """A causal convolution of each channel. conv_at, record_at: the layer's offset in a recurrent state, and in a replay record."""
-
-    CODE, INPUTS = OperationCode.CONVOLUTION, ("x",)
-    _fields_ = _fields("int32 x channels kernel_size is_activated conv_at record_at; pointer weight bias")
-
-
-class StateOperation(Operation):
-    """Update of recurrent state matrices by a gated delta rule or by Mamba-2, see kernels/state_blocks.c."""
-
-    CODE, INPUTS, OUTPUTS = OperationCode.STATE, ("x", "a", "b", "prepared"), ("out", "prepared")
-    _fields_ = _fields(
-        "int32 x a b prepared channels heads key_heads rows_of_state columns block_columns is_delta matrices_at keys_at prepared_floats;"
-        "float min_step max_step beta_scale; pointer decay bias skip"
-    )
-
-
-class BlockConvolutionOperation(Operation):
-    """A causal convolution over the rows of a range, in which each row has another kernel; see `Blocks.block_convolution`."""
-
-    CODE, INPUTS = OperationCode.BLOCK_CONVOLUTION, ("x", "added")
-    _fields_ = _fields("int32 x added width added_width added_at kernel_size group; pointer base")
-
-
-class HeadsOperation(Operation):
-    """Products of each head of a row with its own matrix, each followed by `tail` values of the head in `tails`; tail 0: tails = -1."""
-
-    CODE, INPUTS = OperationCode.HEADS, ("x", "tails")
-    _fields_ = _fields("int32 x tails heads tail packing; Matrix* matrices")
+HeadsOperation = _operation("HEADS", "int32 x tails heads tail packing; Matrix* matrices", inputs="x tails")
+"""Products of each head of a row with its own matrix, each followed by `tail` values of the head in `tails`; tail 0: tails = -1."""
 
 
 class AdapterProduct(Structure):
@@ -308,18 +251,11 @@ class PassAdapter(Structure):
     _fields_ = _fields("AdapterSite* sites; int32[2] first count; pointer scalings; int64 num_scalings")
 
 
-class ColumnsOperation(Operation):
-    """Columns [begin, begin + width) of x."""
+ColumnsOperation = _operation("COLUMNS", "int32 x x_width begin width", inputs="x")
+"""Columns [begin, begin + width) of x."""
 
-    CODE, INPUTS = OperationCode.COLUMNS, ("x",)
-    _fields_ = _fields("int32 x x_width begin width")
-
-
-class SummarizeOperation(Operation):
-    """Summarise rows of logits, see `SummaryOptions`. index: which of the network's summaries this is."""
-
-    CODE, INPUTS = OperationCode.SUMMARIZE, ("x",)
-    _fields_ = _fields("int32 x width index columns count; int32* target_ids")
+SummarizeOperation = _operation("SUMMARIZE", "int32 x width index columns count; int32* target_ids", inputs="x")
+"""Summarise rows of logits, see `SummaryOptions`. index: which of the network's summaries this is."""
 
 
 class Range(Structure):

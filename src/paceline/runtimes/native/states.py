@@ -5,15 +5,13 @@ from functools import lru_cache
 from struct import Struct
 
 import numpy as np
-from numpy.typing import NDArray
 
-from paceline.kv_cache.recurrent_state import RecurrentStateCache, StateUpdate
-from paceline.runtimes.base import BoolArray, ForwardBatch, IntArray
+from paceline.kv_cache.recurrent_state import RecurrentStateCache
+from paceline.runtimes.base import ForwardBatch, IntArray
 from paceline.runtimes.native.aligned import address_of
 from paceline.runtimes.native.records import CHECKPOINT_INTERVAL
 
 _RANGE_FORMAT = Struct("=11qq4i")  # struct format of `records.StateRange`
-_SAVE_FORMAT = Struct("=2q")  # struct format of `records.StateSave`
 _FIRST_SAVE = 5  # index of `first_save` among the fields of `records.StateStep`; `num_saves` follows
 NO_NODE, NO_PATH = -1, -1
 IN_PLACE, NOT_STORED = -1, -2
@@ -39,10 +37,11 @@ class PassStateRecords:
             update = recurrent.plan_update(item.sequence_id)
             if len(update.row_records) != item.num_rows:  # the kernels would read beyond the arrays
                 raise RuntimeError(f"a range has {item.num_rows} rows, its plan {len(update.row_records)}: reserve the rows that run")
-            parents = tuple(range(-1, item.num_rows - 1)) if item.mask is None else tree_parents(item.mask)
-            schedule = plan_state_schedule(len(update.pending), update.num_applied, parents, tuple(end for end, _ in update.saved_states))
+            save_counts = tuple(end for end, _ in update.saved_states)
+            schedule = plan_state_schedule(len(update.pending), update.num_applied, item.parents(), save_counts)
             num_temporary_states = max(num_temporary_states, schedule.num_temporary_states)
-            records, saves = np.array([*update.pending, *update.row_records], np.int32), _save_records(update)
+            records = np.array([*update.pending, *update.row_records], np.int32)
+            saves = np.array([(state.ctypes.data, count) for count, state in update.saved_states], np.int64)  # `records.StateSave` each
             arrays += [update, schedule, records, saves]
             numbers_at = address_of(records)
             _RANGE_FORMAT.pack_into(
@@ -83,13 +82,6 @@ class StateSchedule:
     def __post_init__(self) -> None:
         arrays = self.parents, self.order, self.ancestors, self.paths, self.steps
         object.__setattr__(self, "addresses", tuple(map(address_of, arrays)))
-
-
-def tree_parents(mask: BoolArray) -> tuple[int, ...]:
-    """Return the parent of each row of a tree mask, that is, the last earlier row to which it attends; -1 = none."""
-    earlier = np.tril(mask, -1)
-    last = earlier.shape[1] - 1 - earlier[:, ::-1].argmax(axis=1)
-    return tuple(np.where(earlier.any(axis=1), last, NO_NODE).tolist())
 
 
 @lru_cache(maxsize=512)
@@ -196,10 +188,3 @@ class _Planner:
         """Return nodes as the kernels number them (`StateSchedule`). is_parent: a pending row is -1."""
         first = self._num_pending
         return [node - first if node >= first else NO_NODE if is_parent else -2 - node for node in nodes]
-
-
-def _save_records(update: StateUpdate) -> NDArray[np.uint8]:
-    packed = np.empty(len(update.saved_states) * _SAVE_FORMAT.size, np.uint8)
-    for index, (count, state) in enumerate(update.saved_states):
-        _SAVE_FORMAT.pack_into(packed.data, index * _SAVE_FORMAT.size, state.ctypes.data, count)
-    return packed

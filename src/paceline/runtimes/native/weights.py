@@ -26,44 +26,37 @@ class NativeWeights:
         round_to: float tensors of another type are rounded to this type and stored in it.
         packed: quantised matrices in panels, by name; more are added when they are packed. None = matrices are not packed.
         num_threads: threads that pack matrices.
+
+    Attributes:
+        arrays: all arrays whose addresses the kernels may use.
     """
 
     def __init__(
         self, weights: Weights, round_to: WeightType, *, packed: dict[str, PackedWeights] | None = None, num_threads: int = 1
     ) -> None:
         self._weights = weights
-        self._round_to = round_to
+        self.round_to = round_to
         self._packed = packed
         self._num_threads = num_threads
         self._arena = Arena()
-        self._arrays: list[NDArray[Any]] = []
+        self.arrays: list[NDArray[Any]] = []
         self._float_matrices: dict[str, tuple[NDArray[Any], MatrixKind]] = {}  # float matrices, by name
-
-    @property
-    def arrays(self) -> Sequence[NDArray[Any]]:
-        """All arrays whose addresses the kernels may use."""
-        return self._arrays
-
-    @property
-    def rounds_to_bf16(self) -> bool:
-        """Whether bfloat16 is the compute type."""
-        return self._round_to is WeightType.BF16
 
     def vector(self, name: str, *, exact: bool = False) -> int:
         """Return the address of a float32 vector, rounded to `round_to` unless `exact`."""
         values = as_float32(self._weights[name])
         # copied, because a view would keep megabytes of the mapped file in memory
-        values = np.array(values if exact else round_to_type(values, self._round_to))
+        values = np.array(values if exact else round_to_type(values, self.round_to))
         self._weights.free_tensor(name)
         return self._address(values)
 
     def transposed(self, name: str) -> int:
         """Return the address of a matrix as float32 in column-major order."""
-        return self._address(round_to_type(as_float32(self._weights[name]), self._round_to).T)
+        return self._address(round_to_type(as_float32(self._weights[name]), self.round_to).T)
 
     def scalar(self, name: str) -> float:
         """Return the value of a weight with one element."""
-        return float(round_to_type(as_float32(self._weights[name]), self._round_to)[0])
+        return float(round_to_type(as_float32(self._weights[name]), self.round_to)[0])
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)
@@ -99,12 +92,11 @@ class NativeWeights:
             blocks = self._weights.stored_blocks(name + ".weight")
             if blocks is not None:
                 self._packed[name] = pack_gguf_blocks(blocks, num_threads, self._arena)
-                self._weights.free_tensor(f"{name}.weight")
-                return self._packed[name]
-            tensor = self._weights[name + ".weight"]
-            if not isinstance(tensor, GroupedTensor) or tensor.matrix.group_size > MAX_GROUP_SIZE:
-                return None
-            self._packed[name] = pack_weights(tensor.matrix, num_threads, self._arena)
+            else:
+                tensor = self._weights[name + ".weight"]
+                if not isinstance(tensor, GroupedTensor) or tensor.matrix.group_size > MAX_GROUP_SIZE:
+                    return None
+                self._packed[name] = pack_weights(tensor.matrix, num_threads, self._arena)
             self._weights.free_tensor(f"{name}.weight")
         return self._packed[name]
 
@@ -115,10 +107,10 @@ class NativeWeights:
         return [self.matrix(name, out) for name in names]
 
     def _round_to_type(self, tensor: Tensor) -> tuple[NDArray[Any], MatrixKind]:
-        if tensor.weight_type is self._round_to or self._round_to is WeightType.F32:
+        if tensor.weight_type is self.round_to or self.round_to is WeightType.F32:
             return tensor.array, FLOAT_KINDS[tensor.weight_type]
         values = as_float32(tensor)
-        if self._round_to is WeightType.BF16:
+        if self.round_to is WeightType.BF16:
             return to_bf16(values), FLOAT_KINDS[WeightType.BF16]
         return values.astype(np.float16), FLOAT_KINDS[WeightType.F16]
 
@@ -141,11 +133,11 @@ class NativeWeights:
     def _address_and_stride(self, array: NDArray[Any]) -> tuple[int, int]:
         """Return the address and row stride of an array whose rows are contiguous."""
         array = array if array.strides[1] == array.itemsize else np.ascontiguousarray(array)
-        self._arrays.append(array)
+        self.arrays.append(array)
         return array.ctypes.data, array.strides[0]
 
     def _address(self, array: NDArray[Any]) -> int:
         """Return the address of a contiguous array."""
         array = np.ascontiguousarray(array)
-        self._arrays.append(array)
+        self.arrays.append(array)
         return array.ctypes.data

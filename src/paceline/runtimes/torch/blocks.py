@@ -1,7 +1,6 @@
 """The `Blocks` of `runtimes/decoder.py` that compute tensors: the reference with which tests compare the native runtime."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -202,17 +201,17 @@ class TorchBlocks:
         routing = mlp.routing
         correction = self._weights.vector(f"{prefix}router.correction") if routing.has_correction_bias else None
         scales = self._weights.vector(f"{prefix}router.scales") if routing.has_scales else None
-        routed = _choose_experts(logits, routing, correction, scales)
+        chosen, weights = _choose_experts(logits, routing, correction, scales)
         mixed = torch.zeros_like(x)
-        for expert in torch.unique(routed.experts).tolist():
+        for expert in torch.unique(chosen).tolist():
             expert_prefix = f"{prefix}experts.{expert}."
-            rows, positions = torch.where(routed.experts == expert)
+            rows, positions = torch.where(chosen == expert)
             *gates, up = self._linear(
                 x[rows], (*([expert_prefix + "gate_proj"] if mlp.expert.has_gate else []), expert_prefix + "up_proj"), rows
             )
             gate = gates[0] if gates else up
             (down,) = self._linear(self.gated(gate, up, mlp.expert.activation), (expert_prefix + "down_proj",), rows)
-            mixed.index_add_(0, rows, down * routed.weights[rows, positions, None].to(x.dtype))
+            mixed.index_add_(0, rows, down * weights[rows, positions, None].to(x.dtype))
         return mixed
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -251,7 +250,7 @@ class TorchBlocks:
         return self._adapted.apply_to_logits(x, F.linear(x, self._weights.weight(name), self._bias(name)).float())
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
-        return soft_cap(x, cap)
+        return torch.tanh(x / cap) * cap
 
     def _bias(self, name: str) -> torch.Tensor | None:
         return self._weights.vector(f"{name}.bias").to(self._weights.dtype) if self._weights.has(f"{name}.bias") else None
@@ -263,18 +262,10 @@ class TorchBlocks:
         return self._adapted.apply_to_products(x, names, outs, chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class _ChosenExperts:
-    """Indices of each row's experts, [T, experts per row] int64, and the weights of their outputs, float32."""
-
-    experts: torch.Tensor
-    weights: torch.Tensor
-
-
 def _choose_experts(
     logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None, scales: torch.Tensor | None
-) -> _ChosenExperts:
-    """Return the experts of each row.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices of each row's experts, [T, experts per row] int64, and the weights of their outputs, float32.
 
     Args:
         logits: the router's logits [T, experts].
@@ -285,14 +276,13 @@ def _choose_experts(
     selection_scores = scores if correction is None else scores + correction
     if routing.num_groups > 1:
         selection_scores = _mask_other_groups(selection_scores, routing)
-    experts = selection_scores.sort(dim=-1, descending=True, stable=True).indices[
-        :, : routing.num_experts_per_token
-    ]  # if scores are equal, the lower index is chosen
+    order = selection_scores.sort(dim=-1, descending=True, stable=True).indices  # if scores are equal, the lower index is first
+    experts = order[:, : routing.num_experts_per_token]
     weights = scores.gather(1, experts)
     if routing.is_normalized:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)
     weights = weights * routing.factor
-    return _ChosenExperts(experts, weights if scales is None else weights * scales[experts])
+    return experts, weights if scales is None else weights * scales[experts]
 
 
 def _mask_other_groups(selection_scores: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
@@ -309,11 +299,6 @@ def _rms_normed(x: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Return x / rms(x) over the last dimension, in float32."""
     x_float32 = x.float()
     return x_float32 * torch.rsqrt(x_float32.square().mean(-1, keepdim=True) + epsilon)
-
-
-def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """Return cap * tanh(x / cap)."""
-    return torch.tanh(x / cap) * cap
 
 
 def scaled_rows(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:

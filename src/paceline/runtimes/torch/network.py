@@ -1,6 +1,7 @@
 """Networks computed with torch: on CUDA, and on the CPU as a reference for tests."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
+from paceline.errors import CapacityError
 from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.layer_cache import LayerCache
@@ -23,7 +24,6 @@ from paceline.models.state_layout import StateLayout
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, Numerics, RowRange
 from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, SUMMARY, NetworkDefinition, with_summaries
-from paceline.runtimes.kv_storage import kv_arrays_of_layers
 from paceline.runtimes.torch.adapters import TorchAdapter
 from paceline.runtimes.torch.attention import PaddedAttention, RangeAttention
 from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows
@@ -53,16 +53,11 @@ class TorchNetwork(Network):
             device: "cpu" or "cuda"; a weight is copied to it when it is first used.
             weight_type: type of weights, cache and computation.
             kv_source: network whose keys and values are read; None = the network has its own.
-
-        Raises:
-            ConfigError: `device` is neither "cpu" nor "cuda".
-            BackendUnavailableError: torch finds no CUDA device.
         """
         self.config, self.compose, self.weights = config, compose, weights
         self.capabilities = Capabilities(Numerics.FAST, device, weight_type, KVCacheDtype(weight_type.value))
         self._layout = StateLayout.for_layers(config.recurrent_layers)
-        opened = _open_device(device)
-        tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.has_norm_offset)
+        tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=torch.device(device), norms_in_float32=config.has_norm_offset)
         self._shared = self._cache_shared = _SharedState(tensors)
         if kv_source is not None:
             self._cache_shared = kv_source._cache_shared
@@ -107,7 +102,7 @@ class TorchNetwork(Network):
             raise CapacityError(
                 f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}: lower kv_cache_gb"
             ) from error
-        return caches, kv_arrays_of_layers(self.config, groups, caches)
+        return caches, self.kv_arrays_of_layers(groups, caches)
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
         layer_caches: list[LayerCache] = [*self.allocate_kv(num_blocks)]
@@ -186,8 +181,7 @@ class TorchNetwork(Network):
         return TorchNetwork(compose, config, weights, device=can.device, weight_type=can.weight_type, kv_source=self)
 
     def network_with_same_weights(self, compose: NetworkDefinition) -> "TorchNetwork":
-        other = TorchNetwork.__new__(TorchNetwork)
-        other.__dict__.update(self.__dict__)
+        other = copy(self)
         other.compose = compose
         return other
 
@@ -229,14 +223,6 @@ class _SharedState:
     num_xlora_passes: int = 0
     adapters: dict[int, TorchAdapter] = field(default_factory=dict)
     adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
-
-
-def _open_device(device: str) -> torch.device:
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {device!r}, the torch runtime runs on 'cpu' or 'cuda'")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BackendUnavailableError("device is 'cuda', but torch finds no CUDA device: install a CUDA build of torch or use 'cpu'")
-    return torch.device(device)
 
 
 def _to_numpy(tensor: torch.Tensor) -> FloatArray:

@@ -1,9 +1,7 @@
 """Recurrent layers, computed row by row by their definition: each row continues from the state of its parent. States are float32."""
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -17,31 +15,13 @@ _L2_EPS = 1e-6
 """Added before the square root in L2 norms. Source: Qwen3-Next's model in transformers 5.23."""
 
 
-class _StatePart(Protocol):
-    """A part of a layer's recurrent state (last inputs of a convolution, or matrices), and how a row updates it: `value` as a tensor."""
-
-    def copy_from(self, state: torch.Tensor | None) -> torch.Tensor:
-        """Return a copy of this part of a stored state; None = the state before the first token, zeros."""
-        ...
-
-    def write(self, value: torch.Tensor, state: torch.Tensor) -> None: ...
-
-    def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
-        """Return the value after a committed row, which is computed from the replay record of the row."""
-        ...
-
-    def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
-        """Return the value after a row of the pass. Also stores the output of the row, and its replay record if it has one."""
-        ...
-
-
 class RecurrentPass:
     """Computes the recurrent layers of one pass from the states of its sequences."""
 
     def __init__(self, layout: StateLayout, cache: RecurrentStateCache | None, ranges: Sequence[RowRange]) -> None:
         self._layout, self._cache, self._ranges = layout, cache, ranges
         self._updates: dict[int, StateUpdate] = {}
-        self._updated_states: list[tuple[_StatePart, torch.Tensor, torch.Tensor]] = []
+        self._updated_states: list[tuple[_Convolution | _Matrices, torch.Tensor, torch.Tensor]] = []
 
     def convolution(self, x: torch.Tensor, layer: int, weights: TorchWeights) -> torch.Tensor:
         layout, name = self._layout.layers[layer], f"layers.{layer}.conv"
@@ -84,7 +64,7 @@ class RecurrentPass:
         for update in self._updates.values():
             update.has_run[0] = 1
 
-    def _run(self, part: _StatePart) -> None:
+    def _run(self, part: "_Convolution | _Matrices") -> None:
         for rows in self._ranges:
             update = self._update(rows.sequence_id)
             value = part.copy_from(update.state)
@@ -103,9 +83,9 @@ class RecurrentPass:
         return self._updates[sequence_id]
 
 
-def _run_rows(part: _StatePart, committed: torch.Tensor, rows: RowRange, update: StateUpdate) -> None:
+def _run_rows(part: "_Convolution | _Matrices", committed: torch.Tensor, rows: RowRange, update: StateUpdate) -> None:
     """Run the rows of a range, each from the state of its parent. A state is freed when no later row needs it."""
-    parents = list(_parents(rows))
+    parents = rows.parents()
     last_child = {parent: row for row, parent in enumerate(parents)}
     states = {-1: committed}
     for row, parent in enumerate(parents):
@@ -118,31 +98,25 @@ def _run_rows(part: _StatePart, committed: torch.Tensor, rows: RowRange, update:
             states[row] = value
 
 
-def _save_states(part: _StatePart, value: torch.Tensor, count: int, update: StateUpdate) -> None:
+def _save_states(part: "_Convolution | _Matrices", value: torch.Tensor, count: int, update: StateUpdate) -> None:
     """Write the state to all places that keep the state after `count` rows (`StateUpdate.saves`)."""
     for end, state in update.saved_states:
         if end == count:
             part.write(value, state)
 
 
-def _parents(rows: RowRange) -> Iterator[int]:
-    """Yield the row before each row of a range; -1 = the last committed row."""
-    for row in range(rows.num_rows):
-        if rows.mask is None:
-            yield row - 1
-        else:
-            seen = np.flatnonzero(rows.mask[row, :row])
-            yield int(seen[-1]) if len(seen) else -1
-
-
 class _Convolution:
-    """A causal convolution. Its part of the state is the last inputs [kernel_size - 1, C], oldest first."""
+    """A causal convolution. Its part of a layer's recurrent state is the last inputs [kernel_size - 1, C], oldest first.
+
+    The methods are those of `_Matrices`, too: `value` is the part as a tensor, and a row of the pass or a committed row updates it.
+    """
 
     def __init__(self, layout: LayerStateLayout, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._layout, self._x, self._weight, self._bias = layout, x, weight.T, bias
         self.out = torch.empty_like(x)
 
     def copy_from(self, state: torch.Tensor | None) -> torch.Tensor:
+        """Return a copy of this part of a stored state; None = the state before the first token, zeros."""
         shape = self._layout.mixer.kernel_size - 1, self._layout.mixer.channels
         return self._x.new_zeros(shape) if state is None else self._view(state).reshape(shape).clone()
 
@@ -150,9 +124,11 @@ class _Convolution:
         self._view(state)[:] = value.flatten()
 
     def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
+        """Return the value after a committed row, which is computed from the replay record of the row."""
         return torch.cat((value, self._input(record)[None]))[1:]
 
     def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
+        """Return the value after a row of the pass. Also stores the output of the row, and its replay record if it has one."""
         inputs = torch.cat((value, self._x[row][None]))
         convolved = (inputs * self._weight).sum(0)
         self.out[row] = convolved if self._bias is None else convolved + self._bias

@@ -35,23 +35,17 @@ class TorchWeights:
     def __init__(self, weights: Weights, *, dtype: torch.dtype, device: torch.device, norms_in_float32: bool) -> None:
         self.device, self.dtype = device, dtype
         self._weights, self._norms_in_float32 = weights, norms_in_float32
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._fused: dict[tuple[str, ...], FusedLinear] = {}
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight (not its bias) by internal name without `.weight`."""
-        if name not in self._tensors:
-            is_float32 = self._norms_in_float32 and name.endswith("norm")
-            with self._within_memory():
-                self._tensors[name] = self._load(name + ".weight", torch.float32 if is_float32 else self.dtype)
-        return self._tensors[name]
+        is_float32 = self._norms_in_float32 and name.endswith("norm")
+        return self._tensor(name + ".weight", torch.float32 if is_float32 else self.dtype)
 
     def vector(self, name: str) -> torch.Tensor:
         """Return a vector in float32 by internal name."""
-        if name not in self._tensors:
-            with self._within_memory():
-                self._tensors[name] = self._load(name, torch.float32)
-        return self._tensors[name]
+        return self._tensor(name, torch.float32)
 
     def has(self, name: str) -> bool:
         """Return whether there is a tensor with this internal name."""
@@ -67,6 +61,12 @@ class TorchWeights:
             with self._within_memory():
                 self._fused[names] = self._fuse(names)
         return self._fused[names]
+
+    def _tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        if (name, dtype) not in self._tensors:
+            with self._within_memory():
+                self._tensors[name, dtype] = self._load(name, dtype)
+        return self._tensors[name, dtype]
 
     def _fuse(self, names: tuple[str, ...]) -> FusedLinear:
         parts = [self._load(name + ".weight", self.dtype) for name in names]
