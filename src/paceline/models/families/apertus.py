@@ -11,8 +11,7 @@ from paceline.models.layers import Activation, QKNorm
 
 def _apertus_layers(builder: LayerBuilder) -> Layers:
     builder.require_rope_parameters()
-    bias = builder.flag("attention_bias")
-    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD)
     return builder.layers(attention, builder.mlp(has_gate=False, activations={"xielu": Activation.XIELU}))
 
 

@@ -39,8 +39,8 @@ def _latent_attention(builder: LayerBuilder) -> AttentionConfig:
     rank = fields.integer("q_lora_rank") if fields.values.get("q_lora_rank") is not None else 0
     # Source: the attention of these models in transformers 5.23: with scaled frequencies, scores are multiplied by mscale squared.
     mscale = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0 if rope.mscale_all_dim and rope.factor > 1 else 1.0
-    return replace(
-        builder.attention(scale=float((query_size + rope_size) ** -0.5 * mscale * mscale)),
+    return builder.attention(
+        scale=float((query_size + rope_size) ** -0.5 * mscale * mscale),
         num_kv_heads=1,
         head_size=fields.integer("kv_lora_rank") + rope_size,
         latent=LatentProjections(

@@ -20,8 +20,8 @@ def _falcon_h1_layers(builder: LayerBuilder) -> Layers:
     input_scale, output_scale, key_scale = (
         fields.positive_number(name, 1.0) for name in ("attention_in_multiplier", "attention_out_multiplier", "key_multiplier")
     )
-    attention = builder.attention()
-    attention = replace(attention, scale=attention.scale * input_scale**2 * key_scale, value_scale=input_scale * output_scale)
+    scale = float(builder.head_size**-0.5) * input_scale**2 * key_scale
+    attention = builder.attention(scale=scale, value_scale=input_scale * output_scale)
     gate_scale, mlp_scale = _multipliers(builder, "mlp_multipliers", 2)
     mlp = replace(builder.mlp(bias=builder.flag("mlp_bias"), activations=SILU_ONLY), gate_scale=gate_scale, output_scale=mlp_scale)
     return (LayerConfig(mixer=attention, mlp=mlp, parallel_mixer=_mamba_mixer(builder)),) * builder.num_layers

@@ -24,8 +24,8 @@ def _gemma3n_layers(builder: LayerBuilder) -> Layers:
 
     Source: Gemma 3n's model in transformers 5.24.
     """
-    fields, is_sliding, bias = builder.fields, builder.sliding_layers(_GLOBAL_INTERVAL), builder.flag("attention_bias")
-    attention = replace(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD, scale=1.0), has_value_norm=True)
+    fields, is_sliding = builder.fields, builder.sliding_layers(_GLOBAL_INTERVAL)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD, scale=1.0, has_value_norm=True)
     mixers = {True: builder.sliding_attention(attention), False: attention}
     mlps = _mlps(builder)
     per_layer_input = PerLayerInput(size=fields.integer("hidden_size_per_layer_input"), activation=mlps[0].activation)

@@ -13,7 +13,7 @@ from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, NormOrder, PerLayerInput, QKNorm
+from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, NormOrder, PerLayerInput, QKNorm, share_equal
 from paceline.models.rope_config import read_rope
 
 ASSISTANT_ARCHITECTURES = ("gemma4-assistant", "gemma4_assistant")
@@ -66,7 +66,7 @@ def build_layers(builder: LayerBuilder, is_sliding: Sequence[bool], kv_layers: S
         is_local: _attention_config(builder, is_local=is_local, sizes=_attention_sizes(builder, is_sliding, is_local=is_local))
         for is_local in set(is_sliding)
     }
-    layers = [
+    return share_equal(
         LayerConfig(
             mixer=replace(attention_layers[is_local], kv_layer=kv_layer),
             mlp=mlps[kv_layer is not None],
@@ -75,9 +75,7 @@ def build_layers(builder: LayerBuilder, is_sliding: Sequence[bool], kv_layers: S
             has_output_scale=True,
         )
         for is_local, kv_layer in zip(is_sliding, kv_layers, strict=True)
-    ]
-    shared: dict[LayerConfig, LayerConfig] = {}
-    return tuple(shared.setdefault(layer, layer) for layer in layers)
+    )
 
 
 def _with_experts(builder: LayerBuilder, dense: Sequence[DenseMLP]) -> list[ExpertMLP]:
@@ -118,9 +116,10 @@ def _read_non_negative(fields: JsonFields, name: str) -> int:
 def _attention_config(builder: LayerBuilder, *, is_local: bool, sizes: tuple[int, int]) -> AttentionConfig:
     fields, (num_kv_heads, head_size) = builder.fields, sizes
     window = fields.integer("sliding_window") if is_local else None
-    bias = builder.flag("attention_bias")
-    return replace(
-        builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD, scale=1.0),
+    return builder.attention(
+        bias=builder.flag("attention_bias"),
+        qk_norm=QKNorm.HEAD,
+        scale=1.0,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         rope=read_rope(_with_rope_parameters(fields), builder.family, head_size=head_size, layer_type=_LOCAL if is_local else _GLOBAL),

@@ -23,27 +23,30 @@ from paceline.models.layers import AttentionConfig, ExpertMLP, Mamba2Config, sha
 
 
 def _granite_layers(builder: LayerBuilder) -> Layers:
-    bias, scale = builder.flag("attention_bias"), builder.fields.positive_number("attention_multiplier", 1.0)
-    layers = builder.layers(builder.attention(bias=bias, output_bias=bias, scale=scale), builder.mlp(bias=builder.flag("mlp_bias")))
-    return (replace(layers[0], residual_scale=builder.fields.positive_number("residual_multiplier", 1.0)),) * builder.num_layers
+    scale, residual_scale = _read_scales(builder)
+    attention = builder.attention(bias=builder.flag("attention_bias"), scale=scale)
+    return builder.layers(attention, builder.mlp(bias=builder.flag("mlp_bias")), residual_scale=residual_scale)
+
+
+def _read_scales(builder: LayerBuilder) -> tuple[float, float]:
+    """Return the scale of attention scores, and that of what is added to the residual stream."""
+    return builder.fields.positive_number("attention_multiplier", 1.0), builder.fields.positive_number("residual_multiplier", 1.0)
 
 
 def _granite_swa_layers(builder: LayerBuilder) -> Layers:
-    fields, bias = builder.fields, builder.flag("attention_bias")
-    scale, residual_scale = (fields.positive_number(f"{part}_multiplier", 1.0) for part in ("attention", "residual"))
-    attention = builder.attention(bias=bias, output_bias=bias, scale=scale, has_sinks=True)
-    mlp = builder.mlp(bias=builder.flag("mlp_bias"))
-    layers, thetas = builder.layers(attention, mlp, is_sliding=builder.sliding_layers(4, first=0)), fields.values.get("layer_rope_theta")
+    fields, (scale, residual_scale) = builder.fields, _read_scales(builder)
+    attention = builder.attention(bias=builder.flag("attention_bias"), scale=scale, has_sinks=True)
+    mlp, is_sliding = builder.mlp(bias=builder.flag("mlp_bias")), builder.sliding_layers(4, first=0)
+    layers = builder.layers(attention, mlp, is_sliding=is_sliding, residual_scale=residual_scale)
+    thetas = fields.values.get("layer_rope_theta")
     thetas = [builder.rope.theta] * builder.num_layers if thetas is None else thetas
     is_list = isinstance(thetas, list) and len(thetas) == builder.num_layers
     if not is_list or any(type(theta) not in (int, float) or not 0 <= theta <= MAX_FLOAT32 for theta in thetas):
         raise CheckpointError(
             f"{fields.path}: layer_rope_theta = {shortened(thetas)}, expected a number of 0 or more for each of {builder.num_layers} layers"
         )
-    return share_equal(
-        replace(layer, mixer=_with_theta(layer.attention, float(theta)), residual_scale=residual_scale)
-        for layer, theta in zip(layers, thetas, strict=True)
-    )
+    pairs = zip(layers, thetas, strict=True)
+    return share_equal(replace(layer, mixer=_with_theta(layer.attention, float(theta))) for layer, theta in pairs)
 
 
 def _with_theta(attention: AttentionConfig, theta: float) -> AttentionConfig:
@@ -68,19 +71,17 @@ def _multiplier_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[st
 
 
 def _granite_hybrid_layers(builder: LayerBuilder) -> Layers:
-    fields, bias = builder.fields, builder.flag("attention_bias")
+    fields, (scale, residual_scale) = builder.fields, _read_scales(builder)
     embedding = fields.values.get("position_embedding_type")
     if embedding not in (None, "nope", "rope"):
         raise CheckpointError(f"{fields.path}: position_embedding_type = {shortened(embedding)} is not supported, only rope and nope are")
-    attention = builder.attention(bias=bias, output_bias=bias, scale=fields.positive_number("attention_multiplier", 1.0))
-    attention = replace(attention, has_rope_embedding=embedding == "rope")
+    attention = builder.attention(bias=builder.flag("attention_bias"), scale=scale, has_rope_embedding=embedding == "rope")
     mamba, mlp = _granite_mamba_mixer(builder), builder.mlp(width_field="shared_intermediate_size")
     mlps: list[MLP] = [mlp] * builder.num_layers
     if fields.values.get("num_local_experts") != 0:
         mlps = [ExpertMLP(routing=replace(builder.routing(), is_normalized=True), expert=builder.mlp(), shared=mlp)] * builder.num_layers
     mixers: dict[str, Mixer] = {"mamba": mamba, "attention": attention, "linear_attention": mamba, "full_attention": attention}
-    kinds = ["mamba"] * builder.num_layers
-    return mixed_layers(builder, mixers, mlps, default_types=kinds, residual_scale=fields.positive_number("residual_multiplier", 1.0))
+    return mixed_layers(builder, mixers, mlps, default_types=["mamba"] * builder.num_layers, residual_scale=residual_scale)
 
 
 def _granite_mamba_mixer(builder: LayerBuilder) -> Mamba2Config:

@@ -6,8 +6,8 @@ from paceline.models.layers import QKNorm
 
 
 def _hunyuan_layers(builder: LayerBuilder) -> Layers:
-    bias = builder.flag("attention_bias")
-    return builder.layers(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD_AFTER_ROPE), builder.mlp())
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD_AFTER_ROPE)
+    return builder.layers(attention, builder.mlp())
 
 
 FAMILIES = (

@@ -17,7 +17,6 @@ from paceline.models.layers import (
     GatedDeltaConfig,
     LayerConfig,
     Mamba2Config,
-    NormOrder,
     Recurrent,
     share_equal,
 )
@@ -37,10 +36,12 @@ def mixed_layers(
     mlps: Sequence[MLP],
     *,
     default_types: Sequence[str],
-    residual_scale: float = 1.0,
-    norm_order: NormOrder = NormOrder.PRE,
+    **settings: Any,
 ) -> Layers:
     """Return layers with one of `mixers` for each name in config.json's `layer_types`, or in `default_types` if it is absent.
+
+    Args:
+        settings: further settings of `LayerConfig`, equal in all layers.
 
     Raises:
         CheckpointError: `layer_types` has not one name for each layer, an unknown name, or no attention layer.
@@ -58,10 +59,7 @@ def mixed_layers(
             )
     if not any(isinstance(mixers[kind], AttentionConfig) for kind in listed):
         raise CheckpointError(f"{fields.path}: layer_types names no layer with attention: at least one of the layers needs it")
-    return share_equal(
-        LayerConfig(mixer=mixers[kind], mlp=mlp, residual_scale=residual_scale, norm_order=norm_order)
-        for kind, mlp in zip(listed, mlps, strict=True)
-    )
+    return share_equal(LayerConfig(mixer=mixers[kind], mlp=mlp, **settings) for kind, mlp in zip(listed, mlps, strict=True))
 
 
 def delta_net_mixer(fields: JsonFields) -> GatedDeltaConfig:

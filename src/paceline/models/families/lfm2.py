@@ -66,9 +66,9 @@ def _short_convolution(builder: LayerBuilder) -> ShortConvConfig:
 
 def _lfm3_layers(builder: LayerBuilder) -> Layers:
     builder.require_rope_parameters()
-    fields, bias = builder.fields, builder.flag("attention_bias")
+    fields = builder.fields
     gate = AttentionGate.HEAD if fields.flag("use_attention_gate", default=True) else AttentionGate.NONE
-    attention = replace(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD), gate=gate)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD, gate=gate)
     mixers: dict[str, Mixer] = {
         "conv": _short_convolution(builder),
         "full_attention": attention,

@@ -8,12 +8,11 @@ from paceline.models.families.experts import experts_gguf_fields
 from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP, share_equal
+from paceline.models.layers import ExpertMLP
 
 
 def _llama_layers(builder: LayerBuilder) -> Layers:
-    bias = builder.flag("attention_bias")
-    return builder.layers(builder.attention(bias=bias, output_bias=bias), builder.mlp(bias=builder.flag("mlp_bias")))
+    return builder.layers(builder.attention(bias=builder.flag("attention_bias")), builder.mlp(bias=builder.flag("mlp_bias")))
 
 
 def _mistral_layers(builder: LayerBuilder) -> Layers:
@@ -45,17 +44,13 @@ def _phi3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str
 
 
 def _smollm3_layers(builder: LayerBuilder) -> Layers:
-    bias, rope_flags = builder.flag("attention_bias"), builder.layers_with_rope()
+    has_rope = builder.layers_with_rope()
     if builder.fields.values.get("layer_types") is not None:
         is_sliding = builder.sliding_layers()
     else:
-        is_sliding = [builder.flag("use_sliding_window") and not has_rope for has_rope in rope_flags]
-    attention, mlp = builder.attention(bias=bias, output_bias=bias), builder.mlp(bias=builder.flag("mlp_bias"))
-    layers = builder.layers(attention, mlp, is_sliding=is_sliding)
-    return share_equal(
-        replace(layer, mixer=replace(layer.attention, has_rope_embedding=has_rope))
-        for layer, has_rope in zip(layers, rope_flags, strict=True)
-    )
+        is_sliding = [builder.flag("use_sliding_window") and not rotates for rotates in has_rope]
+    attention, mlp = builder.attention(bias=builder.flag("attention_bias")), builder.mlp(bias=builder.flag("mlp_bias"))
+    return builder.layers(attention, mlp, is_sliding=is_sliding, has_rope=has_rope)
 
 
 def _seed_oss_layers(builder: LayerBuilder) -> Layers:
@@ -64,8 +59,7 @@ def _seed_oss_layers(builder: LayerBuilder) -> Layers:
 
 
 def _arcee_layers(builder: LayerBuilder) -> Layers:
-    bias = builder.flag("attention_bias")
-    return builder.layers(builder.attention(bias=bias, output_bias=bias), builder.mlp(has_gate=False))
+    return builder.layers(builder.attention(bias=builder.flag("attention_bias")), builder.mlp(has_gate=False))
 
 
 FAMILIES = (

@@ -1,7 +1,6 @@
 """Nemotron-H: a layer is a mixer or an MLP, with one norm before it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
@@ -30,7 +29,7 @@ def _nemotron_h_layers(builder: LayerBuilder) -> tuple[LayerConfig, ...]:
         if kind in ("mlp", "moe"):
             known[kind] = LayerConfig(mixer=None, mlp=_expert_mlp(builder) if kind == "moe" else builder.mlp(has_gate=False))
         else:
-            attention = replace(builder.attention(), has_rope_embedding=False)
+            attention = builder.attention(has_rope_embedding=False)
             known[kind] = LayerConfig(mixer=_mamba_mixer(builder) if kind == "linear_attention" else attention, mlp=None)
     return tuple(known[kind] for kind in kinds)
 

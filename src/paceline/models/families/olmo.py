@@ -14,8 +14,7 @@ from paceline.models.layers import AttentionConfig, ExpertMLP, GatedDeltaConfig,
 
 
 def _olmo2_layers(builder: LayerBuilder, is_sliding: Sequence[bool] = ()) -> Layers:
-    bias = builder.flag("attention_bias")
-    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.WIDTH)
     return builder.layers(attention, builder.mlp(), norm_order=NormOrder.POST, is_sliding=is_sliding)
 
 
@@ -25,11 +24,10 @@ def _olmo3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[st
 
 def _olmo_hybrid_layers(builder: LayerBuilder) -> Layers:
     """Return layers with gated delta nets, whose norms are before each part, and layers with attention, whose norms are after it."""
-    fields, bias = builder.fields, builder.flag("attention_bias")
-    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
+    fields = builder.fields
     rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
     has_rope = {**fields.values, **rope}.get("rope_theta", 1e4) is not None  # only an explicit null leaves out rotary embeddings
-    attention = replace(attention, has_rope_embedding=has_rope)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.WIDTH, has_rope_embedding=has_rope)
     mixers: dict[str, Mixer] = {"linear_attention": _separate_delta_net(builder), "full_attention": attention}
     kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(builder.num_layers)]
     kinds[-1] = kinds[-1] if "full_attention" in kinds else "full_attention"
@@ -53,8 +51,7 @@ def _separate_delta_net(builder: LayerBuilder) -> GatedDeltaConfig:
 
 
 def _olmoe_layers(builder: LayerBuilder) -> Layers:
-    bias = builder.flag("attention_bias")
-    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.WIDTH)
     return builder.layers(attention, ExpertMLP(routing=builder.routing(), expert=builder.mlp()))
 
 

@@ -27,8 +27,8 @@ def _shared_experts(builder: LayerBuilder) -> ExpertMLP:
 
 
 def _qwen_hybrid_layers(builder: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
-    fields, bias = builder.fields, builder.flag("attention_bias")
-    attention = replace(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD), gate=AttentionGate.VALUE)
+    fields = builder.fields
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD, gate=AttentionGate.VALUE)
     interval = fields.integer("full_attention_interval", 4)
     kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(builder.num_layers)]
     return mixed_layers(builder, {"linear_attention": delta_net_mixer(fields), "full_attention": attention}, mlps, default_types=kinds)
