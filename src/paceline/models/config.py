@@ -73,7 +73,7 @@ class ModelConfig:
 
     Attributes:
         max_positions: number of tokens of the longest supported text.
-        has_norm_offset: checkpoints store norm weights minus 1, and `Weights.from_stored` adds 1.
+        has_norm_offset: checkpoints store norm weights minus 1, and `CheckpointWeights` adds 1.
         has_embedding_norm: embedding rows are normalised, without a weight.
         has_lm_head_bias: the lm_head has a bias.
         embedding_scale, logit_scale: factors of embedding rows and of logits.
