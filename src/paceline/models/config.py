@@ -33,6 +33,15 @@ class WeightType(Enum):
     F16 = "f16"
     BF16 = "bf16"
 
+    @property
+    def item_type(self) -> "np.dtype[Any]":
+        """Return numpy's type of a stored number. numpy has no bf16, so its bits are held as uint16."""
+        return np.dtype({WeightType.F32: "<f4", WeightType.F16: "<f2", WeightType.BF16: "<u2"}[self])
+
+
+FLOAT_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
+"""Float types by their names in safetensors and GGUF files."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
@@ -216,8 +225,7 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 """Fields that change the network without a tensor, and the values with which they do not. Families that do not read a field need them."""
 
 
-_SAFETENSORS_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
-_WEIGHT_TYPES = {"float32": WeightType.F32, "float16": WeightType.F16, "bfloat16": WeightType.BF16, **_SAFETENSORS_TYPES}
+_WEIGHT_TYPES = {"float32": WeightType.F32, "float16": WeightType.F16, "bfloat16": WeightType.BF16, **FLOAT_TYPES}
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -236,9 +244,7 @@ def read_config(directory: Path) -> ModelConfig:
     if has_conflicting_ties(contents):
         values = {**values, "tie_word_embeddings": not has_tensor(directory, "lm_head.weight")}
     find_container(values, path, find_family(values, path))  # raises an error if the method is not supported
-    weight_type = (
-        None if _dtype_name(values) is not None else _parse_weight_type(most_common_dtype(directory, tuple(_SAFETENSORS_TYPES)), path)
-    )
+    weight_type = None if _dtype_name(values) else _parse_weight_type(most_common_dtype(directory, tuple(FLOAT_TYPES)), path)
     generation = read_json(directory / "generation_config.json")
     return config_from_values(values, path, generation=generation, weight_type=weight_type, may_be_packed=True)
 

@@ -1,6 +1,7 @@
 """Weight matrices of integer codes with a scale for each group of columns, as the kernels read them."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,6 +170,17 @@ class GroupedMatrix:
         if self.minimums is not None:
             values += self.minimums[rows][..., None]
         return values.reshape(codes.shape)
+
+
+def convert_in_chunks(convert: Callable[[slice], None], num_rows: int, chunk_rows: int, num_threads: int) -> None:
+    """Call `convert` for consecutive ranges of rows, in several threads, so that temporary arrays stay small."""
+    chunks = [slice(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
+    if num_threads <= 1 or len(chunks) == 1:
+        for chunk in chunks:
+            convert(chunk)
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(convert, chunks))
 
 
 def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -179,6 +179,14 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return ((bits + (np.uint32(0x7FFF) + ((bits >> _BF16_SHIFT) & np.uint32(1)))) >> _BF16_SHIFT).astype(np.uint16)
 
 
+def round_to_type(values: NDArray[np.float32], weight_type: WeightType) -> NDArray[Any]:
+    """Round float32 values to the nearest of a type, ties to even. Values beyond the type become infinite."""
+    if weight_type is WeightType.BF16:
+        return to_bf16(values)
+    with np.errstate(over="ignore"):
+        return values.astype(weight_type.item_type)
+
+
 def take_rows(tensor: AnyTensor, rows: NDArray[np.int64] | slice) -> AnyTensor:
     """Return a matrix with only the selected rows: a view for a slice, otherwise a copy."""
     if isinstance(tensor, GroupedTensor):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.config import ModelConfig, WeightType, config_from_values
+from paceline.models.config import FLOAT_TYPES, ModelConfig, WeightType, config_from_values
 from paceline.models.families.family import Family, GgufFormat
 from paceline.models.families.gemma4 import ASSISTANT_ARCHITECTURES
 from paceline.models.families.table import FAMILIES
@@ -22,7 +22,6 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 """Tensors with divisors of rotary frequencies. They are read with the config, not as weights."""
 
 _DRAFTER_ARCHITECTURES = ("eagle3", "dflash")
-_FLOAT_TYPES = {"F16": WeightType.F16, "BF16": WeightType.BF16}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _METADATA_KEYS = {
     "num_attention_heads": "attention.head_count",
@@ -140,7 +139,7 @@ def _weight_type(file: GgufFile) -> WeightType:
     num_bytes: Counter[str] = Counter()
     for tensor in file.tensors.values():
         num_bytes[tensor.block_type.name] += tensor.data.nbytes
-    return _FLOAT_TYPES.get(num_bytes.most_common(1)[0][0] if num_bytes else "", WeightType.F32)
+    return FLOAT_TYPES.get(num_bytes.most_common(1)[0][0] if num_bytes else "", WeightType.F32)
 
 
 class _ConfigReader(GgufFields):

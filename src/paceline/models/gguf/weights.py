@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, name_list, shortened
-from paceline.models.config import ModelConfig
+from paceline.models.config import FLOAT_TYPES, ModelConfig
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.blocks import StoredBlocks, convert_blocks_to_groups
 from paceline.models.gguf.config import ROPE_TENSORS, gguf_format
@@ -20,7 +20,6 @@ from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.header import BLOCK_TYPES, GgufTensor
 from paceline.models.gguf.mixer_tensors import mixer_tensors
 from paceline.models.gguf.stored_tensor import (
-    UNQUANTIZED_TYPES,
     IndexMap,
     TensorSource,
     check_stored_shape,
@@ -139,7 +138,7 @@ class GgufWeights(LazyWeights):
 
     def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
         source = self._sources[name]
-        if source.tensor.block_type.name in UNQUANTIZED_TYPES:
+        if source.tensor.block_type.name in FLOAT_TYPES:
             return super().rows(name, row_indices)
         return convert_blocks_to_groups(stored_rows(source)[row_indices], source.tensor.block_type, str(source.tensor)).values()
 

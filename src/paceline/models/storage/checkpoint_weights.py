@@ -1,5 +1,6 @@
 """The weights of a checkpoint directory. Some are computed from stored ones: quantised matrices, parts of matrices, and decays."""
 
+import math
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, name_list
-from paceline.models.config import ModelConfig, WeightType
+from paceline.models.config import FLOAT_TYPES, ModelConfig, WeightType
 from paceline.models.containers.module import StoredWeight
 from paceline.models.containers.small_floats import read_e2m1
 from paceline.models.families.table import FAMILIES
@@ -41,11 +42,6 @@ _STACKED_MATRICES = {
     "down_proj": {"down_proj": slice(None)},
 }
 """Which rows of an expert in a stack belong to which matrix. Rows of gate and up alternate."""
-_SUPPORTED_DTYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
-    "F32": (WeightType.F32, np.dtype("<f4")),
-    "F16": (WeightType.F16, np.dtype("<f2")),
-    "BF16": (WeightType.BF16, np.dtype("<u2")),
-}
 _KV_MODULES = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
@@ -91,9 +87,6 @@ def _find_tensors(model: StoredModel, config: ModelConfig, computed: Container[s
 
     Args:
         computed: internal names of tensors that need not be in `model`.
-
-    Raises:
-        CheckpointError: A tensor is missing, unknown, or of another shape or type.
     """
     files = model.files
     shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in computed}
@@ -257,17 +250,12 @@ def _lazy_transposed_matrix(matrix: PackedMatrix) -> LazyTensor:
 def _lazy_tensor(
     stored: tuple[NDArray[Any], ...], shape: tuple[int, ...], weight_type: WeightType, make: Callable[[], NDArray[Any]]
 ) -> LazyTensor:
-    item_bytes = 4 if weight_type is WeightType.F32 else 2
-    info = TensorInfo(shape, weight_type, None, int(np.prod(shape)) * item_bytes)
+    info = TensorInfo(shape, weight_type, None, math.prod(shape) * weight_type.item_type.itemsize)
     return LazyTensor(info, stored, lambda: Tensor(make(), weight_type, shape))
 
 
 def _lazy_experts(stored: StoredModel, layer: int, mlp: ExpertMLP, hidden_size: int) -> dict[str, LazyTensor]:
-    """Return the tensors of single experts of a layer, by internal names, and remove the stacks from `stored`.
-
-    Raises:
-        CheckpointError: A stack is missing, or has another shape than config.json gives.
-    """
+    """Return the tensors of single experts of a layer, by internal names, and remove the stacks from `stored`."""
     found: dict[str, LazyTensor] = {}
     count, inner = mlp.routing.num_experts, mlp.expert.intermediate_size
     for stack, parts in _STACKED_MATRICES.items():
@@ -355,11 +343,7 @@ def _reorder_rope_rows(tensors: dict[str, Tensor], packed: dict[str, PackedMatri
 
 
 def _check_shape(name: str, stored: PackedMatrix, shape: tuple[int, ...]) -> PackedMatrix:
-    """Return `stored`, after checking its shape.
-
-    Raises:
-        CheckpointError: The matrix has another shape.
-    """
+    """Return `stored`, after checking its shape."""
     if stored.shape != shape:
         raise CheckpointError(
             f"{stored.where}: {name} holds a matrix of shape {list(stored.shape)}, but config.json requires {list(shape)}; "
@@ -369,32 +353,24 @@ def _check_shape(name: str, stored: PackedMatrix, shape: tuple[int, ...]) -> Pac
 
 
 def _open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: Mapping[Path, NDArray[np.uint8]]) -> Tensor:
-    """Return a view of a stored tensor in its mapped file. Vectors may have further dimensions of size 1.
-
-    Raises:
-        CheckpointError: The tensor has another shape, or an unsupported type.
-    """
+    """Return a view of a stored tensor in its mapped file. Vectors may have further dimensions of size 1."""
     is_vector = len(shape) == 1 and tuple(size for size in stored.shape if size != 1) == tuple(size for size in shape if size != 1)
     if stored.shape != shape and not is_vector:
         raise CheckpointError(
             f"{stored.path}: tensor {name!r} has shape {list(stored.shape)}, but config.json requires {list(shape)}; "
             "one of the two files belongs to another model"
         )
-    if stored.dtype not in _SUPPORTED_DTYPES:
+    if stored.dtype not in FLOAT_TYPES:
         raise CheckpointError(
-            f"{stored.path}: tensor {name!r} is of type {stored.dtype}, supported are {', '.join(_SUPPORTED_DTYPES)}: "
+            f"{stored.path}: tensor {name!r} is of type {stored.dtype}, supported are {', '.join(FLOAT_TYPES)}: "
             "use an unquantised checkpoint"
         )
-    weight_type, item_type = _SUPPORTED_DTYPES[stored.dtype]
-    return Tensor(view_tensor(stored, files[stored.path], item_type).reshape(shape), weight_type, shape)
+    weight_type = FLOAT_TYPES[stored.dtype]
+    return Tensor(view_tensor(stored, files[stored.path], weight_type.item_type).reshape(shape), weight_type, shape)
 
 
 def _take_tensor(stored: StoredModel, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor as `_open_tensor` does, and remove it from `stored`.
-
-    Raises:
-        CheckpointError: It is missing, or has another shape or an unsupported type.
-    """
+    """Return a tensor as `_open_tensor` does, and remove it from `stored`."""
     return _open_tensor(name, stored.take(name), shape, stored.files)
 
 

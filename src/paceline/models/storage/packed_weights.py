@@ -1,16 +1,10 @@
 """Convert packed (quantised) matrices to groups or floats."""
 
 from collections.abc import Iterable
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from paceline.models.config import WeightType
-from paceline.models.storage.packed_matrix import Floats, PackedMatrix
-from paceline.models.weights import AnyTensor, GroupedTensor, LazyTensor, Tensor, TensorInfo, to_bf16
-
-_ITEM_BYTES = {WeightType.F32: 4, WeightType.F16: 2, WeightType.BF16: 2}
+from paceline.models.storage.packed_matrix import PackedMatrix
+from paceline.models.weights import AnyTensor, GroupedTensor, LazyTensor, Tensor, TensorInfo, round_to_type
 
 
 def lazy_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> LazyTensor:
@@ -27,14 +21,14 @@ def unpack_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: in
     """
     if packed.bits is not None:
         return GroupedTensor(packed.to_grouped_matrix(num_threads))
-    return Tensor(packed.to_array(lambda values: _round_values(values, weight_type), num_threads), weight_type, packed.shape)
+    return Tensor(packed.to_array(lambda values: round_to_type(values, weight_type), num_threads), weight_type, packed.shape)
 
 
 def packed_tensor_info(packed: PackedMatrix, weight_type: WeightType) -> TensorInfo:
     """Return shape, type and size of a packed matrix before it is converted."""
     if packed.bits is not None:
         return TensorInfo(packed.shape, WeightType.F32, packed.bits, packed.shape[0] * packed.row_bytes)
-    return TensorInfo(packed.shape, weight_type, None, packed.shape[0] * packed.shape[1] * _ITEM_BYTES[weight_type])
+    return TensorInfo(packed.shape, weight_type, None, packed.shape[0] * packed.shape[1] * weight_type.item_type.itemsize)
 
 
 def dequantized_bytes(packed: Iterable[PackedMatrix], weight_type: WeightType) -> int:
@@ -52,10 +46,3 @@ def dequantized_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) 
         f"{len(floats)} matrices become {weight_type.value}, rounded to nearest even, since no groups hold their values: "
         f"{size / 1e9:.2g} GB in memory for {stored / 1e9:.2g} GB of the files; quantization='int8' or 'int4' makes them smaller",
     )
-
-
-def _round_values(values: Floats, weight_type: WeightType) -> NDArray[Any]:
-    if weight_type is WeightType.BF16:
-        return to_bf16(values)
-    with np.errstate(over="ignore"):  # the caller refuses infinity, which values too large for float16 become
-        return values.astype(np.float16 if weight_type is WeightType.F16 else np.float32)
