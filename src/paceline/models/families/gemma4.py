@@ -195,19 +195,13 @@ def assistant_config(file: GgufFile) -> dict[str, Any]:
         CheckpointError: A value is missing, out of range or not supported.
     """
     fields = GgufFields(file)
-    count = fields.count("block_count")
-    if count > len(file.tensors):
-        fields.raise_invalid("block_count", count, f"at most as many as the file has tensors, {len(file.tensors)}")
+    count, hidden_size = fields.num_blocks(), fields.count("embedding_length")
     for key in ("attention.shared_kv_layers", "nextn_predict_layers"):
         if (found := fields.architecture_value(key)) not in (None, 0, count):
             fields.raise_invalid(key, found, f"all {count} layers")
     layers = _GgufLayers(fields, count, count)
-    table, hidden_size = file.tensors.get("token_embd.weight"), fields.count("embedding_length")
-    if table is None or len(table.shape) != 2 or table.shape[1] != hidden_size:
-        found = "is missing" if table is None else f"has shape {list(table.shape)}"
-        raise CheckpointError(f"{file.path}: token_embd.weight {found}, expected [vocabulary, {hidden_size}]; download the file again")
     return {
-        "vocab_size": table.shape[0],
+        "vocab_size": fields.vocab_size(hidden_size),
         "hidden_size": hidden_size,
         "num_hidden_layers": count,
         "num_attention_heads": fields.count("attention.head_count"),
