@@ -1,6 +1,6 @@
 """Build `LayerConfig` objects from the fields of a config.json."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,18 @@ class LayerBuilder:
     def flag(self, name: str) -> bool:
         """Return a boolean field of config.json; False if absent."""
         return self.fields.flag(name, default=False)
+
+    def layer_values(self, name: str, is_valid: Callable[[Any], bool], expected: str) -> list[Any] | None:
+        """Return the list in a field that has a value for each layer; None if the field is absent.
+
+        Args:
+            is_valid: returns whether a value is allowed.
+            expected: which values are allowed, for errors.
+        """
+        values, count = self.fields.values.get(name), self.num_layers
+        if values is not None and not (isinstance(values, list) and len(values) == count and all(map(is_valid, values))):
+            raise CheckpointError(f"{self.fields.path}: {name} = {shortened(values)}, expected {expected} for each of {count} layers")
+        return values
 
     def soft_cap(self, name: str) -> float | None:
         return None if self.fields.values.get(name) is None else self.fields.positive_number(name)
@@ -167,16 +179,11 @@ class LayerBuilder:
             pattern: without `layer_types`, every `pattern`-th layer has full attention; None = read `sliding_window_pattern`.
             first: the first of these layers; None = layer `pattern` - 1.
         """
-        fields, types = self.fields, self.fields.values.get("layer_types")
+        known = ("sliding_attention", "full_attention")
+        types = self.layer_values("layer_types", lambda kind: kind in known, " or ".join(known))
         if types is None:
-            pattern = pattern or fields.integer("sliding_window_pattern")
+            pattern = pattern or self.fields.integer("sliding_window_pattern")
             return [(layer - (pattern - 1 if first is None else first)) % pattern > 0 for layer in range(self.num_layers)]
-        known = {"sliding_attention", "full_attention"}
-        if not isinstance(types, list) or len(types) != self.num_layers or not set(map(str, types)) <= known:
-            raise CheckpointError(
-                f"{fields.path}: layer_types = {shortened(types)}, "
-                f"expected sliding_attention or full_attention for {self.num_layers} layers"
-            )
         return [kind == "sliding_attention" for kind in types]
 
     def layers_with_rope(self) -> list[bool]:

@@ -81,13 +81,9 @@ def _deepseek_v3_layers(builder: LayerBuilder) -> Layers:
 
 
 def _glm4_moe_lite_layers(builder: LayerBuilder) -> Layers:
-    fields, types = builder.fields, builder.fields.values.get("mlp_layer_types")
+    types = builder.layer_values("mlp_layer_types", lambda kind: kind in ("dense", "sparse"), "dense or sparse")
     if types is None:
         return _deepseek_v3_layers(builder)
-    if not isinstance(types, list) or len(types) != builder.num_layers or not set(map(str, types)) <= {"dense", "sparse"}:
-        raise CheckpointError(
-            f"{fields.path}: mlp_layer_types = {shortened(types)}, expected dense or sparse for {builder.num_layers} layers"
-        )
     return _layers_with_experts(builder, grouped_topk_routing(builder), [kind == "dense" for kind in types])
 
 

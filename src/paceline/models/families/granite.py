@@ -7,12 +7,12 @@ from typing import Any
 from paceline.errors import CheckpointError, shortened
 from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
 from paceline.models.families.hybrids import (
+    MAMBA_METADATA_KEYS,
     MLP,
     Mixer,
     gguf_layer_count,
     layers_with_attention,
     mamba_gguf_fields,
-    mamba_metadata_keys,
     mamba_mixer_of_width,
     mixed_layers,
 )
@@ -34,17 +34,15 @@ def _read_scales(builder: LayerBuilder) -> tuple[float, float]:
 
 
 def _granite_swa_layers(builder: LayerBuilder) -> Layers:
-    fields, (scale, residual_scale) = builder.fields, _read_scales(builder)
+    scale, residual_scale = _read_scales(builder)
     attention = builder.attention(bias=builder.flag("attention_bias"), scale=scale, has_sinks=True)
     mlp, is_sliding = builder.mlp(bias=builder.flag("mlp_bias")), builder.sliding_layers(4, first=0)
     layers = builder.layers(attention, mlp, is_sliding=is_sliding, residual_scale=residual_scale)
-    thetas = fields.values.get("layer_rope_theta")
-    thetas = [builder.rope.theta] * builder.num_layers if thetas is None else thetas
-    is_list = isinstance(thetas, list) and len(thetas) == builder.num_layers
-    if not is_list or any(type(theta) not in (int, float) or not 0 <= theta <= MAX_FLOAT32 for theta in thetas):
-        raise CheckpointError(
-            f"{fields.path}: layer_rope_theta = {shortened(thetas)}, expected a number of 0 or more for each of {builder.num_layers} layers"
-        )
+    thetas = builder.layer_values(
+        "layer_rope_theta", lambda theta: type(theta) in (int, float) and 0 <= theta <= MAX_FLOAT32, "a number of 0 or more"
+    )
+    if thetas is None:
+        return layers
     pairs = zip(layers, thetas, strict=True)
     return share_equal(replace(layer, mixer=_with_theta(layer.attention, float(theta))) for layer, theta in pairs)
 
@@ -91,8 +89,7 @@ def _granite_mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
 
 
 def _granite_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    count = gguf_layer_count(fields, config["num_hidden_layers"])
-    num_layers = count["num_hidden_layers"]
+    num_layers = gguf_layer_count(fields, config["num_hidden_layers"])
     has_experts = bool(fields.architecture_value("expert_count"))
     inner, hidden = fields.count("ssm.inner_size"), fields.count("embedding_length")
     if inner % hidden:
@@ -100,11 +97,11 @@ def _granite_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -
     has_rope = fields.architecture_value("rope.scaling.finetuned")
     shared = fields.num_tensor_rows("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
     values: dict[str, Any] = {
-        **count,
+        "num_hidden_layers": num_layers,
         **_multiplier_fields(fields, config),
         "layer_types": ["attention" if has else "mamba" for has in layers_with_attention(fields, num_layers)],
         "position_embedding_type": "rope" if has_rope is None or has_rope else "nope",
-        **mamba_gguf_fields(fields, num_layers, "mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+        **mamba_gguf_fields(fields, num_layers),
         "mamba_expand": inner // hidden,
         "shared_intermediate_size": shared,
         "num_local_experts": 0,
@@ -177,7 +174,7 @@ FAMILIES = (
         gguf=GgufFormat(
             architectures=("granitehybrid",),
             read_extra_fields=_granite_hybrid_gguf_fields,
-            metadata_keys=mamba_metadata_keys("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+            metadata_keys=MAMBA_METADATA_KEYS,
             has_interleaved_rope=True,
             allows_zero_sizes=True,
         ),

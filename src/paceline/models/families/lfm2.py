@@ -81,12 +81,11 @@ def _lfm3_layers(builder: LayerBuilder) -> Layers:
 
 
 def _lfm2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    count = gguf_layer_count(fields, config["num_hidden_layers"])
-    num_layers = count["num_hidden_layers"]
+    num_layers = gguf_layer_count(fields, config["num_hidden_layers"])
     if window := fields.architecture_value("attention.sliding_window"):
         fields.raise_invalid("attention.sliding_window", window, "none")
     values: dict[str, Any] = {
-        **count,
+        "num_hidden_layers": num_layers,
         "layer_types": ["full_attention" if has else "conv" for has in layers_with_attention(fields, num_layers)],
         "conv_L_cache": fields.count("shortconv.l_cache"),
         "conv_bias": fields.has_in_any_block("shortconv.conv.bias", num_layers),

@@ -1,4 +1,4 @@
-"""Llama, and families with nearly the same layers: Mistral, Mixtral, Phi-3, SmolLM3, Seed-OSS, Arcee."""
+"""Llama, and families with nearly the same layers: Mistral, Mixtral, Phi-3, SmolLM3, Seed-OSS, Arcee, Apertus, Hunyuan."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,7 +8,7 @@ from paceline.models.families.experts import experts_gguf_fields
 from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP
+from paceline.models.layers import Activation, ExpertMLP, QKNorm
 
 
 def _llama_layers(builder: LayerBuilder) -> Layers:
@@ -60,6 +60,22 @@ def _seed_oss_layers(builder: LayerBuilder) -> Layers:
 
 def _arcee_layers(builder: LayerBuilder) -> Layers:
     return builder.layers(builder.attention(bias=builder.flag("attention_bias")), builder.mlp(has_gate=False))
+
+
+def _apertus_layers(builder: LayerBuilder) -> Layers:
+    builder.require_rope_parameters()
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD)
+    return builder.layers(attention, builder.mlp(has_gate=False, activations={"xielu": Activation.XIELU}))
+
+
+def _apertus_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters`, which files without scaling would not have."""
+    return {"rope_parameters": {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}, "rope_scaling": None}
+
+
+def _hunyuan_layers(builder: LayerBuilder) -> Layers:
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD_AFTER_ROPE)
+    return builder.layers(attention, builder.mlp())
 
 
 FAMILIES = (
@@ -153,5 +169,26 @@ FAMILIES = (
         layers=_arcee_layers,
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2", **special_ids(128000, 128001)},
         gguf=GgufFormat(architectures=("arcee",), has_interleaved_rope=True),
+    ),
+    Family(
+        name="apertus",
+        architecture="ApertusForCausalLM",
+        models="Apertus",
+        layers=_apertus_layers,
+        defaults={"max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 12e6, **special_ids(1, 2)},
+        fixed_fields={"post_norm": False, "qk_norm": True},
+        module_names={"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
+        gguf=GgufFormat(architectures=("apertus",), read_extra_fields=_apertus_gguf_fields),
+    ),
+    Family(
+        name="hunyuan_v1_dense",
+        architecture="HunYuanDenseV1ForCausalLM",
+        models="Hunyuan 0.5B to 7B (dense)",
+        layers=_hunyuan_layers,
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, **special_ids(1, 2)},
+        fixed_fields={"use_cla": False, "use_mla": False, "mlp_bias": False},
+        has_rope_alpha=True,
+        module_names={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
+        gguf=GgufFormat(architectures=("hunyuan-dense",)),
     ),
 )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.errors import CheckpointError, shortened
+from paceline.errors import CheckpointError
 from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
@@ -25,15 +25,11 @@ def _layers(builder: LayerBuilder) -> Layers:
 
 def _layers_with_rope(builder: LayerBuilder) -> list[bool]:
     """Return for each layer whether it has rotary embeddings: those with base 0 in `layer_rope_theta` have none."""
-    theta, thetas = builder.rope.theta, builder.fields.values.get("layer_rope_theta")
+    theta = builder.rope.theta
+    # transformers rotates with the base of rope_parameters, whichever other base the list has
+    thetas = builder.layer_values("layer_rope_theta", lambda own: own in (0, theta), f"0 or the rope_theta {theta:g}")
     if thetas is None:
         return [(builder.num_layers - 1 - layer) % _PATTERN > 0 for layer in range(builder.num_layers)]
-    # transformers rotates with the base of rope_parameters, whichever other base the list has
-    if not isinstance(thetas, list) or len(thetas) != builder.num_layers or any(own not in (0, theta) for own in thetas):
-        raise CheckpointError(
-            f"{builder.fields.path}: layer_rope_theta = {shortened(thetas)}, expected 0 or the rope_theta {theta:g} for each of "
-            f"{builder.num_layers} layers"
-        )
     return [own != 0 for own in thetas]
 
 

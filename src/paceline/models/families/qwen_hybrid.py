@@ -35,13 +35,13 @@ def _qwen_hybrid_layers(builder: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
 
 
 def _qwen_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    count = gguf_layer_count(fields, config["num_hidden_layers"])
+    num_layers = gguf_layer_count(fields, config["num_hidden_layers"])
     num_value_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
     if inner % num_value_heads:
         fields.raise_invalid("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_value_heads}")
     values: dict[str, Any] = {
-        **count,
-        "layer_types": _read_layer_types(fields, count["num_hidden_layers"]),
+        "num_hidden_layers": num_layers,
+        "layer_types": _read_layer_types(fields, num_layers),
         "linear_num_key_heads": fields.count("ssm.group_count"),
         "linear_num_value_heads": num_value_heads,
         "linear_key_head_dim": fields.count("ssm.state_size"),
