@@ -212,6 +212,7 @@ class ModelConfig:
 
 
 _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "per_layer_config": ({}, None),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "clip_qkv": (None,),
@@ -292,6 +293,7 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
     layers = family.layers(builder)
     generation = generation or {}
     generation_fields = JsonFields(generation, path.with_name("generation_config.json"))
+    end_ids = (*generation_fields.token_ids("eos_token_id"), *fields.token_ids("eos_token_id"))  # either file may lack some
     config = ModelConfig(
         family=family.name,
         vocab_size=fields.integer("vocab_size"),
@@ -308,7 +310,7 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
         logit_scale=_read_logit_scale(fields) if family.has_multipliers else 1.0,
         logit_soft_cap=builder.soft_cap("final_logit_softcapping") if family.has_logit_soft_cap else None,
         bos_token_id=_read_bos_token_id(generation, fields.values),
-        eos_token_ids=_read_eos_token_ids(generation_fields, fields),
+        eos_token_ids=tuple(dict.fromkeys(end_ids)),
         per_layer_vocab_size=_read_per_layer_vocab_size(fields, family) if layers[0].per_layer_input is not None else 0,
         suppressed_token_ids=generation_fields.token_ids("suppress_tokens"),
         sampling=_read_recommended_sampling(generation),
@@ -370,8 +372,6 @@ def _refuse_unsupported_settings(fields: JsonFields, family: Family) -> None:
     """Refuse settings that change the computation in a way that is not implemented for the family."""
     if fields.values.get("is_causal") is False:
         raise CheckpointError(f"{fields.path}: is_causal is false: the model embeds text, it does not generate")
-    if fields.values.get("per_layer_config") and not family.has_layer_sizes:
-        raise CheckpointError(f"{fields.path}: per_layer_config is not supported for {family.name}: all its layers have the same sizes")
     for name, only in family.fixed_fields.items():
         given = fields.values.get(name)
         if given not in (None, only):
@@ -416,8 +416,3 @@ def _read_bos_token_id(generation: Mapping[str, Any], values: Mapping[str, Any])
         if isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < 2**31:
             return token_id
     return None
-
-
-def _read_eos_token_ids(generation: JsonFields, fields: JsonFields) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of both files, because either file may lack some."""
-    return tuple(dict.fromkeys((*generation.token_ids("eos_token_id"), *fields.token_ids("eos_token_id"))))

@@ -133,8 +133,8 @@ class MergedWeights(LazyWeights):
         tensor = self._base[source] if replacement is None else Tensor(replacement, WeightType.F32, replacement.shape)
         if update is not None and changed == EMBEDDING:
             update = LowRank(update.up.T, update.down.T)
-        elif update is not None and matrix.rows is not None:
-            update = LowRank(update.down, update.up[matrix.rows])
+        elif update is not None:
+            update = LowRank(update.down, matrix.select_rows(update.up))
         weight_type = self.info(name).weight_type
         merged = np.empty(tensor.shape, weight_type.item_type)
         step = max(1, _CHUNK_VALUES // tensor.shape[1])
@@ -152,5 +152,4 @@ class MergedWeights(LazyWeights):
 
     def _adapter_bias(self, name: str) -> Floats:
         changed, matrix = self._biases[name]
-        bias = self._adapter.biases[changed]
-        return bias if matrix.rows is None else bias[matrix.rows]
+        return matrix.select_rows(self._adapter.biases[changed])

@@ -65,6 +65,10 @@ class NetworkMatrix:
     name: str
     rows: Rows | None = None
 
+    def select_rows(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the rows of the adapter's matrix or bias that belong to this matrix."""
+        return values if self.rows is None else values[self.rows]
+
 
 def network_matrices(config: ModelConfig) -> dict[str, tuple[NetworkMatrix, ...]]:
     """Return for each matrix of `Adapter` the matrices of the network that it changes: several if checkpoints fuse them in one."""

@@ -59,7 +59,6 @@ def _read_matrix(module: PackedModule, *, settings: _GptqSettings) -> PackedMatr
     where = module.describe_tensor("qweight")
     codes, zeros = module.read_tensor("qweight", "I32", "U32"), module.read_tensor("qzeros", "I32", "U32")
     scales = module.read_floats("scales")
-    groups = module.read_tensor("g_idx", "I32", ndim=1).view(np.int32) if module.has_tensor("g_idx") else None
     outputs = codes.shape[1]
     bits = 32 * zeros.shape[1] // outputs if outputs and zeros.shape[1] else settings.bits
     bits = bits if settings.has_module_overrides else settings.bits
@@ -88,8 +87,8 @@ def _read_matrix(module: PackedModule, *, settings: _GptqSettings) -> PackedMatr
         row_scales = np.ascontiguousarray(scales[:, rows].T, np.float32)
         return AffineRows(words_as_bytes(codes[:, rows].T), row_scales, np.ascontiguousarray(zero_points.T))
 
-    arrays = (codes, zeros, scales, np.array([[offset]]), *(() if groups is None else (groups[None],)))
-    column_groups = None if groups is None else read_column_groups(groups, columns, group_size, len(scales), f"{where}: its g_idx")
+    column_groups = read_column_groups(module, "g_idx", columns, group_size, len(scales))
+    arrays = (codes, zeros, scales, np.array([[offset]]), *(() if column_groups is None else (column_groups[None],)))
     return AffineMatrix(
         where=where, shape=(outputs, columns), arrays=arrays, bits=bits, group_size=group_size, zero_point=zero_point,
         has_short_scales=has_short_mantissas(scales), column_groups=column_groups, read_rows=read_rows,

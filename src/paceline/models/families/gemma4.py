@@ -352,7 +352,6 @@ _GEMMA4 = Family(
     activation_field="hidden_activation",
     has_scaled_embedding=True,
     has_logit_soft_cap=True,
-    has_layer_sizes=True,
     has_local_rope=True,
     module_names={
         "shared_expert": "mlp",

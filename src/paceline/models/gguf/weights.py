@@ -179,13 +179,12 @@ def open_mtp_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, 
     number, size = config.num_layers, config.hidden_size
     with_module, prefix = replace(config, layers=(*config.layers, layer)), f"layers.{config.num_layers}."
     layer_shapes = {name: shape for name, shape in tensor_shapes(with_module).items() if name.startswith(prefix)}
-    sources, missing = _find_sources(file, with_module, layer_shapes)
     parts = {name: f"blk.{number}.nextn.{part}.weight" for name, part in _GGUF_MTP_MODULE_NAMES.items()}
     if config.has_norm_offset and parts["final_norm.weight"] not in file.tensors:  # Qwen files without it use the model's norm
         parts["final_norm.weight"] = "output_norm.weight"
     shapes = {name: (size, 2 * size) if name == "fc.weight" else (size,) for name in parts}
-    named_sources, missing_names = _find_named_sources(file, {name: (in_file, shapes[name]) for name, in_file in parts.items()})
-    sources, missing = sources | named_sources, missing + missing_names
+    named = {name: (in_file, shapes[name]) for name, in_file in parts.items()}
+    sources, missing = _find_sources(file, with_module, layer_shapes, named)
     if missing:
         raise CheckpointError(f"{file.path}: the module in block {number} lacks {name_list(missing)}; download the file again")
     known = {source.tensor.name for source in sources.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _MTP_COPIES}
@@ -202,9 +201,7 @@ def open_mtp_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, 
 def _find_network_sources(file: GgufFile, config: ModelConfig, extra: ExtraTensors | None) -> dict[str, TensorSource]:
     extra_tensors = {} if extra is None else extra.tensors
     shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in extra_tensors}
-    sources, missing = _find_sources(file, config, shapes)
-    named_sources, missing_names = _find_named_sources(file, extra_tensors)
-    sources, missing = sources | named_sources, missing + missing_names
+    sources, missing = _find_sources(file, config, shapes, extra_tensors)
     if missing:
         raise CheckpointError(f"{file.path} lacks {name_list(missing)} that its metadata requires; download the file again")
     known = {source.tensor.name for source in sources.values()} | set(ROPE_TENSORS)
@@ -217,16 +214,15 @@ def _find_network_sources(file: GgufFile, config: ModelConfig, extra: ExtraTenso
     return sources
 
 
-def _find_named_sources(file: GgufFile, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return where tensors with the given names in the file are stored, and the names that the file does not have."""
-    sources = {name: TensorSource(file.tensors[in_file], shape) for name, (in_file, shape) in tensors.items() if in_file in file.tensors}
-    for source in sources.values():
-        check_stored_shape(source, source.shape)
-    return sources, [in_file for in_file, _ in tensors.values() if in_file not in file.tensors]
+def _find_sources(
+    file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], named: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> tuple[dict[str, TensorSource], list[str]]:
+    """Return where each tensor is stored, and the GGUF names of those that the file does not have.
 
-
-def _find_sources(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return where each tensor of `shapes` is stored, and the GGUF names of those that the file does not have."""
+    Args:
+        shapes: shapes of tensors of a model, by internal names.
+        named: names in the file, and shapes, of other tensors.
+    """
     gguf = gguf_format(FAMILIES[config.family])
     modules = {**_GGUF_MODULE_NAMES, **gguf.module_names}
     sources: dict[str, TensorSource] = {}
@@ -251,6 +247,12 @@ def _find_sources(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tupl
                 rows = _half_split_row_order(layer.mixer, name.split(".")[-2], shape[0])
             sources[name] = TensorSource(file.tensors[in_file], shape, expert, rows=rows)
             check_stored_shape(sources[name], (*_stack_size(expert, layer, config), *shape))
+    for name, (in_file, shape) in named.items():
+        if in_file in file.tensors:
+            sources[name] = TensorSource(file.tensors[in_file], shape)
+            check_stored_shape(sources[name], shape)
+        else:
+            missing.append(in_file)
     return sources, list(dict.fromkeys(missing))
 
 
