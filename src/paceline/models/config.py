@@ -293,6 +293,7 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
     layers = family.layers(builder)
     generation = generation or {}
     generation_fields = JsonFields(generation, path.with_name("generation_config.json"))
+    embedding_scale, logit_scale = _read_scales(fields, family)
     end_ids = (*generation_fields.token_ids("eos_token_id"), *fields.token_ids("eos_token_id"))  # either file may lack some
     config = ModelConfig(
         family=family.name,
@@ -306,8 +307,8 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
         has_norm_offset=family.has_norm_offset,
         has_embedding_norm=family.has_embedding_norm,
         has_lm_head_bias=family.has_lm_head_bias,
-        embedding_scale=_read_embedding_scale(fields, family),
-        logit_scale=_read_logit_scale(fields) if family.has_multipliers else 1.0,
+        embedding_scale=embedding_scale,
+        logit_scale=logit_scale,
         logit_soft_cap=builder.soft_cap("final_logit_softcapping") if family.has_logit_soft_cap else None,
         bos_token_id=_read_bos_token_id(generation, fields.values),
         eos_token_ids=tuple(dict.fromkeys(end_ids)),
@@ -335,14 +336,14 @@ def _read_per_layer_vocab_size(fields: JsonFields, family: Family) -> int:
     return size
 
 
-def _read_logit_scale(fields: JsonFields) -> float:
-    return fields.positive_number("lm_head_multiplier", 1.0) / fields.positive_number("logits_scaling", 1.0)
-
-
-def _read_embedding_scale(fields: JsonFields, family: Family) -> float:
+def _read_scales(fields: JsonFields, family: Family) -> tuple[float, float]:
+    """Return the factors of embedding rows and of logits."""
     if family.has_multipliers:
-        return fields.positive_number("embedding_multiplier", 1.0)
-    return float(fields.integer("hidden_size") ** 0.5) if family.has_scaled_embedding else 1.0
+        embedding, lm_head, logits = (
+            fields.positive_number(name, 1.0) for name in ("embedding_multiplier", "lm_head_multiplier", "logits_scaling")
+        )
+        return embedding, lm_head / logits
+    return float(fields.integer("hidden_size") ** 0.5) if family.has_scaled_embedding else 1.0, 1.0
 
 
 def check_rope(config: ModelConfig, path: Path) -> None:

@@ -12,8 +12,8 @@ from paceline.models.containers.fp8 import read_block_shape
 from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import nested_fields, read_choice, refuse_settings
 from paceline.models.containers.small_floats import read_e2m1, read_e4m3, read_nvfp4
+from paceline.models.grouped import half_scales
 from paceline.models.json_fields import JsonFields
-from paceline.models.mxfp4 import half_scales
 from paceline.models.storage.packed_matrix import PackedMatrix, Rows
 
 _FORMATS = (

@@ -87,10 +87,6 @@ def _glm4_moe_lite_layers(builder: LayerBuilder) -> Layers:
     return _layers_with_experts(builder, grouped_topk_routing(builder), [kind == "dense" for kind in types])
 
 
-def _youtu_layers(builder: LayerBuilder) -> Layers:
-    return builder.layers(_latent_attention(builder), [builder.mlp()] * builder.num_layers)
-
-
 def _latent_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     key, scaling = "rope.scaling.yarn_log_multiplier", config.get("rope_scaling") or {}
     if scaling and fields.architecture_value(key):  # converters store 0.1 mscale_all_dim
@@ -219,7 +215,7 @@ FAMILIES = (
         architecture="YoutuForCausalLM",
         models="Youtu-LLM",
         bundled_drafters=(),
-        layers=_youtu_layers,
+        layers=lambda builder: builder.layers(_latent_attention(builder), builder.mlp()),
         defaults={
             **_SIZES,
             "max_position_embeddings": 131072,

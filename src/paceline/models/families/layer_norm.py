@@ -48,10 +48,6 @@ def _cohere_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[s
     return {"logit_scale": fields.number("logit_scale")}
 
 
-def _cohere2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_cohere_gguf_fields(fields, config), **sliding_window_gguf_fields(fields, config)}
-
-
 def _starcoder2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `use_bias`. Files do not state the window of 4096 positions, which llama.cpp leaves out."""
     return {"use_bias": config["attention_bias"]}
@@ -93,7 +89,10 @@ FAMILIES = (
         defaults={**_COHERE.defaults, "sliding_window": 4096},
         fixed_fields={},
         gguf=GgufFormat(
-            architectures=("cohere2",), read_extra_fields=_cohere2_gguf_fields, has_interleaved_rope=True, norm_eps_key=_EPSILON_KEY
+            architectures=("cohere2",),
+            read_extra_fields=lambda fields, config: _cohere_gguf_fields(fields, config) | sliding_window_gguf_fields(fields, config),
+            has_interleaved_rope=True,
+            norm_eps_key=_EPSILON_KEY,
         ),
     ),
     Family(

@@ -12,10 +12,6 @@ from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionGate, DenseMLP, ExpertMLP, NormOrder, QKNorm, RouterScoring, ShortConvConfig
 
 
-def _lfm2_dense_layers(builder: LayerBuilder) -> Layers:
-    return _lfm2_layers(builder, [_mlp_with_adjusted_width(builder)] * builder.num_layers)
-
-
 def _mlp_with_adjusted_width(builder: LayerBuilder) -> DenseMLP:
     """Return an MLP as wide as the model's: 2/3 of `intermediate_size` times `block_ffn_dim_multiplier`, rounded up.
 
@@ -113,7 +109,7 @@ _LFM2 = Family(
     name="lfm2",
     architecture="Lfm2ForCausalLM",
     models="LFM2, LFM2.5",
-    layers=_lfm2_dense_layers,
+    layers=lambda builder: _lfm2_layers(builder, [_mlp_with_adjusted_width(builder)] * builder.num_layers),
     defaults={
         "num_attention_heads": 32,
         "num_key_value_heads": 8,

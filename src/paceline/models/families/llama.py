@@ -11,10 +11,6 @@ from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import Activation, ExpertMLP, QKNorm
 
 
-def _llama_layers(builder: LayerBuilder) -> Layers:
-    return builder.layers(builder.attention(bias=builder.flag("attention_bias")), builder.mlp(bias=builder.flag("mlp_bias")))
-
-
 def _mistral_layers(builder: LayerBuilder) -> Layers:
     return builder.layers(builder.attention(), builder.mlp(), is_sliding=[True] * builder.num_layers)
 
@@ -58,10 +54,6 @@ def _seed_oss_layers(builder: LayerBuilder) -> Layers:
     return builder.layers(attention, builder.mlp(bias=builder.flag("mlp_bias")))
 
 
-def _arcee_layers(builder: LayerBuilder) -> Layers:
-    return builder.layers(builder.attention(bias=builder.flag("attention_bias")), builder.mlp(has_gate=False))
-
-
 def _apertus_layers(builder: LayerBuilder) -> Layers:
     builder.require_rope_parameters()
     attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD)
@@ -84,7 +76,9 @@ FAMILIES = (
         architecture="LlamaForCausalLM",
         models="Llama 1 to 3.3, and what has their shape (Vicuna, TinyLlama, SmolLM2, Yi, MiniCPM5)",
         published_heads=("medusa", "eagle", "eagle3", "dflash", "pard2"),
-        layers=_llama_layers,
+        layers=lambda builder: builder.layers(
+            builder.attention(bias=builder.flag("attention_bias")), builder.mlp(bias=builder.flag("mlp_bias"))
+        ),
         defaults={"max_position_embeddings": 2048, **special_ids(1, 2)},
         gguf=GgufFormat(architectures=("llama",), has_interleaved_rope=True),
     ),
@@ -166,7 +160,7 @@ FAMILIES = (
         name="arcee",
         architecture="ArceeForCausalLM",
         models="Arcee AFM",
-        layers=_arcee_layers,
+        layers=lambda builder: builder.layers(builder.attention(bias=builder.flag("attention_bias")), builder.mlp(has_gate=False)),
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2", **special_ids(128000, 128001)},
         gguf=GgufFormat(architectures=("arcee",), has_interleaved_rope=True),
     ),

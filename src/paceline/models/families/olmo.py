@@ -1,13 +1,11 @@
 """OLMo 2, OLMo 3, OLMoE and Olmo Hybrid."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from paceline.models.families.experts import experts_gguf_fields
 from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields
 from paceline.models.families.hybrids import SILU_ONLY, Mixer, delta_net_mixer, mixed_layers
-from paceline.models.gguf.fields import GgufFields
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionConfig, ExpertMLP, GatedDeltaConfig, NormOrder, QKNorm, share_equal
@@ -16,10 +14,6 @@ from paceline.models.layers import AttentionConfig, ExpertMLP, GatedDeltaConfig,
 def _olmo2_layers(builder: LayerBuilder, is_sliding: Sequence[bool] = ()) -> Layers:
     attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.WIDTH)
     return builder.layers(attention, builder.mlp(), norm_order=NormOrder.POST, is_sliding=is_sliding)
-
-
-def _olmo3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**sliding_window_gguf_fields(fields, config), "rope_local_base_freq": config["rope_theta"]}
 
 
 def _olmo_hybrid_layers(builder: LayerBuilder) -> Layers:
@@ -82,7 +76,10 @@ FAMILIES = (
         gguf=GgufFormat(
             architectures=("olmo2",),
             matches=lambda fields: bool(fields.architecture_value("attention.sliding_window")),
-            read_extra_fields=_olmo3_gguf_fields,
+            read_extra_fields=lambda fields, config: {
+                **sliding_window_gguf_fields(fields, config),
+                "rope_local_base_freq": config["rope_theta"],
+            },
             has_untied_output=True,
         ),
     ),

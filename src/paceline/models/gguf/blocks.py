@@ -15,8 +15,16 @@ from paceline.errors import CheckpointError
 from paceline.models.gguf import codebook_blocks as codebook
 from paceline.models.gguf.codebook_blocks import read_float16_as_float32
 from paceline.models.gguf.header import BlockType
-from paceline.models.grouped import SUPER_BLOCK, GroupedMatrix, SuperBlocks, convert_in_chunks, pack_nibbles, super_blocks_size
-from paceline.models.mxfp4 import DOUBLED_E2M1_VALUES, half_scales
+from paceline.models.grouped import (
+    DOUBLED_E2M1_VALUES,
+    SUPER_BLOCK,
+    GroupedMatrix,
+    SuperBlocks,
+    convert_in_chunks,
+    half_scales,
+    pack_nibbles,
+    super_blocks_size,
+)
 
 _CHUNK_ITEMS = 1 << 17  # number of elements that are converted at a time, to keep temporary arrays small
 

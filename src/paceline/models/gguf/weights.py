@@ -191,11 +191,10 @@ def open_mtp_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, 
     unknown = [name for name in file.tensors if name.startswith(f"blk.{number}.") and name not in known]
     if unknown:
         raise CheckpointError(f"{file.path} holds {name_list(unknown)} that no known mtp head has: it may compute something else with them")
-
-    def make_reader(name: str, source: TensorSource) -> Callable[[], AnyTensor]:
-        return lambda: read_tensor(name, source, regroup=False, num_threads=num_threads)
-
-    return {name.replace(prefix, "layers.0.", 1): make_reader(name, source) for name, source in sources.items()}
+    return {
+        name.replace(prefix, "layers.0.", 1): partial(read_tensor, name, source, regroup=False, num_threads=num_threads)
+        for name, source in sources.items()
+    }
 
 
 def _find_network_sources(file: GgufFile, config: ModelConfig, extra: ExtraTensors | None) -> dict[str, TensorSource]:

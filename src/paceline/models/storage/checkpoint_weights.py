@@ -16,9 +16,8 @@ from paceline.models.config import FLOAT_TYPES, ModelConfig, WeightType
 from paceline.models.containers.module import StoredWeight
 from paceline.models.containers.small_floats import read_e2m1
 from paceline.models.families.table import FAMILIES
-from paceline.models.grouped import RUN
+from paceline.models.grouped import RUN, half_scales
 from paceline.models.layers import ExpertMLP, GatedDeltaConfig, LayerConfig, Mamba2Config, Recurrent, ShortConvConfig
-from paceline.models.mxfp4 import half_scales
 from paceline.models.storage.fused_matrices import (
     Parts,
     Rows,
@@ -185,10 +184,12 @@ class _ComputedTensors:
         if isinstance(mixer, Mamba2Config) and mixer.conv_scales != (1.0, 1.0, 1.0):
             sizes = mixer.state_shape.value_width, mixer.state_shape.key_width, mixer.state_shape.key_width
             scales = np.repeat(np.array(mixer.conv_scales, np.float32), sizes)
-        is_stored = len(wholes) == 1 and scales is None
-        make = partial(_without_middle_axis, wholes[0]) if is_stored else partial(_convolution_weights, wholes, scales)
-        arrays, weight_type = tuple(whole.array for whole in wholes), wholes[0].weight_type if is_stored else WeightType.F32
-        self.tensors[name_prefix + "conv.weight"] = _lazy_tensor(arrays, (mixer.channels, mixer.kernel_size), weight_type, make)
+        name, shape = name_prefix + "conv.weight", (mixer.channels, mixer.kernel_size)
+        arrays = tuple(whole.array for whole in wholes)
+        if len(wholes) == 1 and scales is None:
+            self.tensors[name] = _lazy_tensor(arrays, shape, wholes[0].weight_type, lambda: arrays[0][:, 0])
+        else:
+            self.tensors[name] = _lazy_tensor(arrays, shape, WeightType.F32, lambda: _convolution_weights(wholes, scales))
 
     def _take_convolutions(self, stored_prefix: str, mixer: Recurrent) -> list[Tensor]:
         """Return the stored weights [C, 1, kernel_size] of a convolution, or of those of queries, keys and values.
@@ -206,14 +207,9 @@ class _ComputedTensors:
 
     def _add_decay(self, name_prefix: str, stored_name: str, heads: int) -> None:
         whole = _take_tensor(self._stored, stored_name, (heads,))
-        make = partial(_decays_from_logarithms, whole)
-        self.tensors[name_prefix + "decay.weight"] = _lazy_tensor((whole.array,), (heads,), WeightType.F32, make)
-
-
-def _without_middle_axis(whole: Tensor) -> NDArray[Any]:
-    """Return the stored weights [C, 1, kernel_size] of a convolution as [C, kernel_size]."""
-    array: NDArray[Any] = whole.array[:, 0]
-    return array
+        self.tensors[name_prefix + "decay.weight"] = _lazy_tensor(
+            (whole.array,), (heads,), WeightType.F32, lambda: _decays_from_logarithms(whole)
+        )
 
 
 def _convolution_weights(wholes: Sequence[Tensor], scales: NDArray[np.float32] | None) -> NDArray[np.float32]:
