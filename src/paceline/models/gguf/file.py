@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.gguf.header import GgufTensor, HeaderReader, Metadata
-from paceline.models.storage.safetensors_file import map_file
+from paceline.models.storage.mapped_files import map_file
 from paceline.small_files import is_file, unreadable_error
 
 MAX_SPLITS = 1024

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,22 @@ from paceline.models.storage.fused_matrices import (
 )
 from paceline.models.storage.mapped_files import drop_pages
 from paceline.models.storage.packed_matrix import PackedMatrix
-from paceline.models.storage.packed_weights import dequantized_notice, lazy_matrix
 from paceline.models.storage.safetensors_file import StoredTensor, view_tensor
 from paceline.models.storage.stacked_experts import split_experts
 from paceline.models.storage.stored_model import StoredModel, open_stored
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
-from paceline.models.weights import LazyTensor, LazyWeights, Tensor, TensorInfo, add_norm_offset, as_float32, half_split_order, shares_kv
+from paceline.models.weights import (
+    GroupedTensor,
+    LazyTensor,
+    LazyWeights,
+    Tensor,
+    TensorInfo,
+    add_norm_offset,
+    as_float32,
+    half_split_order,
+    round_to_type,
+    shares_kv,
+)
 
 _STACKED_MATRICES = {
     "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
@@ -79,6 +89,35 @@ class CheckpointWeights(LazyWeights):
         super().free_tensor(name)
         if name in self._computed:
             drop_pages(self._computed[name].arrays)
+
+
+def lazy_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> LazyTensor:
+    """Return a matrix that is converted on first use: to groups, or to floats of `weight_type` if groups cannot hold its values.
+
+    Making it raises a CheckpointError if a scale or a value is not finite.
+    """
+    if packed.bits is None:
+        round_values = partial(round_to_type, weight_type=weight_type)
+        return _lazy_tensor(packed.source_arrays, packed.shape, weight_type, lambda: packed.to_array(round_values, num_threads))
+    info = TensorInfo(packed.shape, WeightType.F32, packed.bits, packed.shape[0] * packed.row_bytes)
+    return LazyTensor(info, packed.source_arrays, lambda: GroupedTensor(packed.to_grouped_matrix(num_threads)))
+
+
+def dequantized_bytes(packed: Iterable[PackedMatrix], weight_type: WeightType) -> int:
+    """Return the bytes in memory of those matrices that are converted to floats."""
+    return sum(lazy_matrix(matrix, weight_type).info.nbytes for matrix in packed if matrix.bits is None)
+
+
+def dequantized_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) -> tuple[str, ...]:
+    """Return a notice about the memory of matrices that are converted to floats; no notice if there are none."""
+    floats = [matrix for matrix in packed if matrix.bits is None]
+    if not floats:
+        return ()
+    size, stored = dequantized_bytes(floats, weight_type), sum(array.nbytes for matrix in floats for array in matrix.source_arrays)
+    return (
+        f"{len(floats)} matrices become {weight_type.value}, rounded to nearest even, since no groups hold their values: "
+        f"{size / 1e9:.2g} GB in memory for {stored / 1e9:.2g} GB of the files; quantization='int8' or 'int4' makes them smaller",
+    )
 
 
 def _find_tensors(model: StoredModel, config: ModelConfig, computed: Container[str]) -> tuple[dict[str, Tensor], dict[str, PackedMatrix]]:
@@ -287,8 +326,7 @@ def _take_bytes(stored: StoredModel, name: str, shape: tuple[int, ...]) -> NDArr
 
 
 def _lazy_view(array: NDArray[Any], weight_type: WeightType) -> LazyTensor:
-    info = TensorInfo(array.shape, weight_type, None, array.nbytes)
-    return LazyTensor(info, (array,), lambda: Tensor(array, weight_type, array.shape))
+    return _lazy_tensor((array,), array.shape, weight_type, lambda: array)
 
 
 def _split_fused_projections(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:

@@ -14,7 +14,8 @@ from paceline.models.containers.module import Container, StoredWeight
 from paceline.models.containers.table import find_container, group_packed_tensors
 from paceline.models.families.table import FAMILIES
 from paceline.models.multimodal import text_model_fields
-from paceline.models.storage.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header
+from paceline.models.storage.mapped_files import map_file
+from paceline.models.storage.safetensors_file import StoredTensor, checkpoint_files, read_header
 from paceline.small_files import read_json
 
 TEXT_MODEL_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "backbone.")
