@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.grouped import GroupedMatrix, convert_in_chunks, pack_nibbles
-from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo, Weights, as_float32
+from paceline.models.weights import AnyTensor, GroupedTensor, TensorInfo, Weights, as_float32
 
 FloatArray = NDArray[np.float32]
 GROUPS = (128, 64, 32)
@@ -128,7 +128,7 @@ def quantize_tensor(name: str, tensor: AnyTensor, scheme: QuantizationScheme, *,
     scales = np.empty((rows, columns // scheme.group_size), np.float32)
 
     def quantize_rows(part: slice) -> None:
-        chunk = quantize_matrix(_read_float_rows(tensor, part), bits=scheme.bits, group_size=scheme.group_size, name=name)
+        chunk = quantize_matrix(as_float32(tensor, part), bits=scheme.bits, group_size=scheme.group_size, name=name)
         codes[part], scales[part] = chunk.codes, chunk.scales
 
     convert_in_chunks(quantize_rows, rows, max(1, _CHUNK_VALUES // columns), num_threads)
@@ -146,13 +146,6 @@ def _target_bits(name: str, options: QuantOptions, *, is_also_lm_head: bool) -> 
         return None if None in both else max(bits for bits in both if bits is not None)
     tables = dict.fromkeys(("embedding.weight", "layer_embedding.weight"), options.embedding_bits)
     return {**tables, "lm_head.weight": options.lm_head_bits}.get(name, options.bits)
-
-
-def _read_float_rows(tensor: AnyTensor, part: slice) -> FloatArray:
-    if isinstance(tensor, GroupedTensor):
-        return tensor.matrix.values(part)
-    array = tensor.array[part]
-    return as_float32(Tensor(array, tensor.weight_type, array.shape))
 
 
 def _quantize_groups(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray]:

@@ -162,11 +162,11 @@ class LazyWeights(Weights):
         self._tensors.pop(name, None)
 
 
-def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDArray[np.float32]:
-    """Return all rows, or the rows with the indices `rows`, as exact float32; a view if the tensor is stored in float32."""
+def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | slice | None = None) -> NDArray[np.float32]:
+    """Return all rows, or the selected ones, as exact float32; a view if the tensor is stored in float32 and `rows` is no array."""
     if isinstance(tensor, GroupedTensor):
         return tensor.matrix.values(slice(None) if rows is None else rows)
-    stored = tensor.array if rows is None else tensor.array.take(rows, 0)
+    stored = tensor.array if rows is None else tensor.array[rows] if isinstance(rows, slice) else tensor.array.take(rows, 0)
     if tensor.weight_type is WeightType.BF16:
         bits: NDArray[np.uint32] = np.left_shift(stored.astype(np.uint32), _BF16_SHIFT)
         return bits.view(np.float32)

@@ -139,7 +139,7 @@ class MergedWeights(LazyWeights):
         merged = np.empty(tensor.shape, weight_type.item_type)
         step = max(1, _CHUNK_VALUES // tensor.shape[1])
         for start in range(0, tensor.shape[0], step):
-            rows = np.arange(start, min(start + step, tensor.shape[0]), dtype=np.int32)
+            rows = slice(start, start + step)
             values = as_float32(tensor, rows)
             values = values if update is None else values + update.up[rows] @ update.down
             merged[rows] = rounded = round_to_type(values, weight_type)
