@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.models.families.experts import experts_gguf_fields
-from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
+from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields, special_ids
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import Activation, ExpertMLP, QKNorm
@@ -33,10 +33,6 @@ def _ministral3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> di
 def _mixtral_layers(builder: LayerBuilder) -> Layers:
     experts = ExpertMLP(routing=replace(builder.routing(), is_normalized=True), expert=builder.mlp())
     return builder.layers(builder.attention(), experts, is_sliding=[True] * builder.num_layers)
-
-
-def _phi3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": fields.architecture_value("attention.sliding_window") or None}  # 0 means no window
 
 
 def _smollm3_layers(builder: LayerBuilder) -> Layers:
@@ -132,7 +128,7 @@ FAMILIES = (
         has_partial_rope=True,
         has_fused_projections=True,
         rope_type_aliases={"su": "longrope", "yarn": "longrope"},  # names in early checkpoints
-        gguf=GgufFormat(architectures=("phi3",), read_extra_fields=_phi3_gguf_fields),
+        gguf=GgufFormat(architectures=("phi3",), read_extra_fields=sliding_window_gguf_fields),
     ),
     Family(
         name="smollm3",
