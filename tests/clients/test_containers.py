@@ -11,9 +11,10 @@ from safetensors.numpy import load_file
 from paceline.models.config import WeightType
 from paceline.models.containers.table import METHODS, find_container, group_packed_tensors
 from paceline.models.families.table import FAMILIES
+from paceline.models.storage.checkpoint_weights import lazy_matrix
+from paceline.models.storage.mapped_files import map_file
 from paceline.models.storage.packed_matrix import PackedMatrix
-from paceline.models.storage.packed_weights import unpack_matrix
-from paceline.models.storage.safetensors_file import map_file, read_header
+from paceline.models.storage.safetensors_file import read_header
 from paceline.models.weights import as_float32
 from paceline.runtimes.embedding import round_to_type
 
@@ -45,7 +46,7 @@ def test_packed_matrix_equals_what_its_quantisation_tool_unpacks(written: Path, 
         assert list(packed) == ["layer.weight"], folder.name
         matrix, expected = packed["layer.weight"], load_file(folder / "expected.safetensors")["expected"]
         assert isinstance(matrix, PackedMatrix)
-        found = round_to_type(as_float32(unpack_matrix(matrix, weight_type)), weight_type)
+        found = round_to_type(as_float32(lazy_matrix(matrix, weight_type).make()), weight_type)
         if folder.name == "bitsandbytes-int8":  # which multiplies in another order
             assert np.abs(found - expected).max() <= 2**-23 * np.abs(expected).max()
         else:

@@ -20,8 +20,8 @@ from paceline.engine.chat_prompt import chat_prompt
 from paceline.engine.input_processor import InputProcessor
 from paceline.errors import RequestError
 from paceline.parsing.registry import TOOL_CALL_FORMATS, OutputFormat
+from paceline.tokenizer.backend import TokenizerParts
 from paceline.tokenizer.chat_template import ChatTemplate
-from paceline.tokenizer.parts import TokenizerParts
 from paceline.tokenizer.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")

@@ -263,7 +263,7 @@ def test_quantised_stacks_of_stream_projections_have_their_dequantised_values(
         ({"intermediate_size": [96] * 5}, "intermediate_size = .*, expected a width above 0 for each of 6 layers"),
         ({"intermediate_size": [96.5] * 6}, "intermediate_size = .*, expected a width above 0"),
         ({"num_kv_shared_layers": 5}, "num_kv_shared_layers = 5: no full_attention layer before them"),
-        ({"layer_types": [SLIDING]}, "layer_types = .*, expected sliding_attention or full_attention for 6 layers"),
+        ({"layer_types": [SLIDING]}, "layer_types = .*, expected sliding_attention or full_attention for each of 6 layers"),
         ({"intermediate_size": [96] * 6}, None),
     ],
 )

@@ -13,7 +13,7 @@ from paceline.config import QuantOptions
 from paceline.errors import PacelineError
 from paceline.installation import package_versions
 from paceline.machine import available_memory_bytes, processor_flags, processor_model, total_memory_bytes, usable_processors
-from paceline.models.checkpoint import is_gguf, main_block_type, read_model_config, weight_files
+from paceline.models.checkpoint import is_gguf, read_model_config, weight_files
 from paceline.models.gguf.file import open_gguf
 from paceline.small_files import read_json
 
@@ -59,7 +59,7 @@ def model_facts(name: str, path: Path, quantization: str | QuantOptions) -> Mode
     if quantization != "none":
         precision = str(quantization)
     else:
-        precision = main_block_type(path).lower() if is_gguf(path) else read_model_config(path).weight_type.value
+        precision = open_gguf(path).main_block_type.lower() if is_gguf(path) else read_model_config(path).weight_type.value
     return ModelFacts(name, path, precision, is_grown(path), tuple(_file_facts(file) for file in files))
 
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from paceline.drafters.head_kinds import METHOD_FILE_NAMES, HeadKind, detect_head_kind
 from paceline.errors import CheckpointError, IncompatibleDrafterError, name_list
-from paceline.models.config import ModelConfig, WeightType
-from paceline.models.gguf.stored_tensor import UNQUANTIZED_TYPES, TensorSource, read_tensor
+from paceline.models.config import FLOAT_TYPES, ModelConfig, WeightType
+from paceline.models.gguf.stored_tensor import TensorSource, read_tensor
 from paceline.models.storage.safetensors_file import checkpoint_files
 from paceline.models.storage.tensor_file import ITEM_TYPES, FileTensor, read_tensors
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
@@ -25,7 +25,6 @@ from paceline.models.weights import AnyTensor, Tensor
 from paceline.small_files import INDEX_BYTES, is_file, read_json
 
 _PREFIXES = re.compile(r"^(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
-_WEIGHT_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
 _INDEX = "[0-9]{1,6}"  # index of a layer or head; more digits only occur in damaged files
 
 
@@ -145,11 +144,11 @@ class HeadFiles:
         tensor = self.tensors[name]
         if tensor.dtype == "F64":
             return Tensor(tensor.open().astype(np.float32), WeightType.F32, tensor.shape)
-        if tensor.dtype not in _WEIGHT_TYPES:
+        if tensor.dtype not in FLOAT_TYPES:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} is of type {tensor.dtype}, supported are {', '.join(_WEIGHT_TYPES)}: use an unquantised head"
+                f"{self.path}: tensor {name!r} is of type {tensor.dtype}, supported are {', '.join(FLOAT_TYPES)}: use an unquantised head"
             )
-        return Tensor(tensor.open(), _WEIGHT_TYPES[tensor.dtype], tensor.shape)
+        return Tensor(tensor.open(), FLOAT_TYPES[tensor.dtype], tensor.shape)
 
     def matrix(self, name: str, num_threads: int = 1) -> AnyTensor:
         """Open a floating-point tensor, or a quantised matrix of a GGUF file, which stays quantised.
@@ -237,7 +236,7 @@ def gguf_tensors(sources: Mapping[str, TensorSource]) -> tuple[dict[str, FileTen
 def _read_gguf_values(name: str, source: TensorSource) -> NDArray[Any]:
     tensor, item_type = source.tensor, ITEM_TYPES.get(source.tensor.block_type.name)
     if item_type is None:
-        types = ", ".join(UNQUANTIZED_TYPES)
+        types = ", ".join(FLOAT_TYPES)
         raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}, expected one of {types}; download the file again")
     values = tensor.data.view(np.dtype(item_type)).reshape(source.shape)
     values = values if source.rows is None else values[source.rows()]

@@ -62,15 +62,8 @@ def stored_type(path: Path, weights: Weights, config: ModelConfig) -> str:
     """
     if not is_gguf(path):
         return weights.container or config.weight_type.value
-    return open_gguf(path).file_type or main_block_type(path)
-
-
-def main_block_type(path: Path) -> str:
-    """Return the name of the block type that most bytes of a GGUF file have."""
-    sizes: dict[str, int] = {}
-    for tensor in open_gguf(path).tensors.values():
-        sizes[tensor.block_type.name] = sizes.get(tensor.block_type.name, 0) + tensor.data.nbytes
-    return max(sizes, key=sizes.__getitem__, default="no tensors")
+    file = open_gguf(path)
+    return file.file_type or file.main_block_type
 
 
 def _checked_directory(path: Path) -> Path:

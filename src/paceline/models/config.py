@@ -33,6 +33,15 @@ class WeightType(Enum):
     F16 = "f16"
     BF16 = "bf16"
 
+    @property
+    def item_type(self) -> "np.dtype[Any]":
+        """Return numpy's type of a stored number. numpy has no bf16, so its bits are held as uint16."""
+        return np.dtype({WeightType.F32: "<f4", WeightType.F16: "<f2", WeightType.BF16: "<u2"}[self])
+
+
+FLOAT_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
+"""Float types by their names in safetensors and GGUF files."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
@@ -73,7 +82,7 @@ class ModelConfig:
 
     Attributes:
         max_positions: number of tokens of the longest supported text.
-        has_norm_offset: checkpoints store norm weights minus 1, and `Weights.from_stored` adds 1.
+        has_norm_offset: checkpoints store norm weights minus 1, and `CheckpointWeights` adds 1.
         has_embedding_norm: embedding rows are normalised, without a weight.
         has_lm_head_bias: the lm_head has a bias.
         embedding_scale, logit_scale: factors of embedding rows and of logits.
@@ -203,6 +212,7 @@ class ModelConfig:
 
 
 _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "per_layer_config": ({}, None),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "clip_qkv": (None,),
@@ -216,8 +226,7 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 """Fields that change the network without a tensor, and the values with which they do not. Families that do not read a field need them."""
 
 
-_SAFETENSORS_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
-_WEIGHT_TYPES = {"float32": WeightType.F32, "float16": WeightType.F16, "bfloat16": WeightType.BF16, **_SAFETENSORS_TYPES}
+_WEIGHT_TYPES = {"float32": WeightType.F32, "float16": WeightType.F16, "bfloat16": WeightType.BF16, **FLOAT_TYPES}
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -236,9 +245,7 @@ def read_config(directory: Path) -> ModelConfig:
     if has_conflicting_ties(contents):
         values = {**values, "tie_word_embeddings": not has_tensor(directory, "lm_head.weight")}
     find_container(values, path, find_family(values, path))  # raises an error if the method is not supported
-    weight_type = (
-        None if _dtype_name(values) is not None else _parse_weight_type(most_common_dtype(directory, tuple(_SAFETENSORS_TYPES)), path)
-    )
+    weight_type = None if _dtype_name(values) else _parse_weight_type(most_common_dtype(directory, tuple(FLOAT_TYPES)), path)
     generation = read_json(directory / "generation_config.json")
     return config_from_values(values, path, generation=generation, weight_type=weight_type, may_be_packed=True)
 
@@ -286,6 +293,8 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
     layers = family.layers(builder)
     generation = generation or {}
     generation_fields = JsonFields(generation, path.with_name("generation_config.json"))
+    embedding_scale, logit_scale = _read_scales(fields, family)
+    end_ids = (*generation_fields.token_ids("eos_token_id"), *fields.token_ids("eos_token_id"))  # either file may lack some
     config = ModelConfig(
         family=family.name,
         vocab_size=fields.integer("vocab_size"),
@@ -298,11 +307,11 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
         has_norm_offset=family.has_norm_offset,
         has_embedding_norm=family.has_embedding_norm,
         has_lm_head_bias=family.has_lm_head_bias,
-        embedding_scale=_read_embedding_scale(fields, family),
-        logit_scale=_read_logit_scale(fields) if family.has_multipliers else 1.0,
+        embedding_scale=embedding_scale,
+        logit_scale=logit_scale,
         logit_soft_cap=builder.soft_cap("final_logit_softcapping") if family.has_logit_soft_cap else None,
         bos_token_id=_read_bos_token_id(generation, fields.values),
-        eos_token_ids=_read_eos_token_ids(generation_fields, fields),
+        eos_token_ids=tuple(dict.fromkeys(end_ids)),
         per_layer_vocab_size=_read_per_layer_vocab_size(fields, family) if layers[0].per_layer_input is not None else 0,
         suppressed_token_ids=generation_fields.token_ids("suppress_tokens"),
         sampling=_read_recommended_sampling(generation),
@@ -327,14 +336,14 @@ def _read_per_layer_vocab_size(fields: JsonFields, family: Family) -> int:
     return size
 
 
-def _read_logit_scale(fields: JsonFields) -> float:
-    return fields.positive_number("lm_head_multiplier", 1.0) / fields.positive_number("logits_scaling", 1.0)
-
-
-def _read_embedding_scale(fields: JsonFields, family: Family) -> float:
+def _read_scales(fields: JsonFields, family: Family) -> tuple[float, float]:
+    """Return the factors of embedding rows and of logits."""
     if family.has_multipliers:
-        return fields.positive_number("embedding_multiplier", 1.0)
-    return float(fields.integer("hidden_size") ** 0.5) if family.has_scaled_embedding else 1.0
+        embedding, lm_head, logits = (
+            fields.positive_number(name, 1.0) for name in ("embedding_multiplier", "lm_head_multiplier", "logits_scaling")
+        )
+        return embedding, lm_head / logits
+    return float(fields.integer("hidden_size") ** 0.5) if family.has_scaled_embedding else 1.0, 1.0
 
 
 def check_rope(config: ModelConfig, path: Path) -> None:
@@ -364,8 +373,6 @@ def _refuse_unsupported_settings(fields: JsonFields, family: Family) -> None:
     """Refuse settings that change the computation in a way that is not implemented for the family."""
     if fields.values.get("is_causal") is False:
         raise CheckpointError(f"{fields.path}: is_causal is false: the model embeds text, it does not generate")
-    if fields.values.get("per_layer_config") and not family.has_layer_sizes:
-        raise CheckpointError(f"{fields.path}: per_layer_config is not supported for {family.name}: all its layers have the same sizes")
     for name, only in family.fixed_fields.items():
         given = fields.values.get(name)
         if given not in (None, only):
@@ -410,8 +417,3 @@ def _read_bos_token_id(generation: Mapping[str, Any], values: Mapping[str, Any])
         if isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < 2**31:
             return token_id
     return None
-
-
-def _read_eos_token_ids(generation: JsonFields, fields: JsonFields) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of both files, because either file may lack some."""
-    return tuple(dict.fromkeys((*generation.token_ids("eos_token_id"), *fields.token_ids("eos_token_id"))))

@@ -1,6 +1,7 @@
 """Weight matrices of integer codes with a scale for each group of columns, as the kernels read them."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,9 @@ RUN = 32
 """4-bit codes are packed in runs of 32 columns. Byte j of a run's 16 bytes holds code j in its low and code j + 16 in its high 4 bits."""
 SUPER_BLOCK = 256
 """Number of columns in a super-block of a K-quant (GGUF's types Q2_K to Q6_K)."""
+DOUBLED_E2M1_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""Twice the values of the 16 codes of E2M1, so that they are integers. The values are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+Source: OCP Microscaling Formats 1.0, section 5.3.3."""
 _HALF = 128
 _SCALE_BYTES = {(2, True): (4, 16), (3, False): (0, 16), (4, False): (4, 4), (4, True): (4, 12), (5, True): (4, 12), (6, False): (0, 20)}
 """Bytes of a super-block's scales and minimums in the kernels' layout, for each float16 and for all others, by (bits, has minimums)."""
@@ -171,6 +175,17 @@ class GroupedMatrix:
         return values.reshape(codes.shape)
 
 
+def convert_in_chunks(convert: Callable[[slice], None], num_rows: int, chunk_rows: int, num_threads: int) -> None:
+    """Call `convert` for consecutive ranges of rows, in several threads, so that temporary arrays stay small."""
+    chunks = [slice(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
+    if num_threads <= 1 or len(chunks) == 1:
+        for chunk in chunks:
+            convert(chunk)
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(convert, chunks))
+
+
 def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Pack [N, K] codes of 0 to 15 into [N, K / 2] bytes, in runs of 32. K is a multiple of 32."""
     runs = codes.reshape(len(codes), -1, 2, RUN // 2)
@@ -192,3 +207,9 @@ def pack_pairs_in_runs(pairs: NDArray[np.uint8]) -> NDArray[np.uint8]:
     packed[..., 0::2] = (first_16 & np.uint8(15)) | (last_16 << np.uint8(4))
     packed[..., 1::2] = (first_16 >> np.uint8(4)) | (last_16 & np.uint8(240))
     return packed.reshape(len(pairs), -1)
+
+
+def half_scales(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return half of MXFP4's scales 2^(exponent - 127), because code values are doubled. The exponent 255 is NaN."""
+    scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128).astype(np.float32)
+    return np.where(exponents == 255, np.float32(np.nan), scales)

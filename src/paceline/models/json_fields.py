@@ -84,7 +84,7 @@ class JsonFields:
     def positive_numbers(self, name: str, count: int) -> tuple[float, ...]:
         """Return `count` finite numbers above 0."""
         value = self.values.get(name)
-        if not isinstance(value, list | tuple) or len(value) != count or not all(_is_positive(item) for item in value):
+        if not isinstance(value, list | tuple) or len(value) != count or not all(_is_finite(item) and item > 0 for item in value):
             shown = f"{len(value)} values" if isinstance(value, list | tuple) else shortened(value)
             raise CheckpointError(f"{self.path}: {name} holds {shown}, expected {count} numbers above 0")
         return tuple(float(item) for item in value)
@@ -104,10 +104,6 @@ class JsonFields:
         if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < 2**31 for token_id in ids):
             raise CheckpointError(f"{self.path}: {name} = {shortened(value)}, expected a token id or a list of them")
         return tuple(ids)
-
-
-def _is_positive(value: object) -> TypeGuard[float]:
-    return _is_finite(value) and value > 0
 
 
 def _is_finite(value: object) -> TypeGuard[float]:

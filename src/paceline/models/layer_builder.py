@@ -1,8 +1,8 @@
 """Build `LayerConfig` objects from the fields of a config.json."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
@@ -13,8 +13,6 @@ from paceline.models.layers import (
     ExpertMLP,
     ExpertRouting,
     LayerConfig,
-    NormOrder,
-    QKNorm,
     share_equal,
 )
 from paceline.models.rope_config import RopeConfig, RopeType, read_rope
@@ -62,36 +60,36 @@ class LayerBuilder:
         """Return a boolean field of config.json; False if absent."""
         return self.fields.flag(name, default=False)
 
+    def layer_values(self, name: str, is_valid: Callable[[Any], bool], expected: str) -> list[Any] | None:
+        """Return the list in a field that has a value for each layer; None if the field is absent.
+
+        Args:
+            is_valid: returns whether a value is allowed.
+            expected: which values are allowed, for errors.
+        """
+        values, count = self.fields.values.get(name), self.num_layers
+        if values is not None and not (isinstance(values, list) and len(values) == count and all(map(is_valid, values))):
+            raise CheckpointError(f"{self.fields.path}: {name} = {shortened(values)}, expected {expected} for each of {count} layers")
+        return values
+
     def soft_cap(self, name: str) -> float | None:
         return None if self.fields.values.get(name) is None else self.fields.positive_number(name)
 
-    def attention(
-        self,
-        *,
-        bias: bool = False,
-        output_bias: bool = False,
-        qk_norm: QKNorm = QKNorm.NONE,
-        scale: float | None = None,
-        soft_cap: float | None = None,
-        has_sinks: bool = False,
-    ) -> AttentionConfig:
-        """Return the settings of full attention, with the sizes in config.json.
+    def attention(self, *, bias: bool = False, output_bias: bool | None = None, **settings: Any) -> AttentionConfig:
+        """Return the settings of full attention, with the sizes in config.json and a scale of 1 / sqrt(head size).
 
         Args:
-            scale: factor of attention scores; None = 1 / sqrt(head size).
+            output_bias: the o projection has a bias; None = if `bias` is set.
+            settings: further settings of `AttentionConfig`, which take precedence.
         """
-        return AttentionConfig(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            rope=self.rope,
-            scale=float(self.head_size**-0.5) if scale is None else scale,
-            soft_cap=soft_cap,
-            bias=bias,
-            output_bias=output_bias,
-            qk_norm=qk_norm,
-            has_sinks=has_sinks,
-        )
+        usual = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "rope": self.rope,
+            "scale": float(self.head_size**-0.5),
+        }
+        return AttentionConfig(bias=bias, output_bias=bias if output_bias is None else output_bias, **{**usual, **settings})
 
     def mlp(
         self,
@@ -144,20 +142,25 @@ class LayerBuilder:
         attention: AttentionConfig,
         mlp: DenseMLP | ExpertMLP | Sequence[DenseMLP | ExpertMLP],
         *,
-        norm_order: NormOrder = NormOrder.PRE,
         is_sliding: Sequence[bool] = (),
+        has_rope: Sequence[bool] = (),
+        **settings: Any,
     ) -> tuple[LayerConfig, ...]:
-        """Return layers that differ only in their MLP and in whether they have a sliding window.
+        """Return layers that differ only in their MLP, and in whether they have a sliding window and rotary embeddings.
 
         Args:
             mlp: MLP of all layers, or a list with the MLP of each layer.
             is_sliding: for each layer whether it has a sliding window; empty = no layer has one. A window that is not shorter than the
                 longest supported text is ignored.
+            has_rope: for each layer whether it has rotary embeddings; empty = as in `attention`.
+            settings: further settings of `LayerConfig`, equal in all layers.
         """
         sliding_attention = self.sliding_attention(attention) if any(is_sliding) else attention
         mixers = [sliding_attention if is_sliding and is_sliding[layer] else attention for layer in range(self.num_layers)]
+        if has_rope:
+            mixers = [replace(mixer, has_rope_embedding=rotates) for mixer, rotates in zip(mixers, has_rope, strict=True)]
         mlps = mlp if isinstance(mlp, Sequence) else [mlp] * self.num_layers
-        return share_equal(LayerConfig(mixer=mixer, mlp=own, norm_order=norm_order) for mixer, own in zip(mixers, mlps, strict=True))
+        return share_equal(LayerConfig(mixer=mixer, mlp=own, **settings) for mixer, own in zip(mixers, mlps, strict=True))
 
     def sliding_attention(self, attention: AttentionConfig) -> AttentionConfig:
         """Return the same attention with the window `sliding_window` and the rotary settings of layers with a window."""
@@ -176,16 +179,11 @@ class LayerBuilder:
             pattern: without `layer_types`, every `pattern`-th layer has full attention; None = read `sliding_window_pattern`.
             first: the first of these layers; None = layer `pattern` - 1.
         """
-        fields, types = self.fields, self.fields.values.get("layer_types")
+        known = ("sliding_attention", "full_attention")
+        types = self.layer_values("layer_types", lambda kind: kind in known, " or ".join(known))
         if types is None:
-            pattern = pattern or fields.integer("sliding_window_pattern")
+            pattern = pattern or self.fields.integer("sliding_window_pattern")
             return [(layer - (pattern - 1 if first is None else first)) % pattern > 0 for layer in range(self.num_layers)]
-        known = {"sliding_attention", "full_attention"}
-        if not isinstance(types, list) or len(types) != self.num_layers or not set(map(str, types)) <= known:
-            raise CheckpointError(
-                f"{fields.path}: layer_types = {shortened(types)}, "
-                f"expected sliding_attention or full_attention for {self.num_layers} layers"
-            )
         return [kind == "sliding_attention" for kind in types]
 
     def layers_with_rope(self) -> list[bool]:

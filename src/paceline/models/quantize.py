@@ -5,7 +5,6 @@ Scales are rounded to 12 significant bits. So `scale * code` is exact in float32
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,8 +14,8 @@ from numpy.typing import NDArray
 
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError, ConfigError
-from paceline.models.grouped import GroupedMatrix, pack_nibbles
-from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo, Weights, as_float32
+from paceline.models.grouped import GroupedMatrix, convert_in_chunks, pack_nibbles
+from paceline.models.weights import AnyTensor, GroupedTensor, TensorInfo, Weights, as_float32
 
 FloatArray = NDArray[np.float32]
 GROUPS = (128, 64, 32)
@@ -125,19 +124,15 @@ def quantize_tensor(name: str, tensor: AnyTensor, scheme: QuantizationScheme, *,
         CheckpointError: A value is NaN, infinite or beyond 1e37.
     """
     rows, columns = tensor.shape
-    matrix = _empty_tensor(rows, columns, scheme)
-    step = max(1, _CHUNK_VALUES // columns)
+    codes = np.empty((rows, columns * scheme.bits // 8), scheme.code_type)
+    scales = np.empty((rows, columns // scheme.group_size), np.float32)
 
-    def quantize_rows(start: int) -> None:
-        part = slice(start, min(rows, start + step))
-        chunk = quantize_matrix(_read_float_rows(tensor, part), bits=scheme.bits, group_size=scheme.group_size, name=name)
-        matrix.codes[part] = chunk.codes
-        matrix.scales[part] = chunk.scales
+    def quantize_rows(part: slice) -> None:
+        chunk = quantize_matrix(as_float32(tensor, part), bits=scheme.bits, group_size=scheme.group_size, name=name)
+        codes[part], scales[part] = chunk.codes, chunk.scales
 
-    with ThreadPoolExecutor(max(1, num_threads)) as pool:
-        for _ in pool.map(quantize_rows, range(0, rows, step)):
-            pass
-    return GroupedTensor(matrix, tensor.weight_type)
+    convert_in_chunks(quantize_rows, rows, max(1, _CHUNK_VALUES // columns), num_threads)
+    return GroupedTensor(GroupedMatrix(codes, scales, None, scheme.bits, scheme.zero_point), tensor.weight_type)
 
 
 def _target_bits(name: str, options: QuantOptions, *, is_also_lm_head: bool) -> int | None:
@@ -151,19 +146,6 @@ def _target_bits(name: str, options: QuantOptions, *, is_also_lm_head: bool) -> 
         return None if None in both else max(bits for bits in both if bits is not None)
     tables = dict.fromkeys(("embedding.weight", "layer_embedding.weight"), options.embedding_bits)
     return {**tables, "lm_head.weight": options.lm_head_bits}.get(name, options.bits)
-
-
-def _empty_tensor(rows: int, columns: int, scheme: QuantizationScheme) -> GroupedMatrix:
-    groups = (rows, columns // scheme.group_size)
-    codes = np.empty((rows, columns * scheme.bits // 8), scheme.code_type)
-    return GroupedMatrix(codes, np.empty(groups, np.float32), None, scheme.bits, scheme.zero_point)
-
-
-def _read_float_rows(tensor: AnyTensor, part: slice) -> FloatArray:
-    if isinstance(tensor, GroupedTensor):
-        return tensor.matrix.values(part)
-    array = tensor.array[part]
-    return as_float32(Tensor(array, tensor.weight_type, array.shape))
 
 
 def _quantize_groups(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray]:

@@ -99,7 +99,8 @@ def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, laye
     scaling = _rope_parameters_for(fields, family, layer_type)
     rope = JsonFields(scaling, fields.path)
     rope_type = _read_rope_type(fields, family, scaling)
-    theta = rope.positive_number("rope_theta", _default_theta(fields, family, layer_type))
+    theta_name = "rope_local_base_freq" if family.has_local_rope and layer_type != "full_attention" else "rope_theta"
+    theta = rope.positive_number("rope_theta", fields.positive_number(theta_name, 10000.0))
     if rope_type is RopeType.PROPORTIONAL:
         return RopeConfig(theta, rope_type, rope.positive_number("factor", 1.0), rotated_fraction=_read_fraction_of_pairs(rope))
     fraction = _read_rotated_fraction(fields, family, rope, head_size)
@@ -183,12 +184,6 @@ def _read_rope_type(fields: JsonFields, family: "Family", scaling: Mapping[str, 
     if name not in supported:
         raise CheckpointError(f"{fields.path}: rope type {shortened(name)} is not supported, only {', '.join(supported)} are")
     return RopeType(name)
-
-
-def _default_theta(fields: JsonFields, family: "Family", layer_type: str) -> float:
-    if family.has_local_rope and layer_type != "full_attention":
-        return fields.positive_number("rope_local_base_freq", 10000.0)
-    return fields.positive_number("rope_theta", 10000.0)
 
 
 def _read_rotated_fraction(fields: JsonFields, family: "Family", rope: JsonFields, head_size: int) -> float:

@@ -15,14 +15,13 @@ class LayerStateLayout:
     again: the convolution's input [C], keys [key_width], updates [value_width] and decays [heads].
 
     Attributes:
-        conv_offset, matrices_offset: offsets in the array of states.
+        conv_offset: offset of the state in the array of states.
         record_offset: offset in a record.
         block: number of columns that are stored next to each other; 0 = the mixer has no matrices.
     """
 
     mixer: Recurrent
     conv_offset: int
-    matrices_offset: int
     record_offset: int
     block: int
 
@@ -31,6 +30,10 @@ class LayerStateLayout:
         """Return how many column blocks a head's state matrix has."""
         state = self.mixer.state_shape
         return 0 if state is None else -(-state.columns // self.block)
+
+    @property
+    def matrices_offset(self) -> int:
+        return self.conv_offset + _round_up_to_vector(self.conv_size)
 
     @property
     def conv_size(self) -> int:
@@ -61,12 +64,9 @@ class StateLayout:
         for layer, mixer in recurrent_layers.items():
             state = mixer.state_shape
             block = 0 if state is None else 32 if state.columns % 32 == 0 else 16
-            conv_offset = state_size
-            sizes = LayerStateLayout(mixer, conv_offset, 0, record_size, block)
-            matrices_offset = conv_offset + _round_up_to_vector(sizes.conv_size)
-            layers[layer] = LayerStateLayout(mixer, conv_offset, matrices_offset, record_size, block)
-            state_size = matrices_offset + sizes.matrices_size
-            record_size += _round_up_to_vector(sizes.record_size)
+            layout = layers[layer] = LayerStateLayout(mixer, state_size, record_size, block)
+            state_size = layout.matrices_offset + layout.matrices_size
+            record_size += _round_up_to_vector(layout.record_size)
         return cls(layers, state_size, record_size)
 
 

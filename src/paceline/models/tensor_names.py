@@ -58,7 +58,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         norms += [f"{part}_output_norm" for part in parts]
     shapes |= {f"{norm}.{kind}": (hidden,) for norm in norms for kind in _norm_kinds(layer)}
     for mixer in layer.mixers:
-        shapes |= _mixer_shapes(mixer, hidden)
+        shapes |= _attention_shapes(mixer, hidden) if isinstance(mixer, AttentionConfig) else _recurrent_shapes(mixer, hidden)
     if mlp is not None:
         shapes |= _expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden)
     if layer.per_layer_input is not None:
@@ -78,10 +78,6 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
 
 def _norm_kinds(layer: LayerConfig) -> tuple[str, ...]:
     return ("weight", "bias") if layer.has_norm_bias else ("weight",)
-
-
-def _mixer_shapes(mixer: AttentionConfig | Recurrent, hidden: int) -> dict[str, tuple[int, ...]]:
-    return _attention_shapes(mixer, hidden) if isinstance(mixer, AttentionConfig) else _recurrent_shapes(mixer, hidden)
 
 
 def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[int, ...]]:

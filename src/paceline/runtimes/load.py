@@ -18,7 +18,7 @@ from paceline.models.checkpoint import open_weights, read_model_config, weight_f
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.quantize import mean_weight_bits
-from paceline.models.storage.packed_weights import dequantized_bytes
+from paceline.models.storage.checkpoint_weights import dequantized_bytes
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Network, Numerics, assemble_pass

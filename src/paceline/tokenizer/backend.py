@@ -1,17 +1,45 @@
-"""Calls the tokenizers library and raises its failures as our errors.
+"""Tokenizers of the tokenizers library, whose failures are raised as our errors.
 
 The library does not document its exceptions. It raises exceptions of many types, and panics in its Rust code.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from paceline.errors import CheckpointError, RequestError, convert_library_errors, is_interrupt, summarize_error
 
 SPARE_IDS = 1 << 16
 """In a vocabulary of N tokens, ids must be below 2 N + this number."""
 _MAX_IDS_WITH_GIL = 4096  # above, `decode_batch` is used: `decode` holds the GIL, for 0.26 s with 700,000 ids
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """A tokenizer built from another file than tokenizer.json, with the attributes of a transformers tokenizer that are used.
+
+    Attributes:
+        backend_tokenizer: the tokenizer, which also adds the BOS and EOS ids if the file requires them.
+        special_tokens_map: texts of `bos_token`, `eos_token`, `unk_token` and `pad_token`, as far as the file has them.
+        chat_template: Jinja sources by name; the main one is "default". Empty if the file has none.
+        end_token_ids: ids that end an answer, in ascending order; empty if the file does not list them.
+        notice: message to the user; None = no message.
+    """
+
+    backend_tokenizer: Tokenizer
+    special_tokens_map: Mapping[str, str]
+    chat_template: Mapping[str, str]
+    end_token_ids: tuple[int, ...] = ()
+    notice: str | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
+        """Return the ids of a text; `verbose` is ignored."""
+        # Unlike `encode`, `encode_batch_fast` releases the GIL.
+        ids: list[int] = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
 
 
 class TokenizerBackend:
@@ -40,42 +68,26 @@ class TokenizerBackend:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids, as the tokenizers library decodes them."""
-        try:
-            if len(ids) > _MAX_IDS_WITH_GIL:
-                texts: list[str] = self._library.decode_batch([ids], skip_special_tokens=skip_special_tokens)
-                return texts[0]
-            text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
-        except BaseException as error:
-            _raise_request_error("decode token ids", error)
+        task, options = "decode token ids", {"skip_special_tokens": skip_special_tokens}
+        if len(ids) > _MAX_IDS_WITH_GIL:
+            texts: list[str] = _call(task, self._library.decode_batch, [ids], **options)
+            return texts[0]
+        text: str = _call(task, self._library.decode, ids, **options)
         return text
 
     def join(self, pieces: Sequence[str]) -> str:
         """Return the text of consecutive pieces."""
-        try:
-            text: str = self._library.decoder.decode(list(pieces))
-        except BaseException as error:
-            _raise_request_error("decode its pieces", error)
+        text: str = _call("decode its pieces", self._library.decoder.decode, list(pieces))
         return text
 
     def id_to_token(self, token_id: int) -> str | None:
         """Return the piece of an id; None if there is no such id."""
-        try:
-            piece: str | None = self._library.id_to_token(token_id)
-        except BaseException as error:
-            _raise_request_error(f"look up the token id {token_id}", error)
+        piece: str | None = _call("look up a token id", self._library.id_to_token, token_id)
         return piece
 
     def to_json(self) -> str:
         """Return the text of a tokenizer.json, with all tokens added after loading."""
-        backend = self._library
-        try:
-            if backend.padding is not None or backend.truncation is not None:  # settings of a call, not of the file
-                backend = copy(backend)
-                backend.no_padding()
-                backend.no_truncation()
-            text: str = backend.to_str()
-        except BaseException as error:
-            _raise_request_error("be written as JSON", error)
+        text: str = _call("be written as JSON", _library_json, self._library)
         return text
 
 
@@ -100,8 +112,20 @@ def _disable_word_cache(model: Any) -> None:
         model._resize_cache(0)
 
 
-def _raise_request_error(task: str, error: BaseException) -> NoReturn:
-    """Raise `error` as a RequestError: the tokenizer cannot do `task`. Raise an interrupt (Ctrl-C) unchanged."""
-    if is_interrupt(error):
-        raise error
-    raise RequestError(f"the model's tokenizer cannot {task}; send other text, or download it again ({summarize_error(error)})") from error
+def _library_json(library: Any) -> Any:
+    if library.padding is not None or library.truncation is not None:  # settings of a call, not of the file
+        library = copy(library)
+        library.no_padding()
+        library.no_truncation()
+    return library.to_str()
+
+
+def _call(task: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function of the library. Raise its failure as a RequestError: the tokenizer cannot do `task`."""
+    try:
+        return function(*arguments, **options)
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        text = f"the model's tokenizer cannot {task}; send other text, or download it again ({summarize_error(error)})"
+        raise RequestError(text) from error

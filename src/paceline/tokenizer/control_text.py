@@ -7,6 +7,7 @@ encoded by a tokenizer whose only control tokens are the marks. At last, the mar
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -171,6 +172,7 @@ class ControlTokenEscaper:
         return any(self._pattern.search(self._normalize(text)) for text in strings_in(value) if not text.isascii())
 
 
+@dataclass(frozen=True, slots=True)
 class Escaped:
     """A copy of a value in which spellings of control tokens contain placeholders.
 
@@ -180,10 +182,9 @@ class Escaped:
         is_needed: whether spellings were found, so that the rendered text must be encoded by `ControlTokenEscaper.encode`.
     """
 
-    def __init__(self, value: Any, placeholders: "_Placeholders", *, is_needed: bool) -> None:
-        self.value = value
-        self.placeholders = placeholders
-        self.is_needed = is_needed
+    value: Any
+    placeholders: "_Placeholders"
+    is_needed: bool
 
     def unescape_json(self, text: str) -> str:
         """Replace placeholders that the template wrote as \\uXXXX, as in ASCII JSON or Python's repr, by the placeholder characters."""

@@ -109,11 +109,7 @@ def _check_files(directory: Path) -> dict[str, Any]:
 
 
 def _sentencepiece_model(directory: Path) -> Path | None:
-    """Return the SentencePiece model that transformers will convert; None if there is a tokenizer.json, or no such model.
-
-    Raises:
-        CheckpointError: the libraries with which transformers converts it are missing.
-    """
+    """Return the SentencePiece model that transformers will convert; None if there is a tokenizer.json, or no such model."""
     path = directory / "tokenizer.model"
     if is_file(directory / "tokenizer.json"):
         return None

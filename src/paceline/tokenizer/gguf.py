@@ -6,7 +6,7 @@ contains the merges.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from paceline.errors import CheckpointError, convert_library_errors, is_unicode, shortened
+from paceline.tokenizer.backend import TokenizerParts
 from paceline.tokenizer.byte_level import DEFAULT_SPLIT, SPLITS, bos_eos_processor, byte_level_backend, derive_merges, merge_work_error
-from paceline.tokenizer.parts import TokenizerParts
 
 MAX_TOKENS = 1 << 20
 _ADVICE = "use the model's safetensors directory, which holds tokenizer.json, or a newer conversion of it"
@@ -26,7 +26,7 @@ _ADVICE = "use the model's safetensors directory, which holds tokenizer.json, or
 _END_TEXTS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"})
 _END_TEXTS |= {"<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<turn|>"}
 _TOOL_USE = "tool_use"
-_DUPLICATE = "\U0010fffd"  # of several tokens with the same text, all but the last get this suffix, which decoding removes
+DUPLICATE = "\U0010fffd"  # of several tokens with the same text, all but the last get this suffix, which decoding removes
 
 
 class _TokenType(IntEnum):
@@ -46,7 +46,7 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> Tokenize
     """Build the tokenizer that the metadata of a GGUF file describes.
 
     Args:
-        metadata: values by key. Arrays are lists or numpy arrays.
+        metadata: values by key.
         source: the file, for error texts.
 
     Raises:
@@ -72,7 +72,7 @@ class _MetadataFields:
     The methods take a key without its prefix: "tokenizer." for chat templates, "tokenizer.ggml." for other names without a dot.
 
     Attributes:
-        values: the metadata by key. Arrays are lists or numpy arrays.
+        values: the metadata by key.
         source: the file.
     """
 
@@ -111,14 +111,13 @@ class _MetadataFields:
         return value
 
     def array(self, name: str) -> list[Any] | None:
-        """Return the items of an array as Python values; None = the file does not have it."""
+        """Return the items of an array; None = the file does not have it."""
         value = self.get(name)
         if value is None:
             return None
-        value = value.tolist() if hasattr(value, "tolist") else value
-        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        if not isinstance(value, list):
             raise self.error(name, value, "not an array")
-        return list(value)
+        return value
 
     def required_strings(self, name: str) -> list[str]:
         """Return an array that must exist and contain only strings in UTF-8."""
@@ -151,7 +150,6 @@ class _MetadataFields:
         value = self.get(name)
         if value is None:
             return default if default is not None and default < num_tokens else None
-        value = value.item() if hasattr(value, "item") else value
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_tokens:
             raise self.error(name, value, f"not a token id from 0 to {num_tokens - 1}")
         return value
@@ -186,7 +184,7 @@ class _Vocabulary:
         tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.required_strings("tokens"))]
         if may_repeat:  # of several ids with the same text, encoding uses only the last one
             last = {token: index for index, token in enumerate(tokens)}
-            tokens = [token if last[token] == index else f"{token}{_DUPLICATE}" for index, token in enumerate(tokens)]
+            tokens = [token if last[token] == index else f"{token}{DUPLICATE}" for index, token in enumerate(tokens)]
         if not tokens:
             raise fields.error("tokens", [], "no token at all")
         if len(tokens) > MAX_TOKENS:
@@ -264,7 +262,7 @@ def _build_gemma4(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple[Bac
     backend = Backend(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True, ignore_merges=True))
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
-    steps = [decoders.Replace(_DUPLICATE, ""), decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps = [decoders.Replace(DUPLICATE, ""), decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(steps)
     return backend, True, None
 

@@ -10,7 +10,7 @@ import binascii
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders
 from paceline.errors import CheckpointError, convert_library_errors, is_unicode, shortened
 from paceline.model_directory import list_directory
 from paceline.small_files import TOKENIZER_BYTES, is_file, json_object, read_json, read_small
-from paceline.tokenizer.backend import check_token_ids
+from paceline.tokenizer.backend import TokenizerParts, check_token_ids
 from paceline.tokenizer.byte_level import (
     BYTE_CHARACTERS,
     SPLITS,
@@ -29,13 +29,11 @@ from paceline.tokenizer.byte_level import (
     derive_merges,
     merge_work_error,
 )
-from paceline.tokenizer.gguf import MAX_TOKENS
-from paceline.tokenizer.parts import TokenizerParts
+from paceline.tokenizer.gguf import DUPLICATE, MAX_TOKENS
 
 _ORIGINAL = "original"  # folder of Meta's files
 _TIKTOKEN_FILES = ("tiktoken.model", "qwen.tiktoken", "tokenizer.model", f"{_ORIGINAL}/tokenizer.model")
 _POSSESSIVE = re.compile(r"\{\d+(?:,\d*)?\}\+")  # tiktoken reads {n}+ as possessive, the tokenizers library as a repetition of {n}
-_DUPLICATE = "\U0010fffd"
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _ADVICE = "download it again, or save a tokenizer.json with the model's own library"
 _TEKKEN_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -66,16 +64,16 @@ class _TiktokenFamily:
     split: str
     control_tokens: tuple[str, ...] = ()
     num_reserved: int = 0
-    named: tuple[tuple[str, str], ...] = ()
+    named: Mapping[str, str] = field(default_factory=dict)
 
 
+_QWEN_FAMILY = _TiktokenFamily("qwen2", _QWEN, named={"eos_token": _QWEN[0], "pad_token": _QWEN[0]})
 _FAMILIES = {
-    "llama": _TiktokenFamily("llama-bpe", _LLAMA3, named=(("bos_token", _LLAMA3[0]), ("eos_token", _LLAMA3[1]))),
-    "qwen": _TiktokenFamily("qwen2", _QWEN, named=(("eos_token", _QWEN[0]), ("pad_token", _QWEN[0]))),
-    "kimi": _TiktokenFamily("kimi-k2", num_reserved=256),
+    "llama": _TiktokenFamily("llama-bpe", _LLAMA3, named={"bos_token": _LLAMA3[0], "eos_token": _LLAMA3[1]}),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), _TiktokenFamily("kimi-k2", num_reserved=256)),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _QWEN_FAMILY),
 }
-_FAMILY_OF_TYPE = {"llama": "llama", "deepseek_v3": "kimi", "kimi_k2": "kimi"}
-_FAMILY_OF_TYPE |= dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "qwen")
+"""By `model_type`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +128,8 @@ def read_rank_file(path: Path, settings: Mapping[str, Any], chat_templates: Mapp
     ids = {**pieces, **control}
     with convert_library_errors(f"{path}: its tokenizer cannot be built; {_ADVICE}", CheckpointError):
         backend = byte_level_backend(ids, derive_merges({piece: (0.0, rank) for piece, rank in pieces.items()}), table.split)
-        if any(_DUPLICATE in piece for piece in pieces):
-            backend.decoder = decoders.Sequence([decoders.Replace(_DUPLICATE, ""), backend.decoder])
+        if any(DUPLICATE in piece for piece in pieces):
+            backend.decoder = decoders.Sequence([decoders.Replace(DUPLICATE, ""), backend.decoder])
         backend.add_tokens([AddedToken(text, special=special, normalized=False) for text, (_, special) in table.control.items()])
         bos, eos = (named.get(role) if settings.get(f"add_{role}") is True else None for role in ("bos_token", "eos_token"))
         if settings.get("add_bos_token") is None and table.split.add_bos:
@@ -153,7 +151,7 @@ def _checked_pieces(table: _RankTable, path: Path) -> dict[str, int]:
     problem = merge_work_error(spelled)
     if problem is not None:
         raise CheckpointError(f"{path} has the token {shortened(problem[0])}, {problem[1]}; {_ADVICE}")
-    return {piece + _DUPLICATE if piece in table.control else piece: rank for piece, rank in spelled.items()}
+    return {piece + DUPLICATE if piece in table.control else piece: rank for piece, rank in spelled.items()}
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -214,7 +212,7 @@ def _read_tiktoken(content: bytes, path: Path, settings: Mapping[str, Any]) -> _
         texts = {text for text, _ in found.values()}
         control = {text: value for text, value in control.items() if value[0] not in found and text not in texts}
         control |= {text: (token_id, special) for token_id, (text, special) in found.items()}
-    return _RankTable(ranks, control, dict(family.named), replace(SPLITS[family.split], ignore_merges=True))
+    return _RankTable(ranks, control, family.named, replace(SPLITS[family.split], ignore_merges=True))
 
 
 def _tiktoken_family(path: Path) -> _TiktokenFamily:
@@ -222,14 +220,14 @@ def _tiktoken_family(path: Path) -> _TiktokenFamily:
     config = read_json(folder / "config.json") or {}
     text_config = config.get("text_config")
     kind = text_config.get("model_type") if isinstance(text_config, dict) else config.get("model_type")
-    family = _FAMILY_OF_TYPE.get(kind) if isinstance(kind, str) else None
+    family = _FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        known = ", ".join(sorted(_FAMILY_OF_TYPE))
+        known = ", ".join(sorted(_FAMILIES))
         raise CheckpointError(
             f"{path} is a file of tiktoken, which does not contain how texts are split into words; this is known for the model types "
             f"{known}, not for {shortened(kind)}: save a tokenizer.json with the model's own library"
         )
-    return _FAMILIES[family]
+    return family
 
 
 def _count(config: Mapping[str, Any], name: str, path: Path) -> int:

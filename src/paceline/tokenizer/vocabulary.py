@@ -35,7 +35,6 @@ Die Straße führt über die Brücke, et le café était déjà fermé. El niño
 """
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_UNUSED_PIECE = re.compile(r"\[PAD(\d+)\]")
 
 
 class VocabularyMatch(Enum):
@@ -146,14 +145,12 @@ def match_ids(source: Sequence[str], destination: Sequence[str]) -> IdMap:
 
     Pieces are compared as they are if both vocabularies are byte-level or both are SentencePiece, else by the bytes that they stand for.
     """
-    ids_by_piece: dict[str, int] = {}
-    by_bytes: dict[bytes, int] = {}
-    texts: Sequence[bytes] = ()
     if is_byte_level(source) == is_byte_level(destination):
         ids_by_piece = {piece: token_id for token_id, piece in reversed(list(enumerate(destination))) if piece}
+        found = [ids_by_piece.get(piece, -1) for piece in source]
     else:
-        by_bytes, texts = _ids_by_bytes(destination), piece_bytes(source)
-    found = [ids_by_piece.get(piece, -1) for piece in source] if not by_bytes else [by_bytes.get(text, -1) for text in texts]
+        ids_by_bytes = _ids_by_bytes(destination)
+        found = [ids_by_bytes.get(text, -1) for text in piece_bytes(source)]
     return np.asarray(found, np.int64)
 
 
@@ -226,12 +223,7 @@ def _ids_by_bytes(pieces: Sequence[str]) -> dict[bytes, int]:
 
 def _clear_unused_pieces(pieces: Sequence[str]) -> list[str]:
     """Replace the pieces of unused ids by empty strings. GGUF files contain pieces such as "[PAD151936]" for them."""
-    return ["" if piece.startswith("[PAD") and _is_unused_piece(piece, token_id) else piece for token_id, piece in enumerate(pieces)]
-
-
-def _is_unused_piece(piece: str, token_id: int) -> bool:
-    found = _UNUSED_PIECE.fullmatch(piece)
-    return found is not None and int(found[1]) == token_id
+    return ["" if piece == f"[PAD{token_id}]" else piece for token_id, piece in enumerate(pieces)]
 
 
 def _last_used_id(pieces: Sequence[str]) -> int:

@@ -16,9 +16,10 @@ from paceline.models.containers.affine import unpack_codes
 from paceline.models.containers.small_floats import E4M3
 from paceline.models.containers.table import METHODS, find_container, group_packed_tensors
 from paceline.models.families.table import FAMILIES
+from paceline.models.storage.checkpoint_weights import dequantized_notice, lazy_matrix
+from paceline.models.storage.mapped_files import map_file
 from paceline.models.storage.packed_matrix import PackedMatrix
-from paceline.models.storage.packed_weights import dequantized_notice, packed_tensor_info, unpack_matrix
-from paceline.models.storage.safetensors_file import map_file, read_header
+from paceline.models.storage.safetensors_file import read_header
 from paceline.models.weights import GroupedTensor, Tensor, as_float32, to_bf16
 
 SHAPE = (48, 256)
@@ -83,23 +84,23 @@ def test_packed_matrix_is_unpacked_to_exact_values(tmp_path: Path, name: str) ->
     case, matrix = WHOLE[name], opened(tmp_path, WHOLE[name])
     expected = case.values.astype(np.float32)
     for num_threads in (1, 3):
-        tensor = unpack_matrix(matrix, WeightType.F32, num_threads)
+        tensor = lazy_matrix(matrix, WeightType.F32, num_threads).make()
         assert isinstance(tensor, Tensor if case.becomes_floats else GroupedTensor)
         assert np.array_equal(as_float32(tensor), expected)
-        assert (facts := packed_tensor_info(matrix, WeightType.F32)).nbytes == tensor.nbytes
+        assert (facts := lazy_matrix(matrix, WeightType.F32).info).nbytes == tensor.nbytes
         assert (facts.shape, facts.bits) == (expected.shape, None if isinstance(tensor, Tensor) else tensor.matrix.bits)
     order = np.random.default_rng(1).permutation(len(expected))[:5]
     for rows in (order, slice(3, 4), slice(1, 6)):
         part = matrix.select_rows(rows)
-        assert np.array_equal(as_float32(unpack_matrix(part, WeightType.F32)), expected[rows])
+        assert np.array_equal(as_float32(lazy_matrix(part, WeightType.F32).make()), expected[rows])
         assert np.array_equal(part.select_rows(slice(0, 1)).exact_values(slice(None)), expected[rows][:1])
 
 
 def test_dequantised_matrix_is_rounded_with_a_notice(tmp_path: Path) -> None:
     case = fp8(SHAPE)
     matrix, expected = opened(tmp_path, case), case.values.astype(np.float32)
-    assert np.array_equal(unpack_matrix(matrix, WeightType.BF16).array, to_bf16(expected))
-    assert np.array_equal(unpack_matrix(matrix, WeightType.F16).array, expected.astype(np.float16))
+    assert np.array_equal(lazy_matrix(matrix, WeightType.BF16).make().array, to_bf16(expected))
+    assert np.array_equal(lazy_matrix(matrix, WeightType.F16).make().array, expected.astype(np.float16))
     (notice,) = dequantized_notice([matrix], WeightType.BF16)
     assert notice.startswith("1 matrices become bf16")
     assert dequantized_notice([opened(tmp_path, awq(SHAPE))], WeightType.BF16) == ()
@@ -108,15 +109,15 @@ def test_dequantised_matrix_is_rounded_with_a_notice(tmp_path: Path) -> None:
 def test_packed_matrix_read_in_chunks_has_equal_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.models.storage.packed_matrix._CHUNK_ITEMS", 16 * 256)
     for case in (WHOLE["gptq-32"], WHOLE["awq-32"], WHOLE["nf4-nested"], WHOLE["fp8-edges"]):
-        assert np.array_equal(as_float32(unpack_matrix(opened(tmp_path, case), WeightType.F32, 2)), case.values.astype(np.float32))
+        assert np.array_equal(as_float32(lazy_matrix(opened(tmp_path, case), WeightType.F32, 2).make()), case.values.astype(np.float32))
 
 
 def test_gptq_version_follows_symmetric_zero_points(tmp_path: Path) -> None:
     for second in (True, False):
         case = gptq(SHAPE, symmetric=True, second=second, says="gptq" if second else "gptq_v2")
-        assert np.array_equal(as_float32(unpack_matrix(opened(tmp_path, case), WeightType.F32)), case.values.astype(np.float32))
+        assert np.array_equal(as_float32(lazy_matrix(opened(tmp_path, case), WeightType.F32).make()), case.values.astype(np.float32))
     wrong = gptq(SHAPE, second=True, says="gptq")  # for others, only config.json gives the settings
-    assert not np.array_equal(as_float32(unpack_matrix(opened(tmp_path, wrong), WeightType.F32)), wrong.values.astype(np.float32))
+    assert not np.array_equal(as_float32(lazy_matrix(opened(tmp_path, wrong), WeightType.F32).make()), wrong.values.astype(np.float32))
 
 
 def test_gptq_versions_have_different_cache_keys(tmp_path: Path) -> None:
@@ -128,13 +129,13 @@ def test_gptq_versions_have_different_cache_keys(tmp_path: Path) -> None:
 def test_auto_round_packing_formats_are_those_of_gptq_and_awq(tmp_path: Path, packing: str) -> None:
     case = awq(SHAPE) if "awq" in packing else gptq(SHAPE, second=packing.endswith("gptqmodel"))
     settings = {"quant_method": "auto-round", "packing_format": packing, "bits": 4, "group_size": 32, "sym": False}
-    assert np.array_equal(as_float32(unpack_matrix(opened(tmp_path, case, settings), WeightType.F32)), case.values.astype(np.float32))
+    assert np.array_equal(as_float32(lazy_matrix(opened(tmp_path, case, settings), WeightType.F32).make()), case.values.astype(np.float32))
 
 
 def test_mlx_modules_may_have_their_own_quantisation_settings(tmp_path: Path) -> None:
     case = mlx(SHAPE, bits=8, group=32)
     settings = {"group_size": 64, "bits": 4, "language_model.model.layer": {"group_size": 32, "bits": 8}, "lm_head": True}
-    assert np.array_equal(as_float32(unpack_matrix(opened(tmp_path, case, settings), WeightType.F32)), case.values.astype(np.float32))
+    assert np.array_equal(as_float32(lazy_matrix(opened(tmp_path, case, settings), WeightType.F32).make()), case.values.astype(np.float32))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -228,7 +229,7 @@ def test_damaged_packed_matrix_is_refused_in_one_line(tmp_path: Path, name: str)
     case, message = DAMAGED[name]
     whole = case if isinstance(case, Packed) else replace(gptq(SHAPE), settings=case)
     with pytest.raises(CheckpointError, match=message) as caught:
-        unpack_matrix(opened(tmp_path, whole), WeightType.F32)
+        lazy_matrix(opened(tmp_path, whole), WeightType.F32).make()
     assert "\n" not in str(caught.value)
 
 

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from paceline.errors import CheckpointError
-from paceline.models.storage.mapped_files import MappedFiles, drop_pages
-from paceline.models.storage.safetensors_file import map_file, read_header, view_tensor
+from paceline.models.storage.mapped_files import MappedFiles, drop_pages, map_file
+from paceline.models.storage.safetensors_file import read_header, view_tensor
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ import pytest
 
 from harness.native_network import BUILT, Network, count_claimed_pieces, plain_tensor
 from paceline.models.config import WeightType
-from paceline.models.grouped import GroupedMatrix
+from paceline.models.grouped import DOUBLED_E2M1_VALUES, GroupedMatrix
 from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP, ExpertRouting, RouterScoring
-from paceline.models.mxfp4 import DOUBLED_E2M1_VALUES
 from paceline.models.quantize import quantize_matrix
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, as_float32, to_bf16
 from paceline.runtimes.base import FloatArray

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
@@ -165,12 +164,6 @@ def test_gguf_end_token_ids_are_those_with_a_role_or_known_text() -> None:
 def test_chat_template_gets_the_special_tokens_of_the_gguf_file() -> None:
     tokenizer = opened(BYTE_LEVEL)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "the"}]) == [START, THE, END]
-
-
-def test_gguf_tokenizer_metadata_may_be_numpy_arrays() -> None:
-    types = np.asarray(BYTE_LEVEL["tokenizer.ggml.token_type"], dtype=np.int32)
-    tokenizer = opened(BYTE_LEVEL, token_type=types, eos_token_id=np.uint32(END))
-    assert tokenizer.encode("the<|im_end|>") == [THE, END]
 
 
 HOSTILE = [

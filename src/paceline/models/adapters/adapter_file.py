@@ -21,7 +21,7 @@ _PEFT_PREFIX = "base_model.model."
 _LOW_RANK_NAME = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.(weight|bias))?")
 _OTHER_NAME = re.compile(r"(.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.(weight|bias)")
 _BASE_LAYER = ".base_layer"
-_FLOAT_TYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
+_FLOAT_TYPES = ("F32", "F16", "F64", "BF16")
 
 
 class TensorRole(Enum):

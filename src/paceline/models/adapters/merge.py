@@ -1,5 +1,6 @@
 """The weights of a model with an adapter merged: W + up @ down in float32, then rounded to the weights' type."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -12,10 +13,9 @@ from paceline.models.adapters.adapter import Adapter, LowRank
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, network_matrices
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.gguf.blocks import StoredBlocks
-from paceline.models.weights import AnyTensor, LazyWeights, Tensor, TensorInfo, Weights, as_float32, to_bf16
+from paceline.models.weights import AnyTensor, LazyWeights, Tensor, TensorInfo, Weights, as_float32, round_to_type
 
 _CHUNK_VALUES = 1 << 20
-_ITEM_TYPES = {WeightType.F32: np.float32, WeightType.F16: np.float16, WeightType.BF16: np.uint16}
 Floats = NDArray[np.float32]
 
 
@@ -75,7 +75,7 @@ class MergedWeights(LazyWeights):
         if name not in self._changed:
             return info
         weight_type = self._type if info.bits is None else self._type_if_quantised
-        nbytes = int(np.prod(info.shape)) * np.dtype(_ITEM_TYPES[weight_type]).itemsize
+        nbytes = math.prod(info.shape) * weight_type.item_type.itemsize
         return replace(info, weight_type=weight_type, bits=None, nbytes=nbytes)
 
     def stored_blocks(self, name: str) -> StoredBlocks | None:
@@ -133,29 +133,23 @@ class MergedWeights(LazyWeights):
         tensor = self._base[source] if replacement is None else Tensor(replacement, WeightType.F32, replacement.shape)
         if update is not None and changed == EMBEDDING:
             update = LowRank(update.up.T, update.down.T)
-        elif update is not None and matrix.rows is not None:
-            update = LowRank(update.down, update.up[matrix.rows])
+        elif update is not None:
+            update = LowRank(update.down, matrix.select_rows(update.up))
         weight_type = self.info(name).weight_type
-        merged = np.empty(tensor.shape, _ITEM_TYPES[weight_type])
+        merged = np.empty(tensor.shape, weight_type.item_type)
         step = max(1, _CHUNK_VALUES // tensor.shape[1])
         for start in range(0, tensor.shape[0], step):
-            rows = np.arange(start, min(start + step, tensor.shape[0]), dtype=np.int32)
+            rows = slice(start, start + step)
             values = as_float32(tensor, rows)
-            merged[rows] = self._round_to_type(values if update is None else values + update.up[rows] @ update.down, name, weight_type)
+            values = values if update is None else values + update.up[rows] @ update.down
+            merged[rows] = rounded = round_to_type(values, weight_type)
+            if not np.isfinite(rounded).all():
+                raise CheckpointError(
+                    f"{name} with the adapter {self._adapter.name!r} merged has values that {weight_type.value} does not reach: "
+                    "use dtype='f32'"
+                )
         return Tensor(merged, weight_type, tensor.shape)
 
     def _adapter_bias(self, name: str) -> Floats:
         changed, matrix = self._biases[name]
-        bias = self._adapter.biases[changed]
-        return bias if matrix.rows is None else bias[matrix.rows]
-
-    def _round_to_type(self, values: Floats, name: str, weight_type: WeightType) -> NDArray[Any]:
-        if weight_type is WeightType.BF16:
-            return to_bf16(values)
-        with np.errstate(over="ignore"):
-            rounded = values.astype(_ITEM_TYPES[weight_type])
-        if not np.isfinite(rounded).all():
-            raise CheckpointError(
-                f"{name} with the adapter {self._adapter.name!r} merged has values that {weight_type.value} does not reach: use dtype='f32'"
-            )
-        return rounded
+        return matrix.select_rows(self._adapter.biases[changed])

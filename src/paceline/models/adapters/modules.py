@@ -9,8 +9,16 @@ from numpy.typing import NDArray
 
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
-from paceline.models.layers import DenseMLP, ExpertMLP, GatedDeltaConfig, LayerConfig
-from paceline.models.storage.fused_matrices import Parts, Rows, consecutive_rows, fused_by_key_head, fused_in_layer, num_rows
+from paceline.models.layers import ExpertMLP, GatedDeltaConfig, LayerConfig
+from paceline.models.storage.fused_matrices import (
+    Parts,
+    Rows,
+    consecutive_rows,
+    fused_by_key_head,
+    fused_in_layer,
+    fused_projections,
+    num_rows,
+)
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import half_split_order
 
@@ -56,6 +64,10 @@ class NetworkMatrix:
 
     name: str
     rows: Rows | None = None
+
+    def select_rows(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the rows of the adapter's matrix or bias that belong to this matrix."""
+        return values if self.rows is None else values[self.rows]
 
 
 def network_matrices(config: ModelConfig) -> dict[str, tuple[NetworkMatrix, ...]]:
@@ -144,11 +156,7 @@ def _fused_modules(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
     if isinstance(layer.mixer, GatedDeltaConfig) and not layer.mixer.has_separate_projections:
         found |= {f"{family.recurrent_module}.{source}": parts for source, parts in fused_by_key_head(layer.mixer).items()}
     if family.has_fused_projections:
-        attention = layer.attention
-        sizes = {"q_proj": attention.query_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size}
-        found["self_attn.qkv_proj"] = consecutive_rows(sizes)
-        if isinstance(layer.mlp, DenseMLP) and layer.mlp.has_gate:
-            found["mlp.gate_up_proj"] = consecutive_rows(dict.fromkeys(("gate_proj", "up_proj"), layer.mlp.intermediate_size))
+        found |= fused_projections(layer)
     return found
 
 

@@ -66,15 +66,11 @@ def to_network_adapter(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
         )
     return NetworkAdapter(
         {
-            matrix.name: update if matrix.rows is None else LowRank(update.down, update.up[matrix.rows])
+            matrix.name: LowRank(update.down, matrix.select_rows(update.up))
             for name, update in adapter.low_rank_updates.items()
             for matrix in matrices[name]
         },
-        {
-            matrix.name: bias if matrix.rows is None else bias[matrix.rows]
-            for name, bias in adapter.biases.items()
-            for matrix in matrices[name]
-        },
+        {matrix.name: matrix.select_rows(bias) for name, bias in adapter.biases.items() for matrix in matrices[name]},
         {replaced[name]: values for name, values in adapter.replacements.items()},
         _rename_mixture(adapter.mixture, matrices),
     )

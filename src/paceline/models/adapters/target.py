@@ -37,12 +37,8 @@ class AdapterTargets:
             CheckpointError: Names or shapes differ from the target's, or the file does not hold exactly what the settings select.
         """
         self._path, self._adapter_modules, self._settings, self._config = path, modules, settings, config
-        self._shapes, self._target_modules, self._expert_parameters = (
-            tensor_shapes(config),
-            target_modules(config),
-            expert_parameters(config),
-        )
-        self.matrices = network_matrices(config)
+        self._shapes, self.matrices = tensor_shapes(config), network_matrices(config)
+        self._target_modules, self._expert_parameters = target_modules(config), expert_parameters(config)
         if absorbed := [module.name_in_file for module in modules if module.name.endswith(".self_attn.kv_b_proj")]:
             raise CheckpointError(
                 f"{path} adapts {name_list(absorbed, 'module')}, which is not supported: keys and values of latent attention are cached "

@@ -6,9 +6,9 @@ Source: PEFT 0.21, `XLoraConfig`, `XLoraModel`, `XLoraClassifier` and `XLoraLine
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,20 +69,16 @@ def _read_settings(directory: Path) -> JsonFields:
     return fields
 
 
-def _read_mixture_settings(fields: JsonFields, num_adapters: int) -> XLoraMixture:
-    """Return a mixture with its settings, but without the classifier and the scalings of matrices."""
+def _read_mixture_settings(fields: JsonFields, num_adapters: int) -> dict[str, Any]:
+    """Return the values of a mixture that are settings."""
     top_k = None if fields.values.get("top_k_lora") is None else fields.integer("top_k_lora", most=num_adapters)
     has_softmax = fields.flag("enable_softmax_topk", default=False)
-    return XLoraMixture(
-        num_adapters=num_adapters,
-        num_scaled_matrices=1,
-        classifier=(),
-        temperature=_read_temperature(fields) if fields.flag("enable_softmax", default=True) else None,
-        top_k=top_k,
-        has_softmax_of_top_k=has_softmax,
-        scaling_pass_value=_read_scaling_pass_value(fields, num_adapters, top_k, has_softmax_of_top_k=has_softmax),
-        scaling_indices={},
-    )
+    return {
+        "temperature": _read_temperature(fields) if fields.flag("enable_softmax", default=True) else None,
+        "top_k": top_k,
+        "has_softmax_of_top_k": has_softmax,
+        "scaling_pass_value": _read_scaling_pass_value(fields, num_adapters, top_k, has_softmax_of_top_k=has_softmax),
+    }
 
 
 def _read_adapter_paths(fields: JsonFields) -> tuple[str, ...]:
@@ -148,7 +144,7 @@ def read_xlora(
             "it was made for"
         )
     paths = _read_adapter_paths(fields)
-    mixture, has_layerwise_scalings = _read_mixture_settings(fields, len(paths)), fields.flag("layerwise_scalings", default=False)
+    settings, has_layerwise_scalings = _read_mixture_settings(fields, len(paths)), fields.flag("layerwise_scalings", default=False)
     weight, (step, widths) = fields.number("global_scaling_weight", 1.0), _read_classifier_layers(fields)
     adapters = []
     for number, path in enumerate(paths):
@@ -163,11 +159,12 @@ def read_xlora(
     matrices = dict.fromkeys(matrix for adapter in adapters for matrix in adapter.low_rank_updates)
     order = _scaling_order(fields.path, config, list(matrices)) if has_layerwise_scalings else dict.fromkeys(matrices, 0)
     num_scaled_matrices = len(order) if has_layerwise_scalings else 1
-    mixture = replace(
-        mixture,
+    mixture = XLoraMixture(
+        num_adapters=len(adapters),
         num_scaled_matrices=num_scaled_matrices,
         classifier=_read_classifier(directory, fields.path, len(adapters), step, [*widths, num_scaled_matrices * len(adapters)]),
         scaling_indices={matrix: _scaling_indices(adapters, matrix, order[matrix]) for matrix in matrices},
+        **settings,
     )
     updates = {matrix: _concatenate_updates(adapters, matrix, weight, fields.path) for matrix in matrices}
     return Adapter(name, _digest_values(weight, adapters, mixture), updates, {}, {}, mixture)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
+from paceline.models.containers.module import PackedModule
 from paceline.models.grouped import RUN, GroupedMatrix, pack_nibbles, pack_pairs_in_runs
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
@@ -146,12 +147,17 @@ def words_as_bytes(words: NDArray[np.uint32]) -> Bytes:
     return np.ascontiguousarray(words).view(np.uint8)
 
 
-def read_column_groups(groups: NDArray[np.int32], columns: int, group_size: int, num_groups: int, where: str) -> NDArray[np.int64] | None:
-    """Return the group index of each column (g_idx); None if groups are consecutive columns. g_idx of only zeros means that too.
+def read_column_groups(module: PackedModule, part: str, columns: int, group_size: int, num_groups: int) -> NDArray[np.int64] | None:
+    """Return the group index of each column from the tensor `part` (g_idx); None if groups are consecutive columns.
+
+    That is so if there is no such tensor, or it has only zeros.
 
     Raises:
         CheckpointError: There is not one entry for each column, or an entry is not below `num_groups`.
     """
+    if not module.has_tensor(part):
+        return None
+    where, groups = module.describe_tensor(part), module.read_tensor(part, "I32", ndim=1).view(np.int32)
     if groups.shape != (columns,) or not columns or not (groups.min() >= 0 and groups.max() < num_groups):
         raise CheckpointError(
             f"{where} has {groups.size} numbers from {groups.min(initial=0)} to {groups.max(initial=0)}, one below {num_groups} is "

@@ -12,8 +12,8 @@ from paceline.models.containers.fp8 import read_block_shape
 from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import nested_fields, read_choice, refuse_settings
 from paceline.models.containers.small_floats import read_e2m1, read_e4m3, read_nvfp4
+from paceline.models.grouped import half_scales
 from paceline.models.json_fields import JsonFields
-from paceline.models.mxfp4 import half_scales
 from paceline.models.storage.packed_matrix import PackedMatrix, Rows
 
 _FORMATS = (
@@ -40,20 +40,20 @@ def compressed_tensors_container(fields: JsonFields) -> Container:
     refuse_settings(fields, "transform_config")
     groups = nested_fields(fields, "config_groups")
     notices, block = [], None
-    has_quantised_activations = False
     for name in groups.values:
         group = nested_fields(groups, name)
         read_choice(group, "format", _FORMATS, default="pack-quantized")
         weights = nested_fields(group, "weights")
         block = read_block_shape(weights, "block_structure") or block
-        has_quantised_activations = has_quantised_activations or bool(group.values.get("input_activations"))
+        if group.values.get("input_activations"):
+            notices.append(_ACTIVATION_NOTICE)
         refuse_settings(group, "output_activations")
-    if has_quantised_activations:
-        notices.append(_ACTIVATION_NOTICE)
     if fields.values.get("kv_cache_scheme"):
         notices.append(_CACHE_NOTICE)
     name = f"compressed-tensors, {fields.values.get('format', 'pack-quantized')}"
-    return Container(name, (".weight_packed", ".weight_scale"), partial(_read_matrix, block=block), _IGNORED_SUFFIXES, tuple(notices))
+    return Container(
+        name, (".weight_packed", ".weight_scale"), partial(_read_matrix, block=block), _IGNORED_SUFFIXES, tuple(dict.fromkeys(notices))
+    )
 
 
 def _read_matrix(module: PackedModule, *, block: tuple[int, int] | None) -> PackedMatrix:
@@ -68,6 +68,7 @@ def _read_matrix(module: PackedModule, *, block: tuple[int, int] | None) -> Pack
 def _read_int8(module: PackedModule) -> PackedMatrix:
     """Read an int8 matrix with one code in a byte."""
     where, codes = module.describe_tensor("weight"), module.read_tensor("weight", "I8")
+    outputs, columns = codes.shape
     scales = module.read_floats("weight_scale", ndim=None)
     zeros = module.read_tensor("weight_zero_point", "I8", ndim=None) if module.has_tensor("weight_zero_point") else None
     scales, group_size = _expand_to_groups(scales, codes.shape, where, "weight_scale")
@@ -79,7 +80,7 @@ def _read_int8(module: PackedModule) -> PackedMatrix:
 
     arrays = (codes, scales) if zeros is None else (codes, scales, zeros)
     return AffineMatrix(
-        where=where, shape=_unpacked_shape(codes), arrays=arrays, bits=8, group_size=group_size, zero_point=128 if zeros is None else None,
+        where=where, shape=(outputs, columns), arrays=arrays, bits=8, group_size=group_size, zero_point=128 if zeros is None else None,
         has_short_scales=has_short_mantissas(scales), read_rows=read_rows,
     ).to_packed_matrix()  # fmt: skip
 
@@ -102,7 +103,7 @@ def _read_packed_integers(module: PackedModule) -> PackedMatrix:
             f"{where}: weight_zero_point has shape {list(zeros.shape)}, expected {[-(-outputs * bits // 32), scales.shape[1]]} for "
             f"{outputs} rows of {bits} bits; download the model again"
         )
-    column_groups = _read_g_idx(module, columns, scales.shape[1], group_size)
+    column_groups = read_column_groups(module, "weight_g_idx", columns, group_size, scales.shape[1])
 
     def read_rows(rows: Rows) -> AffineRows:
         zero_points: NDArray[np.int32] | int = 1 << bits - 1
@@ -117,14 +118,6 @@ def _read_packed_integers(module: PackedModule) -> PackedMatrix:
         where=where, shape=(outputs, columns), arrays=arrays, bits=bits, group_size=group_size, column_groups=column_groups,
         zero_point=1 << bits - 1 if zeros is None else None, has_short_scales=has_short_mantissas(scales), read_rows=read_rows,
     ).to_packed_matrix()  # fmt: skip
-
-
-def _read_g_idx(module: PackedModule, columns: int, num_groups: int, group_size: int) -> NDArray[np.int64] | None:
-    """Return the group index of each column; None if groups are consecutive columns."""
-    if not module.has_tensor("weight_g_idx"):
-        return None
-    where, groups = module.describe_tensor("weight_g_idx"), module.read_tensor("weight_g_idx", "I32", ndim=1).view(np.int32)
-    return read_column_groups(groups, columns, group_size, num_groups, where)
 
 
 def _expand_to_groups(numbers: NDArray[Any], shape: tuple[int, ...], where: str, part: str) -> tuple[NDArray[Any], int]:
@@ -147,8 +140,3 @@ def _read_fp4(module: PackedModule) -> PackedMatrix:
         return read_nvfp4(module, "weight_packed", "weight_global_scale", is_divisor=True)
     where, pairs = module.describe_tensor("weight_packed"), module.read_tensor("weight_packed", "U8")
     return read_e2m1(where, pairs, module.read_tensor("weight_scale", "U8", "F8_E8M0"), half_scales)
-
-
-def _unpacked_shape(codes: NDArray[Any]) -> tuple[int, int]:
-    outputs, columns = codes.shape
-    return outputs, columns

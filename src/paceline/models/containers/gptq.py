@@ -1,6 +1,5 @@
 """GPTQ: codes packed along the input dimension, zero points along the output dimension (AutoGPTQ, GPTQModel, AutoRound)."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,17 +13,6 @@ from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import PackedMatrix, Rows
 
 _BITS = (2, 4, 8)  # supported code widths: codes of 3 bits would cross word boundaries
-
-
-@dataclass(frozen=True, slots=True)
-class _GptqSettings:
-    """The settings in config.json. If `has_module_overrides` is set, single modules may have other bits and group sizes."""
-
-    bits: int
-    group_size: int
-    is_gptq_v2: bool  # gptq_v2 stores zero points unchanged, the original format minus 1
-    is_symmetric: bool
-    has_module_overrides: bool
 
 
 def gptq_container(fields: JsonFields) -> Container:
@@ -43,41 +31,45 @@ def gptq_layout_container(fields: JsonFields, tool: str, *, is_gptq_v2: bool) ->
 
     Args:
         tool: name of the tool that wrote the file.
-        is_gptq_v2: the file states the format gptq_v2.
+        is_gptq_v2: the file states the format gptq_v2, which stores zero points unchanged, the original format minus 1.
     """
-    settings = _GptqSettings(
-        read_choice(fields, "bits", _BITS, default=4),
-        read_group_size(fields),
-        is_gptq_v2,
-        fields.flag("sym", default=True),
-        bool(fields.values.get("dynamic") or fields.values.get("extra_config")),
+    bits = read_choice(fields, "bits", _BITS, default=4)
+    read = partial(
+        _read_matrix,
+        bits=bits,
+        group_size=read_group_size(fields),
+        is_gptq_v2=is_gptq_v2,
+        is_symmetric=fields.flag("sym", default=True),
+        has_module_overrides=bool(fields.values.get("dynamic") or fields.values.get("extra_config")),
     )
-    return Container(f"{tool}, {settings.bits} bits", (".qweight",), partial(_read_matrix, settings=settings))
+    return Container(f"{tool}, {bits} bits", (".qweight",), read)
 
 
-def _read_matrix(module: PackedModule, *, settings: _GptqSettings) -> PackedMatrix:
+def _read_matrix(
+    module: PackedModule, *, bits: int, group_size: int, is_gptq_v2: bool, is_symmetric: bool, has_module_overrides: bool
+) -> PackedMatrix:
+    """Read a matrix. If `has_module_overrides` is set, its bits and group size may differ from those in config.json."""
     where = module.describe_tensor("qweight")
     codes, zeros = module.read_tensor("qweight", "I32", "U32"), module.read_tensor("qzeros", "I32", "U32")
     scales = module.read_floats("scales")
-    groups = module.read_tensor("g_idx", "I32", ndim=1).view(np.int32) if module.has_tensor("g_idx") else None
     outputs = codes.shape[1]
-    bits = 32 * zeros.shape[1] // outputs if outputs and zeros.shape[1] else settings.bits
-    bits = bits if settings.has_module_overrides else settings.bits
+    if has_module_overrides and outputs and zeros.shape[1]:
+        bits = 32 * zeros.shape[1] // outputs
     if bits not in _BITS or codes.shape[0] * 32 % bits:
         raise CheckpointError(f"{where} holds codes of {bits} bits, supported are 2, 4 and 8: use a GGUF file of the model")
     columns = codes.shape[0] * 32 // bits
-    group_size = columns if settings.group_size == -1 else settings.group_size
-    if settings.has_module_overrides and columns % len(scales) == 0:
+    stated, group_size = group_size, columns if group_size == -1 else group_size
+    if has_module_overrides and columns % len(scales) == 0:
         group_size = columns // len(scales)
     num_groups = -(-columns // group_size)
     for part, array, row_size in (("qzeros", zeros, -(-outputs * bits // 32)), ("scales", scales, outputs)):
         if array.shape != (expected := (num_groups, row_size)):
             raise CheckpointError(
                 f"{where} has shape {list(codes.shape)}, which makes {part} {list(expected)} with {bits} bits "
-                f"in groups of {settings.group_size}, but it is {list(array.shape)}; config.json may belong to another model; "
+                f"in groups of {stated}, but it is {list(array.shape)}; config.json may belong to another model; "
                 "otherwise download the model again"
             )
-    offset = 0 if _has_unchanged_zero_points(zeros, bits, settings) else 1
+    offset = 0 if _has_unchanged_zero_points(zeros, bits, is_gptq_v2=is_gptq_v2, is_symmetric=is_symmetric) else 1
     words = {int(word) for word in np.unique(zeros)} if zeros.size else set()
     zero_point = _zero_point_of_word(words.pop(), bits, offset) if len(words) == 1 else None
 
@@ -88,24 +80,21 @@ def _read_matrix(module: PackedModule, *, settings: _GptqSettings) -> PackedMatr
         row_scales = np.ascontiguousarray(scales[:, rows].T, np.float32)
         return AffineRows(words_as_bytes(codes[:, rows].T), row_scales, np.ascontiguousarray(zero_points.T))
 
-    arrays = (codes, zeros, scales, np.array([[offset]]), *(() if groups is None else (groups[None],)))
-    column_groups = None if groups is None else read_column_groups(groups, columns, group_size, len(scales), f"{where}: its g_idx")
+    column_groups = read_column_groups(module, "g_idx", columns, group_size, len(scales))
+    arrays = (codes, zeros, scales, np.array([[offset]]), *(() if column_groups is None else (column_groups[None],)))
     return AffineMatrix(
         where=where, shape=(outputs, columns), arrays=arrays, bits=bits, group_size=group_size, zero_point=zero_point,
         has_short_scales=has_short_mantissas(scales), column_groups=column_groups, read_rows=read_rows,
     ).to_packed_matrix()  # fmt: skip
 
 
-def _has_unchanged_zero_points(zeros: NDArray[np.uint32], bits: int, settings: _GptqSettings) -> bool:
+def _has_unchanged_zero_points(zeros: NDArray[np.uint32], bits: int, *, is_gptq_v2: bool, is_symmetric: bool) -> bool:
     """Return whether zero points are stored unchanged, not minus 1. Some symmetric files state the wrong format: their values decide."""
     middle = sum(1 << (bits - 1 + shift) for shift in range(0, 32, bits))  # a 32-bit word with the zero point 2^(bits - 1) in each field
     ones = sum(1 << shift for shift in range(0, 32, bits))
-    if settings.is_symmetric and zeros.size:
-        if settings.is_gptq_v2 and (zeros == middle - ones).all():
-            return False
-        if not settings.is_gptq_v2 and (zeros == middle).all():
-            return True
-    return settings.is_gptq_v2
+    if is_symmetric and zeros.size and (zeros == (middle - ones if is_gptq_v2 else middle)).all():
+        return not is_gptq_v2
+    return is_gptq_v2
 
 
 def _zero_point_of_word(word: int, bits: int, offset: int) -> int | None:

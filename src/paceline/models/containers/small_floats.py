@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.affine import unpack_codes
 from paceline.models.containers.module import PackedModule
-from paceline.models.grouped import RUN, GroupedMatrix, pack_pairs_in_runs
-from paceline.models.mxfp4 import DOUBLED_E2M1_VALUES, half_scales
+from paceline.models.grouped import DOUBLED_E2M1_VALUES, RUN, GroupedMatrix, half_scales, pack_pairs_in_runs
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 

@@ -39,8 +39,8 @@ def _latent_attention(builder: LayerBuilder) -> AttentionConfig:
     rank = fields.integer("q_lora_rank") if fields.values.get("q_lora_rank") is not None else 0
     # Source: the attention of these models in transformers 5.23: with scaled frequencies, scores are multiplied by mscale squared.
     mscale = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0 if rope.mscale_all_dim and rope.factor > 1 else 1.0
-    return replace(
-        builder.attention(scale=float((query_size + rope_size) ** -0.5 * mscale * mscale)),
+    return builder.attention(
+        scale=float((query_size + rope_size) ** -0.5 * mscale * mscale),
         num_kv_heads=1,
         head_size=fields.integer("kv_lora_rank") + rope_size,
         latent=LatentProjections(
@@ -81,18 +81,10 @@ def _deepseek_v3_layers(builder: LayerBuilder) -> Layers:
 
 
 def _glm4_moe_lite_layers(builder: LayerBuilder) -> Layers:
-    fields, types = builder.fields, builder.fields.values.get("mlp_layer_types")
+    types = builder.layer_values("mlp_layer_types", lambda kind: kind in ("dense", "sparse"), "dense or sparse")
     if types is None:
         return _deepseek_v3_layers(builder)
-    if not isinstance(types, list) or len(types) != builder.num_layers or not set(map(str, types)) <= {"dense", "sparse"}:
-        raise CheckpointError(
-            f"{fields.path}: mlp_layer_types = {shortened(types)}, expected dense or sparse for {builder.num_layers} layers"
-        )
     return _layers_with_experts(builder, grouped_topk_routing(builder), [kind == "dense" for kind in types])
-
-
-def _youtu_layers(builder: LayerBuilder) -> Layers:
-    return builder.layers(_latent_attention(builder), [builder.mlp()] * builder.num_layers)
 
 
 def _latent_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,7 +215,7 @@ FAMILIES = (
         architecture="YoutuForCausalLM",
         models="Youtu-LLM",
         bundled_drafters=(),
-        layers=_youtu_layers,
+        layers=lambda builder: builder.layers(_latent_attention(builder), builder.mlp()),
         defaults={
             **_SIZES,
             "max_position_embeddings": 131072,

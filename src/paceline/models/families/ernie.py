@@ -12,7 +12,7 @@ from paceline.models.layer_builder import LayerBuilder
 
 def _ernie4_5_layers(builder: LayerBuilder) -> Layers:
     bias = builder.flag("use_bias")
-    return builder.layers(builder.attention(bias=bias, output_bias=bias), builder.mlp(bias=bias))
+    return builder.layers(builder.attention(bias=bias), builder.mlp(bias=bias))
 
 
 def _ernie4_5_moe_layers(builder: LayerBuilder) -> Layers:

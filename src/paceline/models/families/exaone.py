@@ -1,10 +1,8 @@
 """EXAONE 4."""
 
-from dataclasses import replace
-
 from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields, special_ids
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import LayerConfig, NormOrder, QKNorm
+from paceline.models.layers import NormOrder, QKNorm
 
 
 def _exaone4_layers(builder: LayerBuilder) -> Layers:
@@ -12,9 +10,7 @@ def _exaone4_layers(builder: LayerBuilder) -> Layers:
     if builder.fields.values.get("sliding_window") is None:
         return builder.layers(attention, mlp, norm_order=NormOrder.POST)
     is_sliding = builder.sliding_layers()
-    layers = builder.layers(attention, mlp, norm_order=NormOrder.POST, is_sliding=is_sliding)
-    without_rope = LayerConfig(mixer=replace(attention, has_rope_embedding=False), mlp=mlp, norm_order=NormOrder.POST)
-    return tuple(layer if is_local else without_rope for layer, is_local in zip(layers, is_sliding, strict=True))
+    return builder.layers(attention, mlp, norm_order=NormOrder.POST, is_sliding=is_sliding, has_rope=is_sliding)
 
 
 FAMILIES = (

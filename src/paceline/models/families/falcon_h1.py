@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
-from paceline.models.families.hybrids import SILU_ONLY, mamba_gguf_fields, mamba_metadata_keys, mamba_mixer_of_width
+from paceline.models.families.hybrids import MAMBA_METADATA_KEYS, SILU_ONLY, mamba_gguf_fields, mamba_mixer_of_width
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import GatedNorm, LayerConfig, Mamba2Config
@@ -20,8 +20,8 @@ def _falcon_h1_layers(builder: LayerBuilder) -> Layers:
     input_scale, output_scale, key_scale = (
         fields.positive_number(name, 1.0) for name in ("attention_in_multiplier", "attention_out_multiplier", "key_multiplier")
     )
-    attention = builder.attention()
-    attention = replace(attention, scale=attention.scale * input_scale**2 * key_scale, value_scale=input_scale * output_scale)
+    scale = float(builder.head_size**-0.5) * input_scale**2 * key_scale
+    attention = builder.attention(scale=scale, value_scale=input_scale * output_scale)
     gate_scale, mlp_scale = _multipliers(builder, "mlp_multipliers", 2)
     mlp = replace(builder.mlp(bias=builder.flag("mlp_bias"), activations=SILU_ONLY), gate_scale=gate_scale, output_scale=mlp_scale)
     return (LayerConfig(mixer=attention, mlp=mlp, parallel_mixer=_mamba_mixer(builder)),) * builder.num_layers
@@ -50,9 +50,8 @@ def _multipliers(builder: LayerBuilder, name: str, count: int) -> tuple[float, .
 def _falcon_h1_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return Falcon-H1's own config.json fields. llama.cpp's converter multiplies weights by all factors, and normalises after the gate."""
     num_layers = config["num_hidden_layers"]
-    values = mamba_gguf_fields(fields, num_layers, "mamba_n_heads", "mamba_d_head", "mamba_d_state")
     return {
-        **values,
+        **mamba_gguf_fields(fields, num_layers),
         "mamba_d_ssm": fields.count("ssm.inner_size"),
         "mamba_rms_norm": fields.has_in_any_block("ssm_norm.weight", num_layers),
         "mamba_norm_before_gate": False,
@@ -89,10 +88,7 @@ FAMILIES = (
         gguf=GgufFormat(
             architectures=("falcon-h1",),
             read_extra_fields=_falcon_h1_gguf_fields,
-            metadata_keys={
-                **mamba_metadata_keys("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
-                "mamba_d_ssm": "ssm.inner_size",
-            },
+            metadata_keys={**MAMBA_METADATA_KEYS, "mamba_d_ssm": "ssm.inner_size"},
         ),
     ),
 )

@@ -79,7 +79,6 @@ class Family:
         bundled_drafters: drafters in the publisher's checkpoints, for docs.
         published_heads: methods of drafting heads that others published for it, for docs.
         activation_field: the config.json field of the activation.
-        has_layer_sizes: `per_layer_config` may give single layers other attention sizes.
         has_local_rope: layers with a sliding window have rotary settings of their own.
         needs_local_rope: `rope_parameters` must have an entry for sliding_attention and one for full_attention.
         has_temperature_tuning: `llama_4_scaling_beta` scales queries by their position.
@@ -116,7 +115,6 @@ class Family:
     bundled_drafters: tuple[str, ...] = ()
     published_heads: tuple[str, ...] = ()
     activation_field: str = "hidden_act"
-    has_layer_sizes: bool = False
     has_local_rope: bool = False
     needs_local_rope: bool = False
     has_temperature_tuning: bool = False

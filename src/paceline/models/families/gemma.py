@@ -20,7 +20,7 @@ def _gemma_layers(
     if builder.flag("use_bidirectional_attention"):
         raise CheckpointError(f"{builder.fields.path}: use_bidirectional_attention is set: the model embeds text, it does not generate")
     bias, scale = builder.flag("attention_bias"), builder.fields.positive_number("query_pre_attn_scalar") ** -0.5
-    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=qk_norm, scale=scale, soft_cap=soft_cap)
+    attention = builder.attention(bias=bias, qk_norm=qk_norm, scale=scale, soft_cap=soft_cap)
     return builder.layers(attention, builder.mlp(), norm_order=NormOrder.SANDWICH, is_sliding=builder.sliding_layers(pattern))
 
 

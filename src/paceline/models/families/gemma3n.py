@@ -6,7 +6,6 @@ from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
-from paceline.errors import CheckpointError, shortened
 from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.families.gemma4 import kv_layers
 from paceline.models.gguf.fields import GgufFields
@@ -24,8 +23,8 @@ def _gemma3n_layers(builder: LayerBuilder) -> Layers:
 
     Source: Gemma 3n's model in transformers 5.24.
     """
-    fields, is_sliding, bias = builder.fields, builder.sliding_layers(_GLOBAL_INTERVAL), builder.flag("attention_bias")
-    attention = replace(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD, scale=1.0), has_value_norm=True)
+    fields, is_sliding = builder.fields, builder.sliding_layers(_GLOBAL_INTERVAL)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD, scale=1.0, has_value_norm=True)
     mixers = {True: builder.sliding_attention(attention), False: attention}
     mlps = _mlps(builder)
     per_layer_input = PerLayerInput(size=fields.integer("hidden_size_per_layer_input"), activation=mlps[0].activation)
@@ -56,13 +55,11 @@ def _altup(builder: LayerBuilder) -> AltUp:
 
 def _mlps(builder: LayerBuilder) -> list[DenseMLP]:
     """Return the MLP of each layer. `intermediate_size` is one width for all layers, or a list with one for each."""
-    fields, widths = builder.fields, builder.fields.values.get("intermediate_size")
-    if not isinstance(widths, list):
-        widths = [fields.integer("intermediate_size")] * builder.num_layers
-    if len(widths) != builder.num_layers or not all(type(width) is int and 0 < width < 2**31 for width in widths):
-        raise CheckpointError(
-            f"{fields.path}: intermediate_size = {shortened(widths)}, expected a width above 0 for each of {builder.num_layers} layers"
-        )
+    name = "intermediate_size"
+    if isinstance(builder.fields.values.get(name), list):
+        widths = builder.layer_values(name, lambda width: type(width) is int and 0 < width < 2**31, "a width above 0") or []
+    else:
+        widths = [builder.fields.integer(name)] * builder.num_layers
     return [
         replace(builder.mlp(width=width), top_k_factor=NormalDist().inv_cdf(sparsity) if sparsity else None)
         for width, sparsity in zip(widths, _sparsities(builder), strict=True)
@@ -71,16 +68,14 @@ def _mlps(builder: LayerBuilder) -> list[DenseMLP]:
 
 def _sparsities(builder: LayerBuilder) -> list[float]:
     """Return for each layer the fraction of gate values that would be zero if they had a normal distribution."""
-    count, pattern = builder.num_layers, builder.fields.values.get("activation_sparsity_pattern")
+    pattern = builder.layer_values(
+        "activation_sparsity_pattern",
+        lambda fraction: type(fraction) in (int, float) and 0 <= fraction < 1,
+        "a number from 0 to below 1",
+    )
     if pattern is None:
-        num_sparse = _DEFAULT_SPARSE_LAYERS if count > _DEFAULT_SPARSE_LAYERS else 0
-        return [_DEFAULT_SPARSITY] * num_sparse + [0.0] * (count - num_sparse)
-    is_list = isinstance(pattern, list) and len(pattern) == count
-    if not is_list or not all(type(fraction) in (int, float) and 0 <= fraction < 1 for fraction in pattern):
-        raise CheckpointError(
-            f"{builder.fields.path}: activation_sparsity_pattern = {shortened(pattern)}, expected a number from 0 to below 1 for each of "
-            f"{count} layers"
-        )
+        num_sparse = _DEFAULT_SPARSE_LAYERS if builder.num_layers > _DEFAULT_SPARSE_LAYERS else 0
+        return [_DEFAULT_SPARSITY] * num_sparse + [0.0] * (builder.num_layers - num_sparse)
     return [float(fraction) for fraction in pattern]
 
 

@@ -13,7 +13,7 @@ from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, NormOrder, PerLayerInput, QKNorm
+from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, NormOrder, PerLayerInput, QKNorm, share_equal
 from paceline.models.rope_config import read_rope
 
 ASSISTANT_ARCHITECTURES = ("gemma4-assistant", "gemma4_assistant")
@@ -66,7 +66,7 @@ def build_layers(builder: LayerBuilder, is_sliding: Sequence[bool], kv_layers: S
         is_local: _attention_config(builder, is_local=is_local, sizes=_attention_sizes(builder, is_sliding, is_local=is_local))
         for is_local in set(is_sliding)
     }
-    layers = [
+    return share_equal(
         LayerConfig(
             mixer=replace(attention_layers[is_local], kv_layer=kv_layer),
             mlp=mlps[kv_layer is not None],
@@ -75,9 +75,7 @@ def build_layers(builder: LayerBuilder, is_sliding: Sequence[bool], kv_layers: S
             has_output_scale=True,
         )
         for is_local, kv_layer in zip(is_sliding, kv_layers, strict=True)
-    ]
-    shared: dict[LayerConfig, LayerConfig] = {}
-    return tuple(shared.setdefault(layer, layer) for layer in layers)
+    )
 
 
 def _with_experts(builder: LayerBuilder, dense: Sequence[DenseMLP]) -> list[ExpertMLP]:
@@ -118,9 +116,10 @@ def _read_non_negative(fields: JsonFields, name: str) -> int:
 def _attention_config(builder: LayerBuilder, *, is_local: bool, sizes: tuple[int, int]) -> AttentionConfig:
     fields, (num_kv_heads, head_size) = builder.fields, sizes
     window = fields.integer("sliding_window") if is_local else None
-    bias = builder.flag("attention_bias")
-    return replace(
-        builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD, scale=1.0),
+    return builder.attention(
+        bias=builder.flag("attention_bias"),
+        qk_norm=QKNorm.HEAD,
+        scale=1.0,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         rope=read_rope(_with_rope_parameters(fields), builder.family, head_size=head_size, layer_type=_LOCAL if is_local else _GLOBAL),
@@ -196,19 +195,13 @@ def assistant_config(file: GgufFile) -> dict[str, Any]:
         CheckpointError: A value is missing, out of range or not supported.
     """
     fields = GgufFields(file)
-    count = fields.count("block_count")
-    if count > len(file.tensors):
-        fields.raise_invalid("block_count", count, f"at most as many as the file has tensors, {len(file.tensors)}")
+    count, hidden_size = fields.num_blocks(), fields.count("embedding_length")
     for key in ("attention.shared_kv_layers", "nextn_predict_layers"):
         if (found := fields.architecture_value(key)) not in (None, 0, count):
             fields.raise_invalid(key, found, f"all {count} layers")
     layers = _GgufLayers(fields, count, count)
-    table, hidden_size = file.tensors.get("token_embd.weight"), fields.count("embedding_length")
-    if table is None or len(table.shape) != 2 or table.shape[1] != hidden_size:
-        found = "is missing" if table is None else f"has shape {list(table.shape)}"
-        raise CheckpointError(f"{file.path}: token_embd.weight {found}, expected [vocabulary, {hidden_size}]; download the file again")
     return {
-        "vocab_size": table.shape[0],
+        "vocab_size": fields.vocab_size(hidden_size),
         "hidden_size": hidden_size,
         "num_hidden_layers": count,
         "num_attention_heads": fields.count("attention.head_count"),
@@ -359,7 +352,6 @@ _GEMMA4 = Family(
     activation_field="hidden_activation",
     has_scaled_embedding=True,
     has_logit_soft_cap=True,
-    has_layer_sizes=True,
     has_local_rope=True,
     module_names={
         "shared_expert": "mlp",

@@ -11,7 +11,7 @@ from paceline.models.layers import NormOrder, QKNorm
 
 
 def _glm4_layers(builder: LayerBuilder) -> Layers:
-    attention = builder.attention(bias=builder.fields.flag("attention_bias", default=True))
+    attention = builder.attention(bias=builder.fields.flag("attention_bias", default=True), output_bias=False)
     return builder.layers(attention, builder.mlp(), norm_order=NormOrder.SANDWICH)
 
 
@@ -25,7 +25,8 @@ def _glm4_moe_layers(builder: LayerBuilder) -> Layers:
     experts = experts_with_shared(builder, grouped_topk_routing(builder), builder.fields.number("n_shared_experts", 1))
     num_dense = builder.fields.integer("first_k_dense_replace", 1, least=0, most=builder.num_layers)
     mlps = [builder.mlp() if layer < num_dense else experts for layer in range(builder.num_layers)]
-    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD if builder.flag("use_qk_norm") else QKNorm.NONE)
+    qk_norm = QKNorm.HEAD if builder.flag("use_qk_norm") else QKNorm.NONE
+    attention = builder.attention(bias=builder.flag("attention_bias"), output_bias=False, qk_norm=qk_norm)
     return builder.layers(attention, mlps)
 
 

@@ -13,12 +13,11 @@ from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP
 def _gpt_oss_layers(builder: LayerBuilder) -> Layers:
     fields = builder.fields
     builder.require_rope_parameters()
-    bias = fields.flag("attention_bias", default=True)
     activation = ClampedSwiGLU(fields.positive_number("swiglu_alpha"), fields.positive_number("swiglu_limit"))
     expert = DenseMLP(intermediate_size=fields.integer("intermediate_size"), activation=activation, bias=True)
     routing = builder.routing(count_fields=("num_experts_per_tok", "experts_per_token"))
     experts = ExpertMLP(routing=replace(routing, is_normalized=True, bias=True), expert=expert)
-    attention = builder.attention(bias=bias, output_bias=bias, has_sinks=True)
+    attention = builder.attention(bias=fields.flag("attention_bias", default=True), has_sinks=True)
     return builder.layers(attention, experts, is_sliding=builder.sliding_layers(2))
 
 

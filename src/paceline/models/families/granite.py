@@ -7,12 +7,12 @@ from typing import Any
 from paceline.errors import CheckpointError, shortened
 from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
 from paceline.models.families.hybrids import (
+    MAMBA_METADATA_KEYS,
     MLP,
     Mixer,
     gguf_layer_count,
     layers_with_attention,
     mamba_gguf_fields,
-    mamba_metadata_keys,
     mamba_mixer_of_width,
     mixed_layers,
 )
@@ -23,27 +23,28 @@ from paceline.models.layers import AttentionConfig, ExpertMLP, Mamba2Config, sha
 
 
 def _granite_layers(builder: LayerBuilder) -> Layers:
-    bias, scale = builder.flag("attention_bias"), builder.fields.positive_number("attention_multiplier", 1.0)
-    layers = builder.layers(builder.attention(bias=bias, output_bias=bias, scale=scale), builder.mlp(bias=builder.flag("mlp_bias")))
-    return (replace(layers[0], residual_scale=builder.fields.positive_number("residual_multiplier", 1.0)),) * builder.num_layers
+    scale, residual_scale = _read_scales(builder)
+    attention = builder.attention(bias=builder.flag("attention_bias"), scale=scale)
+    return builder.layers(attention, builder.mlp(bias=builder.flag("mlp_bias")), residual_scale=residual_scale)
+
+
+def _read_scales(builder: LayerBuilder) -> tuple[float, float]:
+    """Return the scale of attention scores, and that of what is added to the residual stream."""
+    return builder.fields.positive_number("attention_multiplier", 1.0), builder.fields.positive_number("residual_multiplier", 1.0)
 
 
 def _granite_swa_layers(builder: LayerBuilder) -> Layers:
-    fields, bias = builder.fields, builder.flag("attention_bias")
-    scale, residual_scale = (fields.positive_number(f"{part}_multiplier", 1.0) for part in ("attention", "residual"))
-    attention = builder.attention(bias=bias, output_bias=bias, scale=scale, has_sinks=True)
-    mlp = builder.mlp(bias=builder.flag("mlp_bias"))
-    layers, thetas = builder.layers(attention, mlp, is_sliding=builder.sliding_layers(4, first=0)), fields.values.get("layer_rope_theta")
-    thetas = [builder.rope.theta] * builder.num_layers if thetas is None else thetas
-    is_list = isinstance(thetas, list) and len(thetas) == builder.num_layers
-    if not is_list or any(type(theta) not in (int, float) or not 0 <= theta <= MAX_FLOAT32 for theta in thetas):
-        raise CheckpointError(
-            f"{fields.path}: layer_rope_theta = {shortened(thetas)}, expected a number of 0 or more for each of {builder.num_layers} layers"
-        )
-    return share_equal(
-        replace(layer, mixer=_with_theta(layer.attention, float(theta)), residual_scale=residual_scale)
-        for layer, theta in zip(layers, thetas, strict=True)
+    scale, residual_scale = _read_scales(builder)
+    attention = builder.attention(bias=builder.flag("attention_bias"), scale=scale, has_sinks=True)
+    mlp, is_sliding = builder.mlp(bias=builder.flag("mlp_bias")), builder.sliding_layers(4, first=0)
+    layers = builder.layers(attention, mlp, is_sliding=is_sliding, residual_scale=residual_scale)
+    thetas = builder.layer_values(
+        "layer_rope_theta", lambda theta: type(theta) in (int, float) and 0 <= theta <= MAX_FLOAT32, "a number of 0 or more"
     )
+    if thetas is None:
+        return layers
+    pairs = zip(layers, thetas, strict=True)
+    return share_equal(replace(layer, mixer=_with_theta(layer.attention, float(theta))) for layer, theta in pairs)
 
 
 def _with_theta(attention: AttentionConfig, theta: float) -> AttentionConfig:
@@ -68,19 +69,17 @@ def _multiplier_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[st
 
 
 def _granite_hybrid_layers(builder: LayerBuilder) -> Layers:
-    fields, bias = builder.fields, builder.flag("attention_bias")
+    fields, (scale, residual_scale) = builder.fields, _read_scales(builder)
     embedding = fields.values.get("position_embedding_type")
     if embedding not in (None, "nope", "rope"):
         raise CheckpointError(f"{fields.path}: position_embedding_type = {shortened(embedding)} is not supported, only rope and nope are")
-    attention = builder.attention(bias=bias, output_bias=bias, scale=fields.positive_number("attention_multiplier", 1.0))
-    attention = replace(attention, has_rope_embedding=embedding == "rope")
+    attention = builder.attention(bias=builder.flag("attention_bias"), scale=scale, has_rope_embedding=embedding == "rope")
     mamba, mlp = _granite_mamba_mixer(builder), builder.mlp(width_field="shared_intermediate_size")
     mlps: list[MLP] = [mlp] * builder.num_layers
     if fields.values.get("num_local_experts") != 0:
         mlps = [ExpertMLP(routing=replace(builder.routing(), is_normalized=True), expert=builder.mlp(), shared=mlp)] * builder.num_layers
     mixers: dict[str, Mixer] = {"mamba": mamba, "attention": attention, "linear_attention": mamba, "full_attention": attention}
-    kinds = ["mamba"] * builder.num_layers
-    return mixed_layers(builder, mixers, mlps, default_types=kinds, residual_scale=fields.positive_number("residual_multiplier", 1.0))
+    return mixed_layers(builder, mixers, mlps, default_types=["mamba"] * builder.num_layers, residual_scale=residual_scale)
 
 
 def _granite_mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
@@ -90,8 +89,7 @@ def _granite_mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
 
 
 def _granite_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    count = gguf_layer_count(fields, config["num_hidden_layers"])
-    num_layers = count["num_hidden_layers"]
+    num_layers = gguf_layer_count(fields, config["num_hidden_layers"])
     has_experts = bool(fields.architecture_value("expert_count"))
     inner, hidden = fields.count("ssm.inner_size"), fields.count("embedding_length")
     if inner % hidden:
@@ -99,11 +97,11 @@ def _granite_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -
     has_rope = fields.architecture_value("rope.scaling.finetuned")
     shared = fields.num_tensor_rows("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
     values: dict[str, Any] = {
-        **count,
+        "num_hidden_layers": num_layers,
         **_multiplier_fields(fields, config),
         "layer_types": ["attention" if has else "mamba" for has in layers_with_attention(fields, num_layers)],
         "position_embedding_type": "rope" if has_rope is None or has_rope else "nope",
-        **mamba_gguf_fields(fields, num_layers, "mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+        **mamba_gguf_fields(fields, num_layers),
         "mamba_expand": inner // hidden,
         "shared_intermediate_size": shared,
         "num_local_experts": 0,
@@ -176,7 +174,7 @@ FAMILIES = (
         gguf=GgufFormat(
             architectures=("granitehybrid",),
             read_extra_fields=_granite_hybrid_gguf_fields,
-            metadata_keys=mamba_metadata_keys("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+            metadata_keys=MAMBA_METADATA_KEYS,
             has_interleaved_rope=True,
             allows_zero_sizes=True,
         ),

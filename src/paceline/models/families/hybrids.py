@@ -17,7 +17,6 @@ from paceline.models.layers import (
     GatedDeltaConfig,
     LayerConfig,
     Mamba2Config,
-    NormOrder,
     Recurrent,
     share_equal,
 )
@@ -27,6 +26,14 @@ MLP = DenseMLP | ExpertMLP
 
 SILU_ONLY = {"silu": Activation.SILU, "swish": Activation.SILU}
 """Activations of families in which one field of config.json is that of MLPs and of convolutions."""
+MAMBA_METADATA_KEYS = {
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_d_head": "ssm.inner_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_d_conv": "ssm.conv_kernel",
+}
+"""Metadata keys of the config.json fields of Mamba-2 mixers."""
 MAX_HEADS = 4096
 MAX_KERNEL_SIZE = 16
 
@@ -37,10 +44,12 @@ def mixed_layers(
     mlps: Sequence[MLP],
     *,
     default_types: Sequence[str],
-    residual_scale: float = 1.0,
-    norm_order: NormOrder = NormOrder.PRE,
+    **settings: Any,
 ) -> Layers:
     """Return layers with one of `mixers` for each name in config.json's `layer_types`, or in `default_types` if it is absent.
+
+    Args:
+        settings: further settings of `LayerConfig`, equal in all layers.
 
     Raises:
         CheckpointError: `layer_types` has not one name for each layer, an unknown name, or no attention layer.
@@ -58,10 +67,7 @@ def mixed_layers(
             )
     if not any(isinstance(mixers[kind], AttentionConfig) for kind in listed):
         raise CheckpointError(f"{fields.path}: layer_types names no layer with attention: at least one of the layers needs it")
-    return share_equal(
-        LayerConfig(mixer=mixers[kind], mlp=mlp, residual_scale=residual_scale, norm_order=norm_order)
-        for kind, mlp in zip(listed, mlps, strict=True)
-    )
+    return share_equal(LayerConfig(mixer=mixers[kind], mlp=mlp, **settings) for kind, mlp in zip(listed, mlps, strict=True))
 
 
 def delta_net_mixer(fields: JsonFields) -> GatedDeltaConfig:
@@ -80,20 +86,20 @@ def delta_net_mixer(fields: JsonFields) -> GatedDeltaConfig:
     )
 
 
-def mamba_mixer(builder: LayerBuilder, names: Mapping[str, str], *, head_size: int, conv_bias: bool, bias: bool) -> Mamba2Config:
-    """Return a Mamba-2 mixer. `names` has the names of the config.json fields for heads, groups, state and kernel."""
+def mamba_mixer(builder: LayerBuilder, *, head_size: int, bias: bool) -> Mamba2Config:
+    """Return a Mamba-2 mixer."""
     fields = builder.fields
-    heads, groups = (fields.integer(names[count], most=MAX_HEADS) for count in ("heads", "groups"))
+    heads, groups = (fields.integer(name, most=MAX_HEADS) for name in ("mamba_n_heads", "mamba_n_groups"))
     if heads % groups:
-        raise CheckpointError(f"{fields.path}: {names['heads']} = {heads} must be a multiple of {names['groups']} = {groups}")
+        raise CheckpointError(f"{fields.path}: mamba_n_heads = {heads} must be a multiple of mamba_n_groups = {groups}")
     return Mamba2Config(
         num_heads=heads,
         head_size=head_size,
         num_groups=groups,
-        state_size=fields.integer(names["state"], most=MAX_HEAD_SIZE),
-        kernel_size=fields.integer(names["kernel"], most=MAX_KERNEL_SIZE),
+        state_size=fields.integer("mamba_d_state", most=MAX_HEAD_SIZE),
+        kernel_size=fields.integer("mamba_d_conv", most=MAX_KERNEL_SIZE),
         norm_groups=groups,
-        conv_bias=conv_bias,
+        conv_bias=fields.flag("mamba_conv_bias", default=True),
         bias=bias,
         dt_limits=_read_dt_limits(fields),
     )
@@ -112,8 +118,7 @@ def mamba_mixer_of_width(builder: LayerBuilder, width: int, width_name: str, *, 
         raise CheckpointError(
             f"{fields.path}: mamba_n_heads = {heads} of mamba_d_head = {shortened(given)} values, but {width_name} = {width}"
         )
-    names = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state": "mamba_d_state", "kernel": "mamba_d_conv"}
-    return mamba_mixer(builder, names, head_size=size, conv_bias=fields.flag("mamba_conv_bias", default=True), bias=bias)
+    return mamba_mixer(builder, head_size=size, bias=bias)
 
 
 def _read_dt_limits(fields: JsonFields) -> tuple[float, float]:
@@ -130,10 +135,10 @@ def _read_dt_limits(fields: JsonFields) -> tuple[float, float]:
     return low, high
 
 
-def gguf_layer_count(fields: GgufFields, num_blocks: int) -> dict[str, int]:
-    """Return `num_hidden_layers`. `block_count` may include MTP modules after the last layer, which are subtracted."""
+def gguf_layer_count(fields: GgufFields, num_blocks: int) -> int:
+    """Return the number of layers. `block_count` may include MTP modules after the last layer, which are subtracted."""
     mtp_blocks = [block for block in range(num_blocks) if fields.has_tensor(f"blk.{block}.{MTP_TENSOR}")]
-    return {"num_hidden_layers": fields.num_layers_without_mtp(num_blocks, num_blocks - mtp_blocks[0] if mtp_blocks else 0)}
+    return fields.num_layers_without_mtp(num_blocks, num_blocks - mtp_blocks[0] if mtp_blocks else 0)
 
 
 def layers_with_attention(fields: GgufFields, num_layers: int) -> list[bool]:
@@ -144,23 +149,17 @@ def layers_with_attention(fields: GgufFields, num_layers: int) -> list[bool]:
     return [count != 0 for count in counts[:num_layers]]
 
 
-def mamba_gguf_fields(fields: GgufFields, num_layers: int, heads_field: str, size_field: str, state_field: str) -> dict[str, Any]:
-    """Return the config.json fields of Mamba-2 mixers. Families differ in the names of three fields, which are arguments."""
+def mamba_gguf_fields(fields: GgufFields, num_layers: int) -> dict[str, Any]:
+    """Return the config.json fields of Mamba-2 mixers."""
     num_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
     if inner % num_heads:
         fields.raise_invalid("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_heads}")
     return {
-        heads_field: num_heads,
-        size_field: inner // num_heads,
-        state_field: fields.count("ssm.state_size"),
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": inner // num_heads,
+        "mamba_d_state": fields.count("ssm.state_size"),
         "mamba_n_groups": fields.count("ssm.group_count"),
         "mamba_d_conv": fields.count("ssm.conv_kernel"),
         "mamba_conv_bias": fields.has_in_any_block("ssm_conv1d.bias", num_layers),
         "mamba_proj_bias": fields.has_in_any_block("ssm_in.bias", num_layers),
     }
-
-
-def mamba_metadata_keys(heads: str, head_size: str, groups: str, state: str, kernel: str) -> dict[str, str]:
-    """Return the metadata keys of the config.json fields of Mamba-2 mixers, whose names are the arguments."""
-    keys = ("ssm.time_step_rank", "ssm.inner_size", "ssm.group_count", "ssm.state_size", "ssm.conv_kernel")
-    return dict(zip((heads, head_size, groups, state, kernel), keys, strict=True))

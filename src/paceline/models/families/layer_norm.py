@@ -7,7 +7,7 @@ from typing import Any
 from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields, special_ids
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import Activation, AttentionConfig, DenseMLP, NormOrder, share_equal
+from paceline.models.layers import Activation, NormOrder
 
 _GELU = {"gelu_pytorch_tanh": Activation.GELU_TANH, "gelu_new": Activation.GELU_TANH}
 """Names of GELU by tanh. "gelu" is another function."""
@@ -17,51 +17,35 @@ _EPSILON_KEY = "attention.layer_norm_epsilon"
 def _starcoder2_layers(builder: LayerBuilder) -> Layers:
     bias = builder.fields.flag("use_bias", default=True)
     mlp = builder.mlp(bias=bias, has_gate=False, activations=_GELU)
-    layers = builder.layers(builder.attention(bias=bias, output_bias=bias), mlp, is_sliding=[True] * builder.num_layers)
-    return (replace(layers[0], has_layer_norm=True, has_norm_bias=True),) * builder.num_layers
+    attention, is_sliding = builder.attention(bias=bias), [True] * builder.num_layers
+    return builder.layers(attention, mlp, is_sliding=is_sliding, has_layer_norm=True, has_norm_bias=True)
 
 
 def _stablelm_layers(builder: LayerBuilder) -> Layers:
-    attention = builder.attention(bias=builder.flag("use_qkv_bias"))
-    return _with_layer_norms(builder, attention, builder.mlp(), is_parallel=builder.flag("use_parallel_residual"))
+    attention = builder.attention(bias=builder.flag("use_qkv_bias"), output_bias=False)
+    order = NormOrder.PARALLEL if builder.flag("use_parallel_residual") else NormOrder.PRE
+    return builder.layers(attention, builder.mlp(), norm_order=order, has_layer_norm=True, has_norm_bias=True)
 
 
 def _phi_layers(builder: LayerBuilder) -> Layers:
-    mlp = builder.mlp(bias=True, has_gate=False, activations=_GELU)
-    return _with_layer_norms(builder, builder.attention(bias=True, output_bias=True), mlp, is_parallel=True)
+    attention, mlp = builder.attention(bias=True), builder.mlp(bias=True, has_gate=False, activations=_GELU)
+    return builder.layers(attention, mlp, norm_order=NormOrder.PARALLEL, has_layer_norm=True, has_norm_bias=True)
 
 
-def _with_layer_norms(builder: LayerBuilder, attention: AttentionConfig, mlp: DenseMLP, *, is_parallel: bool) -> Layers:
-    layers = builder.layers(attention, mlp, norm_order=NormOrder.PARALLEL if is_parallel else NormOrder.PRE)
-    return (replace(layers[0], has_layer_norm=True, has_norm_bias=True),) * builder.num_layers
-
-
-def _cohere_layers(builder: LayerBuilder) -> Layers:
-    return _cohere_layers_with(builder, is_sliding=[False] * builder.num_layers, has_rope=[True] * builder.num_layers)
+def _cohere_layers(builder: LayerBuilder, *, is_sliding: Sequence[bool] = (), has_rope: Sequence[bool] = ()) -> Layers:
+    attention, mlp = builder.attention(bias=builder.flag("attention_bias")), builder.mlp()
+    order = NormOrder.PARALLEL
+    return builder.layers(attention, mlp, norm_order=order, is_sliding=is_sliding, has_rope=has_rope, has_layer_norm=True)
 
 
 def _cohere2_layers(builder: LayerBuilder) -> Layers:
     """Return the layers. Those with a sliding window have rotary embeddings, the others have none."""
     is_sliding, has_window = builder.sliding_layers(4), builder.fields.values.get("sliding_window") is not None
-    return _cohere_layers_with(builder, is_sliding=is_sliding, has_rope=[sliding and has_window for sliding in is_sliding])
-
-
-def _cohere_layers_with(builder: LayerBuilder, *, is_sliding: Sequence[bool], has_rope: Sequence[bool]) -> Layers:
-    bias = builder.flag("attention_bias")
-    attention = builder.attention(bias=bias, output_bias=bias)
-    layers = builder.layers(attention, builder.mlp(), norm_order=NormOrder.PARALLEL, is_sliding=is_sliding)
-    return share_equal(
-        replace(layer, mixer=replace(layer.attention, has_rope_embedding=rotates), has_layer_norm=True)
-        for layer, rotates in zip(layers, has_rope, strict=True)
-    )
+    return _cohere_layers(builder, is_sliding=is_sliding, has_rope=[sliding and has_window for sliding in is_sliding])
 
 
 def _cohere_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"logit_scale": fields.number("logit_scale")}
-
-
-def _cohere2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_cohere_gguf_fields(fields, config), **sliding_window_gguf_fields(fields, config)}
 
 
 def _starcoder2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +89,10 @@ FAMILIES = (
         defaults={**_COHERE.defaults, "sliding_window": 4096},
         fixed_fields={},
         gguf=GgufFormat(
-            architectures=("cohere2",), read_extra_fields=_cohere2_gguf_fields, has_interleaved_rope=True, norm_eps_key=_EPSILON_KEY
+            architectures=("cohere2",),
+            read_extra_fields=lambda fields, config: _cohere_gguf_fields(fields, config) | sliding_window_gguf_fields(fields, config),
+            has_interleaved_rope=True,
+            norm_eps_key=_EPSILON_KEY,
         ),
     ),
     Family(

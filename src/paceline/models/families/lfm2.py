@@ -12,10 +12,6 @@ from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionGate, DenseMLP, ExpertMLP, NormOrder, QKNorm, RouterScoring, ShortConvConfig
 
 
-def _lfm2_dense_layers(builder: LayerBuilder) -> Layers:
-    return _lfm2_layers(builder, [_mlp_with_adjusted_width(builder)] * builder.num_layers)
-
-
 def _mlp_with_adjusted_width(builder: LayerBuilder) -> DenseMLP:
     """Return an MLP as wide as the model's: 2/3 of `intermediate_size` times `block_ffn_dim_multiplier`, rounded up.
 
@@ -66,9 +62,9 @@ def _short_convolution(builder: LayerBuilder) -> ShortConvConfig:
 
 def _lfm3_layers(builder: LayerBuilder) -> Layers:
     builder.require_rope_parameters()
-    fields, bias = builder.fields, builder.flag("attention_bias")
+    fields = builder.fields
     gate = AttentionGate.HEAD if fields.flag("use_attention_gate", default=True) else AttentionGate.NONE
-    attention = replace(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD), gate=gate)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD, gate=gate)
     mixers: dict[str, Mixer] = {
         "conv": _short_convolution(builder),
         "full_attention": attention,
@@ -81,12 +77,11 @@ def _lfm3_layers(builder: LayerBuilder) -> Layers:
 
 
 def _lfm2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    count = gguf_layer_count(fields, config["num_hidden_layers"])
-    num_layers = count["num_hidden_layers"]
+    num_layers = gguf_layer_count(fields, config["num_hidden_layers"])
     if window := fields.architecture_value("attention.sliding_window"):
         fields.raise_invalid("attention.sliding_window", window, "none")
     values: dict[str, Any] = {
-        **count,
+        "num_hidden_layers": num_layers,
         "layer_types": ["full_attention" if has else "conv" for has in layers_with_attention(fields, num_layers)],
         "conv_L_cache": fields.count("shortconv.l_cache"),
         "conv_bias": fields.has_in_any_block("shortconv.conv.bias", num_layers),
@@ -114,7 +109,7 @@ _LFM2 = Family(
     name="lfm2",
     architecture="Lfm2ForCausalLM",
     models="LFM2, LFM2.5",
-    layers=_lfm2_dense_layers,
+    layers=lambda builder: _lfm2_layers(builder, [_mlp_with_adjusted_width(builder)] * builder.num_layers),
     defaults={
         "num_attention_heads": 32,
         "num_key_value_heads": 8,

@@ -1,19 +1,14 @@
-"""Llama, and families with nearly the same layers: Mistral, Mixtral, Phi-3, SmolLM3, Seed-OSS, Arcee."""
+"""Llama, and families with nearly the same layers: Mistral, Mixtral, Phi-3, SmolLM3, Seed-OSS, Arcee, Apertus, Hunyuan."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from paceline.models.families.experts import experts_gguf_fields
-from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
+from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields, special_ids
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import ExpertMLP, share_equal
-
-
-def _llama_layers(builder: LayerBuilder) -> Layers:
-    bias = builder.flag("attention_bias")
-    return builder.layers(builder.attention(bias=bias, output_bias=bias), builder.mlp(bias=builder.flag("mlp_bias")))
+from paceline.models.layers import Activation, ExpertMLP, QKNorm
 
 
 def _mistral_layers(builder: LayerBuilder) -> Layers:
@@ -40,22 +35,14 @@ def _mixtral_layers(builder: LayerBuilder) -> Layers:
     return builder.layers(builder.attention(), experts, is_sliding=[True] * builder.num_layers)
 
 
-def _phi3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": fields.architecture_value("attention.sliding_window") or None}  # 0 means no window
-
-
 def _smollm3_layers(builder: LayerBuilder) -> Layers:
-    bias, rope_flags = builder.flag("attention_bias"), builder.layers_with_rope()
+    has_rope = builder.layers_with_rope()
     if builder.fields.values.get("layer_types") is not None:
         is_sliding = builder.sliding_layers()
     else:
-        is_sliding = [builder.flag("use_sliding_window") and not has_rope for has_rope in rope_flags]
-    attention, mlp = builder.attention(bias=bias, output_bias=bias), builder.mlp(bias=builder.flag("mlp_bias"))
-    layers = builder.layers(attention, mlp, is_sliding=is_sliding)
-    return share_equal(
-        replace(layer, mixer=replace(layer.attention, has_rope_embedding=has_rope))
-        for layer, has_rope in zip(layers, rope_flags, strict=True)
-    )
+        is_sliding = [builder.flag("use_sliding_window") and not rotates for rotates in has_rope]
+    attention, mlp = builder.attention(bias=builder.flag("attention_bias")), builder.mlp(bias=builder.flag("mlp_bias"))
+    return builder.layers(attention, mlp, is_sliding=is_sliding, has_rope=has_rope)
 
 
 def _seed_oss_layers(builder: LayerBuilder) -> Layers:
@@ -63,9 +50,20 @@ def _seed_oss_layers(builder: LayerBuilder) -> Layers:
     return builder.layers(attention, builder.mlp(bias=builder.flag("mlp_bias")))
 
 
-def _arcee_layers(builder: LayerBuilder) -> Layers:
-    bias = builder.flag("attention_bias")
-    return builder.layers(builder.attention(bias=bias, output_bias=bias), builder.mlp(has_gate=False))
+def _apertus_layers(builder: LayerBuilder) -> Layers:
+    builder.require_rope_parameters()
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD)
+    return builder.layers(attention, builder.mlp(has_gate=False, activations={"xielu": Activation.XIELU}))
+
+
+def _apertus_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters`, which files without scaling would not have."""
+    return {"rope_parameters": {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}, "rope_scaling": None}
+
+
+def _hunyuan_layers(builder: LayerBuilder) -> Layers:
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD_AFTER_ROPE)
+    return builder.layers(attention, builder.mlp())
 
 
 FAMILIES = (
@@ -74,7 +72,9 @@ FAMILIES = (
         architecture="LlamaForCausalLM",
         models="Llama 1 to 3.3, and what has their shape (Vicuna, TinyLlama, SmolLM2, Yi, MiniCPM5)",
         published_heads=("medusa", "eagle", "eagle3", "dflash", "pard2"),
-        layers=_llama_layers,
+        layers=lambda builder: builder.layers(
+            builder.attention(bias=builder.flag("attention_bias")), builder.mlp(bias=builder.flag("mlp_bias"))
+        ),
         defaults={"max_position_embeddings": 2048, **special_ids(1, 2)},
         gguf=GgufFormat(architectures=("llama",), has_interleaved_rope=True),
     ),
@@ -128,7 +128,7 @@ FAMILIES = (
         has_partial_rope=True,
         has_fused_projections=True,
         rope_type_aliases={"su": "longrope", "yarn": "longrope"},  # names in early checkpoints
-        gguf=GgufFormat(architectures=("phi3",), read_extra_fields=_phi3_gguf_fields),
+        gguf=GgufFormat(architectures=("phi3",), read_extra_fields=sliding_window_gguf_fields),
     ),
     Family(
         name="smollm3",
@@ -156,8 +156,29 @@ FAMILIES = (
         name="arcee",
         architecture="ArceeForCausalLM",
         models="Arcee AFM",
-        layers=_arcee_layers,
+        layers=lambda builder: builder.layers(builder.attention(bias=builder.flag("attention_bias")), builder.mlp(has_gate=False)),
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2", **special_ids(128000, 128001)},
         gguf=GgufFormat(architectures=("arcee",), has_interleaved_rope=True),
+    ),
+    Family(
+        name="apertus",
+        architecture="ApertusForCausalLM",
+        models="Apertus",
+        layers=_apertus_layers,
+        defaults={"max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 12e6, **special_ids(1, 2)},
+        fixed_fields={"post_norm": False, "qk_norm": True},
+        module_names={"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
+        gguf=GgufFormat(architectures=("apertus",), read_extra_fields=_apertus_gguf_fields),
+    ),
+    Family(
+        name="hunyuan_v1_dense",
+        architecture="HunYuanDenseV1ForCausalLM",
+        models="Hunyuan 0.5B to 7B (dense)",
+        layers=_hunyuan_layers,
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, **special_ids(1, 2)},
+        fixed_fields={"use_cla": False, "use_mla": False, "mlp_bias": False},
+        has_rope_alpha=True,
+        module_names={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
+        gguf=GgufFormat(architectures=("hunyuan-dense",)),
     ),
 )

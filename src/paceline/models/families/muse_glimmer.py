@@ -1,14 +1,13 @@
 """Muse Glimmer."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from paceline.errors import CheckpointError, shortened
+from paceline.errors import CheckpointError
 from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import AttentionGate, NormOrder, QKNorm, share_equal
+from paceline.models.layers import AttentionGate, NormOrder, QKNorm
 
 _PATTERN = 4
 """Every fourth layer, counted backward from the last, has full attention without rotary embeddings."""
@@ -18,27 +17,19 @@ def _layers(builder: LayerBuilder) -> Layers:
     """Return the layers. Queries are multiplied by `qk_scale_factor` after their norm, which is part of the scale of scores here."""
     fields = builder.fields
     scale = builder.head_size**-0.5 * fields.positive_number("qk_scale_factor")
-    attention = replace(builder.attention(qk_norm=QKNorm.UNWEIGHTED_HEAD, scale=scale), gate=AttentionGate.VALUE)
+    attention = builder.attention(qk_norm=QKNorm.UNWEIGHTED_HEAD, scale=scale, gate=AttentionGate.VALUE)
     is_sliding = builder.sliding_layers(_PATTERN, first=(builder.num_layers - 1) % _PATTERN)
-    layers = builder.layers(attention, builder.mlp(), norm_order=NormOrder.SANDWICH, is_sliding=is_sliding)
-    epsilon = fields.epsilon("post_norm_eps", 1e-8)
-    return share_equal(
-        replace(layer, mixer=replace(layer.attention, has_rope_embedding=rotates), output_norm_eps=epsilon)
-        for layer, rotates in zip(layers, _layers_with_rope(builder), strict=True)
-    )
+    settings = {"norm_order": NormOrder.SANDWICH, "output_norm_eps": fields.epsilon("post_norm_eps", 1e-8)}
+    return builder.layers(attention, builder.mlp(), is_sliding=is_sliding, has_rope=_layers_with_rope(builder), **settings)
 
 
 def _layers_with_rope(builder: LayerBuilder) -> list[bool]:
     """Return for each layer whether it has rotary embeddings: those with base 0 in `layer_rope_theta` have none."""
-    theta, thetas = builder.rope.theta, builder.fields.values.get("layer_rope_theta")
+    theta = builder.rope.theta
+    # transformers rotates with the base of rope_parameters, whichever other base the list has
+    thetas = builder.layer_values("layer_rope_theta", lambda own: own in (0, theta), f"0 or the rope_theta {theta:g}")
     if thetas is None:
         return [(builder.num_layers - 1 - layer) % _PATTERN > 0 for layer in range(builder.num_layers)]
-    # transformers rotates with the base of rope_parameters, whichever other base the list has
-    if not isinstance(thetas, list) or len(thetas) != builder.num_layers or any(own not in (0, theta) for own in thetas):
-        raise CheckpointError(
-            f"{builder.fields.path}: layer_rope_theta = {shortened(thetas)}, expected 0 or the rope_theta {theta:g} for each of "
-            f"{builder.num_layers} layers"
-        )
     return [own != 0 for own in thetas]
 
 

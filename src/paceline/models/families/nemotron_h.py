@@ -1,13 +1,12 @@
 """Nemotron-H: a layer is a mixer or an MLP, with one norm before it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.families.experts import grouped_topk_routing
 from paceline.models.families.family import Family, GgufFormat, special_ids
-from paceline.models.families.hybrids import gguf_layer_count, layers_with_attention, mamba_gguf_fields, mamba_metadata_keys, mamba_mixer
+from paceline.models.families.hybrids import MAMBA_METADATA_KEYS, gguf_layer_count, layers_with_attention, mamba_gguf_fields, mamba_mixer
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, MAX_LAYERS, LayerBuilder
@@ -30,7 +29,7 @@ def _nemotron_h_layers(builder: LayerBuilder) -> tuple[LayerConfig, ...]:
         if kind in ("mlp", "moe"):
             known[kind] = LayerConfig(mixer=None, mlp=_expert_mlp(builder) if kind == "moe" else builder.mlp(has_gate=False))
         else:
-            attention = replace(builder.attention(), has_rope_embedding=False)
+            attention = builder.attention(has_rope_embedding=False)
             known[kind] = LayerConfig(mixer=_mamba_mixer(builder) if kind == "linear_attention" else attention, mlp=None)
     return tuple(known[kind] for kind in kinds)
 
@@ -58,9 +57,7 @@ def _mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
         raise CheckpointError(
             f"{fields.path}: mamba_hidden_act = {shortened(fields.values['mamba_hidden_act'])} is not supported, only 'silu' is"
         )
-    names = {"heads": "mamba_num_heads", "groups": "n_groups", "state": "ssm_state_size", "kernel": "conv_kernel"}
-    size = fields.integer("mamba_head_dim", most=MAX_HEAD_SIZE)
-    return mamba_mixer(builder, names, head_size=size, conv_bias=fields.flag("use_conv_bias", default=True), bias=builder.flag("use_bias"))
+    return mamba_mixer(builder, head_size=fields.integer("mamba_d_head", most=MAX_HEAD_SIZE), bias=builder.flag("use_bias"))
 
 
 def _expert_mlp(builder: LayerBuilder) -> ExpertMLP:
@@ -75,20 +72,16 @@ def _expert_mlp(builder: LayerBuilder) -> ExpertMLP:
 
 def _nemotron_h_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return Nemotron-H's own config.json fields. Layers without KV heads and without an MLP width have a Mamba-2 mixer."""
-    count = gguf_layer_count(fields, config["num_hidden_layers"])
-    num_layers, widths = count["num_hidden_layers"], fields.architecture_value("feed_forward_length")
+    num_layers = gguf_layer_count(fields, config["num_hidden_layers"])
+    widths = fields.architecture_value("feed_forward_length")
     if not isinstance(widths, list) or len(widths) < num_layers:
         fields.raise_invalid("feed_forward_length", widths, f"a number for each of {num_layers} layers, 0 for those without an MLP")
     kinds = []
     for layer, has_attention in enumerate(layers_with_attention(fields, num_layers)):
         mlp = "moe" if fields.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") else "mlp"
         kinds.append("full_attention" if has_attention else mlp if widths[layer] else "linear_attention")
-    values: dict[str, Any] = {
-        **count,
-        "layers_block_type": kinds,
-        **mamba_gguf_fields(fields, num_layers, "mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
-    }
-    values["use_bias"] = values.pop("mamba_proj_bias")
+    mamba = mamba_gguf_fields(fields, num_layers)
+    values = {"num_hidden_layers": num_layers, "layers_block_type": kinds, "use_bias": mamba.pop("mamba_proj_bias"), **mamba}
     if fields.architecture_value("expert_count"):
         num_groups = fields.count("expert_group_count", 1)
         values |= {
@@ -114,11 +107,11 @@ FAMILIES = (
             "head_dim": 128,
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
-            "ssm_state_size": 128,
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 64,
-            "n_groups": 8,
-            "conv_kernel": 4,
+            "mamba_d_state": 128,
+            "mamba_n_heads": 128,
+            "mamba_d_head": 64,
+            "mamba_n_groups": 8,
+            "mamba_d_conv": 4,
             "n_routed_experts": 8,
             "mlp_hidden_act": "relu2",
             "num_experts_per_tok": 2,
@@ -143,16 +136,19 @@ FAMILIES = (
         count_layers=lambda fields: len(_read_layer_types(fields)),
         field_aliases={
             "layer_norm_epsilon": "rms_norm_eps",
-            "mamba_n_groups": "n_groups",
-            "mamba_d_conv": "conv_kernel",
-            "mamba_conv_bias": "use_conv_bias",
+            "mamba_num_heads": "mamba_n_heads",
+            "mamba_head_dim": "mamba_d_head",
+            "ssm_state_size": "mamba_d_state",
+            "n_groups": "mamba_n_groups",
+            "conv_kernel": "mamba_d_conv",
+            "use_conv_bias": "mamba_conv_bias",
             "mamba_dt_limit": "time_step_limit",
         },
         gguf=GgufFormat(
             architectures=("nemotron_h", "nemotron_h_moe"),
             read_extra_fields=_nemotron_h_gguf_fields,
             metadata_keys={
-                **mamba_metadata_keys("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+                **MAMBA_METADATA_KEYS,
                 "layers_block_type": "feed_forward_length",
                 "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
             },

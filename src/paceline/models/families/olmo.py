@@ -1,35 +1,27 @@
 """OLMo 2, OLMo 3, OLMoE and Olmo Hybrid."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from paceline.models.families.experts import experts_gguf_fields
 from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields
 from paceline.models.families.hybrids import SILU_ONLY, Mixer, delta_net_mixer, mixed_layers
-from paceline.models.gguf.fields import GgufFields
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionConfig, ExpertMLP, GatedDeltaConfig, NormOrder, QKNorm, share_equal
 
 
 def _olmo2_layers(builder: LayerBuilder, is_sliding: Sequence[bool] = ()) -> Layers:
-    bias = builder.flag("attention_bias")
-    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.WIDTH)
     return builder.layers(attention, builder.mlp(), norm_order=NormOrder.POST, is_sliding=is_sliding)
-
-
-def _olmo3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**sliding_window_gguf_fields(fields, config), "rope_local_base_freq": config["rope_theta"]}
 
 
 def _olmo_hybrid_layers(builder: LayerBuilder) -> Layers:
     """Return layers with gated delta nets, whose norms are before each part, and layers with attention, whose norms are after it."""
-    fields, bias = builder.fields, builder.flag("attention_bias")
-    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
+    fields = builder.fields
     rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
     has_rope = {**fields.values, **rope}.get("rope_theta", 1e4) is not None  # only an explicit null leaves out rotary embeddings
-    attention = replace(attention, has_rope_embedding=has_rope)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.WIDTH, has_rope_embedding=has_rope)
     mixers: dict[str, Mixer] = {"linear_attention": _separate_delta_net(builder), "full_attention": attention}
     kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(builder.num_layers)]
     kinds[-1] = kinds[-1] if "full_attention" in kinds else "full_attention"
@@ -53,8 +45,7 @@ def _separate_delta_net(builder: LayerBuilder) -> GatedDeltaConfig:
 
 
 def _olmoe_layers(builder: LayerBuilder) -> Layers:
-    bias = builder.flag("attention_bias")
-    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.WIDTH)
     return builder.layers(attention, ExpertMLP(routing=builder.routing(), expert=builder.mlp()))
 
 
@@ -85,7 +76,10 @@ FAMILIES = (
         gguf=GgufFormat(
             architectures=("olmo2",),
             matches=lambda fields: bool(fields.architecture_value("attention.sliding_window")),
-            read_extra_fields=_olmo3_gguf_fields,
+            read_extra_fields=lambda fields, config: {
+                **sliding_window_gguf_fields(fields, config),
+                "rope_local_base_freq": config["rope_theta"],
+            },
             has_untied_output=True,
         ),
     ),

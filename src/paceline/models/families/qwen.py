@@ -11,12 +11,11 @@ from paceline.models.layers import ExpertMLP, QKNorm
 
 
 def _qwen2_layers(builder: LayerBuilder) -> Layers:
-    return builder.layers(builder.attention(bias=True), builder.mlp(), is_sliding=_sliding_layers(builder))
+    return builder.layers(builder.attention(bias=True, output_bias=False), builder.mlp(), is_sliding=_sliding_layers(builder))
 
 
 def _qwen3_layers(builder: LayerBuilder) -> Layers:
-    bias = builder.flag("attention_bias")
-    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD)
     return builder.layers(attention, builder.mlp(), is_sliding=_sliding_layers(builder))
 
 
@@ -39,20 +38,19 @@ def _qwen2_moe_layers(builder: LayerBuilder) -> Layers:
         shared=builder.mlp(width_field="shared_expert_intermediate_size"),
         has_shared_gate=True,
     )
-    has_layer_types = builder.fields.values.get("layer_types") is not None
-    last = builder.fields.number("max_window_layers", 28)
-    is_sliding = (
-        [layer % 2 == 0 and layer < last for layer in range(builder.num_layers)] if not has_layer_types else builder.sliding_layers()
-    )
-    attention = builder.attention(bias=builder.fields.flag("qkv_bias", default=True))
-    return builder.layers(
-        attention, mlps_with_experts(builder, experts), is_sliding=is_sliding if builder.flag("use_sliding_window") else ()
-    )
+    if builder.fields.values.get("layer_types") is not None:
+        is_sliding = builder.sliding_layers()
+    else:
+        last = builder.fields.number("max_window_layers", 28)
+        is_sliding = [layer % 2 == 0 and layer < last for layer in range(builder.num_layers)]
+    attention = builder.attention(bias=builder.fields.flag("qkv_bias", default=True), output_bias=False)
+    is_sliding = is_sliding if builder.flag("use_sliding_window") else []
+    return builder.layers(attention, mlps_with_experts(builder, experts), is_sliding=is_sliding)
 
 
 def _qwen3_moe_layers(builder: LayerBuilder) -> Layers:
-    bias, is_sliding = builder.flag("attention_bias"), builder.flag("use_sliding_window")
-    attention = builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD)
+    is_sliding = builder.flag("use_sliding_window")
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD)
     experts = ExpertMLP(routing=builder.routing(), expert=builder.mlp(width_field="moe_intermediate_size"))
     return builder.layers(attention, mlps_with_experts(builder, experts), is_sliding=[is_sliding] * builder.num_layers)
 

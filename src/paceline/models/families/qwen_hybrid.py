@@ -27,21 +27,21 @@ def _shared_experts(builder: LayerBuilder) -> ExpertMLP:
 
 
 def _qwen_hybrid_layers(builder: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
-    fields, bias = builder.fields, builder.flag("attention_bias")
-    attention = replace(builder.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD), gate=AttentionGate.VALUE)
+    fields = builder.fields
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD, gate=AttentionGate.VALUE)
     interval = fields.integer("full_attention_interval", 4)
     kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(builder.num_layers)]
     return mixed_layers(builder, {"linear_attention": delta_net_mixer(fields), "full_attention": attention}, mlps, default_types=kinds)
 
 
 def _qwen_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    count = gguf_layer_count(fields, config["num_hidden_layers"])
+    num_layers = gguf_layer_count(fields, config["num_hidden_layers"])
     num_value_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
     if inner % num_value_heads:
         fields.raise_invalid("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_value_heads}")
     values: dict[str, Any] = {
-        **count,
-        "layer_types": _read_layer_types(fields, count["num_hidden_layers"]),
+        "num_hidden_layers": num_layers,
+        "layer_types": _read_layer_types(fields, num_layers),
         "linear_num_key_heads": fields.count("ssm.group_count"),
         "linear_num_value_heads": num_value_heads,
         "linear_key_head_dim": fields.count("ssm.state_size"),

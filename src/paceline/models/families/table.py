@@ -6,7 +6,6 @@ from typing import Any
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.families import (
-    apertus,
     deepseek,
     ernie,
     exaone,
@@ -17,7 +16,6 @@ from paceline.models.families import (
     glm,
     gpt_oss,
     granite,
-    hunyuan,
     layer_norm,
     lfm2,
     llama,
@@ -30,7 +28,7 @@ from paceline.models.families import (
 from paceline.models.families.family import Family
 
 _MODULES = (
-    llama, apertus, deepseek, ernie, hunyuan, qwen, gemma, gemma3n, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2,
+    llama, deepseek, ernie, qwen, gemma, gemma3n, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2,
     nemotron_h, falcon_h1, layer_norm, muse_glimmer,
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}

@@ -5,7 +5,6 @@ codes in memory differs. Source of the layouts: ggml-common.h and ggml-quants.c 
 """
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +15,16 @@ from paceline.errors import CheckpointError
 from paceline.models.gguf import codebook_blocks as codebook
 from paceline.models.gguf.codebook_blocks import read_float16_as_float32
 from paceline.models.gguf.header import BlockType
-from paceline.models.grouped import SUPER_BLOCK, GroupedMatrix, SuperBlocks, pack_nibbles, super_blocks_size
-from paceline.models.mxfp4 import DOUBLED_E2M1_VALUES, half_scales
+from paceline.models.grouped import (
+    DOUBLED_E2M1_VALUES,
+    SUPER_BLOCK,
+    GroupedMatrix,
+    SuperBlocks,
+    convert_in_chunks,
+    half_scales,
+    pack_nibbles,
+    super_blocks_size,
+)
 
 _CHUNK_ITEMS = 1 << 17  # number of elements that are converted at a time, to keep temporary arrays small
 
@@ -105,26 +112,19 @@ def convert_blocks_to_groups(
     num_rows, columns = len(raw if order is None else order), raw.shape[1] // block_type.num_bytes * block_type.num_items
     matrix = _empty_matrix(layout, block_type, num_rows, columns)
     arrays = (*matrix.arrays, *(() if matrix.super_blocks is None else matrix.super_blocks.arrays))
-    step = max(1, _CHUNK_ITEMS // columns)
 
-    def convert_rows(start: int) -> None:
-        rows = slice(start, start + step)
+    def convert_rows(rows: slice) -> None:
         row_bytes = raw[rows] if order is None else raw[order[rows]]
         blocks = row_bytes.reshape(-1, block_type.num_bytes)
         with np.errstate(invalid="ignore", over="ignore"):  # scales are checked to be finite below
             parts: tuple[NDArray[Any] | None, ...] = layout.read(blocks)
         if not all(np.isfinite(part).all() for part in parts[1:] if part is not None):
-            raise not_finite_error(where, start, start + len(row_bytes) - 1)
+            raise not_finite_error(where, rows.start, rows.stop - 1)
         parts = (*parts, *(() if layout.factors is None else layout.factors(blocks)))
         for stored, part in zip(arrays, (part for part in parts if part is not None), strict=True):
             stored[rows] = part.reshape(len(row_bytes), -1)
 
-    if num_threads == 1 or num_rows <= step:
-        for start in range(0, num_rows, step):
-            convert_rows(start)
-    else:
-        with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(convert_rows, range(0, num_rows, step)))
+    convert_in_chunks(convert_rows, num_rows, max(1, _CHUNK_ITEMS // columns), num_threads)
     return matrix
 
 
@@ -286,10 +286,6 @@ def _q6_k_factors(blocks: Bytes) -> ScaleFactors:
 _IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
 
-def _iq4_nl(blocks: Bytes) -> BlockParts:
-    return blocks[:, 2:], read_float16_as_float32(blocks, 0), None
-
-
 def _iq4_xs(blocks: Bytes) -> BlockParts:
     return blocks[:, 8:], _multiply_scale_factors(_iq4_xs_factors(blocks)), None
 
@@ -315,7 +311,7 @@ _LAYOUTS: Mapping[str, _BlockLayout] = {
     "Q4_K": _BlockLayout(_q4_k, 4, 32, code_bits=4, factors=_q4_k_q5_k_factors),
     "Q5_K": _BlockLayout(_q5_k, 8, 32, code_bits=5, factors=_q4_k_q5_k_factors),
     "Q6_K": _BlockLayout(_q6_k, 8, 16, code_bits=6, factors=_q6_k_factors),
-    "IQ4_NL": _BlockLayout(_iq4_nl, 4, 32, table=_IQ4_VALUES),
+    "IQ4_NL": _BlockLayout(_q4_0, 4, 32, table=_IQ4_VALUES),
     "IQ4_XS": _BlockLayout(_iq4_xs, 4, 32, table=_IQ4_VALUES, code_bits=4, factors=_iq4_xs_factors),
     "MXFP4": _BlockLayout(_mxfp4, 4, 32, table=DOUBLED_E2M1_VALUES),
     "NVFP4": _BlockLayout(codebook.nvfp4, 4, 16, table=DOUBLED_E2M1_VALUES),

@@ -2,14 +2,13 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.config import ModelConfig, WeightType, config_from_values
+from paceline.models.config import FLOAT_TYPES, ModelConfig, WeightType, config_from_values
 from paceline.models.families.family import Family, GgufFormat
 from paceline.models.families.gemma4 import ASSISTANT_ARCHITECTURES
 from paceline.models.families.table import FAMILIES
@@ -22,7 +21,6 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 """Tensors with divisors of rotary frequencies. They are read with the config, not as weights."""
 
 _DRAFTER_ARCHITECTURES = ("eagle3", "dflash")
-_FLOAT_TYPES = {"F16": WeightType.F16, "BF16": WeightType.BF16}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _METADATA_KEYS = {
     "num_attention_heads": "attention.head_count",
@@ -81,7 +79,9 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     values = reader.config_fields()
     reader.refuse_unread_settings()
     try:
-        return config_from_values(values, file.path, generation=generation, weight_type=_weight_type(file))
+        return config_from_values(
+            values, file.path, generation=generation, weight_type=FLOAT_TYPES.get(file.main_block_type, WeightType.F32)
+        )
     except CheckpointError as error:
         raise with_metadata_keys(error, fields.architecture, gguf_format(family).metadata_keys) from None
 
@@ -135,14 +135,6 @@ def _find_family(fields: GgufFields) -> Family:
     )
 
 
-def _weight_type(file: GgufFile) -> WeightType:
-    """Return the float type that most bytes of the file have; F32 if most are quantised."""
-    num_bytes: Counter[str] = Counter()
-    for tensor in file.tensors.values():
-        num_bytes[tensor.block_type.name] += tensor.data.nbytes
-    return _FLOAT_TYPES.get(num_bytes.most_common(1)[0][0] if num_bytes else "", WeightType.F32)
-
-
 class _ConfigReader(GgufFields):
     """Derives the config.json fields from the metadata of one GGUF file."""
 
@@ -156,7 +148,7 @@ class _ConfigReader(GgufFields):
         num_blocks = decoder["num_hidden_layers"]
         values: dict[str, Any] = {
             "model_type": self._family.name,
-            "vocab_size": self._vocab_size(decoder["hidden_size"]),
+            "vocab_size": self.vocab_size(decoder["hidden_size"]),
             "tie_word_embeddings": not self.has_tensor("output.weight") and not self._format.has_untied_output,
             "attention_bias": self.has_in_any_block("attn_q.bias", num_blocks),
             "attention_out_bias": self.has_in_any_block("attn_output.bias", num_blocks),
@@ -176,7 +168,7 @@ class _ConfigReader(GgufFields):
         values: dict[str, Any] = {
             "hidden_size": hidden_size,
             "intermediate_size": self.uniform_layer_size("feed_forward_length", expert_width, **sizes),
-            "num_hidden_layers": self._num_blocks(),
+            "num_hidden_layers": self.num_blocks(),
             "num_attention_heads": num_heads,
             "num_key_value_heads": self.uniform_layer_size("attention.head_count_kv", num_heads, **sizes),
             "head_dim": head_size,
@@ -206,22 +198,6 @@ class _ConfigReader(GgufFields):
         if size != value_size:
             self.raise_invalid("attention.value_length", value_size, f"the size of keys, {size}")
         return size
-
-    def _num_blocks(self) -> int:
-        """Return `block_count`, checked against the number of tensors, so that a damaged file cannot make lists of any length."""
-        num_layers = self.count("block_count")
-        if num_layers > len(self.file.tensors):
-            self.raise_invalid("block_count", num_layers, f"at most as many as the file has tensors, {len(self.file.tensors)}")
-        return num_layers
-
-    def _vocab_size(self, hidden_size: int) -> int:
-        table = self.file.tensors.get("token_embd.weight")
-        if table is None or len(table.shape) != 2 or table.shape[1] != hidden_size:
-            found = "is missing" if table is None else f"has shape {list(table.shape)}"
-            raise CheckpointError(
-                f"{self.file.path}: token_embd.weight {found}, expected [vocabulary, {hidden_size}]; is this a language model's file?"
-            )
-        return table.shape[0]
 
     def _end_token_ids(self) -> list[Any]:
         """Return the end-of-sequence tokens without checking them, because `config_from_values` does."""
@@ -301,11 +277,7 @@ class _ConfigReader(GgufFields):
         }
 
     def _read_divisors(self, name: str, rotary_size: int) -> list[float]:
-        tensor = self.file.tensors.get(name)
-        if tensor is None or tensor.block_type.name != "F32" or tensor.shape != (rotary_size // 2,):
-            found = "is missing" if tensor is None else f"is of type {tensor.block_type.name} and shape {list(tensor.shape)}"
-            raise CheckpointError(f"{self.file.path}: {name} {found}, expected F32 of shape [{rotary_size // 2}]; download the file again")
-        divisors = [float(str(value)) for value in tensor.data.view("<f4")]
+        divisors = [float(str(value)) for value in self.float32_vector(name, rotary_size // 2)]
         if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
             raise CheckpointError(f"{self.file.path}: {name} holds a number that is not above 0; download the file again")
         return divisors

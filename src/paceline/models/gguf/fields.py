@@ -5,6 +5,7 @@ from enum import IntEnum
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.gguf.file import GgufFile
@@ -104,17 +105,46 @@ class GgufFields:
         Raises:
             CheckpointError: The file lacks the tensor, or it is not such a vector of `size` elements.
         """
-        tensor = self.file.tensors.get(name)
-        if tensor is None or tensor.block_type.name != "F32" or tensor.shape != (size,):
-            found = "is missing" if tensor is None else f"is of type {tensor.block_type.name} and shape {list(tensor.shape)}"
-            raise CheckpointError(f"{self.file.path}: {name} {found}, expected F32 of shape [{size}]; download the file again")
-        values = tensor.data.view("<f4")
+        values = self.float32_vector(name, size)
         if not 0 < values.min() == values.max() < np.inf:
             raise CheckpointError(
                 f"{self.file.path}: {name} holds numbers from {values.min()} to {values.max()}, expected one number above 0; "
                 "download the file again"
             )
         return float(str(values[0]))  # the shortest decimal, see `metadata_value`
+
+    def num_blocks(self) -> int:
+        """Return `block_count`, checked against the number of tensors, so that a damaged file cannot make lists of any length."""
+        count = self.count("block_count")
+        if count > len(self.file.tensors):
+            self.raise_invalid("block_count", count, f"at most as many as the file has tensors, {len(self.file.tensors)}")
+        return count
+
+    def vocab_size(self, hidden_size: int) -> int:
+        """Return the number of rows of the token embedding.
+
+        Raises:
+            CheckpointError: The file lacks the tensor, or it has another width than `hidden_size`.
+        """
+        table = self.file.tensors.get("token_embd.weight")
+        if table is None or len(table.shape) != 2 or table.shape[1] != hidden_size:
+            found = "is missing" if table is None else f"has shape {list(table.shape)}"
+            raise CheckpointError(
+                f"{self.file.path}: token_embd.weight {found}, expected [vocabulary, {hidden_size}]; is this a language model's file?"
+            )
+        return table.shape[0]
+
+    def float32_vector(self, name: str, size: int) -> NDArray[np.float32]:
+        """Return a vector that must be stored in float32.
+
+        Raises:
+            CheckpointError: The file lacks the tensor, or it is not a float32 vector of `size` elements.
+        """
+        tensor = self.file.tensors.get(name)
+        if tensor is None or tensor.block_type.name != "F32" or tensor.shape != (size,):
+            found = "is missing" if tensor is None else f"is of type {tensor.block_type.name} and shape {list(tensor.shape)}"
+            raise CheckpointError(f"{self.file.path}: {name} {found}, expected F32 of shape [{size}]; download the file again")
+        return tensor.data.view("<f4")
 
     def num_tensor_rows(self, name: str) -> int:
         """Return the number of rows of a tensor; 0 if the file does not have it."""

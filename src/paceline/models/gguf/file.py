@@ -1,6 +1,7 @@
 """Open GGUF files: a header, then the tensors' bytes, in one file or several parts. Files are memory-mapped."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.gguf.header import GgufTensor, HeaderReader, Metadata
-from paceline.models.storage.safetensors_file import map_file
+from paceline.models.storage.mapped_files import map_file
 from paceline.small_files import is_file, unreadable_error
 
 MAX_SPLITS = 1024
@@ -35,6 +36,14 @@ class GgufFile:
         """Return llama.cpp's name of the quantisation, such as "Q4_K_M"; None = the file does not state it."""
         number = self.metadata.get("general.file_type")
         return _FILE_TYPES[number] if isinstance(number, int) and 0 <= number < len(_FILE_TYPES) else None
+
+    @property
+    def main_block_type(self) -> str:
+        """Return the name of the block type that most bytes of the file have."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            sizes[tensor.block_type.name] += tensor.data.nbytes
+        return max(sizes, key=sizes.__getitem__, default="no tensors")
 
 
 def open_gguf(path: Path) -> GgufFile:

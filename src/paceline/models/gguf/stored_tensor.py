@@ -8,15 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.config import WeightType
+from paceline.models.config import FLOAT_TYPES, WeightType
 from paceline.models.gguf.blocks import StoredBlocks, convert_blocks_to_groups, grouped_matrix_size
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.grouped import RUN, columns_per_float16_scale
 from paceline.models.quantize import QuantizationScheme, largest_group_size, quantize_tensor
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo
 
-UNQUANTIZED_TYPES = {"F32": (WeightType.F32, "<f4"), "F16": (WeightType.F16, "<f2"), "BF16": (WeightType.BF16, "<u2")}
-"""Float types, which are used as stored, with their numpy types."""
 _REGROUPED_GROUP_SIZE = 128
 
 IndexMap = Callable[[], NDArray[np.int64]]
@@ -54,18 +52,18 @@ def check_stored_shape(source: TensorSource, *shapes: tuple[int, ...]) -> None:
         raise CheckpointError(
             f"{tensor} has shape {list(tensor.shape)}, but the metadata requires {list(shapes[0])}; the file is damaged, download it again"
         )
-    if tensor.block_type.name in UNQUANTIZED_TYPES:
+    if tensor.block_type.name in FLOAT_TYPES:
         return
     if len(source.shape) != 2:
-        raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}; for one row {', '.join(UNQUANTIZED_TYPES)} are supported")
+        raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}; for one row {', '.join(FLOAT_TYPES)} are supported")
     tensor_info(source, regroup=False)  # raises an error if the type is not supported
 
 
 def tensor_info(source: TensorSource, *, regroup: bool) -> TensorInfo:
     """Return shape, type and size of a tensor without reading it; `regroup` as in `GgufWeights`."""
     block_type, num_items = source.tensor.block_type, math.prod(source.shape)
-    if block_type.name in UNQUANTIZED_TYPES:
-        return TensorInfo(source.shape, UNQUANTIZED_TYPES[block_type.name][0], None, num_items * block_type.num_bytes)
+    if block_type.name in FLOAT_TYPES:
+        return TensorInfo(source.shape, FLOAT_TYPES[block_type.name], None, num_items * block_type.num_bytes)
     runs = None if source.columns is None else _column_run_order(source.columns())
     if source.columns is not None and runs is None:
         return TensorInfo(source.shape, WeightType.F32, None, num_items * 4)
@@ -88,7 +86,7 @@ def stored_rows(source: TensorSource) -> NDArray[np.uint8]:
 
 def stored_blocks(source: TensorSource) -> StoredBlocks | None:
     """Return a matrix as stored quantised blocks; None if it is stored as floats, or its column order splits runs of 32."""
-    if source.tensor.block_type.name in UNQUANTIZED_TYPES:
+    if source.tensor.block_type.name in FLOAT_TYPES:
         return None
     runs = None if source.columns is None else _column_run_order(source.columns())
     if source.columns is not None and runs is None:
@@ -115,9 +113,9 @@ def read_tensor(name: str, source: TensorSource, *, regroup: bool, num_threads: 
     tensor, stored = source.tensor, stored_rows(source)
     order = None if source.rows is None else source.rows()
     columns = None if source.columns is None else source.columns()
-    if tensor.block_type.name in UNQUANTIZED_TYPES:
-        weight_type, item_type = UNQUANTIZED_TYPES[tensor.block_type.name]
-        array = (stored if order is None else stored[order]).view(item_type).reshape(source.shape)
+    if tensor.block_type.name in FLOAT_TYPES:
+        weight_type = FLOAT_TYPES[tensor.block_type.name]
+        array = (stored if order is None else stored[order]).view(weight_type.item_type).reshape(source.shape)
         array = array if columns is None else array.take(columns, 1)
         return Tensor(array if array.flags.aligned else array.copy(), weight_type, source.shape)
     blocks = stored_blocks(source)

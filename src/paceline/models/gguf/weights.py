@@ -11,16 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, name_list, shortened
-from paceline.models.config import ModelConfig
+from paceline.models.config import FLOAT_TYPES, ModelConfig
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.blocks import StoredBlocks, convert_blocks_to_groups
 from paceline.models.gguf.config import ROPE_TENSORS, gguf_format
 from paceline.models.gguf.fields import MTP_TENSOR
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.header import BLOCK_TYPES, GgufTensor
-from paceline.models.gguf.mixer_tensors import mixer_tensors
 from paceline.models.gguf.stored_tensor import (
-    UNQUANTIZED_TYPES,
     IndexMap,
     TensorSource,
     check_stored_shape,
@@ -30,6 +28,7 @@ from paceline.models.gguf.stored_tensor import (
     stored_rows,
     tensor_info,
 )  # fmt: skip
+from paceline.models.gguf.tensor_locations import tensor_locations
 from paceline.models.layers import XIELU_PARAMETERS, AttentionConfig, ExpertMLP, LayerConfig, Recurrent
 from paceline.models.storage.mapped_files import drop_pages
 from paceline.models.tensor_names import tensor_shapes
@@ -97,7 +96,7 @@ _GGUF_MTP_MODULE_NAMES = {
 _XIELU_NAMES = tuple(f".activation.{part}" for part in XIELU_PARAMETERS)
 _F32 = next(block_type for block_type in BLOCK_TYPES.values() if block_type.name == "F32")
 _MTP_COPIES = ("embed_tokens", "shared_head_head")
-_FUSED_PROJECTIONS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
+_KV_TENSORS = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ class GgufWeights(LazyWeights):
 
     def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
         source = self._sources[name]
-        if source.tensor.block_type.name in UNQUANTIZED_TYPES:
+        if source.tensor.block_type.name in FLOAT_TYPES:
             return super().rows(name, row_indices)
         return convert_blocks_to_groups(stored_rows(source)[row_indices], source.tensor.block_type, str(source.tensor)).values()
 
@@ -180,45 +179,33 @@ def open_mtp_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, 
     number, size = config.num_layers, config.hidden_size
     with_module, prefix = replace(config, layers=(*config.layers, layer)), f"layers.{config.num_layers}."
     layer_shapes = {name: shape for name, shape in tensor_shapes(with_module).items() if name.startswith(prefix)}
-    sources, missing = _find_sources(file, with_module, layer_shapes)
     parts = {name: f"blk.{number}.nextn.{part}.weight" for name, part in _GGUF_MTP_MODULE_NAMES.items()}
     if config.has_norm_offset and parts["final_norm.weight"] not in file.tensors:  # Qwen files without it use the model's norm
         parts["final_norm.weight"] = "output_norm.weight"
     shapes = {name: (size, 2 * size) if name == "fc.weight" else (size,) for name in parts}
-    named_sources, missing_names = _find_named_sources(file, {name: (in_file, shapes[name]) for name, in_file in parts.items()})
-    sources, missing = sources | named_sources, missing + missing_names
+    named = {name: (in_file, shapes[name]) for name, in_file in parts.items()}
+    sources, missing = _find_sources(file, with_module, layer_shapes, named)
     if missing:
         raise CheckpointError(f"{file.path}: the module in block {number} lacks {name_list(missing)}; download the file again")
     known = {source.tensor.name for source in sources.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _MTP_COPIES}
     unknown = [name for name in file.tensors if name.startswith(f"blk.{number}.") and name not in known]
     if unknown:
         raise CheckpointError(f"{file.path} holds {name_list(unknown)} that no known mtp head has: it may compute something else with them")
-
-    def make_reader(name: str, source: TensorSource) -> Callable[[], AnyTensor]:
-        return lambda: read_tensor(name, source, regroup=False, num_threads=num_threads)
-
-    return {name.replace(prefix, "layers.0.", 1): make_reader(name, source) for name, source in sources.items()}
+    return {
+        name.replace(prefix, "layers.0.", 1): partial(read_tensor, name, source, regroup=False, num_threads=num_threads)
+        for name, source in sources.items()
+    }
 
 
 def _find_network_sources(file: GgufFile, config: ModelConfig, extra: ExtraTensors | None) -> dict[str, TensorSource]:
     extra_tensors = {} if extra is None else extra.tensors
     shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in extra_tensors}
-    sources, missing = _find_sources(file, config, shapes)
-    named_sources, missing_names = _find_named_sources(file, extra_tensors)
-    sources, missing = sources | named_sources, missing + missing_names
+    sources, missing = _find_sources(file, config, shapes, extra_tensors)
     if missing:
         raise CheckpointError(f"{file.path} lacks {name_list(missing)} that its metadata requires; download the file again")
     known = {source.tensor.name for source in sources.values()} | set(ROPE_TENSORS)
-    unknown = [
-        name
-        for name in file.tensors
-        if name not in known
-        and not _is_unused_kv_tensor(name, config)
-        and not _is_mtp_tensor(name, file, config)
-        and not _is_ignored_tensor(name, config)
-    ]
-    if extra is not None:
-        unknown = [name for name in unknown if name not in extra.other_names]
+    others = () if extra is None else extra.other_names
+    unknown = [name for name in file.tensors if name not in known and name not in others and not _is_unused(name, file, config)]
     if unknown:
         reason = f"a {config.family} model does not have; running without them would give other tokens"
         reason = reason if extra is None else f"no {extra.head_kind} has: it may compute something else with them; use another drafter"
@@ -226,44 +213,43 @@ def _find_network_sources(file: GgufFile, config: ModelConfig, extra: ExtraTenso
     return sources
 
 
-def _find_named_sources(file: GgufFile, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return where tensors with the given names in the file are stored, and the names that the file does not have."""
-    sources = {name: TensorSource(file.tensors[in_file], shape) for name, (in_file, shape) in tensors.items() if in_file in file.tensors}
-    for source in sources.values():
-        check_stored_shape(source, source.shape)
-    return sources, [in_file for in_file, _ in tensors.values() if in_file not in file.tensors]
+def _find_sources(
+    file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], named: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> tuple[dict[str, TensorSource], list[str]]:
+    """Return where each tensor is stored, and the GGUF names of those that the file does not have.
 
-
-def _find_sources(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return where each tensor of `shapes` is stored, and the GGUF names of those that the file does not have."""
-    fused = (
-        _fused_projection_sources(file, config, shapes)
-        if FAMILIES[config.family].has_fused_projections
-        else _fused_expert_sources(file, config)
-    )
+    Args:
+        shapes: shapes of tensors of a model, by internal names.
+        named: names in the file, and shapes, of other tensors.
+    """
     gguf = gguf_format(FAMILIES[config.family])
     modules = {**_GGUF_MODULE_NAMES, **gguf.module_names}
     sources: dict[str, TensorSource] = {}
     missing: list[str] = []
-    mixers = mixer_tensors(file, config)
+    locations = tensor_locations(file, config)
     for name, shape in shapes.items():
         if name.endswith(_XIELU_NAMES):
             sources[name] = _xielu_parameter(file, name, config)
             continue
-        in_file, expert = (mixers[name].name, None) if name in mixers else _gguf_name(name, modules, file)
+        location = locations.get(name)
+        in_file, expert = _gguf_name(name, modules, file) if location is None else (location.name, None)
         if in_file not in file.tensors and in_file.removesuffix(".weight") in file.tensors:  # a norm of Falcon-H1
             in_file = in_file.removesuffix(".weight")
-        if name in fused:
-            sources[name] = fused[name]
-        elif name in mixers and in_file in file.tensors:
-            sources[name] = mixers[name].source(file.tensors[in_file], shape)
-        elif in_file in file.tensors:
+        if in_file not in file.tensors:
+            missing.append(in_file)
+        elif location is not None:
+            sources[name] = location.source(file.tensors[in_file], shape)
+        else:
             layer = config.layers[int(name.split(".")[1])] if name.startswith("layers.") else None
             rows = None
             if gguf.has_interleaved_rope and layer is not None:
                 rows = _half_split_row_order(layer.mixer, name.split(".")[-2], shape[0])
             sources[name] = TensorSource(file.tensors[in_file], shape, expert, rows=rows)
             check_stored_shape(sources[name], (*_stack_size(expert, layer, config), *shape))
+    for name, (in_file, shape) in named.items():
+        if in_file in file.tensors:
+            sources[name] = TensorSource(file.tensors[in_file], shape)
+            check_stored_shape(sources[name], shape)
         else:
             missing.append(in_file)
     return sources, list(dict.fromkeys(missing))
@@ -307,16 +293,15 @@ def _gguf_name(name: str, modules: Mapping[str, str], file: GgufFile) -> tuple[s
     return (separate, None) if separate in file.tensors else (f"blk.{layer}.{modules[part]}_exps.{kind}", int(path[1]))
 
 
-def _is_unused_kv_tensor(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor projects keys or values in a layer that reads the KV cache of another layer."""
-    found = re.fullmatch(r"blk\.(\d{1,9})\.(attn_k|attn_v|attn_k_norm)\.weight", name)
-    return found is not None and shares_kv(config, int(found[1]))
-
-
-def _is_ignored_tensor(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor of a layer is in `GgufFormat.ignored_tensors`."""
+def _is_unused(name: str, file: GgufFile, config: ModelConfig) -> bool:
+    """Return whether the network needs no such tensor: of an MTP module, in `GgufFormat.ignored_tensors`, or for keys that are shared."""
+    if _is_mtp_tensor(name, file, config):
+        return True
     found = re.fullmatch(r"blk\.(\d{1,9})\.(.*)", name)
-    return found is not None and int(found[1]) < config.num_layers and found[2] in gguf_format(FAMILIES[config.family]).ignored_tensors
+    if found is None or int(found[1]) >= config.num_layers:
+        return False
+    is_ignored = found[2] in gguf_format(FAMILIES[config.family]).ignored_tensors
+    return is_ignored or (found[2] in _KV_TENSORS and shares_kv(config, int(found[1])))
 
 
 def _is_mtp_tensor(name: str, file: GgufFile, config: ModelConfig) -> bool:
@@ -330,40 +315,3 @@ def _half_split_row_order(mixer: AttentionConfig | Recurrent | None, part: str, 
     if part not in ("q_proj", "k_proj") or not isinstance(mixer, AttentionConfig):
         return None
     return partial(half_split_order, num_rows, mixer.head_size, mixer.rope.rotary_size(mixer.head_size))
-
-
-def _fused_projection_sources(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
-    """Return where q, k, v, gate and up are stored if the file fuses them in one matrix."""
-    sources: dict[str, TensorSource] = {}
-    for layer in range(config.num_layers):
-        for stack, parts in _FUSED_PROJECTIONS.items():
-            if f"blk.{layer}.{_GGUF_MODULE_NAMES[parts[0]]}.weight" in file.tensors:
-                continue  # the file does not fuse these matrices
-            for kind in ("weight", "bias"):
-                names = [f"layers.{layer}.{part}.{kind}" for part in parts]
-                tensor = file.tensors.get(f"blk.{layer}.{stack}.{kind}")
-                if tensor is None or any(name not in shapes for name in names):
-                    continue
-                num_rows, *columns = sum(shapes[name][0] for name in names), *shapes[names[0]][1:]
-                first_row = 0
-                for name in names:
-                    sources[name] = TensorSource(tensor, shapes[name], first_row=first_row)
-                    first_row += shapes[name][0]
-                check_stored_shape(sources[names[0]], (num_rows, *columns))
-    return sources
-
-
-def _fused_expert_sources(file: GgufFile, config: ModelConfig) -> dict[str, TensorSource]:
-    """Return where gate and up of experts are stored if the file fuses them in one stack for each layer."""
-    sources: dict[str, TensorSource] = {}
-    for layer, own in enumerate(config.layers):
-        tensor = file.tensors.get(f"blk.{layer}.ffn_gate_up_exps.weight")
-        if tensor is None or not isinstance(own.mlp, ExpertMLP):
-            continue
-        count, inner = own.mlp.routing.num_experts, own.mlp.expert.intermediate_size
-        for expert in range(count):
-            for number, part in enumerate(("gate_proj", "up_proj")):
-                shape = (inner, config.hidden_size)
-                sources[f"layers.{layer}.experts.{expert}.{part}.weight"] = TensorSource(tensor, shape, expert, first_row=number * inner)
-        check_stored_shape(sources[f"layers.{layer}.experts.0.gate_proj.weight"], (count, 2 * inner, config.hidden_size))
-    return sources

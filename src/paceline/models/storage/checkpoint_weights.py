@@ -1,6 +1,9 @@
 """The weights of a checkpoint directory. Some are computed from stored ones: quantised matrices, parts of matrices, and decays."""
 
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,17 +11,47 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.models.config import ModelConfig, WeightType
+from paceline.errors import CheckpointError, name_list
+from paceline.models.config import FLOAT_TYPES, ModelConfig, WeightType
+from paceline.models.containers.module import StoredWeight
+from paceline.models.containers.small_floats import read_e2m1
 from paceline.models.families.table import FAMILIES
+from paceline.models.grouped import RUN, half_scales
 from paceline.models.layers import ExpertMLP, GatedDeltaConfig, LayerConfig, Mamba2Config, Recurrent, ShortConvConfig
-from paceline.models.storage.fused_matrices import Parts, Rows, fused_by_key_head, fused_in_layer, is_transposed, num_rows
+from paceline.models.storage.fused_matrices import (
+    Parts,
+    Rows,
+    fused_by_key_head,
+    fused_in_layer,
+    fused_projections,
+    is_transposed,
+    num_rows,
+)
 from paceline.models.storage.mapped_files import drop_pages
-from paceline.models.storage.mxfp4_experts import lazy_experts
 from paceline.models.storage.packed_matrix import PackedMatrix
-from paceline.models.storage.packed_weights import dequantized_notice, lazy_matrix
+from paceline.models.storage.safetensors_file import StoredTensor, view_tensor
+from paceline.models.storage.stacked_experts import split_experts
 from paceline.models.storage.stored_model import StoredModel, open_stored
-from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import LazyTensor, LazyWeights, Tensor, TensorInfo, Weights, as_float32, check_shape, take_tensor
+from paceline.models.tensor_names import checkpoint_names, tensor_shapes
+from paceline.models.weights import (
+    GroupedTensor,
+    LazyTensor,
+    LazyWeights,
+    Tensor,
+    TensorInfo,
+    add_norm_offset,
+    as_float32,
+    half_split_order,
+    round_to_type,
+    shares_kv,
+)
+
+_STACKED_MATRICES = {
+    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
+    "down_proj": {"down_proj": slice(None)},
+}
+"""Which rows of an expert in a stack belong to which matrix. Rows of gate and up alternate."""
+_KV_MODULES = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 class CheckpointWeights(LazyWeights):
@@ -36,8 +69,8 @@ class CheckpointWeights(LazyWeights):
         computed = _ComputedTensors(stored, config)
         for index, layer in enumerate(config.layers):
             computed.add_layer(index, layer)
-        plain = Weights.from_stored(stored, config, provided_elsewhere=(*computed.tensors, *computed.packed))
-        packed = {**plain.packed, **computed.packed}
+        plain, packed = _find_tensors(stored, config, {*computed.tensors, *computed.packed})
+        packed |= computed.packed
         matrices = {name: lazy_matrix(matrix, config.weight_type, num_threads) for name, matrix in packed.items()}
         self._computed = {**computed.tensors, **matrices}
         super().__init__(tensor_shapes(config), lambda name: self._computed[name].make() if name in self._computed else plain[name])
@@ -56,6 +89,75 @@ class CheckpointWeights(LazyWeights):
         super().free_tensor(name)
         if name in self._computed:
             drop_pages(self._computed[name].arrays)
+
+
+def lazy_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> LazyTensor:
+    """Return a matrix that is converted on first use: to groups, or to floats of `weight_type` if groups cannot hold its values.
+
+    Making it raises a CheckpointError if a scale or a value is not finite.
+    """
+    if packed.bits is None:
+        round_values = partial(round_to_type, weight_type=weight_type)
+        return _lazy_tensor(packed.source_arrays, packed.shape, weight_type, lambda: packed.to_array(round_values, num_threads))
+    info = TensorInfo(packed.shape, WeightType.F32, packed.bits, packed.shape[0] * packed.row_bytes)
+    return LazyTensor(info, packed.source_arrays, lambda: GroupedTensor(packed.to_grouped_matrix(num_threads)))
+
+
+def dequantized_bytes(packed: Iterable[PackedMatrix], weight_type: WeightType) -> int:
+    """Return the bytes in memory of those matrices that are converted to floats."""
+    return sum(lazy_matrix(matrix, weight_type).info.nbytes for matrix in packed if matrix.bits is None)
+
+
+def dequantized_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) -> tuple[str, ...]:
+    """Return a notice about the memory of matrices that are converted to floats; no notice if there are none."""
+    floats = [matrix for matrix in packed if matrix.bits is None]
+    if not floats:
+        return ()
+    size, stored = dequantized_bytes(floats, weight_type), sum(array.nbytes for matrix in floats for array in matrix.source_arrays)
+    return (
+        f"{len(floats)} matrices become {weight_type.value}, rounded to nearest even, since no groups hold their values: "
+        f"{size / 1e9:.2g} GB in memory for {stored / 1e9:.2g} GB of the files; quantization='int8' or 'int4' makes them smaller",
+    )
+
+
+def _find_tensors(model: StoredModel, config: ModelConfig, computed: Container[str]) -> tuple[dict[str, Tensor], dict[str, PackedMatrix]]:
+    """Check the tensors of a checkpoint against its config, and return those that are stored as the network has them, and packed ones.
+
+    Args:
+        computed: internal names of tensors that need not be in `model`.
+    """
+    files = model.files
+    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in computed}
+    expected = {name: in_file for name, in_file in checkpoint_names(config).items() if name in shapes}
+    has_fused = FAMILIES[config.family].has_fused_projections
+    stored = split_experts(_split_fused_projections(model.tensors, config) if has_fused else model.tensors, config)
+    if config.tied_embeddings and expected["embedding.weight"] not in stored and "lm_head.weight" in stored:
+        expected["embedding.weight"] = "lm_head.weight"  # checkpoints with tied embeddings store the matrix under either name
+    missing = [name for name in expected.values() if name not in stored]
+    if missing:
+        raise CheckpointError(
+            f"{model.directory} lacks {name_list(missing)} that its config.json requires: it may be another model's config"
+        )
+    known = set(expected.values())
+    others = {name: one for name, one in stored.items() if name not in known and not _is_ignorable(name, config)}
+    unknown = [name for name, one in others.items() if not _is_zero_bias(name, one, files)]
+    if unknown:
+        raise CheckpointError(
+            f"{model.directory} holds {name_list(unknown)} that a {config.family} model with this config.json does not have; "
+            "running without them would give other tokens"
+        )
+    found = {name: (in_file, stored[in_file]) for name, in_file in expected.items()}
+    packed = {name: _check_shape(in_file, one, shapes[name]) for name, (in_file, one) in found.items() if isinstance(one, PackedMatrix)}
+    tensors = {
+        name: _open_tensor(in_file, one, shapes[name], files) for name, (in_file, one) in found.items() if isinstance(one, StoredTensor)
+    }
+    if config.tied_embeddings and "lm_head.weight" in stored:
+        _check_tied(tensors.get("embedding.weight", packed.get("embedding.weight")), stored["lm_head.weight"], files)
+    if config.has_norm_offset:
+        tensors |= {name: add_norm_offset(tensor) for name, tensor in tensors.items() if _is_stored_minus_one(name, config)}
+    if FAMILIES[config.family].has_interleaved_rope:
+        _reorder_rope_rows(tensors, packed, config)
+    return tensors, packed
 
 
 class _ComputedTensors:
@@ -77,7 +179,7 @@ class _ComputedTensors:
         for source, rows in fused_in_layer(layer, self._family).items():
             self._add_fused_rows(index, source, rows)
         if self._family.has_mxfp4_experts and isinstance(layer.mlp, ExpertMLP):
-            self.tensors |= lazy_experts(self._stored, index, layer.mlp, self._hidden_size)
+            self.tensors |= _lazy_experts(self._stored, index, layer.mlp, self._hidden_size)
         for mixer in layer.mixers:
             if isinstance(mixer, Recurrent):
                 self._add_mixer(index, mixer)
@@ -102,7 +204,7 @@ class _ComputedTensors:
             stored = self._stored.tensors.get(f"{source}.{kind}")
             if isinstance(stored, PackedMatrix):
                 del self._stored.tensors[f"{source}.{kind}"]
-                check_shape(f"{source}.{kind}", stored, shape)
+                _check_shape(f"{source}.{kind}", stored, shape)
                 for part, rows in parts.items():
                     matrix, name = stored.select_rows(rows), f"{name_prefix}{part}.{kind}"
                     if is_transposed(part):
@@ -110,7 +212,7 @@ class _ComputedTensors:
                     else:
                         self.packed[name] = matrix
                 continue
-            whole = take_tensor(self._stored, f"{source}.{kind}", shape)
+            whole = _take_tensor(self._stored, f"{source}.{kind}", shape)
             for part, rows in parts.items():
                 make_lazy = _lazy_transposed_rows if is_transposed(part) else _lazy_rows
                 self.tensors[f"{name_prefix}{part}.{kind}"] = make_lazy(whole, rows)
@@ -121,10 +223,12 @@ class _ComputedTensors:
         if isinstance(mixer, Mamba2Config) and mixer.conv_scales != (1.0, 1.0, 1.0):
             sizes = mixer.state_shape.value_width, mixer.state_shape.key_width, mixer.state_shape.key_width
             scales = np.repeat(np.array(mixer.conv_scales, np.float32), sizes)
-        is_stored = len(wholes) == 1 and scales is None
-        make = partial(_without_middle_axis, wholes[0]) if is_stored else partial(_convolution_weights, wholes, scales)
-        arrays, weight_type = tuple(whole.array for whole in wholes), wholes[0].weight_type if is_stored else WeightType.F32
-        self.tensors[name_prefix + "conv.weight"] = _lazy_tensor(arrays, (mixer.channels, mixer.kernel_size), weight_type, make)
+        name, shape = name_prefix + "conv.weight", (mixer.channels, mixer.kernel_size)
+        arrays = tuple(whole.array for whole in wholes)
+        if len(wholes) == 1 and scales is None:
+            self.tensors[name] = _lazy_tensor(arrays, shape, wholes[0].weight_type, lambda: arrays[0][:, 0])
+        else:
+            self.tensors[name] = _lazy_tensor(arrays, shape, WeightType.F32, lambda: _convolution_weights(wholes, scales))
 
     def _take_convolutions(self, stored_prefix: str, mixer: Recurrent) -> list[Tensor]:
         """Return the stored weights [C, 1, kernel_size] of a convolution, or of those of queries, keys and values.
@@ -138,18 +242,13 @@ class _ComputedTensors:
         stored = [tensors[name] for part in sizes if (name := f"{stored_prefix}{part}.weight") in tensors]
         if len(stored) == len(sizes) and sum(one.shape[0] for one in stored if one.shape) == mixer.channels:
             sizes = {part: one.shape[0] for part, one in zip(sizes, stored, strict=True)}
-        return [take_tensor(self._stored, f"{stored_prefix}{part}.weight", (size, 1, mixer.kernel_size)) for part, size in sizes.items()]
+        return [_take_tensor(self._stored, f"{stored_prefix}{part}.weight", (size, 1, mixer.kernel_size)) for part, size in sizes.items()]
 
     def _add_decay(self, name_prefix: str, stored_name: str, heads: int) -> None:
-        whole = take_tensor(self._stored, stored_name, (heads,))
-        make = partial(_decays_from_logarithms, whole)
-        self.tensors[name_prefix + "decay.weight"] = _lazy_tensor((whole.array,), (heads,), WeightType.F32, make)
-
-
-def _without_middle_axis(whole: Tensor) -> NDArray[Any]:
-    """Return the stored weights [C, 1, kernel_size] of a convolution as [C, kernel_size]."""
-    array: NDArray[Any] = whole.array[:, 0]
-    return array
+        whole = _take_tensor(self._stored, stored_name, (heads,))
+        self.tensors[name_prefix + "decay.weight"] = _lazy_tensor(
+            (whole.array,), (heads,), WeightType.F32, lambda: _decays_from_logarithms(whole)
+        )
 
 
 def _convolution_weights(wholes: Sequence[Tensor], scales: NDArray[np.float32] | None) -> NDArray[np.float32]:
@@ -186,6 +285,154 @@ def _lazy_transposed_matrix(matrix: PackedMatrix) -> LazyTensor:
 def _lazy_tensor(
     stored: tuple[NDArray[Any], ...], shape: tuple[int, ...], weight_type: WeightType, make: Callable[[], NDArray[Any]]
 ) -> LazyTensor:
-    item_bytes = 4 if weight_type is WeightType.F32 else 2
-    info = TensorInfo(shape, weight_type, None, int(np.prod(shape)) * item_bytes)
+    info = TensorInfo(shape, weight_type, None, math.prod(shape) * weight_type.item_type.itemsize)
     return LazyTensor(info, stored, lambda: Tensor(make(), weight_type, shape))
+
+
+def _lazy_experts(stored: StoredModel, layer: int, mlp: ExpertMLP, hidden_size: int) -> dict[str, LazyTensor]:
+    """Return the tensors of single experts of a layer, by internal names, and remove the stacks from `stored`."""
+    found: dict[str, LazyTensor] = {}
+    count, inner = mlp.routing.num_experts, mlp.expert.intermediate_size
+    for stack, parts in _STACKED_MATRICES.items():
+        where = f"model.layers.{layer}.mlp.experts.{stack}"
+        rows, columns = (hidden_size, inner) if stack == "down_proj" else (2 * inner, hidden_size)
+        bias = _take_tensor(stored, f"{where}_bias", (count, rows))
+        plain = _take_tensor(stored, where, (count, columns, rows)) if where in stored.tensors else None
+        blocks = exponents = None
+        if plain is None:
+            blocks = _take_bytes(stored, f"{where}_blocks", (count, rows, columns // RUN, RUN // 2))
+            exponents = _take_bytes(stored, f"{where}_scales", (count, rows, columns // RUN))
+        for expert in range(count):
+            for part, part_rows in parts.items():
+                name = f"layers.{layer}.experts.{expert}.{part}"
+                found[f"{name}.bias"] = _lazy_view(bias.array[expert, part_rows], bias.weight_type)
+                if plain is not None:
+                    found[f"{name}.weight"] = _lazy_view(plain.array[expert, :, part_rows].T, plain.weight_type)
+                elif blocks is not None and exponents is not None:
+                    pairs = blocks[expert, part_rows].reshape(-1, columns // 2)
+                    matrix = read_e2m1(where, pairs, exponents[expert, part_rows], half_scales)
+                    found[f"{name}.weight"] = lazy_matrix(matrix, bias.weight_type)
+    return found
+
+
+def _take_bytes(stored: StoredModel, name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    tensor = stored.take(name)
+    if tensor.dtype != "U8" or tensor.shape != shape:
+        raise CheckpointError(
+            f"{tensor.path}: tensor {name!r} is of type {tensor.dtype} and shape {list(tensor.shape)}, but config.json "
+            f"makes it U8 of shape {list(shape)}; one of the two files belongs to another model"
+        )
+    return view_tensor(tensor, stored.files[tensor.path], np.dtype(np.uint8))
+
+
+def _lazy_view(array: NDArray[Any], weight_type: WeightType) -> LazyTensor:
+    return _lazy_tensor((array,), array.shape, weight_type, lambda: array)
+
+
+def _split_fused_projections(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
+    """Return the tensors with fused qkv and gate_up matrices replaced by their parts, which are views of the same bytes."""
+    tensors = dict(stored)
+    for index, layer in enumerate(config.layers):
+        for stack, parts in fused_projections(layer).items():
+            name = f"model.layers.{index}.{stack}.weight"
+            if name in tensors:
+                stacked, module = tensors.pop(name), name.removesuffix(".weight").rpartition(".")[0]
+                tensors |= {f"{module}.{part}.weight": _select_rows(name, stacked, rows, num_rows(parts)) for part, rows in parts.items()}
+    return tensors
+
+
+def _select_rows(name: str, tensor: StoredWeight, rows: slice, total: int) -> StoredWeight:
+    """Return consecutive rows of a matrix that must have `total` rows."""
+    if len(tensor.shape) != 2 or tensor.shape[0] != total:
+        where = tensor.where if isinstance(tensor, PackedMatrix) else f"{tensor.path}: tensor {name!r}"
+        raise CheckpointError(
+            f"{where} has shape {list(tensor.shape)}, but config.json requires {total} rows; one of the two files belongs to another model"
+        )
+    if isinstance(tensor, PackedMatrix):
+        return tensor.select_rows(rows)
+    row_bytes = (tensor.end - tensor.begin) // total
+    begin, end = tensor.begin + rows.start * row_bytes, tensor.begin + rows.stop * row_bytes
+    return replace(tensor, shape=(rows.stop - rows.start, tensor.shape[1]), begin=begin, end=end)
+
+
+def _is_stored_minus_one(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor is a norm weight that is stored minus 1. Norms after recurrent mixers are stored unchanged."""
+    is_plain = name == "final_norm.weight" and FAMILIES[config.family].has_plain_final_norm
+    return name.endswith("norm.weight") and not name.endswith("gated_norm.weight") and not is_plain
+
+
+def _reorder_rope_rows(tensors: dict[str, Tensor], packed: dict[str, PackedMatrix], config: ModelConfig) -> None:
+    """Reorder the rows of q and k in place, so that rotary pairs are (j, j + R/2)."""
+    for index, attention in config.attention_layers.items():
+        head_size = attention.head_size
+        for name in (f"layers.{index}.{part}.{kind}" for part in ("q_proj", "k_proj") for kind in ("weight", "bias")):
+            found = tensors.get(name, packed.get(name))
+            if found is None:
+                continue
+            order = half_split_order(found.shape[0], head_size, attention.rope.rotary_size(head_size))
+            if isinstance(found, PackedMatrix):
+                packed[name] = found.select_rows(order)
+            else:
+                tensors[name] = replace(found, array=found.array[order])
+
+
+def _check_shape(name: str, stored: PackedMatrix, shape: tuple[int, ...]) -> PackedMatrix:
+    """Return `stored`, after checking its shape."""
+    if stored.shape != shape:
+        raise CheckpointError(
+            f"{stored.where}: {name} holds a matrix of shape {list(stored.shape)}, but config.json requires {list(shape)}; "
+            "one of the two files belongs to another model"
+        )
+    return stored
+
+
+def _open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: Mapping[Path, NDArray[np.uint8]]) -> Tensor:
+    """Return a view of a stored tensor in its mapped file. Vectors may have further dimensions of size 1."""
+    is_vector = len(shape) == 1 and tuple(size for size in stored.shape if size != 1) == tuple(size for size in shape if size != 1)
+    if stored.shape != shape and not is_vector:
+        raise CheckpointError(
+            f"{stored.path}: tensor {name!r} has shape {list(stored.shape)}, but config.json requires {list(shape)}; "
+            "one of the two files belongs to another model"
+        )
+    if stored.dtype not in FLOAT_TYPES:
+        raise CheckpointError(
+            f"{stored.path}: tensor {name!r} is of type {stored.dtype}, supported are {', '.join(FLOAT_TYPES)}: "
+            "use an unquantised checkpoint"
+        )
+    weight_type = FLOAT_TYPES[stored.dtype]
+    return Tensor(view_tensor(stored, files[stored.path], weight_type.item_type).reshape(shape), weight_type, shape)
+
+
+def _take_tensor(stored: StoredModel, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor as `_open_tensor` does, and remove it from `stored`."""
+    return _open_tensor(name, stored.take(name), shape, stored.files)
+
+
+def _is_ignorable(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor is not needed: rotary frequencies, lm_head of tied embeddings, k and v of layers that share a cache."""
+    if name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight"):
+        return True
+    unused = re.fullmatch(rf"model\.layers\.(\d{{1,9}})\.self_attn\.({'|'.join(_KV_MODULES)})\.(weight|bias)", name)
+    return unused is not None and shares_kv(config, int(unused[1]))
+
+
+def _is_zero_bias(name: str, stored: StoredWeight, files: Mapping[Path, NDArray[np.uint8]]) -> bool:
+    """Return whether a tensor is a bias of zeros. AutoGPTQ adds one to every matrix, also where the network has no bias."""
+    return isinstance(stored, StoredTensor) and name.endswith(".bias") and not files[stored.path][stored.begin : stored.end].any()
+
+
+def _check_tied(embedding: Tensor | PackedMatrix | None, stored: StoredWeight, files: Mapping[Path, NDArray[np.uint8]]) -> None:
+    if isinstance(stored, PackedMatrix):
+        arrays = embedding.arrays if isinstance(embedding, PackedMatrix) else ()
+        is_same = len(arrays) == len(stored.arrays) and all(map(np.array_equal, arrays, stored.arrays))
+        where = stored.where
+    else:
+        where = f"{stored.path}: lm_head.weight"
+        is_same = isinstance(embedding, Tensor)
+        if isinstance(embedding, Tensor):
+            lm_head = _open_tensor("lm_head.weight", stored, embedding.shape, files)
+            is_same = lm_head.weight_type is embedding.weight_type and np.array_equal(lm_head.array, embedding.array)
+    if not is_same:
+        raise CheckpointError(
+            f"{where} differs from the embedding although tie_word_embeddings is true; set tie_word_embeddings to false in config.json"
+        )

@@ -29,6 +29,17 @@ def fused_in_layer(layer: LayerConfig, family: Family) -> dict[str, Parts]:
     return {**dict(mixers), **_fused_in_mlp(layer.mlp, family)}
 
 
+def fused_projections(layer: LayerConfig) -> dict[str, dict[str, slice]]:
+    """Return the matrices that checkpoints of `Family.has_fused_projections` may hold in place of q, k and v, and of gate and up."""
+    attention = layer.attention
+    found = {
+        "self_attn.qkv_proj": consecutive_rows({"q_proj": attention.query_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size})
+    }
+    if isinstance(layer.mlp, DenseMLP) and layer.mlp.has_gate:
+        found["mlp.gate_up_proj"] = consecutive_rows(dict.fromkeys(("gate_proj", "up_proj"), layer.mlp.intermediate_size))
+    return found
+
+
 def fused_by_key_head(mixer: GatedDeltaConfig) -> dict[str, Parts]:
     """Return Qwen3-Next's fused matrices, with rows ordered by key head: one of queries, keys, values and z, one of b and a."""
     count = mixer.num_key_heads
@@ -52,7 +63,7 @@ def num_rows(parts: Parts) -> int:
     return sum(rows.stop - rows.start if isinstance(rows, slice) else len(rows) for rows in parts.values())
 
 
-def consecutive_rows(sizes: Mapping[str, int]) -> dict[str, Rows]:
+def consecutive_rows(sizes: Mapping[str, int]) -> dict[str, slice]:
     """Return consecutive row ranges, given the number of rows of each part."""
     ends = np.cumsum(list(sizes.values())).tolist()
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}

@@ -1,6 +1,7 @@
 """Memory-mapped files, and a check that none was truncated after mapping: reading past its end would kill the process."""
 
 import mmap
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
+from paceline.small_files import open_regular_file, unreadable_error
 
 _FAULT_AROUND = 1 << 16  # Linux maps this many bytes around a faulting address at once
 
@@ -43,10 +45,21 @@ class MappedFiles:
                 )
 
 
-def map_open_file(file: Any, path: Path) -> NDArray[np.uint8]:
-    """Map an open file read-only. `path` is kept for the errors of `MappedFiles`."""
-    mapped = np.memmap(file, dtype=np.uint8, mode="r")
-    mapped.filename = str(path)
+def map_file(path: Path) -> NDArray[np.uint8]:
+    """Map the bytes of a file, read-only.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        CheckpointError: It is no regular file, or cannot be mapped.
+    """
+    with open_regular_file(path) as file:
+        try:
+            if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
+                return np.empty(0, np.uint8)
+            mapped: Any = np.memmap(file, dtype=np.uint8, mode="r")
+        except (OSError, ValueError) as error:
+            raise unreadable_error(path, error) from error
+    mapped.filename = str(path)  # for the errors of `MappedFiles`
     return np.asarray(mapped)
 
 

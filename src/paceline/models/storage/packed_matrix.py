@@ -1,7 +1,6 @@
 """Quantised matrices that a checkpoint stores in several tensors: codes, scales, zero points. They are read a few rows at a time."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.grouped import GroupedMatrix
+from paceline.models.grouped import GroupedMatrix, convert_in_chunks
 
 _CHUNK_ITEMS = 1 << 20  # number of elements read at a time: few enough for small temporary arrays, enough for whole cache lines
 
@@ -50,6 +49,10 @@ class PackedMatrix:
         """Return all arrays that determine the values, the row indices included."""
         return self.arrays if self.row_indices is None else (*self.arrays, self.row_indices[None])
 
+    @property
+    def _chunk_rows(self) -> int:
+        return max(1, _CHUNK_ITEMS // self.shape[1] // 16 * 16)
+
     def to_grouped_matrix(self, num_threads: int = 1) -> GroupedMatrix:
         """Return the whole matrix as `GroupedMatrix`.
 
@@ -66,7 +69,7 @@ class PackedMatrix:
             for stored, part in zip(arrays, chunk.arrays, strict=True):
                 stored[rows] = part
 
-        self._for_each_chunk(convert_rows, num_threads)
+        convert_in_chunks(convert_rows, self.shape[0], self._chunk_rows, num_threads)
         return replace(first, codes=arrays[0], scales=arrays[1], minimums=arrays[2] if len(arrays) > 2 else None)
 
     def to_array(self, round_values: Callable[[Floats], NDArray[Any]], num_threads: int = 1) -> NDArray[Any]:
@@ -82,23 +85,13 @@ class PackedMatrix:
             if rounded.dtype == np.float16 and not np.isfinite(rounded).all():
                 raise CheckpointError(f"{self.where} has values that float16 does not reach: set dtype in config.json to float32")
 
-        self._for_each_chunk(convert_rows, num_threads)
+        convert_in_chunks(convert_rows, self.shape[0], self._chunk_rows, num_threads)
         return found
 
     def exact_values(self, rows: Rows) -> Floats:
         """Return the values of the selected rows, without rounding."""
         chunk = self._read_chunk(rows)
         return chunk.values() if isinstance(chunk, GroupedMatrix) else chunk
-
-    def _for_each_chunk(self, convert_rows: Callable[[slice], None], num_threads: int) -> None:
-        step = max(1, _CHUNK_ITEMS // self.shape[1] // 16 * 16)
-        parts = [slice(begin, min(begin + step, self.shape[0])) for begin in range(0, self.shape[0], step)]
-        if num_threads == 1 or len(parts) == 1:
-            for part in parts:
-                convert_rows(part)
-        else:
-            with ThreadPoolExecutor(num_threads) as pool:
-                list(pool.map(convert_rows, parts))
 
     def _read_chunk(self, rows: Rows) -> GroupedMatrix | Floats:
         with np.errstate(invalid="ignore", over="ignore"):  # values are checked to be finite below

@@ -25,7 +25,7 @@ from paceline.config import QuantOptions, weights_cache_bytes
 from paceline.errors import CheckpointError
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.quantize import QuantizationScheme, quantization_schemes, quantize_tensor
-from paceline.models.storage.safetensors_file import map_file
+from paceline.models.storage.mapped_files import map_file
 from paceline.models.weights import AnyTensor, GroupedTensor, LazyWeights, TensorInfo, Weights
 from paceline.small_files import unreadable_error
 

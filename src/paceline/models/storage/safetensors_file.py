@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, no_model_error
-from paceline.models.storage.mapped_files import map_open_file
 from paceline.small_files import INDEX_BYTES, is_file, json_object, open_regular_file, read_json, unreadable_error
 
 MAX_DIMENSIONS = 8
@@ -75,22 +74,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     tensors = {name: _parse_header_entry(path, name, entry, 8 + header_bytes, file_size) for name, entry in header.items()}
     _check_overlaps(path, tensors)
     return tensors
-
-
-def map_file(path: Path) -> NDArray[np.uint8]:
-    """Map the bytes of a file.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        CheckpointError: It is no regular file, or cannot be mapped.
-    """
-    with open_regular_file(path) as file:
-        try:
-            if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
-                return np.empty(0, np.uint8)
-            return map_open_file(file, path)
-        except (OSError, ValueError) as error:
-            raise unreadable_error(path, error) from error
 
 
 def view_tensor(tensor: StoredTensor, file_bytes: NDArray[np.uint8], item_type: "np.dtype[Any]") -> NDArray[Any]:

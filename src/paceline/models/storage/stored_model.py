@@ -14,7 +14,8 @@ from paceline.models.containers.module import Container, StoredWeight
 from paceline.models.containers.table import find_container, group_packed_tensors
 from paceline.models.families.table import FAMILIES
 from paceline.models.multimodal import text_model_fields
-from paceline.models.storage.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header
+from paceline.models.storage.mapped_files import map_file
+from paceline.models.storage.safetensors_file import StoredTensor, checkpoint_files, read_header
 from paceline.small_files import read_json
 
 TEXT_MODEL_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "backbone.")
@@ -73,17 +74,14 @@ def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
         )
     language_model = _language_model_tensors(stored)
     model, heads = _without_drafting_heads(language_model, config)
-    model = _with_usual_names(model, FAMILIES[config.family].module_aliases)
+    aliases = FAMILIES[config.family].module_aliases
+    model = {".".join(aliases.get(part, part) for part in name.split(".")): tensor for name, tensor in model.items()}
     bundled_head = None if not heads else "medusa" if heads[0].startswith("medusa_head.") else "mtp"
     files = {path: map_file(path) for path in {tensor.path for tensor in model.values()}}
     path = directory / "config.json"
     container = find_container(text_model_fields(read_json(path) or {}), path, FAMILIES[config.family])
     tensors: dict[str, StoredWeight] = dict(model) if container is None else group_packed_tensors(model, files, container)
     return StoredModel(directory, tensors, files, bundled_head, len(language_model) < len(stored), container)
-
-
-def _with_usual_names(stored: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> dict[str, StoredTensor]:
-    return {".".join(aliases.get(part, part) for part in name.split(".")): tensor for name, tensor in stored.items()}
 
 
 def _language_model_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

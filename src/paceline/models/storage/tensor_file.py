@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError, CheckpointError, shortened, summarize_error
 from paceline.installation import install_command
-from paceline.models.storage.safetensors_file import StoredTensor, map_file, read_header, view_tensor
+from paceline.models.storage.mapped_files import map_file
+from paceline.models.storage.safetensors_file import StoredTensor, read_header, view_tensor
 
 if TYPE_CHECKING:
     import torch
