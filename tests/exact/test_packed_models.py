@@ -1,6 +1,5 @@
 """A model whose matrices lie packed computes what the model of their values computes, however its family takes matrices apart."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.checkpoint_files import read_tensors, read_values, write_tensors, write_values
 from harness.checkpoints import write_checkpoint
 from harness.expert_checkpoints import CASES as EXPERTS
-from harness.gguf_checkpoints import read_tensors, write_tensors
 from harness.hybrid_checkpoints import CASES as HYBRIDS
 from harness.packed_matrices import KINDS, write_packed
 from harness.parity import BOUNDS, difference, open_backend, prompt_logits
@@ -56,9 +55,8 @@ def write_pair(folder: Path, family: str, kind: str) -> tuple[Path, Path]:
         tensors[tensor_name] = (own.values * factor).astype(np.float32)
     write_tensors(plain, tensors)
     write_packed(packed / "model.safetensors", stored)
-    config = json.loads((plain / "config.json").read_text())
     key = "quantization_config" if "quant_method" in settings else "quantization"
-    (packed / "config.json").write_text(json.dumps({**config, key: settings}))
+    write_values(packed, {**read_values(plain), key: settings})
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (packed / file).write_bytes((plain / file).read_bytes())
     return plain, packed
@@ -141,8 +139,7 @@ def test_packed_checkpoint_ignores_zero_biases_and_refuses_others(pairs: Callabl
 
 def test_packed_matrix_of_a_shape_unlike_the_config_is_refused(pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
     _, packed = pairs("llama", "gptq")
-    config = json.loads((packed / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
+    write_values(tmp_path, {**read_values(packed), "intermediate_size": 128})
     (tmp_path / "model.safetensors").symlink_to(packed / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"holds a matrix of shape \[96, 64\], but config.json requires \[128, 64\]"):
         open_weights(tmp_path, read_model_config(tmp_path))

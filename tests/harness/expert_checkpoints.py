@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from harness import gemma4_checkpoints
-from harness.gguf_checkpoints import read_tensors, write_tensors
+from harness.checkpoint_files import read_tensors, write_tensors
 
 GPT_OSS_ROPE = {
     "rope_type": "yarn",

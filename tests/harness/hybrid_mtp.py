@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.checkpoint_files import edit_tensors, read_tensors
 from harness.checkpoints import write_checkpoint
-from harness.gguf_checkpoints import read_tensors
-from harness.medusa_checkpoints import edit
 
 Floats = NDArray[np.float32]
 DELTA: dict[str, Any] = {
@@ -62,7 +61,7 @@ def module_tensors(donor: Path, *, prefix: str = "mtp.", stacks_experts: bool = 
 
 def add_module(directory: Path, tensors: dict[str, Floats]) -> Path:
     """Store a module's tensors in a model."""
-    edit(directory / "model.safetensors", lambda stored: stored.update({name: np.ascontiguousarray(own) for name, own in tensors.items()}))
+    edit_tensors(directory, lambda stored: stored.update(tensors))
     return directory
 
 
