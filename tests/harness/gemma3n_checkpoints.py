@@ -1,9 +1,8 @@
 """Tiny random checkpoints of Gemma 3n, with every switch on."""
 
-from pathlib import Path
 from typing import Any
 
-from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.checkpoints import VOCAB_SIZE
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW = 16
@@ -27,8 +26,3 @@ GEMMA3N: dict[str, Any] = {
         FULL: {"rope_type": "default", "rope_theta": 1e3},
     },
 }
-
-
-def write_gemma3n(directory: Path, **changes: Any) -> Path:
-    """A checkpoint with a tokenizer; see `write_checkpoint`."""
-    return write_checkpoint(directory, "gemma3n_text", **{**GEMMA3N, **changes})

@@ -8,49 +8,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.checkpoint_files import read_tensors, read_values
+from harness.checkpoint_files import read_tensors, read_values, write_tensors, write_values
 
 ARCHITECTURES = {
-    "llama": "llama",
     "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "phi3": "phi3",
-    "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
-    "olmo2": "olmo2",
     "olmo3": "olmo2",
-    "exaone4": "exaone4",
-    "granite": "granite",
-    "seed_oss": "seed_oss",
-    "smollm3": "smollm3",
-    "apertus": "apertus",
-    "arcee": "arcee",
-    "ernie4_5": "ernie4_5",
     "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
-    "glm4": "glm4",
     "cohere": "command-r",
-    "cohere2": "cohere2",
-    "starcoder2": "starcoder2",
-    "stablelm": "stablelm",
     "phi": "phi2",
     "ministral3": "mistral3",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
-    "olmoe": "olmoe",
     "glm4_moe": "glm4moe",
-    "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
-    "glm4_moe_lite": "deepseek2",
-    "youtu": "deepseek2",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "deepseek2"),
     "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4",
     "muse_glimmer_text": "muse-glimmer",
 }
+"""Of families whose architecture has another name."""
 INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mixtral", "arcee", "muse_glimmer_text")
 _NAMES_OF = {"muse-glimmer": "afmoe"}
 """For an architecture that the installed gguf package does not know, one whose tensors have the same names."""
@@ -97,7 +77,7 @@ def write_gguf(
     values |= values.get("text_config", {})
     if "moe_k" in values:
         values |= {"num_experts": values["moe_num_experts"], "num_experts_per_tok": values["moe_k"]}
-    architecture = ARCHITECTURES[values["model_type"]]
+    architecture = ARCHITECTURES.get(values["model_type"], values["model_type"])
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
     if architecture == "muse-glimmer":
@@ -215,6 +195,21 @@ def dequantize(raw: NDArray[np.uint8], name: str) -> NDArray[np.float32]:
     scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2").astype(np.float32)
     signed: NDArray[np.float32] = np.where(np.unpackbits(blocks[:, :, 2:], axis=2, bitorder="little"), scales, -scales)
     return signed.reshape(len(raw), -1)
+
+
+def write_rounded(directory: Path, to: Path, block_type: str, is_rounded: Callable[[str, NDArray[np.float32]], bool]) -> Path:
+    """A checkpoint in which some tensors have the values of blocks of a type, by the format's own library."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[block_type]
+    to.mkdir()
+    write_values(to, read_values(directory))
+    tensors = read_tensors(directory)
+    for name, array in tensors.items():
+        if is_rounded(name, array):
+            tensors[name] = gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
+    write_tensors(to, tensors)
+    return to
 
 
 def with_random_blocks(

@@ -23,6 +23,7 @@ from harness.eagle_checkpoints import (
     write_gguf_head,
     write_head,
 )
+from harness.exact_targets import skip_without_kernels
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
 from paceline.drafters.eagle.checkpoint import open_eagle_checkpoint, open_gguf_eagle
@@ -36,7 +37,6 @@ from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import Weights
 from paceline.runtimes import load as load_module
 from paceline.runtimes.base import RowRange
-from paceline.runtimes.native.library import kernels_path
 
 TARGET_HIDDEN, NUM_LAYERS, NUM_PAIRS = 32, 9, 9
 BOUNDARIES = [2, 4, 6]
@@ -355,11 +355,19 @@ def open_variant(variant: Variant, directory: Path) -> tuple[RecurrentHead, Refe
 
 @pytest.fixture(params=["native", "torch"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    skip_without_kernels(request.param)
     if request.param == "torch":
         monkeypatch.setattr(load_module, "kernels_path", lambda: None)
-    elif kernels_path() is None:
-        pytest.skip("no native kernels for this machine")
     return str(request.param)
+
+
+def run_once(files: HeadFiles, count: int) -> tuple[RecurrentHead, Any]:
+    """A head for a target with a plain embedding, and what it computes of a few true pairs."""
+    matrix = plain_tensor(np.eye(VOCAB_SIZE, TARGET_HIDDEN, dtype=np.float32))
+    head = opened(files, Weights({"embedding.weight": matrix, "lm_head.weight": matrix}))
+    head.runtime.allocate_kv(4)
+    features = np.random.default_rng(9).normal(0, 1, (count, head.config.feature_size)).astype(np.float32)
+    return head, head.run_target_feature_pairs([true_rows(range(5, 5 + count), features, 0, count)], needs_logits=True)
 
 
 def true_rows(token_ids: Sequence[int], features: NDArray[np.float32], first: int, last: int) -> TargetFeaturePairs:
@@ -500,16 +508,10 @@ def test_reordered_draft_vocabulary_of_an_eagle_head_keeps_its_logits(tmp_path: 
 def test_eagle_weights_in_16_bits_are_read_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
     wide = VARIANTS["eagle3"].tensors()
     rounded = {name: values.to(dtype).float() if values.is_floating_point() else values for name, values in wide.items()}
-    weights = Weights(
-        {f"{name}.weight": plain_tensor(np.eye(VOCAB_SIZE, TARGET_HIDDEN, dtype=np.float32)) for name in ("embedding", "lm_head")}
-    )
     results = []
     for directory, tensors, stored in ((tmp_path / "narrow", wide, dtype), (tmp_path / "wide", rounded, torch.float32)):
-        files = HeadFiles.open(write_head(directory, VARIANTS["eagle3"].spec, tensors, dtype=stored))
-        head = opened(files, weights)
-        head.runtime.allocate_kv(4)
-        features = np.random.default_rng(9).normal(0, 1, (3, head.config.feature_size)).astype(np.float32)
-        results.append(head.run_target_feature_pairs([true_rows([5, 6, 7], features, 0, 3)], needs_logits=True).features.copy())
+        _, outputs = run_once(HeadFiles.open(write_head(directory, VARIANTS["eagle3"].spec, tensors, dtype=stored)), 3)
+        results.append(outputs.features.copy())
     np.testing.assert_array_equal(*results)
 
 
@@ -525,18 +527,11 @@ def test_gguf_eagle_head_equals_the_safetensors_head(
     path = write_gguf_head(tmp_path / "head.gguf", spec, tensors, boundaries=[1, 4, 6], matrix_type=matrix_type)
     files = open_gguf_eagle(path)
     assert files is not None
-    directory = write_head(tmp_path / "head", spec, tensors)
-    weights = Weights(
-        {f"{name}.weight": plain_tensor(np.eye(VOCAB_SIZE, TARGET_HIDDEN, dtype=np.float32)) for name in ("embedding", "lm_head")}
-    )
     results = []
-    for source in (files, HeadFiles.open(directory)):
-        head = opened(source, weights)
-        head.runtime.allocate_kv(4)
+    for source in (files, HeadFiles.open(write_head(tmp_path / "head", spec, tensors))):
+        head, outputs = run_once(source, 5)
         assert head.target_ids is not None
         assert head.target_ids.tolist() == DRAFT_IDS
-        features = np.random.default_rng(9).normal(0, 1, (5, head.config.feature_size)).astype(np.float32)
-        outputs = head.run_target_feature_pairs([true_rows([5, 6, 7, 8, 9], features, 0, 5)], needs_logits=True)
         results.append((outputs.features.copy(), outputs.logits.copy(), head.config.layer_boundaries))
     (found, found_logits, boundaries), (expected, expected_logits, _) = results
     assert boundaries == (1, 4, 6)
