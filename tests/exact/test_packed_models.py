@@ -1,6 +1,7 @@
 """A model whose matrices lie packed computes what the model of their values computes, however its family takes matrices apart."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from paceline.proof.doctor import DoctorOptions, diagnose
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
 pytest.importorskip("torch")
+Pairs = Callable[[str, str], tuple[Path, Path]]
 PROMPT = np.random.default_rng(0).integers(4, 97, 40).tolist()
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -63,13 +65,10 @@ def write_pair(folder: Path, family: str, kind: str) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, Path]]:
-    known: dict[tuple[str, str], tuple[Path, Path]] = {}
-
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    @cache
     def pair(family: str, kind: str) -> tuple[Path, Path]:
-        if (family, kind) not in known:
-            known[family, kind] = write_pair(tmp_path_factory.mktemp(f"{family}-{kind}"), family, kind)
-        return known[family, kind]
+        return write_pair(tmp_path_factory.mktemp(f"{family}-{kind}"), family, kind)
 
     return pair
 
@@ -83,9 +82,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tupl
         *((family, kind, "native") for family in list(FAMILIES)[1:] for kind in ("gptq", "fp8")),
     ],
 )
-def test_packed_checkpoint_has_the_logits_of_its_dequantised_values(
-    pairs: Callable[[str, str], tuple[Path, Path]], family: str, kind: str, backend: str
-) -> None:
+def test_packed_checkpoint_has_the_logits_of_its_dequantised_values(pairs: Pairs, family: str, kind: str, backend: str) -> None:
     plain, packed = pairs(family, kind)
     weights, expected = (open_weights(one, read_model_config(one)) for one in (packed, plain))
     assert list(weights) == list(expected)
@@ -100,7 +97,7 @@ def test_packed_checkpoint_has_the_logits_of_its_dequantised_values(
 
 
 @pytest.mark.parametrize("kind", ["gptq", "integers", "fp8"])
-def test_drafts_change_no_token_of_a_packed_model(pairs: Callable[[str, str], tuple[Path, Path]], kind: str) -> None:
+def test_drafts_change_no_token_of_a_packed_model(pairs: Pairs, kind: str) -> None:
     _, packed = pairs("llama", kind)
     texts = []
     for drafter in ("ngram", "none"):
@@ -111,7 +108,7 @@ def test_drafts_change_no_token_of_a_packed_model(pairs: Callable[[str, str], tu
     assert texts[:2] == texts[2:]
 
 
-def test_dequantised_fp8_matrices_are_reported_and_counted_as_memory(pairs: Callable[[str, str], tuple[Path, Path]]) -> None:
+def test_dequantised_fp8_matrices_are_reported_and_counted_as_memory(pairs: Pairs) -> None:
     _, packed = pairs("llama", "fp8")
     notices = load_runtime(packed, RuntimeOptions(device="cpu", backend="torch")).notices
     assert any("activations are not rounded" in notice for notice in notices)
@@ -125,7 +122,7 @@ def test_dequantised_fp8_matrices_are_reported_and_counted_as_memory(pairs: Call
     assert any("matrices become f32" in note for note in found.notes)
 
 
-def test_packed_checkpoint_ignores_zero_biases_and_refuses_others(pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_packed_checkpoint_ignores_zero_biases_and_refuses_others(pairs: Pairs, tmp_path: Path) -> None:
     plain, _ = pairs("llama", "gptq")
     for value, message in ((0.0, None), (1e-3, "holds 1 tensor: model.layers.0.self_attn.q_proj.bias")):
         (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
@@ -137,7 +134,7 @@ def test_packed_checkpoint_ignores_zero_biases_and_refuses_others(pairs: Callabl
                 open_weights(tmp_path, read_model_config(tmp_path))
 
 
-def test_packed_matrix_of_a_shape_unlike_the_config_is_refused(pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_packed_matrix_of_a_shape_unlike_the_config_is_refused(pairs: Pairs, tmp_path: Path) -> None:
     _, packed = pairs("llama", "gptq")
     write_values(tmp_path, {**read_values(packed), "intermediate_size": 128})
     (tmp_path / "model.safetensors").symlink_to(packed / "model.safetensors")

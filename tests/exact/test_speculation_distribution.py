@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from harness.scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, chi_square_p_value, joint_counts
-from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import EditedRow, LogitsProcessor
 from paceline.speculation.commit import commit
@@ -40,9 +39,8 @@ def _argmax_chain(context: Tokens) -> Candidate:
     text = list(context)
     for _ in range(_max_depth(context)):
         text.append(_best(tuple(text), 1)[0])
-    tokens = text[len(context) :]
-    rows = [TARGET.logits((*context, *tokens[:depth])) for depth in range(len(tokens) + 1)]
-    return DraftTree.chain(context[-1], tokens, "argmax"), np.stack(rows)
+    tree = DraftTree.chain(context[-1], text[len(context) :], "argmax")
+    return tree, TARGET.tree_logits(context, tree)
 
 
 @cache
@@ -55,7 +53,7 @@ def _two_best_a_level(context: Tokens) -> Candidate:
             paths.extend((*path, token) for token in children)
             parents.extend([parent] * len(children))
     tree = DraftTree.from_nodes(context[-1], [path[-1] for path in paths[1:]], parents, "two best")
-    return tree, np.stack([TARGET.logits((*context, *path)) for path in paths])
+    return tree, TARGET.tree_logits(context, tree)
 
 
 PROPOSERS: dict[str, Proposer] = {"chain": _argmax_chain, "tree": _two_best_a_level}
@@ -72,10 +70,7 @@ def _commit(request: Request, result: VerifyResult, tree: DraftTree) -> None:
 
 def _speculate(params: SamplingParams, seed: int, propose: Proposer, commit_result: Commit = _commit) -> tuple[Tokens, int]:
     """The first tokens of one request, and how many of them were drafted."""
-    processor = LogitsProcessor(params, TARGET.vocab_size, TARGET.prompt)
-    length = len(TARGET.prompt)
-    request = Request(list(TARGET.prompt), length, params, processor, CachedSequence(), seed, 0, max_len=length + NUM_TOKENS)
-    num_accepted = 0
+    request, num_accepted = TARGET.request(params, seed, NUM_TOKENS), 0
     while not request.is_finished:
         tree, logits = propose(tuple(request.token_ids))
         result = verify(tree, logits, request)

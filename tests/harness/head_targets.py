@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from harness.block_checkpoints import write_perfect_block, write_random_block, write_random_block2
-from harness.checkpoint_files import change_config, edit_tensors
+from harness.checkpoint_files import blur_weights, change_config
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.eagle_checkpoints import (
     CODE,
@@ -193,18 +193,11 @@ def _tensors(head: Path) -> Tensors:
 def write_random_pairs(folder: Path) -> dict[str, Pair]:
     """A random target, unrelated random heads, and a draft model that is often right."""
     target = write_checkpoint(folder / "target", "qwen3", num_hidden_layers=3, seed=4)
-    draft = write_checkpoint(folder / "draft", "qwen3", num_hidden_layers=3, seed=4)
-    random = np.random.default_rng(6)
-
-    def blur(tensors: dict[str, Any]) -> None:
-        for array in tensors.values():
-            array += random.normal(0.0, 0.02, array.shape).astype(np.float32)
-
-    edit_tensors(draft, blur)
+    draft = blur_weights(write_checkpoint(folder / "draft", "qwen3", num_hidden_layers=3, seed=4))
     sizes: Mapping[str, Any] = {"hidden_size": 64, "head_dim": 16}
     spec = {**EAGLE3, **sizes, "eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
     masked = {**spec, "num_hidden_layers": 2}
-    mask = torch.from_numpy(random.normal(0.0, 1.0, (1, 1, 192)).astype(np.float32))
+    mask = torch.randn(1, 1, 192, generator=torch.Generator().manual_seed(6))
     peagle = eagle3_tensors(masked, target_hidden=64, first_layer="layers.0.", seed=7) | {"mask_hidden": mask}
     heads = {
         "eagle": str(write_head(folder / "eagle", {**EAGLE1, **sizes}, eagle1_tensors({**EAGLE1, **sizes}))),

@@ -8,10 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.many_draws import draw_many
+from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.constraints import GrammarConstraint
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
 
 Tokens = tuple[int, ...]
 TextProbs = dict[Tokens, float]
@@ -50,6 +53,15 @@ class ScriptedTarget:
             }
         return distribution
 
+    def request(self, params: SamplingParams, seed: int, max_tokens: int = 100) -> Request:
+        """A request for at most so many tokens after the prompt."""
+        processor, length = LogitsProcessor(params, self.vocab_size, self.prompt), len(self.prompt)
+        return Request(list(self.prompt), length, params, processor, CachedSequence(), seed, 0, max_len=length + max_tokens)
+
+    def tree_logits(self, context: Sequence[int], tree: DraftTree) -> NDArray[np.float32]:
+        """[N, V] rows of a tree drafted after a context."""
+        return np.stack([self.logits((*context, *path)) for path in paths_of(tree)])
+
     def generate(
         self, params: SamplingParams, seed: int, num_tokens: int, sample_index: int = 0, grammar: GrammarConstraint | None = None
     ) -> Tokens:
@@ -78,6 +90,14 @@ class ScriptedTarget:
                 row = processor.process(self.logits((*self.prompt, *text)), text)
                 texts[members, depth] = draw_many(row, seeds[members], 0, position)
         return texts
+
+
+def paths_of(tree: DraftTree) -> list[Tokens]:
+    """The drafted tokens from the root to each node."""
+    paths: list[Tokens] = [()]
+    for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths
 
 
 def textbook_probs(
