@@ -3,9 +3,8 @@
 from typing import Any
 
 from harness.checkpoints import VOCAB_SIZE
+from harness.gemma4_checkpoints import FULL, SLIDING, WINDOW
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-WINDOW = 16
 NUM_ROWS = VOCAB_SIZE - 7
 """Rows of the table of per-layer embeddings: as published, the last tokens of the vocabulary have none."""
 GEMMA3N: dict[str, Any] = {

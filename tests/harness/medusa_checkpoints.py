@@ -42,6 +42,9 @@ def write_heads(
 
     "whole" adds them to the model that lies in `directory`. In "vllm_shared" the first head's vocabulary matrix serves all.
     """
+    import torch
+    from safetensors.torch import save_file
+
     directory.mkdir(parents=True, exist_ok=True)
     num_blocks = 1 + max(int(name.split(".")[1]) for name in arrays if ".linear." in name)
     vocabulary = {name.split(".")[0]: array for name, array in arrays.items() if ".linear." not in name}
@@ -51,18 +54,18 @@ def write_heads(
         edit_tensors(directory, lambda stored: stored.update({f"medusa_head.{name}": array for name, array in arrays.items()}))
         return directory
     if layout == "rows_pt":
-        _save_torch(directory / "medusa_lm_head.pt", arrays, dtype)
+        torch.save(_tensors(arrays, dtype), directory / "medusa_lm_head.pt")
     elif layout in ("rows", "tgi"):
-        _save(directory / "medusa_lm_head.safetensors", arrays if layout == "rows" else blocks, dtype)
+        save_file(_tensors(arrays if layout == "rows" else blocks, dtype), directory / "medusa_lm_head.safetensors")
     else:
         named = {_vllm_name(name): array for name, array in blocks.items()}
         if layout == "vllm_shared":
             named["lm_head.weight"] = vocabulary["0"]
         else:
             named |= {f"lm_heads.{head}.weight": array for head, array in vocabulary.items()}
-        tables = {} if token_map is None else {"token_map": token_map}
+        tables = {} if token_map is None else {"token_map": torch.from_numpy(token_map)}
         values |= {"model_type": "medusa", "num_heads": len(vocabulary), "original_lm_head": layout == "vllm_shared"}
-        _save(directory / "model.safetensors", named, dtype, tables)
+        save_file(_tensors(named, dtype) | tables, directory / "model.safetensors")
     return write_values(directory, values)
 
 
@@ -133,16 +136,7 @@ def _vllm_name(name: str) -> str:
     return f"blocks.{head}.layers.{block}.{kind}"
 
 
-def _save(path: Path, arrays: Mapping[str, NDArray[Any]], dtype: str, tables: Mapping[str, NDArray[Any]] | None = None) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    tensors = {name: torch.from_numpy(np.array(array)).to(getattr(torch, dtype)).clone() for name, array in arrays.items()}
-    tensors |= {name: torch.from_numpy(np.array(array)) for name, array in (tables or {}).items()}
-    save_file(tensors, path)
-
-
-def _save_torch(path: Path, arrays: Mapping[str, NDArray[Any]], dtype: str) -> None:
+def _tensors(arrays: Arrays, dtype: str) -> dict[str, Any]:
     import torch
 
-    torch.save({name: torch.from_numpy(array).to(getattr(torch, dtype)) for name, array in arrays.items()}, path)
+    return {name: torch.from_numpy(np.array(array)).to(getattr(torch, dtype)) for name, array in arrays.items()}

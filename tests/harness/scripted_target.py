@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.many_draws import draw_many
 from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.constraints import GrammarConstraint
-from paceline.sampling.draw import draw
+from paceline.sampling.draw import Distribution, draw
+from paceline.sampling.noise import Purpose, exponential, key_bits, noise_key
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.request import Request
@@ -151,6 +151,16 @@ def _repeats_its_last(text: Sequence[int], size: int) -> bool:
     """Whether the last `size` tokens also occur earlier."""
     starts = range(len(text) - size) if size else ()
     return any(text[start : start + size] == text[len(text) - size :] for start in starts)
+
+
+def draw_many(row: Distribution, seeds: NDArray[np.uint64], sample_index: int, position: int) -> NDArray[np.int64]:
+    """[len(seeds)] tokens of a short row, one position drawn for many seeds at once; some of them are compared with `draw`."""
+    samples, positions = np.full(len(seeds), sample_index, np.uint64), np.full(len(seeds), position, np.uint64)
+    keys = noise_key(seeds, samples, positions, Purpose.TOKEN)
+    ids = np.arange(len(row.scores)) if row.token_ids is None else row.token_ids
+    tokens = ids[np.argmax(row.scores - np.log(exponential(key_bits(keys[:, None], ids))), axis=1)]
+    assert tokens[:20].tolist() == [draw(row, seed, sample_index, position) for seed in seeds[:20].tolist()]
+    return tokens
 
 
 def joint_counts(texts: NDArray[np.int64]) -> dict[Tokens, int]:

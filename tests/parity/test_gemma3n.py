@@ -9,7 +9,8 @@ import pytest
 
 from harness.checkpoint_files import read_tensors, read_values, write_tensors, write_values
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
-from harness.gemma3n_checkpoints import FULL, GEMMA3N, NUM_ROWS, SLIDING
+from harness.gemma3n_checkpoints import GEMMA3N, NUM_ROWS
+from harness.gemma4_checkpoints import FULL, SLIDING
 from harness.gguf_checkpoints import write_gguf, write_rounded
 from harness.model_changes import (
     Change,
