@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 from harness import expert_checkpoints, gemma4_checkpoints, hybrid_checkpoints
 from harness.checkpoints import write_checkpoint
-from harness.parity import difference, needs, prompt_logits
+from harness.exact_targets import skip_without_kernels
+from harness.parity import difference, prompt_logits
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.merge import MergedWeights, merged_config
 from paceline.models.adapters.read import read_adapter
@@ -68,7 +69,7 @@ def test_merged_weights_and_logits_equal_those_of_peft(written: Callable[[str], 
     from paceline.runtimes.native.network import NativeNetwork
     from paceline.runtimes.torch.network import TorchNetwork
 
-    needs("native")
+    skip_without_kernels("native")
     folder = written(model)
     base = folder / "base"
     config, adapters = read_model_config(base), sorted(path.parent for path in folder.glob("*/adapter_config.json"))

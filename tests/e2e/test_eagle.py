@@ -190,7 +190,7 @@ def test_failing_eagle_pass_causes_plain_steps(heads: Heads, plain: PlainTargets
 
 def test_eagle_head_loaded_for_another_target_is_refused(heads: Heads, tmp_path: Path) -> None:
     with pytest.raises(IncompatibleDrafterError, match="boundaries"):
-        open_llm((heads("reading 3")[0], write_reading_eagle3(tmp_path / "deep", boundaries=(2, 4, 9))))
+        open_llm((heads("reading 3")[0], write_reading_eagle3(tmp_path / "deep", eagle_aux_hidden_state_layer_ids=[2, 4, 9])))
 
 
 def test_eagle_head_with_fewer_embeddings_than_tokens_is_refused(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.checkpoint_files import edit_tensors
 from harness.checkpoints import write_checkpoint
 from harness.doctor_options import doctor_options
-from harness.gemma4_assistants import CLUSTERS, VOCAB_SIZE, edit_tensors, write_assistant, write_right_pair, write_target
+from harness.gemma4_assistants import CLUSTERS, VOCAB_SIZE, write_assistant, write_right_pair, write_target
 from harness.gemma4_checkpoints import EXPERTS, FULL, SLIDING
 from paceline import LLM, SamplingParams
 from paceline.drafters.gemma4_assistant.checkpoint import load_assistant

@@ -11,7 +11,7 @@ import pytest
 
 from harness.always_drafts import draft_always
 from harness.doctor_options import doctor_options
-from harness.eagle_checkpoints import DRAFT_IDS, FIRST_TOKEN, write_legible_target
+from harness.eagle_checkpoints import DRAFT_IDS, FIRST_TOKEN, write_legible_target, write_reading_eagle3
 from harness.unconventional_heads import (
     LOOKS_BACK,
     from_first_boundary,
@@ -21,7 +21,6 @@ from harness.unconventional_heads import (
     with_small_outputs,
     with_strange_norm,
     write_looking_back_eagle1,
-    write_reading_eagle3,
 )
 from paceline import LLM, SamplingParams
 from paceline.drafters.eagle.config import EagleConfig, ambiguous_options, read_eagle_config

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.checkpoint_files import change_config, edit_tensors
 from harness.checkpoints import VOCAB_SIZE
 from harness.hybrid_gguf import write_hybrid_gguf
 from harness.hybrid_mtp import add_module, module_tensors, write_donor, write_host
-from harness.medusa_checkpoints import edit
-from harness.mtp_checkpoints import change_config
 from paceline import LLM, SamplingParams
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module
@@ -107,7 +106,7 @@ def test_mtp_module_of_a_multimodal_model_drafts_its_text(tmp_path: Path, prefix
             tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
         tensors["model.visual.patch_embed.proj.weight"] = np.zeros((4, 4), np.float32)
 
-    edit(target / "model.safetensors", nest)
+    edit_tensors(target, nest)
     llm = open_llm(target, "mtp")
     assert llm.drafter_name == "mtp"
     outputs = llm.generate(PROMPTS, GREEDY)
@@ -117,7 +116,7 @@ def test_mtp_module_of_a_multimodal_model_drafts_its_text(tmp_path: Path, prefix
 
 def test_unusable_mtp_module_is_an_error_only_if_requested(tmp_path: Path) -> None:
     target = write_whole(tmp_path)
-    edit(target / "model.safetensors", lambda tensors: tensors.pop("mtp.norm.weight"))
+    edit_tensors(target, lambda tensors: tensors.pop("mtp.norm.weight"))
     with pytest.raises(CheckpointError, match=r"it lacks 1 tensor: mtp\.norm\.weight \[64\]"):
         open_llm(target, "mtp")
     llm = open_llm(target, "auto")
@@ -141,7 +140,7 @@ def test_unusable_mtp_module_is_an_error_only_if_requested(tmp_path: Path) -> No
 )
 def test_wrong_shape_of_an_mtp_tensor_is_named(tmp_path: Path, name: str, shape: tuple[int, ...], text: str) -> None:
     target = write_whole(tmp_path)
-    edit(target / "model.safetensors", lambda tensors: tensors.update({name: np.zeros(shape, np.float32)}))
+    edit_tensors(target, lambda tensors: tensors.update({name: np.zeros(shape, np.float32)}))
     with pytest.raises(CheckpointError, match=text):
         loaded(target)
 
@@ -155,7 +154,7 @@ def test_mtp_module_uses_its_own_embedding_if_configured(tmp_path: Path) -> None
     ):
         loaded(target)
     own = np.random.default_rng(2).normal(0, 0.3, (VOCAB_SIZE, 64)).astype(np.float32)
-    edit(target / "model.safetensors", lambda tensors: tensors.update({"mtp.embed_tokens.weight": own}))
+    edit_tensors(target, lambda tensors: tensors.update({"mtp.embed_tokens.weight": own}))
     module = loaded(target)
     assert np.array_equal(as_float32(module.embedding), own)
     change_config(target, mtp_use_dedicated_embeddings=False)

@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.checkpoint_files import edit_tensors
 from harness.checkpoints import write_checkpoint
-from harness.medusa_checkpoints import edit, write_successor_target
+from harness.medusa_checkpoints import write_successor_target
 from harness.mtp_checkpoints import (
     LAYOUTS,
     Arrays,
@@ -67,9 +68,8 @@ def test_missing_and_incomplete_mtp_modules_are_named(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleDrafterError, match=r"holds no mtp head"):
         open_llm(target, "mtp")
     add_module(target, "mtp", random_module(), num_layers=2)
-    file = target / "model.safetensors"
-    edit(file, lambda tensors: tensors.pop("mtp.norm.weight"))
-    edit(file, lambda tensors: tensors.pop("mtp.layers.0.self_attn.k_norm.weight"))
+    edit_tensors(target, lambda tensors: tensors.pop("mtp.norm.weight"))
+    edit_tensors(target, lambda tensors: tensors.pop("mtp.layers.0.self_attn.k_norm.weight"))
     with pytest.raises(
         CheckpointError, match=r"it lacks 2 tensors: mtp\.layers\.0\.self_attn\.k_norm\.weight \[16\], mtp\.norm\.weight \[64\]"
     ):
@@ -80,7 +80,7 @@ def test_missing_and_incomplete_mtp_modules_are_named(tmp_path: Path) -> None:
         tensors["mtp.layers.0.self_attn.k_norm.weight"] = np.zeros(16, np.float32)
         tensors["mtp.layers.0.self_attn.q_proj.weight"] = np.zeros((128, 64), np.float32)  # with an output gate, as hybrid models have it
 
-    edit(file, widen)
+    edit_tensors(target, widen)
     with pytest.raises(
         CheckpointError, match=r"it holds 1 tensor: mtp\.layers\.0\.self_attn\.q_proj\.weight \[128, 64\] instead of \[64, 64\]"
     ):
@@ -109,7 +109,7 @@ def test_mtp_matrices_equal_to_those_of_the_target_are_shared(tmp_path: Path) ->
     module = load_mtp(HeadFiles.open(target), config, weights)
     assert module.weights["lm_head.weight"] is weights["lm_head.weight"]
     assert module.embedding is weights["embedding.weight"]
-    edit(target / "model.safetensors", lambda tensors: tensors.update({"model.layers.2.shared_head.head.weight": random_matrix(1)}))
+    edit_tensors(target, lambda tensors: tensors.update({"model.layers.2.shared_head.head.weight": random_matrix(1)}))
     module = loaded(target)
     assert np.array_equal(as_float32(module.weights["lm_head.weight"]), own["lm_head"]), "the target's, as transformers has it"
 
@@ -136,7 +136,7 @@ def test_unknown_tensors_of_an_mtp_module_are_refused(layout: str, name: str, tm
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     add_module(target, layout, random_module(), num_layers=2)
     loaded(target)
-    edit(target / "model.safetensors", lambda tensors: tensors.update({name: np.zeros(3, np.float32)}))
+    edit_tensors(target, lambda tensors: tensors.update({name: np.zeros(3, np.float32)}))
     with pytest.raises(CheckpointError, match=f"holds 1 tensor: {name.removeprefix('model.')} that no known mtp head has"):
         loaded(target)
 
@@ -145,7 +145,7 @@ def test_mtp_modules_after_the_first_are_ignored_in_every_layout(tmp_path: Path)
     for layout, name in (("mtp", "mtp.layers.1.mlp.up_proj.weight"), ("mtp_layers", "model.mtp_layers.1.input_proj.weight")):
         target = write_checkpoint(tmp_path / layout, "qwen3", num_hidden_layers=2)
         add_module(target, layout, random_module(), num_layers=2)
-        edit(target / "model.safetensors", lambda tensors: tensors.update({name: np.zeros((2, 2), np.float32)}))  # noqa: B023
+        edit_tensors(target, lambda tensors: tensors.update({name: np.zeros((2, 2), np.float32)}))  # noqa: B023
         assert loaded(target).notices == (f"{target}: of 2 MTP modules the first one drafts every position",)
 
 
@@ -199,8 +199,8 @@ def test_speculators_mtp_module_concatenates_the_embedding_first(tmp_path: Path)
         other = write_speculators(tmp_path / f"other{number}", perfect_module(), target, model_type=family)
         with pytest.raises(CheckpointError, match=text):
             open_llm(target, str(other))
-    edit(head / "model.safetensors", lambda tensors: tensors.update({"verifier_lm_head.weight": np.zeros(3, np.float32)}))
+    edit_tensors(head, lambda tensors: tensors.update({"verifier_lm_head.weight": np.zeros(3, np.float32)}))
     open_llm(target, str(head))  # what training kept of the target
-    edit(head / "model.safetensors", lambda tensors: tensors.update({"norm.weight": np.zeros(3, np.float32)}))
+    edit_tensors(head, lambda tensors: tensors.update({"norm.weight": np.zeros(3, np.float32)}))
     with pytest.raises(CheckpointError, match=r"holds 1 tensor: norm\.weight that no known mtp head has"):
         open_llm(target, str(head))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from harness.checkpoint_files import edit_tensors
 from harness.checkpoints import write_checkpoint
 from harness.doctor_options import doctor_options
-from harness.gemma4_assistants import edit_tensors
 from harness.hybrid_gguf import write_hybrid_gguf
 from harness.hybrid_mtp import DELTA, add_module, module_tensors, write_donor
 from paceline import LLM, ConfigError, SamplingParams

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.checkpoint_files import change_config, edit_tensors
 from harness.expert_checkpoints import in_stacks
 from harness.gguf_checkpoints import write_gguf
-from harness.medusa_checkpoints import edit
-from harness.mtp_checkpoints import change_config, random_matrix, write_glm4_moe
+from harness.mtp_checkpoints import random_matrix, write_glm4_moe
 from paceline import LLM, SamplingParams
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.mtp import load_mtp, open_gguf_module
@@ -79,7 +79,7 @@ def test_mtp_expert_count_unlike_the_config_is_refused(tmp_path: Path, change: "
     config = read_model_config(target)
     weights = open_weights(target, config)
     if isinstance(change, str):
-        edit(target / "model.safetensors", lambda tensors: tensors.pop(f"model.layers.3.{change}"))
+        edit_tensors(target, lambda tensors: tensors.pop(f"model.layers.3.{change}"))
     else:
         change_config(target, **change)
         config = read_model_config(target)
@@ -95,7 +95,7 @@ def test_mtp_expert_stack_of_the_wrong_shape_is_refused(tmp_path: Path) -> None:
     target = in_stacks(write_glm4_moe(tmp_path / "one-by-one"), tmp_path / "target")
     weights = open_weights(target, read_model_config(target))
     name = "model.layers.3.mlp.experts.down_proj"
-    edit(target / "model.safetensors", lambda tensors: tensors.update({name: tensors[name][:4]}))
+    edit_tensors(target, lambda tensors: tensors.update({name: tensors[name][:4]}))
     message = "tensor 'layers.3.mlp.experts.down_proj' has shape [4, 64, 32], expected [6, 64, 32]: config.json has n_routed_experts = 6"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         load_mtp(HeadFiles.open(target), read_model_config(target), weights)
@@ -130,7 +130,7 @@ def test_moe_gguf_drafts_with_its_mtp_module(tmp_path: Path) -> None:
 def test_gguf_mtp_module_ignores_copies_of_target_tensors_only(tmp_path: Path) -> None:
     directory = write_glm4_moe(tmp_path / "model")
     copies = {"model.layers.3.embed_tokens.weight": random_matrix(1), "model.layers.3.shared_head.head.weight": random_matrix(2)}
-    edit(directory / "model.safetensors", lambda tensors: tensors.update(copies))
+    edit_tensors(directory, lambda tensors: tensors.update(copies))
     file = open_gguf(write_gguf(directory, tmp_path / "model.gguf", metadata=VOCABULARY))
     assert {"blk.3.nextn.embed_tokens.weight", "blk.3.nextn.shared_head_head.weight"} <= set(file.tensors)
     config = gguf_config(file)
@@ -151,8 +151,8 @@ def test_gguf_with_an_incomplete_mtp_module_is_refused(tmp_path: Path) -> None:
     path = write_gguf(directory, tmp_path / "unsaid.gguf", metadata={**VOCABULARY, "glm4moe.nextn_predict_layers": 0})
     with pytest.raises(CheckpointError, match=r"holds 4 tensors: blk\.3\.nextn\..* that a glm4_moe model does not have"):
         open_llm(path, "none")
-    edit(directory / "model.safetensors", lambda tensors: tensors.pop("model.layers.3.mlp.gate.weight"))
-    edit(directory / "model.safetensors", lambda tensors: tensors.pop("model.layers.3.hnorm.weight"))
+    edit_tensors(directory, lambda tensors: tensors.pop("model.layers.3.mlp.gate.weight"))
+    edit_tensors(directory, lambda tensors: tensors.pop("model.layers.3.hnorm.weight"))
     path = write_gguf(directory, tmp_path / "part.gguf", metadata=VOCABULARY)
     open_llm(path, "none")
     with pytest.raises(

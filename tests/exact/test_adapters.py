@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.adapters import Asked, make_adapter
+from harness.adapters import Asked, assert_equal, make_adapter, run_together
 from harness.block_checkpoints import write_fitted_block
-from harness.engine_jobs import BEYOND, HEADS, Solo, open_drafting, write_heads_and_target
+from harness.engine_jobs import BEYOND, HEADS, TEXT_DRAFTERS, Solo, open_drafting, write_heads_and_target
 from harness.engine_traffic import check_clean, check_engine
 from harness.exact_targets import skip_without_kernels
 from paceline import LLM, CheckpointError, RequestError, SamplingParams
@@ -25,7 +25,6 @@ from paceline.runtimes.native.records import Pass
 from paceline.speculation.request import Request
 
 NUM_BLOCKS = 11  # less than eight texts take
-TEXT_DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "several", "oracle", "wrong", "chaos"]
 BLOCKS = ("dflash", "dspark-rnn")
 CASES = [
     *(("llama", kind) for kind in TEXT_DRAFTERS),
@@ -105,29 +104,6 @@ def given_of(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
     yield make
     made.clear()
-
-
-def run_together(llm: LLM, asked: list[Asked]) -> list[Request]:
-    """All of them at once, checked step by step; the others' answers are not those of the base."""
-    engine, requests = llm.engine, list[Request]()
-    for one in asked:
-        predicts = llm.engine.speculator.uses_predicted_outputs
-        options = {"adapter": one.adapter, "namespace": "one", **({"prediction": one.beyond} if predicts else {})}
-        requests += llm._loaded.make_requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
-    for request in requests:
-        engine.add_request(request)
-    while engine.has_work:
-        engine.step()
-        check_engine(engine)
-    return requests
-
-
-def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
-    for request, one in zip(requests, asked, strict=True):
-        assert request.error is None
-        found = llm._loaded.make_output(request)
-        assert found.token_ids == one.answer.token_ids, one.adapter
-        assert found.logprobs == one.answer.logprobs, one.adapter
 
 
 @pytest.mark.spread(0.5)

@@ -262,10 +262,14 @@ def walks_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FinishCheck, "finishes_with", lambda self, token_id: False)
 
 
+def compare_all(tokenizers: dict[str, Tokenizer], seed: int, num_blocks: int) -> None:
+    for tokenizer in tokenizers.values():
+        compare(tokenizer, np.random.default_rng(seed), num_blocks, walks_on=True)
+
+
 @pytest.mark.usefixtures("walks_on")
 def test_commit_ends_a_request_within_any_accepted_path(tokenizers: dict[str, Tokenizer], seed: int, large_counts: bool) -> None:
-    for tokenizer in tokenizers.values():
-        compare(tokenizer, np.random.default_rng(seed), 500 if large_counts else 200, walks_on=True)
+    compare_all(tokenizers, seed, 500 if large_counts else 200)
 
 
 # Planted faults: each must make a comparison fail.
@@ -277,16 +281,7 @@ def test_fault_of_verification_past_the_end_is_found(tokenizers: dict[str, Token
         compare(tokenizers["bytes"], np.random.default_rng(seed), 700)
 
 
-@pytest.fixture
-def faulty(tokenizers: dict[str, Tokenizer], seed: int, walks_on: None) -> Callable[[], None]:
-    def run_all() -> None:
-        for tokenizer in tokenizers.values():
-            compare(tokenizer, np.random.default_rng(seed), 700, walks_on=True)
-
-    return run_all
-
-
-def test_fault_of_tokens_kept_after_the_end_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_tokens_after_the_end(patch: pytest.MonkeyPatch) -> None:
     real = commit_module.commit
 
     def goes_on(request: Request, token_ids: Sequence[int], num_accepted: int, **options: Any) -> int:
@@ -294,12 +289,10 @@ def test_fault_of_tokens_kept_after_the_end_is_found(faulty: Callable[[], None],
         request.token_ids.extend(token_ids[count:])
         return count
 
-    monkeypatch.setattr(step_module, "commit", goes_on)
-    with pytest.raises(AssertionError):
-        faulty()
+    patch.setattr(step_module, "commit", goes_on)
 
 
-def test_fault_of_a_processor_reading_past_the_end_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def let_the_processor_read_past_the_end(patch: pytest.MonkeyPatch) -> None:
     real = commit_module.commit
 
     def tells_all(request: Request, token_ids: Sequence[int], num_accepted: int, **options: Any) -> int:
@@ -308,78 +301,82 @@ def test_fault_of_a_processor_reading_past_the_end_is_found(faulty: Callable[[],
             request.processor.commit(token)
         return count
 
-    monkeypatch.setattr(step_module, "commit", tells_all)
-    with pytest.raises(AssertionError):
-        faulty()
+    patch.setattr(step_module, "commit", tells_all)
 
 
-def test_fault_of_statistics_counted_before_the_stop_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def count_statistics_before_the_stop(patch: pytest.MonkeyPatch) -> None:
     """Tokens are counted as the walk kept them, not as the stop left them."""
     real = commit_module.commit
-    monkeypatch.setattr(
+    patch.setattr(
         step_module, "commit", lambda request, token_ids, *args, **options: (real(request, token_ids, *args, **options), len(token_ids))[1]
     )
-    with pytest.raises(AssertionError):
-        faulty()
 
 
-def test_fault_of_checking_stop_strings_once_per_step_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def check_stop_strings_once_a_step(patch: pytest.MonkeyPatch) -> None:
     """A stop that spans two blocks is missed, and within one it is found only at the block's end."""
     real_commit, real_push = commit_module.commit, TextStop.push
 
     def commit(request: Request, token_ids: Sequence[int], num_accepted: int, **options: Any) -> int:
         is_last = iter([False] * (len(token_ids) - 1) + [True] * 9)
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as inner:
             late: list[int] = []
 
             def push(self: TextStop, token_id: int) -> bool:
                 late.append(token_id)
                 return any(real_push(self, token) for token in late) if next(is_last) else False
 
-            patch.setattr(TextStop, "push", push)
+            inner.setattr(TextStop, "push", push)
             return real_commit(request, token_ids, num_accepted, **options)
 
-    monkeypatch.setattr(step_module, "commit", commit)
-    with pytest.raises(AssertionError):
-        faulty()
+    patch.setattr(step_module, "commit", commit)
 
 
-def test_fault_of_min_tokens_without_the_draft_path_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def miscounting(real: Callable[..., Any]) -> Callable[..., Any]:
-        def count(self: LogitsProcessor, logits: FloatArray, path: Sequence[int] = ()) -> Any:
-            if not self._min_tokens or not path:
-                return real(self, logits, path)
-            self.num_output_tokens -= len(path)
-            try:
-                return real(self, logits, path)
-            finally:
-                self.num_output_tokens += len(path)
+def count_min_tokens_without_the_draft_path(patch: pytest.MonkeyPatch) -> None:
+    real = LogitsProcessor.edit
 
-        return count
+    def count(self: LogitsProcessor, logits: FloatArray, path: Sequence[int] = ()) -> Any:
+        num_uncounted = len(path) if self._min_tokens else 0
+        self.num_output_tokens -= num_uncounted
+        try:
+            return real(self, logits, path)
+        finally:
+            self.num_output_tokens += num_uncounted
 
-    monkeypatch.setattr(LogitsProcessor, "edit", miscounting(LogitsProcessor.edit))
-    with pytest.raises(AssertionError):
-        faulty()
+    patch.setattr(LogitsProcessor, "edit", count)
 
 
-def test_fault_of_checking_max_tokens_once_per_step_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_limit(self: Request, max_rows: int, max_depth: int) -> tuple[int, int]:
-        return max_rows, max_depth
+def check_max_tokens_once_a_step(patch: pytest.MonkeyPatch) -> None:
+    limited, real_reason, real_commit = [False], commit_module.finish_reason, commit_module.commit
 
     def reason(request: Request, path: Sequence[int], text_stop: TextStop | None) -> Any:
-        full = SimpleNamespace(max_len=len(request.token_ids) + 1, **{name: getattr(request, name) for name in NAMES})
+        names = ("token_ids", "params", "end_token_ids", "processor")
+        full = SimpleNamespace(max_len=len(request.token_ids) + 1, **{name: getattr(request, name) for name in names})
         return real_reason(full if limited[0] else request, path, text_stop)  # type: ignore[arg-type]
 
     def commit(request: Request, token_ids: Sequence[int], *args: Any, **options: Any) -> int:
         limited[0] = len(token_ids) > 1
         return real_commit(request, token_ids, *args, **options)
 
-    limited, real_reason, real_commit = [False], commit_module.finish_reason, commit_module.commit
-    monkeypatch.setattr(Request, "limit_draft", without_limit)
-    monkeypatch.setattr(commit_module, "finish_reason", reason)
-    monkeypatch.setattr(step_module, "commit", commit)
+    patch.setattr(Request, "limit_draft", lambda self, max_rows, max_depth: (max_rows, max_depth))
+    patch.setattr(commit_module, "finish_reason", reason)
+    patch.setattr(step_module, "commit", commit)
+
+
+FAULTS = (
+    keep_tokens_after_the_end,
+    let_the_processor_read_past_the_end,
+    count_statistics_before_the_stop,
+    check_stop_strings_once_a_step,
+    count_min_tokens_without_the_draft_path,
+    check_max_tokens_once_a_step,
+)
+
+
+@pytest.mark.usefixtures("walks_on")
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_planted_commit_faults_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], tokenizers: dict[str, Tokenizer], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
     with pytest.raises(AssertionError):
-        faulty()
-
-
-NAMES = ("token_ids", "params", "end_token_ids", "processor")
+        compare_all(tokenizers, seed, 700)

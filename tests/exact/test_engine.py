@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from harness.answer_drafters import ChaosDrafter
-from harness.engine_jobs import HEADS, SAMPLINGS, Job, JobMaker, Solo, known_of, open_drafting, write_heads_and_target
+from harness.engine_jobs import HEADS, SAMPLINGS, TEXT_DRAFTERS, Job, JobMaker, Solo, known_of, open_drafting, write_heads_and_target
 from harness.engine_traffic import Traffic, check_clean, check_engine
 from harness.exact_targets import HYBRIDS, skip_without_kernels
 from harness.spread import mark_cases
@@ -34,7 +34,6 @@ Directory = Callable[[str], Path]
 NUM_BLOCKS = 8  # one more than the longest request may need: most others must wait, be preempted or lose cached blocks
 PLENTY = 40
 MAX_ROUNDS = 12
-TEXT_DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "several", "oracle", "wrong", "chaos"]
 TARGETS = [
     "mini-bf16",
     *(f"{name}-{dtype}" for name in ("llama", "qwen3", "sliding", "deepseek", "gemma4", "gpt_oss", *HYBRIDS) for dtype in ("f32", "bf16")),
@@ -293,18 +292,12 @@ def faulty(given_of: GivenOf, seed: int) -> Faulty:
     return run
 
 
-@pytest.fixture
-def differs() -> Any:
-    """Raised if a request's tokens differ from those it gets alone."""
-    return pytest.raises(AssertionError, match=r"prompt of \d+, sample \d")
-
-
 @pytest.mark.parametrize("num_blocks", [NUM_BLOCKS, PLENTY])
 def test_batch_comparison_passes_without_a_fault(faulty: Faulty, num_blocks: int) -> None:
     faulty(num_rounds=1, num_blocks=num_blocks)
 
 
-def test_fault_of_block_hash_without_its_parent_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def hash_blocks_without_their_parents(patch: pytest.MonkeyPatch) -> None:
     real = BlockPool.block_hashes
 
     def without_chain(
@@ -313,25 +306,21 @@ def test_fault_of_block_hash_without_its_parent_is_found(faulty: Faulty, differs
         for block in range(len(known), num_blocks):
             yield from real(self, token_ids[block * 32 : block * 32 + 32], salt, (), 1)
 
-    monkeypatch.setattr(BlockPool, "block_hashes", without_chain)
-    with differs:
-        faulty(num_blocks=PLENTY)
+    patch.setattr(BlockPool, "block_hashes", without_chain)
 
 
-def test_fault_of_noise_that_depends_on_preemptions_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def let_noise_depend_on_preemptions(patch: pytest.MonkeyPatch) -> None:
     real, draw = verify_module.verify, EditedRow.draw
 
-    def shifted(tree: Any, logits: Any, request: Request, walked: Any = None) -> Any:
+    def shifted(tree: Any, logits: Any, request: Any, walked: Any = None) -> Any:
         by = request.num_preemptions
-        monkeypatch.setattr(EditedRow, "draw", lambda self, seed, sample, position: draw(self, seed, sample, position + by))
+        patch.setattr(EditedRow, "draw", lambda self, seed, sample, position: draw(self, seed, sample, position + by))
         return real(tree, logits, request)
 
-    monkeypatch.setattr(speculator_module, "verify", shifted)
-    with differs:
-        faulty()
+    patch.setattr(speculator_module, "verify", shifted)
 
 
-def test_fault_of_evicting_an_owned_block_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def evict_owned_blocks(patch: pytest.MonkeyPatch) -> None:
     """Blocks that are adopted stay in the line of those to be evicted; the books are kept, so that nothing else notices."""
     real = BlockPool.allocate
 
@@ -346,13 +335,11 @@ def test_fault_of_evicting_an_owned_block_is_found(faulty: Faulty, differs: Any,
         for block in blocks:
             self._owners[block] += 1
 
-    monkeypatch.setattr(BlockPool, "share", share)
-    monkeypatch.setattr(BlockPool, "allocate", allocate)
-    with differs:
-        faulty()
+    patch.setattr(BlockPool, "share", share)
+    patch.setattr(BlockPool, "allocate", allocate)
 
 
-def test_fault_of_registering_a_partial_block_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def register_partial_blocks(patch: pytest.MonkeyPatch) -> None:
     """The row of a text's last token is not there yet; where the text ends with a block it never comes."""
     real = KVCache.register_prefix
 
@@ -362,12 +349,10 @@ def test_fault_of_registering_a_partial_block_is_found(faulty: Faulty, differs: 
         real(self, sequence, token_ids)
         sequence.committed_len = committed
 
-    monkeypatch.setattr(KVCache, "register_prefix", register)
-    with differs:
-        faulty(num_blocks=PLENTY)
+    patch.setattr(KVCache, "register_prefix", register)
 
 
-def test_fault_of_logits_rows_of_another_tree_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def give_logits_rows_of_another_tree(patch: pytest.MonkeyPatch) -> None:
     real = step_module.assemble_pass
 
     def shifted(plans: Any, token_ids: Any, wanted: Any, adapters: Any) -> Any:
@@ -377,12 +362,10 @@ def test_fault_of_logits_rows_of_another_tree_is_found(faulty: Faulty, differs: 
             return arguments
         return arguments._replace(logits_rows=arguments.logits_rows._replace(rows=np.roll(arguments.logits_rows.rows, len(wanted[0]))))
 
-    monkeypatch.setattr(step_module, "assemble_pass", shifted)
-    with differs:
-        faulty()
+    patch.setattr(step_module, "assemble_pass", shifted)
 
 
-def test_fault_of_a_reused_logits_processor_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def reuse_logits_processors(patch: pytest.MonkeyPatch) -> None:
     released, real_make, real_release = [], InputProcessor.make_request, Engine._release
 
     def release(self: Engine, request: Request) -> None:
@@ -397,19 +380,34 @@ def test_fault_of_a_reused_logits_processor_is_found(faulty: Faulty, differs: An
                 request.processor = other.processor
         return request
 
-    monkeypatch.setattr(Engine, "_release", release)
-    monkeypatch.setattr(InputProcessor, "make_request", make)
-    with differs:
-        faulty()
+    patch.setattr(Engine, "_release", release)
+    patch.setattr(InputProcessor, "make_request", make)
 
 
-def test_fault_of_a_wrong_sample_index_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def draw_every_sample_as_the_first(patch: pytest.MonkeyPatch) -> None:
     draw, sample = EditedRow.draw, CompiledBatchPathSampler.sample
-    monkeypatch.setattr(EditedRow, "draw", lambda self, seed, _, position: draw(self, seed, 0, position))
-    monkeypatch.setattr(
+    patch.setattr(EditedRow, "draw", lambda self, seed, _, position: draw(self, seed, 0, position))
+    patch.setattr(
         CompiledBatchPathSampler,
         "sample",
         lambda self, requests, rows: sample(self, [one._replace(sample_index=0) for one in requests], rows),
     )
-    with differs:
-        faulty()
+
+
+FAULTS = {
+    hash_blocks_without_their_parents: PLENTY,
+    let_noise_depend_on_preemptions: NUM_BLOCKS,
+    evict_owned_blocks: NUM_BLOCKS,
+    register_partial_blocks: PLENTY,
+    give_logits_rows_of_another_tree: NUM_BLOCKS,
+    reuse_logits_processors: NUM_BLOCKS,
+    draw_every_sample_as_the_first: NUM_BLOCKS,
+}
+"""And blocks of the cache with which each is found."""
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_planted_engine_faults_are_found(plant: Callable[[Any], None], faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=r"prompt of \d+, sample \d"):
+        faulty(num_blocks=FAULTS[plant])

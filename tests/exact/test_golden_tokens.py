@@ -5,6 +5,7 @@ which is right only where a change of tokens is intended.
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,14 @@ IDS = ["-".join(case) for case in CASES]
 
 @pytest.fixture(scope="module")
 def target_of(tmp_path_factory: pytest.TempPathFactory, mini_dir: Path, request: pytest.FixtureRequest) -> TargetOf:
-    made: dict[str, GoldenTarget] = {}
-
+    @cache
     def target(name: str) -> GoldenTarget:
         skip_without_kernels()
-        if name not in made:
-            shared = request.getfixturevalue("shared_dir") if name == "tinystories" else None
-            found = open_golden_target(name, tmp_path_factory.mktemp(name), mini_dir, shared)
-            if found is None:
-                pytest.skip(f"the files of {name} are not in ../shared")
-            made[name] = found
-        return made[name]
+        shared = request.getfixturevalue("shared_dir") if name == "tinystories" else None
+        found = open_golden_target(name, tmp_path_factory.mktemp(name), mini_dir, shared)
+        if found is None:
+            pytest.skip(f"the files of {name} are not in ../shared")
+        return found
 
     return target
 

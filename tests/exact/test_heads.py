@@ -50,16 +50,18 @@ CASES = [
 
 @dataclass(frozen=True)
 class Given:
-    """A target with its drafters, its requests, and its output for each request alone."""
+    """A target with its drafters and its requests."""
 
     solo: Solo
     pairs: dict[str, Pair]
     texts: list[list[int]]
     max_tokens: int
-    answers: dict[str, list[list[RequestOutput]]]
 
     def params(self, name: str) -> SamplingParams:
         return replace(SAMPLINGS[name], max_tokens=self.max_tokens, ignore_eos=True)
+
+    def answers(self, name: str, index: int) -> list[RequestOutput]:
+        return self.solo.answer(self.texts[index], self.params(name))
 
     def open(self, kind: str, depth: int = 4, width: int = 1, **options: Any) -> LLM:
         """The target with one of its drafters, which nothing but their own budgets holds back."""
@@ -75,13 +77,13 @@ class Given:
     def ask(self, llm: LLM, name: str, asked: Sequence[int]) -> list[RequestOutput]:
         """The answers to some of the texts as a batch, with predictions where they are read."""
         reads = llm.engine.speculator.uses_predicted_outputs
-        predictions = [edited(self.answers[name][index][0].token_ids) for index in asked] if reads else None
+        predictions = [edited(self.answers(name, index)[0].token_ids) for index in asked] if reads else None
         return llm.generate([self.texts[index] for index in asked], self.params(name), prediction=predictions)
 
     def compare(self, llm: LLM, name: str, asked: Sequence[int]) -> int:
         """Tokens compared, all equal."""
         outputs = self.ask(llm, name, asked)
-        expected = [answer for index in asked for answer in self.answers[name][index]]
+        expected = [answer for index in asked for answer in self.answers(name, index)]
         for output, answer in zip(outputs, expected, strict=True):
             told = f"{name}, prompt of {len(output.prompt_token_ids)}, {output.usage.num_cached_tokens} cached, {output.speculation}"
             assert output.token_ids == answer.token_ids, told
@@ -113,10 +115,7 @@ def given_of(tmp_path_factory: pytest.TempPathFactory, large_counts: bool, seed:
             head, *others = (random.integers(1, solo.vocab_size, length).tolist() for length in (64, 9, 12, 20))
             texts = [*others, [*head[:32], *others[0]], [*head, *others[1]]]  # of a batch that grows out of its room the longest is last
             texts += [[*head[:40], *others[2]]] if large_counts else []
-            given = Given(solo, pairs[name], texts, 60 if large_counts else 50, {})
-            for sampling in SAMPLINGS if large_counts else ("greedy", "sampled"):
-                given.answers[sampling] = [solo.answer(text, given.params(sampling)) for text in texts]
-            made[target] = given
+            made[target] = Given(solo, pairs[name], texts, 60 if large_counts else 50)
         return made[target]
 
     yield make

@@ -35,6 +35,11 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     draft_always(monkeypatch)
 
 
+def open_llm(directory: Path, kv_cache_dtype: str, drafter: str | Drafter = "none", **options: Any) -> LLM:
+    given = {"threads": 1, "device": "cpu", "backend": "native", "kv_cache_gb": 0.02, **options}
+    return LLM(str(directory), drafter=drafter, kv_cache_dtype=kv_cache_dtype, **given)
+
+
 def prompts() -> list[list[int]]:
     random = np.random.default_rng(1)
     return [random.integers(1, 90, length).tolist() for length in LENGTHS]
@@ -42,8 +47,7 @@ def prompts() -> list[list[int]]:
 
 def answers(directory: Path, kv_cache_dtype: str, params: SamplingParams, drafter: str | Drafter = "none", **options: Any) -> Outputs:
     """The output tokens of each prompt, all in one engine, and again with the prefixes that it has cached."""
-    given = {"threads": 2, "device": "cpu", "backend": "native", "max_model_len": 700, "kv_cache_gb": 0.02, **options}
-    with LLM(str(directory), drafter=drafter, kv_cache_dtype=kv_cache_dtype, **given) as llm:
+    with open_llm(directory, kv_cache_dtype, drafter, **{"threads": 2, "max_model_len": 700, **options}) as llm:
         found = llm.generate(prompts(), params)
         again = llm.generate(prompts(), params)
     assert [one.token_ids for one in again] == [one.token_ids for one in found]
@@ -75,10 +79,8 @@ def check_drafts_change_nothing(directory: Path, kv_cache_dtype: str, params: Sa
     plain = answers(directory, kv_cache_dtype, params, threads=1, max_num_seqs=1)
     known = {(tuple(prompt), params.seed): answer for prompt, answer in zip(prompts(), plain, strict=True)}
     assert answers(directory, kv_cache_dtype, params, "ngram", prefill_chunk_size=64) == plain
-    assert (
-        answers(directory, kv_cache_dtype, params, ChaosDrafter(known, 96, seed=2), threads=1, tree_width=3, enable_prefix_caching=False)
-        == plain
-    )
+    chaos, options = ChaosDrafter(known, 96, seed=2), {"threads": 1, "tree_width": 3, "enable_prefix_caching": False}
+    assert answers(directory, kv_cache_dtype, params, chaos, **options) == plain
 
 
 @pytest.mark.spread(0.5)
@@ -92,8 +94,8 @@ def test_long_context_text_is_equal_with_drafts(kv_cache_dtype: str, tmp_path: P
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8, seed=4, logprobs=3)
 
     def outputs(drafter: str | Drafter, repeats: int = 1, **options: Any) -> list[Any]:
-        given = {"threads": 2, "device": "cpu", "backend": "native", "max_model_len": length + 64, "kv_cache_gb": 0.05, **options}
-        with LLM(str(model), drafter=drafter, kv_cache_dtype=kv_cache_dtype, **given) as llm:
+        given = {"threads": 2, "max_model_len": length + 64, "kv_cache_gb": 0.05, **options}
+        with open_llm(model, kv_cache_dtype, drafter, **given) as llm:
             found = [llm.generate(texts, params) for _ in range(repeats)]
         return [[(one.token_ids, one.logprobs) for one in answers] for answers in found]
 
@@ -106,35 +108,22 @@ def test_long_context_text_is_equal_with_drafts(kv_cache_dtype: str, tmp_path: P
 
 def test_kv_cache_dtypes_give_different_logprobs(directory: Path) -> None:
     """So the comparisons above would see rows that are not read as they are stored."""
-    found = {kv_cache_dtype: _logprobs(directory, kv_cache_dtype) for kv_cache_dtype in ("f32", "bf16", "f16", "int8")}
+    found = {}
+    for kv_cache_dtype in ("f32", "bf16", "f16", "int8"):
+        with open_llm(directory, kv_cache_dtype) as llm:
+            outputs = llm.generate(prompts(), SamplingParams(max_tokens=1, logprobs=1))
+        found[kv_cache_dtype] = [one.logprobs[0].logprob for one in outputs if one.logprobs is not None]
     assert len({tuple(values) for values in found.values()}) == 4
     for values in found.values():
         assert np.abs(np.array(values) - np.array(found["f32"])).max() < 0.2
 
 
-def _logprobs(directory: Path, kv_cache_dtype: str) -> list[float]:
-    params = SamplingParams(max_tokens=1, logprobs=1)
-    with LLM(
-        str(directory), drafter="none", kv_cache_dtype=kv_cache_dtype, threads=1, device="cpu", backend="native", kv_cache_gb=0.02
-    ) as llm:
-        return [one.logprobs[0].logprob for one in llm.generate(prompts(), params)]
-
-
 def test_cache_capacity_follows_kv_cache_dtype(directory: Path) -> None:
     slots = {}
     for kv_cache_dtype in KVCacheDtype:
-        with LLM(
-            str(directory),
-            drafter="none",
-            kv_cache_dtype=kv_cache_dtype.value,
-            threads=1,
-            device="cpu",
-            backend="native",
-            kv_cache_gb=0.001,
-        ) as llm:
-            cache = llm.engine.cache
-            slots[kv_cache_dtype] = cache.max_slots
-            assert cache.num_bytes <= 1e6
+        with open_llm(directory, kv_cache_dtype.value, kv_cache_gb=0.001) as llm:
+            slots[kv_cache_dtype] = llm.engine.cache.max_slots
+            assert llm.engine.cache.num_bytes <= 1e6
     assert slots[KVCacheDtype.BF16] == slots[KVCacheDtype.F16] >= 2 * slots[KVCacheDtype.F32]
     assert slots[KVCacheDtype.INT8] > 1.5 * slots[KVCacheDtype.F16]  # scales take as much as 4 of the 16 columns
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from harness.engine_jobs import Solo, open_drafting
 from harness.engine_targets import make
 from harness.engine_traffic import check_clean, check_engine
 from harness.exact_targets import skip_without_kernels
+from harness.planted_faults import report_logprobs_of_the_next_row
 from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.sampling import logprobs as logprobs_module
@@ -66,20 +68,17 @@ AloneOf = Callable[[str], Alone]
 
 @pytest.fixture(scope="module")
 def alone_of(checkpoint: Callable[[str], Path], seed: int) -> AloneOf:
-    made: dict[str, Alone] = {}
-
+    @cache
     def make_it(target: str) -> Alone:
-        if target not in made:
-            name, dtype = target.split("-")
-            skip_without_kernels()
-            solo = Solo(checkpoint(name), dtype)
-            assert solo.llm.numerics == "exact"
-            random = np.random.default_rng(seed)
-            prompts = [random.integers(1, solo.vocab_size, length).tolist() for length in (1, 33, 100)]
-            alone = Alone(solo, prompts, {})
-            answers = {(name, i): solo.answer(prompt, alone.params(name))[0] for name in SAMPLINGS for i, prompt in enumerate(prompts)}
-            made[target] = replace(alone, answers=answers)
-        return made[target]
+        name, dtype = target.split("-")
+        skip_without_kernels()
+        solo = Solo(checkpoint(name), dtype)
+        assert solo.llm.numerics == "exact"
+        random = np.random.default_rng(seed)
+        prompts = [random.integers(1, solo.vocab_size, length).tolist() for length in (1, 33, 100)]
+        alone = Alone(solo, prompts, {})
+        answers = {(name, i): solo.answer(prompt, alone.params(name))[0] for name in SAMPLINGS for i, prompt in enumerate(prompts)}
+        return replace(alone, answers=answers)
 
     return make_it
 
@@ -215,31 +214,12 @@ def test_processed_logprobs_equal_the_sampling_distribution(alone_of: AloneOf) -
 # Planted faults: each must make the comparison above fail.
 
 
-@pytest.fixture
-def faulty(alone_of: AloneOf) -> Callable[[], None]:
-    def run() -> None:
-        alone = alone_of(TARGETS[0])
-        compare(alone, alone.open("oracle"))
-
-    return run
+def test_comparison_of_logprobs_without_a_fault_passes(alone_of: AloneOf) -> None:
+    alone = alone_of(TARGETS[0])
+    compare(alone, alone.open("oracle"))
 
 
-def test_comparison_of_logprobs_without_a_fault_passes(faulty: Callable[[], None]) -> None:
-    faulty()
-
-
-def test_fault_of_logprobs_from_the_row_after_the_token_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = commit_module.token_logprobs
-
-    def of_next(tokens: Any, nodes: Any, logits: Any, request: Any) -> Any:
-        return real(tokens, nodes, np.roll(logits, -1, axis=0), request)
-
-    monkeypatch.setattr(step_module, "token_logprobs", of_next)
-    with pytest.raises(AssertionError, match="logprobs of"):
-        faulty()
-
-
-def test_fault_of_processed_logprobs_taken_after_commit_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def take_processed_logprobs_after_commit(patch: pytest.MonkeyPatch) -> None:
     """Penalties would count the token itself."""
     real = step_module.commit
 
@@ -254,10 +234,33 @@ def test_fault_of_processed_logprobs_taken_after_commit_is_found(faulty: Callabl
         return []
 
     asked: list[Callable[[], list[Any]]] = []
-    monkeypatch.setattr(step_module, "token_logprobs", remember)
-    monkeypatch.setattr(step_module, "commit", late)
-    with pytest.raises(AssertionError, match="logprobs of processed"):
-        faulty()
+    patch.setattr(step_module, "token_logprobs", remember)
+    patch.setattr(step_module, "commit", late)
+
+
+def report_processed_logprobs_for_raw_ones(patch: pytest.MonkeyPatch) -> None:
+    def processed(row: Any, token: int, num_top: int) -> Any:
+        return logprobs_module.raw_logprobs(row * np.float32(0.999), token, num_top)
+
+    patch.setattr(commit_module, "raw_logprobs", processed)
+
+
+FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    report_logprobs_of_the_next_row: "logprobs of",
+    take_processed_logprobs_after_commit: "logprobs of processed",
+    report_processed_logprobs_for_raw_ones: "logprobs of greedy",
+}
+"""And what the comparison says."""
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_planted_logprobs_faults_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], alone_of: AloneOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = alone_of(TARGETS[0])
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=FAULTS[plant]):
+        compare(alone, alone.open("oracle"))
 
 
 def test_fault_of_prompt_logprobs_with_cached_prompt_rows_is_found(alone_of: AloneOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,12 +274,3 @@ def test_fault_of_prompt_logprobs_with_cached_prompt_rows_is_found(alone_of: Alo
     (_, output) = (llm.generate([alone.prompts[2]], alone.params(name))[0] for _ in range(2))
     with pytest.raises(AssertionError, match="prompt_logprobs of"):
         alone.check(output, name, 2)
-
-
-def test_fault_of_processed_logprobs_for_raw_ones_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def processed(row: Any, token: int, num_top: int) -> Any:
-        return logprobs_module.raw_logprobs(row * np.float32(0.999), token, num_top)
-
-    monkeypatch.setattr(commit_module, "raw_logprobs", processed)
-    with pytest.raises(AssertionError, match="logprobs of greedy"):
-        faulty()

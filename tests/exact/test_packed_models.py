@@ -1,17 +1,17 @@
 """A model whose matrices lie packed computes what the model of their values computes, however its family takes matrices apart."""
 
-import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from harness.checkpoint_files import read_tensors, read_values, write_tensors, write_values
 from harness.checkpoints import write_checkpoint
 from harness.doctor_options import doctor_options
 from harness.expert_checkpoints import CASES as EXPERTS
-from harness.gguf_checkpoints import read_tensors, write_tensors
 from harness.hybrid_checkpoints import CASES as HYBRIDS
 from harness.packed_matrices import KINDS, write_packed
 from harness.parity import BOUNDS, difference, open_backend, prompt_logits
@@ -22,6 +22,7 @@ from paceline.proof.doctor import diagnose
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
 pytest.importorskip("torch")
+Pairs = Callable[[str, str], tuple[Path, Path]]
 PROMPT = np.random.default_rng(0).integers(4, 97, 40).tolist()
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -57,22 +58,18 @@ def write_pair(folder: Path, family: str, kind: str) -> tuple[Path, Path]:
         tensors[tensor_name] = (own.values * factor).astype(np.float32)
     write_tensors(plain, tensors)
     write_packed(packed / "model.safetensors", stored)
-    config = json.loads((plain / "config.json").read_text())
     key = "quantization_config" if "quant_method" in settings else "quantization"
-    (packed / "config.json").write_text(json.dumps({**config, key: settings}))
+    write_values(packed, {**read_values(plain), key: settings})
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (packed / file).write_bytes((plain / file).read_bytes())
     return plain, packed
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, Path]]:
-    known: dict[tuple[str, str], tuple[Path, Path]] = {}
-
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    @cache
     def pair(family: str, kind: str) -> tuple[Path, Path]:
-        if (family, kind) not in known:
-            known[family, kind] = write_pair(tmp_path_factory.mktemp(f"{family}-{kind}"), family, kind)
-        return known[family, kind]
+        return write_pair(tmp_path_factory.mktemp(f"{family}-{kind}"), family, kind)
 
     return pair
 
@@ -86,9 +83,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tupl
         *((family, kind, "native") for family in list(FAMILIES)[1:] for kind in ("gptq", "fp8")),
     ],
 )
-def test_packed_checkpoint_has_the_logits_of_its_dequantised_values(
-    pairs: Callable[[str, str], tuple[Path, Path]], family: str, kind: str, backend: str
-) -> None:
+def test_packed_checkpoint_has_the_logits_of_its_dequantised_values(pairs: Pairs, family: str, kind: str, backend: str) -> None:
     plain, packed = pairs(family, kind)
     weights, expected = (open_weights(one, read_model_config(one)) for one in (packed, plain))
     assert list(weights) == list(expected)
@@ -103,7 +98,7 @@ def test_packed_checkpoint_has_the_logits_of_its_dequantised_values(
 
 
 @pytest.mark.parametrize("kind", ["gptq", "integers", "fp8"])
-def test_drafts_change_no_token_of_a_packed_model(pairs: Callable[[str, str], tuple[Path, Path]], kind: str) -> None:
+def test_drafts_change_no_token_of_a_packed_model(pairs: Pairs, kind: str) -> None:
     _, packed = pairs("llama", kind)
     texts = []
     for drafter in ("ngram", "none"):
@@ -114,7 +109,7 @@ def test_drafts_change_no_token_of_a_packed_model(pairs: Callable[[str, str], tu
     assert texts[:2] == texts[2:]
 
 
-def test_dequantised_fp8_matrices_are_reported_and_counted_as_memory(pairs: Callable[[str, str], tuple[Path, Path]]) -> None:
+def test_dequantised_fp8_matrices_are_reported_and_counted_as_memory(pairs: Pairs) -> None:
     _, packed = pairs("llama", "fp8")
     notices = load_runtime(packed, RuntimeOptions(device="cpu", backend="torch")).notices
     assert any("activations are not rounded" in notice for notice in notices)
@@ -128,7 +123,7 @@ def test_dequantised_fp8_matrices_are_reported_and_counted_as_memory(pairs: Call
     assert any("matrices become f32" in note for note in found.notes)
 
 
-def test_packed_checkpoint_ignores_zero_biases_and_refuses_others(pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_packed_checkpoint_ignores_zero_biases_and_refuses_others(pairs: Pairs, tmp_path: Path) -> None:
     plain, _ = pairs("llama", "gptq")
     for value, message in ((0.0, None), (1e-3, "holds 1 tensor: model.layers.0.self_attn.q_proj.bias")):
         (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
@@ -140,10 +135,9 @@ def test_packed_checkpoint_ignores_zero_biases_and_refuses_others(pairs: Callabl
                 open_weights(tmp_path, read_model_config(tmp_path))
 
 
-def test_packed_matrix_of_a_shape_unlike_the_config_is_refused(pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_packed_matrix_of_a_shape_unlike_the_config_is_refused(pairs: Pairs, tmp_path: Path) -> None:
     _, packed = pairs("llama", "gptq")
-    config = json.loads((packed / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
+    write_values(tmp_path, {**read_values(packed), "intermediate_size": 128})
     (tmp_path / "model.safetensors").symlink_to(packed / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"holds a matrix of shape \[96, 64\], but config.json requires \[128, 64\]"):
         open_weights(tmp_path, read_model_config(tmp_path))

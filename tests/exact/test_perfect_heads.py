@@ -1,10 +1,10 @@
 """Heads that must be right are right every time, however they are stored and whatever happens to rows; the same ones misread are not."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import cache
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from paceline.speculation import speculator as speculator_module
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.tree import DraftTree
 
-PlainOf = Callable[[str], "Plain"]
+SoloOf = Callable[[str], Solo]
 GREEDY = SamplingParams(max_tokens=45, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=1.0, seed=3)
 NUM_BLOCKS = 10  # of the cache: two or three of the texts below
@@ -87,50 +87,28 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> PerfectHeads:
 
 
 @pytest.fixture(scope="module")
-def plain_of(heads: PerfectHeads) -> Iterator[PlainOf]:
-    made: dict[str, Plain] = {}
-
-    def make(name: str) -> Plain:
-        target = heads.target_of(name)
-        if target not in made:
-            made[target] = Plain(heads.targets[target])
-        return made[target]
-
-    yield make
-    made.clear()
+def solo_of(heads: PerfectHeads) -> SoloOf:
+    """The target of heads by their name, decoded plainly."""
+    made = cache(lambda target: Solo(heads.targets[target], "f32"))
+    return lambda name: made(heads.target_of(name))
 
 
-class Plain:
-    """A target decoded plainly and alone; caches its outputs."""
-
-    def __init__(self, directory: Path) -> None:
-        self.solo = Solo(directory, "f32")
-        self._answers: dict[tuple[tuple[int, ...], SamplingParams], list[list[int]]] = {}
-
-    def __call__(self, text: list[int], params: SamplingParams = GREEDY) -> list[list[int]]:
-        """The tokens of each sample."""
-        key = tuple(text), params
-        if key not in self._answers:
-            self._answers[key] = [output.token_ids for output in self.solo.answer(text, params)]
-        return self._answers[key]
-
-    def stops(self, text: list[int]) -> list[int]:
-        """Tokens the answer has for the first time, late enough for a block with words of its own to be full before them."""
-        answer = self(text)[0]
-        return [answer[at] for at in range(20, 38) if answer[at] not in answer[:at]]
+def late_tokens(solo: Solo, text: list[int]) -> list[int]:
+    """Tokens the answer has for the first time, late enough for a block with words of its own to be full before them."""
+    answer = solo.answer(text, GREEDY)[0].token_ids
+    return [answer[at] for at in range(20, 38) if answer[at] not in answer[:at]]
 
 
 class Scene:
     """An engine with a head, whose every answer is compared with the target's own."""
 
-    def __init__(self, heads: PerfectHeads, name: str, plain: Plain, *, depth: int, width: int) -> None:
+    def __init__(self, heads: PerfectHeads, name: str, solo: Solo, *, depth: int, width: int) -> None:
         pair = heads.pair(name)
-        solo = copy(plain.solo)
-        solo.directory = pair.target
-        self.llm: LLM = solo.open(pair.drafter, num_blocks=NUM_BLOCKS, num_speculative_tokens=depth, tree_width=width)  # type: ignore[arg-type]
+        self._solo, other = solo, copy(solo)
+        other.directory = pair.target
+        self.llm: LLM = other.open(pair.drafter, num_blocks=NUM_BLOCKS, num_speculative_tokens=depth, tree_width=width)  # type: ignore[arg-type]
         self.llm.engine.speculator.policy = FixedDraftLength(depth, max_rows=32 if width > 1 else None)
         self.num_compared = 0
-        self._plain = plain
 
     def limit(self, **limits: int) -> None:
         scheduler = self.llm.engine.scheduler
@@ -138,7 +116,7 @@ class Scene:
 
     def ask(self, texts: Sequence[list[int]], params: SamplingParams = GREEDY) -> list[RequestOutput]:
         outputs = self.llm.generate(texts, params)
-        expected = [answer for text in texts for answer in self._plain(text, params)]
+        expected = [answer.token_ids for text in texts for answer in self._solo.answer(text, params)]
         assert [output.token_ids for output in outputs] == expected
         self.num_compared += sum(map(len, expected))
         self.llm.engine.cache.check()
@@ -156,7 +134,7 @@ def test_perfect_head_is_always_accepted(
     name: str,
     width: int,
     heads: PerfectHeads,
-    plain_of: PlainOf,
+    solo_of: SoloOf,
     walks: Walks,
     large_counts: bool,
     seed: int,
@@ -165,10 +143,10 @@ def test_perfect_head_is_always_accepted(
     """Over a prompt in chunks, cached prefixes, an answer that is stopped in the middle of a draft, and a batch that is preempted."""
     if width > 1 and not large_counts and name not in TREES_IN_A_NORMAL_RUN:
         pytest.skip("left to make test-long")
-    plain = plain_of(name)
-    scene = Scene(heads, name, plain, depth=3 if "medusa" in name else 4, width=width)
+    solo = solo_of(name)
+    scene = Scene(heads, name, solo, depth=3 if "medusa" in name else 4, width=width)
     for round_ in range(4 if large_counts else 1):
-        play(scene, plain, walks, seed=seed + round_)
+        play(scene, solo, walks, seed=seed + round_)
         if name.startswith(SAME_DISTRIBUTION):
             walks.clear()
             scene.ask(prompts(40, 65, seed=seed + 50 + round_), replace(SAMPLED, n=2))
@@ -178,7 +156,7 @@ def test_perfect_head_is_always_accepted(
     tally["token ids drafted by heads that must be right"] += scene.num_compared
 
 
-def play(scene: Scene, plain: Plain, walks: Walks, *, seed: int) -> None:
+def play(scene: Scene, solo: Solo, walks: Walks, *, seed: int) -> None:
     random = np.random.default_rng(seed)
     llm, stats = scene.llm, scene.llm.stats
     (first,) = prompts(75, seed=seed)
@@ -203,7 +181,7 @@ def play(scene: Scene, plain: Plain, walks: Walks, *, seed: int) -> None:
     walks.stopped = 0
     for number in range(200):  # few answers have a new token so late
         (text,) = prompts(80, seed=seed + 1000 + number)
-        for stop in plain.stops(text)[number % 4 : 1 + number % 4]:
+        for stop in late_tokens(solo, text)[number % 4 : 1 + number % 4]:
             (output,) = scene.ask([text], replace(GREEDY, stop_token_ids=(stop,)))
             assert output.finish_reason == "stop"
             longer = [*text, *output.token_ids, *random.choice(DRAFT_IDS, 2).tolist()]
@@ -217,10 +195,10 @@ def play(scene: Scene, plain: Plain, walks: Walks, *, seed: int) -> None:
 
 @pytest.mark.parametrize("name", PerfectHeads.WRONG)
 def test_drafts_of_a_misread_head_are_mostly_rejected(
-    name: str, heads: PerfectHeads, plain_of: PlainOf, walks: Walks, tally: "Counter[str]"
+    name: str, heads: PerfectHeads, solo_of: SoloOf, walks: Walks, tally: "Counter[str]"
 ) -> None:
     """Halves swapped, offsets of ids taken for ids, or every head one token further than its index."""
-    scene = Scene(heads, name, plain_of(name), depth=3, width=1)
+    scene = Scene(heads, name, solo_of(name), depth=3, width=1)
     scene.ask(prompts(31, 40, 70, 64, seed=9))
     assert walks.possible > 250
     assert walks.kept < 0.2 * walks.possible

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +40,18 @@ CASES = [
 WITH_ROWS = [(target, kind) for target, kind in CASES if kind in ("draft_model", "draft_tree", "eagle", "eagle3", "mtp", "medusa")]
 OpenWith = Callable[..., LLM]
 Targets = Callable[[str], tuple[Solo, dict[str, Path]]]
+TalksOf = Callable[[str], "Talks"]
 
 
 @pytest.fixture(scope="module")
 def targets(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Targets:
-    made: dict[str, tuple[Solo, dict[str, Path]]] = {}
     folder = tmp_path_factory.mktemp("heads")
     skip_without_kernels()
 
+    @cache
     def make(name: str) -> tuple[Solo, dict[str, Path]]:
-        if name not in made:
-            directory, drafts = write_heads_and_target(folder, name) if name in HEADS else (checkpoint(name), {})
-            made[name] = Solo(directory, "f32"), drafts
-        return made[name]
+        directory, drafts = write_heads_and_target(folder, name) if name in HEADS else (checkpoint(name), {})
+        return Solo(directory, "f32"), drafts
 
     return make
 
@@ -62,16 +62,12 @@ class Talks:
     def __init__(self, solo: Solo) -> None:
         random = np.random.default_rng(3)
         self._solo = solo
-        self._answers: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
         self._behind_hits: dict[SamplingParams, list[RequestOutput]] = {}
         self.prompt = random.integers(1, solo.vocab_size, 100).tolist()
         self.others = [random.integers(1, solo.vocab_size, length).tolist() for length in (31, 32, 33)]
 
     def answer(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
-        key = tuple(prompt), params
-        if key not in self._answers:
-            (self._answers[key],) = self._solo.answer(prompt, params)
-        return self._answers[key]
+        return self._solo.answer(prompt, params)[0]
 
     def sequence(self, params: SamplingParams) -> list[list[int]]:
         """Prompts in an order in which they find those before them: the same again, talks that go on, other ends, borders of blocks."""
@@ -96,13 +92,12 @@ class Talks:
 
 
 @pytest.fixture(scope="module")
-def talks_of(targets: Targets) -> Callable[[str], Talks]:
-    made: dict[str, Talks] = {}
-    return lambda name: made.setdefault(name, made[name] if name in made else Talks(targets(name)[0]))
+def talks_of(targets: Targets) -> TalksOf:
+    return cache(lambda name: Talks(targets(name)[0]))
 
 
 @pytest.fixture
-def open_with(targets: Targets, talks_of: Callable[[str], Talks]) -> OpenWith:
+def open_with(targets: Targets, talks_of: TalksOf) -> OpenWith:
     """A target by name with a drafter by kind, which gets the output for `params`."""
 
     def open_it(name: str, kind: str, params: SamplingParams = GREEDY, **options: Any) -> LLM:
@@ -129,7 +124,7 @@ def cached(outputs: Sequence[RequestOutput]) -> list[int]:
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=map("-".join, CASES))
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_outputs_after_prefix_hits_are_equal_with_and_without_drafts(
-    params: SamplingParams, name: str, kind: str, open_with: OpenWith, talks_of: Callable[[str], Talks]
+    params: SamplingParams, name: str, kind: str, open_with: OpenWith, talks_of: TalksOf
 ) -> None:
     talks = talks_of(name)
     prompts = talks.sequence(params)
@@ -145,7 +140,7 @@ def test_outputs_after_prefix_hits_are_equal_with_and_without_drafts(
 
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=map("-".join, CASES))
 def test_equal_prompts_in_one_batch_share_cached_blocks(
-    name: str, kind: str, open_with: OpenWith, talks_of: Callable[[str], Talks], large_counts: bool
+    name: str, kind: str, open_with: OpenWith, talks_of: TalksOf, large_counts: bool
 ) -> None:
     if not large_counts and kind not in ("chaos", "draft_model", "eagle3", "mtp"):
         pytest.skip("left to make test-long")
@@ -199,7 +194,7 @@ def test_drafter_prefills_only_the_last_block_of_a_cached_prompt(
     kind: str,
     params: SamplingParams,
     open_with: OpenWith,
-    talks_of: Callable[[str], Talks],
+    talks_of: TalksOf,
     drafter_rows: list[int],
     monkeypatch: pytest.MonkeyPatch,
     large_counts: bool,
@@ -223,7 +218,7 @@ def test_drafter_prefills_only_the_last_block_of_a_cached_prompt(
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize(("name", "kind"), WITH_ROWS, ids=map("-".join, WITH_ROWS))
 def test_drafts_after_a_prefix_hit_equal_drafts_after_prefill(
-    name: str, kind: str, open_with: OpenWith, talks_of: Callable[[str], Talks], large_counts: bool
+    name: str, kind: str, open_with: OpenWith, talks_of: TalksOf, large_counts: bool
 ) -> None:
     """Its own rows of the prompt are the ones it had: drafts and what became of them are the same."""
     talks = talks_of(name)
@@ -247,7 +242,7 @@ def test_cached_blocks_of_another_salt_are_not_matched(
     name: str,
     kind: str,
     open_with: OpenWith,
-    talks_of: Callable[[str], Talks],
+    talks_of: TalksOf,
     drafter_rows: list[int],
     monkeypatch: pytest.MonkeyPatch,
     large_counts: bool,
@@ -269,7 +264,7 @@ def test_cached_blocks_of_another_salt_are_not_matched(
     check_clean(llm)
 
 
-def test_requests_with_different_salts_run_together(open_with: OpenWith, talks_of: Callable[[str], Talks]) -> None:
+def test_requests_with_different_salts_run_together(open_with: OpenWith, talks_of: TalksOf) -> None:
     talks = talks_of("llama")
     llm = open_with("llama", "draft_model", SAMPLED)
     expected = talks.answer(talks.prompt, SAMPLED).token_ids

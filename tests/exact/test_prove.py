@@ -4,7 +4,6 @@ import importlib.util
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,24 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from harness.exact_targets import skip_without_kernels
+from harness.planted_faults import (
+    leave_kept_rows_of_a_tree_where_they_were,
+    let_siblings_see_one_another,
+    process_rows_without_the_path_to_them,
+    report_logprobs_of_the_next_row,
+)
 from paceline.cli import app
 from paceline.kv_cache.block_pool import BlockHash, BlockPool
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import RowPlan
 from paceline.proof.exactness import prove as prove_module
 from paceline.proof.exactness.prove import ProofOptions, Prover
-from paceline.runtimes.base import ForwardOutput, Pass
+from paceline.runtimes.base import ForwardOutput
 from paceline.runtimes.decoder import LOGITS
 from paceline.runtimes.native.network import NativeNetwork
 from paceline.sampling.draw import draw
-from paceline.sampling.processors import EditedRow, LogitsProcessor
-from paceline.speculation import commit as commit_module
+from paceline.sampling.processors import EditedRow
 from paceline.speculation import speculator as speculator_module
-from paceline.speculation import step as step_module
 from paceline.speculation import verify as verify_module
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.tree import DraftTree
@@ -87,13 +90,6 @@ def test_prove_batch_size_option_applies_to_every_case(prove: Prove) -> None:
     assert {level: counts["tokens"] for level, counts in report["compared"]["by"]["batch"].items()} == {"8": report["compared"]["tokens"]}
 
 
-@pytest.mark.parametrize("size", [0, 9])
-def test_prove_refuses_a_batch_size_out_of_range(size: int) -> None:
-    result = run("--batch-size", size, "--tokens", 100)
-    assert result.exit_code == 2
-    assert f"batch_size is {size}: use 1 to 8 requests at a time" in " ".join(result.output.split())
-
-
 # Planted faults: each must be found, and be called a bug.
 
 
@@ -120,11 +116,6 @@ def take_the_bonus_token_from_the_parents_row(patch: pytest.MonkeyPatch) -> None
         return VerifyResult(result.accepted_nodes, (*path, wrong))
 
     patch.setattr(speculator_module, "verify", verify)
-
-
-def leave_kept_rows_of_a_tree_where_they_were(patch: pytest.MonkeyPatch) -> None:
-    real = RowPlan.commit
-    patch.setattr(RowPlan, "commit", lambda plan, node: real(plan, node)._replace(moves=()))
 
 
 def keep_all_but_the_last_row_of_a_path(patch: pytest.MonkeyPatch) -> None:
@@ -171,11 +162,6 @@ def key_noise_by_node(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EditedRow, "draw", lambda self, seed, sample, _: real_draw(self, seed, sample, root[0]))
 
 
-def process_rows_without_the_path_to_them(patch: pytest.MonkeyPatch) -> None:
-    real = LogitsProcessor.edit
-    patch.setattr(LogitsProcessor, "edit", lambda self, logits, path=(): real(self, logits))
-
-
 def count_a_rejected_token_as_output(patch: pytest.MonkeyPatch) -> None:
     def verify(tree: DraftTree, logits: Any, request: Any, walked: Any = None) -> VerifyResult:
         result = verify_module.verify(tree, logits, request, walked)
@@ -197,25 +183,6 @@ def drop_the_row_at_a_chunks_border(patch: pytest.MonkeyPatch) -> None:
         return [0, *ids[1:]] if is_later_chunk else ids
 
     patch.setattr(RequestRows, "token_ids", property(token_ids))
-
-
-def report_logprobs_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
-    real = commit_module.token_logprobs
-
-    def of_next(tokens: Any, nodes: Any, logits: Any, request: Any) -> Any:
-        return real(tokens, nodes, np.roll(logits, -1, axis=0), request)
-
-    patch.setattr(step_module, "token_logprobs", of_next)
-
-
-def let_siblings_see_one_another(patch: pytest.MonkeyPatch) -> None:
-    real = step_module.assemble_pass
-
-    def without_masks(*arguments: Any) -> Pass:
-        made = real(*arguments)
-        return made._replace(batch=replace(made.batch, ranges=tuple(one._replace(mask=None) for one in made.batch.ranges)))
-
-    patch.setattr(step_module, "assemble_pass", without_masks)
 
 
 def give_the_rows_of_another_request(patch: pytest.MonkeyPatch) -> None:
@@ -432,6 +399,8 @@ def test_prove_finds_no_difference_in_300_000_tokens_of_mini(part: int, seed: in
 WRONG_USE = [
     (("--drafter", "none"), "nothing to compare"),
     (("--tokens", "0"), "tokens is 0"),
+    (("--batch-size", "0"), "batch_size is 0: use 1 to 8 requests at a time"),
+    (("--batch-size", "9"), "batch_size is 9: use 1 to 8 requests at a time"),
     (("--seed", "-1"), "seed is -1"),
     (("--prompts", "missing.txt"), "there is no file"),
     (("--prompts", "."), "a directory"),
@@ -449,7 +418,7 @@ def test_prove_usage_errors_exit_with_2(arguments: tuple[str, ...], text: str, c
     skip_without_kernels()
     result = run("--model", checkpoint("llama"), "--threads", 1, *arguments)
     assert result.exit_code == 2, result.output
-    assert text in result.output
+    assert text in " ".join(result.output.split())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device here")

@@ -24,7 +24,7 @@ from harness.enumerated_distributions import (
 )
 from harness.scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, chi_square_p_value, joint_counts
 from paceline.drafters.draft_model import _tokens_per_level
-from paceline.kv_cache.cache import CachedSequence, KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.sampling import residual as residual_module
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.params import SamplingParams
@@ -62,6 +62,9 @@ class Scene:
 
     def exact_distribution(self) -> dict[Tokens, float]:
         return self.target.exact_joint_distribution(self.params, self.num_tokens)
+
+    def request(self, seed: int) -> Request:
+        return self.target.request(self.params, seed, self.num_tokens)
 
     def draft_row(self, context: Tokens) -> np.ndarray:
         own = OTHERS[self.vocab_size].logits(context)
@@ -104,25 +107,12 @@ def _draft(scene: Scene, request: Request) -> DraftTree:
     return DraftTree.from_nodes(request.token_ids[-1], [path[-1] for path in paths[1:]], parents, "test", draft_probs)
 
 
-def _rows(scene: Scene, request: Request, tree: DraftTree) -> np.ndarray:
-    paths: list[Tokens] = [()]
-    for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return np.stack([scene.target.logits((*request.token_ids, *path)) for path in paths])
-
-
-def _request(scene: Scene, seed: int) -> Request:
-    processor = LogitsProcessor(scene.params, scene.vocab_size, PROMPT)
-    max_len = len(PROMPT) + scene.num_tokens
-    return Request(list(PROMPT), len(PROMPT), scene.params, processor, CachedSequence(), seed, 0, max_len=max_len)
-
-
 def _speak(scene: Scene, seed: int) -> tuple[Tokens, int]:
     """One text, and how many of its tokens were drafts."""
-    request, num_accepted = _request(scene, seed), 0
+    request, num_accepted = scene.request(seed), 0
     while not request.is_finished:
         tree = _draft(scene, request)
-        result = verify_rejection(tree, _rows(scene, request, tree), request)
+        result = verify_rejection(tree, scene.target.tree_logits(request.token_ids, tree), request)
         num_accepted += len(result.accepted_nodes)
         commit(request, result.token_ids, len(result.accepted_nodes), has_draft=True)
     return tuple(request.output_token_ids), num_accepted
@@ -150,7 +140,7 @@ def test_rejection_distribution_cases_accept_and_reject_drafts(name, seed):
 
 
 def test_rejection_distribution_cases_contain_chains_and_trees():
-    proposals = {name: _draft(scene, _request(scene, 1)).draft_sampling for name, scene in SCENES.items()}
+    proposals = {name: _draft(scene, scene.request(1)).draft_sampling for name, scene in SCENES.items()}
     assert proposals["chain"] is proposals["long chain over few ids"] is DraftSampling.SAMPLED
     assert proposals["tree"] is proposals["wide, then a chain"] is DraftSampling.WITHOUT_REPLACEMENT
 
@@ -230,7 +220,7 @@ class Room:
     def __init__(self, committed_len: int, num_blocks: int, num_others: int) -> None:
         used = -(-committed_len // BLOCK_SIZE)
         self._cache = KVCache([], used + num_blocks, block_size=BLOCK_SIZE)
-        self._request, self._other = (_request(SCENES["tree over few ids"], 0) for _ in range(2))
+        self._request, self._other = (SCENES["tree over few ids"].request(0) for _ in range(2))
         self._num_others = num_others
         self._request.cached_sequence, self._other.cached_sequence = self._cache.new_sequence(), self._cache.new_sequence()
         self._cache.reserve(self._request.cached_sequence, range(-1, committed_len - 1))

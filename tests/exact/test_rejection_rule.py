@@ -20,21 +20,17 @@ from harness.enumerated_distributions import (
     full_probs,
     never,
     num_tokens,
-    paths_of,
     plain_distribution,
     sparse_probs,
     walk,
 )
 from harness.scripted_target import ScriptedTarget
 from paceline.errors import CheckpointError
-from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs, acceptance_ratio, excess
 from paceline.speculation import rejection
 from paceline.speculation.rejection import StepRandomness, verify_rejection
-from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftSampling, DraftTree
 from paceline.speculation.verify import verify
 
@@ -259,31 +255,22 @@ def test_invalid_logits_row_fails_only_outputs_that_reach_it(seed):
 # What a request's noise makes of it
 
 
-def _request(target: ScriptedTarget, params: SamplingParams, seed: int) -> Request:
-    processor = LogitsProcessor(params, target.vocab_size, target.prompt)
-    return Request(list(target.prompt), len(target.prompt), params, processor, CachedSequence(), seed, 0, max_len=100)
-
-
-def _rows(target: ScriptedTarget, request: Request, tree: DraftTree) -> np.ndarray:
-    return np.stack([target.logits((*request.token_ids, *path)) for path in paths_of(tree)])
-
-
 def test_rejection_at_temperature_0_equals_exact_match_verification():
     target = ScriptedTarget()
     params = SamplingParams(repetition_penalty=1.3)
     for seed in range(20):
-        request = _request(target, params, seed)
+        request = target.request(params, seed)
         right = target.generate(params, seed, 4)
         tree = DraftTree.from_nodes(request.token_ids[-1], [*right[:3], 7], [0, 1, 2, 0], "test")
-        rows = _rows(target, request, tree)
+        rows = target.tree_logits(request.token_ids, tree)
         assert verify_rejection(tree, rows, request) == verify(tree, rows, request)
 
 
 def test_logits_after_a_rejected_deterministic_draft_are_not_read():
     target = ScriptedTarget()
-    request = _request(target, SamplingParams(temperature=1.0), seed=5)
+    request = target.request(SamplingParams(temperature=1.0), seed=5)
     tree = DraftTree.from_nodes(request.token_ids[-1], range(32), [0] * 32, "test")
-    rows = _rows(target, request, tree)
+    rows = target.tree_logits(request.token_ids, tree)
     (node,) = verify_rejection(tree, rows, request).accepted_nodes
     rows[[other for other in range(1, 33) if other != node]] = np.nan
     assert verify_rejection(tree, rows, request).accepted_nodes == (node,)
@@ -300,8 +287,8 @@ def test_damaged_logits_rows_after_a_rejected_draft_are_ignored():
     tree.check()
     kept = set()
     for seed in range(60):
-        request = _request(target, SamplingParams(temperature=1.0), seed)
-        rows = _rows(target, request, tree)
+        request = target.request(SamplingParams(temperature=1.0), seed)
+        rows = target.tree_logits(request.token_ids, tree)
         rows[2:] = np.nan
         result = verify_rejection(tree, rows, request)
         kept.add((len(result.accepted_nodes), result.token_ids == drafts[: len(result.token_ids)]))
@@ -317,12 +304,12 @@ def test_acceptance_noise_is_independent_of_other_steps(monkeypatch):
 
     monkeypatch.setattr(rejection, "step_uniform", remembering)
     target = ScriptedTarget()
-    request = _request(target, SamplingParams(temperature=1.0), seed=1)
+    request = target.request(SamplingParams(temperature=1.0), seed=1)
     distribution = TokenProbs.from_distribution(request.processor.process(target.logits(request.token_ids)))
     for _ in range(4):
         drafts = [int(np.argmax(distribution.probs))] * 3
         tree = DraftTree.from_nodes(request.token_ids[-1], drafts, range(3), "test", dict.fromkeys(range(3), distribution))
-        result = verify_rejection(tree, _rows(target, request, tree), request)
+        result = verify_rejection(tree, target.tree_logits(request.token_ids, tree), request)
         request.token_ids.append(result.token_ids[0])  # the next step draws for positions that this one drew for
     assert {key[3] for key in asked} == {Purpose.ACCEPT, Purpose.RESIDUAL}
     assert len(set(asked)) == len(asked) == len({step_uniform(*key) for key in asked}) > 12
@@ -338,6 +325,6 @@ def test_acceptance_noise_is_uniform_in_the_open_interval():
 
 
 def test_acceptance_is_certain_at_probability_1_and_never_at_0():
-    request = _request(ScriptedTarget(), SamplingParams(temperature=1.0), seed=2)
+    request = ScriptedTarget().request(SamplingParams(temperature=1.0), seed=2)
     chance = StepRandomness(request)
     assert all(chance.accepts(1.0, depth, 0) and not chance.accepts(0.0, depth, 0) for depth in range(500))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from harness.exact_targets import EVERYTHING, is_in_a_normal_run, skip_without_kernels
+from harness.planted_faults import leave_kept_rows_of_a_tree_where_they_were
 from paceline.kv_cache import cache as cache_module
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, path_to
@@ -191,21 +192,25 @@ def small_subject(checkpoint: Directory, seed: int) -> Subject:
     return make_subject(checkpoint("llama"), "f32", 80, seed)
 
 
-def change_plans(monkeypatch: pytest.MonkeyPatch, change: Callable[[RowPlan], RowPlan]) -> None:
+def ignore_tree_masks(patch: pytest.MonkeyPatch) -> None:
     real = cache_module.plan_rows
-    monkeypatch.setattr(cache_module, "plan_rows", lambda *args: change(real(*args)))
+    patch.setattr(cache_module, "plan_rows", lambda *args: replace(real(*args), mask=None))
 
 
-def test_fault_of_an_ignored_tree_mask_is_found(small_subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_plans(monkeypatch, lambda plan: replace(plan, mask=None))
-    assert compare_trees(small_subject, seed, num_trees=4)[1] > 0
-
-
-def test_fault_of_tree_rows_not_moved_after_acceptance_is_found(small_subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of the path that was kept do not move together: what comes next attends to rejected ones."""
+def keep_the_row_of_the_parent(patch: pytest.MonkeyPatch) -> None:
     real = RowPlan.commit
-    monkeypatch.setattr(RowPlan, "commit", lambda plan, node: real(plan, node)._replace(moves=()))
-    assert compare_trees(small_subject, seed, num_trees=8)[1] > 0
+    patch.setattr(RowPlan, "commit", lambda plan, node: real(plan, max(0, plan.parents[node])))
+
+
+@pytest.mark.parametrize(
+    ("plant", "num_trees"),
+    [(ignore_tree_masks, 4), (keep_the_row_of_the_parent, 4), (leave_kept_rows_of_a_tree_where_they_were, 8)],
+)
+def test_planted_faults_of_tree_rows_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], num_trees: int, small_subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert compare_trees(small_subject, seed, num_trees)[1] > 0
 
 
 def test_fault_of_keys_written_to_blocks_of_another_sequence_is_found(
@@ -220,13 +225,3 @@ def test_fault_of_keys_written_to_blocks_of_another_sequence_is_found(
 
     monkeypatch.setattr(PassRecord, "fill", misplaced)
     assert compare_mixes(small_subject, seed, repeats=1)[1] > 0
-
-
-def test_fault_of_keep_path_keeping_the_parent_row_is_found(small_subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = RowPlan.commit
-
-    def parent_instead(plan: RowPlan, node: int) -> object:
-        return real(plan, max(0, plan.parents[node]))
-
-    monkeypatch.setattr(RowPlan, "commit", parent_instead)
-    assert compare_trees(small_subject, seed, num_trees=4)[1] > 0

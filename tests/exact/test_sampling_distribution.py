@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 
-from harness.many_draws import draw_many
-from harness.scripted_target import LEAST_EXPECTED, NoisePosition, ScriptedTarget, chi_square_p_value, joint_counts, textbook_probs
+from harness.scripted_target import (
+    LEAST_EXPECTED,
+    NoisePosition,
+    ScriptedTarget,
+    chi_square_p_value,
+    draw_many,
+    joint_counts,
+    textbook_probs,
+)
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor

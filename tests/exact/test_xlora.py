@@ -14,21 +14,19 @@ import pytest
 import torch
 
 from harness.adapter_files import write_adapter_of
-from harness.adapters import Asked
+from harness.adapters import Asked, assert_equal, run_together
 from harness.engine_jobs import BEYOND, TREES, make_drafter
-from harness.engine_traffic import check_clean, check_engine
+from harness.engine_traffic import check_clean
 from harness.exact_targets import skip_without_kernels
 from harness.xlora_files import write_xlora
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.kv_cache.block_pool import BlockPool
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.models.checkpoint import read_model_config
-from paceline.runtimes.base import Numerics
 from paceline.runtimes.native import network as native_network
 from paceline.runtimes.torch import network as torch_network
 from paceline.runtimes.torch.network import TorchNetwork
 from paceline.speculation.draft_length.policy import FixedDraftLength
-from paceline.speculation.request import Request
 
 BLOCK, MAX_CONTEXT, NUM_BLOCKS = 32, 128, 11  # fewer blocks than eight texts take
 DRAFTERS = ["none", "ngram", "suffix_tree", "oracle", "chaos"]
@@ -91,29 +89,6 @@ def given(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp
     yield made
     llm.close()
     torch.set_num_threads(num_threads)
-
-
-def run_together(llm: LLM, asked: list[Asked], *, preempt_every: int | None = None) -> list[Request]:
-    engine, requests = llm.engine, list[Request]()
-    for one in asked:
-        requests += llm._loaded.make_requests([one.prompt], one.params, {"adapter": one.adapter}, is_streamed=False)
-    for request in requests:
-        engine.add_request(request)
-    while engine.has_work:
-        engine.step()
-        if preempt_every is not None and engine.stats.num_steps % preempt_every == 0 and engine.scheduler.running:
-            engine.scheduler.preempt(engine.scheduler.running[-1])
-        check_engine(engine)
-    return requests
-
-
-def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
-    for request, one in zip(requests, asked, strict=True):
-        assert request.error is None
-        found = llm._loaded.make_output(request)
-        assert found.token_ids == one.answer.token_ids, one.adapter
-        if llm.runtime.capabilities.numerics is Numerics.EXACT:
-            assert found.logprobs == one.answer.logprobs, one.adapter
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

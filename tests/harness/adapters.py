@@ -6,11 +6,16 @@ from hashlib import blake2b
 
 import numpy as np
 
+from harness.engine_traffic import check_engine
+from paceline import LLM
+from paceline.engine.inputs import RequestOptions
 from paceline.models.adapters.adapter import Adapter, LowRank
 from paceline.models.adapters.modules import target_modules
 from paceline.models.config import ModelConfig
 from paceline.outputs import RequestOutput
+from paceline.runtimes.base import Numerics
 from paceline.sampling.params import SamplingParams
+from paceline.speculation.request import Request
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkv", "in_proj", "out_proj")
 
@@ -73,3 +78,35 @@ def make_adapter(
         products["lm_head"] = low_rank(vocab_size, hidden)
     saved = {name: normal(vocab_size, hidden) * np.float32(0.05) for name in saves}
     return Adapter(name, blake2b(repr((name, seed, rank, strength, parts)).encode()).digest(), products, offsets, saved)
+
+
+def run_together(llm: LLM, asked: Sequence[Asked], *, preempt_every: int | None = None) -> list[Request]:
+    """Run all requests at once, checked step by step.
+
+    Args:
+        preempt_every: steps after which the newest request is preempted.
+    """
+    engine, requests = llm.engine, list[Request]()
+    for one in asked:
+        options: RequestOptions = {"adapter": one.adapter, "namespace": "one"}
+        if engine.speculator.uses_predicted_outputs:
+            options["prediction"] = one.beyond
+        requests += llm._loaded.make_requests([one.prompt], one.params, options, is_streamed=False)
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_work:
+        engine.step()
+        if preempt_every is not None and engine.stats.num_steps % preempt_every == 0 and engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[-1])
+        check_engine(engine)
+    return requests
+
+
+def assert_equal(llm: LLM, requests: Sequence[Request], asked: Sequence[Asked]) -> None:
+    """Check that requests got what each gets alone; with exact numerics their logprobs too."""
+    for request, one in zip(requests, asked, strict=True):
+        assert request.error is None
+        found = llm._loaded.make_output(request)
+        assert found.token_ids == one.answer.token_ids, one.adapter
+        if llm.runtime.capabilities.numerics is Numerics.EXACT:
+            assert found.logprobs == one.answer.logprobs, one.adapter

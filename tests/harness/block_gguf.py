@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from harness.eagle_checkpoints import Tensors
-from harness.gguf_checkpoints import random_blocks
+from harness.gguf_checkpoints import add_values, finish, random_blocks
 
 _PARTS = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
@@ -64,10 +64,7 @@ def write_gguf_block(
             writer.add_tensor(_name_in_file(name), rows, raw_dtype=kind)
         else:
             writer.add_tensor(_name_in_file(name), np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, path)
     return held
 
 
@@ -107,6 +104,4 @@ def _write_metadata(writer: Any, values: Mapping[str, Any], given: dict[str, Any
         own["attention.sliding_window"] = values["sliding_window"]
         own["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in values["layer_types"]]
     writer.add_uint32("tokenizer.ggml.mask_token_id", given.pop("mask_token_id", values["mask_token_id"]))
-    for key, value in {**own, **given}.items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array, str: writer.add_string}
-        add[type(value)](f"dflash.{key}", value)
+    add_values(writer, {f"dflash.{key}": value for key, value in {**own, **given}.items()})

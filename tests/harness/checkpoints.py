@@ -114,7 +114,6 @@ def write_checkpoint(
     *,
     dtype: str = "float32",
     seed: int = 0,
-    max_shard_size: str = "1GB",
     query_key_scale: float = 1.0,
     **overrides: Any,
 ) -> Path:
@@ -126,7 +125,7 @@ def write_checkpoint(
         query_key_scale: factor on the weights of the query and key projections, of Gemma 3n and 4 their norms, for large attention scores.
         overrides: values of its transformers config.
     """
-    options: dict[str, Any] = {"dtype": dtype, "seed": seed, "max_shard_size": max_shard_size, "query_key_scale": query_key_scale}
+    options: dict[str, Any] = {"dtype": dtype, "seed": seed, "query_key_scale": query_key_scale}
     key = repr((family, options, sorted(overrides.items())))
     if key not in _made:
         _made[key] = Path(_folder.name) / str(len(_made))
@@ -134,9 +133,7 @@ def write_checkpoint(
     return Path(shutil.copytree(_made[key], directory, copy_function=shutil.copyfile, dirs_exist_ok=True))
 
 
-def _make_checkpoint(
-    directory: Path, family: str, *, dtype: str, seed: int, max_shard_size: str, query_key_scale: float, **overrides: Any
-) -> None:
+def _make_checkpoint(directory: Path, family: str, *, dtype: str, seed: int, query_key_scale: float, **overrides: Any) -> None:
     import torch
 
     values = {
@@ -185,7 +182,7 @@ def _make_checkpoint(
                 torch.nn.init.normal_(buffer, std=0.3)
             if name.endswith(("layer_scalar", "act_fn.beta")):
                 torch.nn.init.uniform_(buffer, 0.6, 1.4)
-    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
     write_tokenizer(directory, values["vocab_size"])
 
 

@@ -62,9 +62,14 @@ class Spoken(ABC):
     def message_of(self, error: Object) -> str:
         """The text of an error, whose shape is checked."""
 
-    @abstractmethod
     def speculation(self, answer: Object | Sequence[Object]) -> Object:
         """What speculation did, of a whole answer or a stream."""
+        found: Object = (answer if isinstance(answer, dict) else self.last(answer))["speculation"]
+        return found
+
+    def last(self, events: Sequence[Object]) -> Object:
+        """The object of a stream that sums it up."""
+        return events[-1]
 
 
 def joined(pieces: Sequence[tuple[str, str]]) -> Said:
@@ -116,10 +121,6 @@ class Chat(Spoken):
     def message_of(self, error: Object) -> str:
         assert set(error["error"]) == {"message", "type", "param", "code"}
         return str(error["error"]["message"])
-
-    def speculation(self, answer: Object | Sequence[Object]) -> Object:
-        found: Object = (answer if isinstance(answer, dict) else answer[-1])["speculation"]
-        return found
 
 
 class Messages(Spoken):
@@ -175,9 +176,8 @@ class Messages(Spoken):
         assert set(error["error"]) == {"type", "message"}
         return str(error["error"]["message"])
 
-    def speculation(self, answer: Object | Sequence[Object]) -> Object:
-        found: Object = (answer if isinstance(answer, dict) else answer[-2])["speculation"]
-        return found
+    def last(self, events: Sequence[Object]) -> Object:
+        return events[-2]
 
 
 class Responses(Chat):
@@ -237,9 +237,9 @@ class Responses(Chat):
         assert self.said(response) == self.streamed(events)
         return self.ending(response)
 
-    def speculation(self, answer: Object | Sequence[Object]) -> Object:
-        found: Object = (answer if isinstance(answer, dict) else answer[-1]["response"])["speculation"]
-        return found
+    def last(self, events: Sequence[Object]) -> Object:
+        response: Object = events[-1]["response"]
+        return response
 
 
 class OllamaChat(Spoken):
@@ -283,10 +283,6 @@ class OllamaChat(Spoken):
         assert set(error) == {"error"}
         assert isinstance(error["error"], str)
         return error["error"]
-
-    def speculation(self, answer: Object | Sequence[Object]) -> Object:
-        found: Object = (answer if isinstance(answer, dict) else answer[-1])["speculation"]
-        return found
 
 
 DIALECTS: dict[str, Spoken] = {"chat": Chat(), "messages": Messages(), "responses": Responses(), "ollama": OllamaChat()}

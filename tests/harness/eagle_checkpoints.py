@@ -1,7 +1,7 @@
 """Tiny EAGLE heads in the formats they are published in, and a target with heads that must predict it perfectly."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from harness.checkpoints import write_tokenizer
+from harness.checkpoint_files import edit_tensors
+from harness.checkpoints import write_checkpoint
+from harness.gguf_checkpoints import add_tensor, add_values, finish
 
 VOCAB_SIZE = 97
 Tensors = dict[str, torch.Tensor]
@@ -149,6 +151,11 @@ HIDDEN = 3 * CODE
 HEAD = 24
 FIRST_TOKEN = 1  # begins every prompt; no head reads it
 SHARPNESS = 100.0
+NUM_LAYERS = 4
+NEW, CURRENT, EARLIER = slice(0, CODE), slice(HIDDEN, HIDDEN + CODE), slice(HIDDEN + CODE, HIDDEN + 2 * CODE)
+"""Columns of the queries, keys and values of an EAGLE-3 head."""
+Arrays = dict[str, NDArray[np.float32]]
+Edit = Callable[[Arrays], None]
 
 
 def codes(seed: int = 0) -> NDArray[np.float32]:
@@ -180,49 +187,58 @@ def aimed(offset: int, theta: float = 10000.0) -> tuple[NDArray[np.float32], NDA
     return (turned * scale).astype(np.float32), (key * scale).astype(np.float32)
 
 
-def write_legible_target(
-    directory: Path, *, num_layers: int = 4, reads_mean: bool = True, looks_back: int = 1, hears_current: bool = True
-) -> Path:
-    """A llama whose next token depends on its current token, the one `looks_back` before it and, in a share, the mean of all."""
-    directory.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 8,
-        "num_hidden_layers": num_layers, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": HEAD, "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": "float32",
-        "bos_token_id": FIRST_TOKEN, "eos_token_id": 0,
-    }  # fmt: skip
+def code_embedding() -> NDArray[np.float32]:
+    """The codes, one row of the embedding each; only the first token's last value is negative."""
     embedding = np.zeros((VOCAB_SIZE, HIDDEN), np.float32)
     embedding[:, :CODE] = codes()
-    embedding[FIRST_TOKEN, CODE - 1] = -1.0  # the only one whose last value is negative
-    size = np.sqrt(CODE / HIDDEN)  # of a row: what the norm divides by
-    constant = CODE - 1
-    query, key = np.zeros((3 * HEAD, HIDDEN), np.float32), np.zeros((3 * HEAD, HIDDEN), np.float32)
-    value, out = np.zeros((3 * HEAD, HIDDEN), np.float32), np.zeros((HIDDEN, 3 * HEAD), np.float32)
-    # head 0 attends back and writes that token's code after the current one's
-    shape, mark = aimed(looks_back)
-    query[:HEAD, constant], key[:HEAD, constant] = shape * size, mark * size
-    value[:HEAD, :CODE] = np.eye(CODE) * size
-    out[CODE : 2 * CODE, :HEAD] = np.eye(CODE)
-    if reads_mean:  # head 1 hears all tokens alike, but not the first one: only its constant is negative, and its key far away
-        mixing = mixture()
-        value[HEAD : 2 * HEAD, :CODE] = mixing * size
-        out[2 * CODE :, HEAD : 2 * HEAD] = np.eye(CODE)
-        slowest = HEAD // 2 - 1  # turns least
-        query[HEAD + slowest, constant] = size
-        key[HEAD + slowest, constant] = 100.0 * size
-    final = np.full(HIDDEN, np.sqrt(2 * CODE / HIDDEN), np.float32)  # without the mean all rows are of one size: features are the rows
-    said = speaking() if hears_current else recalling()
-    tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": final, "lm_head.weight": said}
-    for layer in range(num_layers):
-        parts = (query, key, value, out) if layer == 0 else (query * 0, key * 0, value * 0, out * 0)
-        prefix = f"model.layers.{layer}."
-        tensors |= {f"{prefix}self_attn.{name}_proj.weight": part for name, part in zip("qkvo", parts, strict=True)}
-        tensors |= {f"{prefix}mlp.{name}_proj.weight": np.zeros((8, HIDDEN), np.float32) for name in ("gate", "up")}
-        tensors[prefix + "mlp.down_proj.weight"] = np.zeros((HIDDEN, 8), np.float32)
-        tensors |= {f"{prefix}{name}.weight": np.ones(HIDDEN, np.float32) for name in ("input_layernorm", "post_attention_layernorm")}
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file({name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in tensors.items()}, directory / "model.safetensors")
-    write_tokenizer(directory, VOCAB_SIZE)
+    embedding[FIRST_TOKEN, CODE - 1] = -1.0
+    return embedding
+
+
+def attention_of(tensors: Arrays, layer: str) -> list[NDArray[np.float32]]:
+    """The matrices of queries, keys, values and outputs of a layer."""
+    return [tensors[f"{layer}self_attn.{part}_proj.weight"] for part in "qkvo"]
+
+
+def look_back(tensors: Arrays, layer: str, offset: int, *, theta: float = 10000.0, size: float = 1.0) -> None:
+    """Let head 0 write the code of the token `offset` before the current one after the current one's code.
+
+    Args:
+        size: what rows are divided by in front of the layer.
+    """
+    query, key, value, out = attention_of(tensors, layer)
+    shape, mark = aimed(offset, theta)
+    query[:HEAD, CODE - 1], key[:HEAD, CODE - 1] = shape * size, mark * size
+    value[:HEAD, :CODE], out[CODE : 2 * CODE, :HEAD] = np.eye(CODE) * size, np.eye(CODE)
+
+
+def hear_all(tensors: Arrays, layer: str, *, size: float = 1.0) -> None:
+    """Let head 1 write the mean of all tokens but the first one, whose key is far away: its constant is negative."""
+    query, key, value, out = attention_of(tensors, layer)
+    slowest = HEAD + HEAD // 2 - 1  # turns least
+    query[slowest, CODE - 1], key[slowest, CODE - 1] = size, 100.0 * size
+    value[HEAD : 2 * HEAD, :CODE], out[2 * CODE :, HEAD : 2 * HEAD] = mixture() * size, np.eye(CODE)
+
+
+def write_legible_target(directory: Path, *, reads_mean: bool = True, looks_back: int = 1, hears_current: bool = True) -> Path:
+    """A llama whose next token depends on its current token, the one `looks_back` before it and, in a share, the mean of all."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 8, "num_hidden_layers": NUM_LAYERS, "head_dim": HEAD, "rms_norm_eps": 1e-6}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 1024, "bos_token_id": FIRST_TOKEN}
+    write_checkpoint(directory, "llama", **sizes, **heads)
+
+    def change(tensors: Arrays) -> None:
+        for name, array in tensors.items():
+            array[...] = 1.0 if name.endswith("layernorm.weight") else 0.0
+        size = np.sqrt(CODE / HIDDEN)  # of a row: what the norm divides by
+        look_back(tensors, "model.layers.0.", looks_back, size=size)
+        if reads_mean:
+            hear_all(tensors, "model.layers.0.", size=size)
+        # without the mean all rows are of one size: features are the rows
+        tensors["model.norm.weight"][...] = np.sqrt(2 * CODE / HIDDEN)
+        tensors["model.embed_tokens.weight"] = code_embedding()
+        tensors["lm_head.weight"] = speaking() if hears_current else recalling()
+
+    edit_tensors(directory, change)
     return directory
 
 
@@ -238,7 +254,7 @@ def legible_config(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def silent_layer(prefix: str, columns: int, norms: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+def silent_layer(prefix: str, columns: int, norms: Sequence[str]) -> Arrays:
     """A layer that adds nothing."""
     shapes = {**{f"self_attn.{part}_proj": (HIDDEN, columns) for part in "qkv"}, "self_attn.o_proj": (HIDDEN, HIDDEN)}
     shapes |= {"mlp.gate_proj": (8, HIDDEN), "mlp.up_proj": (8, HIDDEN), "mlp.down_proj": (HIDDEN, 8)}
@@ -249,63 +265,68 @@ def silent_layer(prefix: str, columns: int, norms: Sequence[str]) -> dict[str, N
 def write_listening_eagle1(directory: Path, *, swapped: bool = False) -> Path:
     """For the target that depends on the mean: reads tokens only, all of them through its own cache."""
     tensors = silent_layer("layers.0.", HIDDEN, ["post_attention_layernorm"])
+    look_back(tensors, "layers.0.", 1)
+    hear_all(tensors, "layers.0.")
+    return _write_legible(directory, legible_config(bias=False), tensors | {"fc.weight": code_of_the_token()}, swapped=swapped)
+
+
+def code_of_the_token() -> NDArray[np.float32]:
+    """A matrix [HIDDEN, 2 * HIDDEN] that takes the code from the embedding, and nothing from the feature."""
     fc = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
     fc[:CODE, :CODE] = np.eye(CODE)
-    query, key, value, out = (tensors[f"layers.0.self_attn.{part}_proj.weight"] for part in "qkvo")
-    query[:HEAD, CODE - 1], key[:HEAD, CODE - 1] = aimed(1)
-    value[:HEAD, :CODE], out[CODE : 2 * CODE, :HEAD] = np.eye(CODE), np.eye(CODE)
-    slowest = HEAD + HEAD // 2 - 1
-    query[slowest, CODE - 1], key[slowest, CODE - 1] = 1.0, 100.0
-    value[HEAD : 2 * HEAD, :CODE], out[2 * CODE :, HEAD : 2 * HEAD] = mixture(), np.eye(CODE)
-    return _write_legible(directory, legible_config(bias=False), tensors | {"fc.weight": fc}, swapped=swapped)
+    return fc
 
 
 def write_reading_eagle1(directory: Path, *, swapped: bool = False, max_positions: int = 1024, **config: Any) -> Path:
     """For the target without the mean: reads the token before the current one from the feature alone."""
-    fc = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
-    fc[:CODE, :CODE] = np.eye(CODE)
+    fc = code_of_the_token()
     fc[CODE : 2 * CODE, HIDDEN : HIDDEN + CODE] = np.eye(CODE)
     tensors = silent_layer("layers.0.", HIDDEN, ["post_attention_layernorm"]) | {"fc.weight": fc}
     values = legible_config(bias=False, max_position_embeddings=max_positions, **config)
     return _write_legible(directory, values, tensors, swapped=swapped)
 
 
-def write_reading_eagle3(directory: Path, *, swapped: bool = False, boundaries: Sequence[int] = (0, 2, 4)) -> Path:
-    """For the target without the mean: turns the feature of a position into that of the next one, by its attention to itself."""
+def write_reading_eagle3(directory: Path, edit: Edit = lambda tensors: None, *, swapped: bool = False, **config: Any) -> Path:
+    """For the target without the mean: turns the feature of a position into that of the next one, by its attention to itself.
+
+    Args:
+        edit: changes the tensors.
+        config: added to config.json; None takes a value away.
+    """
     tensors = silent_layer("midlayer.", 2 * HIDDEN, ["post_attention_layernorm"])
     fc = np.zeros((HIDDEN, 3 * HIDDEN), np.float32)
     fc[:, 2 * HIDDEN :] = np.eye(HIDDEN)
-    query, key, value, out = (tensors[f"midlayer.self_attn.{part}_proj.weight"] for part in "qkvo")
+    query, key, value, out = attention_of(tensors, "midlayer.")
     for head in (0, 1):
         rows = slice(head * HEAD, (head + 1) * HEAD)
         query[rows, CODE - 1], key[rows, CODE - 1] = aimed(0)
         out[rows, rows] = np.eye(CODE)
-    new, current, earlier = (slice(first, first + CODE) for first in (0, HIDDEN, HIDDEN + CODE))
-    value[:HEAD, new], value[:HEAD, current] = np.eye(CODE), -np.eye(CODE)
-    value[HEAD : 2 * HEAD, current], value[HEAD : 2 * HEAD, earlier] = np.eye(CODE), -np.eye(CODE)
+    value[:HEAD, NEW], value[:HEAD, CURRENT] = np.eye(CODE), -np.eye(CODE)
+    value[HEAD : 2 * HEAD, CURRENT], value[HEAD : 2 * HEAD, EARLIER] = np.eye(CODE), -np.eye(CODE)
+    size = np.full(HIDDEN, np.sqrt(2 * CODE / HIDDEN), np.float32)
     tensors |= {
         "fc.weight": fc,
         "midlayer.input_layernorm.weight": np.full(HIDDEN, np.sqrt(CODE / HIDDEN), np.float32),
-        "midlayer.hidden_norm.weight": np.full(HIDDEN, np.sqrt(2 * CODE / HIDDEN), np.float32),
-        "norm.weight": np.full(HIDDEN, np.sqrt(2 * CODE / HIDDEN), np.float32),
+        "midlayer.hidden_norm.weight": size,
+        "norm.weight": size.copy(),
         "lm_head.weight": speaking()[DRAFT_IDS],
     }
-    config = legible_config(
-        architectures=["LlamaForCausalLMEagle3"],
-        draft_vocab_size=len(DRAFT_IDS),
-        norm_before_residual=True,
-        eagle_aux_hidden_state_layer_ids=list(boundaries),
-    )
-    return _write_legible(directory, config, tensors, vocabulary_tables(DRAFT_IDS, VOCAB_SIZE), swapped=swapped)
+    edit(tensors)
+    values = legible_config(
+        architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=len(DRAFT_IDS), norm_before_residual=True,
+        eagle_aux_hidden_state_layer_ids=[0, 2, 4],
+    )  # fmt: skip
+    values = {name: value for name, value in {**values, **config}.items() if value is not None}
+    return _write_legible(directory, values, tensors, vocabulary_tables(DRAFT_IDS, VOCAB_SIZE), swapped=swapped)
 
 
 RECALLED = 5
 """So far back is the token that the next one of a recalling target is said by: five more can be drafted before they are known."""
 
 
-def write_recalling_target(directory: Path, num_layers: int = 4) -> Path:
+def write_recalling_target(directory: Path) -> Path:
     """A target whose next token depends only on the token `RECALLED` positions before the current one."""
-    return write_legible_target(directory, num_layers=num_layers, reads_mean=False, looks_back=RECALLED, hears_current=False)
+    return write_legible_target(directory, reads_mean=False, looks_back=RECALLED, hears_current=False)
 
 
 def write_recalling_peagle(directory: Path, *, is_speculators: bool = False, offset: int = RECALLED) -> Path:
@@ -315,17 +336,12 @@ def write_recalling_peagle(directory: Path, *, is_speculators: bool = False, off
         offset: how far back it looks; right is `RECALLED`.
     """
     tensors = silent_layer("layers.0.", 2 * HIDDEN, ["post_attention_layernorm"])
-    query, key, value, out = (tensors[f"layers.0.self_attn.{part}_proj.weight"] for part in "qkvo")
-    query[:HEAD, CODE - 1], key[:HEAD, CODE - 1] = aimed(offset)
-    value[:HEAD, :CODE], out[CODE : 2 * CODE, :HEAD] = np.eye(CODE), np.eye(CODE)
-    embedding = np.zeros((VOCAB_SIZE, HIDDEN), np.float32)
-    embedding[:, :CODE] = codes()
-    embedding[FIRST_TOKEN, CODE - 1] = -1.0
+    look_back(tensors, "layers.0.", offset)
     tensors |= silent_layer("layers.1.", HIDDEN, ["input_layernorm", "post_attention_layernorm"])
     tensors |= {
         "fc.weight": np.zeros((HIDDEN, 3 * HIDDEN), np.float32),
         "mask_hidden": np.ones((1, 3 * HIDDEN), np.float32),
-        "embed_tokens.weight": embedding,
+        "embed_tokens.weight": code_embedding(),
         "layers.0.input_layernorm.weight": np.full(HIDDEN, np.sqrt(CODE / HIDDEN), np.float32),
         "layers.0.hidden_norm.weight": np.ones(HIDDEN, np.float32),
         "norm.weight": np.full(HIDDEN, np.sqrt(CODE / HIDDEN), np.float32),
@@ -341,9 +357,7 @@ def write_recalling_peagle(directory: Path, *, is_speculators: bool = False, off
     return _write_legible(directory, config, tensors, vocabulary_tables(DRAFT_IDS, VOCAB_SIZE), swapped=False)
 
 
-def _write_legible(
-    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, NDArray[np.float32]], tables: Tensors | None = None, *, swapped: bool
-) -> Path:
+def _write_legible(directory: Path, config: Mapping[str, Any], tensors: Arrays, tables: Tensors | None = None, *, swapped: bool) -> Path:
     """Args: swapped: what takes [embedding, feature] is written as if it took [feature, embedding]."""
     stored = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in tensors.items()}
     if swapped:
@@ -372,25 +386,14 @@ def write_gguf_head(
     import gguf
 
     writer = gguf.GGUFWriter(path, "eagle3")
-    given = dict(metadata or {})
-    for key, value in given.items():
-        add = {int: writer.add_uint32, str: writer.add_string, list: writer.add_array}[type(value)]
-        add(f"eagle3.{key}", value)
-    for key, name in {
-        "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
-        "attention.head_count": "num_attention_heads",
-        "attention.head_count_kv": "num_key_value_heads",
-        "context_length": "max_position_embeddings",
-        "vocab_size": "vocab_size",
-    }.items():
-        if key not in given:
-            writer.add_uint32(f"eagle3.{key}", spec[name])
-    writer.add_float32("eagle3.attention.layer_norm_rms_epsilon", spec["rms_norm_eps"])
-    if "extract_layers" not in given:
-        writer.add_array("eagle3.extract_layers", list(boundaries))
-    writer.add_uint32("eagle3.target_hidden_size", tensors["fc.weight"].shape[1] // len(boundaries))
-    writer.add_bool("eagle3.norm_before_residual", bool(spec.get("norm_before_residual", False)))
+    sizes = {
+        "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads", "context_length": "max_position_embeddings", "vocab_size": "vocab_size",
+    }  # fmt: skip
+    values = {key: spec[name] for key, name in sizes.items()} | {"attention.layer_norm_rms_epsilon": spec["rms_norm_eps"]}
+    values |= {"extract_layers": list(boundaries), "target_hidden_size": tensors["fc.weight"].shape[1] // len(boundaries)}
+    values |= {"norm_before_residual": bool(spec.get("norm_before_residual", False)), **(metadata or {})}
+    add_values(writer, {f"eagle3.{key}": value for key, value in values.items()})
     parts = {"input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm"}
     parts |= {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {"self_attn.o_proj": "attn_output"}
     parts |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
@@ -411,11 +414,6 @@ def write_gguf_head(
             heads = {"self_attn.q_proj": spec["num_attention_heads"], "self_attn.k_proj": spec["num_key_value_heads"]}.get(stem)
             if heads is not None:
                 array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        kind = gguf.GGMLQuantizationType[matrix_type if array.ndim == 2 else "F32"]
         in_file = f"blk.0.{parts[stem]}.weight" if stem in parts else f"{names[stem]}.weight"
-        writer.add_tensor(in_file, gguf.quants.quantize(np.ascontiguousarray(array), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+        add_tensor(writer, in_file, array, matrix_type if array.ndim == 2 else "F32")
+    return finish(writer, path)

@@ -102,6 +102,7 @@ class Solo:
     def __init__(self, directory: Path, dtype: str) -> None:
         self.directory, self.dtype = directory, dtype
         self.config = read_model_config(directory)
+        self._answers: dict[tuple[tuple[int, ...], SamplingParams], list[RequestOutput]] = {}
         self.llm = self.open(
             "none", num_blocks=3 * MAX_CONTEXT // BLOCK, enable_prefix_caching=False, block_bytes=_block_bytes(directory, dtype)
         )
@@ -130,14 +131,16 @@ class Solo:
             return LLM(str(self.directory), drafter=drafter, **given)
 
     def answer(self, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
-        """Each sample alone."""
-        opened = self.llm._loaded
-        requests = opened.make_requests([prompt], params, {}, is_streamed=False)
-        for request in requests:
-            request.first_sample = None
-            for _ in self.llm.engine.run([request]):
-                pass
-        return [opened.make_output(request) for request in requests]
+        """Each sample alone; computed once."""
+        key = tuple(prompt), params
+        if key not in self._answers:
+            requests = self.llm._loaded.make_requests([prompt], params, {}, is_streamed=False)
+            for request in requests:
+                request.first_sample = None
+                for _ in self.llm.engine.run([request]):
+                    pass
+            self._answers[key] = [self.llm._loaded.make_output(request) for request in requests]
+        return self._answers[key]
 
 
 @contextmanager
@@ -244,6 +247,8 @@ class JobMaker:
 
 # Drafters
 
+TEXT_DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "several", "oracle", "wrong", "chaos"]
+"""Those for any target."""
 WIDE = ("draft_tree", "eagle", "eagle3", "mtp", "gemma4_assistant", "dflash", "dspark-rnn")
 TREES = ("chaos", "suffix_tree", "several", "medusa", *WIDE)  # get rows for branches
 HEADS = {"legible": ["eagle", "eagle3"], "mean": ["eagle"], "successor": ["medusa", "mtp"], "assisted": ["gemma4_assistant"]}

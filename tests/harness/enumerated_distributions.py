@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.scripted_target import paths_of
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.rejection import RejectionSampler
 from paceline.speculation.tree import DraftTree
@@ -132,13 +133,6 @@ def draw_tree(shape: Shape, draft: Drafts, chance: Branching) -> DraftTree:
     )
     tree.check()
     return tree
-
-
-def paths_of(tree: DraftTree) -> list[Text]:
-    paths: list[Text] = [()]
-    for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return paths
 
 
 def walk(tree: DraftTree, target: ProbsOf, chance: Branching, ends: Ends = never) -> VerifyResult:

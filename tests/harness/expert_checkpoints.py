@@ -1,13 +1,15 @@
 """Tiny mixtures of experts, for tests."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from harness import gemma4_checkpoints
-from harness.gguf_checkpoints import read_tensors, write_tensors
+from harness.checkpoint_files import read_tensors, write_tensors
 
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -107,19 +109,24 @@ OF_CONVERTERS += ["ernie4_5_moe-interval", "deepseek_v2", "deepseek_v3", "youtu"
 def in_stacks(directory: Path, to: Path) -> Path:
     """The same checkpoint with the experts of a layer in two stacks, under the names of transformers' modules."""
     shutil.copytree(directory, to)
+    write_tensors(to, stack_experts(read_tensors(directory)))
+    return to
+
+
+def stack_experts(tensors: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+    """Tensors with the experts of a layer in two stacks: gates with ups, and downs."""
     names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-    tensors, stacks = {}, dict[str, dict[int, dict[str, Any]]]()
-    for name, tensor in read_tensors(directory).items():
+    found, stacks = dict[str, NDArray[np.float32]](), dict[str, dict[int, dict[str, NDArray[np.float32]]]]()
+    for name, tensor in tensors.items():
         plain = name.replace("block_sparse_moe", "mlp")
         prefix, _, rest = plain.partition(".experts.")
         if rest:
             expert, part, _ = rest.split(".")
             stacks.setdefault(prefix, {}).setdefault(int(expert), {})[names.get(part, part)] = tensor
         else:
-            tensors[plain] = tensor
+            found[plain] = tensor
     for prefix, stack in stacks.items():
         own = [stack[expert] for expert in sorted(stack)]
-        tensors[f"{prefix}.experts.gate_up_proj"] = np.stack([np.concatenate([one["gate_proj"], one["up_proj"]]) for one in own])
-        tensors[f"{prefix}.experts.down_proj"] = np.stack([one["down_proj"] for one in own])
-    write_tensors(to, tensors)
-    return to
+        found[f"{prefix}.experts.gate_up_proj"] = np.stack([np.concatenate([one["gate_proj"], one["up_proj"]]) for one in own])
+        found[f"{prefix}.experts.down_proj"] = np.stack([one["down_proj"] for one in own])
+    return found

@@ -4,9 +4,7 @@
 at each position is computed once for a draft length, whatever the batch and the costs.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import compress
 
 from harness.replay import DEEPEST, Costs, Trace
@@ -16,21 +14,8 @@ _Drafts = tuple[list[int], list[int], list[int]]
 """By position: draft tokens, their depth, and how many are accepted."""
 
 
-@dataclass(frozen=True)
-class FixedLength:
-    """Simulated times of one draft length.
-
-    Attributes:
-        seconds: of all texts.
-        mean_s: geometric mean of the seconds of each text, from its first step to its last.
-    """
-
-    seconds: float
-    mean_s: float
-
-
-def fixed_lengths(traces: Sequence[Trace], costs: Costs, *, batch_size: int = 1, deepest: int = DEEPEST) -> list[FixedLength]:
-    """Return the times of each fixed draft length from 0 (plain decoding) to `deepest`.
+def fixed_lengths(traces: Sequence[Trace], costs: Costs, *, batch_size: int = 1, deepest: int = DEEPEST) -> list[float]:
+    """Return the seconds that all texts take with each fixed draft length from 0 (plain decoding) to `deepest`.
 
     Args:
         batch_size: number of texts that run at the same time.
@@ -40,7 +25,7 @@ def fixed_lengths(traces: Sequence[Trace], costs: Costs, *, batch_size: int = 1,
     found = []
     for length in range(deepest + 1):
         texts = [_drafts(trace, right, length) for trace, right in zip(traces, whole, strict=True)]
-        found.append(_times(texts, costs, pass_s, batch_size, length))
+        found.append(_seconds(texts, costs, pass_s, batch_size, length))
     return found
 
 
@@ -72,15 +57,13 @@ def _drafts(trace: Trace, right: Sequence[int], length: int) -> _Drafts:
     return sizes, depths, accepted
 
 
-def _times(texts: Sequence[_Drafts], costs: Costs, pass_s: Sequence[float], batch_size: int, length: int) -> FixedLength:
+def _seconds(texts: Sequence[_Drafts], costs: Costs, pass_s: Sequence[float], batch_size: int, length: int) -> float:
     waiting, running, positions = list(reversed(texts)), list[_Drafts](), list[int]()
-    starts, log_seconds = list[float](), 0.0
     seconds = 0.0
     while waiting or running:
         while waiting and len(running) < batch_size:
             running.append(waiting.pop())
             positions.append(0)
-            starts.append(seconds)
         num_drafted, deepest, has_drafted, has_ended = 0, 0, False, False
         for index, (sizes, depths, accepted) in enumerate(running):
             position, last = positions[index], len(sizes) - 1
@@ -94,7 +77,5 @@ def _times(texts: Sequence[_Drafts], costs: Costs, pass_s: Sequence[float], batc
             seconds += costs.draft_s[0] + costs.draft_s[1] * deepest
         if has_ended:
             is_kept = [positions[index] < len(text[0]) for index, text in enumerate(running)]
-            log_seconds += sum(math.log(seconds - start) for start, kept in zip(starts, is_kept, strict=True) if not kept)
             running, positions = list(compress(running, is_kept)), list(compress(positions, is_kept))
-            starts = list(compress(starts, is_kept))
-    return FixedLength(seconds, math.exp(log_seconds / len(texts)))
+    return seconds

@@ -1,12 +1,10 @@
 """Tiny random checkpoints of Gemma 3n, with every switch on."""
 
-from pathlib import Path
 from typing import Any
 
-from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.checkpoints import VOCAB_SIZE
+from harness.gemma4_checkpoints import FULL, SLIDING, WINDOW
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-WINDOW = 16
 NUM_ROWS = VOCAB_SIZE - 7
 """Rows of the table of per-layer embeddings: as published, the last tokens of the vocabulary have none."""
 GEMMA3N: dict[str, Any] = {
@@ -27,8 +25,3 @@ GEMMA3N: dict[str, Any] = {
         FULL: {"rope_type": "default", "rope_theta": 1e3},
     },
 }
-
-
-def write_gemma3n(directory: Path, **changes: Any) -> Path:
-    """A checkpoint with a tokenizer; see `write_checkpoint`."""
-    return write_checkpoint(directory, "gemma3n_text", **{**GEMMA3N, **changes})

@@ -1,6 +1,5 @@
 """Tiny Gemma 4 assistants and targets written by transformers, with two fixes to its classes."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.checkpoint_files import edit_tensors, read_values
 from harness.gemma4_checkpoints import FULL, GEMMA4, SLIDING, WINDOW, write_gemma4
+from harness.gguf_checkpoints import add_tensor, add_values, finish, tensor_names, write_gemma4_sizes, write_sizes
 
 VOCAB_SIZE = 96
 CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 4}
@@ -95,13 +96,12 @@ def write_assistant(directory: Path, *, is_unified: bool = False, seed: int = 0,
     return directory
 
 
-def edit_tensors(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a checkpoint's tensors, each in its own type."""
-    from safetensors.numpy import load_file, save_file
-
-    tensors = {name: array.copy() for name, array in load_file(directory / "model.safetensors").items()}
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors")
+_OWN_NAMES = {
+    "pre_projection.weight": "nextn.pre_projection.weight",
+    "post_projection.weight": "nextn.post_projection.weight",
+    "masked_embedding.centroids.weight": "masked_embd_centroids.weight",
+    "masked_embedding.token_ordering": "masked_embd_ordering",
+}
 
 
 def write_gguf_assistant(
@@ -125,97 +125,26 @@ def write_gguf_assistant(
     import gguf
     from safetensors.numpy import load_file
 
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in {**_gguf_values(config), **(metadata or {})}.items():
-        _add(writer, f"{architecture}.{key}", value)
-    arrays = {_gguf_name(name): array for name, array in load_file(directory / "model.safetensors").items()}
-    if "masked_embd_ordering" in arrays:
-        arrays["masked_embd_ordering"] = arrays["masked_embd_ordering"].astype(np.int32)
-    rope = config["text_config"]["rope_parameters"][FULL]
-    pairs = config["text_config"]["per_layer_config"]["3"]["head_dim"] // 2
-    turned = int(rope["partial_rotary_factor"] * pairs)
-    arrays["rope_freqs.weight"] = np.array([1.0] * turned + [1e30] * (pairs - turned), np.float32)
+    config, writer = read_values(directory), gguf.GGUFWriter(path, architecture)
+    text = {**config["text_config"], "bos_token_id": None, "eos_token_id": None}
+    write_sizes(writer, text)
+    write_gemma4_sizes(writer, text)
+    own = {"embedding_length_out": config["backbone_hidden_size"], "nextn_predict_layers": text["num_hidden_layers"]}
+    if config["use_ordered_embeddings"]:
+        own["centroid_top_k"] = config["centroid_intermediate_top_k"]
+    add_values(writer, {f"{architecture}.{key}": value for key, value in {**own, **(metadata or {})}.items()})
+    in_file = tensor_names("gemma4", text["num_hidden_layers"])
+    arrays = {_OWN_NAMES.get(name) or str(in_file(name)): array for name, array in load_file(directory / "model.safetensors").items()}
+    arrays = {name + ".weight" if name.endswith("layer_output_scale") else name: array for name, array in arrays.items()}
     if change is not None:
         change(arrays)
     for name, array in arrays.items():
-        in_file = (names or {}).get(name, name)
+        stored_as = (names or {}).get(name, name)
         if array.dtype != np.float32:
-            writer.add_tensor(in_file, array)
-            continue
-        kind = gguf.GGMLQuantizationType[types if array.ndim == 2 and array.shape[1] % 32 == 0 else "F32"]
-        writer.add_tensor(in_file, gguf.quants.quantize(np.ascontiguousarray(array), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _gguf_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    text = config["text_config"]
-    (whole,) = {own["head_dim"] for own in text["per_layer_config"].values()}
-    heads = [text["per_layer_config"].get(str(layer), {}) for layer in range(text["num_hidden_layers"])]
-    values = {
-        "context_length": text["max_position_embeddings"],
-        "embedding_length": text["hidden_size"],
-        "embedding_length_out": config["backbone_hidden_size"],
-        "block_count": text["num_hidden_layers"],
-        "nextn_predict_layers": text["num_hidden_layers"],
-        "feed_forward_length": text["intermediate_size"],
-        "attention.head_count": text["num_attention_heads"],
-        "attention.head_count_kv": [own.get("num_key_value_heads", text["num_key_value_heads"]) for own in heads],
-        "attention.key_length": whole,
-        "attention.value_length": whole,
-        "attention.key_length_swa": text["head_dim"],
-        "attention.value_length_swa": text["head_dim"],
-        "attention.layer_norm_rms_epsilon": text["rms_norm_eps"],
-        "attention.sliding_window": text["sliding_window"],
-        "attention.sliding_window_pattern": [kind == SLIDING for kind in text["layer_types"]],
-        "attention.shared_kv_layers": text["num_kv_shared_layers"],
-        "embedding_length_per_layer_input": 0,
-        "rope.dimension_count": whole,
-        "rope.dimension_count_swa": text["head_dim"],
-        "rope.freq_base": text["rope_parameters"][FULL]["rope_theta"],
-        "rope.freq_base_swa": text["rope_parameters"][SLIDING]["rope_theta"],
-    }
-    return {**values, "centroid_top_k": config["centroid_intermediate_top_k"]} if config["use_ordered_embeddings"] else values
-
-
-_GGUF_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "pre_projection.weight": "nextn.pre_projection.weight",
-    "post_projection.weight": "nextn.post_projection.weight",
-    "masked_embedding.centroids.weight": "masked_embd_centroids.weight",
-    "masked_embedding.token_ordering": "masked_embd_ordering",
-}
-_GGUF_PARTS = {
-    "input_layernorm.weight": "attn_norm",
-    "post_attention_layernorm.weight": "post_attention_norm",
-    "pre_feedforward_layernorm.weight": "ffn_norm",
-    "post_feedforward_layernorm.weight": "post_ffw_norm",
-    "self_attn.q_proj.weight": "attn_q",
-    "self_attn.o_proj.weight": "attn_output",
-    "self_attn.q_norm.weight": "attn_q_norm",
-    "mlp.gate_proj.weight": "ffn_gate",
-    "mlp.up_proj.weight": "ffn_up",
-    "mlp.down_proj.weight": "ffn_down",
-    "layer_scalar": "layer_output_scale",
-}
-
-
-def _gguf_name(name: str) -> str:
-    if name in _GGUF_NAMES:
-        return _GGUF_NAMES[name]
-    layer, part = name.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{layer}.{_GGUF_PARTS[part]}.weight"
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
-    if value is not None:
-        kinds[type(value)](key, value)
+            writer.add_tensor(stored_as, array.astype(np.int32))
+        else:
+            add_tensor(writer, stored_as, array, types if array.ndim == 2 and array.shape[1] % 32 == 0 else "F32")
+    return finish(writer, path)
 
 
 def write_right_pair(folder: Path, *, sharpness: float = 0.5, **changes: Any) -> tuple[Path, Path, list[int]]:

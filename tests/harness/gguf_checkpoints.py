@@ -8,47 +8,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.checkpoint_files import read_tensors, read_values, write_tensors, write_values
+
 ARCHITECTURES = {
-    "llama": "llama",
     "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "phi3": "phi3",
-    "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
-    "olmo2": "olmo2",
     "olmo3": "olmo2",
-    "exaone4": "exaone4",
-    "granite": "granite",
-    "seed_oss": "seed_oss",
-    "smollm3": "smollm3",
-    "apertus": "apertus",
-    "arcee": "arcee",
-    "ernie4_5": "ernie4_5",
     "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
-    "glm4": "glm4",
     "cohere": "command-r",
-    "cohere2": "cohere2",
-    "starcoder2": "starcoder2",
-    "stablelm": "stablelm",
     "phi": "phi2",
     "ministral3": "mistral3",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
-    "olmoe": "olmoe",
     "glm4_moe": "glm4moe",
-    "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
-    "glm4_moe_lite": "deepseek2",
-    "youtu": "deepseek2",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "deepseek2"),
     "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4",
     "muse_glimmer_text": "muse-glimmer",
 }
+"""Of families whose architecture has another name."""
 INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mixtral", "arcee", "muse_glimmer_text")
 _NAMES_OF = {"muse-glimmer": "afmoe"}
 """For an architecture that the installed gguf package does not know, one whose tensors have the same names."""
@@ -76,6 +58,7 @@ HALVES = {
 _ROUTER_SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 _SHARED_PARTS = ("k_proj.weight", "v_proj.weight", "k_norm.weight")
 TypeOf = Callable[[str], str]
+NamesInFile = Callable[[str], str | None]
 
 
 def write_gguf(
@@ -90,11 +73,11 @@ def write_gguf(
     """
     import gguf
 
-    values = json.loads((directory / "config.json").read_text())
+    values = read_values(directory)
     values |= values.get("text_config", {})
     if "moe_k" in values:
         values |= {"num_experts": values["moe_num_experts"], "num_experts_per_tok": values["moe_k"]}
-    architecture = ARCHITECTURES[values["model_type"]]
+    architecture = ARCHITECTURES.get(values["model_type"], values["model_type"])
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
     if architecture == "muse-glimmer":
@@ -105,31 +88,57 @@ def write_gguf(
         tensors = _with_stacked_projections(tensors, values)
     num_mtp_modules = sum(name.endswith(".eh_proj.weight") for name in tensors)
     values["num_hidden_layers"] += num_mtp_modules  # they count as blocks
-    _write_metadata(writer, values)
+    write_sizes(writer, values)
     if num_mtp_modules:
         writer.add_nextn_predict_layers(num_mtp_modules)
     for part in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
         writer.add_array(f"xielu.{part}", [array.item() for name, array in tensors.items() if name.endswith(f".act_fn.{part}")])
-    known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == _NAMES_OF.get(architecture, architecture))
-    names = gguf.get_tensor_name_map(known, values["num_hidden_layers"])
+    names = tensor_names(architecture, values["num_hidden_layers"])
     for name, array in tensors.items():
         if ".act_fn." in name:
             continue
         in_file = _ROUTER_SCALES.get(name.split(".", 3)[-1]) and f"blk.{name.split('.')[2]}.{_ROUTER_SCALES[name.split('.', 3)[-1]]}"
-        in_file = in_file or names.get_name(name, try_suffixes=(".weight", ".bias"))
+        in_file = in_file or names(name)
         assert in_file is not None, name
         in_file += ".weight" if name.endswith((".sinks", ".experts.gate_up_proj", ".experts.down_proj")) else ""
         stored = _as_converted(name, array, values)
         in_file += ".weight" if name.endswith("layer_scalar") else ""
         is_small = stored.ndim == 1 or ".ffn_gate_inp." in in_file or name.endswith(".bias")
         block_type = "F32" if is_small else types if isinstance(types, str) else types(in_file)
-        kind = gguf.GGMLQuantizationType[block_type]
-        writer.add_tensor(in_file, gguf.quants.quantize(stored, kind), raw_dtype=kind)
+        add_tensor(writer, in_file, stored, block_type)
     _write_rope(writer, values)
-    for key, value in (metadata or {}).items():
+    add_values(writer, metadata or {})
+    return finish(writer, path)
+
+
+def tensor_names(architecture: str, num_layers: int) -> NamesInFile:
+    """From a name in a checkpoint to that in a file, as the gguf package has them; None for what it does not know."""
+    import gguf
+
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == _NAMES_OF.get(architecture, architecture))
+    known = gguf.get_tensor_name_map(number, num_layers)
+    return lambda name: known.get_name(name, try_suffixes=(".weight", ".bias"))
+
+
+def add_values(writer: Any, values: Mapping[str, Any]) -> None:
+    """Write metadata, each value by its type, in place of what is there; None leaves one out."""
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    for key, value in values.items():
         writer.kv_data[0].pop(key, None)
-        add = {str: writer.add_string, list: writer.add_array, float: writer.add_float32}.get(type(value), writer.add_uint32)
-        add(key, value)
+        if value is not None:
+            kinds[type(value)](key, value)
+
+
+def add_tensor(writer: Any, name: str, array: NDArray[Any], block_type: str = "F32") -> None:
+    """Add a float tensor in blocks of a type that the gguf package can write."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[block_type]
+    writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(array), kind), raw_dtype=kind)
+
+
+def finish(writer: Any, path: Path) -> Path:
+    """Write the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -150,20 +159,6 @@ def byte_level_vocabulary(directory: Path) -> dict[str, Any]:
         "tokenizer.ggml.token_type": [3 if piece in special else 1 for piece in pieces],
         "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]],
     }
-
-
-def read_tensors(directory: Path) -> dict[str, NDArray[np.float32]]:
-    """Every tensor of a checkpoint's model.safetensors in float32."""
-    from safetensors.torch import load_file
-
-    return {name: tensor.float().numpy() for name, tensor in load_file(directory / "model.safetensors").items()}
-
-
-def write_tensors(directory: Path, tensors: Mapping[str, NDArray[np.float32]]) -> None:
-    """Replace a checkpoint's weights by these."""
-    from safetensors.numpy import save_file
-
-    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, directory / "model.safetensors")
 
 
 def write_half(blocks: NDArray[np.uint8], block_type: str, start: int, numbers: NDArray[np.float16]) -> None:
@@ -202,6 +197,21 @@ def dequantize(raw: NDArray[np.uint8], name: str) -> NDArray[np.float32]:
     return signed.reshape(len(raw), -1)
 
 
+def write_rounded(directory: Path, to: Path, block_type: str, is_rounded: Callable[[str, NDArray[np.float32]], bool]) -> Path:
+    """A checkpoint in which some tensors have the values of blocks of a type, by the format's own library."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[block_type]
+    to.mkdir()
+    write_values(to, read_values(directory))
+    tensors = read_tensors(directory)
+    for name, array in tensors.items():
+        if is_rounded(name, array):
+            tensors[name] = gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
+    write_tensors(to, tensors)
+    return to
+
+
 def with_random_blocks(
     plain: Path, path: Path, type_of: Callable[[str], str], rng: np.random.Generator, scale: float = 0.003
 ) -> dict[str, tuple[str, NDArray[np.uint8]]]:
@@ -222,10 +232,7 @@ def with_random_blocks(
             writer.add_tensor(tensor.name, array, raw_dtype=gguf.GGMLQuantizationType[block_type])
         else:
             writer.add_tensor(tensor.name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, path)
     return stored
 
 
@@ -312,7 +319,7 @@ def _interleaved(array: NDArray[np.float32], num_heads: int) -> NDArray[np.float
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
 
 
-def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
+def write_sizes(writer: Any, values: Mapping[str, Any]) -> None:
     head_size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     writer.add_context_length(values["max_position_embeddings"])
     writer.add_embedding_length(values["hidden_size"])
@@ -404,7 +411,7 @@ def _write_latent_attention(writer: Any, values: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * values["rope_parameters"]["mscale_all_dim"])
 
 
-def _write_gemma4(writer: Any, values: Mapping[str, Any]) -> None:
+def write_gemma4_sizes(writer: Any, values: Mapping[str, Any]) -> None:
     sizes = {int(layer): sizes for layer, sizes in values["per_layer_config"].items()}
     (head_size,) = {own["head_dim"] for own in sizes.values()}
     num_layers, num_shared = values["num_hidden_layers"], values["num_kv_shared_layers"]
@@ -454,7 +461,7 @@ def _write_rope(writer: Any, values: Mapping[str, Any]) -> None:
     import gguf
 
     if "per_layer_config" in values:
-        return _write_gemma4(writer, values)
+        return write_gemma4_sizes(writer, values)
     rope = values["rope_parameters"]
     rope = rope.get("full_attention", rope)
     head_size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]

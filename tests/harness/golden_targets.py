@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.checkpoint_files import blur_weights
 from harness.checkpoints import write_checkpoint
 from paceline import LLM, SamplingParams
 
@@ -78,17 +79,9 @@ def _range(name: str, num_dimensions: int, has_norm_offset: float) -> tuple[floa
 def write_qwen3(folder: Path) -> GoldenTarget:
     """A dense model with a draft model of nearly the same weights, and an EAGLE-3 head of random ones."""
     from harness.eagle_checkpoints import EAGLE3, eagle3_tensors, write_head
-    from harness.medusa_checkpoints import edit
 
     target = fill_weights(write_checkpoint(folder / "target", "qwen3"))
-    draft = fill_weights(write_checkpoint(folder / "draft", "qwen3"))
-    random = np.random.default_rng(6)
-
-    def blur(tensors: dict[str, Any]) -> None:
-        for array in tensors.values():
-            array += random.normal(0.0, 0.02, array.shape).astype(np.float32)
-
-    edit(draft / "model.safetensors", blur)
+    draft = blur_weights(fill_weights(write_checkpoint(folder / "draft", "qwen3")))
     spec = {**EAGLE3, "hidden_size": 64, "head_dim": 16, "eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
     head = write_head(folder / "eagle3", spec, eagle3_tensors(spec, target_hidden=64))
     return GoldenTarget(target, {"draft_model": str(draft), "eagle3": str(head)})

@@ -1,6 +1,5 @@
 """Targets with drafters of every kind: heads that must predict them perfectly, in every form they are stored in, and heads that cannot."""
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from harness.block_checkpoints import write_perfect_block, write_random_block, write_random_block2
+from harness.checkpoint_files import blur_weights, change_config
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.eagle_checkpoints import (
     CODE,
@@ -19,6 +19,7 @@ from harness.eagle_checkpoints import (
     EAGLE1,
     EAGLE3,
     HIDDEN,
+    NUM_LAYERS,
     RECALLED,
     Tensors,
     eagle1_tensors,
@@ -36,12 +37,11 @@ from harness.eagle_checkpoints import (
 )
 from harness.expert_checkpoints import in_stacks
 from harness.gemma4_assistants import CLUSTERS, write_assistant, write_gguf_assistant, write_target
-from harness.medusa_checkpoints import edit, perfect_blocks, perfect_heads, random_heads, write_heads, write_successor_target
+from harness.medusa_checkpoints import perfect_blocks, perfect_heads, random_heads, write_heads, write_successor_target
 from harness.mtp_checkpoints import LAYOUTS as MTP_LAYOUTS
 from harness.mtp_checkpoints import Arrays, add_module, random_module, write_glm4_moe
 from harness.pard2_checkpoints import add_projection
 
-NUM_LAYERS = 4  # of the legible targets
 SHARPNESS = 0.5  # of the successor target: at temperature 1 it leaves its cycle now and then
 
 
@@ -147,9 +147,9 @@ class PerfectHeads:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.targets = {
-            "mean": write_legible_target(folder / "mean", num_layers=NUM_LAYERS),
-            "legible": write_legible_target(folder / "legible", num_layers=NUM_LAYERS, reads_mean=False),
-            "recalling": write_recalling_target(folder / "recalling", NUM_LAYERS),
+            "mean": write_legible_target(folder / "mean"),
+            "legible": write_legible_target(folder / "legible", reads_mean=False),
+            "recalling": write_recalling_target(folder / "recalling"),
             "successor": write_successor_target(folder / "successor", "qwen3", sharpness=SHARPNESS)[0],
         }
         self._made: dict[str, Pair] = {}
@@ -193,18 +193,11 @@ def _tensors(head: Path) -> Tensors:
 def write_random_pairs(folder: Path) -> dict[str, Pair]:
     """A random target, unrelated random heads, and a draft model that is often right."""
     target = write_checkpoint(folder / "target", "qwen3", num_hidden_layers=3, seed=4)
-    draft = write_checkpoint(folder / "draft", "qwen3", num_hidden_layers=3, seed=4)
-    random = np.random.default_rng(6)
-
-    def blur(tensors: dict[str, Any]) -> None:
-        for array in tensors.values():
-            array += random.normal(0.0, 0.02, array.shape).astype(np.float32)
-
-    edit(draft / "model.safetensors", blur)
+    draft = blur_weights(write_checkpoint(folder / "draft", "qwen3", num_hidden_layers=3, seed=4))
     sizes: Mapping[str, Any] = {"hidden_size": 64, "head_dim": 16}
     spec = {**EAGLE3, **sizes, "eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
     masked = {**spec, "num_hidden_layers": 2}
-    mask = torch.from_numpy(random.normal(0.0, 1.0, (1, 1, 192)).astype(np.float32))
+    mask = torch.randn(1, 1, 192, generator=torch.Generator().manual_seed(6))
     peagle = eagle3_tensors(masked, target_hidden=64, first_layer="layers.0.", seed=7) | {"mask_hidden": mask}
     heads = {
         "eagle": str(write_head(folder / "eagle", {**EAGLE1, **sizes}, eagle1_tensors({**EAGLE1, **sizes}))),
@@ -216,7 +209,7 @@ def write_random_pairs(folder: Path) -> dict[str, Pair]:
         "dflash2": str(write_random_block2(folder / "dflash2")),
         "dspark": str(write_random_block(folder / "dspark", markov="rnn")),
         "draft_model": str(draft),
-        "pard": str(_with_mask_token(draft, folder / "pard")),
+        "pard": str(change_config(shutil.copytree(draft, folder / "pard"), pard_token=5)),  # seldom right after mask tokens
         "pard2": str(add_projection(shutil.copytree(draft, folder / "pard2"), scale=0.02)),
     }
     pairs = {name: Pair(target, drafter) for name, drafter in {**heads, **_texts(heads["eagle3"])}.items()}
@@ -226,17 +219,9 @@ def write_random_pairs(folder: Path) -> dict[str, Pair]:
     return pairs
 
 
-def _with_mask_token(draft: Path, folder: Path) -> Path:
-    """Copy a draft model as a PARD model: its tokens after mask tokens are seldom right."""
-    shutil.copytree(draft, folder)
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps({**values, "pard_token": 5}), encoding="utf-8")
-    return folder
-
-
 def write_known_pairs(folder: Path) -> dict[str, Pair]:
     """A target that depends on the mean, heads that read it, and heads without the mean, which are right sometimes."""
-    target = write_legible_target(folder / "target", num_layers=NUM_LAYERS)
+    target = write_legible_target(folder / "target")
     heads = {
         "eagle": str(write_listening_eagle1(folder / "eagle")),
         "eagle-deaf": str(write_reading_eagle1(folder / "eagle-deaf")),

@@ -1,6 +1,5 @@
 """GGUF files of models that are partly recurrent, in the conventions of llama.cpp's converters; for tests."""
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.gguf_checkpoints import read_tensors
+from harness.checkpoint_files import read_tensors, read_values
+from harness.gguf_checkpoints import NamesInFile, add_tensor, add_values, finish, tensor_names
 
 Floats = NDArray[np.float32]
 ARCHITECTURES = {
@@ -22,71 +22,7 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h",
     "falcon_h1": "falcon-h1",
 }
-_PLAIN = {
-    "backbone.embeddings.weight": "token_embd.weight",
-    "backbone.norm_f.weight": "output_norm.weight",
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "model.final_layernorm.weight": "output_norm.weight",
-    "model.embedding_norm.weight": "token_embd_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_PARTS = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "operator_norm.weight": "attn_norm.weight",
-    "ffn_norm.weight": "ffn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.out_proj.weight": "attn_output.weight",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-    "self_attn.q_layernorm.weight": "attn_q_norm.weight",
-    "self_attn.k_layernorm.weight": "attn_k_norm.weight",
-    "mlp.gate.weight": "ffn_gate_inp.weight",
-    "feed_forward.gate.weight": "ffn_gate_inp.weight",
-    "feed_forward.expert_bias": "exp_probs_b.bias",
-    "block_sparse_moe.router.layer.weight": "ffn_gate_inp.weight",
-    "block_sparse_moe.output_linear.weight": "ffn_down_exps.weight",
-    "conv.conv.weight": "shortconv.conv.weight",
-    "conv.in_proj.weight": "shortconv.in_proj.weight",
-    "conv.out_proj.weight": "shortconv.out_proj.weight",
-    "linear_attn.A_log": "ssm_a",
-    "linear_attn.dt_bias": "ssm_dt.bias",
-    "linear_attn.conv1d.weight": "ssm_conv1d.weight",
-    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
-    "linear_attn.in_proj_z.weight": "attn_gate.weight",
-    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
-    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
-    "linear_attn.in_proj_ba.weight": "ssm_ba.weight",
-    "linear_attn.in_proj_qkvz.weight": "ssm_in.weight",
-    "linear_attn.norm.weight": "ssm_norm.weight",
-    "linear_attn.out_proj.weight": "ssm_out.weight",
-    "mamba.A_log": "ssm_a",
-    "mamba.D": "ssm_d",
-    "mamba.dt_bias": "ssm_dt.bias",
-    "mamba.conv1d.weight": "ssm_conv1d.weight",
-    "mamba.conv1d.bias": "ssm_conv1d.bias",
-    "mamba.in_proj.weight": "ssm_in.weight",
-    "mamba.norm.weight": "ssm_norm.weight",
-    "mamba.out_proj.weight": "ssm_out.weight",
-}
-_NEMOTRON = {
-    "norm.weight": "attn_norm.weight",
-    **{name.replace("mamba.", "mixer."): stored for name, stored in _PARTS.items() if name.startswith("mamba.")},
-    "mixer.in_proj.bias": "ssm_in.bias",
-    "mixer.out_proj.bias": "ssm_out.bias",
-    **{f"mixer.{part}_proj.weight": f"attn_{stored}.weight" for part, stored in {"q": "q", "k": "k", "v": "v", "o": "output"}.items()},
-    "mixer.up_proj.weight": "ffn_up.weight",
-    "mixer.down_proj.weight": "ffn_down.weight",
-    "mixer.gate.weight": "ffn_gate_inp.weight",
-    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mixer.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
-    "mixer.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
-    "mixer.fc1_latent_proj.weight": "ffn_latent_down.weight",
-    "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
-}
+MAX_LAYERS = 16
 _MLP = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _MODULE = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
 _VECTORS = ("ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "norm.weight")
@@ -116,34 +52,23 @@ def write_hybrid_gguf(
     """
     import gguf
 
-    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    values = read_values(directory)
     architecture = ARCHITECTURES[values["model_type"]] + ("_moe" if "moe" in values.get("layers_block_type", ()) else "")
-    tensors = {**hybrid_tensors(read_tensors(directory), values, fuses_inputs=fuses_inputs), **(instead or {})}
+    names = tensor_names(architecture, MAX_LAYERS)
+    tensors = {**hybrid_tensors(read_tensors(directory), values, names, fuses_inputs=fuses_inputs), **(instead or {})}
     if fuses_experts:
         for name in [name for name in tensors if "ffn_gate_exps" in name]:
             gates, ups = (tensors.pop(name.replace("gate_exps", part)) for part in ("gate_exps", "up_exps"))
             tensors[name.replace("gate_exps", "gate_up_exps")] = np.concatenate((gates, ups), axis=1)
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in {**_metadata(values, tensors), **(metadata or {})}.items():
-        _add(writer, key.replace("{a}", architecture), value)
+    found = {**_metadata(values, tensors), **(metadata or {})}
+    add_values(writer, {key.replace("{a}", architecture): value for key, value in found.items()})
     for name, array in tensors.items():
         if name in leaves_out:
             continue
         is_small = array.ndim == 1 or 1 in array.shape or name.endswith(_VECTORS)
-        kind = gguf.GGMLQuantizationType["F32" if is_small else types if isinstance(types, str) else types(name)]
-        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(array), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    if value is None:
-        return
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
-    add[type(value)](key, value)
+        add_tensor(writer, name, array, "F32" if is_small else types if isinstance(types, str) else types(name))
+    return finish(writer, path)
 
 
 def _metadata(values: Mapping[str, Any], tensors: Mapping[str, Floats]) -> dict[str, Any]:
@@ -277,7 +202,9 @@ def _nemotron_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def hybrid_tensors(tensors: Mapping[str, Floats], values: Mapping[str, Any], *, fuses_inputs: bool = False) -> dict[str, Floats]:
+def hybrid_tensors(
+    tensors: Mapping[str, Floats], values: Mapping[str, Any], names: NamesInFile, *, fuses_inputs: bool
+) -> dict[str, Floats]:
     """The tensors of a checkpoint as a converter names and stores them."""
     found: dict[str, Floats] = {}
     experts: dict[str, dict[int, Floats]] = {}
@@ -293,14 +220,13 @@ def hybrid_tensors(tensors: Mapping[str, Floats], values: Mapping[str, Any], *, 
         elif name.endswith("mtp.embed_tokens.weight"):
             found[f"blk.{num_layers}.nextn.embed_tokens.weight"] = stored
         elif layer is None:
-            found[_PLAIN[name]] = stored
+            found[str(names(name))] = stored
         else:
-            block = f"blk.{int(layer[2]) + num_layers * ('mtp' in layer[1])}."
-            expert = re.fullmatch(r".*\.experts\.(\d+)\.(\w+)\.weight", layer[3])
+            number, expert = int(layer[2]) + num_layers * ("mtp" in layer[1]), re.fullmatch(r".*\.experts\.(\d+)\.(\w+)\.weight", layer[3])
             if expert is not None:
-                experts.setdefault(f"{block}ffn_{_MLP[expert[2]]}_exps.weight", {})[int(expert[1])] = stored
+                experts.setdefault(f"blk.{number}.ffn_{_MLP[expert[2]]}_exps.weight", {})[int(expert[1])] = stored
             else:
-                found |= _layer_tensors(block, layer[3], stored, values, fuses_inputs=fuses_inputs)
+                found |= _layer_tensors(f"blk.{number}.", layer[3], stored, values, names, fuses_inputs=fuses_inputs)
     return found | {name: np.stack([stack[number] for number in sorted(stack)]) for name, stack in experts.items()}
 
 
@@ -325,28 +251,24 @@ def _times_falcon_factors(name: str, array: Floats, values: Mapping[str, Any]) -
     return array * next((np.float32(factor) for part, factor in factors.items() if name.endswith(part)), np.float32(1))
 
 
-def _layer_tensors(block: str, part: str, array: Floats, values: Mapping[str, Any], *, fuses_inputs: bool) -> dict[str, Floats]:
-    family = values["model_type"]
-    if part == "post_attention_layernorm.weight":
-        return {f"{block}{'post_attention_norm' if family.startswith('qwen') else 'ffn_norm'}.weight": array}
+def _layer_tensors(
+    block: str, part: str, array: Floats, values: Mapping[str, Any], names: NamesInFile, *, fuses_inputs: bool
+) -> dict[str, Floats]:
+    family, is_nemotron = values["model_type"], values["model_type"] == "nemotron_h"
+    known_part = part.replace("dt_bias", "dt.bias" if is_nemotron else "dt_proj.bias").replace("correction_bias", "correction.bias")
+    name = names(f"{'backbone' if is_nemotron else 'model'}.layers.{block.split('.')[1]}.{known_part}") or block + part
+    name += ".bias" if name.endswith("exp_probs_b") else ""
     if family == "granitemoehybrid":
-        return _granite_tensors(block, part, array, values)
-    if family == "nemotron_h":
-        return {block + _NEMOTRON[part]: _mamba_values(part, array, values["n_groups"])}
-    if (mlp := re.fullmatch(r"(mlp|feed_forward|mlp\.shared_expert)\.(\w+)\.weight", part)) and mlp[2] in _MLP:
-        return {f"{block}ffn_{_MLP[mlp[2]]}{'_shexp' if 'shared' in mlp[1] else ''}.weight": array}
-    if part == "mlp.shared_expert_gate.weight":
-        return {f"{block}ffn_gate_inp_shexp.weight": array[0]}
-    if part == "pre_ff_layernorm.weight":
-        return {f"{block}ffn_norm": array}  # llama.cpp reads no other name
-    if family == "falcon_h1":
-        return {block + _PARTS[part]: _mamba_values(part, array, values["mamba_n_groups"])}
+        return _granite_tensors(block, name, part, array, values)
+    if is_nemotron or family == "falcon_h1":
+        return {name: _mamba_values(part, array, values["n_groups" if is_nemotron else "mamba_n_groups"])}
     if part.startswith("linear_attn."):
-        return _delta_tensors(block, part, array, values, fuses_inputs=fuses_inputs)
-    return {block + _PARTS[part]: array.reshape(len(array), -1) if part.endswith("conv.weight") else array}
+        return _delta_tensors(block, name, part, array, values, fuses_inputs=fuses_inputs)
+    is_vector = part == "mlp.shared_expert_gate.weight"
+    return {name: array[0] if is_vector else array.reshape(len(array), -1) if part.endswith("conv.weight") else array}
 
 
-def _delta_tensors(block: str, part: str, array: Floats, values: Mapping[str, Any], *, fuses_inputs: bool) -> dict[str, Floats]:
+def _delta_tensors(block: str, name: str, part: str, array: Floats, values: Mapping[str, Any], *, fuses_inputs: bool) -> dict[str, Floats]:
     keys, own, dk, dv = (values[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
     each, last = own // keys, part.split(".", 1)[1]
     if last == "A_log":
@@ -370,10 +292,10 @@ def _delta_tensors(block: str, part: str, array: Floats, values: Mapping[str, An
             array = tiled(array.T, dv).T
         elif last != "norm.weight":
             array = tiled(array, dv if last == "in_proj_z.weight" else 1)
-    return {block + _PARTS[part]: array}
+    return {name: array}
 
 
-def _granite_tensors(block: str, part: str, array: Floats, values: Mapping[str, Any]) -> dict[str, Floats]:
+def _granite_tensors(block: str, name: str, part: str, array: Floats, values: Mapping[str, Any]) -> dict[str, Floats]:
     num_heads, suffix = values["num_attention_heads"], "_shexp" if values["num_local_experts"] else ""
     if part == "shared_mlp.input_linear.weight":
         gate, up = np.split(array, 2)
@@ -386,7 +308,7 @@ def _granite_tensors(block: str, part: str, array: Floats, values: Mapping[str, 
     if part in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
         heads = num_heads if ".q_" in part else values["num_key_value_heads"]
         array = array.reshape(heads, 2, len(array) // heads // 2, -1).swapaxes(1, 2).reshape(array.shape)
-    return {block + _PARTS[part]: _mamba_values(part, array, values["mamba_n_groups"])}
+    return {name: _mamba_values(part, array, values["mamba_n_groups"])}
 
 
 def _mamba_values(part: str, array: Floats, num_groups: int) -> Floats:

@@ -1,15 +1,14 @@
 """Tiny models of Qwen's hybrid families with their module for multi-token prediction, for tests."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.checkpoint_files import edit_tensors, read_tensors
 from harness.checkpoints import write_checkpoint
-from harness.gguf_checkpoints import read_tensors
-from harness.medusa_checkpoints import edit
+from harness.expert_checkpoints import stack_experts
 
 Floats = NDArray[np.float32]
 DELTA: dict[str, Any] = {
@@ -56,23 +55,11 @@ def module_tensors(donor: Path, *, prefix: str = "mtp.", stacks_experts: bool = 
     own = f"model.layers.{ATTENTION_LAYER}."
     layer = {name.removeprefix(own): array for name, array in read_tensors(donor).items() if name.startswith(own)}
     if stacks_experts:
-        layer = _with_stacks(layer)
+        layer = stack_experts(layer)
     return found | {f"{prefix}layers.0.{name}": array for name, array in layer.items()}
 
 
 def add_module(directory: Path, tensors: dict[str, Floats]) -> Path:
     """Store a module's tensors in a model."""
-    edit(directory / "model.safetensors", lambda stored: stored.update({name: np.ascontiguousarray(own) for name, own in tensors.items()}))
+    edit_tensors(directory, lambda stored: stored.update(tensors))
     return directory
-
-
-def _with_stacks(layer: dict[str, Floats]) -> dict[str, Floats]:
-    expert = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight")
-    parts: dict[str, dict[int, Floats]] = {}
-    found = {name: array for name, array in layer.items() if not expert.fullmatch(name)}
-    for name, array in layer.items():
-        if match := expert.fullmatch(name):
-            parts.setdefault(match[2], {})[int(match[1])] = array
-    stacks = {part: np.stack([arrays[number] for number in sorted(arrays)]) for part, arrays in parts.items()}
-    found["mlp.experts.gate_up_proj"] = np.concatenate((stacks["gate_proj"], stacks["up_proj"]), axis=1)
-    return found | {"mlp.experts.down_proj": stacks["down_proj"]}

@@ -1,13 +1,13 @@
 """Tiny Medusa heads in the real layouts, and a target whose next tokens are known, for heads that must draft perfectly."""
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.checkpoint_files import edit_tensors, read_tensors, write_tensors, write_values
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 
 Arrays = dict[str, NDArray[Any]]
@@ -42,33 +42,31 @@ def write_heads(
 
     "whole" adds them to the model that lies in `directory`. In "vllm_shared" the first head's vocabulary matrix serves all.
     """
+    import torch
+    from safetensors.torch import save_file
+
     directory.mkdir(parents=True, exist_ok=True)
     num_blocks = 1 + max(int(name.split(".")[1]) for name in arrays if ".linear." in name)
     vocabulary = {name.split(".")[0]: array for name, array in arrays.items() if ".linear." not in name}
     blocks = {name: array for name, array in arrays.items() if ".linear." in name}
     values: dict[str, Any] = {"medusa_num_heads": len(vocabulary), "medusa_num_layers": num_blocks, **(config or {})}
     if layout == "whole":
-        _save(
-            directory / "model.safetensors",
-            _load(directory / "model.safetensors") | {f"medusa_head.{name}": a for name, a in arrays.items()},
-            dtype,
-        )
+        edit_tensors(directory, lambda stored: stored.update({f"medusa_head.{name}": array for name, array in arrays.items()}))
         return directory
     if layout == "rows_pt":
-        _save_torch(directory / "medusa_lm_head.pt", arrays, dtype)
+        torch.save(_tensors(arrays, dtype), directory / "medusa_lm_head.pt")
     elif layout in ("rows", "tgi"):
-        _save(directory / "medusa_lm_head.safetensors", arrays if layout == "rows" else blocks, dtype)
+        save_file(_tensors(arrays if layout == "rows" else blocks, dtype), directory / "medusa_lm_head.safetensors")
     else:
         named = {_vllm_name(name): array for name, array in blocks.items()}
         if layout == "vllm_shared":
             named["lm_head.weight"] = vocabulary["0"]
         else:
             named |= {f"lm_heads.{head}.weight": array for head, array in vocabulary.items()}
-        tables = {} if token_map is None else {"token_map": token_map}
+        tables = {} if token_map is None else {"token_map": torch.from_numpy(token_map)}
         values |= {"model_type": "medusa", "num_heads": len(vocabulary), "original_lm_head": layout == "vllm_shared"}
-        _save(directory / "model.safetensors", named, dtype, tables)
-    (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    return directory
+        save_file(_tensors(named, dtype) | tables, directory / "model.safetensors")
+    return write_values(directory, values)
 
 
 def write_successor_target(
@@ -85,7 +83,7 @@ def write_successor_target(
     successor = np.zeros(VOCAB_SIZE, np.int64)
     successor[order] = np.roll(order, -1)
     successor[0] = order[0]
-    arrays = _load(directory / "model.safetensors")
+    arrays = read_tensors(directory)
     for name, array in arrays.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             array[...] = 0.0
@@ -93,7 +91,7 @@ def write_successor_target(
             array[...] = 1.0
     arrays["model.embed_tokens.weight"] = np.eye(VOCAB_SIZE, hidden, dtype=np.float32)
     arrays["lm_head.weight"] = successor_rows(successor, 1, sharpness, hidden)
-    _save(directory / "model.safetensors", arrays, "float32")
+    write_tensors(directory, arrays)
     return directory, successor
 
 
@@ -138,29 +136,7 @@ def _vllm_name(name: str) -> str:
     return f"blocks.{head}.layers.{block}.{kind}"
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the tensors of a safetensors file."""
-    arrays = _load(path)
-    change(arrays)
-    _save(path, arrays, "float32")
-
-
-def _load(path: Path) -> Arrays:
-    from safetensors.numpy import load_file
-
-    return {name: array.copy() for name, array in load_file(path).items()}
-
-
-def _save(path: Path, arrays: Mapping[str, NDArray[Any]], dtype: str, tables: Mapping[str, NDArray[Any]] | None = None) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    tensors = {name: torch.from_numpy(np.array(array)).to(getattr(torch, dtype)).clone() for name, array in arrays.items()}
-    tensors |= {name: torch.from_numpy(np.array(array)) for name, array in (tables or {}).items()}
-    save_file(tensors, path)
-
-
-def _save_torch(path: Path, arrays: Mapping[str, NDArray[Any]], dtype: str) -> None:
+def _tensors(arrays: Arrays, dtype: str) -> dict[str, Any]:
     import torch
 
-    torch.save({name: torch.from_numpy(array).to(getattr(torch, dtype)) for name, array in arrays.items()}, path)
+    return {name: torch.from_numpy(np.array(array)).to(getattr(torch, dtype)) for name, array in arrays.items()}

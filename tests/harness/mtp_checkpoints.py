@@ -1,6 +1,5 @@
 """Tiny MTP modules inside plain dense models, in the layouts that exist, and one that must draft perfectly."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from harness.checkpoint_files import change_config, edit_tensors, read_values, write_values
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.expert_checkpoints import CASES
-from harness.medusa_checkpoints import edit
 
 Arrays = dict[str, NDArray[Any]]
 LAYOUTS = ("mtp", "extra_layer", "mtp_layers")
@@ -44,10 +43,7 @@ _NAMES = {
 def write_mimo(directory: Path, **overrides: Any) -> Path:
     """A random MiMo without its module: a qwen2 by another name."""
     write_checkpoint(directory, "qwen2", **overrides)
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    named = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
-    (directory / "config.json").write_text(json.dumps({**config, **named}), encoding="utf-8")
-    return directory
+    return change_config(directory, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
 
 
 def write_glm4_moe(directory: Path, case: str = "glm4_moe", *, num_layers: int = 3, has_module: bool = True, **overrides: Any) -> Path:
@@ -70,14 +66,8 @@ def write_glm4_moe(directory: Path, case: str = "glm4_moe", *, num_layers: int =
             for name in [name for name in tensors if name.startswith(prefix)]:
                 del tensors[name]
 
-    edit(directory / "model.safetensors", change)
+    edit_tensors(directory, change)
     return directory
-
-
-def change_config(directory: Path, **values: Any) -> None:
-    """Set values of a checkpoint's config.json."""
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
 
 
 def write_speculators(directory: Path, arrays: Arrays, target: Path, **layer: Any) -> Path:
@@ -88,10 +78,9 @@ def write_speculators(directory: Path, arrays: Arrays, target: Path, **layer: An
         layer: changed in it.
     """
     directory.mkdir(parents=True)
-    values = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    nested = {name: value for name, value in values.items() if name not in ("architectures", "dtype")}
+    nested = {name: value for name, value in read_values(target).items() if name not in ("architectures", "dtype")}
     config = {"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"], "transformer_layer_config": {**nested, **layer}}
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_values(directory, config)
     names = _stored_names("mtp_layers", arrays, 0)
     tensors = {stored.removeprefix("model."): np.ascontiguousarray(arrays[name]) for stored, name in names.items()}
     save_file(tensors, directory / "model.safetensors")
@@ -166,7 +155,7 @@ def add_module(directory: Path, layout: str, arrays: Arrays, *, num_layers: int,
                 array = np.roll(array, array.shape[0], axis=1)
             tensors[stored] = array - 1.0 if "norm" in name and layout == "mtp" else array
 
-    edit(directory / "model.safetensors", change)
+    edit_tensors(directory, change)
     return directory
 
 

@@ -1,6 +1,5 @@
 """Random PARD-2 draft models: a language model, the keys of its config, and the projection of the target's hidden states."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from harness.checkpoint_files import read_values, write_values
 from harness.checkpoints import write_checkpoint
 from paceline.drafters.pard2 import PROJECTION_FILE
 
@@ -37,7 +37,5 @@ def add_projection(directory: Path, *, layers: Sequence[int] = LAYERS, has_bias:
 
 def set_config(directory: Path, **values: object) -> Path:
     """Set fields of a config.json; remove those that are None."""
-    path = directory / "config.json"
-    merged = {**json.loads(path.read_text(encoding="utf-8")), **values}
-    path.write_text(json.dumps({name: value for name, value in merged.items() if value is not None}), encoding="utf-8")
-    return directory
+    merged = {**read_values(directory), **values}
+    return write_values(directory, {name: value for name, value in merged.items() if value is not None})

@@ -4,14 +4,15 @@ Bounds on max |Δlogit| in float32 are for logits with a standard deviation of a
 transformers' whole prompt, hence three times that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from harness.checkpoints import VOCAB_SIZE, auto_causal_lm
+from harness.exact_targets import skip_without_kernels
+from harness.model_changes import Change
 from paceline import LLM, SamplingParams
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import open_weights
@@ -20,7 +21,6 @@ from paceline.models.layers import ExpertMLP
 from paceline.runtimes.base import FloatArray, Network, Numerics, assemble_pass
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.load import RuntimeOptions, load_runtime
-from paceline.runtimes.native.library import kernels_path
 
 PROMPT_LEN = 300
 ONE_ROW_FACTOR = 3
@@ -45,6 +45,10 @@ class Reference:
         return max(BOUNDS[backend], self.rounding * (1 if backend == "torch" else 2))
 
 
+References = Callable[[str], Reference]
+"""By the name of a case."""
+
+
 def transformers_output(directory: Path, token_ids: list[int], dtype: str = "float32") -> tuple[FloatArray, tuple[FloatArray, ...]]:
     import torch
 
@@ -59,11 +63,6 @@ def transformers_output(directory: Path, token_ids: list[int], dtype: str = "flo
     return output.logits[0].float().numpy(), tuple(states[0].float().numpy() for states in output.hidden_states)
 
 
-def needs(backend: str) -> None:
-    if backend == "native" and kernels_path() is None:
-        pytest.skip("no native kernels for this machine")
-
-
 def open_backend(
     directory: Path,
     backend: str,
@@ -72,7 +71,7 @@ def open_backend(
     weight_type: WeightType | None = WeightType.F32,
     collect_layers: Sequence[int] = (),
 ) -> Network:
-    needs(backend)
+    skip_without_kernels(backend)
     options = RuntimeOptions(
         numerics=Numerics.FAST,
         dtype=weight_type,
@@ -118,6 +117,14 @@ def make_reference(directory: Path) -> Reference:
     logits, hidden_states = transformers_output(directory, token_ids)
     wide, _ = transformers_output(directory, token_ids, "float64")
     return Reference(directory, token_ids, logits, hidden_states, difference(logits, wide))
+
+
+def check_change_matters(reference: Reference, change: Change, max_model_len: int | None = None) -> None:
+    """Assert that a comparison with the reference fails by far more than its bound where a part is computed differently."""
+    config = read_config(reference.directory).for_context(max_model_len)
+    changed = change(config)
+    assert changed != config
+    assert difference(torch_logits(changed, reference), reference.logits) > 0.1
 
 
 def check_a_prompt(reference: Reference, backend: str, *, max_model_len: int | None = None, bound: float | None = None) -> None:

@@ -3,8 +3,7 @@
 So a policy is judged exactly and repeatably: by the seconds that it takes for the text, beside those of every fixed draft length.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,27 +55,6 @@ class Trace:
     temperature: float = 0.0
 
 
-class Recorder(Drafter):
-    """Asks another drafter in every step and sends none of its guesses along."""
-
-    def __init__(self, drafter: Drafter, depth: int = DEEPEST) -> None:
-        self.name, self.needs, self._drafter, self._depth = drafter.name, drafter.needs, drafter, depth
-        self.traits = replace(drafter.traits, is_lookup=False)
-        self.guesses: dict[int, DraftTree | None] = {}
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        deep = [replace(budget, max_rows=self._depth + 1, max_depth=self._depth) for budget in budgets]
-        for request, tree in zip(requests, self._drafter.propose(requests, deep), strict=True):
-            self.guesses[request.num_output_tokens] = tree
-        return [None] * len(requests)
-
-    def observe(self, rows: Any) -> None:
-        self._drafter.observe(rows)
-
-    def release(self, request: Request) -> None:
-        self._drafter.release(request)
-
-
 class _Player(Drafter):
     def __init__(self, texts: Sequence[Trace], costs: Costs) -> None:
         drafts = (tree for text in texts for tree in text.guesses if tree is not None and tree.num_draft_tokens > 0)
@@ -89,11 +67,7 @@ class _Player(Drafter):
 
 @dataclass
 class Outcome:
-    """What a replay took.
-
-    Attributes:
-        lasted_s: seconds of each text from its first step to its last, in the order in which they ended.
-    """
+    """What a replay took."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -101,12 +75,6 @@ class Outcome:
     num_accepted_tokens: int = 0
     plain: dict[SkipReason, int] = field(default_factory=dict)
     num_emitted_tokens: int = 0
-    lasted_s: list[float] = field(default_factory=list)
-
-    @property
-    def mean_s(self) -> float:
-        """Geometric mean of what texts took, which decides how much is drafted in batches."""
-        return math.exp(sum(map(math.log, self.lasted_s)) / len(self.lasted_s))
 
 
 def replay(
@@ -129,11 +97,9 @@ def replay(
         has_mixture_pass: whether an X-LoRA adapter answers.
     """
     waiting, running, outcome, player = list(texts), list[tuple[Request, Trace]](), Outcome(), _Player(texts, costs)
-    began = dict[int, float]()
     while waiting or running:
         while waiting and len(running) < batch_size:
             running.append((_request(waiting[0]), waiting.pop(0)))
-            began[id(running[-1][0])] = outcome.seconds
             if has_mixture_pass:
                 running[-1][0].adapter_number, running[-1][0].has_mixture_pass = 1, True
         batch = [RequestRows.without_draft(request, 1) for request, _ in running]
@@ -151,7 +117,6 @@ def replay(
         for request, _ in running:
             if request.is_finished:
                 policy.release(request)
-                outcome.lasted_s.append(outcome.seconds - began[id(request)])
         running = [one for one in running if not one[0].is_finished]
     return outcome
 
@@ -174,8 +139,7 @@ def controller(costs: Costs, *, table: ForwardProfile | None = None) -> Adaptive
 def _request(trace: Trace) -> Request:
     params = SamplingParams(temperature=trace.temperature)
     length = len(trace.token_ids)
-    request = Request([0], 1, params, LogitsProcessor(params, 4, [1]), CachedSequence(), seed=0, sample_index=0, max_len=length + 1)
-    return request
+    return Request([0], 1, params, LogitsProcessor(params, 4, [1]), CachedSequence(), seed=0, sample_index=0, max_len=length + 1)
 
 
 def _guess(
@@ -273,14 +237,3 @@ def made_up(length: int, chance: Callable[[int], float], random: Any, *, confide
         probs = None if confident is None else [confident(chance(at)) for at in depths]
         guesses.append(DraftTree.chain(0, tokens, "player", probs))
     return Trace([1 + at % 50 for at in range(length)], guesses)
-
-
-def outcomes(kinds: Mapping[str, Sequence[Trace]], costs: Costs, *, batch_size: int = 1) -> dict[str, tuple[float, int, float, Outcome]]:
-    """By kind: seconds of the controller over those of the best fixed length, which that is, over plain, and what it did."""
-    found = {}
-    for name, texts in kinds.items():
-        depth, seconds = best_fixed(texts, costs, batch_size=batch_size)
-        plain = best_fixed(texts, costs, batch_size=batch_size, deepest=0)[1]
-        outcome = replay(controller(costs), texts, costs, batch_size=batch_size)
-        found[name] = outcome.seconds / seconds, depth, plain / outcome.seconds, outcome
-    return found

@@ -8,10 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.many_draws import draw_many
-from paceline.sampling.draw import draw
+from paceline.kv_cache.cache import CachedSequence
+from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.grammars.matcher import GrammarMatcher
+from paceline.sampling.noise import Purpose, exponential, key_bits, noise_key
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
 
 Tokens = tuple[int, ...]
 TextProbs = dict[Tokens, float]
@@ -50,6 +54,15 @@ class ScriptedTarget:
             }
         return distribution
 
+    def request(self, params: SamplingParams, seed: int, max_tokens: int = 100) -> Request:
+        """A request for at most so many tokens after the prompt."""
+        processor, length = LogitsProcessor(params, self.vocab_size, self.prompt), len(self.prompt)
+        return Request(list(self.prompt), length, params, processor, CachedSequence(), seed, 0, max_len=length + max_tokens)
+
+    def tree_logits(self, context: Sequence[int], tree: DraftTree) -> NDArray[np.float32]:
+        """[N, V] rows of a tree drafted after a context."""
+        return np.stack([self.logits((*context, *path)) for path in paths_of(tree)])
+
     def generate(
         self, params: SamplingParams, seed: int, num_tokens: int, sample_index: int = 0, grammar: GrammarMatcher | None = None
     ) -> Tokens:
@@ -78,6 +91,14 @@ class ScriptedTarget:
                 row = processor.process(self.logits((*self.prompt, *text)), text)
                 texts[members, depth] = draw_many(row, seeds[members], 0, position)
         return texts
+
+
+def paths_of(tree: DraftTree) -> list[Tokens]:
+    """The drafted tokens from the root to each node."""
+    paths: list[Tokens] = [()]
+    for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths
 
 
 def textbook_probs(
@@ -131,6 +152,16 @@ def _repeats_its_last(text: Sequence[int], size: int) -> bool:
     """Whether the last `size` tokens also occur earlier."""
     starts = range(len(text) - size) if size else ()
     return any(text[start : start + size] == text[len(text) - size :] for start in starts)
+
+
+def draw_many(row: Distribution, seeds: NDArray[np.uint64], sample_index: int, position: int) -> NDArray[np.int64]:
+    """[len(seeds)] tokens of a short row, one position drawn for many seeds at once; some of them are compared with `draw`."""
+    samples, positions = np.full(len(seeds), sample_index, np.uint64), np.full(len(seeds), position, np.uint64)
+    keys = noise_key(seeds, samples, positions, Purpose.TOKEN)
+    ids = np.arange(len(row.scores)) if row.token_ids is None else row.token_ids
+    tokens = ids[np.argmax(row.scores - np.log(exponential(key_bits(keys[:, None], ids))), axis=1)]
+    assert tokens[:20].tolist() == [draw(row, seed, sample_index, position) for seed in seeds[:20].tolist()]
+    return tokens
 
 
 def joint_counts(texts: NDArray[np.int64]) -> dict[Tokens, int]:

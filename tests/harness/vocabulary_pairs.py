@@ -5,10 +5,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-_ITEM_TYPES = {"F32": "<f4", "F16": "<u2", "BF16": "<u2"}
-
 
 def reorder_vocabulary(source: Path, destination: Path, order: Sequence[int]) -> Path:
     """A copy of a checkpoint that computes the same under other ids: id i of the copy is id order[i] of the source.
@@ -25,7 +21,7 @@ def reorder_vocabulary(source: Path, destination: Path, order: Sequence[int]) ->
         model["merges"] = [merge for merge in model["merges"] if _is_possible(merge, model["vocab"])]
     content["added_tokens"] = [token | {"id": new_id[token["id"]]} for token in content["added_tokens"] if token["id"] in new_id]
     path.write_text(json.dumps(content), encoding="utf-8")
-    _reorder_weights(destination / "model.safetensors", np.asarray(order))
+    _reorder_weights(destination / "model.safetensors", order)
     for name in ("config.json", "generation_config.json"):
         if (destination / name).is_file():
             _reorder_config(destination / name, new_id, len(order))
@@ -50,19 +46,9 @@ def _reorder_config(path: Path, new_id: dict[int, int], vocab_size: int) -> None
     path.write_text(json.dumps(values), encoding="utf-8")
 
 
-def _reorder_weights(path: Path, order: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
-    raw = path.read_bytes()
-    header_bytes = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + header_bytes])
-    data, offset = [], 0
-    for name, entry in sorted((item for item in header.items() if item[0] != "__metadata__"), key=lambda item: item[1]["data_offsets"]):
-        begin, end = (8 + header_bytes + value for value in entry["data_offsets"])
-        tensor = np.frombuffer(raw[begin:end], _ITEM_TYPES[entry["dtype"]]).reshape(entry["shape"])
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
-            tensor = tensor[order]
-        data.append(np.ascontiguousarray(tensor).tobytes())
-        entry |= {"shape": list(tensor.shape), "data_offsets": [offset, offset + len(data[-1])]}
-        offset += len(data[-1])
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
+def _reorder_weights(path: Path, order: Sequence[int]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    matrices = ("model.embed_tokens.weight", "lm_head.weight")
+    tensors = {name: tensor[list(order)] if name in matrices else tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path)

@@ -18,8 +18,9 @@ from safetensors.numpy import load_file, save_file
 from harness import expert_checkpoints, hybrid_checkpoints
 from harness.adapter_files import added, low_rank, write_adapter
 from harness.checkpoints import write_checkpoint
+from harness.exact_targets import skip_without_kernels
 from harness.gguf_checkpoints import write_gguf
-from harness.parity import difference, needs, prompt_logits, transformers_output
+from harness.parity import difference, prompt_logits, transformers_output
 from paceline.errors import CapacityError
 from paceline.models.adapters.merge import MergedWeights, merged_config
 from paceline.models.adapters.read import read_adapter
@@ -41,7 +42,7 @@ class Case:
     """A model, the modules that are adapted, and how.
 
     Attributes:
-        modules: names after `model.layers.1.`, as the file of the model has them.
+        modules: names after that of the layer, as the file of the model has them.
         settings: values of adapter_config.json.
         scale: of every product.
     """
@@ -52,6 +53,7 @@ class Case:
     scale: float = 6 / 4
     overrides: dict[str, Any] | None = None
     rank: int = 4
+    layer: str = LAYER
 
 
 ONE_LAYER = {"layers_to_transform": [1]}
@@ -68,7 +70,13 @@ CASES = {
     "excluded": Case("llama", ("self_attn.q_proj",), {"exclude_modules": ["layers.0.self_attn.q_proj", "layers.2.self_attn.q_proj"]}),
     "fused": Case("phi3", ("self_attn.qkv_proj", "mlp.gate_up_proj"), {"target_modules": ["qkv_proj", "gate_up_proj"], **ONE_LAYER}),
     "interleaved": Case("glm4", ("self_attn.q_proj", "self_attn.k_proj"), {"target_modules": ["q_proj", "k_proj"], **ONE_LAYER}),
-    "gated": Case("qwen3_5_text", ("self_attn.q_proj",), {**ONE_LAYER}, overrides=hybrid_checkpoints.CASES["qwen3_5"][1]),
+    "gated": Case(
+        "qwen3_5_text",
+        ("self_attn.q_proj",),
+        {"layers_to_transform": [3]},
+        overrides=hybrid_checkpoints.CASES["qwen3_5"][1],
+        layer="model.layers.3.",
+    ),
     "latent": Case(
         "deepseek_v3",
         ("self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.o_proj"),
@@ -86,13 +94,8 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any] | None], Path]:
-    known: dict[str, Path] = {}
-
     def written(family: str, overrides: dict[str, Any] | None = None) -> Path:
-        key = f"{family} {overrides}"
-        if key not in known:
-            known[key] = write_checkpoint(tmp_path_factory.mktemp(family), family, **(overrides or {}))
-        return known[key]
+        return write_checkpoint(tmp_path_factory.mktemp(family), family, **(overrides or {}))
 
     return written
 
@@ -127,27 +130,28 @@ def check_same(model: Path, adapter: Path, expected: Path) -> None:
 def native(config: Any, weights: MergedWeights) -> Network:
     from paceline.runtimes.native.network import NativeNetwork
 
-    needs("native")
+    skip_without_kernels()
     return NativeNetwork(decoder(config), config, weights, num_threads=1, max_model_len=64, round_to=WeightType.F32, packed=None)
+
+
+def write_case(case: Case, model: Path, folder: Path) -> tuple[Path, Path]:
+    """The adapter of a case, and the checkpoint with its products added."""
+    stored, tensors, rng = load_file(model / "model.safetensors"), dict[str, NDArray[Any]](), np.random.default_rng(0)
+    names = [case.layer + module for module in case.modules]
+    for name in names:
+        tensors |= low_rank(rng, name, stored[f"{name}.weight"].shape, case.rank)
+
+    def change(own: Tensors) -> None:
+        for name in names:
+            own[f"{name}.weight"] = own[f"{name}.weight"] + added(tensors, name, case.scale)
+
+    return write_adapter(folder / "adapter", tensors, **case.settings), with_added(model, folder / "changed", change)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_merged_matrix_is_the_stored_one_plus_the_adapter_product(name: str, models: Any, tmp_path: Path) -> None:
-    case, rng = CASES[name], np.random.default_rng(0)
-    model = models(case.family, case.overrides)
-    stored = load_file(model / "model.safetensors")
-    tensors: Tensors = {}
-    layer = LAYER if case.family != "qwen3_5_text" else "model.layers.3."
-    for module in case.modules:
-        tensors |= low_rank(rng, layer + module, stored[f"{layer}{module}.weight"].shape, case.rank)
-    settings = dict(case.settings) | ({"layers_to_transform": [3]} if case.family == "qwen3_5_text" else {})
-    adapter = write_adapter(tmp_path / "adapter", tensors, **settings)
-
-    def change(own: Tensors) -> None:
-        for module in case.modules:
-            own[f"{layer}{module}.weight"] = own[f"{layer}{module}.weight"] + added(tensors, layer + module, case.scale)
-
-    check_same(model, adapter, with_added(model, tmp_path / "changed", change))
+    model = models(CASES[name].family, CASES[name].overrides)
+    check_same(model, *write_case(CASES[name], model, tmp_path))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -234,19 +238,10 @@ def test_modules_to_save_of_an_adapter_replace_model_matrices(models: Any, tmp_p
 
 @pytest.mark.parametrize("name", ["plain", "fused", "interleaved"])
 def test_merged_model_has_the_logits_of_transformers(name: str, models: Any, tmp_path: Path) -> None:
-    case, rng = CASES[name], np.random.default_rng(5)
-    model, tensors = models(case.family, case.overrides), dict[str, NDArray[Any]]()
-    stored = load_file(model / "model.safetensors")
-    for module in case.modules:
-        tensors |= low_rank(rng, LAYER + module, stored[f"{LAYER}{module}.weight"].shape)
-
-    def change(own: Tensors) -> None:
-        for module in case.modules:
-            own[f"{LAYER}{module}.weight"] = own[f"{LAYER}{module}.weight"] + added(tensors, LAYER + module)
-
-    changed = with_added(model, tmp_path / "changed", change)
-    config, weights = merged(model, write_adapter(tmp_path / "adapter", tensors, **case.settings))
-    ids = rng.integers(0, 97, 48).tolist()
+    model = models(CASES[name].family, CASES[name].overrides)
+    adapter, changed = write_case(CASES[name], model, tmp_path)
+    config, weights = merged(model, adapter)
+    ids = np.random.default_rng(5).integers(0, 97, 48).tolist()
     expected, _ = transformers_output(changed, ids)
     before, _ = transformers_output(model, ids)
     assert difference(before, expected) > 100 * LOGITS
@@ -254,7 +249,7 @@ def test_merged_model_has_the_logits_of_transformers(name: str, models: Any, tmp
 
 
 def test_merging_into_gguf_converts_changed_matrices_to_float16(models: Any, tmp_path: Path) -> None:
-    needs("native")
+    skip_without_kernels()
     file = write_gguf(models("llama"), tmp_path / "model.gguf", "Q8_0")
     adapter = write_adapter(tmp_path / "adapter", low_rank(np.random.default_rng(6), f"{LAYER}self_attn.q_proj", (64, 64)), **ONE_LAYER)
 

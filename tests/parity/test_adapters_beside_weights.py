@@ -1,7 +1,6 @@
 """An unmerged adapter computes the same as the merged model, in float32."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 
 from harness.adapters import make_adapter
 from harness.checkpoints import write_checkpoint
+from harness.exact_targets import skip_without_kernels
 from harness.expert_checkpoints import CASES as EXPERTS
 from harness.gemma3n_checkpoints import GEMMA3N
 from harness.gemma4_checkpoints import GEMMA4
@@ -56,6 +56,7 @@ USUAL = {
 """What a run with small counts takes; the others come with large ones."""
 LENGTH = 40
 Make = Callable[[ModelConfig, Weights], Network]
+Opened = Callable[[str], tuple[ModelConfig, Weights]]
 
 
 def native(config: ModelConfig, weights: Weights) -> Network:
@@ -70,16 +71,12 @@ RUNTIMES: dict[str, Make] = {"native": native, "torch": by_torch}
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[ModelConfig, Weights]]:
-    folder, made = tmp_path_factory.mktemp("targets"), dict[str, Path]()
-
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
     def of(name: str) -> tuple[ModelConfig, Weights]:
-        if name not in made:
-            family, values = TARGETS[name]
-            write_checkpoint(folder / name, family, **{**values, "dtype": "float32", "seed": 3})
-            made[name] = folder / name
-        config = read_model_config(made[name]).for_context(None)
-        return config, open_weights(made[name], config)
+        family, values = TARGETS[name]
+        directory = write_checkpoint(tmp_path_factory.mktemp(name), family, **{**values, "dtype": "float32", "seed": 3})
+        config = read_model_config(directory).for_context(None)
+        return config, open_weights(directory, config)
 
     return of
 
@@ -103,11 +100,8 @@ def log_probs(network: Network, adapter: Adapter | None = None) -> FloatArray:
         if case[1] != "experts" or case[0] in MIXTURES
     ],
 )
-def test_adapter_next_to_the_weights_equals_the_merged_model(
-    target: str, kind: str, runtime: str, opened: Callable[[str], tuple[ModelConfig, Weights]]
-) -> None:
-    if runtime == "native" and kernels_path() is None:
-        pytest.skip("no native kernels for this machine")
+def test_adapter_next_to_the_weights_equals_the_merged_model(target: str, kind: str, runtime: str, opened: Opened) -> None:
+    skip_without_kernels(runtime)
     config, weights = opened(target)
     adapter = make_adapter("one", config, seed=11, strength=0.3, **KINDS[kind])
     merged = MergedWeights(weights, config, adapter, weight_type=WeightType.F32)
@@ -120,11 +114,8 @@ def test_adapter_next_to_the_weights_equals_the_merged_model(
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("target", MIXTURES)
-def test_expert_adapters_in_one_batch_give_each_sequence_its_own_logits(
-    target: str, runtime: str, opened: Callable[[str], tuple[ModelConfig, Weights]]
-) -> None:
-    if runtime == "native" and kernels_path() is None:
-        pytest.skip("no native kernels for this machine")
+def test_expert_adapters_in_one_batch_give_each_sequence_its_own_logits(target: str, runtime: str, opened: Opened) -> None:
+    skip_without_kernels(runtime)
     config, weights = opened(target)
     network = RUNTIMES[runtime](config, weights)
     adapters = [make_adapter(name, config, seed=seed, strength=0.3, experts=True) for seed, name in enumerate("ab")]
@@ -143,9 +134,8 @@ def test_expert_adapters_in_one_batch_give_each_sequence_its_own_logits(
     assert np.abs(together[1] - together[2]).max() > 0.05 < np.abs(together[0] - together[1]).max()
 
 
-def test_quantised_weights_are_unchanged_by_a_separate_adapter(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
-    if kernels_path() is None:
-        pytest.skip("no native kernels for this machine")
+def test_quantised_weights_are_unchanged_by_a_separate_adapter(opened: Opened) -> None:
+    skip_without_kernels()
     config, weights = opened("llama")
     adapter = make_adapter("one", config, seed=11, strength=0.3)
     quantised = quantized_weights(weights, QuantOptions(bits=8), None)
@@ -155,7 +145,7 @@ def test_quantised_weights_are_unchanged_by_a_separate_adapter(opened: Callable[
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
-def test_adapter_that_replaces_and_updates_a_matrix_is_refused(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
+def test_adapter_that_replaces_and_updates_a_matrix_is_refused(opened: Opened) -> None:
     config, weights = opened("llama")
     table = np.zeros((config.vocab_size, config.hidden_size), np.float32)
     low = LowRank(np.zeros((2, config.vocab_size), np.float32), np.zeros((config.hidden_size, 2), np.float32))
@@ -165,9 +155,8 @@ def test_adapter_that_replaces_and_updates_a_matrix_is_refused(opened: Callable[
             make(config, weights).load_adapter(adapter)
 
 
-def test_network_without_adapter_support_refuses_an_adapter(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
-    if kernels_path() is None:
-        pytest.skip("no native kernels for this machine")
+def test_network_without_adapter_support_refuses_an_adapter(opened: Opened) -> None:
+    skip_without_kernels()
     config, weights = opened("llama")
     network = NativeNetwork(decoder(config), config, weights, num_threads=1, max_model_len=64)
     with pytest.raises(BackendUnavailableError, match="the adapter 'one' cannot run on this kind of network"):

@@ -1,7 +1,7 @@
 """Block drafters equal their publishers' computation: a plain implementation, and transformers' Muse Glimmer assistant."""
 
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from harness.block_checkpoints import DFLASH, DFLASH2, DSPARK, GEMMA4, MASK, SIZES, TARGET_HIDDEN, VOCAB_SIZE, PlainBlock, block_tensors
 from harness.block_gguf import write_gguf_block
 from harness.eagle_checkpoints import Tensors, write_head
+from harness.exact_targets import skip_without_kernels
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
 from paceline.drafters import open_head_files
@@ -21,7 +22,6 @@ from paceline.drafters.block.config import read_block_config
 from paceline.drafters.block.network import SELECTOR_VECTORS, BlockHead, DraftBlock, PendingContext
 from paceline.drafters.head_files import HeadFiles
 from paceline.runtimes.base import RowRange
-from paceline.runtimes.native.library import kernels_path
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference" / "block_drafters_reference.py"
 BLOCKS = np.array([3, 1, 2, 5, 4], np.int32)
@@ -84,12 +84,18 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def load_head(tmp_path: Path, config: Mapping[str, Any], tensors: Tensors, embedding: Any, lm_head: Any, backend: str) -> BlockHead:
-    return open_files(HeadFiles.open(write_head(tmp_path / "drafter", config, tensors)), embedding, lm_head, backend)
+def head_files(tmp_path: Path, config: Mapping[str, Any], tensors: Tensors) -> HeadFiles:
+    return HeadFiles.open(write_head(tmp_path / "drafter", config, tensors))
+
+
+def gguf_files(tmp_path: Path) -> HeadFiles:
+    files = open_head_files(tmp_path / "drafter.gguf")
+    assert files is not None
+    return files
 
 
 def open_files(files: HeadFiles, embedding: Any, lm_head: Any, backend: str = "auto") -> BlockHead:
-    target = make_config(hidden_size=files.tensors["fc.weight"].shape[1] // 3, vocab_size=VOCAB_SIZE, num_layers=9)
+    target = make_config(hidden_size=embedding.shape[1], vocab_size=VOCAB_SIZE, num_layers=9)
     block = open_block_checkpoint(files, read_block_config(files, target), target)
     parts = {"lm_head.weight": plain_tensor(lm_head.astype(np.float32)), **dict(block.weights)}
     head = BlockHead(block, parts, plain_tensor(embedding.astype(np.float32)), num_threads=2, max_model_len=128, backend=backend)
@@ -97,29 +103,48 @@ def open_files(files: HeadFiles, embedding: Any, lm_head: Any, backend: str = "a
     return head
 
 
-def draft(head: BlockHead, num_known: int, anchor: int, size: int, *, at_anchor: bool) -> tuple[list[int], list[float], Any]:
-    """Greedy tokens, confidences and rows of logits."""
-    mask = np.ones((size, size), np.bool_)
-    output = head.run_block([DraftBlock(anchor, RowRange(0, size, num_known, BLOCKS, mask))])
-    shift = 0 if at_anchor else 1
-    logits, states = np.array(output.logits)[shift:], np.array(output.hidden_states)
-    hidden = states[shift:]
-    if head.config.num_candidates:
-        return select(head, logits, np.array(output.results[SELECTOR_VECTORS])[shift:], anchor), [], logits
-    if not head.markov_rank:
-        return logits.argmax(-1).tolist(), [], logits
-    state = head.first_markov_state(anchor, states[0], sample_from_anchor=at_anchor)
-    tokens, confidences, rows, previous = [], [], [], anchor
-    for base, h in zip(logits, hidden, strict=True):
-        e = head.markov_embedding(previous)
-        latent, state = head.markov_latent(e, h, state)
-        row = np.array(head.run_bias(latent[None], base[None]).logits[0])
-        if head.config.has_confidence:
-            confidences.append(head.confidence(h, e))
-        previous = int(row.argmax())
-        tokens.append(previous)
-        rows.append(row)
-    return tokens, confidences, np.stack(rows)
+class Text:
+    """A text whose features a head reads, and greedy drafts after it."""
+
+    def __init__(self, head: BlockHead) -> None:
+        self.head, self.num_known = head, 0
+
+    def commit(self, features: Any) -> None:
+        self.head.run_context([PendingContext(features, RowRange(0, len(features), self.num_known, BLOCKS))])
+        self.num_known += len(features)
+
+    def run(self, anchor: int, size: int) -> Any:
+        mask = np.ones((size, size), np.bool_)
+        return self.head.run_block([DraftBlock(anchor, RowRange(0, size, self.num_known, BLOCKS, mask))])
+
+    def draft(self, anchor: int, size: int) -> tuple[list[int], list[float], Any]:
+        """Tokens, confidences and rows of logits."""
+        head, output = self.head, self.run(anchor, size)
+        at_anchor = bool(head.config.sample_from_anchor)
+        shift = 0 if at_anchor else 1
+        logits, states = np.array(output.logits)[shift:], np.array(output.hidden_states)
+        if head.config.num_candidates:
+            return select(head, logits, np.array(output.results[SELECTOR_VECTORS])[shift:], anchor), [], logits
+        if not head.markov_rank:
+            return logits.argmax(-1).tolist(), [], logits
+        state = head.first_markov_state(anchor, states[0], sample_from_anchor=at_anchor)
+        tokens, confidences, rows, previous = [], [], [], anchor
+        for base, h in zip(logits, states[shift:], strict=True):
+            e = head.markov_embedding(previous)
+            latent, state = head.markov_latent(e, h, state)
+            row = np.array(head.run_bias(latent[None], base[None]).logits[0])
+            if head.config.has_confidence:
+                confidences.append(head.confidence(h, e))
+            previous = int(row.argmax())
+            tokens.append(previous)
+            rows.append(row)
+        return tokens, confidences, np.stack(rows)
+
+
+def rounds(random: np.random.Generator, size: int, hidden: int = TARGET_HIDDEN) -> Iterator[tuple[Any, int, int]]:
+    """Features of the next tokens of a text, the last token, and rows of the block after it."""
+    for count, rows in [(9, size), (1, size), (5, size), (8, 4), (20, size)]:
+        yield random.normal(size=(count, 3 * hidden)).astype(np.float32), int(random.integers(0, MASK)), rows
 
 
 def select(head: BlockHead, logits: Any, selected: Any, anchor: int) -> list[int]:
@@ -134,22 +159,17 @@ def select(head: BlockHead, logits: Any, selected: Any, anchor: int) -> list[int
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_block_drafts_and_confidences_equal_the_definition(name: str, backend: str, tmp_path: Path) -> None:
-    if backend == "native" and kernels_path() is None:
-        pytest.skip("no native kernels here")
+    skip_without_kernels(backend)
     variant, random = VARIANTS[name], np.random.default_rng(1)
-    embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
+    embedding, lm_head = random.normal(size=(2, VOCAB_SIZE, 32))
     tensors = variant.tensors()
-    head = load_head(tmp_path, variant.config, tensors, embedding, lm_head, backend)
+    text = Text(open_files(head_files(tmp_path, variant.config, tensors), embedding, lm_head, backend))
     nested = variant.config.get("dflash_config", {})
     plain = PlainBlock({**variant.config, **nested, **variant.plain}, tensors, embedding, lm_head, variant.layers)
-    size, num_known = variant.config["block_size"], 0
-    at_anchor = bool(head.config.sample_from_anchor)
-    for count, rows in [(9, size), (1, size), (5, size), (8, 4), (20, size)]:
-        features, anchor = random.normal(size=(count, 3 * TARGET_HIDDEN)).astype(np.float32), int(random.integers(0, MASK))
+    for features, anchor, rows in rounds(random, variant.config["block_size"]):
         plain.commit(features.astype(np.float64))
-        head.run_context([PendingContext(features, RowRange(0, count, num_known, BLOCKS))])
-        num_known += count
-        tokens, confidences, logits = draft(head, num_known, anchor, rows, at_anchor=at_anchor)
+        text.commit(features)
+        tokens, confidences, logits = text.draft(anchor, rows)
         wanted, chances, expected = plain.draft(anchor, rows)
         assert tokens == wanted
         np.testing.assert_allclose(logits, expected, atol=1e-4)
@@ -161,28 +181,25 @@ def test_dflash2_drafts_equal_the_shared_reference_code(name: str, tmp_path: Pat
     if not REFERENCE.exists():
         pytest.skip(f"{REFERENCE} is not there")
     reference, variant, random = runpy.run_path(str(REFERENCE)), VARIANTS[name], np.random.default_rng(1)
-    embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
+    embedding, lm_head = random.normal(size=(2, VOCAB_SIZE, 32))
     tensors = variant.tensors()
     config = {**variant.config, **variant.config["dflash_config"]}
     wanted = reference["BlockDrafter"](config, {name: one.double().numpy() for name, one in tensors.items()}, embedding, lm_head)
-    head, num_known = load_head(tmp_path, variant.config, tensors, embedding, lm_head, "auto"), 0
-    for count, rows in [(9, 8), (1, 8), (5, 8), (8, 4), (20, 8)]:
-        features, anchor = random.normal(size=(count, 3 * TARGET_HIDDEN)).astype(np.float32), int(random.integers(0, MASK))
+    text = Text(open_files(head_files(tmp_path, variant.config, tensors), embedding, lm_head))
+    for features, anchor, rows in rounds(random, 8):
         wanted.commit(features.astype(np.float64))
-        head.run_context([PendingContext(features, RowRange(0, count, num_known, BLOCKS))])
-        num_known += count
-        tokens, _, _ = draft(head, num_known, anchor, rows, at_anchor=bool(head.config.sample_from_anchor))
-        assert tokens == wanted.guesses(anchor, rows)[0]
+        text.commit(features)
+        assert text.draft(anchor, rows)[0] == wanted.guesses(anchor, rows)[0]
 
 
 @pytest.mark.parametrize("has_all_ids", [False, True])
 def test_dflash2_scores_candidates_by_their_codebook_rows(has_all_ids: bool, tmp_path: Path) -> None:
     random, ids, chosen = np.random.default_rng(1), np.arange(0, VOCAB_SIZE, 2), np.array([3, 7, 20])
-    embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
+    embedding, lm_head = random.normal(size=(2, VOCAB_SIZE, 32))
     after = torch.randn(VOCAB_SIZE if has_all_ids else len(ids), 8)
     own = {"lm_head.weight": torch.randn(len(ids), 32), "d2t": torch.from_numpy(ids - np.arange(len(ids)))}
     tensors = block_tensors(DFLASH2) | own | {"candidate_selector.successor_codebook": after}
-    head = load_head(tmp_path, DFLASH2, tensors, embedding, lm_head, "auto")
+    head = open_files(head_files(tmp_path, DFLASH2, tensors), embedding, lm_head)
     vector, scores = random.normal(size=8).astype(np.float32), random.normal(size=3).astype(np.float32)
     found = head.rescore([5], vector, ids[chosen].astype(np.int32), scores)[0]
     before, rows = tensors["candidate_selector.predecessor_codebook"][5].numpy(), after.numpy()[ids[chosen] if has_all_ids else chosen]
@@ -231,31 +248,24 @@ def test_quantised_gguf_block_drafter_equals_its_dequantised_values(kind: str, m
 def block_logits(tmp_path: Path, config: Mapping[str, Any], backend: str) -> Any:
     """Logits of one block of `drafter.gguf`, after nine known positions."""
     random = np.random.default_rng(1)
-    embedding, lm_head = (random.normal(size=(VOCAB_SIZE, config["hidden_size"])) for _ in range(2))
-    files = open_head_files(tmp_path / "drafter.gguf")
-    assert files is not None
-    head = open_files(files, embedding, lm_head, backend)
-    features = random.normal(size=(9, 3 * config["hidden_size"])).astype(np.float32)
-    head.run_context([PendingContext(features, RowRange(0, 9, 0, BLOCKS))])
-    size = config["block_size"]
-    block = DraftBlock(7, RowRange(0, size, 9, BLOCKS, np.ones((size, size), np.bool_)))
-    return np.array(head.run_block([block]).logits)
+    embedding, lm_head = random.normal(size=(2, VOCAB_SIZE, config["hidden_size"]))
+    text = Text(open_files(gguf_files(tmp_path), embedding, lm_head, backend))
+    text.commit(random.normal(size=(9, 3 * config["hidden_size"])).astype(np.float32))
+    return np.array(text.run(7, config["block_size"]).logits)
 
 
 def test_gguf_block_layers_without_v_proj_use_keys_as_values(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     random = np.random.default_rng(1)
-    embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
+    embedding, lm_head = random.normal(size=(2, VOCAB_SIZE, 32))
     tensors = {name: values for name, values in block_tensors().items() if ".v_proj." not in name}
     write_gguf_block(tmp_path / "drafter.gguf", dflash(), tensors)
-    files = open_head_files(tmp_path / "drafter.gguf")
-    assert files is not None
-    head = open_files(files, embedding, lm_head)
+    text = Text(open_files(gguf_files(tmp_path), embedding, lm_head))
     plain = PlainBlock({**dflash(), **DFLASH["dflash_config"]}, tensors, embedding, lm_head, BOTH_WAYS)
     features = random.normal(size=(9, 3 * TARGET_HIDDEN)).astype(np.float32)
     plain.commit(features.astype(np.float64))
-    head.run_context([PendingContext(features, RowRange(0, 9, 0, BLOCKS))])
-    tokens, _, logits = draft(head, 9, 5, 8, at_anchor=False)
+    text.commit(features)
+    tokens, _, logits = text.draft(5, 8)
     wanted, _, expected = plain.draft(5, 8)
     assert tokens == wanted
     np.testing.assert_allclose(logits, expected, atol=1e-4)
@@ -272,35 +282,29 @@ def test_gguf_block_drafter_reads_the_target_ids_of_its_draft_vocabulary(tmp_pat
 def compare_with_gguf(tmp_path: Path, config: Mapping[str, Any], tensors: Tensors, held: Tensors, backend: str = "auto") -> None:
     """Compare five drafts of `drafter.gguf` with those of its tensors `held` as safetensors."""
     random, size = np.random.default_rng(1), config["block_size"]
-    embedding, lm_head = (random.normal(size=(VOCAB_SIZE, config["hidden_size"])) for _ in range(2))
-    files = open_head_files(tmp_path / "drafter.gguf")
-    assert files is not None
-    plain = HeadFiles.open(write_head(tmp_path / "drafter", config, held))
-    assert files.kind is plain.kind
-    heads = [open_files(one, embedding, lm_head, backend) for one in (files, plain)]
+    embedding, lm_head = random.normal(size=(2, VOCAB_SIZE, config["hidden_size"]))
+    files = gguf_files(tmp_path), head_files(tmp_path, config, held)
+    assert files[0].kind is files[1].kind
+    heads = [open_files(one, embedding, lm_head, backend) for one in files]
     assert heads[0].config == heads[1].config
     if heads[0].target_ids is not None:
         np.testing.assert_array_equal(heads[0].target_ids, heads[1].target_ids)
-    num_known, at_anchor = 0, bool(heads[0].config.sample_from_anchor)
-    for count, rows in [(9, size), (1, size), (5, size), (8, 4), (20, size)]:
-        features, anchor = random.normal(size=(count, 3 * config["hidden_size"])).astype(np.float32), int(random.integers(0, MASK))
-        num_known += count
-        found = []
-        for head in heads:
-            head.run_context([PendingContext(features, RowRange(0, count, num_known - count, BLOCKS))])
-            found.append(draft(head, num_known, anchor, rows, at_anchor=at_anchor))
-        assert found[0][0] == found[1][0]
-        np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
-        np.testing.assert_allclose(found[0][2], found[1][2], atol=1e-4)
+    texts = [Text(head) for head in heads]
+    for features, anchor, rows in rounds(random, size, config["hidden_size"]):
+        for text in texts:
+            text.commit(features)
+        found, expected = (text.draft(anchor, rows) for text in texts)
+        assert found[0] == expected[0]
+        np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
+        np.testing.assert_allclose(found[2], expected[2], atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_blocks_of_several_sequences_in_one_pass_are_independent(backend: str, tmp_path: Path) -> None:
-    if backend == "native" and kernels_path() is None:
-        pytest.skip("no native kernels here")
+    skip_without_kernels(backend)
     random = np.random.default_rng(1)
-    embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
-    head = load_head(tmp_path, DFLASH2, block_tensors(DFLASH2), embedding, lm_head, backend)
+    embedding, lm_head = random.normal(size=(2, VOCAB_SIZE, 32))
+    head = open_files(head_files(tmp_path, DFLASH2, block_tensors(DFLASH2)), embedding, lm_head, backend)
     features = random.normal(size=(6, 3 * TARGET_HIDDEN)).astype(np.float32)
     parts = []
     for blocks, anchor, size in ((BLOCKS[:2], 7, 5), (BLOCKS[2:4], 9, 8)):
@@ -329,18 +333,14 @@ def test_block_drafts_equal_transformers_muse_glimmer_assistant(window: int, tmp
             values.copy_(torch.randn_like(values) * (0.3 if values.dim() > 1 else 0.1) + (1.0 if "norm" in name else 0.0))
     model.save_pretrained(tmp_path / "saved")
     random = np.random.default_rng(2)
-    embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
+    embedding, lm_head = random.normal(size=(2, VOCAB_SIZE, 32))
     files = HeadFiles.open(tmp_path / "saved")
-    target = make_config(hidden_size=TARGET_HIDDEN, vocab_size=VOCAB_SIZE, num_layers=9)
-    block = open_block_checkpoint(files, read_block_config(files, target), target)
-    parts = {**dict(block.weights), "lm_head.weight": plain_tensor(lm_head.astype(np.float32))}
-    head = BlockHead(block, parts, plain_tensor(embedding.astype(np.float32)), num_threads=2, max_model_len=128)
-    head.runtime.allocate_kv(8)
-    cache, num_known = DFlashCache(config=config), 0
+    text, cache = Text(open_files(files, embedding, lm_head)), DFlashCache(config=config)
     cache.activate_past_recording()
     for count in (9, 1, 5, 8, 20):
         features, anchor = random.normal(size=(count, 3 * TARGET_HIDDEN)).astype(np.float32), int(random.integers(0, MASK))
-        head.run_context([PendingContext(features, RowRange(0, count, num_known, BLOCKS))])
+        num_known = text.num_known
+        text.commit(features)
         cache.set_previous_accepted_tokens(count)
         if num_known:
             cache.crop(-8)
@@ -350,7 +350,4 @@ def test_block_drafts_equal_transformers_muse_glimmer_assistant(window: int, tmp
                 noise_embeds=torch.tensor(embedding, dtype=torch.float32)[ids], context_hidden_states=torch.tensor(features)[None],
                 position_ids=torch.arange(num_known, num_known + count + 8)[None], cache=cache,
             ).last_hidden_state[0]  # fmt: skip
-        num_known += count
-        mask = np.ones((8, 8), np.bool_)
-        output = head.run_block([DraftBlock(anchor, RowRange(0, 8, num_known, BLOCKS, mask))])
-        np.testing.assert_allclose(output.hidden_states, expected.numpy(), atol=1e-4)
+        np.testing.assert_allclose(text.run(anchor, 8).hidden_states, expected.numpy(), atol=1e-4)

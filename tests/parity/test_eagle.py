@@ -1,7 +1,7 @@
 """Each variant of EAGLE heads equals a plain implementation of the formats, without cache, blocks or runtimes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from harness.eagle_checkpoints import (
     write_gguf_head,
     write_head,
 )
+from harness.exact_targets import skip_without_kernels
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
 from paceline.drafters.eagle.checkpoint import open_eagle_checkpoint, open_gguf_eagle
@@ -36,7 +37,6 @@ from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import Weights
 from paceline.runtimes import load as load_module
 from paceline.runtimes.base import RowRange
-from paceline.runtimes.native.library import kernels_path
 
 TARGET_HIDDEN, NUM_LAYERS, NUM_PAIRS = 32, 9, 9
 BOUNDARIES = [2, 4, 6]
@@ -50,24 +50,22 @@ class Variant:
 
     spec: Mapping[str, Any]
     tensors: Make
-    method: int = 3
     theta: float = 10000.0
     norm_before_residual: bool = False
     normed_recurrence: bool = False
     chunk_norms: bool = False
-    has_own_embedding: bool = False
     container: str = "safetensors"
     skipped: Sequence[str] = ()  # tensors of the file that take no part
     window: int | None = None  # of the first layer
     rotated: float = 1.0  # share of a head's values
-    more: Mapping[str, Any] = field(default_factory=dict)
+    reads_final_states: bool = False
 
 
 E1 = {**EAGLE1}
 E3 = {**EAGLE3, "eagle_aux_hidden_state_layer_ids": BOUNDARIES}
 SPECULATORS = {"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": BOUNDARIES, "draft_vocab_size": len(DRAFT_IDS)}
 LAYER_CONFIG = {name: value for name, value in EAGLE3.items() if name != "architectures"}
-QWEN3 = {**LAYER_CONFIG, "model_type": "qwen3", "layer_types": ["sliding_attention"]}
+QWEN3 = {"model_type": "qwen3", "layer_types": ["sliding_attention"]}
 PART = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 OLD_SPECULATORS = {"speculators_model_type": "eagle", "transformer_layer_config": {**E1, "model_type": "llama"}, "layernorms": True}
 OLD_NAMES = {
@@ -83,70 +81,66 @@ NORMS = {
 }
 
 
+def own_matrix() -> Tensors:
+    return random_tensors({"lm_head.weight": (VOCAB_SIZE, 32)}, 3)
+
+
 def with_norms(*names: str, bias: bool = True) -> Tensors:
     """An EAGLE-1 head with norms that other trainers added."""
     return eagle1_tensors(bias=bias) | random_tensors({NORMS[name]: (32,) for name in names}, 4)
 
 
+def speculators(layer: Mapping[str, Any], *, qk_norm: bool = False, config: Mapping[str, Any] | None = None, **reference: Any) -> Variant:
+    """A head as the speculators library writes it."""
+    spec = {**SPECULATORS, "transformer_layer_config": {**LAYER_CONFIG, **layer}, **(config or {})}
+    return Variant(spec, lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0.", qk_norm=qk_norm), **reference)
+
+
+VLLM = {**NESTED["model"], "add_para_norm": True, "skip_prenorm": False, "skip_output_norm": False}
+SLIDING_FIRST = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4}
+ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
 VARIANTS: dict[str, Variant] = {
-    "eagle1": Variant(E1, eagle1_tensors, 1, has_own_embedding=True, container="bin"),
+    "eagle1": Variant(E1, eagle1_tensors, container="bin"),
     "eagle1, no fc bias, llama3's base": Variant(
-        {**E1, "bias": False, "rope_theta": 500000.0}, lambda: eagle1_tensors(bias=False), 1, theta=500000.0, has_own_embedding=True
+        {**E1, "bias": False, "rope_theta": 500000.0}, lambda: eagle1_tensors(bias=False), theta=500000.0
     ),
-    "eagle1, biases of q, k and v": Variant({**E1, "qkv_bias": True}, lambda: eagle1_tensors(qkv_bias=True), 1, has_own_embedding=True),
+    "eagle1, biases of q, k and v": Variant({**E1, "qkv_bias": True}, lambda: eagle1_tensors(qkv_bias=True)),
     "eagle1, two layers, sharded": Variant(
-        {**E1, "num_hidden_layers": 2},
-        lambda: eagle1_tensors({**E1, "num_hidden_layers": 2}),
-        1,
-        has_own_embedding=True,
-        container="sharded",
+        {**E1, "num_hidden_layers": 2}, lambda: eagle1_tensors({**E1, "num_hidden_layers": 2}), container="sharded"
     ),
-    "eagle1, normed halves": Variant(E1, lambda: eagle1_tensors(norms=True), 1, has_own_embedding=True),
-    "eagle1, the target's embedding": Variant(E1, lambda: without(eagle1_tensors(), "embed_tokens.weight"), 1),
-    "eagle1, HASS's norms": Variant(E1, lambda: renamed(with_norms("embedding", "hidden_states", "last"), HASS), 1, has_own_embedding=True),
-    "eagle1, a norm in front of the first attention": Variant(E1, lambda: with_norms("first"), 1, has_own_embedding=True),
+    "eagle1, normed halves": Variant(E1, lambda: eagle1_tensors(norms=True)),
+    "eagle1, the target's embedding": Variant(E1, lambda: without(eagle1_tensors(), "embed_tokens.weight")),
+    "eagle1, HASS's norms": Variant(E1, lambda: renamed(with_norms("embedding", "hidden_states", "last"), HASS)),
+    "eagle1, a norm in front of the first attention": Variant(E1, lambda: with_norms("first")),
     "eagle1, an old speculators export": Variant(
-        OLD_SPECULATORS,
-        lambda: renamed(without(with_norms("embedding", "first", "last", bias=False), "embed_tokens.weight"), OLD_NAMES),
-        1,
+        OLD_SPECULATORS, lambda: renamed(without(with_norms("embedding", "first", "last", bias=False), "embed_tokens.weight"), OLD_NAMES)
     ),
     "eagle1, an old speculators export without norms": Variant(
         {**OLD_SPECULATORS, "layernorms": False, "fusion_bias": True},
         lambda: renamed(without(eagle1_tensors(), "embed_tokens.weight"), OLD_NAMES),
-        1,
     ),
-    "eagle1, a vocabulary matrix of its own": Variant(
-        E1, lambda: eagle1_tensors() | random_tensors({"lm_head.weight": (VOCAB_SIZE, 32)}, 3), 1, has_own_embedding=True
-    ),
+    "eagle1, a vocabulary matrix of its own": Variant(E1, lambda: eagle1_tensors() | own_matrix()),
     "eagle1, vLLM's config": Variant(
         NESTED,
-        lambda: (
-            renamed(with_norms("first", "last", bias=False), {"layers.": "model.layers.", "norm.": "model.norm."})
-            | random_tensors({"lm_head.weight": (VOCAB_SIZE, 32)}, 3)
-        ),
-        1,
-        has_own_embedding=True,
+        lambda: renamed(with_norms("first", "last", bias=False), {"layers.": "model.layers.", "norm.": "model.norm."}) | own_matrix(),
         skipped=("layers.0.input_layernorm.weight", "norm.weight"),
     ),
     "eagle1, all of vLLM's norms": Variant(
-        {**NESTED, "model": {**NESTED["model"], "add_para_norm": True, "skip_prenorm": False, "skip_output_norm": False}},
+        {**NESTED, "model": VLLM},
         lambda: renamed(
             with_norms("embedding", "hidden_states", "first", "last", bias=False),
             {"embedding_layernorm.": "enorm.", "hidden_states_layernorm.": "hnorm."},
         ),
-        1,
         normed_recurrence=True,
-        has_own_embedding=True,
     ),
-    "eagle1, a window": Variant(
-        {**E1, "layer_types": ["sliding_attention"], "sliding_window": 4}, eagle1_tensors, 1, has_own_embedding=True, window=4
-    ),
+    "eagle1, a window": Variant({**E1, "layer_types": ["sliding_attention"], "sliding_window": 4}, eagle1_tensors, window=4),
     "eagle3": Variant(E3, eagle3_tensors, container="bin"),
     "eagle3, default boundaries": Variant({**EAGLE3}, eagle3_tensors),
     "eagle3, ids of layer outputs": Variant({**EAGLE3, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 1, 3]}}, eagle3_tensors),
-    "eagle3, layers.0, own embedding": Variant(
-        E3, lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0."), has_own_embedding=True
-    ),
+    "eagle3, layers.0, own embedding": Variant(E3, lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0.")),
     "eagle3, norm before the residual": Variant({**E3, "norm_before_residual": True}, eagle3_tensors, norm_before_residual=True),
     "eagle3, features normed together": Variant({**E3, "norm_before_fc": True}, lambda: eagle3_tensors(norm_before_fc=True)),
     "eagle3, features normed apart": Variant({**E3, "fc_norm": True}, lambda: eagle3_tensors(fc_norm=True), chunk_norms=True),
@@ -156,10 +150,9 @@ VARIANTS: dict[str, Variant] = {
     "eagle3, narrower than the target": Variant(
         {**E3, "hidden_size": 24, "target_hidden_size": TARGET_HIDDEN},
         lambda: eagle3_tensors({**EAGLE3, "hidden_size": 24}, has_own_embedding=True),
-        has_own_embedding=True,
     ),
     "eagle3, no auxiliary states": Variant(
-        {**E3, "eagle_config": {"use_aux_hidden_state": False}}, lambda: eagle3_tensors(fc=False), more={"final": True}
+        {**E3, "eagle_config": {"use_aux_hidden_state": False}}, lambda: eagle3_tensors(fc=False), reads_final_states=True
     ),
     "eagle3, no norm of the embedding": Variant(
         {**E3, "eagle_config": {"use_input_layernorm_in_first_layer": False}}, lambda: eagle3_tensors(embedding_norm=False)
@@ -169,68 +162,23 @@ VARIANTS: dict[str, Variant] = {
         {**E3, "draft_vocab_size": None}, lambda: eagle3_tensors({**EAGLE3, "draft_vocab_size": None}, draft_ids=None)
     ),
     "eagle3, one boundary": Variant({**E3, "eagle_aux_hidden_state_layer_ids": [6]}, lambda: eagle3_tensors(num_boundaries=1)),
-    "speculators": Variant(
-        {
-            **SPECULATORS,
-            "transformer_layer_config": {**LAYER_CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-            "norm_before_residual": True,
-            "architectures": ["Eagle3Speculator"],
-        },
-        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0."),
+    "speculators": speculators(
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        config={"norm_before_residual": True, "architectures": ["Eagle3Speculator"]},
         theta=1e6,
         norm_before_residual=True,
-        has_own_embedding=True,
     ),
-    "speculators, normed recurrence": Variant(
-        {**SPECULATORS, "transformer_layer_config": LAYER_CONFIG, "norm_output": True},
-        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0."),
-        normed_recurrence=True,
-        has_own_embedding=True,
-    ),
+    "speculators, normed recurrence": speculators({}, config={"norm_output": True}, normed_recurrence=True),
     "norm_output outside of speculators": Variant({**E3, "norm_output": True}, eagle3_tensors),
     "no norm_output outside of speculators": Variant({**E3, "norm_output": False}, eagle3_tensors, skipped=("norm.weight",)),
     "eagle3, a window in the first of two layers": Variant(
-        {**E3, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4},
-        lambda: eagle3_tensors({**EAGLE3, "num_hidden_layers": 2}),
-        window=4,
+        {**E3, "num_hidden_layers": 2, **SLIDING_FIRST}, lambda: eagle3_tensors({**EAGLE3, "num_hidden_layers": 2}), window=4
     ),
-    "speculators, qwen3 with a window": Variant(
-        {**SPECULATORS, "transformer_layer_config": {**QWEN3, "use_sliding_window": True, "sliding_window": 5}},
-        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0.", qk_norm=True),
-        has_own_embedding=True,
-        window=5,
-    ),
-    "speculators, qwen3 whose window is off": Variant(
-        {**SPECULATORS, "transformer_layer_config": {**QWEN3, "use_sliding_window": False, "sliding_window": 5}},
-        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0.", qk_norm=True),
-        has_own_embedding=True,
-    ),
-    "speculators, half of each head rotates": Variant(
-        {**SPECULATORS, "transformer_layer_config": {**LAYER_CONFIG, "rope_parameters": {**PART, "rope_type": "linear", "factor": 1.0}}},
-        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0."),
-        has_own_embedding=True,
-        rotated=0.5,
-    ),
-    "speculators, a part that its classes overlook": Variant(
-        {**SPECULATORS, "transformer_layer_config": {**LAYER_CONFIG, "rope_parameters": {**PART, "rope_type": "default"}}},
-        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0."),
-        has_own_embedding=True,
-    ),
-    "speculators, rotations by kind of layer": Variant(
-        {
-            **SPECULATORS,
-            "transformer_layer_config": {
-                **LAYER_CONFIG,
-                "rope_parameters": {
-                    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-                    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-                },
-            },
-        },
-        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0."),
-        has_own_embedding=True,
-        theta=500.0,
-    ),
+    "speculators, qwen3 with a window": speculators({**QWEN3, "use_sliding_window": True, "sliding_window": 5}, qk_norm=True, window=5),
+    "speculators, qwen3 whose window is off": speculators({**QWEN3, "use_sliding_window": False, "sliding_window": 5}, qk_norm=True),
+    "speculators, half of each head rotates": speculators({"rope_parameters": {**PART, "rope_type": "linear", "factor": 1.0}}, rotated=0.5),
+    "speculators, a part that its classes overlook": speculators({"rope_parameters": {**PART, "rope_type": "default"}}),
+    "speculators, rotations by kind of layer": speculators({"rope_parameters": ROPES}, theta=500.0),
 }
 BOUNDARIES_OF = {"eagle3, default boundaries": [2, 4, 6], "eagle3, one boundary": [6]}
 
@@ -252,7 +200,7 @@ class Reference:
         names = {new: old for parts in (OLD_NAMES, HASS) for old, new in parts.items()}
         names |= {"midlayer.": "layers.0.", "model.": "", "enorm.": "embedding_layernorm.", "hnorm.": "hidden_states_layernorm."}
         self.weights = {name: values for name, values in renamed(tensors, names).items() if name not in variant.skipped}
-        self.variant, self.target = variant, target
+        self.variant, self.target, self.is_eagle1 = variant, target, "layers.0.hidden_norm.weight" not in self.weights
         spec = {**variant.spec.get("transformer_layer_config", {}), **variant.spec.get("model", {}), **variant.spec}
         self.num_heads, self.eps, self.num_layers = spec["num_attention_heads"], spec["rms_norm_eps"], spec["num_hidden_layers"]
 
@@ -271,10 +219,9 @@ class Reference:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """inputs [T, H]: features, mixed already. Returns the inputs of the following pairs, and logits."""
         weights = self.weights
-        embedding = weights["embed_tokens.weight"] if self.variant.has_own_embedding else self.target["embedding"]
-        e = embedding[torch.tensor(token_ids)]
+        e = weights.get("embed_tokens.weight", self.target["embedding"])[torch.tensor(token_ids)]
         mask, at = torch.from_numpy(visible), torch.tensor(positions)
-        if self.variant.method == 1:
+        if self.is_eagle1:
             h = inputs
             if "embedding_layernorm.weight" in weights:
                 e = self.norm(e, "embedding_layernorm")
@@ -355,11 +302,19 @@ def open_variant(variant: Variant, directory: Path) -> tuple[RecurrentHead, Refe
 
 @pytest.fixture(params=["native", "torch"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    skip_without_kernels(request.param)
     if request.param == "torch":
         monkeypatch.setattr(load_module, "kernels_path", lambda: None)
-    elif kernels_path() is None:
-        pytest.skip("no native kernels for this machine")
     return str(request.param)
+
+
+def run_once(files: HeadFiles, count: int) -> tuple[RecurrentHead, Any]:
+    """A head for a target with a plain embedding, and what it computes of a few true pairs."""
+    matrix = plain_tensor(np.eye(VOCAB_SIZE, TARGET_HIDDEN, dtype=np.float32))
+    head = opened(files, Weights({"embedding.weight": matrix, "lm_head.weight": matrix}))
+    head.runtime.allocate_kv(4)
+    features = np.random.default_rng(9).normal(0, 1, (count, head.config.feature_size)).astype(np.float32)
+    return head, head.run_target_feature_pairs([true_rows(range(5, 5 + count), features, 0, count)], needs_logits=True)
 
 
 def true_rows(token_ids: Sequence[int], features: NDArray[np.float32], first: int, last: int) -> TargetFeaturePairs:
@@ -373,7 +328,7 @@ def true_rows(token_ids: Sequence[int], features: NDArray[np.float32], first: in
 def test_eagle_head_outputs_equal_the_reference_formula(name: str, backend: str, tmp_path: Path) -> None:
     variant = VARIANTS[name]
     head, reference = open_variant(variant, tmp_path)
-    is_final = variant.method == 1 or variant.more.get("final", False)
+    is_final = reference.is_eagle1 or variant.reads_final_states
     assert head.config.layer_boundaries == (() if is_final else tuple(BOUNDARIES_OF.get(name, BOUNDARIES)))
     random = np.random.default_rng(7)
     token_ids = random.integers(0, VOCAB_SIZE, NUM_PAIRS + 6).tolist()
@@ -384,7 +339,7 @@ def test_eagle_head_outputs_equal_the_reference_formula(name: str, backend: str,
         head.run_target_feature_pairs([true_rows(token_ids, features, first, last)], needs_logits=True) for first, last in ((0, 4), (4, 5))
     ]
     outputs = head.run_target_feature_pairs([true_rows(token_ids, features, 5, NUM_PAIRS)], needs_logits=True)
-    inputs = reference.fused(torch.from_numpy(features)) if variant.method == 3 else torch.from_numpy(features)
+    inputs = torch.from_numpy(features) if reference.is_eagle1 else reference.fused(torch.from_numpy(features))
     causal = np.tri(NUM_PAIRS, dtype=np.bool_)
     expected, logits = reference.run(token_ids[:NUM_PAIRS], inputs, range(NUM_PAIRS), causal)
     np.testing.assert_allclose(outputs.features, expected[5:], atol=1e-4)
@@ -426,7 +381,7 @@ def test_eagle_tree_rows_equal_the_chains_of_their_paths(name: str, backend: str
         positions = [NUM_PAIRS - 1 + depth for depth in depths[:count]]
         found = head.run_draft_feature_pairs([DraftFeaturePairs(tokens[:count], np.stack(inputs), positions, rows, range(count))])
         outputs = [row.copy() for row in found.features]
-    true_inputs = torch.from_numpy(features) if "eagle1" in name else reference.fused(torch.from_numpy(features))
+    true_inputs = torch.from_numpy(features) if reference.is_eagle1 else reference.fused(torch.from_numpy(features))
     for node in range(5):
         path = [node]
         while parents[path[0]] >= 0:
@@ -462,7 +417,7 @@ def test_p_eagle_masked_rows_equal_the_reference_formula(form: str, is_normed: b
         layers = {**EAGLE3, "num_hidden_layers": 2}
         return eagle3_tensors(layers, has_own_embedding=True, fc_norm=is_normed, first_layer="layers.0.") | {"mask_hidden": mask}
 
-    variant = Variant(spec, tensors, has_own_embedding=True, chunk_norms=is_normed, window=3 if form == "a window" else None)
+    variant = Variant(spec, tensors, chunk_norms=is_normed, window=3 if form == "a window" else None)
     head, reference = open_variant(variant, tmp_path)
     random = np.random.default_rng(7)
     token_ids = random.integers(0, VOCAB_SIZE, NUM_PAIRS).tolist()
@@ -479,12 +434,12 @@ def test_p_eagle_masked_rows_equal_the_reference_formula(form: str, is_normed: b
 def test_reordered_draft_vocabulary_of_an_eagle_head_keeps_its_logits(tmp_path: Path) -> None:
     """vLLM's `token_map` with an lm_head of its rows, or of all rows."""
     ids = np.random.default_rng(8).permutation(DRAFT_IDS)
-    whole = random_tensors({"lm_head.weight": (VOCAB_SIZE, 32)}, 3)["lm_head.weight"]
+    whole = own_matrix()["lm_head.weight"]
     logits = []
     for name, matrix in (("few", whole[ids]), ("all", whole)):
         more = {"lm_head.weight": matrix, "token_map": torch.from_numpy(ids)}
         spec = {**NESTED, "truncated_vocab_size": len(ids)}
-        head, reference = open_variant(Variant(spec, lambda: eagle1_tensors(bias=False) | more, 1, has_own_embedding=True), tmp_path / name)  # noqa: B023
+        head, reference = open_variant(Variant(spec, lambda: eagle1_tensors(bias=False) | more), tmp_path / name)  # noqa: B023
         assert head.target_ids is not None
         assert head.target_ids.tolist() == DRAFT_IDS
         features = np.random.default_rng(9).normal(0, 1, (3, 32)).astype(np.float32)
@@ -500,16 +455,10 @@ def test_reordered_draft_vocabulary_of_an_eagle_head_keeps_its_logits(tmp_path: 
 def test_eagle_weights_in_16_bits_are_read_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
     wide = VARIANTS["eagle3"].tensors()
     rounded = {name: values.to(dtype).float() if values.is_floating_point() else values for name, values in wide.items()}
-    weights = Weights(
-        {f"{name}.weight": plain_tensor(np.eye(VOCAB_SIZE, TARGET_HIDDEN, dtype=np.float32)) for name in ("embedding", "lm_head")}
-    )
     results = []
     for directory, tensors, stored in ((tmp_path / "narrow", wide, dtype), (tmp_path / "wide", rounded, torch.float32)):
-        files = HeadFiles.open(write_head(directory, VARIANTS["eagle3"].spec, tensors, dtype=stored))
-        head = opened(files, weights)
-        head.runtime.allocate_kv(4)
-        features = np.random.default_rng(9).normal(0, 1, (3, head.config.feature_size)).astype(np.float32)
-        results.append(head.run_target_feature_pairs([true_rows([5, 6, 7], features, 0, 3)], needs_logits=True).features.copy())
+        _, outputs = run_once(HeadFiles.open(write_head(directory, VARIANTS["eagle3"].spec, tensors, dtype=stored)), 3)
+        results.append(outputs.features.copy())
     np.testing.assert_array_equal(*results)
 
 
@@ -525,18 +474,11 @@ def test_gguf_eagle_head_equals_the_safetensors_head(
     path = write_gguf_head(tmp_path / "head.gguf", spec, tensors, boundaries=[1, 4, 6], matrix_type=matrix_type)
     files = open_gguf_eagle(path)
     assert files is not None
-    directory = write_head(tmp_path / "head", spec, tensors)
-    weights = Weights(
-        {f"{name}.weight": plain_tensor(np.eye(VOCAB_SIZE, TARGET_HIDDEN, dtype=np.float32)) for name in ("embedding", "lm_head")}
-    )
     results = []
-    for source in (files, HeadFiles.open(directory)):
-        head = opened(source, weights)
-        head.runtime.allocate_kv(4)
+    for source in (files, HeadFiles.open(write_head(tmp_path / "head", spec, tensors))):
+        head, outputs = run_once(source, 5)
         assert head.target_ids is not None
         assert head.target_ids.tolist() == DRAFT_IDS
-        features = np.random.default_rng(9).normal(0, 1, (5, head.config.feature_size)).astype(np.float32)
-        outputs = head.run_target_feature_pairs([true_rows([5, 6, 7, 8, 9], features, 0, 5)], needs_logits=True)
         results.append((outputs.features.copy(), outputs.logits.copy(), head.config.layer_boundaries))
     (found, found_logits, boundaries), (expected, expected_logits, _) = results
     assert boundaries == (1, 4, 6)

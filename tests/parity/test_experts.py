@@ -1,6 +1,5 @@
 """Mixtures of experts compute the logits transformers computes, however their checkpoints store them."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.checkpoint_files import change_config, edit_tensors, read_tensors, read_values, write_values
 from harness.checkpoints import write_checkpoint
 from harness.expert_checkpoints import CASES, LATENT, in_stacks
-from harness.gguf_checkpoints import read_tensors, write_gguf, write_tensors
-from harness.parity import BOUNDS, Reference, check_a_prompt, difference, make_reference, open_backend, prompt_logits, torch_logits
+from harness.gguf_checkpoints import write_gguf
+from harness.model_changes import Change, change_mixers, change_mixtures, change_routing, change_window, map_mixers, map_mlps
+from harness.parity import BOUNDS, References, check_a_prompt, check_change_matters, difference, make_reference, open_backend, prompt_logits
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.models.config import ModelConfig, read_config
+from paceline.models.config import read_config
 from paceline.models.layers import ClampedSwiGLU, ExpertMLP
 from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import as_float32
@@ -28,92 +29,56 @@ BOUND = 1e-4
 BY_BACKEND = pytest.mark.parametrize("backend", list(BOUNDS))
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    known: dict[str, Reference] = {}
-
-    def reference(name: str) -> Reference:
-        if name not in known:
-            family, values = CASES[name]
-            known[name] = make_reference(write_checkpoint(tmp_path_factory.mktemp(name), family, **values))
-        return known[name]
-
-    return reference
-
-
 @pytest.mark.spread(0.25)
 @pytest.mark.parametrize("case", CASES)
 @BY_BACKEND
-def test_moe_prompt_logits_equal_transformers_whole_and_in_chunks(references: Callable[[str], Reference], case: str, backend: str) -> None:
+def test_moe_prompt_logits_equal_transformers_whole_and_in_chunks(references: References, case: str, backend: str) -> None:
     check_a_prompt(references(case), backend, bound=BOUND)
 
 
-def changed_experts(config: ModelConfig, change: Callable[[ExpertMLP], ExpertMLP]) -> ModelConfig:
-    layers = (replace(layer, mlp=change(layer.mlp)) if isinstance(layer.mlp, ExpertMLP) else layer for layer in config.layers)
-    return replace(config, layers=tuple(layers))
+def mixture_expert(**changes: Any) -> Change:
+    return map_mlps(lambda mlp: {"expert": replace(mlp.expert, **changes)}, ExpertMLP)
 
 
-def routing(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: changed_experts(config, lambda mlp: replace(mlp, routing=replace(mlp.routing, **changes)))
-
-
-def attention(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: config.map_attention(lambda own: replace(own, **changes))
-
-
-def experts(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: changed_experts(config, lambda mlp: replace(mlp, expert=replace(mlp.expert, **changes)))
-
-
-def windows(window: int | None) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: config.map_attention(lambda own: replace(own, window=own.window and window))
-
-
-CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
-    ("mixtral", routing(is_normalized=False)),
-    ("mixtral", routing(num_experts_per_token=1)),
-    ("qwen2_moe", routing(is_normalized=True)),
-    ("qwen2_moe", lambda config: changed_experts(config, lambda mlp: replace(mlp, shared=None))),
-    ("qwen2_moe", lambda config: changed_experts(config, lambda mlp: replace(mlp, has_shared_gate=False))),
-    ("qwen3_moe", routing(is_normalized=False)),
-    ("qwen3_moe", routing(num_experts_per_token=4)),
-    ("olmoe", routing(is_normalized=True)),
-    ("ernie4_5_moe", routing(has_correction_bias=False)),
-    ("ernie4_5_moe", routing(is_normalized=False)),
-    ("ernie4_5_moe", lambda config: changed_experts(config, lambda mlp: replace(mlp, shared=None))),
-    ("glm4_moe", routing(has_correction_bias=False)),
-    ("glm4_moe", routing(is_normalized=False)),
-    ("glm4_moe", routing(factor=1.0)),
-    ("glm4_moe", lambda config: changed_experts(config, lambda mlp: replace(mlp, shared=None))),
-    ("glm4_moe-groups", routing(num_groups=1, chosen_groups=1)),
-    ("glm4_moe-groups", routing(chosen_groups=1)),
-    ("glm4_moe-groups", routing(is_normalized=True)),
-    ("deepseek_v2", routing(num_groups=1, chosen_groups=1)),
-    ("deepseek_v2", routing(scores_per_group=2)),
-    ("deepseek_v2", routing(factor=1.0)),
-    ("deepseek_v2", attention(scale=48**-0.5)),
-    ("deepseek_v3", routing(num_groups=1, chosen_groups=1)),
-    ("deepseek_v3", lambda config: config.map_attention(lambda own: replace(own, rope=RopeConfig()))),
-    ("deepseek_v3", lambda config: config.map_attention(lambda own: replace(own, latent=replace(own.latent, norm_eps=1e-2)))),
-    ("gpt_oss-window", attention(has_sinks=False)),
-    ("gpt_oss-window", experts(activation=ClampedSwiGLU(1.702, 7.0))),
-    ("gpt_oss-window", experts(activation=ClampedSwiGLU(1.0, 0.5))),
-    ("gemma4-window", routing(has_scales=False)),
-    ("gemma4-window", lambda config: changed_experts(config, lambda mlp: replace(mlp, router_scale=1.0))),
-    ("gemma4-window", lambda config: changed_experts(config, lambda mlp: replace(mlp, has_own_norms=False))),
-    *((name, windows(window)) for name in CASES if name.endswith("-window") for window in (None, 15, 17)),
+CHANGES: list[tuple[str, Change]] = [
+    ("mixtral", change_routing(is_normalized=False)),
+    ("mixtral", change_routing(num_experts_per_token=1)),
+    ("qwen2_moe", change_routing(is_normalized=True)),
+    ("qwen2_moe", change_mixtures(shared=None)),
+    ("qwen2_moe", change_mixtures(has_shared_gate=False)),
+    ("qwen3_moe", change_routing(is_normalized=False)),
+    ("qwen3_moe", change_routing(num_experts_per_token=4)),
+    ("olmoe", change_routing(is_normalized=True)),
+    ("ernie4_5_moe", change_routing(has_correction_bias=False)),
+    ("ernie4_5_moe", change_routing(is_normalized=False)),
+    ("ernie4_5_moe", change_mixtures(shared=None)),
+    ("glm4_moe", change_routing(has_correction_bias=False)),
+    ("glm4_moe", change_routing(is_normalized=False)),
+    ("glm4_moe", change_routing(factor=1.0)),
+    ("glm4_moe", change_mixtures(shared=None)),
+    ("glm4_moe-groups", change_routing(num_groups=1, chosen_groups=1)),
+    ("glm4_moe-groups", change_routing(chosen_groups=1)),
+    ("glm4_moe-groups", change_routing(is_normalized=True)),
+    ("deepseek_v2", change_routing(num_groups=1, chosen_groups=1)),
+    ("deepseek_v2", change_routing(scores_per_group=2)),
+    ("deepseek_v2", change_routing(factor=1.0)),
+    ("deepseek_v2", change_mixers(scale=48**-0.5)),
+    ("deepseek_v3", change_routing(num_groups=1, chosen_groups=1)),
+    ("deepseek_v3", change_mixers(rope=RopeConfig())),
+    ("deepseek_v3", map_mixers(lambda own: {"latent": replace(own.latent, norm_eps=1e-2)})),
+    ("gpt_oss-window", change_mixers(has_sinks=False)),
+    ("gpt_oss-window", mixture_expert(activation=ClampedSwiGLU(1.702, 7.0))),
+    ("gpt_oss-window", mixture_expert(activation=ClampedSwiGLU(1.0, 0.5))),
+    ("gemma4-window", change_routing(has_scales=False)),
+    ("gemma4-window", change_mixtures(router_scale=1.0)),
+    ("gemma4-window", change_mixtures(has_own_norms=False)),
+    *((name, change_window(size)) for name in CASES if name.endswith("-window") for size in (None, 15, 17)),
 ]
 
 
 @pytest.mark.parametrize(("case", "change"), CHANGES, ids=[f"{number}-{case}" for number, (case, _) in enumerate(CHANGES)])
-def test_moe_logits_change_with_another_routing_or_activation(
-    references: Callable[[str], Reference], case: str, change: Callable[[ModelConfig], ModelConfig]
-) -> None:
-    """What the parity above can see: with it, it would fail by far more than its bound."""
-    reference = references(case)
-    config = read_config(reference.directory)
-    assert difference(torch_logits(config, reference), reference.logits) <= BOUND
-    assert difference(torch_logits(change(config), reference), reference.logits) > 0.1
+def test_moe_logits_change_with_another_routing_or_activation(references: References, case: str, change: Change) -> None:
+    check_change_matters(references(case), change)
 
 
 KIMI_K2 = {
@@ -133,19 +98,19 @@ def test_kimi_k2_logits_equal_those_of_deepseek_v3_in_transformers(tmp_path: Pat
 
     assert Kimi_K25Config(text_config={"model_type": "kimi_k2"}).text_config.model_type == "deepseek_v3"
     reference = make_reference(write_checkpoint(tmp_path, "deepseek_v3", **KIMI_K2))
-    values = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    values = read_values(tmp_path)
     rope = values.pop("rope_parameters")
     old = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {**rope, "type": rope.pop("rope_type")}}
     added = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, **OF_KIMI_K2}
     values = {**values, **old, **added}
     for model_type, family in ((None, "deepseek_v3"), ("kimi_k2", "kimi_k2")):
-        (tmp_path / "config.json").write_text(json.dumps({**values, "model_type": model_type}), encoding="utf-8")
+        write_values(tmp_path, {**values, "model_type": model_type})
         assert read_config(tmp_path).family == family
     check_a_prompt(reference, backend, bound=BOUND)
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe-groups"])
-def test_stacked_experts_equal_experts_stored_one_by_one(references: Callable[[str], Reference], tmp_path: Path, case: str) -> None:
+def test_stacked_experts_equal_experts_stored_one_by_one(references: References, tmp_path: Path, case: str) -> None:
     reference = references(case)
     stacked = in_stacks(reference.directory, tmp_path / "stacked")
     assert sum(name.endswith(".experts.gate_up_proj") for name in read_tensors(stacked)) >= 2
@@ -164,10 +129,8 @@ def write_mxfp4(directory: Path, to: Path, seed: int) -> Path:
         tensors[f"{name}_blocks"] = torch.from_numpy(random.integers(0, 256, (count, rows, columns // 32, 16), np.uint8))
         tensors[f"{name}_scales"] = torch.from_numpy(random.integers(121, 125, (count, rows, columns // 32), np.uint8))
     save_file(tensors, to / "model.safetensors")
-    values = json.loads((to / "config.json").read_text(encoding="utf-8"))
-    values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    (to / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    return to
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    return change_config(to, quantization_config=settings)
 
 
 def expanded(packed: Path, to: Path) -> Path:
@@ -182,13 +145,10 @@ def expanded(packed: Path, to: Path) -> Path:
         blocks, scales = tensors.pop(name), tensors.pop(f"{stack}_scales")
         tensors[stack] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads((to / "config.json").read_text(encoding="utf-8"))
-    del values["quantization_config"]
-    (to / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    return to
+    return write_values(to, {name: value for name, value in read_values(to).items() if name != "quantization_config"})
 
 
-def test_mxfp4_values_equal_those_of_transformers_and_gguf(references: Callable[[str], Reference], tmp_path: Path, seed: int) -> None:
+def test_mxfp4_values_equal_those_of_transformers_and_gguf(references: References, tmp_path: Path, seed: int) -> None:
     packed = write_mxfp4(references("gpt_oss").directory, tmp_path / "packed", seed)
     plain = expanded(packed, tmp_path / "plain")
     path = write_gguf(plain, tmp_path / "model.gguf", lambda name: "MXFP4" if "_exps" in name else "F32")
@@ -233,24 +193,19 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_moe_tensors_unlike_the_config_are_refused_by_name(references: Callable[[str], Reference], tmp_path: Path, name: str) -> None:
+def test_moe_tensors_unlike_the_config_are_refused_by_name(references: References, tmp_path: Path, name: str) -> None:
     case, changes, message = BROKEN[name]
-    shutil.copytree(references(case).directory, tmp_path / "changed")
-    path = tmp_path / "changed" / "config.json"
-    values = json.loads(path.read_text(encoding="utf-8"))
-    renamed = {"num_experts": "num_local_experts"} if "num_local_experts" in values else {}
-    values |= {renamed.get(key, key): value for key, value in changes.items()}
-    path.write_text(json.dumps(values), encoding="utf-8")
+    changed = shutil.copytree(references(case).directory, tmp_path / "changed")
+    renamed = {"num_experts": "num_local_experts"} if "num_local_experts" in read_values(changed) else {}
+    change_config(changed, **{renamed.get(key, key): value for key, value in changes.items()})
     with pytest.raises(CheckpointError, match=message) as caught:
-        open_weights(path.parent, read_config(path.parent))
+        open_weights(changed, read_config(changed))
     assert "\n" not in str(caught.value)
 
 
-def test_missing_moe_router_is_named(references: Callable[[str], Reference], tmp_path: Path) -> None:
+def test_missing_moe_router_is_named(references: References, tmp_path: Path) -> None:
     changed = shutil.copytree(references("mixtral").directory, tmp_path / "changed")
-    tensors = read_tensors(changed)
-    router = next(name for name in tensors if name.endswith("gate.weight"))
-    write_tensors(changed, {name: tensor for name, tensor in tensors.items() if name != router})
+    edit_tensors(changed, lambda tensors: tensors.pop(next(name for name in tensors if name.endswith("gate.weight"))))
     with pytest.raises(CheckpointError, match=r"lacks 1 tensor: model\.layers\.0\.mlp\.gate\.weight"):
         open_weights(changed, read_config(changed))
 
@@ -264,13 +219,11 @@ def test_missing_moe_router_is_named(references: Callable[[str], Reference], tmp
     ],
 )
 def test_config_fields_unknown_to_a_moe_family_are_ignored(
-    references: Callable[[str], Reference], tmp_path: Path, case: str, changes: dict[str, Any]
+    references: References, tmp_path: Path, case: str, changes: dict[str, Any]
 ) -> None:
     """As in transformers, whose classes do not read them either."""
     changed = shutil.copytree(references(case).directory, tmp_path / "changed")
-    values = json.loads((changed / "config.json").read_text(encoding="utf-8"))
-    (changed / "config.json").write_text(json.dumps({**values, **changes}), encoding="utf-8")
-    assert read_config(changed) == read_config(references(case).directory)
+    assert read_config(change_config(changed, **changes)) == read_config(references(case).directory)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +241,7 @@ def test_config_fields_unknown_to_a_moe_family_are_ignored(
     ],
 )
 def test_damaged_mxfp4_expert_stack_is_refused_by_name(
-    references: Callable[[str], Reference], tmp_path: Path, seed: int, name: str, change: Callable[[Any], Any] | None, message: str
+    references: References, tmp_path: Path, seed: int, name: str, change: Callable[[Any], Any] | None, message: str
 ) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -323,34 +276,21 @@ def test_damaged_mxfp4_expert_stack_is_refused_by_name(
     ],
 )
 def test_moe_metadata_error_names_the_gguf_key(
-    references: Callable[[str], Reference], tmp_path: Path, case: str, key: str, value: int, message: str
+    references: References, tmp_path: Path, case: str, key: str, value: int, message: str
 ) -> None:
     path = write_gguf(references(case).directory, tmp_path / "model.gguf", metadata={key: value})
     with pytest.raises(CheckpointError, match=message):
         read_model_config(path)
 
 
-@pytest.mark.parametrize("case", ["gpt_oss", "qwen2_moe-plain", "olmoe"])
-def test_gguf_without_lm_head_is_refused_where_llama_cpp_refuses_it(
-    references: Callable[[str], Reference], tmp_path: Path, case: str
-) -> None:
-    path = without_matrix(references(case).directory, tmp_path)
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensor: output\.weight"):
-        open_weights(path, read_model_config(path))
-
-
-@pytest.mark.parametrize("case", ["glm4_moe", "qwen3_moe", "mixtral"])
-def test_gguf_without_lm_head_uses_the_embedding_where_llama_cpp_does(
-    references: Callable[[str], Reference], tmp_path: Path, case: str
-) -> None:
-    config = read_model_config(path := without_matrix(references(case).directory, tmp_path))
-    assert config.tied_embeddings
-    assert not open_weights(path, config).has("lm_head.weight")
-
-
-def without_matrix(directory: Path, folder: Path) -> Path:
-    copy = shutil.copytree(directory, folder / "copy")
-    tensors = read_tensors(copy)
-    del tensors["lm_head.weight"]
-    write_tensors(copy, tensors)
-    return write_gguf(copy, folder / "model.gguf")
+@pytest.mark.parametrize("case", ["gpt_oss", "qwen2_moe-plain", "olmoe", "glm4_moe", "qwen3_moe", "mixtral"])
+def test_gguf_without_lm_head_is_read_or_refused_as_by_llama_cpp(references: References, tmp_path: Path, case: str) -> None:
+    copy = shutil.copytree(references(case).directory, tmp_path / "copy")
+    edit_tensors(copy, lambda tensors: tensors.pop("lm_head.weight"))
+    config = read_model_config(path := write_gguf(copy, tmp_path / "model.gguf"))
+    if case in ("glm4_moe", "qwen3_moe", "mixtral"):
+        assert config.tied_embeddings
+        assert not open_weights(path, config).has("lm_head.weight")
+    else:
+        with pytest.raises(CheckpointError, match=r"lacks 1 tensor: output\.weight"):
+            open_weights(path, config)

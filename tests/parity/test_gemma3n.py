@@ -1,7 +1,5 @@
 """Gemma 3n computes the logits transformers computes: AltUp, Laurel, sparse activations, per-layer inputs, shared keys and values."""
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +7,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.checkpoints import VOCAB_SIZE
-from harness.gemma3n_checkpoints import FULL, NUM_ROWS, SLIDING, write_gemma3n
-from harness.gguf_checkpoints import read_tensors, write_gguf, write_tensors
+from harness.checkpoint_files import read_tensors, read_values, write_tensors, write_values
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.gemma3n_checkpoints import GEMMA3N, NUM_ROWS
+from harness.gemma4_checkpoints import FULL, SLIDING
+from harness.gguf_checkpoints import write_gguf, write_rounded
+from harness.model_changes import (
+    Change,
+    change_layers,
+    change_mixers,
+    change_model,
+    change_rope,
+    change_window,
+    map_layers,
+    map_mixers,
+    map_mlps,
+)
 from harness.parity import (
-    Reference,
+    References,
     check_a_prompt,
+    check_change_matters,
     difference,
-    make_reference,
     open_backend,
     prompt_logits,
     torch_logits,
@@ -24,8 +35,8 @@ from harness.parity import (
 )
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.models.config import ModelConfig, WeightType, read_config
-from paceline.models.layers import AttentionConfig, LayerConfig, QKNorm
+from paceline.models.config import WeightType, read_config
+from paceline.models.layers import QKNorm
 from paceline.runtimes.base import assemble_pass
 from paceline.runtimes.decoder import COLLECTED
 from paceline.runtimes.torch.blocks import TorchBlocks
@@ -34,46 +45,34 @@ torch = pytest.importorskip("torch")
 
 BOUND = 1e-4
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "native"])
-CASES: dict[str, dict[str, Any]] = {
-    "all": {},
-    "other streams": {"altup_num_inputs": 3, "altup_active_idx": 2, "altup_correct_scale": False, "attention_bias": True},
-    "default": {
-        "num_hidden_layers": 11,
-        "layer_types": None,
-        "rope_parameters": None,
-        "activation_sparsity_pattern": None,
-        "intermediate_size": 512,  # a twentieth of 96 values would be so few that rounding decides
-        "query_key_scale": 0.1,
-        "num_kv_shared_layers": 0,
-        "vocab_size_per_layer_input": VOCAB_SIZE,
-    },
+DEFAULTS: dict[str, Any] = {
+    "num_hidden_layers": 11,
+    "layer_types": None,
+    "rope_parameters": None,
+    "activation_sparsity_pattern": None,
+    "intermediate_size": 512,  # a twentieth of 96 values would be so few that rounding decides
+    "query_key_scale": 0.1,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
 }
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    known: dict[str, Reference] = {}
-
-    def reference(name: str) -> Reference:
-        if name not in known:
-            known[name] = make_reference(write_gemma3n(tmp_path_factory.mktemp(name.replace(" ", "-")), **CASES[name]))
-        return known[name]
-
-    return reference
+STREAMS = {"altup_num_inputs": 3, "altup_active_idx": 2, "altup_correct_scale": False, "attention_bias": True}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "all": ("gemma3n_text", GEMMA3N),
+    "other streams": ("gemma3n_text", {**GEMMA3N, **STREAMS}),
+    "default": ("gemma3n_text", {**GEMMA3N, **DEFAULTS}),
+}
 
 
 @pytest.mark.spread(0.4)
 @BACKENDS
 @pytest.mark.parametrize("case", CASES)
-def test_gemma3n_prompt_logits_equal_transformers_whole_and_in_chunks(
-    references: Callable[[str], Reference], case: str, backend: str
-) -> None:
+def test_gemma3n_prompt_logits_equal_transformers_whole_and_in_chunks(references: References, case: str, backend: str) -> None:
     reference = references(case)
     check_a_prompt(reference, backend, bound=max(BOUND, reference.allowed(backend)))
 
 
 @BACKENDS
-def test_collected_gemma3n_states_are_the_active_stream_of_transformers(references: Callable[[str], Reference], backend: str) -> None:
+def test_collected_gemma3n_states_are_the_active_stream_of_transformers(references: References, backend: str) -> None:
     """transformers returns all streams; `transformers_output` takes the first one, which is the active one here."""
     reference = references("all")
     runtime = open_backend(reference.directory, backend, collect_layers=(0, 2, 5))
@@ -85,69 +84,32 @@ def test_collected_gemma3n_states_are_the_active_stream_of_transformers(referenc
         assert difference(output.results[f"{COLLECTED}.{place}"], expected) <= 1e-5 * np.abs(expected).max()
 
 
-def with_layers(config: ModelConfig, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:
-    return replace(config, layers=tuple(map(change, config.layers)))
-
-
-def with_mixer(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: with_layers(config, lambda layer: replace(layer, mixer=replace(layer.mixer, **changes)))
-
-
-def with_layer(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: with_layers(config, lambda layer: replace(layer, **changes))
-
-
-def with_mlp(change: Callable[[float], float | None]) -> Callable[[ModelConfig], ModelConfig]:
-    def changed(layer: LayerConfig) -> LayerConfig:
-        factor = layer.mlp.top_k_factor
-        return replace(layer, mlp=replace(layer.mlp, top_k_factor=None if factor is None else change(factor)))
-
-    return lambda config: with_layers(config, changed)
-
-
-def with_altup(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: with_layers(config, lambda layer: replace(layer, altup=replace(layer.altup, **changes)))
-
-
-def map_attention(change: Callable[[AttentionConfig], dict[str, Any]]) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: config.map_attention(lambda attention: replace(attention, **change(attention)))
-
-
-LEFT_OUT: dict[str, Callable[[ModelConfig], ModelConfig]] = {
-    "no top-k": with_mlp(lambda factor: None),
-    "other top-k": with_mlp(lambda factor: factor * 0.8),
-    "laurel": with_layer(laurel_rank=0),
-    "layer inputs": with_layer(per_layer_input=None),
-    "other active stream": with_altup(active=1),
-    "output scale": with_altup(has_output_scale=False),
-    "window": map_attention(lambda attention: {"window": attention.window and 17}),
-    "scale": with_mixer(scale=0.25),
-    "query and key norms": with_mixer(qk_norm=QKNorm.NONE),
-    "value norm": with_mixer(has_value_norm=False),
-    "local rope": map_attention(lambda attention: {"rope": replace(attention.rope, theta=1e3)}),
-    "other owner": map_attention(lambda attention: {"kv_layer": attention.kv_layer and attention.kv_layer - 2}),
-    "soft cap": lambda config: replace(config, logit_soft_cap=None),
-    "embedding scale": lambda config: replace(config, embedding_scale=1.0),
+LEFT_OUT: dict[str, Change] = {
+    "no top-k": map_mlps(lambda mlp: {"top_k_factor": None}),
+    "other top-k": map_mlps(lambda mlp: {"top_k_factor": mlp.top_k_factor and mlp.top_k_factor * 0.8}),
+    "laurel": change_layers(laurel_rank=0),
+    "layer inputs": change_layers(per_layer_input=None),
+    "other active stream": map_layers(lambda own: replace(own, altup=replace(own.altup, active=1))),
+    "output scale": map_layers(lambda own: replace(own, altup=replace(own.altup, has_output_scale=False))),
+    "window": change_window(17),
+    "scale": change_mixers(scale=0.25),
+    "query and key norms": change_mixers(qk_norm=QKNorm.NONE),
+    "value norm": change_mixers(has_value_norm=False),
+    "local rope": change_rope(theta=1e3),
+    "other owner": map_mixers(lambda own: {"kv_layer": own.kv_layer and own.kv_layer - 2}),
+    "soft cap": change_model(logit_soft_cap=None),
+    "embedding scale": change_model(embedding_scale=1.0),
 }
 
 
 @pytest.mark.parametrize("change", LEFT_OUT.values(), ids=LEFT_OUT)
-def test_gemma3n_logits_change_if_a_part_is_left_out(
-    references: Callable[[str], Reference], change: Callable[[ModelConfig], ModelConfig]
-) -> None:
-    """What the parity above can see."""
-    reference = references("all")
-    config = read_config(reference.directory)
-    changed = change(config)
-    assert changed != config
-    assert np.abs(torch_logits(changed, reference) - reference.logits).max() > 0.1
+def test_gemma3n_logits_change_if_a_part_is_left_out(references: References, change: Change) -> None:
+    check_change_matters(references("all"), change)
 
 
 @pytest.mark.parametrize("part", ["altup_projections", "altup_unembed", "prediction_coefs", "correction_coefs", "modality_router",
                                   "router_norm", "correct_output_scale", "laurel.linear_left", "post_laurel_norm"])  # fmt: skip
-def test_gemma3n_logits_change_with_every_tensor_of_altup_and_laurel(
-    references: Callable[[str], Reference], tmp_path: Path, part: str
-) -> None:
+def test_gemma3n_logits_change_with_every_tensor_of_altup_and_laurel(references: References, tmp_path: Path, part: str) -> None:
     """Each is reversed along its last dimension, which changes neither its sum nor its size."""
     reference = references("all")
     tensors = read_tensors(reference.directory)
@@ -158,9 +120,7 @@ def test_gemma3n_logits_change_with_every_tensor_of_altup_and_laurel(
     assert np.abs(prompt_logits(open_backend(tmp_path, "torch"), reference.token_ids) - reference.logits).max() > 0.05
 
 
-def test_gaussian_top_k_with_the_deviation_of_a_sample_gives_other_logits(
-    references: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gaussian_top_k_with_the_deviation_of_a_sample_gives_other_logits(references: References, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp divides by n - 1, transformers by n."""
     reference = references("all")
 
@@ -172,7 +132,7 @@ def test_gaussian_top_k_with_the_deviation_of_a_sample_gives_other_logits(
 
 
 @BACKENDS
-def test_gemma3n_tokens_after_the_per_layer_table_use_its_first_row(references: Callable[[str], Reference], backend: str) -> None:
+def test_gemma3n_tokens_after_the_per_layer_table_use_its_first_row(references: References, backend: str) -> None:
     reference = references("all")
     assert max(reference.token_ids) >= NUM_ROWS  # so the parity above has such tokens, and this shows what they read
     ids = [NUM_ROWS, VOCAB_SIZE - 1] * 5
@@ -182,7 +142,7 @@ def test_gemma3n_tokens_after_the_per_layer_table_use_its_first_row(references: 
 
 @BACKENDS
 def test_gemma3n_bfloat16_logits_are_as_near_as_those_of_transformers(tmp_path: Path, backend: str, seed: int) -> None:
-    directory = write_gemma3n(tmp_path, dtype="bfloat16", seed=seed)
+    directory = write_checkpoint(tmp_path, "gemma3n_text", dtype="bfloat16", seed=seed, **GEMMA3N)
     token_ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE, 60).tolist()
     exact, narrow = (transformers_output(directory, token_ids, dtype)[0] for dtype in ("float32", "bfloat16"))
     found = prompt_logits(open_backend(directory, backend, weight_type=WeightType.BF16), token_ids)
@@ -190,28 +150,22 @@ def test_gemma3n_bfloat16_logits_are_as_near_as_those_of_transformers(tmp_path: 
 
 
 @BACKENDS
-def test_gemma3n_text_model_stored_with_encoders_has_equal_logits(
-    references: Callable[[str], Reference], tmp_path: Path, backend: str
-) -> None:
+def test_gemma3n_text_model_stored_with_encoders_has_equal_logits(references: References, tmp_path: Path, backend: str) -> None:
     """As published: encoders, one rotary base for each kind of layer, and keys and values of layers that share those of another."""
     plain = references("all")
     tensors = {name.replace("model.", "model.language_model.", 1): array for name, array in read_tensors(plain.directory).items()}
-    for part in (
-        "vision_tower.timm_model.blocks.0",
-        "embed_vision.embedding_projection",
-        "audio_tower.conformer.0",
-        "embed_audio.embedding",
-    ):
+    encoders = ("vision_tower.timm_model.blocks.0", "embed_vision.embedding_projection", "audio_tower.conformer.0", "embed_audio.embedding")
+    for part in encoders:
         tensors[f"model.{part}.weight"] = np.ones((2, 2), np.float32)
     tensors["model.language_model.layers.5.self_attn.k_proj.weight"] = np.ones((2, 2), np.float32)
     write_tensors(tmp_path, tensors)
-    text = json.loads((plain.directory / "config.json").read_text(encoding="utf-8"))
+    text = read_values(plain.directory)
     ropes = text.pop("rope_parameters")
     del text["architectures"]
     text |= {"rope_theta": ropes[FULL]["rope_theta"], "rope_local_base_freq": ropes[SLIDING]["rope_theta"], "rope_scaling": None}
     values = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"], "text_config": text, "dtype": "float32"}
     values |= {"vision_config": {"model_type": "gemma3n_vision"}, "audio_config": {"model_type": "gemma3n_audio"}, "eos_token_id": [0, 5]}
-    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    write_values(tmp_path, values)
     config = read_config(tmp_path)
     assert config.layers == read_config(plain.directory).layers
     assert open_weights(tmp_path, config).has_encoders
@@ -219,7 +173,7 @@ def test_gemma3n_text_model_stored_with_encoders_has_equal_logits(
     assert np.array_equal(found, expected)
 
 
-def test_gguf_of_gemma3n_pads_the_per_layer_table_with_zeros(references: Callable[[str], Reference], tmp_path: Path) -> None:
+def test_gguf_of_gemma3n_pads_the_per_layer_table_with_zeros(references: References, tmp_path: Path) -> None:
     """As llama.cpp's converter does: tokens that have a row keep their logits, the others have an input of zeros."""
     reference = references("all")
     path = write_gguf(reference.directory, tmp_path / "model.gguf")
@@ -229,20 +183,10 @@ def test_gguf_of_gemma3n_pads_the_per_layer_table_with_zeros(references: Callabl
     assert np.array_equal(found, expected)
 
 
-def test_quantised_stacks_of_stream_projections_have_their_dequantised_values(
-    references: Callable[[str], Reference], tmp_path: Path
-) -> None:
-    gguf = pytest.importorskip("gguf")
-    reference, kind = references("all"), gguf.GGMLQuantizationType.Q8_0
+def test_quantised_stacks_of_stream_projections_have_their_dequantised_values(references: References, tmp_path: Path) -> None:
+    reference = references("all")
     path = write_gguf(reference.directory, tmp_path / "model.gguf", lambda name: "Q8_0" if name.startswith("altup") else "F32")
-    widened = tmp_path / "widened"
-    widened.mkdir()
-    (widened / "config.json").write_bytes((reference.directory / "config.json").read_bytes())
-    rounded = {
-        name: gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind) if "altup_" in name else array
-        for name, array in read_tensors(reference.directory).items()
-    }
-    write_tensors(widened, rounded)
+    widened = write_rounded(reference.directory, tmp_path / "widened", "Q8_0", lambda name, _: "altup_" in name)
     ids = [token_id for token_id in reference.token_ids if token_id < NUM_ROWS]
     found, expected, plain = (prompt_logits(open_backend(where, "torch"), ids) for where in (path, widened, reference.directory))
     assert np.array_equal(found, expected)
@@ -268,10 +212,9 @@ def test_quantised_stacks_of_stream_projections_have_their_dequantised_values(
     ],
 )
 def test_unsupported_gemma3n_config_is_refused_by_the_name_of_its_field(
-    references: Callable[[str], Reference], tmp_path: Path, changes: dict[str, Any], message: str | None
+    references: References, tmp_path: Path, changes: dict[str, Any], message: str | None
 ) -> None:
-    values = json.loads((references("all").directory / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps({**values, **changes}), encoding="utf-8")
+    write_values(tmp_path, {**read_values(references("all").directory), **changes})
     if message is None:
         assert read_config(tmp_path).layers[2].mlp.intermediate_size == 96
         return
@@ -293,7 +236,7 @@ def test_unsupported_gemma3n_config_is_refused_by_the_name_of_its_field(
     ],
 )
 def test_unsupported_gemma3n_metadata_is_refused_by_its_key(
-    references: Callable[[str], Reference], tmp_path: Path, metadata: dict[str, Any], text: str
+    references: References, tmp_path: Path, metadata: dict[str, Any], text: str
 ) -> None:
     path = write_gguf(references("all").directory, tmp_path / "model.gguf", metadata=metadata)
     with pytest.raises(CheckpointError, match=text):

@@ -1,14 +1,15 @@
 """Gemma 4 assistants equal those of transformers after a prompt, over three steps of their recurrence."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from harness.exact_targets import skip_without_kernels
 from harness.gemma4_assistants import CLUSTERS, VOCAB_SIZE, mended, write_assistant, write_target
 from harness.gemma4_checkpoints import FULL, SLIDING, WINDOW
 from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
@@ -17,7 +18,6 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.models.config import WeightType
 from paceline.runtimes.base import FloatArray, Numerics, assemble_pass
 from paceline.runtimes.load import RuntimeOptions, load_runtime
-from paceline.runtimes.native.library import kernels_path
 
 torch = pytest.importorskip("torch")
 
@@ -35,29 +35,20 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pair]:
-    known: dict[tuple[str, str], Pair] = {}
-
+    @cache
     def pair(kind: str, head: str) -> Pair:
-        if (kind, head) not in known:
-            folder, is_unified = tmp_path_factory.mktemp(f"{kind}-{head}"), KINDS[kind]
-            target = write_target(folder / "target", is_unified=is_unified)
-            known[kind, head] = Pair(target, write_assistant(folder / "assistant", is_unified=is_unified, **HEADS[head]))
-        return known[kind, head]
+        folder, is_unified = tmp_path_factory.mktemp(f"{kind}-{head}"), KINDS[kind]
+        target = write_target(folder / "target", is_unified=is_unified)
+        return Pair(target, write_assistant(folder / "assistant", is_unified=is_unified, **HEADS[head]))
 
     return pair
 
 
-@lru_cache
+@cache
 def of_transformers(
     pair: Pair, prompt: tuple[int, ...], root: int, *, sees_causal_window: bool
 ) -> list[tuple[int, FloatArray, FloatArray]]:
     """Each step's token, the logits after it [V], and what is fed to the next step [E]."""
-    return list(_of_transformers(pair, prompt, root, sees_causal_window=sees_causal_window))
-
-
-def _of_transformers(
-    pair: Pair, prompt: tuple[int, ...], root: int, *, sees_causal_window: bool
-) -> Iterator[tuple[int, FloatArray, FloatArray]]:
     from transformers import AutoModelForCausalLM
 
     with mended(), torch.inference_mode():
@@ -67,7 +58,7 @@ def _of_transformers(
             hidden[..., : len(prompt) - WINDOW + 1] = -torch.inf
             assistant.create_attention_masks = lambda *_: {FULL: torch.zeros_like(hidden), SLIDING: hidden}
         output = target(torch.tensor([list(prompt)]), output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
-        feature, token = output.hidden_states[-1][:, -1:], root
+        feature, token, steps = output.hidden_states[-1][:, -1:], root, list[tuple[int, FloatArray, FloatArray]]()
         for _ in range(STEPS):
             embedding = target.get_input_embeddings()(torch.tensor([[token]]))
             said = assistant(
@@ -76,8 +67,9 @@ def _of_transformers(
                 shared_kv_states=output.shared_kv_states,
             )
             feature = said.last_hidden_state
-            yield token, said.logits[0, 0].numpy(), feature[0, 0].numpy()
+            steps.append((token, said.logits[0, 0].numpy(), feature[0, 0].numpy()))
             token = int(said.logits[0, 0].argmax())
+    return steps
 
 
 def opened(pair: Pair, backend: str, prompt: list[int]) -> tuple[AssistantNetwork, Any, FloatArray]:
@@ -85,8 +77,7 @@ def opened(pair: Pair, backend: str, prompt: list[int]) -> tuple[AssistantNetwor
 
     A longer text came before, so that the blocks of windows are others than those of the whole text.
     """
-    if backend == "native" and kernels_path() is None:
-        pytest.skip("no native kernels for this machine")
+    skip_without_kernels(backend)
     options = RuntimeOptions(numerics=Numerics.FAST, dtype=WeightType.F32, device="cpu", backend=backend)
     runtime = load_runtime(pair.target, options).runtime
     network = AssistantNetwork(load_assistant(HeadFiles.open(pair.assistant), runtime.config), runtime, max_model_len=512)

@@ -1,6 +1,7 @@
 """A GGUF file is the same model as the checkpoint directory it was made from: not a bit of the logits differs on the torch runtime."""
 
 from collections.abc import Callable
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import expert_checkpoints
-from harness.checkpoints import MINISTRAL3, MUSE_GLIMMER, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
+from harness import dense_checkpoints, expert_checkpoints
+from harness.checkpoints import MUSE_GLIMMER, VOCAB_SIZE, write_checkpoint
+from harness.exact_targets import skip_without_kernels
 from harness.gemma3n_checkpoints import GEMMA3N
 from harness.gemma4_checkpoints import GEMMA4
-from harness.gguf_checkpoints import dequantize, read_tensors, with_random_blocks, write_gguf, write_tensors
+from harness.gguf_checkpoints import dequantize, with_random_blocks, write_gguf, write_rounded
 from harness.parity import prompt_logits
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError
@@ -34,66 +36,38 @@ TOKEN_IDS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 40).tolist()
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128}
 LONGROPE |= {"short_factor": [1.0 + pair / 8 for pair in range(8)], "long_factor": [1.5 + pair for pair in range(8)]}
+GEMMA3 = {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
-GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 6.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-biased-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    **{name: dense_checkpoints.CASES[name] for name in dense_checkpoints.OF_CONVERTERS},
+    **{name: expert_checkpoints.CASES[name] for name in expert_checkpoints.OF_CONVERTERS},
     "llama-llama3": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192}}),
-    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
-    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-yarn": (
-        "qwen2",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}},
-    ),
-    "qwen3": ("qwen3", {}),
     "phi3": ("phi3", {"rope_parameters": {**LONGROPE, "partial_rotary_factor": 1.0}, "original_max_position_embeddings": 128}),
-    "gemma2": ("gemma2", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),
-    "olmo2": ("olmo2", {"num_key_value_heads": 2}),
-    "olmo3": ("olmo3", {"num_hidden_layers": 5, "sliding_window": 16, "rope_parameters": OLMO3_ROPE}),
-    "exaone4": ("exaone4", {"num_hidden_layers": 5, "sliding_window": 16}),
-    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
-    "granite": ("granite", GRANITE),
-    "seed_oss": ("seed_oss", {}),
-    "glm4": ("glm4", {}),
-    "ministral3": ("ministral3", MINISTRAL3),
-    "glm4-tied-unbiased": ("glm4", {"attention_bias": False, "tie_word_embeddings": True}),
-    "arcee": ("arcee", {}),
+    "gemma2": ("gemma2", GEMMA3),
     "cohere": ("cohere", {"tie_word_embeddings": True}),
     "cohere2": ("cohere2", {"num_hidden_layers": 5, "sliding_window": 16, "tie_word_embeddings": True}),
-    "starcoder2": ("starcoder2", {}),
-    "stablelm": ("stablelm", {"use_qkv_bias": True}),
-    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
-    "phi2": ("phi", {}),
     "apertus": ("apertus", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192}}),
-    "ernie4_5": ("ernie4_5", {"use_bias": True}),
     "hunyuan": ("hunyuan_v1_dense", {}),
-    "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
-    "seed_oss-biased-tied": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3-linear": ("gemma3_text", {**GEMMA3, "rope_parameters": GEMMA3_ROPE}),
     "gemma3n": ("gemma3n_text", {**GEMMA3N, "vocab_size_per_layer_input": VOCAB_SIZE}),
     "muse_glimmer": ("muse_glimmer_text", {**MUSE_GLIMMER, "post_norm_eps": 1e-8, "qk_scale_factor": 3.87}),
     "gemma4": ("gemma4_text", GEMMA4),
     "gemma4-projected": ("gemma4_text", {**GEMMA4, "attention_k_eq_v": False, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
-    "gemma3-linear": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA3_ROPE}),
 }
-CASES |= {name: expert_checkpoints.CASES[name] for name in expert_checkpoints.OF_CONVERTERS}
 BY_CASE = pytest.mark.parametrize("case", CASES)
 Make = Callable[[str, str], Path]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    known: dict[tuple[str, str], Path] = {}
-
+    @cache
     def make(case: str, dtype: str) -> Path:
-        if (case, dtype) not in known:
-            family, overrides = CASES[case]
-            known[case, dtype] = write_checkpoint(tmp_path_factory.mktemp(f"{case}-{dtype}"), family, dtype=dtype, **overrides)
-        return known[case, dtype]
+        family, overrides = CASES[case]
+        return write_checkpoint(tmp_path_factory.mktemp(f"{case}-{dtype}"), family, dtype=dtype, **overrides)
 
     return make
 
@@ -153,16 +127,7 @@ def test_quantised_gguf_has_the_logits_of_its_dequantised_values(checkpoint: Mak
     """The values are what the format's own library makes of the blocks, written as safetensors."""
     directory = checkpoint(case, "float32")
     path = write_gguf(directory, tmp_path / "model.gguf", block_type)
-    kind = gguf.GGMLQuantizationType[block_type]
-    tensors = read_tensors(directory)
-    rounded = {
-        name: gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind) if array.ndim == 2 else array
-        for name, array in tensors.items()
-    }
-    widened = tmp_path / "widened"
-    widened.mkdir()
-    (widened / "config.json").write_bytes((directory / "config.json").read_bytes())
-    write_tensors(widened, rounded)
+    widened = write_rounded(directory, tmp_path / "widened", block_type, lambda name, array: array.ndim == 2)
     assert np.array_equal(logits(path), logits(widened))
     assert not np.array_equal(logits(path), logits(directory))
 
@@ -212,16 +177,10 @@ def test_packed_gguf_weights_are_held_once_and_stay_readable(
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_only_used_rows_of_per_layer_embeddings_are_converted(checkpoint: Make, tmp_path: Path, backend: str) -> None:
-    if backend == "native" and kernels_path() is None:
-        pytest.skip("no native kernels for this machine")
+    skip_without_kernels(backend)
     directory = checkpoint("gemma4", "float32")
-    name = "model.embed_tokens_per_layer.weight"
     path = write_gguf(directory, tmp_path / "model.gguf", lambda in_file: "Q8_0" if in_file == "per_layer_token_embd.weight" else "F32")
-    widened = tmp_path / "widened"
-    widened.mkdir()
-    (widened / "config.json").write_bytes((directory / "config.json").read_bytes())
-    kind, tensors = gguf.GGMLQuantizationType.Q8_0, read_tensors(directory)
-    write_tensors(widened, {**tensors, name: gguf.quants.dequantize(gguf.quants.quantize(tensors[name], kind), kind)})
+    widened = write_rounded(directory, tmp_path / "widened", "Q8_0", lambda name, _: name == "model.embed_tokens_per_layer.weight")
     assert np.array_equal(logits(path, backend=backend), logits(widened, backend=backend))
     runtime = load_runtime(path, RuntimeOptions(dtype=WeightType.F32, device="cpu", backend=backend)).runtime
     weights = runtime.weights if backend == "native" else runtime._shared.weights._weights

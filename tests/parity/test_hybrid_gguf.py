@@ -1,6 +1,7 @@
 """GGUF files of models that are partly recurrent, written as llama.cpp's converters write them, compute what the directories compute."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,47 +27,25 @@ WIDE = {**DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": 32}
 """Three value heads a key head, each of them one run of columns."""
 NARROW = {**DELTA, "linear_num_value_heads": 4, "linear_value_head_dim": 24}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
-SHORT, NEMOTRON, FALCON = hybrid_checkpoints.SHORT, hybrid_checkpoints.NEMOTRON, hybrid_checkpoints.FALCON
+NEMOTRON = hybrid_checkpoints.NEMOTRON
 MAMBA = {**hybrid_checkpoints.MAMBA, "shared_intermediate_size": 64}  # runs of 32 columns
+OF_CONVERTERS = ("qwen3_5", "qwen3_5-moe", "lfm2", "lfm2-biased", "lfm2-moe", "granite", "granite-moe", "nemotron_h", "nemotron_h-moe")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: hybrid_checkpoints.CASES[name] for name in (*OF_CONVERTERS, "falcon_h1-normed-last")},
     "qwen35": ("qwen3_5_text", WIDE),
     "qwen35-narrow": ("qwen3_5_text", {**NARROW, "tie_word_embeddings": True}),
     "qwen35-plain": ("qwen3_5_text", {**NARROW, "linear_num_value_heads": 2}),
     "qwen35moe": ("qwen3_5_moe_text", {**WIDE, **EXPERTS}),
     "qwen3next": ("qwen3_next", {**WIDE, **EXPERTS}),
-    "lfm2": ("lfm2", {**SHORT, "block_auto_adjust_ff_dim": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "lfm2-adjusted": ("lfm2", {**SHORT, "conv_L_cache": 4, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3}),
-    "lfm2moe": (
-        "lfm2_moe",
-        {
-            **SHORT,
-            "num_dense_layers": 1,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "routed_scaling_factor": 1.5,
-        },
-    ),
+    "lfm2-adjusted": ("lfm2", {**hybrid_checkpoints.SHORT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "granitehybrid": ("granitemoehybrid", MAMBA),
     "granitehybrid-rope": ("granitemoehybrid", {**MAMBA, "position_embedding_type": "rope", "tie_word_embeddings": True}),
-    "granitehybrid-experts": ("granitemoehybrid", {**MAMBA, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}),
-    "nemotron_h": ("nemotron_h", NEMOTRON),
     "nemotron_h_moe": (
         "nemotron_h",
-        {
-            **NEMOTRON,
-            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
-            "n_routed_experts": 8,
-            "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 64,
-            "moe_latent_size": 32,
-            "routed_scaling_factor": 1.5,
-            "use_bias": True,
-        },
+        {**hybrid_checkpoints.CASES["nemotron_h-moe"][1], "moe_shared_expert_intermediate_size": 64, "moe_latent_size": 32, "n_group": 1},
     ),
-    "falcon-h1": ("falcon_h1", {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
 }
-QWEN = [case for case in CASES if case.startswith("qwen")]
+QWEN = [case for case in CASES if case.startswith("qwen3")]
 BY_CASE = pytest.mark.parametrize("case", CASES)
 BACKENDS = ("torch", "native") if kernels_path() is not None else ("torch",)
 Make = Callable[[str], Path]
@@ -74,13 +53,10 @@ Make = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    known: dict[str, Path] = {}
-
+    @cache
     def make(case: str) -> Path:
-        if case not in known:
-            family, overrides = CASES[case]
-            known[case] = write_checkpoint(tmp_path_factory.mktemp(case), family, **overrides)
-        return known[case]
+        family, overrides = CASES[case]
+        return write_checkpoint(tmp_path_factory.mktemp(case), family, **overrides)
 
     return make
 
@@ -149,12 +125,12 @@ def test_quantised_hybrid_gguf_values_equal_those_of_the_gguf_package(checkpoint
         assert isinstance(found["layers.0.out_proj.weight"], GroupedTensor) is is_moved_by_runs
         assert isinstance(found["layers.0.conv_proj.weight"], GroupedTensor)
         assert isinstance(found["layers.3.attention_gate.weight"], GroupedTensor)
-    for backend in BACKENDS if case in ("qwen35", "lfm2moe", "granitehybrid") else ("torch",):
+    for backend in BACKENDS if case in ("qwen35", "lfm2-moe", "granitehybrid") else ("torch",):
         assert differ(logits(path, backend=backend), logits(dequantised, backend=backend)) <= 1e-5, backend
     assert differ(logits(path), logits(directory)) > 1e-5
 
 
-@pytest.mark.parametrize("case", ["qwen35moe", "granitehybrid-experts"])
+@pytest.mark.parametrize("case", ["qwen35moe", "granite-moe"])
 def test_gguf_experts_with_fused_gate_and_up_are_read(checkpoint: Make, tmp_path: Path, case: str) -> None:
     directory = checkpoint(case)
     path = write_hybrid_gguf(directory, tmp_path / "model.gguf", fuses_experts=True)
@@ -184,14 +160,14 @@ def test_gguf_without_layer_marks_has_attention_in_every_fourth_layer(checkpoint
         ("lfm2", {"{a}.attention.head_count_kv": [0, 2]}, "head_count_kv = .*, expected a number for each of 4 layers"),
         ("lfm2", {"{a}.attention.sliding_window": 64}, "lfm2.attention.sliding_window = 64, expected none"),
         ("lfm2", {"{a}.shortconv.l_cache": None}, "has no metadata lfm2.shortconv.l_cache"),
-        ("lfm2moe", {"{a}.expert_gating_func": 1}, "lfm2moe.expert_gating_func = 1, expected 2"),
+        ("lfm2-moe", {"{a}.expert_gating_func": 1}, "lfm2moe.expert_gating_func = 1, expected 2"),
         ("granitehybrid", {"{a}.ssm.time_step_rank": 7}, "ssm.inner_size = 128, expected a multiple of ssm.time_step_rank, 7"),
         ("granitehybrid", {"{a}.ssm.inner_size": 96}, "ssm.inner_size = 96, expected a multiple of embedding_length, 64"),
         ("nemotron_h", {"{a}.feed_forward_length": 96}, "nemotron_h.feed_forward_length = 96, expected a number for each of 6 layers"),
         ("nemotron_h", {"{a}.feed_forward_length": [0, 96, 0, 0, 0, 64]}, "feed_forward_length = .*, expected the same whole number"),
         ("nemotron_h_moe", {"{a}.expert_group_count": 2}, "has no metadata nemotron_h_moe.expert_group_used_count"),
         ("granitehybrid", {"{a}.ssm.group_count": 3}, "granitehybrid.ssm.time_step_rank = 8 must be a multiple"),
-        ("lfm2moe", {"{a}.expert_weights_norm": 0}, "lfm2moe.expert_weights_norm = 0, expected true or false"),
+        ("lfm2-moe", {"{a}.expert_weights_norm": 0}, "lfm2moe.expert_weights_norm = 0, expected true or false"),
         ("qwen35moe", {"{a}.expert_gating_func": 2}, "qwen35moe.expert_gating_func = 2, expected 1"),
     ],
 )

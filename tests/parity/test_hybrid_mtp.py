@@ -10,18 +10,16 @@ from numpy.typing import NDArray
 
 from harness.hybrid_gguf import write_hybrid_gguf
 from harness.hybrid_mtp import ATTENTION_LAYER, HOSTS, add_module, module_tensors, write_donor, write_host
+from harness.pair_passes import distance, run_draft, run_pairs
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.mtp import load_mtp, open_gguf_module, open_mtp_head
-from paceline.drafters.recurrent_heads.cache import TargetFeaturePairs
-from paceline.drafters.recurrent_heads.head import DraftFeaturePairs, RecurrentHead
+from paceline.drafters.recurrent_heads.head import RecurrentHead
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import as_float32
-from paceline.runtimes.base import RowRange
 
 Floats = NDArray[np.float32]
 TOLERANCE = 1e-4
-TABLE = np.arange(1, 8, dtype=np.int32)
 
 
 class Reference:
@@ -66,30 +64,18 @@ def opened(files: HeadFiles, directory: Path, backend: str) -> RecurrentHead:
 def check(head: RecurrentHead, reference: Reference) -> None:
     """43 true pairs in two passes, and three steps after them."""
     random = np.random.default_rng(4)
-    tokens: list[int] = random.integers(1, 97, 43).tolist()
+    token_ids = random.integers(1, 97, 43)
     features = random.normal(0, 1, (43, 64)).astype(np.float32)
-    _run(head, tokens[:30], features[:30], 0)
-    logits, output = _run(head, tokens[30:], features[30:], 30)
-    fed = torch.from_numpy(features)
+    run_pairs(head, token_ids[:30], features[:30], 0)
+    logits, output = run_pairs(head, token_ids[30:], features[30:], 30)
+    tokens, fed = token_ids.tolist(), torch.from_numpy(features)
     for step in range(3):
         expected, feature = reference.run(tokens, fed)
-        assert _differ(logits, expected) <= TOLERANCE, step
-        assert _differ(output, feature) <= TOLERANCE, step
+        assert distance(logits, expected) <= TOLERANCE, step
+        assert distance(output, feature) <= TOLERANCE, step
         tokens.append(int(expected.argmax()))
         fed = torch.cat((fed, feature[None]))
-        drafted = DraftFeaturePairs([tokens[-1]], output[None], [43 + step], RowRange(0, 1, 44 + step, TABLE, None, 1), [0])
-        results = head.run_draft_feature_pairs([drafted])
-        logits, output = results.logits[0].copy(), results.features[0].copy()
-
-
-def _run(head: RecurrentHead, tokens: list[int], features: Floats, first: int) -> tuple[Floats, Floats]:
-    rows = RowRange(0, len(tokens), first + 1, TABLE, None, 1)
-    results = head.run_target_feature_pairs([TargetFeaturePairs(np.array(tokens, np.int32), features, rows)], needs_logits=True)
-    return results.logits[0].copy(), results.features[-1].copy()
-
-
-def _differ(found: Floats, expected: torch.Tensor) -> float:
-    return float(np.abs(found - expected.numpy()).max() / max(1.0, float(expected.abs().max())))
+        logits, output = run_draft(head, tokens[-1], output, 43 + step)
 
 
 def target_matrices(directory: Path) -> tuple[Floats, Floats]:

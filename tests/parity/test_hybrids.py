@@ -1,31 +1,37 @@
 """Networks with recurrent layers compute the logits transformers computes."""
 
-import json
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from harness.checkpoint_files import read_tensors, read_values, write_tensors, write_values
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
-from harness.gguf_checkpoints import read_tensors, write_tensors
 from harness.hybrid_checkpoints import CASES, row_by_row
-from harness.parity import Reference, append, check_a_prompt, difference, make_reference, open_backend, prompt_logits, torch_logits
+from harness.model_changes import Change, change_layers, change_mixers, change_model, change_rope, change_routing, change_window, map_mlps
+from harness.parity import (
+    Reference,
+    References,
+    append,
+    check_a_prompt,
+    check_change_matters,
+    difference,
+    make_reference,
+    open_backend,
+    prompt_logits,
+)
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.models.config import ModelConfig, WeightType, read_config
+from paceline.models.config import WeightType, read_config
 from paceline.models.layers import (
-    AttentionConfig,
     AttentionGate,
-    ExpertMLP,
     GatedDeltaConfig,
     GatedNorm,
-    LayerConfig,
     Mamba2Config,
     NormOrder,
     QKNorm,
@@ -46,15 +52,12 @@ BY_BACKEND = pytest.mark.parametrize("backend", ["torch", "native"])
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    known: dict[str, Reference] = {}
-
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    @cache
     def reference(name: str) -> Reference:
-        if name not in known:
-            family, values = CASES[name]
-            with row_by_row():
-                known[name] = make_reference(write_checkpoint(tmp_path_factory.mktemp(name), family, **values))
-        return known[name]
+        family, values = CASES[name]
+        with row_by_row():
+            return make_reference(write_checkpoint(tmp_path_factory.mktemp(name), family, **values))
 
     return reference
 
@@ -64,15 +67,13 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     ("case", "backend"),
     [(case, backend) for backend in ("torch", "native") for case in CASES],
 )
-def test_hybrid_prompt_logits_equal_transformers_whole_and_in_chunks(
-    references: Callable[[str], Reference], case: str, backend: str
-) -> None:
+def test_hybrid_prompt_logits_equal_transformers_whole_and_in_chunks(references: References, case: str, backend: str) -> None:
     reference = references(case)
     check_a_prompt(reference, backend, bound=BOUND)
 
 
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next", "granite"])
-def test_hybrid_chunked_logits_equal_the_chunkwise_transformers_algorithm(references: Callable[[str], Reference], case: str) -> None:
+def test_hybrid_chunked_logits_equal_the_chunkwise_transformers_algorithm(references: References, case: str) -> None:
     reference = references(case)
     found = prompt_logits(open_backend(reference.directory, "torch"), reference.token_ids)
     assert difference(found, make_reference(reference.directory).logits) <= 1e-3
@@ -91,7 +92,7 @@ def known_rows(runtime: Network, cache: KVCache, sequence: CachedSequence, token
 @pytest.mark.parametrize("chunk_lens", [[63, 1, 64, 65], [64, 64, 1, 128], [65, 63, 127], [127, 2, 128], [129, 15, 16, 17]])
 @BY_BACKEND
 def test_hybrid_prompt_in_chunks_of_any_length_has_equal_logits(
-    references: Callable[[str], Reference], case: str, chunk_lens: list[int], backend: str
+    references: References, case: str, chunk_lens: list[int], backend: str
 ) -> None:
     reference, begin = references(case), 0
     runtime = open_backend(reference.directory, backend)
@@ -109,7 +110,7 @@ def test_hybrid_prompt_in_chunks_of_any_length_has_equal_logits(
 
 @pytest.mark.parametrize("case", ["qwen3_next", "lfm2-biased", "granite-moe"])
 @BY_BACKEND
-def test_hybrid_tree_rows_continue_from_the_state_of_their_parent(references: Callable[[str], Reference], case: str, backend: str) -> None:
+def test_hybrid_tree_rows_continue_from_the_state_of_their_parent(references: References, case: str, backend: str) -> None:
     reference, random = references(case), np.random.default_rng(1)
     runtime = open_backend(reference.directory, backend)
     cache = runtime.new_cache(64)
@@ -132,97 +133,69 @@ def test_hybrid_tree_rows_continue_from_the_state_of_their_parent(references: Ca
         length += len(kept)
 
 
-def mixers(change: Callable[[Any], Any], kind: type = AttentionConfig) -> Callable[[ModelConfig], ModelConfig]:
-    """Another mixer in every layer with one of this kind."""
-
-    def changed(layer: LayerConfig) -> LayerConfig:
-        places = [place for place in ("mixer", "parallel_mixer") if isinstance(getattr(layer, place), kind)]
-        return replace(layer, **{place: change(getattr(layer, place)) for place in places})
-
-    return layers(changed)
-
-
-def layers(change: Callable[[LayerConfig], LayerConfig]) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: replace(config, layers=tuple(change(layer) for layer in config.layers))
-
-
-def routing(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
-    def changed(layer: LayerConfig) -> LayerConfig:
-        mlp = layer.mlp
-        return replace(layer, mlp=replace(mlp, routing=replace(mlp.routing, **changes))) if isinstance(mlp, ExpertMLP) else layer
-
-    return layers(changed)
-
-
-CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
-    ("qwen3_5", mixers(lambda mixer: replace(mixer, gate=AttentionGate.NONE))),
-    ("qwen3_5", mixers(lambda mixer: replace(mixer, qk_norm=QKNorm.NONE))),
-    ("qwen3_5", mixers(lambda mixer: replace(mixer, rope=replace(mixer.rope, rotated_fraction=1.0)))),
-    ("qwen3_next", routing(is_normalized=True)),
-    ("qwen3_5-moe", routing(is_normalized=False)),
-    ("qwen3_5-moe", layers(lambda layer: replace(layer, mlp=replace(layer.mlp, has_shared_gate=False)))),  # type: ignore[call-arg]
-    ("lfm2", mixers(lambda mixer: replace(mixer, qk_norm=QKNorm.NONE))),
-    ("lfm3", mixers(lambda mixer: replace(mixer, gate=AttentionGate.NONE))),
-    ("lfm3", mixers(lambda mixer: replace(mixer, rope=replace(mixer.rope, rotated_fraction=1.0)))),
-    ("lfm3", mixers(lambda mixer: replace(mixer, window=mixer.window and 15))),
-    ("lfm3", layers(lambda layer: replace(layer, norm_order=NormOrder.PRE))),
-    ("lfm2-moe", routing(scoring=RouterScoring.SOFTMAX)),
-    ("lfm2-moe", routing(has_correction_bias=False)),
-    ("lfm2-moe", routing(factor=1.0)),
-    ("granite", lambda config: replace(config, embedding_scale=1.0)),
-    ("granite", lambda config: replace(config, logit_scale=1.0)),
-    ("granite", layers(lambda layer: replace(layer, residual_scale=1.0))),
-    ("granite", mixers(lambda mixer: replace(mixer, scale=1.0))),
-    ("granite", mixers(lambda mixer: replace(mixer, has_rope_embedding=True))),
-    ("granite", mixers(lambda mixer: replace(mixer, norm_groups=1), Mamba2Config)),
-    ("granite-rope", mixers(lambda mixer: replace(mixer, has_rope_embedding=False))),
-    ("nemotron_h", mixers(lambda mixer: replace(mixer, has_rope_embedding=True))),
-    ("nemotron_h", mixers(lambda mixer: replace(mixer, dt_limits=(0.1, 1e9)), Mamba2Config)),
-    ("nemotron_h", mixers(lambda mixer: replace(mixer, norm_groups=1), Mamba2Config)),
-    ("nemotron_h-moe", routing(factor=1.0)),
-    ("nemotron_h-moe", routing(has_correction_bias=False)),
-    ("granite-rope", mixers(lambda mixer: replace(mixer, dt_limits=(0.0, 1e9)), Mamba2Config)),
-    ("olmo_hybrid", mixers(lambda mixer: replace(mixer, beta_scale=1.0), GatedDeltaConfig)),
-    ("olmo_hybrid", mixers(lambda mixer: replace(mixer, norm_eps=None), GatedDeltaConfig)),
-    ("olmo_hybrid", mixers(lambda mixer: replace(mixer, has_rope_embedding=True))),
-    ("olmo_hybrid", mixers(lambda mixer: replace(mixer, qk_norm=QKNorm.NONE))),
-    ("olmo_hybrid-rope", mixers(lambda mixer: replace(mixer, has_rope_embedding=False))),
-    ("olmo_hybrid-rope", mixers(lambda mixer: replace(mixer, beta_scale=2.0), GatedDeltaConfig)),
-    ("falcon_h1", lambda config: replace(config, embedding_scale=1.0)),
-    ("falcon_h1", lambda config: replace(config, logit_scale=1.0)),
-    ("falcon_h1", mixers(lambda mixer: replace(mixer, scale=0.25))),
-    ("falcon_h1", mixers(lambda mixer: replace(mixer, value_scale=1.0))),
-    ("falcon_h1", mixers(lambda mixer: replace(mixer, gate_scale=1.0), Mamba2Config)),
-    ("falcon_h1", mixers(lambda mixer: replace(mixer, dt_scale=1.0), Mamba2Config)),
-    ("falcon_h1", mixers(lambda mixer: replace(mixer, output_scale=1.0), Mamba2Config)),
-    ("falcon_h1", layers(lambda layer: replace(layer, mlp=replace(layer.mlp, gate_scale=1.0)))),  # type: ignore[call-arg]
-    ("falcon_h1", layers(lambda layer: replace(layer, mlp=replace(layer.mlp, output_scale=1.0)))),  # type: ignore[call-arg]
-    ("falcon_h1-normed", mixers(lambda mixer: replace(mixer, norm=GatedNorm.AFTER_GATE), Mamba2Config)),
-    ("falcon_h1-normed-last", mixers(lambda mixer: replace(mixer, norm=GatedNorm.BEFORE_GATE), Mamba2Config)),
+CHANGES: list[tuple[str, Change]] = [
+    ("qwen3_5", change_mixers(gate=AttentionGate.NONE)),
+    ("qwen3_5", change_mixers(qk_norm=QKNorm.NONE)),
+    ("qwen3_5", change_rope(rotated_fraction=1.0)),
+    ("qwen3_next", change_routing(is_normalized=True)),
+    ("qwen3_5-moe", change_routing(is_normalized=False)),
+    ("qwen3_5-moe", map_mlps(lambda _: {"has_shared_gate": False})),
+    ("lfm2", change_mixers(qk_norm=QKNorm.NONE)),
+    ("lfm3", change_mixers(gate=AttentionGate.NONE)),
+    ("lfm3", change_rope(rotated_fraction=1.0)),
+    ("lfm3", change_window(15)),
+    ("lfm3", change_layers(norm_order=NormOrder.PRE)),
+    ("lfm2-moe", change_routing(scoring=RouterScoring.SOFTMAX)),
+    ("lfm2-moe", change_routing(has_correction_bias=False)),
+    ("lfm2-moe", change_routing(factor=1.0)),
+    ("granite", change_model(embedding_scale=1.0)),
+    ("granite", change_model(logit_scale=1.0)),
+    ("granite", change_layers(residual_scale=1.0)),
+    ("granite", change_mixers(scale=1.0)),
+    ("granite", change_mixers(has_rope_embedding=True)),
+    ("granite", change_mixers(Mamba2Config, norm_groups=1)),
+    ("granite-rope", change_mixers(has_rope_embedding=False)),
+    ("nemotron_h", change_mixers(has_rope_embedding=True)),
+    ("nemotron_h", change_mixers(Mamba2Config, dt_limits=(0.1, 1e9))),
+    ("nemotron_h", change_mixers(Mamba2Config, norm_groups=1)),
+    ("nemotron_h-moe", change_routing(factor=1.0)),
+    ("nemotron_h-moe", change_routing(has_correction_bias=False)),
+    ("granite-rope", change_mixers(Mamba2Config, dt_limits=(0.0, 1e9))),
+    ("olmo_hybrid", change_mixers(GatedDeltaConfig, beta_scale=1.0)),
+    ("olmo_hybrid", change_mixers(GatedDeltaConfig, norm_eps=None)),
+    ("olmo_hybrid", change_mixers(has_rope_embedding=True)),
+    ("olmo_hybrid", change_mixers(qk_norm=QKNorm.NONE)),
+    ("olmo_hybrid-rope", change_mixers(has_rope_embedding=False)),
+    ("olmo_hybrid-rope", change_mixers(GatedDeltaConfig, beta_scale=2.0)),
+    ("falcon_h1", change_model(embedding_scale=1.0)),
+    ("falcon_h1", change_model(logit_scale=1.0)),
+    ("falcon_h1", change_mixers(scale=0.25)),
+    ("falcon_h1", change_mixers(value_scale=1.0)),
+    ("falcon_h1", change_mixers(Mamba2Config, gate_scale=1.0)),
+    ("falcon_h1", change_mixers(Mamba2Config, dt_scale=1.0)),
+    ("falcon_h1", change_mixers(Mamba2Config, output_scale=1.0)),
+    ("falcon_h1", map_mlps(lambda _: {"gate_scale": 1.0})),
+    ("falcon_h1", map_mlps(lambda _: {"output_scale": 1.0})),
+    ("falcon_h1-normed", change_mixers(Mamba2Config, norm=GatedNorm.AFTER_GATE)),
+    ("falcon_h1-normed-last", change_mixers(Mamba2Config, norm=GatedNorm.BEFORE_GATE)),
 ]
 
 
 @pytest.mark.parametrize(("case", "change"), CHANGES, ids=[f"{number}-{case}" for number, (case, _) in enumerate(CHANGES)])
-def test_hybrid_logits_change_if_a_part_is_computed_differently(
-    references: Callable[[str], Reference], case: str, change: Callable[[ModelConfig], ModelConfig]
-) -> None:
-    """What the parity above can see: with it, it would fail by far more than its bound."""
-    reference = references(case)
-    assert difference(torch_logits(change(read_config(reference.directory)), reference), reference.logits) > 0.1
+def test_hybrid_logits_change_if_a_part_is_computed_differently(references: References, case: str, change: Change) -> None:
+    check_change_matters(references(case), change)
 
 
-def test_logits_change_if_convolution_weights_are_not_scaled(references: Callable[[str], Reference]) -> None:
+def test_logits_change_if_convolution_weights_are_not_scaled(references: References) -> None:
     reference = references("falcon_h1")
     config = read_config(reference.directory)
-    unscaled = mixers(lambda mixer: replace(mixer, conv_scales=(1.0, 1.0, 1.0)), Mamba2Config)(config)
+    unscaled = change_mixers(Mamba2Config, conv_scales=(1.0, 1.0, 1.0))(config)
     network = TorchNetwork(decoder(config), config, open_weights(reference.directory, unscaled))
     assert difference(prompt_logits(network, reference.token_ids), reference.logits) > 0.1
 
 
 @pytest.mark.parametrize("case", ["qwen3_5-moe", "qwen3_next", "lfm2-moe", "granite-moe", "nemotron_h-moe"])
-def test_hybrid_experts_saved_by_transformers_5_are_the_same_model(
-    references: Callable[[str], Reference], tmp_path: Path, case: str
-) -> None:
+def test_hybrid_experts_saved_by_transformers_5_are_the_same_model(references: References, tmp_path: Path, case: str) -> None:
     reference = references(case)
     model = AutoModelForCausalLM.from_pretrained(reference.directory, dtype=torch.float32)
     model.save_pretrained(tmp_path, save_original_format=False)
@@ -234,17 +207,17 @@ def test_hybrid_experts_saved_by_transformers_5_are_the_same_model(
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5-moe"])
 @BY_BACKEND
 def test_hybrid_text_model_stored_with_encoder_and_mtp_has_equal_logits(
-    references: Callable[[str], Reference], tmp_path: Path, case: str, backend: str
+    references: References, tmp_path: Path, case: str, backend: str
 ) -> None:
     plain, kind = references(case), case.replace("-", "_")
     tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in read_tensors(plain.directory).items()}
     tensors |= {name: np.ones((2, 2), np.float32) for name in ("model.visual.patch_embed.proj.weight", "mtp.fc.weight")}
     write_tensors(tmp_path, tensors)
-    text = json.loads((plain.directory / "config.json").read_text(encoding="utf-8"))
+    text = read_values(plain.directory)
     del text["architectures"]
     text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
     values = {"model_type": kind, "architectures": ["AnyForConditionalGeneration"], "text_config": text, "vision_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    write_values(tmp_path, values)
     options = RuntimeOptions(numerics=Numerics.FAST, dtype=WeightType.F32, num_threads=2, device="cpu", backend=backend)
     loaded = load_runtime(tmp_path, options)
     assert loaded.bundled_head == "mtp"
@@ -264,7 +237,7 @@ def test_bfloat16_hybrid_checkpoint_is_computed_in_float32(tmp_path: Path, case:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_shape_and_size_of_derived_hybrid_tensors_are_known_before_reading(references: Callable[[str], Reference], case: str) -> None:
+def test_shape_and_size_of_derived_hybrid_tensors_are_known_before_reading(references: References, case: str) -> None:
     directory = references(case).directory
     config = read_model_config(directory)
     weights = open_weights(directory, config)
@@ -293,7 +266,7 @@ def test_shape_and_size_of_derived_hybrid_tensors_are_known_before_reading(refer
         ("falcon_h1-normed", "model.layers.2.mamba.out_proj.weight"),
     ],
 )
-def test_missing_or_misshapen_hybrid_tensor_is_named(references: Callable[[str], Reference], tmp_path: Path, case: str, name: str) -> None:
+def test_missing_or_misshapen_hybrid_tensor_is_named(references: References, tmp_path: Path, case: str, name: str) -> None:
     shutil.copytree(references(case).directory, tmp_path / "other")
     tensors = {stored.replace("backbone.", "model."): tensor for stored, tensor in read_tensors(tmp_path / "other").items()}
     for changed in ({name: tensors[name][1:]}, None):

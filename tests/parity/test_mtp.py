@@ -1,6 +1,5 @@
 """MTP modules, every layout against the plain computation in torch: no cache, every pair recomputed, softmax over all pairs before."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,17 +10,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from harness.checkpoint_files import read_values
 from harness.checkpoints import write_checkpoint
 from harness.expert_checkpoints import in_stacks
 from harness.mtp_checkpoints import LAYOUTS, Arrays, add_module, random_matrix, random_module, write_glm4_moe, write_mimo
+from harness.pair_passes import distance, run_draft, run_pairs
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.mtp import load_mtp, open_mtp_head
-from paceline.drafters.recurrent_heads.cache import TargetFeaturePairs
-from paceline.drafters.recurrent_heads.head import DraftFeaturePairs, RecurrentHead
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import as_float32
-from paceline.runtimes.base import RowRange
 
 Floats = NDArray[np.float32]
 TOLERANCE = 1e-4
@@ -102,21 +100,18 @@ def test_mtp_outputs_equal_the_formula(tmp_path: Path, family: str, layout: str,
     tokens = random.integers(1, 97, 43)
     features = random.normal(0, 1, (43, 64)).astype(np.float32)
     head.runtime.allocate_kv(8)
-    logits, output = _run(head, tokens[:30], features[:30], 0)
-    logits, output = _run(head, tokens[30:], features[30:], 30)  # a second pass over the cached pairs of the first
+    logits, output = run_pairs(head, tokens[:30], features[:30], 0)
+    logits, output = run_pairs(head, tokens[30:], features[30:], 30)  # a second pass over the cached pairs of the first
     rows, fed = [torch.from_numpy(embedding[tokens])], [torch.from_numpy(features)]
     for step in range(3):
         expected, normed, plain = reference(arrays, torch.cat(rows), torch.cat(fed), lm_head)
         recurrent = plain if is_plain else normed
-        assert _differ(logits, expected[-1]) <= TOLERANCE, step
-        assert _differ(output, recurrent[-1]) <= TOLERANCE, step
+        assert distance(logits, expected[-1]) <= TOLERANCE, step
+        assert distance(output, recurrent[-1]) <= TOLERANCE, step
         token = int(random.integers(1, 97))
         rows.append(torch.from_numpy(embedding[[token]]))
         fed.append(recurrent[-1:])
-        table = np.arange(1, 8, dtype=np.int32)
-        drafted = DraftFeaturePairs([token], output[None], [43 + step], RowRange(0, 1, 44 + step, table, None, 1), [0])
-        results = head.run_draft_feature_pairs([drafted])
-        logits, output = results.logits[0].copy(), results.features[0].copy()
+        logits, output = run_draft(head, token, output, 43 + step)
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
@@ -138,22 +133,19 @@ def test_moe_mtp_outputs_equal_those_of_transformers(
     head.runtime.allocate_kv(8)
     with torch.inference_mode():
         feature = main(token_ids[:, :-1], output_hidden_states=True).hidden_states[-1]
-        logits, output = _run(head, token_ids[0, 1:].numpy(), feature[0].numpy(), 0)
+        logits, output = run_pairs(head, token_ids[0, 1:].numpy(), feature[0].numpy(), 0)
         positions, fed = torch.arange(1, 44)[None], token_ids[:, 1:]
         ids, said, _ = theirs(fed, feature, None, positions, type(cache)(config=main.config.get_mtp_config()))
         for step in range(3):
             feature = theirs.forward_layer(0, feature, positions, cache, input_ids=fed)[:, -1:]
             expected = main.lm_head(feature)[0, 0]
-            assert _differ(log_softmax(logits), torch.log_softmax(expected, -1)) <= TOLERANCE, step
-            assert _differ(output, feature[0, 0]) <= TOLERANCE, step
+            assert distance(log_softmax(logits), torch.log_softmax(expected, -1)) <= TOLERANCE, step
+            assert distance(output, feature[0, 0]) <= TOLERANCE, step
             token = int(expected.argmax())
             assert int(logits.argmax()) == token
             if step == 0:
-                assert (int(ids[0, 0]), _differ(logits, said[0, 0]) <= TOLERANCE) == (token, True)
-            table = np.arange(1, 8, dtype=np.int32)
-            drafted = DraftFeaturePairs([token], output[None], [43 + step], RowRange(0, 1, 44 + step, table, None, 1), [0])
-            results = head.run_draft_feature_pairs([drafted])
-            logits, output = results.logits[0].copy(), results.features[0].copy()
+                assert (int(ids[0, 0]), distance(logits, said[0, 0]) <= TOLERANCE) == (token, True)
+            logits, output = run_draft(head, token, output, 43 + step)
             fed, positions = torch.tensor([[token]]), positions[:, -1:] + 1
 
 
@@ -165,7 +157,7 @@ def transformers_module(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tup
     from transformers.modeling_layers import MtpModel
 
     # released models' numbers of layers are written there; it is how modules are found
-    (architecture,) = json.loads((directory / "config.json").read_text(encoding="utf-8"))["architectures"]
+    (architecture,) = read_values(directory)["architectures"]
     monkeypatch.setattr(getattr(transformers, architecture), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
     main = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager").eval()
     return main, MtpModel.from_pretrained(main, device_map={"": "cpu"}).eval(), MtpCache(config=main.config.get_mtp_config())
@@ -174,16 +166,3 @@ def transformers_module(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tup
 def log_softmax(logits: Floats) -> Floats:
     shifted = logits - logits.max()
     return np.asarray(shifted - np.log(np.exp(shifted).sum()), np.float32)
-
-
-def _run(
-    head: RecurrentHead, tokens: NDArray[np.int64], features: NDArray[np.float32], first: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Logits and feature of the last of the pairs from `first` on; pair t is in slot t + 1."""
-    rows = RowRange(0, len(tokens), first + 1, np.arange(1, 8, dtype=np.int32), None, 1)
-    results = head.run_target_feature_pairs([TargetFeaturePairs(tokens.astype(np.int32), features, rows)], needs_logits=True)
-    return results.logits[0].copy(), results.features[-1].copy()
-
-
-def _differ(found: Floats, expected: torch.Tensor) -> float:
-    return float(np.abs(found - expected.numpy()).max() / max(1.0, float(expected.abs().max())))

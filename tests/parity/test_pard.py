@@ -1,6 +1,5 @@
 """A PARD draft model's drafts are transformers' most probable tokens after the text and mask tokens, in one pass."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from harness.always_drafts import draft_always
+from harness.checkpoint_files import change_config
 from harness.checkpoints import write_checkpoint
 from harness.doctor_options import doctor_options
 from harness.exact_targets import skip_without_kernels
@@ -22,9 +22,7 @@ SAMPLINGS = (SamplingParams(max_tokens=40, ignore_eos=True), SamplingParams(max_
 
 def write_pard(directory: Path, **more: object) -> Path:
     write_checkpoint(directory, "llama", num_hidden_layers=2, seed=9)
-    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    (directory / "config.json").write_text(json.dumps({**values, "pard_token": MASK, **more}), encoding="utf-8")
-    return directory
+    return change_config(directory, **{"pard_token": MASK, **more})
 
 
 @pytest.fixture(scope="module")

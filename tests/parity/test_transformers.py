@@ -1,46 +1,31 @@
 """Short prompts, several sequences and trees have the logits of transformers. Families are in test_families.py."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from harness.checkpoints import write_checkpoint
-from harness.parity import BOUNDS, Reference, append, difference, make_reference, open_backend, prompt_logits, transformers_output
+from harness.parity import BOUNDS, References, append, difference, open_backend, prompt_logits, transformers_output
 from paceline.kv_cache.row_plan import path_to
 from paceline.runtimes.base import assemble_pass
 from paceline.tokenizer.tokenizer import Tokenizer
 
 torch = pytest.importorskip("torch")
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CASES = {"qwen3": ("qwen3", {}), "llama": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}})}
 BY_BACKEND = pytest.mark.parametrize("backend", list(BOUNDS))
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
-    known: dict[str, Reference] = {}
-
-    def reference(family: str, **overrides: object) -> Reference:
-        if family not in known:
-            known[family] = make_reference(write_checkpoint(tmp_path_factory.mktemp(family), family, **overrides))
-        return known[family]
-
-    return reference
 
 
 @BY_BACKEND
 @pytest.mark.parametrize("prompt_len", [1, 2, 31, 32, 33, 65])
-def test_prompt_logits_equal_transformers_for_any_prompt_length(
-    references: Callable[..., Reference], backend: str, prompt_len: int
-) -> None:
+def test_prompt_logits_equal_transformers_for_any_prompt_length(references: References, backend: str, prompt_len: int) -> None:
     reference = references("qwen3")
     found = prompt_logits(open_backend(reference.directory, backend), reference.token_ids[:prompt_len])
     assert difference(found, reference.logits[:prompt_len]) <= BOUNDS[backend]
 
 
 @BY_BACKEND
-def test_sequences_in_one_pass_have_independent_logits(references: Callable[..., Reference], backend: str) -> None:
+def test_sequences_in_one_pass_have_independent_logits(references: References, backend: str) -> None:
     reference = references("qwen3")
     runtime = open_backend(reference.directory, backend)
     cache = runtime.new_cache(64)
@@ -53,10 +38,8 @@ def test_sequences_in_one_pass_have_independent_logits(references: Callable[...,
 
 @BY_BACKEND
 @pytest.mark.parametrize("committed_len", [7, 31])
-def test_tree_node_logits_equal_those_of_its_path_in_transformers(
-    references: Callable[..., Reference], backend: str, committed_len: int
-) -> None:
-    reference = references("llama", rope_parameters={**LLAMA3, "original_max_position_embeddings": 64})
+def test_tree_node_logits_equal_those_of_its_path_in_transformers(references: References, backend: str, committed_len: int) -> None:
+    reference = references("llama")
     runtime = open_backend(reference.directory, backend)
     cache = runtime.new_cache(64)
     sequence, known = cache.new_sequence(), reference.token_ids[:committed_len]
@@ -72,14 +55,6 @@ def test_tree_node_logits_equal_those_of_its_path_in_transformers(
     kept = append(runtime, cache, sequence, [3])
     text = known + [node_tokens[node] for node in (0, 1, 3, 6)] + [3]
     assert difference(kept, transformers_output(reference.directory, text)[0][-1:]) <= BOUNDS[backend]
-
-
-@BY_BACKEND
-def test_sharded_checkpoint_has_the_logits_of_the_whole_one(tmp_path: Path, backend: str, seed: int) -> None:
-    whole = write_checkpoint(tmp_path / "whole", "llama", seed=seed)
-    sharded = write_checkpoint(tmp_path / "sharded", "llama", seed=seed, max_shard_size="100KB")
-    assert len(list(sharded.glob("*.safetensors"))) > 1
-    assert np.array_equal(*(prompt_logits(open_backend(directory, backend), list(range(40))) for directory in (whole, sharded)))
 
 
 @BY_BACKEND

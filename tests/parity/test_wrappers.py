@@ -1,13 +1,14 @@
 """The language model inside a model of texts and images gives, for texts, the logits of the whole in transformers."""
 
-import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from harness.checkpoint_files import read_values, write_values
 from harness.checkpoints import MINISTRAL3, VOCAB_SIZE, write_tokenizer
 from harness.parity import difference, open_backend, prompt_logits
 from paceline.errors import CheckpointError
@@ -18,6 +19,7 @@ from paceline.runtimes.load import RuntimeOptions, load_runtime
 
 torch = pytest.importorskip("torch")
 BOUND = 1e-4
+Whole = Callable[[str], tuple[Path, list[int]]]
 PROMPT_LEN = 60
 TEXT = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -77,22 +79,17 @@ def write_whole(directory: Path, kind: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[int]]]:
-    known: dict[str, tuple[Path, list[int]]] = {}
-
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    @cache
     def written(kind: str) -> tuple[Path, list[int]]:
-        if kind not in known:
-            directory = tmp_path_factory.mktemp(kind)
-            known[kind] = directory, write_whole(directory, kind)
-        return known[kind]
+        directory = tmp_path_factory.mktemp(kind)
+        return directory, write_whole(directory, kind)
 
     return written
 
 
 @pytest.mark.parametrize(("kind", "backend"), [*((kind, "native") for kind in CASES), ("qwen2_vl", "torch"), ("llava", "torch")])
-def test_text_logits_of_a_multimodal_model_equal_the_whole_model(
-    whole: Callable[[str], tuple[Path, list[int]]], kind: str, backend: str
-) -> None:
+def test_text_logits_of_a_multimodal_model_equal_the_whole_model(whole: Whole, kind: str, backend: str) -> None:
     directory, token_ids = whole(kind)
     expected = np.load(directory / "logits.npy")
     assert expected.std() > 0.1
@@ -114,18 +111,13 @@ def test_mrope_positions_of_text_are_equal_in_all_three_dimensions() -> None:
     assert torch.equal(seen[0].reshape(-1, 8)[-3:], torch.arange(8).expand(3, 8))
 
 
-def test_flat_qwen_vl_config_with_mrope_is_read(whole: Callable[[str], tuple[Path, list[int]]], tmp_path: Path) -> None:
+def test_flat_qwen_vl_config_with_mrope_is_read(whole: Whole, tmp_path: Path) -> None:
     directory, _ = whole("qwen2_vl")
-    nested = json.loads((directory / "config.json").read_text())
+    nested = read_values(directory)
     text = {name: value for name, value in nested["text_config"].items() if name not in ("model_type", "rope_parameters", "head_dim")}
     flat = {**text, "rope_theta": 1e5, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
-    flat |= {
-        "model_type": "qwen2_vl",
-        "architectures": nested["architectures"],
-        "vision_config": nested["vision_config"],
-        "dtype": "float32",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(flat))
+    flat |= {name: nested[name] for name in ("model_type", "architectures", "vision_config", "dtype")}
+    write_values(tmp_path, flat)
     (tmp_path / "model.safetensors").symlink_to(directory / "model.safetensors")
     assert read_config(tmp_path) == read_config(directory)
 
@@ -136,7 +128,7 @@ def test_flat_qwen_vl_config_with_mrope_is_read(whole: Callable[[str], tuple[Pat
 def test_multimodal_text_config_defaults_equal_those_of_transformers(tmp_path: Path, kind: str, text: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": text, "dtype": "float16"}))
+    write_values(tmp_path, {"model_type": kind, "text_config": text, "dtype": "float16"})
     assumed = AutoConfig.for_model(kind, text_config=text or None).text_config
     config = read_config(tmp_path)
     found = (config.vocab_size, config.hidden_size, config.num_layers, config.attention.num_heads, config.attention.num_kv_heads)
@@ -146,13 +138,11 @@ def test_multimodal_text_config_defaults_equal_those_of_transformers(tmp_path: P
 
 
 @pytest.mark.parametrize("outer", [True, False])
-def test_multimodal_tie_word_embeddings_follows_the_stored_tensors(
-    whole: Callable[[str], tuple[Path, list[int]]], tmp_path: Path, outer: bool
-) -> None:
+def test_multimodal_tie_word_embeddings_follows_the_stored_tensors(whole: Whole, tmp_path: Path, outer: bool) -> None:
     directory, _ = whole("llava")
-    values = json.loads((directory / "config.json").read_text())
+    values = read_values(directory)
     values["tie_word_embeddings"], values["text_config"]["tie_word_embeddings"] = outer, not outer
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    write_values(tmp_path, values)
     (tmp_path / "model.safetensors").symlink_to(directory / "model.safetensors")
     assert not read_config(tmp_path).tied_embeddings
 

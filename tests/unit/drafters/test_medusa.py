@@ -9,9 +9,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from harness.checkpoint_files import edit_tensors
 from harness.checkpoints import write_checkpoint
 from harness.loaded_targets import load_target
-from harness.medusa_checkpoints import Arrays, edit, random_heads, write_heads
+from harness.medusa_checkpoints import Arrays, random_heads, write_heads
 from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.drafters.head_files import HeadFiles
@@ -99,7 +100,7 @@ def test_medusa_tensor_errors_name_the_wrong_tensors(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleDrafterError, match=r"token_map has 97 ids, from 0 to 0, of the target's 97, each at most once"):
         opened("double map", "vllm", arrays, token_map=np.zeros(97, np.int64))
     bare = tmp_path / "lacking" / "medusa_lm_head.safetensors"
-    edit(bare, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".linear." in name])  # type: ignore[arg-type]
+    edit_tensors(bare.parent, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".linear." in name], bare.name)
     with pytest.raises(CheckpointError, match="holds no medusa heads"):
         open_medusa(HeadFiles.open(bare), target)
 

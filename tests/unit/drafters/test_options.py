@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from harness.checkpoints import write_checkpoint
-from harness.eagle_checkpoints import write_legible_target
+from harness.eagle_checkpoints import write_legible_target, write_reading_eagle3
 from harness.medusa_checkpoints import perfect_heads, write_heads, write_successor_target
-from harness.unconventional_heads import write_reading_eagle3
 from paceline import LLM, ConfigError, IncompatibleDrafterError, SamplingParams
 from paceline.drafters.medusa.drafter import MedusaDrafter
 from paceline.drafters.ngram import NgramDrafter
