@@ -12,6 +12,7 @@ import pytest
 from harness.gemma4_checkpoints import FULL, GEMMA4, SLIDING, WINDOW, write_gemma4
 
 VOCAB_SIZE = 96
+Change = Callable[[dict[str, Any]], object]  # of tensors, by name
 CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 4}
 LAYERS: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -95,7 +96,17 @@ def write_assistant(directory: Path, *, is_unified: bool = False, seed: int = 0,
     return directory
 
 
-def edit_tensors(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def without(*names: str) -> Change:
+    """Leave tensors out."""
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+def changed(name: str, function: Callable[[Any], Any]) -> Change:
+    """Replace a tensor, or one that was not there (None), by a function of it."""
+    return lambda tensors: tensors.update({name: function(tensors.get(name))})
+
+
+def edit_tensors(directory: Path, change: Change) -> None:
     """Change a checkpoint's tensors, each in its own type."""
     from safetensors.numpy import load_file, save_file
 
@@ -112,7 +123,7 @@ def write_gguf_assistant(
     architecture: str = "gemma4-assistant",
     metadata: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
-    change: Callable[[dict[str, Any]], None] | None = None,
+    change: Change | None = None,
 ) -> Path:
     """An assistant's directory as a GGUF file, as llama.cpp's converter writes it, with its clusters if it has some.
 

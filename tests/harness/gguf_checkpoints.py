@@ -152,6 +152,17 @@ def byte_level_vocabulary(directory: Path) -> dict[str, Any]:
     }
 
 
+def numbered_vocabulary(size: int) -> dict[str, Any]:
+    """The metadata of a byte-level BPE tokenizer of so many tokens, most of them a number each."""
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["<|endoftext|>", "w", "1", "w1", *(f"q{number}" for number in range(size - 4))],
+        "tokenizer.ggml.token_type": [3, *[1] * (size - 1)],
+        "tokenizer.ggml.merges": ["w 1"],
+    }
+
+
 def read_tensors(directory: Path) -> dict[str, NDArray[np.float32]]:
     """Every tensor of a checkpoint's model.safetensors in float32."""
     from safetensors.torch import load_file
