@@ -233,19 +233,9 @@ def test_gguf_assistant_is_refused_as_a_target(pair_of: Callable[[str], tuple[Pa
         read_model_config(path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": 48}, "takes features of 48 values, the target's have 64"),
-        ({"text_config": {"vocab_size": 5000}}, "has 5000 token ids, the target 96"),
-        ({"text_config": {"sliding_window": 8}}, "has sliding_window = 8, the target 16"),
-    ],
-)
-def test_gguf_assistant_of_another_target_is_refused(
-    pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    path = write_gguf_assistant(write_assistant(tmp_path / "other", **changes), tmp_path / "assistant.gguf")
-    with pytest.raises(IncompatibleDrafterError, match=message) as caught:
+def test_gguf_assistant_of_another_target_is_refused(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    path = write_gguf_assistant(write_assistant(tmp_path / "other", hidden_size=48), tmp_path / "assistant.gguf")
+    with pytest.raises(IncompatibleDrafterError, match="takes features of 48 values, the target's have 64") as caught:
         loaded(path, pair_of("clusters")[0])
     assert "\n" not in str(caught.value)
 
