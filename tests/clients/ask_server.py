@@ -5,7 +5,6 @@ Runs in an environment with that client:
 python ask_server.py API URL '{"messages": ..., "seed": ..., "temperature": ..., "max_tokens": ...}'
 """
 
-import importlib
 import json
 import sys
 from typing import Any
@@ -201,14 +200,5 @@ def error_of(kind: type[Exception], ask: Any) -> list[Any]:
     raise AssertionError(f"no {kind.__name__}")
 
 
-ASKING = {"chat": ("openai", ask_chat), "responses": ("openai", ask_responses), "messages": ("anthropic", ask_messages)}
-ASKING["ollama"] = ("ollama", ask_ollama)
-
-library, ask = ASKING[API]
-try:
-    importlib.import_module(library)
-except ImportError:
-    found = {"missing": library}
-else:
-    found = ask(URL)
-sys.stdout.write(json.dumps(found))
+ASKING = {"chat": ask_chat, "responses": ask_responses, "messages": ask_messages, "ollama": ask_ollama}
+sys.stdout.write(json.dumps(ASKING[API](URL)))

@@ -4,7 +4,6 @@ transformers (which dequantises a GGUF file) and llama.cpp live in environments 
 """
 
 import json
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from clients.run_foreign import run_foreign
 from harness.parity import greedy_margin
 from paceline import LLM, SamplingParams
 from paceline.cli import app
@@ -37,11 +37,8 @@ def ask_transformers(clients: Path, **order: object) -> Any:
 
 
 def ask(environment: Path, script: str, order: object) -> Any:
-    """Run a script of this folder in an environment; both sides write JSON."""
-    command = [str(environment / "bin" / "python"), str(Path(__file__).with_name(script))]
-    done = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    """Run a script; both sides write JSON."""
+    return json.loads(run_foreign(environment, script, given=json.dumps(order)).splitlines()[-1])
 
 
 def conversations() -> list[list[dict[str, str]]]:
@@ -118,10 +115,7 @@ def llama_cpp_log_probabilities(clients: Path, file: str, token_ids: list[int], 
     """Return the log-probability of each token but the first, computed as llama.cpp generates: one token a pass."""
     given, found = folder / "ids.json", folder / "logits.npy"
     given.write_text(json.dumps(token_ids), encoding="utf-8")
-    script = Path(__file__).with_name("llama_logits.py")
-    command = [str(clients / "llama-cpp" / "bin" / "python"), str(script), file, str(given), str(found), "as-when-decoding"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_foreign(clients / "llama-cpp", "llama_logits.py", file, given, found, "as-when-decoding")
     logits = np.load(found).astype(np.float64)
     log_probs: np.ndarray[Any, np.dtype[np.float64]] = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
     return log_probs[np.arange(len(token_ids) - 1), token_ids[1:]]
