@@ -21,7 +21,7 @@ from harness.eagle_checkpoints import (
     vocabulary_tables,
     write_head,
 )
-from harness.medusa_checkpoints import steps_behind
+from harness.medusa_checkpoints import SUCCESSOR_HIDDEN, steps_behind
 from harness.mtp_checkpoints import Arrays, random_module
 
 Edit = Callable[[dict[str, NDArray[np.float32]]], None]
@@ -113,12 +113,13 @@ def write_looking_back_eagle1(directory: Path, *, theta: float, **config: Any) -
     return write_head(directory, legible_config(**config), stored)
 
 
-def module_with_signs(successor: NDArray[np.int64], *, is_normed: bool, hidden: int = 128) -> Arrays:
+def module_with_signs(successor: NDArray[np.int64], *, is_normed: bool) -> Arrays:
     """An MTP module for the successor target that goes by features alone: right if the next feature is the normed output, or the plain one.
 
     Half of its output's values have the wrong sign in front of the last norm, which turns them. Or none has, and a mark that every
     output bears is turned by the norm: then it says a token that never occurs.
     """
+    hidden = SUCCESSOR_HIDDEN
     arrays = random_module(hidden=hidden, seed=3)
     signs = np.where(np.arange(hidden) % 2, -1.0, 1.0).astype(np.float32)
     moved = np.zeros((hidden, 2 * hidden), np.float32)
