@@ -74,14 +74,6 @@ def check(found: dict[str, Any], expected: RequestOutput) -> None:
         assert found.get("call_streamed", True)
 
 
-@pytest.mark.parametrize("asked", ["chat"], indirect=True)
-def test_openai_client_reads_chat_completions(asked: dict[str, Any], expected: RequestOutput) -> None:
-    check(asked, expected)
-    assert asked["call"][2] == "tool_calls"
-    assert asked["events"][-1] == "chunk" or "content.done" in asked["events"]
-    assert (asked["drafter"], asked["models"]) == ("ngram", ["mini"])
-
-
 @pytest.mark.parametrize("asked", ["responses"], indirect=True)
 def test_openai_client_reads_responses(asked: dict[str, Any], expected: RequestOutput) -> None:
     check(asked, expected)
