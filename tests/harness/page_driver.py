@@ -87,6 +87,12 @@ def ask(page: Any, text: str = TAXI) -> None:
     wait(page)
 
 
+def compare(page: Any) -> None:
+    """Compare the newest answer with one without drafts, which is the same."""
+    page.get_by_role("button", name="Compare without drafts").click()
+    page.locator(".verdict.same").wait_for()
+
+
 def script(page: Any, *bodies: str) -> list[dict[str, Any]]:
     """Have these streams answer, one after the other; returns where the fields of requests will be."""
     asked: list[dict[str, Any]] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.page_driver import Step, ask, open_settings, script, scripted_stream, show_tokens, until, wait
+from harness.page_driver import Step, ask, compare, open_settings, script, scripted_stream, show_tokens, until, wait
 
 NARROW = {"viewport": {"width": 390, "height": 844}}
 LONG: Sequence[Step] = [
@@ -67,8 +67,7 @@ def states(page: Any) -> Any:
     yield "answered"
     page.get_by_role("button", name="Retry").click()
     wait(page)
-    page.get_by_role("button", name="Compare without drafts").click()
-    page.locator(".verdict.same").wait_for()
+    compare(page)
     page.locator(".ids > summary").click()
     yield "compared"
     page.get_by_role("button", name="Edit").click()
@@ -266,8 +265,7 @@ def test_tab_key_visits_page_controls_in_order_with_a_visible_outline(open_page:
     ask(page, "A question")
     show_tokens(page)
     assert len(visited(page)) >= 10
-    page.get_by_role("button", name="Compare without drafts").click()
-    page.locator(".verdict.same").wait_for()
+    compare(page)
     open_settings(page)  # next to the list of chats on the wide screen, over the conversation on the narrow one
     assert len(visited(page)) >= 20
 

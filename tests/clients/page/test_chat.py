@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.page_driver import (
@@ -10,6 +10,7 @@ from harness.page_driver import (
     TAXI,
     Step,
     ask,
+    compare,
     open_settings,
     record,
     script,
@@ -79,8 +80,7 @@ def test_page_groups_tokens_by_step_and_opens_the_draft_tree(page: Any) -> None:
 def test_page_comparison_without_drafts_shows_equal_token_ids(page: Any) -> None:
     asked = record(page)
     ask(page)
-    page.get_by_role("button", name="Compare without drafts").click()
-    page.locator(".verdict.same").wait_for()
+    compare(page)
     drafted, plain = asked
     assert plain["speculation"]["enabled"] is False
     assert {**plain, "speculation": 0} == {**drafted, "speculation": 0}, "prompt, seed and parameters are the same"
@@ -141,8 +141,7 @@ def test_stopped_answer_on_the_page_is_kept_and_can_be_compared(page: Any) -> No
     num_tokens = page.locator(".strip .token").count()
     assert 6 <= num_tokens < 1500
     assert page.locator(".strip .token").count() == num_tokens
-    page.get_by_role("button", name="Compare without drafts").click()
-    page.locator(".verdict.same").wait_for()
+    compare(page)
     assert asked[1]["max_tokens"] == num_tokens
 
 
@@ -198,16 +197,23 @@ def test_page_sends_all_turns_and_a_new_chat_starts_empty(page: Any) -> None:
     assert len(asked[2]["messages"]) == 1
 
 
+SETTINGS = {
+    "Temperature": 0.3, "Top p": 0.9, "Top k": 40, "Min p": 0.05, "Min tokens": 2, "Repetition": 1.1, "Presence": 0.5, "Frequency": -0.5,
+    "Stop texts": "END\nSTOP", "Banned words": "bad", "Logit bias": '{"7": -100}', "System prompt": "Be short.",
+}  # fmt: skip
+
+
+def fill(page: Any, settings: Mapping[str, object]) -> None:
+    for label, value in settings.items():
+        page.get_by_label(label).fill(str(value))
+
+
 def test_page_settings_are_sent_as_request_fields(page: Any) -> None:
     asked = script(page, scripted_stream(HELLO))
     open_settings(page)
     options = page.get_by_label("Drafter").locator("option").all_text_contents()
     assert options == ["draft_model+suffix", "draft_model", "suffix", "none (plain)"]
-    numbers = {"Temperature": 0.3, "Top p": 0.9, "Top k": 40, "Min p": 0.05, "Max tokens": 33, "Seed": 5, "Min tokens": 2}
-    numbers |= {"Repetition": 1.1, "Presence": 0.5, "Frequency": -0.5, "Draft tokens a step": 2}
-    texts = {"Stop texts": "END\nSTOP", "Banned words": "bad", "Logit bias": '{"7": -100}', "JSON schema of": '{"type": "object"}'}
-    for label, value in {**numbers, **texts, "System prompt": "Be short."}.items():
-        page.get_by_label(label).fill(str(value))
+    fill(page, {**SETTINGS, "Max tokens": 33, "Seed": 5, "Draft tokens a step": 2, "JSON schema of": '{"type": "object"}'})
     for drafter in ("suffix", "none"):
         page.get_by_label("Drafter").select_option(drafter)
         ask(page)
@@ -233,16 +239,10 @@ def test_empty_page_settings_are_not_sent(page: Any) -> None:
 def test_server_accepts_every_page_setting(page: Any) -> None:
     asked = record(page)
     open_settings(page)
-    values = {"Temperature": 0.3, "Top p": 0.9, "Top k": 40, "Min p": 0.05, "Max tokens": 9, "Min tokens": 2, "Repetition": 1.1}
-    texts = {"Presence": 0.5, "Frequency": -0.5, "Stop texts": "END\nSTOP", "Banned words": "bad", "Logit bias": '{"7": -100}'}
-    for label, value in {**values, **texts, "System prompt": "Be short."}.items():
-        page.get_by_label(label).fill(str(value))
+    fill(page, {**SETTINGS, "Max tokens": 9})
     ask(page)
     assert page.get_by_role("alert").count() == 0
-    page.get_by_label("Min tokens").fill("")
-    page.get_by_label("Banned words").fill("")
-    page.get_by_label("Max tokens").fill("40")
-    page.get_by_label("JSON schema of").fill('{"enum": ["yes", "no"]}')
+    fill(page, {"Min tokens": "", "Banned words": "", "Max tokens": 40, "JSON schema of": '{"enum": ["yes", "no"]}'})
     page.get_by_role("button", name="Retry").click()
     until(page, lambda: len(asked) == 2)
     wait(page)

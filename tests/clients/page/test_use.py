@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.page_driver import ask, open_settings, record, script, script_slowly, scripted_stream, send, until, wait
+from harness.page_driver import ask, compare, open_settings, record, script, script_slowly, scripted_stream, send, until, wait
 
 ADD = "def add(first, second):\n    return first + second  # the sum\n"
 CODE = f'```python\n{ADD}```\n\n```\nplain <b>text</b>\n```\n\n```nonsense"><i>\nx\n```\n'
@@ -45,8 +45,7 @@ def test_page_race_fits_on_one_screen(open_page: Any, server: Any, viewport: dic
     page = open_page(server.url, viewport=viewport)
     script(page, scripted_stream([(["word "] * 3, ["word "] * 2, 2)] * 80))
     ask(page)
-    page.get_by_role("button", name="Compare without drafts").click()
-    page.locator(".verdict.same").wait_for()
+    compare(page)
     left, right = page.locator(".lane").evaluate_all("nodes => nodes.map(node => node.getBoundingClientRect().toJSON())")
     assert (left["top"] == right["top"]) == (viewport["width"] > 390), "side by side where there is room"
     top = page.locator("header.top").evaluate("node => node.getBoundingClientRect().bottom")
@@ -221,8 +220,7 @@ def test_page_sends_completions_to_a_model_without_chat_template(open_page: Any,
     wait(page)
     assert page.get_by_role("alert").count() == 0
     assert asked[0]["prompt"] == "The sky is blue because"
-    page.get_by_role("button", name="Compare without drafts").click()
-    page.locator(".verdict.same").wait_for()
+    compare(page)
     text = page.evaluate("document.querySelector('.answer .markdown').textContent")
     ask(page, "And")
     assert asked[2]["prompt"].startswith("The sky is blue because\n\n")
