@@ -5,7 +5,6 @@ transformers (which dequantises a GGUF file) and llama.cpp live in environments 
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from clients.run_foreign import run_foreign
-from harness.parity import greedy_margin
+from harness.parity import count_equal_texts
 from paceline import LLM, SamplingParams
 from paceline.cli import app
 
@@ -60,25 +59,12 @@ def prompts_of(llm: LLM) -> list[list[int]]:
     return [one[:MOST_PROMPT] for one in found]
 
 
-def compare(llm: LLM, prompts: Sequence[list[int]], others: Sequence[Sequence[dict[str, float]]]) -> int:
-    """Return how many texts are the same to their ends; the others must differ at a near tie."""
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    num_equal = 0
-    for prompt, output, other in zip(prompts, llm.generate(list(prompts), params), others, strict=True):
-        own = list(output.token_ids)
-        at = next((at for at, (token, theirs) in enumerate(zip(own, other, strict=True)) if token != theirs["token"]), None)
-        num_equal += at is None
-        if at is not None:
-            assert max(greedy_margin(llm, prompt + own[:at]), other[at]["margin"]) < NEAR_TIE, (prompt, at)
-    return num_equal
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_greedy_texts_equal_those_of_transformers(name: str, models: dict[str, str], clients: Path, tally: "Counter[str]") -> None:
     with LLM(models[name], dtype="f32", max_model_len=512, threads=2, drafter="ngram") as llm:
         prompts = prompts_of(llm)[::4]
         others = ask_transformers(clients, what="greedy", file=models[name], prompts=prompts, max_tokens=NUM_TOKENS)
-        num_equal = compare(llm, prompts, others)
+        num_equal = count_equal_texts(llm, prompts, others, NUM_TOKENS, NEAR_TIE)
     assert num_equal >= len(prompts) - 1
     tally[f"texts of {name} that are those of transformers, of {len(prompts)}"] += num_equal
 
@@ -88,7 +74,8 @@ def test_float32_greedy_texts_equal_those_of_llama_cpp(name: str, models: dict[s
     with LLM(models[name], dtype="f32", max_model_len=512, threads=2, drafter="ngram") as llm:
         prompts = prompts_of(llm)
         order = {"file": models[name], "prompts": prompts, "max_tokens": NUM_TOKENS, "threads": 2}
-        num_equal = compare(llm, prompts, ask(clients / "llama-cpp", "llama_greedy.py", order))
+        others = ask(clients / "llama-cpp", "llama_greedy.py", order)
+        num_equal = count_equal_texts(llm, prompts, others, NUM_TOKENS, NEAR_TIE)
     assert num_equal >= 0.9 * len(prompts)
     tally[f"texts of {name} that are those of llama.cpp, of {len(prompts)}"] += num_equal
 
