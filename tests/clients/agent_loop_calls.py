@@ -43,10 +43,13 @@ def chat_loop(url: str, key: str, *, is_streamed: bool = False, tools: tuple[Any
     ask = {"model": "mini", "tools": list(tools), "max_tokens": LIMIT, "temperature": 0, "parallel_tool_calls": False}
     if is_streamed:
         with client.chat.completions.stream(messages=messages, tool_choice="required", **ask) as stream:
-            message = stream.get_final_completion().choices[0].message
+            assert "tool_calls.function.arguments.done" in [event.type for event in stream]
+            choice = stream.get_final_completion().choices[0]
     else:
-        message = client.chat.completions.create(messages=messages, tool_choice="required", **ask).choices[0].message
+        choice = client.chat.completions.create(messages=messages, tool_choice="required", **ask).choices[0]
+    message = choice.message
     assert message.tool_calls, message
+    assert choice.finish_reason == "tool_calls", choice
     messages.append(message)
     for call in message.tool_calls:
         json.loads(call.function.arguments)

@@ -5,7 +5,6 @@ Runs in an environment with that client:
 python ask_server.py API URL '{"messages": ..., "seed": ..., "temperature": ..., "max_tokens": ...}'
 """
 
-import importlib
 import json
 import sys
 from typing import Any
@@ -23,39 +22,6 @@ JSON_SCHEMA = {
     "required": ["age"],
     "additionalProperties": False,
 }
-
-
-def ask_chat(url: str) -> dict[str, Any]:
-    """OpenAI's chat completions."""
-    import openai
-
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    create = client.chat.completions.create
-    common: Any = {"model": "mini", "messages": MESSAGES, "temperature": TEMPERATURE, "seed": SEED, "max_tokens": MAX_TOKENS}
-    whole = create(**common)
-    with client.chat.completions.stream(**common, stream_options={"include_usage": True}) as stream:
-        kinds = [event.type for event in stream]
-        streamed = stream.get_final_completion()
-    tools: Any = {"tools": [{"type": "function", "function": WEATHER}], "tool_choice": "required", "parallel_tool_calls": False}
-    called = create(model="mini", messages=QUESTION, temperature=0, **tools)
-    (call,) = called.choices[0].message.tool_calls
-    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-    told = create(model="mini", messages=[*QUESTION, called.choices[0].message, result], temperature=0, max_tokens=8, tools=tools["tools"])
-    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": JSON_SCHEMA, "strict": True}}
-    return {
-        "whole": whole.choices[0].message.content,
-        "streamed": streamed.choices[0].message.content,
-        "events": kinds,
-        "usage": [whole.usage.prompt_tokens, whole.usage.completion_tokens],
-        "streamed_usage": [streamed.usage.prompt_tokens, streamed.usage.completion_tokens],
-        "call": [call.function.name, json.loads(call.function.arguments), called.choices[0].finish_reason],
-        "told": told.choices[0].finish_reason,
-        "json": json.loads(create(model="mini", messages=QUESTION, response_format=form, max_tokens=60).choices[0].message.content),
-        "drafter": whole.speculation["drafter"],
-        "models": [model.id for model in client.models.list()],
-        "error": error_of(openai.BadRequestError, lambda: create(**common, extra_body={"temperatur": 1})),
-        "not_found": error_of(openai.NotFoundError, lambda: create(**{**common, "model": "other"})),
-    }
 
 
 def ask_responses(url: str) -> dict[str, Any]:
@@ -201,14 +167,5 @@ def error_of(kind: type[Exception], ask: Any) -> list[Any]:
     raise AssertionError(f"no {kind.__name__}")
 
 
-ASKING = {"chat": ("openai", ask_chat), "responses": ("openai", ask_responses), "messages": ("anthropic", ask_messages)}
-ASKING["ollama"] = ("ollama", ask_ollama)
-
-library, ask = ASKING[API]
-try:
-    importlib.import_module(library)
-except ImportError:
-    found = {"missing": library}
-else:
-    found = ask(URL)
-sys.stdout.write(json.dumps(found))
+ASKING = {"responses": ask_responses, "messages": ask_messages, "ollama": ask_ollama}
+sys.stdout.write(json.dumps(ASKING[API](URL)))

@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from dflash.model import DFlash2DraftModel, DFlashDraftModel, _crop_to, _make_cache
-from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.dflash import DFlashDraftModel as SpeculatorsDFlash
 from speculators.models.dflash import DFlashSpeculatorConfig
 from speculators.models.dflash import core as speculators_core
 from speculators.models.dflash2 import DFlash2DraftModel as SpeculatorsDFlash2
 from speculators.models.dflash2.config import DFlash2SpeculatorConfig
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
-from speculators.proposals.greedy import GreedyTokenProposalConfig
-from transformers import AutoConfig, Qwen3Config
+from speculators_heads import make
+from transformers import Qwen3Config
 
 COUNTS = (9, 1, 5, 8, 20)  # target rows that come before each draft
 CLASSES = {
@@ -78,21 +77,7 @@ def confidences(model: Any, hidden: torch.Tensor, before: list[int]) -> list[flo
 
 
 def run_speculators(case: Case, folder: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
-    layer = AutoConfig.for_model(**case["layer"])
-    layer._attn_implementation = "eager"
-    container = SpeculatorsConfig(
-        algorithm=case["kind"],
-        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=4)],
-        default_proposal_method="greedy",
-        verifier=VerifierConfig(name_or_path=None, architectures=[]),
-    )
-    config_class, model_class = CLASSES[case["kind"]]
-    model: Any = model_class(config_class(transformer_layer_config=layer, speculators_config=container, **case["config"]))
-    if case["draft_ids"]:
-        ids = torch.tensor(case["draft_ids"])
-        marks = torch.zeros(case["layer"]["vocab_size"], dtype=torch.bool)
-        marks[ids] = True
-        model.load_vocab_mappings(marks, ids - torch.arange(len(ids)))
+    model = make(case, CLASSES, num_tokens=4)
     randomise(model, case["seed"])
     model.embed_tokens.weight.data, model.config.mask_token_id = given["embedding"], case["config"]["mask_token_id"]
     if not case["draft_ids"]:

@@ -39,12 +39,14 @@ def chats(client: openai.OpenAI) -> dict[str, Any]:
     for name, fields in (("greedy", GREEDY), ("sampled", SAMPLED)):
         whole = client.chat.completions.create(**fields)
         found[name] = whole.choices[0].message.content
+        found["drafter"] = whole.speculation["drafter"]
         found[f"{name} usage"] = whole.usage.model_dump() if whole.usage else None
         parts = client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
         chunks = list(parts)
         found[f"{name} streamed"] = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         found[f"{name} streamed usage"] = chunks[-1].usage.model_dump() if chunks[-1].usage else None
     with client.chat.completions.stream(**GREEDY) as stream:
+        found["helper events"] = [event.type for event in stream]
         found["helper"] = stream.get_final_completion().choices[0].message.content
     found["id"] = client.chat.completions.create(**GREEDY)._request_id
     content = client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=2).choices[0].logprobs

@@ -31,18 +31,29 @@ CLASSES = {
 Case = Mapping[str, Any]
 
 
-def build(case: Case) -> torch.nn.Module:
-    """A head whose every weight is random, of a size that every switch can be seen by."""
+def make(case: Case, classes: Mapping[str, Any], num_tokens: int) -> Any:
+    """A model of the library with the vocabulary of a case, whose weights are not set."""
     layer = AutoConfig.for_model(**case["layer"])
     layer._attn_implementation = "eager"
-    config_class, model_class = CLASSES[case["kind"]]
+    config_class, model_class = classes[case["kind"]]
     container = SpeculatorsConfig(
         algorithm=case["kind"],
-        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=STEPS)],
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=num_tokens)],
         default_proposal_method="greedy",
         verifier=VerifierConfig(name_or_path=None, architectures=[]),
     )
     model = model_class(config_class(transformer_layer_config=layer, speculators_config=container, **case["config"]))
+    if case["draft_ids"] is not None:
+        ids = torch.tensor(case["draft_ids"])
+        marks = torch.zeros(case["layer"]["vocab_size"], dtype=torch.bool)
+        marks[ids] = True
+        model.load_vocab_mappings(marks, ids - torch.arange(len(ids)))
+    return model
+
+
+def build(case: Case) -> torch.nn.Module:
+    """A head whose every weight is random, of a size that every switch can be seen by."""
+    model = make(case, CLASSES, STEPS)
     random = torch.Generator().manual_seed(case["seed"])
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
@@ -53,11 +64,6 @@ def build(case: Case) -> torch.nn.Module:
             weight.data = torch.rand(weight.shape, generator=random) + 0.5
     if case["kind"] == "peagle":
         model.mask_hidden.data = torch.randn(model.mask_hidden.shape, generator=random)
-    if case.get("draft_ids") is not None:
-        ids = torch.tensor(case["draft_ids"])
-        marks = torch.zeros(case["layer"]["vocab_size"], dtype=torch.bool)
-        marks[ids] = True
-        model.load_vocab_mappings(marks, ids - torch.arange(len(ids)))
     return model.eval()
 
 

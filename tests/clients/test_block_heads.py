@@ -5,7 +5,6 @@ what serves its files gives each row a window of its own, and so do we.
 """
 
 import json
-import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from clients.run_foreign import run_foreign
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
 from paceline.drafters.block.checkpoint import open_block_checkpoint
@@ -25,7 +25,6 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.runtimes import load as load_module
 from paceline.runtimes.base import RowRange
 
-SCRIPT = Path(__file__).with_name("block_heads.py")
 COUNTS = (9, 1, 5, 8, 20)
 TABLE = np.array([3, 1, 2, 5, 4], np.int32)
 VOCAB_SIZE, MASK = 97, 96
@@ -116,9 +115,7 @@ def drafters(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = case.config if case.library == "dflash" else {**BLOCK, **sizes, **case.config}
         cases[name] = {**asdict(case), "seed": seed, "layer": {**LAYER, **case.layer}, "config": config}
     (folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
-    command = [clients / "speculators" / "bin" / "python", SCRIPT, folder / "cases.json", folder]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_foreign(clients / "speculators", "block_heads.py", folder / "cases.json", folder)
     return folder
 
 

@@ -1,13 +1,13 @@
 """Matrices packed by other tools, compared with what these tools unpack, in a separate environment (make test-clients)."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from clients.run_foreign import run_foreign
 from paceline.models.config import WeightType
 from paceline.models.containers.table import METHODS, find_container, group_packed_tensors
 from paceline.models.families.table import FAMILIES
@@ -25,9 +25,7 @@ WRITERS = {"awq", "auto_round", "compressed_tensors", "bitsandbytes", "mlx", "fp
 @pytest.fixture(scope="module")
 def written(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("containers") / "cases"
-    script = Path(__file__).with_name("write_containers.py")
-    done = subprocess.run([clients / "containers" / "bin" / "python", script, folder], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_foreign(clients / "containers", "write_containers.py", folder)
     return folder
 
 

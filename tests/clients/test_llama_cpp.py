@@ -4,15 +4,15 @@ Neither side rounds activations: ours computes in float32, llama.cpp multiplies 
 """
 
 import json
-import subprocess
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from clients.run_foreign import run_foreign
 from harness.gguf_checkpoints import byte_level_vocabulary, write_gguf
-from harness.parity import greedy_margin
-from paceline import LLM, SamplingParams
+from harness.parity import count_equal_texts
+from paceline import LLM
 
 NUM_PROMPTS, NUM_TOKENS, PROMPT_TOKENS = 50, 64, 200
 MIN_EQUAL = 0.95
@@ -27,21 +27,11 @@ def test_greedy_texts_equal_those_of_llama_cpp_in_float32(
     if not texts.is_file():
         pytest.skip("no held-out prompts beside this checkout")
     file = write_gguf(mini_dir, tmp_path / "mini.gguf", block_type, metadata=byte_level_vocabulary(mini_dir))
-    python, worker = clients / "llama-cpp" / "bin" / "python", Path(__file__).with_name("llama_greedy.py")
     with LLM(str(file), dtype="f32", max_model_len=1024, threads=2) as llm:
         lines = texts.read_text(encoding="utf-8").splitlines()[:NUM_PROMPTS]
         prompts = [llm.tokenizer.encode(json.loads(line)["text"])[:PROMPT_TOKENS] for line in lines]
-        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-        ours = [list(output.token_ids) for output in llm.generate(prompts, params)]
         order = json.dumps({"file": str(file), "prompts": prompts, "max_tokens": NUM_TOKENS, "threads": 2})
-        done = subprocess.run([str(python), str(worker)], input=order, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        num_equal = 0
-        for prompt, own, other in zip(prompts, ours, json.loads(done.stdout.splitlines()[-1]), strict=True):
-            at = next((at for at, (token, theirs) in enumerate(zip(own, other, strict=True)) if token != theirs["token"]), None)
-            if at is None:
-                num_equal += 1
-            else:
-                assert max(greedy_margin(llm, prompt + own[:at]), other[at]["margin"]) < NEAR_TIE, (prompt, at)
+        others = json.loads(run_foreign(clients / "llama-cpp", "llama_greedy.py", given=order).splitlines()[-1])
+        num_equal = count_equal_texts(llm, prompts, others, NUM_TOKENS, NEAR_TIE)
     assert num_equal >= MIN_EQUAL * NUM_PROMPTS
     tally[f"texts of a {block_type} file that are llama.cpp's, of {NUM_PROMPTS}"] += num_equal

@@ -1,7 +1,6 @@
 """Tiny GGUF files of every architecture give llama.cpp's logits, which lives in an environment of its own (make test-clients)."""
 
 import json
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clients.run_foreign import run_foreign
 from harness.checkpoints import MINISTRAL3, MUSE_GLIMMER, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
 from harness.expert_checkpoints import CASES as EXPERTS
 from harness.expert_checkpoints import GPT_OSS_ROPE
@@ -21,7 +21,6 @@ from harness.hybrid_gguf import write_hybrid_gguf
 from harness.parity import open_backend, prompt_logits
 from paceline.models.config import WeightType
 
-RUN = Path(__file__).resolve().parent / "llama_logits.py"
 PROMPT_LEN = 100
 GEMMA = {"query_pre_attn_scalar": 16, "tie_word_embeddings": True, "sliding_window": 16}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 1.5}
@@ -139,8 +138,6 @@ def distance_to_llama_cpp(clients: Path, path: Path, folder: Path, weight_type: 
     ids_path, out = folder / "ids.json", folder / "logits.npy"
     token_ids = np.random.default_rng(1).integers(0, VOCAB_SIZE, PROMPT_LEN).tolist()
     ids_path.write_text(json.dumps(token_ids), encoding="utf-8")
-    python = clients / "llama-cpp" / "bin" / "python"
-    done = subprocess.run([python, RUN, path, ids_path, out], stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_foreign(clients / "llama-cpp", "llama_logits.py", path, ids_path, out)
     expected, found = np.load(out), prompt_logits(open_backend(path, "native", weight_type=weight_type), token_ids)
     return float(np.abs(found - expected).max() / expected.std())

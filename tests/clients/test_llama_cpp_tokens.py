@@ -2,7 +2,6 @@
 
 import json
 import random
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ import gguf
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 
+from clients.run_foreign import run_foreign
 from paceline.tokenizer.byte_level import SPLITS
 from paceline.tokenizer.tokenizer import Tokenizer
 
-RUN = Path(__file__).resolve().parent / "llama_tokens.py"
 PARTS = (
     "the", "Hello", "HTTPServer", " ", "  ", "\n", "\t", "\r\n", "'s", "'LL", "1", "2345", "é", "ß", "Ⅷ", "你好", "\uff0c", "한국", "カナ",
     "😀", "---", "==", "!?", "_", "x", "ἀρχή",
@@ -65,10 +64,7 @@ def test_ids_of_every_way_to_split_text_equal_those_of_llama_cpp(clients: Path, 
     for path in paths:
         write_vocabulary(path, {**values, "tokenizer.ggml.pre": path.stem})
     (tmp_path / "texts.json").write_text(json.dumps(samples), encoding="utf-8")
-    python = clients / "llama-cpp" / "bin" / "python"
-    command = [python, RUN, tmp_path / "texts.json", tmp_path / "ids.json", *paths]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_foreign(clients / "llama-cpp", "llama_tokens.py", tmp_path / "texts.json", tmp_path / "ids.json", *paths)
     wrong: dict[str, list[Any]] = {}
     for path, expected in zip(paths, json.loads((tmp_path / "ids.json").read_text(encoding="utf-8")), strict=True):
         assert expected is not None, f"llama.cpp does not load {path.stem}"

@@ -1,11 +1,11 @@
 """X-LoRA adapters written by PEFT, compared with PEFT's results, in a separate environment (make test-clients)."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
+from clients.run_foreign import run_foreign
 from harness.checkpoints import write_checkpoint
 from harness.parity import difference
 from paceline import LLM, CheckpointError, SamplingParams
@@ -25,9 +25,7 @@ def written(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("xlora")
     for family, values in MODELS.items():
         write_checkpoint(folder / family / "base", family, num_hidden_layers=2, **values)
-    script = Path(__file__).with_name("write_xlora.py")
-    done = subprocess.run([clients / "peft" / "bin" / "python", script, folder], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_foreign(clients / "peft", "write_xlora.py", folder)
     return folder
 
 

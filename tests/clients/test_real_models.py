@@ -4,9 +4,7 @@ transformers (which dequantises a GGUF file) and llama.cpp live in environments 
 """
 
 import json
-import subprocess
 from collections import Counter
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from harness.parity import greedy_margin
+from clients.run_foreign import run_foreign
+from harness.parity import count_equal_texts
 from paceline import LLM, SamplingParams
 from paceline.cli import app
 
@@ -37,11 +36,8 @@ def ask_transformers(clients: Path, **order: object) -> Any:
 
 
 def ask(environment: Path, script: str, order: object) -> Any:
-    """Run a script of this folder in an environment; both sides write JSON."""
-    command = [str(environment / "bin" / "python"), str(Path(__file__).with_name(script))]
-    done = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    """Run a script; both sides write JSON."""
+    return json.loads(run_foreign(environment, script, given=json.dumps(order)).splitlines()[-1])
 
 
 def conversations() -> list[list[dict[str, str]]]:
@@ -63,25 +59,12 @@ def prompts_of(llm: LLM) -> list[list[int]]:
     return [one[:MOST_PROMPT] for one in found]
 
 
-def compare(llm: LLM, prompts: Sequence[list[int]], others: Sequence[Sequence[dict[str, float]]]) -> int:
-    """Return how many texts are the same to their ends; the others must differ at a near tie."""
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    num_equal = 0
-    for prompt, output, other in zip(prompts, llm.generate(list(prompts), params), others, strict=True):
-        own = list(output.token_ids)
-        at = next((at for at, (token, theirs) in enumerate(zip(own, other, strict=True)) if token != theirs["token"]), None)
-        num_equal += at is None
-        if at is not None:
-            assert max(greedy_margin(llm, prompt + own[:at]), other[at]["margin"]) < NEAR_TIE, (prompt, at)
-    return num_equal
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_greedy_texts_equal_those_of_transformers(name: str, models: dict[str, str], clients: Path, tally: "Counter[str]") -> None:
     with LLM(models[name], dtype="f32", max_model_len=512, threads=2, drafter="ngram") as llm:
         prompts = prompts_of(llm)[::4]
         others = ask_transformers(clients, what="greedy", file=models[name], prompts=prompts, max_tokens=NUM_TOKENS)
-        num_equal = compare(llm, prompts, others)
+        num_equal = count_equal_texts(llm, prompts, others, NUM_TOKENS, NEAR_TIE)
     assert num_equal >= len(prompts) - 1
     tally[f"texts of {name} that are those of transformers, of {len(prompts)}"] += num_equal
 
@@ -91,7 +74,8 @@ def test_float32_greedy_texts_equal_those_of_llama_cpp(name: str, models: dict[s
     with LLM(models[name], dtype="f32", max_model_len=512, threads=2, drafter="ngram") as llm:
         prompts = prompts_of(llm)
         order = {"file": models[name], "prompts": prompts, "max_tokens": NUM_TOKENS, "threads": 2}
-        num_equal = compare(llm, prompts, ask(clients / "llama-cpp", "llama_greedy.py", order))
+        others = ask(clients / "llama-cpp", "llama_greedy.py", order)
+        num_equal = count_equal_texts(llm, prompts, others, NUM_TOKENS, NEAR_TIE)
     assert num_equal >= 0.9 * len(prompts)
     tally[f"texts of {name} that are those of llama.cpp, of {len(prompts)}"] += num_equal
 
@@ -118,10 +102,7 @@ def llama_cpp_log_probabilities(clients: Path, file: str, token_ids: list[int], 
     """Return the log-probability of each token but the first, computed as llama.cpp generates: one token a pass."""
     given, found = folder / "ids.json", folder / "logits.npy"
     given.write_text(json.dumps(token_ids), encoding="utf-8")
-    script = Path(__file__).with_name("llama_logits.py")
-    command = [str(clients / "llama-cpp" / "bin" / "python"), str(script), file, str(given), str(found), "as-when-decoding"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_foreign(clients / "llama-cpp", "llama_logits.py", file, given, found, "as-when-decoding")
     logits = np.load(found).astype(np.float64)
     log_probs: np.ndarray[Any, np.dtype[np.float64]] = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
     return log_probs[np.arange(len(token_ids) - 1), token_ids[1:]]

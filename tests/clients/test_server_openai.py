@@ -67,6 +67,8 @@ def test_openai_client_gets_the_engine_text_whole_and_streamed(by_openai: dict[s
         assert found[f"{name} usage"]["completion_tokens"] == len(answer.token_ids)
         assert found[f"{name} streamed usage"]["total_tokens"] == found[f"{name} usage"]["total_tokens"]
     assert found["helper"] == found["greedy"]
+    assert "content.done" in found["helper events"]
+    assert found["drafter"] == "none"
     assert found["id"].startswith("req-")
     assert found["samples"] > 1
     together = [llm.chat(MESSAGES, SamplingParams(max_tokens=24, temperature=0.9, seed=seed)).text for seed in range(4)]

@@ -1,7 +1,6 @@
 """Heads written by the speculators library, compared with its own classes, in a separate environment (make test-clients)."""
 
 import json
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -13,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from clients.run_foreign import run_foreign
 from harness.model_configs import make_config, map_attention
 from harness.native_network import plain_tensor
 from paceline.drafters.eagle.checkpoint import open_eagle_checkpoint
@@ -29,7 +29,6 @@ from paceline.models.weights import Weights
 from paceline.runtimes import load as load_module
 from paceline.runtimes.base import RowRange
 
-SCRIPT = Path(__file__).with_name("speculators_heads.py")
 VOCAB_SIZE, HIDDEN, MAX_POSITIONS = 97, 32, 64
 TOLERANCE, VISIBLE = 1e-4, 0.05  # of log-probabilities
 DRAFT_IDS = list(range(4, 94, 3))
@@ -161,9 +160,7 @@ def heads(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = ("kind", "seed", "layer", "config", "draft_ids")
     values = {name: {key: case[key] for key in kept} for name, case in cases.items()}
     (folder / "cases.json").write_text(json.dumps(values), encoding="utf-8")
-    command = [clients / "speculators" / "bin" / "python", SCRIPT, folder / "cases.json", folder]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_foreign(clients / "speculators", "speculators_heads.py", folder / "cases.json", folder)
     return folder
 
 

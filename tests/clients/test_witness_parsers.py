@@ -5,7 +5,6 @@ counted only. Every other difference needs a reason in `DIFFERENCES`.
 """
 
 import json
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,11 @@ from typing import Any
 import pytest
 
 from clients import mlx_parsers, sglang_detectors
+from clients.run_foreign import run_foreign
 from harness import fault_cases, markup_cases
 from paceline.parsing.tools import Tool
 from unit.parsing import test_json_formats, test_python_formats, test_section_formats, test_tagged_formats
 
-HERE = Path(__file__).parent
 TABLES = (markup_cases, test_json_formats, test_python_formats, test_section_formats, test_tagged_formats)
 WITNESSES = {
     "sglang": ("sglang_detectors.py", sglang_detectors.DETECTORS.keys()),
@@ -84,14 +83,6 @@ def row_of(parser: str, output: str, tools: tuple[Tool, ...], calls: list[tuple[
     return {"parser": parser, "output": output, "tools": offered, "calls": [list(call) for call in calls]}
 
 
-def answers(python: Path, script: str, folder: Path, asked: list[Row]) -> list[Row]:
-    """What another project makes of outputs."""
-    lines = "".join(json.dumps(row) + "\n" for row in asked)
-    done = subprocess.run([python, HERE / script, folder], input=lines, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.parametrize("project", WITNESSES)
 def test_parsers_of_other_projects_read_the_same_tool_calls(project: str, clients: Path, tally: "Counter[str]") -> None:
     folder = clients / "parsers"
@@ -99,9 +90,9 @@ def test_parsers_of_other_projects_read_the_same_tool_calls(project: str, client
         pytest.skip("the environment of other projects' parsers is not there: make test-clients builds it")
     script, known = WITNESSES[project]
     asked = [row for row in rows() if row["parser"] in known]
-    found = answers(folder / "bin" / "python", script, folder / project, asked)
+    lines = run_foreign(folder, script, folder / project, given="".join(json.dumps(row) + "\n" for row in asked)).splitlines()
     unexplained = []
-    for row, answer in zip(asked, found, strict=True):
+    for row, answer in zip(asked, map(json.loads, lines), strict=True):
         kind = "that are called alike"
         if answer.get("calls", []) != row["calls"]:
             kind = "in which only we find calls" if not answer.get("calls") else "with other calls, for a known reason"

@@ -12,9 +12,9 @@ import pytest
 from harness.checkpoint_files import edit_tensors
 from harness.checkpoints import write_checkpoint
 from harness.doctor_options import doctor_options
-from harness.gemma4_assistants import CLUSTERS, VOCAB_SIZE, write_assistant, write_right_pair, write_target
+from harness.gemma4_assistants import CLUSTERS, VOCAB_SIZE, changed, without, write_assistant, write_right_pair, write_target
 from harness.gemma4_checkpoints import EXPERTS, FULL, SLIDING
-from paceline import LLM, SamplingParams
+from harness.head_engines import GREEDY, SAMPLED, check_drafting, follow, ids_of, open_llm
 from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.gemma4_assistant.drafter import AssistantDrafter
 from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, TreeLevelInput
@@ -24,15 +24,8 @@ from paceline.proof.doctor import diagnose
 from paceline.runtimes.base import Numerics, assemble_pass
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
-GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9], np.random.default_rng(1).integers(1, VOCAB_SIZE, 120).tolist(), [31, 2]]
 pytestmark = pytest.mark.usefixtures("always_drafts")
-
-
-def open_llm(target: Path, drafter: str | list[str], **options: Any) -> LLM:
-    shape = {"num_speculative_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
-    return LLM(str(target), drafter=drafter, device="cpu", **shape)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +43,7 @@ def test_perfect_gemma4_assistant_is_always_accepted(tmp_path: Path, changes: di
     for params in (GREEDY, SAMPLED, GREEDY):
         for batch in (PROMPTS, PROMPTS[2:3]):
             for output, prompt in zip(llm.generate(batch, params), batch, strict=True):
-                expected = [prompt[-1]]
-                for _ in range(40):
-                    expected.append(successor[expected[-1]])
-                assert output.token_ids == expected[1:]
+                assert output.token_ids == follow(successor, prompt[-1])
                 stats = output.speculation
                 assert stats.num_draft_tokens > 28
                 if "tree_width" not in options:
@@ -69,13 +59,9 @@ def test_gemma4_assistant_of_a_moe_target_changes_no_token(tmp_path: Path, shape
     target, assistant = write_target(tmp_path / "target", **values), write_assistant(tmp_path / "assistant")
     plain, drafting = open_llm(target, "none"), open_llm(target, str(assistant), **shape)
     for params in (GREEDY, SAMPLED):
-        expected = [output.token_ids for output in plain.generate(PROMPTS, params)]
-        together = drafting.generate(PROMPTS, params)
-        assert [output.token_ids for output in together] == expected
-        assert [drafting.generate([prompt], params)[0].token_ids for prompt in PROMPTS] == expected
-        assert sum(output.speculation.num_draft_tokens for output in together) > 100
+        check_drafting(drafting, plain, params, PROMPTS)
+        assert [drafting.generate([prompt], params)[0].token_ids for prompt in PROMPTS] == ids_of(plain.generate(PROMPTS, params))
     assert drafting.numerics == "exact"
-    assert drafting.stats().drafter_failures == 0
     drafting.engine.cache.check()
 
 
@@ -166,24 +152,15 @@ def test_gemma4_assistant_of_another_architecture_is_refused(pair: tuple[Path, P
         open_llm(whole, str(pair[1]))
 
 
-def _without_a_projection(tensors: dict[str, Any]) -> None:
-    del tensors["pre_projection.weight"]
-
-
-def _with_more(tensors: dict[str, Any]) -> None:
-    tensors["model.gate.weight"] = np.ones((2, 2), np.float32)
-
-
-def _twice_ordered(tensors: dict[str, Any]) -> None:
-    tensors["masked_embedding.token_ordering"][3] = tensors["masked_embedding.token_ordering"][4]
+ORDER = "masked_embedding.token_ordering"
 
 
 @pytest.mark.parametrize(
     ("change", "values", "message"),
     [
-        (_without_a_projection, {}, r"lacks .*pre_projection.weight \[32, 128\]"),
-        (_with_more, {}, "gate.weight"),
-        (_twice_ordered, {}, "token_ordering does not hold each of the 96 token ids once"),
+        (without("pre_projection.weight"), {}, r"lacks .*pre_projection.weight \[32, 128\]"),
+        (changed("model.gate.weight", lambda _: np.ones((2, 2), np.float32)), {}, "gate.weight"),
+        (changed(ORDER, lambda order: order[[*range(95), 0]]), {}, "token_ordering does not hold each of the 96 token ids once"),
         (None, {"num_centroids": 7}, "num_centroids = 7"),
         (None, {"centroid_intermediate_top_k": 13}, "centroid_intermediate_top_k = 13"),
         (None, {"text_config": None}, "text_config = None"),

@@ -13,14 +13,17 @@ from harness.doctor_options import doctor_options
 from harness.gemma4_assistants import (
     CLUSTERS,
     VOCAB_SIZE,
+    Change,
+    changed,
     edit_tensors,
+    without,
     write_assistant,
     write_gguf_assistant,
     write_right_pair,
     write_target,
 )
 from harness.gguf_checkpoints import write_gguf
-from paceline import LLM, SamplingParams
+from harness.head_engines import GREEDY, follow, open_llm
 from paceline.drafters import open_head_files
 from paceline.drafters.gemma4_assistant.checkpoint import Assistant, load_assistant
 from paceline.errors import CheckpointError, IncompatibleDrafterError
@@ -30,7 +33,6 @@ from paceline.proof.doctor import diagnose
 
 pytest.importorskip("gguf")
 
-GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9], np.random.default_rng(1).integers(1, VOCAB_SIZE, 120).tolist(), [31, 2]]
 KINDS: dict[str, dict[str, Any]] = {"dense": {}, "clusters": CLUSTERS, "unified": {"is_unified": True}}
 OLD_NAMES = {
@@ -41,11 +43,6 @@ OLD_NAMES = {
 }
 STRANGE_NAMES = {name: f"other.{number}.weight" for number, name in enumerate(OLD_NAMES)}
 pytestmark = pytest.mark.usefixtures("always_drafts")
-
-
-def open_llm(target: Path, drafter: str | list[str], **options: Any) -> LLM:
-    shape = {"num_speculative_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
-    return LLM(str(target), drafter=drafter, device="cpu", **shape)
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +128,7 @@ def test_perfect_gguf_assistant_is_always_accepted_by_a_gguf_target(tmp_path: Pa
     path = write_gguf_assistant(directory, tmp_path / "assistant.gguf", types)
     llm = open_llm(model, str(path))
     for output, prompt in zip(llm.generate(PROMPTS, GREEDY), PROMPTS, strict=True):
-        expected = [prompt[-1]]
-        for _ in range(40):
-            expected.append(successor[expected[-1]])
-        assert output.token_ids == expected[1:]
+        assert output.token_ids == follow(successor, prompt[-1])
         assert output.speculation.num_draft_tokens > 28
         assert output.speculation.num_accepted_tokens == output.speculation.num_draft_tokens
     assert llm.stats().drafter_failures == 0
@@ -172,64 +166,36 @@ def test_doctor_accepts_a_gguf_assistant(pair_of: Callable[[str], tuple[Path, Pa
     assert not diagnose(doctor_options(model=str(target), drafters=(str(path),))).problems
 
 
-def _without_a_projection(arrays: dict[str, Any]) -> None:
-    del arrays["nextn.pre_projection.weight"]
+ORDER, CENTROIDS = "masked_embd_ordering", "masked_embd_centroids.weight"
+NOT_A_PERMUTATION = f"{ORDER} does not hold each of the 96 token ids once"
 
 
-def _without_an_order(arrays: dict[str, Any]) -> None:
-    del arrays["masked_embd_ordering"]
-
-
-def _without_clusters(arrays: dict[str, Any]) -> None:
-    del arrays["masked_embd_ordering"], arrays["masked_embd_centroids.weight"]
-
-
-def _without_a_norm(arrays: dict[str, Any]) -> None:
-    del arrays["blk.1.attn_q_norm.weight"]
-
-
-def _with_more(arrays: dict[str, Any]) -> None:
-    arrays["blk.0.ffn_gate_inp.weight"] = np.ones((2, 2), np.float32)
-
-
-def _with_another_matrix(arrays: dict[str, Any]) -> None:
-    arrays["gate.weight"] = np.ones((2, 2), np.float32)
-
-
-def _twice_ordered(arrays: dict[str, Any]) -> None:
-    arrays["masked_embd_ordering"][3] = arrays["masked_embd_ordering"][4]
-
-
-def _ordered_beyond(arrays: dict[str, Any]) -> None:
-    arrays["masked_embd_ordering"][3] = VOCAB_SIZE
-
-
-def _ordered_in_fractions(arrays: dict[str, Any]) -> None:
-    arrays["masked_embd_ordering"] = arrays["masked_embd_ordering"].astype(np.float32)
-
-
-def _ordered_too_little(arrays: dict[str, Any]) -> None:
-    arrays["masked_embd_ordering"] = arrays["masked_embd_ordering"][:-1]
-
-
-def _with_odd_clusters(arrays: dict[str, Any]) -> None:
-    arrays["masked_embd_centroids.weight"] = arrays["masked_embd_centroids.weight"][:7]
+def with_matrix(name: str) -> Change:
+    return changed(name, lambda _: np.ones((2, 2), np.float32))
 
 
 @pytest.mark.parametrize(
     ("change", "metadata", "message"),
     [
-        (_without_a_projection, {}, r"lacks 1 tensor: nextn\.pre_projection\.weight"),
-        (_without_an_order, {}, "lacks 1 tensor: masked_embd_ordering"),
-        (_without_clusters, {"use_ordered_embeddings": True}, r"lacks 2 tensors: masked_embd_centroids\.weight, masked_embd_ordering"),
-        (_without_a_norm, {}, r"lacks 1 tensor: blk\.1\.attn_q_norm\.weight"),
-        (_with_more, {}, r"holds 1 tensor: blk\.0\.ffn_gate_inp\.weight that no assistant has"),
-        (_with_another_matrix, {}, r"holds 1 tensor: gate\.weight that no assistant has"),
-        (_twice_ordered, {}, "masked_embd_ordering does not hold each of the 96 token ids once"),
-        (_ordered_beyond, {}, "masked_embd_ordering does not hold each of the 96 token ids once"),
-        (_ordered_in_fractions, {}, "masked_embd_ordering' is of type F32, expected whole numbers"),
-        (_ordered_too_little, {}, "masked_embd_ordering does not hold each of the 96 token ids once"),
-        (_with_odd_clusters, {}, "num_centroids = 7 with .* of 96 tokens"),
+        (without("nextn.pre_projection.weight"), {}, r"lacks 1 tensor: nextn\.pre_projection\.weight"),
+        (without(ORDER), {}, "lacks 1 tensor: masked_embd_ordering"),
+        (
+            without(ORDER, CENTROIDS),
+            {"use_ordered_embeddings": True},
+            "lacks 2 tensors: masked_embd_centroids.weight, masked",
+        ),
+        (without("blk.1.attn_q_norm.weight"), {}, r"lacks 1 tensor: blk\.1\.attn_q_norm\.weight"),
+        (with_matrix("blk.0.ffn_gate_inp.weight"), {}, r"holds 1 tensor: blk\.0\.ffn_gate_inp\.weight that no assistant has"),
+        (with_matrix("gate.weight"), {}, r"holds 1 tensor: gate\.weight that no assistant has"),
+        (changed(ORDER, lambda order: order[[*range(95), 0]]), {}, NOT_A_PERMUTATION),
+        (
+            changed(ORDER, lambda order: np.where(order == 3, VOCAB_SIZE, order).astype(np.int32)),
+            {},
+            NOT_A_PERMUTATION,
+        ),
+        (changed(ORDER, lambda order: order.astype(np.float32)), {}, "masked_embd_ordering' is of type F32, expected whole numbers"),
+        (changed(ORDER, lambda order: order[:-1]), {}, NOT_A_PERMUTATION),
+        (changed(CENTROIDS, lambda centroids: centroids[:7]), {}, "num_centroids = 7 with .* of 96 tokens"),
         (None, {"centroid_top_k": 13}, "centroid_top_k = 13"),
         (None, {"centroid_top_k": "four"}, "centroid_top_k = 'four'"),
         (None, {"block_count": 5, "nextn_predict_layers": 5}, "attention.shared_kv_layers = 4, expected all 5 layers"),
@@ -250,7 +216,7 @@ def _with_odd_clusters(arrays: dict[str, Any]) -> None:
 def test_damaged_gguf_assistant_is_refused_in_one_line(
     pair_of: Callable[[str], tuple[Path, Path]],
     tmp_path: Path,
-    change: Callable[[dict[str, Any]], None] | None,
+    change: Change | None,
     metadata: dict[str, Any],
     message: str,
 ) -> None:
@@ -268,19 +234,9 @@ def test_gguf_assistant_is_refused_as_a_target(pair_of: Callable[[str], tuple[Pa
         read_model_config(path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": 48}, "takes features of 48 values, the target's have 64"),
-        ({"text_config": {"vocab_size": 5000}}, "has 5000 token ids, the target 96"),
-        ({"text_config": {"sliding_window": 8}}, "has sliding_window = 8, the target 16"),
-    ],
-)
-def test_gguf_assistant_of_another_target_is_refused(
-    pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    path = write_gguf_assistant(write_assistant(tmp_path / "other", **changes), tmp_path / "assistant.gguf")
-    with pytest.raises(IncompatibleDrafterError, match=message) as caught:
+def test_gguf_assistant_of_another_target_is_refused(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    path = write_gguf_assistant(write_assistant(tmp_path / "other", hidden_size=48), tmp_path / "assistant.gguf")
+    with pytest.raises(IncompatibleDrafterError, match="takes features of 48 values, the target's have 64") as caught:
         loaded(path, pair_of("clusters")[0])
     assert "\n" not in str(caught.value)
 
@@ -289,11 +245,9 @@ def test_gguf_assistant_may_have_its_own_lm_head(pair_of: Callable[[str], tuple[
     target, directory = pair_of("clusters")
     other = shutil.copytree(directory, tmp_path / "other")
 
-    def untie(arrays: dict[str, Any]) -> None:
-        arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"] + 1
+    def with_lm_head(name: str, embedding: str) -> Change:
+        return lambda arrays: arrays.update({name: arrays[embedding] + 1})
 
-    def untie_file(arrays: dict[str, Any]) -> None:
-        arrays["output.weight"] = arrays["token_embd.weight"] + 1
-
-    edit_tensors(other, untie)
-    check_equal(loaded(write_gguf_assistant(directory, tmp_path / "a.gguf", change=untie_file), target), loaded(other, target))
+    edit_tensors(other, with_lm_head("lm_head.weight", "model.embed_tokens.weight"))
+    path = write_gguf_assistant(directory, tmp_path / "a.gguf", change=with_lm_head("output.weight", "token_embd.weight"))
+    check_equal(loaded(path, target), loaded(other, target))

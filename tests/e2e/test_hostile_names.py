@@ -19,10 +19,10 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def model(directory: Path, *, config: dict[str, Any] | None = None, tensor: str = "x") -> Path:
+def model(directory: Path, *, config: dict[str, Any] | None = None) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({**CONFIG, **(config or {})}))
-    save_file({tensor: np.zeros((2, 2), np.float32)}, directory / "model.safetensors")
+    save_file({"x": np.zeros((2, 2), np.float32)}, directory / "model.safetensors")
     return directory
 
 

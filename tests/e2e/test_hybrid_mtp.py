@@ -1,6 +1,7 @@
 """Qwen's hybrid families draft with the MTP module in their files; errors name what is wrong with one."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,44 +10,23 @@ import pytest
 
 from harness.checkpoint_files import change_config, edit_tensors
 from harness.checkpoints import VOCAB_SIZE
+from harness.gguf_checkpoints import numbered_vocabulary
+from harness.head_engines import GREEDY, SAMPLED, check_drafting, load_module, open_llm
 from harness.hybrid_gguf import write_hybrid_gguf
 from harness.hybrid_mtp import add_module, module_tensors, write_donor, write_host
-from paceline import LLM, SamplingParams
-from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module
+from paceline.drafters.mtp import load_mtp, open_gguf_module
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf
 from paceline.models.weights import as_float32
 
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
-PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [31, 2]]
-VOCABULARY = {
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "gpt-2",
-    "tokenizer.ggml.tokens": ["<|endoftext|>", "w", "1", "w1", *(f"q{number}" for number in range(93))],
-    "tokenizer.ggml.token_type": [3, *[1] * 96],
-    "tokenizer.ggml.merges": ["w 1"],
-}
-"""A tokenizer as GGUF files have it."""
 pytestmark = pytest.mark.usefixtures("always_drafts")
-
-
-def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
-    shape = {"num_speculative_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
-    return LLM(str(target), drafter=drafter, **shape)
 
 
 def write_whole(folder: Path, case: str = "qwen3_5", **layout: Any) -> Path:
     """A model with its module."""
     return add_module(write_host(folder / "model", case), module_tensors(write_donor(folder / "donor", case), **layout))
-
-
-def loaded(directory: Path) -> MtpModule:
-    config = read_model_config(directory)
-    return load_mtp(HeadFiles.open(directory), config, open_weights(directory, config))
 
 
 @pytest.mark.spread(0.1)
@@ -70,12 +50,7 @@ def test_hybrid_model_with_mtp_drafts_equals_plain_decoding(
     llm = open_llm(target, "mtp", backend=backend, tree_width=tree_width, draft_quantization=quantization, prefill_chunk_size=32)
     assert llm.drafter_name == "mtp"
     for params in (GREEDY, SAMPLED, GREEDY):
-        answers = [output.token_ids for output in plain.generate(PROMPTS, params)]
-        outputs = llm.generate(PROMPTS, params)
-        assert [output.token_ids for output in outputs] == answers
-        assert llm.generate(PROMPTS[2:3], params)[0].token_ids == answers[2]
-        assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
-    assert llm.stats().drafter_failures == 0
+        check_drafting(llm, plain, params)
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -96,7 +71,7 @@ def test_mtp_module_is_found_without_its_config_field(tmp_path: Path, count: int
 def test_mtp_module_of_a_multimodal_model_drafts_its_text(tmp_path: Path, prefix: str) -> None:
     """As Qwen3.5 is published: the text model is nested next to the image encoder, the module is at the top level."""
     target = write_whole(tmp_path, prefix=prefix)
-    expected = [output.token_ids for output in open_llm(target, "none").generate(PROMPTS, GREEDY)]
+    plain = open_llm(shutil.copytree(target, tmp_path / "plain"), "none")
     values = json.loads((target / "config.json").read_text(encoding="utf-8"))
     nested = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}, "text_config": values}
     (target / "config.json").write_text(json.dumps(nested), encoding="utf-8")
@@ -109,9 +84,7 @@ def test_mtp_module_of_a_multimodal_model_drafts_its_text(tmp_path: Path, prefix
     edit_tensors(target, nest)
     llm = open_llm(target, "mtp")
     assert llm.drafter_name == "mtp"
-    outputs = llm.generate(PROMPTS, GREEDY)
-    assert [output.token_ids for output in outputs] == expected
-    assert sum(output.speculation.num_draft_tokens for output in outputs) > 50
+    check_drafting(llm, plain, GREEDY)
 
 
 def test_unusable_mtp_module_is_an_error_only_if_requested(tmp_path: Path) -> None:
@@ -142,7 +115,7 @@ def test_wrong_shape_of_an_mtp_tensor_is_named(tmp_path: Path, name: str, shape:
     target = write_whole(tmp_path)
     edit_tensors(target, lambda tensors: tensors.update({name: np.zeros(shape, np.float32)}))
     with pytest.raises(CheckpointError, match=text):
-        loaded(target)
+        load_module(target)
 
 
 def test_mtp_module_uses_its_own_embedding_if_configured(tmp_path: Path) -> None:
@@ -152,26 +125,24 @@ def test_mtp_module_uses_its_own_embedding_if_configured(tmp_path: Path) -> None
     with pytest.raises(
         CheckpointError, match=r"lacks mtp\.embed_tokens\.weight although its config\.json sets mtp_use_dedicated_embeddings"
     ):
-        loaded(target)
+        load_module(target)
     own = np.random.default_rng(2).normal(0, 0.3, (VOCAB_SIZE, 64)).astype(np.float32)
     edit_tensors(target, lambda tensors: tensors.update({"mtp.embed_tokens.weight": own}))
-    module = loaded(target)
+    module = load_module(target)
     assert np.array_equal(as_float32(module.embedding), own)
     change_config(target, mtp_use_dedicated_embeddings=False)
-    module = loaded(target)
+    module = load_module(target)
     assert not np.array_equal(as_float32(module.embedding), own)
 
 
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_hybrid_gguf_drafts_with_its_mtp_module(tmp_path: Path, case: str) -> None:
-    target = write_hybrid_gguf(write_whole(tmp_path, case), tmp_path / "model.gguf", "Q8_0", metadata=VOCABULARY)
+    target = write_hybrid_gguf(write_whole(tmp_path, case), tmp_path / "model.gguf", "Q8_0", metadata=numbered_vocabulary(VOCAB_SIZE))
     plain, llm = open_llm(target, "none"), open_llm(target, "mtp")
     assert open_llm(target, "auto").drafter_name == "suffix+mtp"
     assert any("holds a drafting head: drafter='mtp'" in notice for notice in plain.notices)
     for params in (GREEDY, SAMPLED):
-        outputs = llm.generate(PROMPTS, params)
-        assert [output.token_ids for output in outputs] == [output.token_ids for output in plain.generate(PROMPTS, params)]
-        assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
+        check_drafting(llm, plain, params)
 
 
 def test_mtp_module_of_a_gguf_is_found_by_its_tensors(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from harness.checkpoint_files import edit_tensors
 from harness.checkpoints import write_checkpoint
+from harness.head_engines import GREEDY, PROMPTS, SAMPLED, check_drafting, follow, ids_of, load_module, open_llm
 from harness.medusa_checkpoints import write_successor_target
 from harness.mtp_checkpoints import (
     LAYOUTS,
@@ -19,36 +20,22 @@ from harness.mtp_checkpoints import (
     write_speculators,
 )
 from harness.unconventional_heads import module_with_signs
-from paceline import LLM, SamplingParams
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.mtp import MtpModule, load_mtp
+from paceline.drafters.mtp import load_mtp
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import as_float32
 
-GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
-PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [31, 2]]
 pytestmark = pytest.mark.usefixtures("always_drafts")
-
-
-def open_llm(target: Path, drafter: str, **options: object) -> LLM:
-    shape = {"num_speculative_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
-    return LLM(str(target), drafter=drafter, **shape)  # type: ignore[arg-type]
-
-
-def loaded(directory: Path) -> MtpModule:
-    config = read_model_config(directory)
-    return load_mtp(HeadFiles.open(directory), config, open_weights(directory, config))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_model_file_with_an_mtp_module_runs_without_it(tmp_path: Path, layout: str) -> None:
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
-    before = [output.token_ids for output in open_llm(target, "none").generate(PROMPTS, GREEDY)]
+    before = ids_of(open_llm(target, "none").generate(PROMPTS, GREEDY))
     add_module(target, layout, random_module(), num_layers=2)
     llm = open_llm(target, "none")
-    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == before
+    assert ids_of(llm.generate(PROMPTS, GREEDY)) == before
     assert any("holds a drafting head: drafter='mtp'" in notice for notice in llm.notices)
     for drafter in ("mtp", ["ngram", "mtp"]):
         assert not any("holds a drafting head" in notice for notice in open_llm(target, drafter).notices)
@@ -73,7 +60,7 @@ def test_missing_and_incomplete_mtp_modules_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"it lacks 2 tensors: mtp\.layers\.0\.self_attn\.k_norm\.weight \[16\], mtp\.norm\.weight \[64\]"
     ):
-        loaded(target)
+        load_module(target)
 
     def widen(tensors: Arrays) -> None:
         tensors["mtp.norm.weight"] = np.zeros(64, np.float32)
@@ -84,14 +71,14 @@ def test_missing_and_incomplete_mtp_modules_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"it holds 1 tensor: mtp\.layers\.0\.self_attn\.q_proj\.weight \[128, 64\] instead of \[64, 64\]"
     ):
-        loaded(target)
+        load_module(target)
 
 
 def test_mtp_norm_weights_stored_minus_one_get_one_added(tmp_path: Path) -> None:
     arrays = random_module()
     for layout in LAYOUTS:
         target = write_checkpoint(tmp_path / layout, "qwen3", num_hidden_layers=2)
-        module = loaded(add_module(target, layout, arrays, num_layers=2))
+        module = load_module(add_module(target, layout, arrays, num_layers=2))
         for ours, name in {"final_norm": "norm", "layers.0.q_norm": "layer.self_attn.q_norm"}.items():
             assert np.allclose(as_float32(module.weights[f"{ours}.weight"]), arrays[name], atol=1e-6)
         assert module.config.normed_recurrence
@@ -110,17 +97,16 @@ def test_mtp_matrices_equal_to_those_of_the_target_are_shared(tmp_path: Path) ->
     assert module.weights["lm_head.weight"] is weights["lm_head.weight"]
     assert module.embedding is weights["embedding.weight"]
     edit_tensors(target, lambda tensors: tensors.update({"model.layers.2.shared_head.head.weight": random_matrix(1)}))
-    module = loaded(target)
+    module = load_module(target)
     assert np.array_equal(as_float32(module.weights["lm_head.weight"]), own["lm_head"]), "the target's, as transformers has it"
 
 
 def test_mtp_modules_after_the_first_are_ignored_with_a_notice(tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     add_module(target, "extra_layer", random_module(), num_layers=2)
-    (one,) = [loaded(target).notices]
-    assert one == ()
+    assert load_module(target).notices == ()
     add_module(target, "extra_layer", random_module(seed=1), num_layers=3)
-    assert any("of 2 MTP modules the first one drafts every position" in notice for notice in loaded(target).notices)
+    assert any("of 2 MTP modules the first one drafts every position" in notice for notice in load_module(target).notices)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +121,10 @@ def test_mtp_modules_after_the_first_are_ignored_with_a_notice(tmp_path: Path) -
 def test_unknown_tensors_of_an_mtp_module_are_refused(layout: str, name: str, tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     add_module(target, layout, random_module(), num_layers=2)
-    loaded(target)
+    load_module(target)
     edit_tensors(target, lambda tensors: tensors.update({name: np.zeros(3, np.float32)}))
     with pytest.raises(CheckpointError, match=f"holds 1 tensor: {name.removeprefix('model.')} that no known mtp head has"):
-        loaded(target)
+        load_module(target)
 
 
 def test_mtp_modules_after_the_first_are_ignored_in_every_layout(tmp_path: Path) -> None:
@@ -146,21 +132,16 @@ def test_mtp_modules_after_the_first_are_ignored_in_every_layout(tmp_path: Path)
         target = write_checkpoint(tmp_path / layout, "qwen3", num_hidden_layers=2)
         add_module(target, layout, random_module(), num_layers=2)
         edit_tensors(target, lambda tensors: tensors.update({name: np.zeros((2, 2), np.float32)}))  # noqa: B023
-        assert loaded(target).notices == (f"{target}: of 2 MTP modules the first one drafts every position",)
+        assert load_module(target).notices == (f"{target}: of 2 MTP modules the first one drafts every position",)
 
 
 def test_mimo_drafts_with_its_mtp_module(tmp_path: Path) -> None:
     """Its target is a qwen2 by another name: biases, no norms of q and k; in batches and alone, greedy and sampled."""
-    target = write_mimo(tmp_path, num_hidden_layers=2)
-    plain = open_llm(target, "none")
-    samplings = (GREEDY, SAMPLED)
-    answers = [[output.token_ids for output in plain.generate(PROMPTS, params)] for params in samplings]
-    add_module(target, "mtp_layers", random_module(family="mimo"), num_layers=2)
+    plain = open_llm(write_mimo(tmp_path, num_hidden_layers=2), "none")
+    target = add_module(tmp_path, "mtp_layers", random_module(family="mimo"), num_layers=2)
     llm = open_llm(target, "mtp")
-    for params, expected in zip(samplings, answers, strict=True):
-        outputs = llm.generate(PROMPTS, params)
-        assert [output.token_ids for output in outputs] == expected
-        assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
+    for params in (GREEDY, SAMPLED):
+        check_drafting(llm, plain, params)
     assert any("drafter='mtp'" in notice for notice in open_llm(target, "none").notices)
 
 
@@ -189,10 +170,7 @@ def test_speculators_mtp_module_concatenates_the_embedding_first(tmp_path: Path)
     llm = open_llm(target, str(head))
     for params in (GREEDY, SAMPLED):
         for output, prompt in zip(llm.generate(PROMPTS, params), PROMPTS, strict=True):
-            expected = [prompt[-1]]
-            for _ in range(40):
-                expected.append(int(successor[expected[-1]]))
-            assert output.token_ids == expected[1:]
+            assert output.token_ids == follow(successor.tolist(), prompt[-1])
             assert output.speculation.num_accepted_tokens == output.speculation.num_draft_tokens > 28
     texts = {"mamba": "'mamba'", "qwen3_next": r"expected \[128, 128\] for q_proj, attention_gate"}
     for number, (family, text) in enumerate(texts.items()):

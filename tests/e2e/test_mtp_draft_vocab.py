@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from harness.checkpoint_files import edit_tensors
 from harness.checkpoints import write_checkpoint
 from harness.doctor_options import doctor_options
+from harness.gguf_checkpoints import numbered_vocabulary
+from harness.head_engines import ids_of, load_module, open_llm
 from harness.hybrid_gguf import write_hybrid_gguf
 from harness.hybrid_mtp import DELTA, add_module, module_tensors, write_donor
-from paceline import LLM, ConfigError, SamplingParams
+from paceline import ConfigError, SamplingParams
 from paceline.config import QuantOptions, quant_options
 from paceline.drafters.draft_sampler import DraftSampler
-from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module, open_mtp_head, restrict_draft_vocab
+from paceline.drafters.mtp import MtpModule, load_mtp, open_mtp_head, restrict_draft_vocab
 from paceline.drafters.recurrent_heads.cache import TargetFeaturePairs
 from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
 from paceline.drafters.recurrent_heads.head import FeaturePairOutputs, RecurrentHead
-from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import WeightType
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32, to_bf16
@@ -38,13 +38,6 @@ PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [531, 2]]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
 PENALISED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, frequency_penalty=0.3, seed=4, ignore_eos=True)
-TOKENIZER = {
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "gpt-2",
-    "tokenizer.ggml.tokens": ["<|endoftext|>", "w", "1", "w1", *(f"q{number}" for number in range(VOCABULARY - 4))],
-    "tokenizer.ggml.token_type": [3, *[1] * (VOCABULARY - 1)],
-    "tokenizer.ggml.merges": ["w 1"],
-}
 
 
 def write_whole(folder: Path, *, tied: bool = False) -> Path:
@@ -58,14 +51,11 @@ def write_stored(folder: Path, stored: str, *, tied: bool) -> Path:
     """The same, as a GGUF file where `stored` is a block type."""
     if stored not in ("Q8_0", "Q4_0"):
         return write_whole(folder, tied=tied)
-    return write_hybrid_gguf(write_whole(folder, tied=tied), folder / "model.gguf", stored, metadata=TOKENIZER)
+    return write_hybrid_gguf(write_whole(folder, tied=tied), folder / "model.gguf", stored, metadata=numbered_vocabulary(VOCABULARY))
 
 
 def load(path: Path, stored: str) -> MtpModule:
-    config = read_model_config(path)
-    files = HeadFiles.open(path) if path.is_dir() else open_gguf_module(path)
-    assert files is not None
-    module = load_mtp(files, config, open_weights(path, config))
+    module = load_module(path)
     if stored == "bfloat16":
         lm_head = as_float32(module.weights["lm_head.weight"])
         rounded = Tensor(to_bf16(lm_head), WeightType.BF16, lm_head.shape)
@@ -89,11 +79,6 @@ def run(head: RecurrentHead, *, ranks: bool) -> FeaturePairOutputs:
         draws = np.zeros(20, SAMPLING_DTYPE)
         draws["key"], draws["temperature"] = np.arange(20), 0.7
     return head.run_target_feature_pairs([pairs], needs_logits=True, needs_all_logits=True, draws=draws)
-
-
-def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
-    shape = {"num_speculative_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
-    return LLM(str(target), drafter=drafter, **shape)
 
 
 @pytest.mark.spread(0.3)
@@ -194,7 +179,7 @@ def test_draft_vocab_of_a_16_bit_target_is_copied_and_counted_by_doctor(tmp_path
     assert np.shares_memory(tables[2].data, both[0].runtime.packed_lm_head(VOCABULARY).data)
     assert not np.shares_memory(tables[3].data, both[1].runtime.packed_lm_head(VOCABULARY).data)
     for params in (GREEDY, SAMPLED):
-        assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [one.token_ids for one in plain.generate(PROMPTS, params)]
+        assert ids_of(llm.generate(PROMPTS, params)) == ids_of(plain.generate(PROMPTS, params))
     facts = [
         diagnose(doctor_options(model=str(target), drafters=("mtp",), drafter_options=given)).memory
         for given in (options, {})  # without a draft vocabulary the head reads the target's lm_head
@@ -270,7 +255,7 @@ def test_draft_vocab_changes_no_token(
         trees.clear()
         outputs = llm.generate(PROMPTS, params)
         if acceptance == "match" or params is GREEDY:
-            assert [output.token_ids for output in outputs] == [output.token_ids for output in plain.generate(PROMPTS, params)]
+            assert ids_of(outputs) == ids_of(plain.generate(PROMPTS, params))
         assert sum(output.speculation.num_draft_tokens for output in outputs) > 50
         assert all(token < FIRST for tree in trees for token in tree.token_ids[1:])
         drawn = [probs for tree in trees for probs in tree.draft_probs.values()]
@@ -282,7 +267,7 @@ def test_draft_vocab_changes_no_token(
 
 
 @pytest.mark.usefixtures("always_drafts")
-@pytest.mark.parametrize(("backend", "tree_width", "quantization"), [("native", 1, "auto"), ("native", 3, "none"), ("torch", 1, "none")])
+@pytest.mark.parametrize(("backend", "tree_width", "quantization"), [("native", 1, "auto"), ("native", 3, "none")])
 def test_draft_vocab_corpus_selects_the_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, tree_width: int, quantization: str
 ) -> None:
@@ -306,7 +291,7 @@ def test_draft_vocab_corpus_selects_the_ids(
     assert llm.drafter.head.target_ids is not None
     assert llm.drafter.head.target_ids.tolist() == list(ids)
     for params in (GREEDY, SAMPLED, PENALISED):
-        assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [one.token_ids for one in plain.generate(PROMPTS, params)]
+        assert ids_of(llm.generate(PROMPTS, params)) == ids_of(plain.generate(PROMPTS, params))
     assert len(proposed) > 3
     assert proposed <= set(ids)
     assert llm.stats().drafter_failures == 0

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from harness.checkpoint_files import change_config, edit_tensors
+from harness.checkpoints import VOCAB_SIZE
 from harness.expert_checkpoints import in_stacks
-from harness.gguf_checkpoints import write_gguf
+from harness.gguf_checkpoints import numbered_vocabulary, write_gguf
+from harness.head_engines import GREEDY, SAMPLED, check_drafting, load_module, open_llm
 from harness.mtp_checkpoints import random_matrix, write_glm4_moe
-from paceline import LLM, SamplingParams
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.mtp import load_mtp, open_gguf_module
+from paceline.drafters.mtp import load_mtp
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.gguf.config import gguf_config
@@ -21,44 +22,23 @@ from paceline.models.gguf.file import open_gguf
 from paceline.models.gguf.weights import num_mtp_modules, open_mtp_module
 from paceline.models.weights import as_float32
 
-GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
-PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [31, 2]]
+TOKENIZER = numbered_vocabulary(VOCAB_SIZE)
 MODULE_PARTS = ("fc.weight", "embedding_norm.weight", "feature_norm.weight", "final_norm.weight")
-VOCABULARY = {
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "gpt-2",
-    "tokenizer.ggml.tokens": ["<|endoftext|>", "w", "1", "w1", *(f"q{number}" for number in range(93))],
-    "tokenizer.ggml.token_type": [3, *[1] * 96],
-    "tokenizer.ggml.merges": ["w 1"],
-}
-"""A tokenizer as GGUF files have it."""
 pytestmark = pytest.mark.usefixtures("always_drafts")
-
-
-def open_llm(target: Path, drafter: str, **options: object) -> LLM:
-    shape = {"num_speculative_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
-    return LLM(str(target), drafter=drafter, **shape)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("case", "quantization"), [("glm4_moe", "none"), ("glm4_moe-groups", "int8"), ("deepseek_v3", "int8")])
 def test_moe_model_drafts_with_its_mtp_module(tmp_path: Path, case: str, quantization: str) -> None:
     """GLM-4.5: the module is a mixture too, its experts one by one or in stacks; in batches and alone, greedy and sampled."""
     bare = write_glm4_moe(tmp_path / "bare", case, has_module=False)
-    samplings = (GREEDY, SAMPLED)
     plain = open_llm(bare, "none")
-    answers = [[output.token_ids for output in plain.generate(PROMPTS, params)] for params in samplings]
     with pytest.raises(IncompatibleDrafterError, match="holds no mtp head"):
         open_llm(bare, "mtp")
     target = write_glm4_moe(tmp_path / "target", case)
     for directory in (target, in_stacks(target, tmp_path / "stacked")):
         llm = open_llm(directory, "mtp", draft_quantization=quantization)
-        for params, expected in zip(samplings, answers, strict=True):
-            outputs = llm.generate(PROMPTS, params)
-            assert [output.token_ids for output in outputs] == expected
-            assert llm.generate(PROMPTS[2:3], params)[0].token_ids == expected[2]
-            assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
-        assert llm.stats().drafter_failures == 0
+        for params in (GREEDY, SAMPLED):
+            check_drafting(llm, plain, params)
     assert any("holds a drafting head: drafter='mtp'" in notice for notice in open_llm(target, "none").notices)
     assert open_llm(target, "auto").drafter_name == "suffix+mtp"
 
@@ -104,17 +84,13 @@ def test_mtp_expert_stack_of_the_wrong_shape_is_refused(tmp_path: Path) -> None:
 def test_moe_gguf_drafts_with_its_mtp_module(tmp_path: Path) -> None:
     """Blocks count it; its values are those of the directory, or rounded as the model's are."""
     directory = write_glm4_moe(tmp_path / "model", "glm4_moe-groups")
-    plain = write_gguf(directory, tmp_path / "plain.gguf", metadata=VOCABULARY)
-    files, config = open_gguf_module(plain), read_model_config(plain)
-    assert files is not None
-    module = load_mtp(files, config, open_weights(plain, config))
-    config = read_model_config(directory)
-    expected = load_mtp(HeadFiles.open(directory), config, open_weights(directory, config))
+    plain = write_gguf(directory, tmp_path / "plain.gguf", metadata=TOKENIZER)
+    module, expected = load_module(plain), load_module(directory)
     assert module.config == expected.config
     assert list(module.weights) == list(expected.weights)
     for name in module.weights:
         assert np.array_equal(as_float32(module.weights[name]), as_float32(expected.weights[name])), name
-    quantised = write_gguf(directory, tmp_path / "quantised.gguf", "Q8_0", metadata=VOCABULARY)
+    quantised = write_gguf(directory, tmp_path / "quantised.gguf", "Q8_0", metadata=TOKENIZER)
     without = open_llm(quantised, "none")
     (notice,) = [notice for notice in without.notices if "head" in notice]
     assert notice == f"{quantised} also holds a drafting head: drafter='mtp' drafts with it"
@@ -122,16 +98,14 @@ def test_moe_gguf_drafts_with_its_mtp_module(tmp_path: Path) -> None:
         llm = open_llm(quantised, drafter, draft_quantization=quantization)
         assert llm.drafter_name == "mtp"
         for params in (GREEDY, SAMPLED):
-            outputs = llm.generate(PROMPTS, params)
-            assert [output.token_ids for output in outputs] == [output.token_ids for output in without.generate(PROMPTS, params)]
-            assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
+            check_drafting(llm, without, params)
 
 
 def test_gguf_mtp_module_ignores_copies_of_target_tensors_only(tmp_path: Path) -> None:
     directory = write_glm4_moe(tmp_path / "model")
     copies = {"model.layers.3.embed_tokens.weight": random_matrix(1), "model.layers.3.shared_head.head.weight": random_matrix(2)}
     edit_tensors(directory, lambda tensors: tensors.update(copies))
-    file = open_gguf(write_gguf(directory, tmp_path / "model.gguf", metadata=VOCABULARY))
+    file = open_gguf(write_gguf(directory, tmp_path / "model.gguf", metadata=TOKENIZER))
     assert {"blk.3.nextn.embed_tokens.weight", "blk.3.nextn.shared_head_head.weight"} <= set(file.tensors)
     config = gguf_config(file)
     assert {name for name in open_mtp_module(file, config, config.layers[-1]) if not name.startswith("layers.0.")} == set(MODULE_PARTS)
@@ -144,22 +118,22 @@ def test_gguf_mtp_module_ignores_copies_of_target_tensors_only(tmp_path: Path) -
 
 def test_gguf_with_an_incomplete_mtp_module_is_refused(tmp_path: Path) -> None:
     bare = write_glm4_moe(tmp_path / "bare", has_module=False)
-    path = write_gguf(bare, tmp_path / "bare.gguf", metadata=VOCABULARY)
+    path = write_gguf(bare, tmp_path / "bare.gguf", metadata=TOKENIZER)
     with pytest.raises(IncompatibleDrafterError, match="GGUF file that holds no mtp head"):
         open_llm(path, "mtp")
     directory = write_glm4_moe(tmp_path / "model")
-    path = write_gguf(directory, tmp_path / "unsaid.gguf", metadata={**VOCABULARY, "glm4moe.nextn_predict_layers": 0})
+    path = write_gguf(directory, tmp_path / "unsaid.gguf", metadata={**TOKENIZER, "glm4moe.nextn_predict_layers": 0})
     with pytest.raises(CheckpointError, match=r"holds 4 tensors: blk\.3\.nextn\..* that a glm4_moe model does not have"):
         open_llm(path, "none")
     edit_tensors(directory, lambda tensors: tensors.pop("model.layers.3.mlp.gate.weight"))
     edit_tensors(directory, lambda tensors: tensors.pop("model.layers.3.hnorm.weight"))
-    path = write_gguf(directory, tmp_path / "part.gguf", metadata=VOCABULARY)
+    path = write_gguf(directory, tmp_path / "part.gguf", metadata=TOKENIZER)
     open_llm(path, "none")
     with pytest.raises(
         CheckpointError, match=r"module in block 3 lacks 2 tensors: blk\.3\.ffn_gate_inp\.weight, blk\.3\.nextn\.hnorm\.weight;"
     ):
         open_llm(path, "mtp")
     for count in (4, 9):
-        path = write_gguf(directory, tmp_path / "many.gguf", metadata={**VOCABULARY, "glm4moe.nextn_predict_layers": count})
+        path = write_gguf(directory, tmp_path / "many.gguf", metadata={**TOKENIZER, "glm4moe.nextn_predict_layers": count})
         with pytest.raises(CheckpointError, match=rf"glm4moe\.nextn_predict_layers = {count}, expected fewer than block_count"):
             open_llm(path, "none")

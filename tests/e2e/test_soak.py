@@ -2,12 +2,8 @@
 
 import asyncio
 import gc
-import os
-import signal
 import threading
 import time
-import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -20,10 +16,12 @@ import pytest
 
 from harness.checkpoints import write_checkpoint
 from harness.engine_targets import assert_clean, open_small
+from harness.forked import needs_fork, run_forked
 from paceline import LLM, AsyncEngine, ConfigError, RequestError, SamplingParams
 from paceline.speculation.draft_length.policy import FixedDraftLength
 
 PATIENCE_S = 60.0  # for any single call
+REFUSED = 3  # exit code of a child
 FAULTS = [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, BaseException, MemoryError, RecursionError]
 PROMPTS = [[5, 6, 7], [9] * 40, [30, 31], [8] * 70, [11, 12] * 20]
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -109,33 +107,21 @@ def call_from_within(soak: Soak, random: np.random.Generator) -> None:
 
 
 def fork(soak: Soak, random: np.random.Generator) -> None:
-    """The child goes on, or is told why not; it never waits for ever."""
+    """The child continues, or raises an error that states why not; it never waits forever."""
     time.sleep(float(random.random()) * 0.05)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        child = os.fork()
-    if child == 0:
-        code = 2
+
+    def go_on() -> int:
+        with pytest.raises(ConfigError, match="opened in process"):
+            soak.engine._worker.check_open()
         try:
-            with pytest.raises(ConfigError, match="opened in process"):
-                soak.engine._worker.check_open()
-            try:
-                code = 0 if soak.llm.generate([PROMPTS[0]], SAMPLED)[0].token_ids == soak.answers[True, 0] else 1
-            except ConfigError:
-                code = 3
-        except BaseException:
-            traceback.print_exc()  # the parent cannot report the cause
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + PATIENCE_S
-    while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if done[0] == 0:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert done[0], "a forked child hangs"
-    assert os.waitstatus_to_exitcode(done[1]) in (0, 3)
-    soak.count("forks that went on" if os.waitstatus_to_exitcode(done[1]) == 0 else "forks that were told")
+            assert soak.llm.generate([PROMPTS[0]], SAMPLED)[0].token_ids == soak.answers[True, 0]
+        except ConfigError:
+            return REFUSED
+        return 0
+
+    code = run_forked(go_on)
+    assert code in (0, REFUSED)
+    soak.count("forks that went on" if code == 0 else "forks that were told")
 
 
 async def call_engine(soak: Soak, random: np.random.Generator) -> None:
@@ -182,7 +168,7 @@ def work(soak: Soak, number: int) -> None:
         soak.count("calls")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@needs_fork
 def test_random_load_neither_hangs_nor_changes_a_token(tmp_path: Path, seed: int, large_counts: bool, tally: "Counter[str]") -> None:
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=2)
     alone = open_small(directory, 80)

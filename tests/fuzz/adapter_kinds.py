@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fuzz.damage import Rng, damaged_json_text
-from fuzz.kind import HIDDEN, LAYERS, LLAMA, Kind, damaged_safetensors
+from fuzz.kind import HIDDEN, LAYERS, LLAMA, JsonKind, Kind, SafetensorsKind
 from harness.adapter_files import low_rank, write_adapter
 
 SETTINGS: dict[str, Any] = {
@@ -35,9 +34,6 @@ class AdapterFile(Kind):
         write(self.folder)
         self.valid = self.path.read_bytes()
 
-    def undamaged(self) -> bytes:
-        return self.valid
-
     def use(self, index: int) -> None:
         from paceline.models.adapters.read import read_adapter
         from paceline.models.config import config_from_values
@@ -46,15 +42,13 @@ class AdapterFile(Kind):
         assert len(found.digest) == 32
 
 
-class AdapterSettingsFile(AdapterFile):
+class AdapterSettingsFile(AdapterFile, JsonKind):
     name, share = "adapter_config.json", 30
 
-    def make(self, rng: Rng) -> bytes:
-        return damaged_json_text(json.loads(self.valid), rng)
+    def prepare(self) -> None:
+        super().prepare()
+        self.values = json.loads(self.valid)
 
 
-class AdapterSafetensorsFile(AdapterFile):
+class AdapterSafetensorsFile(AdapterFile, SafetensorsKind):
     name, share = "adapter_model.safetensors", 60
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_safetensors(self.valid, rng)

@@ -1,14 +1,12 @@
 """Damaged files of Gemma 4 assistants, with an intact target."""
 
 import json
-from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fuzz.damage import Rng, damaged_json_text
-from fuzz.kind import HIDDEN, INNER, VOCAB, Kind, damaged_gguf, damaged_safetensors, random_tensors
+from fuzz.kind import HIDDEN, INNER, VOCAB, GgufKind, JsonKind, Kind, SafetensorsKind, random_tensors
 from harness.gemma4_assistants import write_gguf_assistant
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -59,8 +57,8 @@ class AssistantKind(Kind):
     def path(self) -> Path:
         return self.directory / self.name.partition(" ")[2]
 
-    @abstractmethod
-    def prepare_file(self) -> None: ...
+    def prepare_file(self) -> None:
+        """Keep what the file is made from."""
 
     def use(self, index: int) -> None:
         from paceline.drafters import open_head_files
@@ -93,46 +91,23 @@ class AssistantKind(Kind):
         assert found.results[FEATURE].shape == (1, 2 * HIDDEN)
 
 
-class AssistantConfigFile(AssistantKind):
+class AssistantConfigFile(AssistantKind, JsonKind):
     name, share = "assistant config.json", 40
-
-    def prepare_file(self) -> None: ...
-
-    def undamaged(self) -> bytes:
-        return json.dumps(ASSISTANT).encode()
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_json_text(ASSISTANT, rng)
+    values = ASSISTANT
 
 
-class AssistantSafetensorsFile(AssistantKind):
+class AssistantSafetensorsFile(AssistantKind, SafetensorsKind):
     name, share = "assistant model.safetensors", 30
 
     def prepare_file(self) -> None:
         self.valid = self.path.read_bytes()
 
-    def undamaged(self) -> bytes:
-        return self.valid
 
-    def make(self, rng: Rng) -> bytes:
-        return damaged_safetensors(self.valid, rng)
-
-
-class AssistantGgufFile(AssistantKind):
+class AssistantGgufFile(AssistantKind, GgufKind):
     name, share = "assistant assistant.gguf", 60
 
     def prepare_file(self) -> None:
-        import gguf
-
-        write_gguf_assistant(self.directory, self.path, "Q8_0")
-        self.valid, reader = self.path.read_bytes(), gguf.GGUFReader(self.path)
-        self.tensors, self.keys = [tensor.name for tensor in reader.tensors], list(reader.fields)[3:]
-
-    def undamaged(self) -> bytes:
-        return self.valid
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_gguf(self.valid, self.tensors, self.keys, rng)
+        self.keep_file(write_gguf_assistant(self.directory, self.path, "Q8_0"))
 
 
 def assistant_arrays() -> dict[str, np.ndarray]:

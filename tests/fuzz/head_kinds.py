@@ -7,12 +7,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
-from fuzz.damage import BYTES, Rng, damaged_json_text, pick
-from fuzz.kind import HIDDEN, INNER, LLAMA, VOCAB, Kind, damaged_gguf, damaged_safetensors, random_tensors, write_model
+from fuzz.damage import BYTES, Rng, pick
+from fuzz.kind import (
+    HIDDEN,
+    INNER,
+    LLAMA,
+    VOCAB,
+    GgufKind,
+    JsonKind,
+    Kind,
+    SafetensorsKind,
+    damaged_gguf,
+    damaged_safetensors,
+    names_in_gguf,
+    random_tensors,
+    write_model,
+)
 from harness.block_checkpoints import DFLASH2, DSPARK, block_tensors
 from harness.block_gguf import write_gguf_block
-from harness.gguf_checkpoints import write_gguf
+from harness.eagle_checkpoints import eagle3_tensors, write_head
+from harness.gguf_checkpoints import write_gguf, write_tensors
+from harness.medusa_checkpoints import random_heads
 
 
 class HeadKind(Kind):
@@ -49,48 +67,23 @@ class HeadKind(Kind):
             assert head.memory(None).weights_bytes >= 0
 
 
-def eagle3_arrays(rng: Rng) -> dict[str, np.ndarray]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (HIDDEN, 3 * HIDDEN), "norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN),
-        "midlayer.hidden_norm.weight": (HIDDEN,), "midlayer.input_layernorm.weight": (HIDDEN,),
-        "midlayer.post_attention_layernorm.weight": (HIDDEN,),
-        "midlayer.self_attn.q_proj.weight": (HIDDEN, 2 * HIDDEN), "midlayer.self_attn.k_proj.weight": (16, 2 * HIDDEN),
-        "midlayer.self_attn.v_proj.weight": (16, 2 * HIDDEN), "midlayer.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-        "midlayer.mlp.gate_proj.weight": (INNER, HIDDEN), "midlayer.mlp.up_proj.weight": (INNER, HIDDEN),
-        "midlayer.mlp.down_proj.weight": (HIDDEN, INNER),
-    }  # fmt: skip
-    arrays: dict[str, np.ndarray] = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    return arrays | {"d2t": np.zeros(VOCAB, np.int64), "t2d": np.ones(VOCAB, bool)}
-
-
-def medusa_arrays(rng: Rng) -> dict[str, np.ndarray]:
-    arrays: dict[str, np.ndarray] = {}
-    for head in range(2):
-        arrays[f"{head}.0.linear.weight"] = rng.normal(size=(HIDDEN, HIDDEN)).astype(np.float32)
-        arrays[f"{head}.0.linear.bias"] = rng.normal(size=HIDDEN).astype(np.float32)
-        arrays[f"{head}.1.weight"] = rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32)
-    return arrays
-
-
 EAGLE_CONFIG = {
     **LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": VOCAB, "dtype": "float32",
     "eagle_aux_hidden_state_layer_ids": [1, 3, 5], "norm_before_residual": False,
 }  # fmt: skip
 
 
-class HeadConfigFile(HeadKind):
+def write_eagle3(directory: Path) -> Path:
+    """An EAGLE-3 head with a table for each of its draft ids."""
+    return write_head(directory, EAGLE_CONFIG, eagle3_tensors(EAGLE_CONFIG, target_hidden=HIDDEN, draft_ids=range(VOCAB)))
+
+
+class HeadConfigFile(HeadKind, JsonKind):
     name, share = "head config.json", 40
+    values = EAGLE_CONFIG
 
     def prepare_head(self) -> None:
-        from safetensors.numpy import save_file
-
-        save_file(eagle3_arrays(np.random.default_rng(0)), self.head / "model.safetensors")
-
-    def undamaged(self) -> bytes:
-        return json.dumps(EAGLE_CONFIG).encode()
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_json_text(EAGLE_CONFIG, rng)
+        write_eagle3(self.head)
 
 
 class HeadSafetensorsFile(HeadKind):
@@ -99,58 +92,37 @@ class HeadSafetensorsFile(HeadKind):
     def prepare_head(self) -> None:
         from safetensors.numpy import save
 
-        (self.head / "config.json").write_text(json.dumps(EAGLE_CONFIG))
-        self.valid = [save(arrays(np.random.default_rng(0))) for arrays in (eagle3_arrays, medusa_arrays)]
-
-    def undamaged(self) -> bytes:
-        return self.valid[0]
+        self.valid = (write_eagle3(self.head) / "model.safetensors").read_bytes()
+        self.medusa = save(random_heads(hidden=HIDDEN, rows=VOCAB, num_heads=2))
 
     def make(self, rng: Rng) -> bytes:
-        return damaged_safetensors(pick(rng, self.valid), rng)
+        return damaged_safetensors(pick(rng, (self.valid, self.medusa)), rng)
 
 
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": 2, "mask_token_id": VOCAB - 1, "vocab_size": VOCAB}
 BLOCK_CONFIG = {**DSPARK, **SIZES, "dflash_config": {"causal": False}, "markov_head_type": "rnn", "confidence_head_with_markov": True}
 
 
-def block_arrays() -> dict[str, np.ndarray]:
+def write_block(directory: Path) -> Path:
+    """A DSpark drafter with matrices and a vocabulary of its own."""
     tensors = block_tensors({**DSPARK, **SIZES}, markov="rnn", confidence=True, target_hidden=HIDDEN, vocab_size=VOCAB)
-    return {
-        **{name: tensor.numpy() for name, tensor in tensors.items()},
-        "d2t": np.zeros(VOCAB, np.int64),
-        "lm_head.weight": np.ones((VOCAB, HIDDEN), np.float32),
-    }
+    own = {"d2t": torch.zeros(VOCAB, dtype=torch.int64), "lm_head.weight": torch.ones(VOCAB, HIDDEN)}
+    return write_head(directory, BLOCK_CONFIG, tensors | own)
 
 
-class BlockConfigFile(HeadKind):
+class BlockConfigFile(HeadKind, JsonKind):
     name, share = "head config.json", 40
+    values = BLOCK_CONFIG
 
     def prepare_head(self) -> None:
-        from safetensors.numpy import save_file
-
-        save_file(block_arrays(), self.head / "model.safetensors")
-
-    def undamaged(self) -> bytes:
-        return json.dumps(BLOCK_CONFIG).encode()
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_json_text(BLOCK_CONFIG, rng)
+        write_block(self.head)
 
 
-class BlockSafetensorsFile(HeadKind):
+class BlockSafetensorsFile(HeadKind, SafetensorsKind):
     name, share = "head model.safetensors", 40
 
     def prepare_head(self) -> None:
-        from safetensors.numpy import save
-
-        (self.head / "config.json").write_text(json.dumps(BLOCK_CONFIG))
-        self.valid = save(block_arrays())
-
-    def undamaged(self) -> bytes:
-        return self.valid
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_safetensors(self.valid, rng)
+        self.valid = (write_block(self.head) / "model.safetensors").read_bytes()
 
 
 DFLASH2_CONFIG = {**DFLASH2, **SIZES, "dflash_config": {**DFLASH2["dflash_config"], "mask_token_id": VOCAB - 1}}
@@ -164,22 +136,18 @@ class BlockGgufFile(HeadKind):
     name, share = "head drafter.gguf", 60
 
     def prepare_head(self) -> None:
-        import gguf
-
-        self.valid, self.names = list[bytes](), list[tuple[list[str], list[str]]]()
+        self.files = list[bytes]()
+        self.names = list[tuple[list[str], list[str]]]()
         for config, parts in ((DFLASH2_CONFIG, {}), (VANILLA_CONFIG, {"markov": "vanilla", "confidence": True})):
             tensors = block_tensors(config, target_hidden=HIDDEN, vocab_size=VOCAB, **parts)
             write_gguf_block(self.path, config, tensors, "Q8_0")
-            reader = gguf.GGUFReader(self.path)
-            self.valid.append(self.path.read_bytes())
-            self.names.append(([tensor.name for tensor in reader.tensors], list(reader.fields)[3:]))
-
-    def undamaged(self) -> bytes:
-        return self.valid[0]
+            self.files.append(self.path.read_bytes())
+            self.names.append(names_in_gguf(self.path))
+        self.valid = self.files[0]
 
     def make(self, rng: Rng) -> bytes:
-        number = int(rng.integers(len(self.valid)))
-        return damaged_gguf(self.valid[number], *self.names[number], rng)
+        number = int(rng.integers(len(self.files)))
+        return damaged_gguf(self.files[number], *self.names[number], rng)
 
     def use(self, index: int) -> None:
         super().use(index)
@@ -216,58 +184,41 @@ class HeadTorchFile(HeadKind):
     name, share = "head pytorch_model.bin", 24
 
     def prepare_head(self) -> None:
-        import torch
-
-        (self.head / "config.json").write_text(json.dumps(EAGLE_CONFIG))
-        arrays = {name: torch.from_numpy(array) for name, array in eagle3_arrays(np.random.default_rng(0)).items()}
-        contents = [
-            arrays,
-            {"state_dict": arrays},
-            [1, 2],
-            {"a": 1},
-            {"x": torch.zeros(3).to_sparse()},
-            {1: torch.zeros(2)},
-            Path("/etc/passwd"),
-        ]
-        self.valid = []
-        for content in contents:
-            for zipped in (True, False):
-                stream = BytesIO()
-                torch.save(content, stream, _use_new_zipfile_serialization=zipped)
-                self.valid.append(stream.getvalue())
-
-    def undamaged(self) -> bytes:
-        return self.valid[0]
+        tensors = load_file(write_eagle3(self.head) / "model.safetensors")
+        (self.head / "model.safetensors").unlink()
+        sparse = {"x": torch.zeros(3).to_sparse()}
+        contents = (tensors, {"state_dict": tensors}, [1, 2], {"a": 1}, sparse, {1: torch.zeros(2)}, Path("/etc/passwd"))
+        self.files = [torch_file(content, zipped=zipped) for content in contents for zipped in (True, False)]
+        self.valid = self.files[0]
 
     def make(self, rng: Rng) -> bytes:
-        return bytes(pick(rng, BYTES)(self.valid[0] if rng.integers(2) else pick(rng, self.valid), rng))
+        return bytes(pick(rng, BYTES)(self.valid if rng.integers(2) else pick(rng, self.files), rng))
+
+
+def torch_file(content: object, *, zipped: bool = True) -> bytes:
+    """What PyTorch saves."""
+    stream = BytesIO()
+    torch.save(content, stream, _use_new_zipfile_serialization=zipped)
+    return stream.getvalue()
 
 
 PARD2 = {"pard2": True, "pard_token": 3, "pard2_scale": 0.02, "pard2_target_dim": 2 * HIDDEN, "pard2_target_layers": [-1, 2]}
+PARD2_CONFIG = {**LLAMA, **PARD2}
 
 
 def write_pard2(head: Path) -> bytes:
     """Write a PARD-2 draft model without its projection, and return the file of the projection."""
-    import torch
-
     write_model(head)
-    (head / "config.json").write_text(json.dumps({**LLAMA, **PARD2}))
-    stream = BytesIO()
-    torch.save({"target_proj.weight": torch.ones(HIDDEN, 2 * HIDDEN)}, stream)
-    return stream.getvalue()
+    (head / "config.json").write_text(json.dumps(PARD2_CONFIG))
+    return torch_file({"target_proj.weight": torch.ones(HIDDEN, 2 * HIDDEN)})
 
 
-class Pard2ConfigFile(HeadKind):
+class Pard2ConfigFile(HeadKind, JsonKind):
     name, share = "head config.json", 24
+    values = PARD2_CONFIG
 
     def prepare_head(self) -> None:
         (self.head / "warp_model.bin").write_bytes(write_pard2(self.head))
-
-    def undamaged(self) -> bytes:
-        return json.dumps({**LLAMA, **PARD2}).encode()
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_json_text({**LLAMA, **PARD2}, rng)
 
 
 class Pard2ProjectionFile(HeadKind):
@@ -276,17 +227,9 @@ class Pard2ProjectionFile(HeadKind):
     name, share = "head warp_model.bin", 24
 
     def prepare_head(self) -> None:
-        import torch
-
-        self.valid, self.others = write_pard2(self.head), list[bytes]()
         sparse = torch.zeros(HIDDEN, 2 * HIDDEN).to_sparse()
-        for content in ({"target_proj.weight": sparse}, {"target_proj.weight": [1.0]}, Path("/etc/passwd")):
-            stream = BytesIO()
-            torch.save(content, stream)
-            self.others.append(stream.getvalue())
-
-    def undamaged(self) -> bytes:
-        return self.valid
+        contents = ({"target_proj.weight": sparse}, {"target_proj.weight": [1.0]}, Path("/etc/passwd"))
+        self.valid, self.others = write_pard2(self.head), [torch_file(content) for content in contents]
 
     def make(self, rng: Rng) -> bytes:
         return bytes(pick(rng, BYTES)(self.valid, rng) if rng.integers(4) else pick(rng, self.others))
@@ -303,15 +246,12 @@ GLM: dict[str, Any] = {
 }  # fmt: skip
 
 
-class GgufModuleFile(Kind):
+class GgufModuleFile(GgufKind):
     """A model with a module for multi-token prediction; the model itself is read from a file that is whole."""
 
     name, share = "module.gguf", 60
 
     def prepare(self) -> None:
-        import gguf
-        from safetensors.numpy import save_file
-
         from paceline.models.checkpoint import open_weights, read_model_config
 
         layers = GLM["num_hidden_layers"]
@@ -322,19 +262,11 @@ class GgufModuleFile(Kind):
         directory = self.folder / "model"
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(GLM))
-        save_file(arrays, directory / "model.safetensors")
+        write_tensors(directory, arrays)
         whole = write_gguf(directory, self.folder / "whole.gguf", lambda name: "Q8_0" if "blk.3" in name else "F32")
-        self.valid, reader = whole.read_bytes(), gguf.GGUFReader(whole)
-        self.tensors = [tensor.name for tensor in reader.tensors if tensor.name.startswith("blk.3")]
-        self.keys = list(reader.fields)[3:]
+        self.keep_file(whole, prefix="blk.3")
         self.config = read_model_config(whole)
         self.weights = open_weights(whole, self.config)
-
-    def undamaged(self) -> bytes:
-        return self.valid
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_gguf(self.valid, self.tensors, self.keys, rng)
 
     def use(self, index: int) -> None:
         from paceline.drafters import open_head_files

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fuzz.damage import BYTES, NUMBERS, VALUES, Rng, damaged_json, pick, truncate, write_number
+from fuzz.damage import BYTES, NUMBERS, VALUES, Rng, damaged_json, damaged_json_text, pick, truncate, write_number
 from harness.checkpoints import write_tokenizer
 
 VOCAB, HIDDEN, INNER, LAYERS = 120, 32, 48, 6
@@ -32,10 +32,12 @@ class Kind(ABC):
         name: as failures and counts call it.
         share: how many of a thousand files are of this kind.
         folder: what surrounds the file; written when the kind is made.
+        valid: a file that opens.
     """
 
     name: str
     share: int
+    valid: bytes
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,9 +58,9 @@ class Kind(ABC):
     def prepare(self) -> None:
         """Write what surrounds the file, and keep what it is made from."""
 
-    @abstractmethod
     def undamaged(self) -> bytes:
         """A file that opens."""
+        return self.valid
 
     @abstractmethod
     def make(self, rng: Rng) -> bytes: ...
@@ -70,6 +72,45 @@ class Kind(ABC):
         Raises:
             PacelineError: it is refused; anything else is a failure.
         """
+
+
+class JsonKind(Kind):
+    """A JSON file, made from the values of one that opens."""
+
+    values: Any
+
+    def undamaged(self) -> bytes:
+        return json.dumps(self.values).encode()
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_json_text(self.values, rng)
+
+
+class SafetensorsKind(Kind):
+    """A safetensors file."""
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_safetensors(self.valid, rng)
+
+
+class GgufKind(Kind):
+    """A GGUF file."""
+
+    def keep_file(self, path: Path, *, prefix: str = "") -> None:
+        """Keep a file that opens, the keys of its metadata and the names of tensors with a prefix."""
+        self.valid = path.read_bytes()
+        self.tensors, self.keys = names_in_gguf(path, prefix)
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_gguf(self.valid, self.tensors, self.keys, rng)
+
+
+def names_in_gguf(path: Path, prefix: str = "") -> tuple[list[str], list[str]]:
+    """Names of the tensors of a GGUF file, and the keys of its metadata after the header's own."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    return [tensor.name for tensor in reader.tensors if tensor.name.startswith(prefix)], list(reader.fields)[3:]
 
 
 def random_tensors(values: dict[str, Any]) -> dict[str, np.ndarray]:

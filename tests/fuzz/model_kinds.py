@@ -1,6 +1,5 @@
 """The files of a model: configs, weights in safetensors and GGUF, adapters, and what we keep of them ourselves."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fuzz.damage import BYTES, Rng, damaged_json_text, pick
-from fuzz.kind import LAYERS, LLAMA, Kind, damaged_gguf, damaged_safetensors, random_tensors, write_model
+from fuzz.kind import LAYERS, LLAMA, GgufKind, JsonKind, Kind, SafetensorsKind, random_tensors, write_model
 from fuzz.tokenizer_kinds import use_tokenizer
 
 GENERATION = {"bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": 0, "temperature": 0.6, "top_p": 0.9}
@@ -55,16 +54,14 @@ FAMILIES: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-class ConfigFile(Kind):
+class ConfigFile(JsonKind):
     """Every 8th goes through doctor, every 16th that can is loaded and computes."""
 
     name, share = "config.json", 200
+    values = LLAMA
 
     def prepare(self) -> None:
         write_model(self.folder)
-
-    def undamaged(self) -> bytes:
-        return json.dumps(LLAMA).encode()
 
     def make(self, rng: Rng) -> bytes:
         values = {**LLAMA, **({"rope_scaling": pick(rng, ROPES)} if rng.integers(2) else {})}
@@ -89,17 +86,12 @@ class ConfigFile(Kind):
             load_runtime(self.folder, RuntimeOptions(numerics=Numerics.FAST, backend="native"))
 
 
-class GenerationConfigFile(Kind):
+class GenerationConfigFile(JsonKind):
     name, share = "generation_config.json", 30
+    values = GENERATION
 
     def prepare(self) -> None:
         write_model(self.folder)
-
-    def undamaged(self) -> bytes:
-        return json.dumps(GENERATION).encode()
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_json_text(GENERATION, rng)
 
     def use(self, index: int) -> None:
         from paceline.models.checkpoint import read_model_config
@@ -107,17 +99,12 @@ class GenerationConfigFile(Kind):
         read_model_config(self.folder)
 
 
-class AdapterConfigFile(Kind):
+class AdapterConfigFile(JsonKind):
     name, share = "adapter_config.json", 10
+    values = ADAPTER
 
     def prepare(self) -> None:
         pass
-
-    def undamaged(self) -> bytes:
-        return json.dumps(ADAPTER).encode()
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_json_text(ADAPTER, rng)
 
     def use(self, index: int) -> None:
         from paceline.hub import resolve_model
@@ -125,18 +112,12 @@ class AdapterConfigFile(Kind):
         resolve_model(self.folder)
 
 
-class SafetensorsFile(Kind):
+class SafetensorsFile(SafetensorsKind):
     name, share = "model.safetensors", 150
 
     def prepare(self) -> None:
         write_model(self.folder)
         self.valid = self.path.read_bytes()
-
-    def undamaged(self) -> bytes:
-        return self.valid
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_safetensors(self.valid, rng)
 
     def use(self, index: int) -> None:
         from paceline.models.checkpoint import open_weights, read_model_config
@@ -145,7 +126,7 @@ class SafetensorsFile(Kind):
         assert weights.nbytes > 0
 
 
-class IndexFile(Kind):
+class IndexFile(JsonKind):
     name, share = "model.safetensors.index.json", 40
 
     def prepare(self) -> None:
@@ -154,15 +135,10 @@ class IndexFile(Kind):
         write_model(self.folder)
         (self.folder / "model.safetensors").unlink()
         tensors = random_tensors(LLAMA)
-        self.map = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(tensors)}
-        for file in sorted(set(self.map.values())):
-            save_file({name: tensors[name] for name in tensors if self.map[name] == file}, self.folder / file)
-
-    def undamaged(self) -> bytes:
-        return json.dumps({"weight_map": self.map}).encode()
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_json_text({"metadata": {"total_size": 1}, "weight_map": self.map}, rng)
+        files = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(tensors)}
+        for file in sorted(set(files.values())):
+            save_file({name: tensors[name] for name in tensors if files[name] == file}, self.folder / file)
+        self.values = {"metadata": {"total_size": 1}, "weight_map": files}
 
     def use(self, index: int) -> None:
         from paceline.models.checkpoint import open_weights, read_model_config
@@ -170,7 +146,7 @@ class IndexFile(Kind):
         open_weights(self.folder, read_model_config(self.folder))
 
 
-class GgufModelFile(Kind):
+class GgufModelFile(GgufKind):
     """Header, metadata, tensors, blocks and tokenizer: all that is in the file is read."""
 
     name, share = "model.gguf", 200
@@ -188,7 +164,6 @@ class GgufModelFile(Kind):
         writer.add_layer_norm_rms_eps(1e-5)
         writer.add_rope_freq_base(10000.0)
         pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh", "ab", "▁a", "cd", "abcd"]
-        self.tensors = dict(gguf_shapes(len(pieces)))
         writer.add_tokenizer_model("llama")
         writer.add_token_list(pieces)
         writer.add_token_scores([-float(index) for index in range(len(pieces))])
@@ -200,21 +175,14 @@ class GgufModelFile(Kind):
         writer.add_bool("test.bool", True)
         writer.add_array("test.bools", [True, False])
         rng = np.random.default_rng(0)
-        for name, shape in self.tensors.items():
+        for name, shape in gguf_shapes(len(pieces)):
             kind = gguf.GGMLQuantizationType.F32 if len(shape) == 1 else gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(name, gguf.quants.quantize(rng.normal(size=shape).astype(np.float32), kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        self.valid = self.path.read_bytes()
-        self.keys = list(gguf.GGUFReader(self.path).fields)[3:]  # after the header's own
-
-    def undamaged(self) -> bytes:
-        return self.valid
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_gguf(self.valid, list(self.tensors), self.keys, rng)
+        self.keep_file(self.path)
 
     def use(self, index: int) -> None:
         from paceline.models.checkpoint import open_weights, read_model_config
@@ -269,9 +237,6 @@ class QuantizedCacheFile(Kind):
         from paceline.models.weights import Tensor, Weights
 
         return Weights({name: Tensor(array, WeightType.F32, array.shape) for name, array in arrays.items()})
-
-    def undamaged(self) -> bytes:
-        return self.valid
 
     def make(self, rng: Rng) -> bytes:
         return bytes(pick(rng, BYTES)(self.valid, rng))

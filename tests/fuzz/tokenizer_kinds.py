@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 from fuzz.damage import BYTES, Rng, damaged_json, damaged_json_text, pick
-from fuzz.kind import Kind
+from fuzz.kind import JsonKind, Kind
 from harness.checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer, write_tokenizer
 
 TEXTS = ("the cat sat", "", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab", "é你😀👩‍👩‍👧\x00\x1b", "<|endoftext|> <0x41> \n\t")
@@ -48,18 +48,17 @@ class TokenizerFile(Kind):
     name, share = "tokenizer.json", 150
 
     def prepare(self) -> None:
-        self.valid = []
+        self.tokenizers = []
         for number, write in enumerate((write_tokenizer, write_byte_level_tokenizer, write_byte_fallback_tokenizer)):
             directory = write(self.folder / str(number))
-            self.valid.append(json.loads((directory / "tokenizer.json").read_text(encoding="utf-8")))
+            self.tokenizers.append(json.loads((directory / "tokenizer.json").read_text(encoding="utf-8")))
         settings = json.loads((self.folder / "0" / "tokenizer_config.json").read_text())
         (self.folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "</s>"}))
 
-    def undamaged(self) -> bytes:
-        return json.dumps(self.valid[1]).encode()
+        self.valid = json.dumps(self.tokenizers[1]).encode()
 
     def make(self, rng: Rng) -> bytes:
-        value = dict(pick(rng, self.valid))
+        value = dict(pick(rng, self.tokenizers))
         if rng.integers(3) == 0:
             part = pick(rng, list(PARTS))
             value[part] = deepcopy(pick(rng, PARTS[part]))
@@ -99,23 +98,17 @@ RANKS = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"</s>
 PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
 
 
-class TekkenFile(Kind):
+class TekkenFile(JsonKind):
     name, share = "tekken.json", 40
 
     def prepare(self) -> None:
         encoded = [base64.b64encode(token).decode() for token in RANKS]
         config = {"pattern": PATTERN, "default_vocab_size": len(RANKS) + 4, "default_num_special_tokens": 4, "version": "v7"}
-        self.valid = {
+        self.values = {
             "config": config,
             "special_tokens": [{"rank": rank, "token_str": text} for rank, text in enumerate(("<unk>", "<s>", "</s>"))],
             "vocab": [{"rank": rank, "token_bytes": text, "token_str": None} for rank, text in enumerate(encoded)],
         }
-
-    def undamaged(self) -> bytes:
-        return json.dumps(self.valid).encode()
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_json_text(self.valid, rng)
 
     def use(self, index: int) -> None:
         from paceline.tokenizer.tokenizer import Tokenizer
@@ -123,41 +116,38 @@ class TekkenFile(Kind):
         use_tokenizer(Tokenizer.open(self.folder))
 
 
-class TiktokenFile(TekkenFile):
+class TiktokenFile(Kind):
     name, share = "tiktoken.model", 20
 
     def prepare(self) -> None:
         (self.folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
         added = {"added_tokens_decoder": {"260": {"content": "[BOS]", "special": True}}, "bos_token": "[BOS]"}
         (self.folder / "tokenizer_config.json").write_text(json.dumps(added))
-
-    def undamaged(self) -> bytes:
-        return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(RANKS))
+        self.valid = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(RANKS))
 
     def make(self, rng: Rng) -> bytes:
-        return bytes(pick(rng, BYTES)(self.undamaged(), rng))
+        return bytes(pick(rng, BYTES)(self.valid, rng))
+
+    def use(self, index: int) -> None:
+        from paceline.tokenizer.tokenizer import Tokenizer
+
+        use_tokenizer(Tokenizer.open(self.folder))
 
 
-class TokenizerConfigFile(Kind):
+class TokenizerConfigFile(JsonKind):
     """Every 60th also renders a conversation, which takes a separate process."""
 
     name, share = "tokenizer_config.json", 60
 
     def prepare(self) -> None:
         write_tokenizer(self.folder)
-        self.valid = json.loads((self.folder / "tokenizer_config.json").read_text())
-        self.valid |= {
+        self.values = json.loads((self.folder / "tokenizer_config.json").read_text())
+        self.values |= {
             "add_bos_token": False,
             "bos_token": {"__type": "AddedToken", "content": "<|endoftext|>", "lstrip": False},
             "model_max_length": 512,
         }
-        self.valid["added_tokens_decoder"] = {"0": {"content": "<|endoftext|>", "special": True, "normalized": False}}
-
-    def undamaged(self) -> bytes:
-        return json.dumps(self.valid).encode()
-
-    def make(self, rng: Rng) -> bytes:
-        return damaged_json_text(self.valid, rng)
+        self.values["added_tokens_decoder"] = {"0": {"content": "<|endoftext|>", "special": True, "normalized": False}}
 
     def use(self, index: int) -> None:
         from paceline.tokenizer.tokenizer import Tokenizer
@@ -171,21 +161,19 @@ class TokenizerConfigFile(Kind):
 class SpecialTokensFile(TokenizerConfigFile):
     name, share = "special_tokens_map.json", 20
 
-    def undamaged(self) -> bytes:
-        return json.dumps({"bos_token": "<s>"}).encode()
-
-    def make(self, rng: Rng) -> bytes:
-        value = {
+    def prepare(self) -> None:
+        super().prepare()
+        self.values = {
             "bos_token": "<s>",
             "eos_token": {"content": "</s>", "lstrip": False},
             "additional_special_tokens": ["<x>"],
             "pad_token": None,
         }
-        return damaged_json_text(value, rng)
 
 
 class ChatTemplateFile(Kind):
     name, share = "chat_template.jinja", 6
+    valid = b"{% for m in messages %}{{ m.content }}{% endfor %}"
 
     def prepare(self) -> None:
         write_tokenizer(self.folder)
@@ -198,9 +186,6 @@ class ChatTemplateFile(Kind):
             "{% generation %}", "{% endgeneration %}", "{{ bos_token }}", "\n", "{{", "}}", "{{ ''.join(messages) }}", "{{ messages[99] }}",
             "{{ x.__class__ }}", "{% break %}", "{{ dict(a=1) }}", "{{ cycler() }}", "{# ", "\x00",
         )  # fmt: skip
-
-    def undamaged(self) -> bytes:
-        return b"{% for m in messages %}{{ m.content }}{% endfor %}"
 
     def make(self, rng: Rng) -> bytes:
         if rng.integers(4) == 0:

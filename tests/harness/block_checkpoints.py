@@ -105,11 +105,11 @@ def _dflash2_shapes(config: Mapping[str, Any], vocab_size: int) -> dict[str, Seq
     return shapes
 
 
-def write_random_block2(directory: Path, *, hidden_size: int = 64) -> Path:
+def write_random_block2(directory: Path) -> Path:
     """A random DFlash2 drafter for a target of 3 layers."""
     nested = {**DFLASH2["dflash_config"], "mask_token_id": 3, "target_layer_ids": [-1, 0, 2], "conv_kernel_size": 3}
-    config = {**DFLASH2, "hidden_size": hidden_size, "num_hidden_layers": 2, "dflash_config": nested}
-    return write_head(directory, config, block_tensors(config, target_hidden=hidden_size))
+    config = {**DFLASH2, "hidden_size": 64, "num_hidden_layers": 2, "dflash_config": nested}
+    return write_head(directory, config, block_tensors(config, target_hidden=64))
 
 
 def write_random_block(directory: Path, *, markov: str | None = None, hidden_size: int = 64, **more: Any) -> Path:
@@ -124,14 +124,14 @@ def write_random_block(directory: Path, *, markov: str | None = None, hidden_siz
     return write_head(directory, config, tensors)
 
 
-def write_perfect_block(directory: Path, successor: NDArray[np.int64], *, sharpness: float, hidden_size: int = 128) -> Path:
+def write_perfect_block(directory: Path, successor: NDArray[np.int64], *, sharpness: float) -> Path:
     """A DSpark drafter for the successor target of 2 layers, whose bias alone names the successor of the token before."""
-    return write_head(directory, *perfect_block(successor, sharpness=sharpness, hidden_size=hidden_size))
+    return write_head(directory, *perfect_block(successor, sharpness=sharpness))
 
 
-def perfect_block(successor: NDArray[np.int64], *, sharpness: float, hidden_size: int = 128) -> tuple[dict[str, Any], Tensors]:
+def perfect_block(successor: NDArray[np.int64], *, sharpness: float) -> tuple[dict[str, Any], Tensors]:
     """Config and tensors of that drafter."""
-    count = len(successor)
+    count, hidden_size = len(successor), 128
     config = {
         **DSPARK, "hidden_size": hidden_size, "num_hidden_layers": 2, "mask_token_id": 3, "target_layer_ids": [-1, 0, 1],
         "vocab_size": count,

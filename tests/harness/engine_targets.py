@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
+
+import pytest
 
 from paceline import LLM, SamplingParams
 from paceline.engine.inputs import RequestOptions
+from paceline.runtimes.base import ForwardOutput
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.request import Request
 
@@ -22,6 +25,19 @@ def open_small(directory: Path, num_blocks: int, drafter: str | Sequence[str] | 
 def make(llm: LLM, prompt: list[int], params: SamplingParams, **options: Unpack[RequestOptions]) -> Request:
     """A request for `llm.engine`."""
     return llm._loaded.make_requests([prompt], params, options, is_streamed=False)[0]
+
+
+def record_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each pass of the target from now on."""
+    rows: list[int] = []
+    forward = llm.runtime.forward
+
+    def recorded(*arguments: Any) -> ForwardOutput:
+        rows.append(len(arguments[1].positions))
+        return forward(*arguments)
+
+    monkeypatch.setattr(llm.runtime, "forward", recorded)
+    return rows
 
 
 def run_to_end(llm: LLM) -> None:

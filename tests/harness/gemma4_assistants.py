@@ -13,6 +13,7 @@ from harness.gemma4_checkpoints import FULL, GEMMA4, SLIDING, WINDOW, write_gemm
 from harness.gguf_checkpoints import add_tensor, add_values, finish, tensor_names, write_gemma4_sizes, write_sizes
 
 VOCAB_SIZE = 96
+Change = Callable[[dict[str, Any]], object]  # of tensors, by name
 CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 4}
 LAYERS: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -104,6 +105,16 @@ _OWN_NAMES = {
 }
 
 
+def without(*names: str) -> Change:
+    """Leave tensors out."""
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+def changed(name: str, function: Callable[[Any], Any]) -> Change:
+    """Replace a tensor, or one that was not there (None), by a function of it."""
+    return lambda tensors: tensors.update({name: function(tensors.get(name))})
+
+
 def write_gguf_assistant(
     directory: Path,
     path: Path,
@@ -112,7 +123,7 @@ def write_gguf_assistant(
     architecture: str = "gemma4-assistant",
     metadata: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
-    change: Callable[[dict[str, Any]], None] | None = None,
+    change: Change | None = None,
 ) -> Path:
     """An assistant's directory as a GGUF file, as llama.cpp's converter writes it, with its clusters if it has some.
 

@@ -161,6 +161,17 @@ def byte_level_vocabulary(directory: Path) -> dict[str, Any]:
     }
 
 
+def numbered_vocabulary(size: int) -> dict[str, Any]:
+    """The metadata of a byte-level BPE tokenizer of so many tokens, most of them a number each."""
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["<|endoftext|>", "w", "1", "w1", *(f"q{number}" for number in range(size - 4))],
+        "tokenizer.ggml.token_type": [3, *[1] * (size - 1)],
+        "tokenizer.ggml.merges": ["w 1"],
+    }
+
+
 def write_half(blocks: NDArray[np.uint8], block_type: str, start: int, numbers: NDArray[np.float16]) -> None:
     """Write the float16 of every block [rows, blocks] at byte `start`; that of IQ1_M is in the top bits of four words."""
     if block_type == "IQ1_M":

@@ -11,14 +11,13 @@ from harness.checkpoint_files import edit_tensors, read_tensors, write_tensors, 
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 
 Arrays = dict[str, NDArray[Any]]
+SUCCESSOR_HIDDEN = 128  # of the successor target
 LAYOUTS = ("rows", "rows_pt", "tgi", "whole", "vllm", "vllm_shared", "vllm_map")
 
 
-def random_heads(
-    *, hidden: int = 64, rows: int = VOCAB_SIZE, num_heads: int = 3, num_blocks: int = 1, seed: int = 0, bias: bool = True
-) -> Arrays:
+def random_heads(*, hidden: int = 64, rows: int = VOCAB_SIZE, num_heads: int = 3, num_blocks: int = 1, bias: bool = True) -> Arrays:
     """Heads under the paper's names: `{i}.{j}.linear.weight` and `.bias`, `{i}.{n}.weight`."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     arrays: Arrays = {}
     for head in range(num_heads):
         for block in range(num_blocks):
@@ -77,8 +76,7 @@ def write_successor_target(
     Its features tell tokens apart (one value of E each), and its vocabulary matrix reads the successor off. All but the first id form one
     cycle in a random order.
     """
-    hidden = 128
-    write_checkpoint(directory, family, hidden_size=hidden, num_hidden_layers=2, **overrides)
+    write_checkpoint(directory, family, hidden_size=SUCCESSOR_HIDDEN, num_hidden_layers=2, **overrides)
     order = np.random.default_rng(5).permutation(np.arange(1, VOCAB_SIZE))
     successor = np.zeros(VOCAB_SIZE, np.int64)
     successor[order] = np.roll(order, -1)
@@ -89,15 +87,15 @@ def write_successor_target(
             array[...] = 0.0
         if name == "model.norm.weight":
             array[...] = 1.0
-    arrays["model.embed_tokens.weight"] = np.eye(VOCAB_SIZE, hidden, dtype=np.float32)
-    arrays["lm_head.weight"] = successor_rows(successor, 1, sharpness, hidden)
+    arrays["model.embed_tokens.weight"] = np.eye(VOCAB_SIZE, SUCCESSOR_HIDDEN, dtype=np.float32)
+    arrays["lm_head.weight"] = successor_rows(successor, 1, sharpness)
     write_tensors(directory, arrays)
     return directory, successor
 
 
-def successor_rows(successor: NDArray[np.int64], steps: int, sharpness: float = 1.0, hidden: int = 128) -> NDArray[np.float32]:
+def successor_rows(successor: NDArray[np.int64], steps: int, sharpness: float = 1.0) -> NDArray[np.float32]:
     """An lm_head that maps a token's feature to the token `steps` positions after it."""
-    rows = np.zeros((VOCAB_SIZE, hidden), np.float32)
+    rows = np.zeros((VOCAB_SIZE, SUCCESSOR_HIDDEN), np.float32)
     rows[steps_behind(successor, steps), np.arange(VOCAB_SIZE)] = sharpness
     return rows
 
@@ -110,24 +108,24 @@ def steps_behind(successor: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
     return tokens
 
 
-def perfect_heads(successor: NDArray[np.int64], num_heads: int = 3, *, shift: int = 0, sharpness: float = 1.0, hidden: int = 128) -> Arrays:
+def perfect_heads(successor: NDArray[np.int64], num_heads: int = 3, *, shift: int = 0, sharpness: float = 1.0) -> Arrays:
     """Heads for the successor target: head i drafts the token i + 2 positions after the feature's, or `shift` more."""
     arrays: Arrays = {}
     for head in range(num_heads):
-        arrays[f"{head}.0.linear.weight"] = np.zeros((hidden, hidden), np.float32)
-        arrays[f"{head}.0.linear.bias"] = np.zeros(hidden, np.float32)
-        arrays[f"{head}.1.weight"] = successor_rows(successor, head + 2 + shift, sharpness, hidden)
+        arrays[f"{head}.0.linear.weight"] = np.zeros((SUCCESSOR_HIDDEN, SUCCESSOR_HIDDEN), np.float32)
+        arrays[f"{head}.0.linear.bias"] = np.zeros(SUCCESSOR_HIDDEN, np.float32)
+        arrays[f"{head}.1.weight"] = successor_rows(successor, head + 2 + shift, sharpness)
     return arrays
 
 
-def perfect_blocks(successor: NDArray[np.int64], num_heads: int = 3, *, hidden: int = 128) -> Arrays:
+def perfect_blocks(successor: NDArray[np.int64], num_heads: int = 3) -> Arrays:
     """The same for one vocabulary matrix, the target's: the block moves the feature to the token i + 1 positions later."""
     arrays: Arrays = {}
     for head in range(num_heads):
-        weight = np.zeros((hidden, hidden), np.float32)
+        weight = np.zeros((SUCCESSOR_HIDDEN, SUCCESSOR_HIDDEN), np.float32)
         weight[steps_behind(successor, head + 1), np.arange(VOCAB_SIZE)] = 4.0
         arrays[f"{head}.0.linear.weight"] = weight
-        arrays[f"{head}.1.weight"] = successor_rows(successor, 1, 1.0, hidden)
+        arrays[f"{head}.1.weight"] = successor_rows(successor, 1)
     return arrays
 
 

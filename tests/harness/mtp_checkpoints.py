@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 from harness.checkpoint_files import change_config, edit_tensors, read_values, write_values
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.expert_checkpoints import CASES
+from harness.medusa_checkpoints import SUCCESSOR_HIDDEN
 
 Arrays = dict[str, NDArray[Any]]
 LAYOUTS = ("mtp", "extra_layer", "mtp_layers")
@@ -97,22 +98,13 @@ def _stored_names(layout: str, arrays: Arrays, num_layers: int) -> dict[str, str
     return names
 
 
-def random_module(
-    *,
-    hidden: int = 64,
-    inner: int = 96,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_size: int = 16,
-    family: str = "qwen3",
-    seed: int = 0,
-) -> Arrays:
+def random_module(*, hidden: int = 64, family: str = "qwen3", seed: int = 0) -> Arrays:
     """`fc`, `norm_e`, `norm_h`, `norm`, and the tensors of a layer by their names after `layer.`; norm weights as they multiply.
 
     Args:
         family: qwen3, or mimo, which has biases in place of norms of q and k.
     """
-    random = np.random.default_rng(seed)
+    random, inner, num_heads, num_kv_heads, head_size = np.random.default_rng(seed), 96, 4, 2, 16
 
     def matrix(rows: int, columns: int) -> NDArray[np.float32]:
         return random.normal(0, 0.2, (rows, columns)).astype(np.float32)
@@ -159,23 +151,17 @@ def add_module(directory: Path, layout: str, arrays: Arrays, *, num_layers: int,
     return directory
 
 
-def perfect_module(*, hidden: int = 128, is_swapped: bool = False) -> Arrays:
-    """A module for the successor target: it passes the pair's token on, and the target's matrix reads the successor off.
-
-    Args:
-        is_swapped: pass the feature on instead, as a module does whose halves are swapped: it then drafts the last token again.
-    """
-    arrays = random_module(hidden=hidden, seed=3)
-    passed = np.zeros((hidden, 2 * hidden), np.float32)
-    passed[:, hidden * is_swapped : hidden * (1 + is_swapped)] = np.eye(hidden)
-    arrays["fc"] = passed
+def perfect_module() -> Arrays:
+    """A module for the successor target: it passes the pair's token on, and the target's matrix reads the successor off."""
+    arrays = random_module(hidden=SUCCESSOR_HIDDEN, seed=3)
+    arrays["fc"] = np.eye(SUCCESSOR_HIDDEN, 2 * SUCCESSOR_HIDDEN, dtype=np.float32)
     for name in ("norm_e", "norm_h", "norm"):
-        arrays[name] = np.ones(hidden, np.float32)
+        arrays[name] = np.ones(SUCCESSOR_HIDDEN, np.float32)
     for name in ("layer.self_attn.o_proj", "layer.mlp.down_proj"):
         arrays[name] = np.zeros_like(arrays[name])
     return arrays
 
 
-def random_matrix(seed: int, hidden: int = 64) -> NDArray[np.float32]:
-    """[V, hidden], for a module's own embedding or vocabulary matrix."""
-    return np.random.default_rng(seed).normal(0, 0.3, (VOCAB_SIZE, hidden)).astype(np.float32)
+def random_matrix(seed: int) -> NDArray[np.float32]:
+    """[V, 64], for a module's own embedding or vocabulary matrix."""
+    return np.random.default_rng(seed).normal(0, 0.3, (VOCAB_SIZE, 64)).astype(np.float32)

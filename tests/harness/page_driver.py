@@ -6,6 +6,18 @@ from typing import Any
 
 TAXI = "I need a taxi to the airport."
 CHAT = "**/v1/chat/completions"
+STORED = """async () => {
+  const opened = indexedDB.open("paceline");
+  const database = await new Promise(resolve => { opened.onsuccess = () => resolve(opened.result) });
+  const stores = [...database.objectStoreNames].map(name => {
+    const request = database.transaction(name).objectStore(name).getAll();
+    return new Promise(resolve => { request.onsuccess = () => resolve(request.result) });
+  });
+  const found = JSON.stringify(await Promise.all(stores));
+  database.close();
+  return found;
+}"""
+"""Code that returns everything that the database of the page holds."""
 Step = tuple[Sequence[str], Sequence[str], int]
 """(texts it emitted, texts it drafted in a chain, how many of these were accepted)"""
 
@@ -67,6 +79,18 @@ def show_tokens(page: Any) -> None:
 def wait(page: Any) -> None:
     """Wait until every answer has ended, well or not."""
     until(page, lambda: page.get_by_role("button", name="Retry").count() == page.locator(".answer").count() > 0)
+
+
+def ask(page: Any, text: str = TAXI) -> None:
+    """Send a message and wait until its answer has ended."""
+    send(page, text)
+    wait(page)
+
+
+def compare(page: Any) -> None:
+    """Compare the newest answer with one without drafts, which is the same."""
+    page.get_by_role("button", name="Compare without drafts").click()
+    page.locator(".verdict.same").wait_for()
 
 
 def script(page: Any, *bodies: str) -> list[dict[str, Any]]:

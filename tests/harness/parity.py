@@ -148,3 +148,22 @@ def greedy_margin(llm: LLM, token_ids: list[int]) -> float:
     assert output.logprobs is not None
     (_, best), (_, second) = output.logprobs[0].top
     return best - second
+
+
+def count_equal_texts(
+    llm: LLM, prompts: Sequence[list[int]], others: Sequence[Sequence[dict[str, float]]], num_tokens: int, near_tie: float
+) -> int:
+    """Return how many greedy texts are another program's to their ends; all others must first differ at a near tie of either program.
+
+    Args:
+        others: for each prompt the other program's tokens, each with its margin over the second best.
+    """
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    num_equal = 0
+    for prompt, output, other in zip(prompts, llm.generate(list(prompts), params), others, strict=True):
+        own = list(output.token_ids)
+        at = next((at for at, (token, theirs) in enumerate(zip(own, other, strict=True)) if token != theirs["token"]), None)
+        num_equal += at is None
+        if at is not None:
+            assert max(greedy_margin(llm, prompt + own[:at]), other[at]["margin"]) < near_tie, (prompt, at)
+    return num_equal

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.many_draws import draw_many
 from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.grammars.matcher import GrammarMatcher

@@ -30,13 +30,11 @@ def write_xlora(
     *,
     seed: int,
     modules: Sequence[Sequence[str]] = MODULES,
-    num_scalings: int | None = None,
     **settings: Any,
 ) -> Path:
     """A directory as PEFT's save_pretrained() makes it, with one adapter for each of `modules`; ranks differ.
 
     Args:
-        num_scalings: outputs of the classifier; None = as many as the settings call for.
         settings: values of adapter_config.json in addition to the sizes.
     """
     rng, shapes = np.random.default_rng(seed), target_modules(config)
@@ -55,7 +53,7 @@ def write_xlora(
     (directory / "adapter_config.json").write_text(json.dumps(values))
     num_layers = config.num_layers * len({module for own in modules for module in own}) if values.get("layerwise_scalings") else 1
     depth, step = values.get("xlora_depth", 1), 3 if values.get("xlora_dropout_p", 0.2) else 2
-    sizes = [config.hidden_size, *[values["xlora_size"]] * (depth - 1), num_scalings or num_layers * len(modules)]
+    sizes = [config.hidden_size, *[values["xlora_size"]] * (depth - 1), num_layers * len(modules)]
     tensors = {}
     for layer, (columns, rows) in enumerate(pairwise(sizes)):
         tensors[f"{CLASSIFIER}.{step * layer}.weight"] = rng.normal(0, 2.5 / columns**0.5, (rows, columns)).astype(np.float32)

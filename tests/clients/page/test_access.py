@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.page_driver import Step, open_settings, script, scripted_stream, send, show_tokens, until, wait
+from harness.page_driver import Step, ask, compare, open_settings, script, scripted_stream, show_tokens, until, wait
 
 NARROW = {"viewport": {"width": 390, "height": 844}}
 LONG: Sequence[Step] = [
@@ -61,15 +61,13 @@ def states(page: Any) -> Any:
     page.get_by_role("button", name="Reset the settings").click()
     page.keyboard.press("Escape")
     script(page, scripted_stream(LONG))
-    send(page, "A question " + "that is long " * 9 + "y" * 99)
-    wait(page)
+    ask(page, "A question " + "that is long " * 9 + "y" * 99)
     show_tokens(page)
     page.locator(".strip .step").nth(1).click()
     yield "answered"
     page.get_by_role("button", name="Retry").click()
     wait(page)
-    page.get_by_role("button", name="Compare without drafts").click()
-    page.locator(".verdict.same").wait_for()
+    compare(page)
     page.locator(".ids > summary").click()
     yield "compared"
     page.get_by_role("button", name="Edit").click()
@@ -106,8 +104,7 @@ def test_page_controls_have_labels_and_element_ids_are_unique(page: Any) -> None
 def test_page_has_landmarks_headings_and_one_status_line(page: Any) -> None:
     assert page.locator("html").get_attribute("lang") == "en"
     script(page, scripted_stream(LONG))
-    send(page)
-    wait(page)
+    ask(page)
     for role, count in {"main": 1, "banner": 1, "status": 1, "article": 2}.items():
         assert page.get_by_role(role).count() == count, role
     levels = page.locator("h1, h2, h3").evaluate_all("nodes => nodes.map(node => node.tagName)")
@@ -171,8 +168,7 @@ def test_page_chats_are_deleted_with_the_keyboard_and_keep_the_focus(page: Any) 
     script(page, scripted_stream([(["Hello"], [], 0)]))
     for text in ("One", "Two"):
         page.keyboard.press("Control+Shift+O")
-        send(page, text)
-        wait(page)
+        ask(page, text)
     until(page, lambda: page.locator(".chats .title").all_text_contents() == ["Two", "One"])
     page.keyboard.press("Control+k")
     go_to(page, "Delete “One”", "Tab")
@@ -266,12 +262,10 @@ REACHABLE = """nodes => nodes.filter(node => node.tabIndex >= 0 && !node.disable
 def test_tab_key_visits_page_controls_in_order_with_a_visible_outline(open_page: Any, server: Any, width: int) -> None:
     page = open_page(server.url, viewport={"width": width, "height": 844})
     script(page, scripted_stream([*LONG, (["\n\nline\n\n"] * 40, [], 0)]))
-    send(page, "A question")
-    wait(page)
+    ask(page, "A question")
     show_tokens(page)
     assert len(visited(page)) >= 10
-    page.get_by_role("button", name="Compare without drafts").click()
-    page.locator(".verdict.same").wait_for()
+    compare(page)
     open_settings(page)  # next to the list of chats on the wide screen, over the conversation on the narrow one
     assert len(visited(page)) >= 20
 

@@ -2,13 +2,15 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.page_driver import (
     CHAT,
     TAXI,
     Step,
+    ask,
+    compare,
     open_settings,
     record,
     script,
@@ -27,8 +29,7 @@ def test_page_token_colours_equal_the_origins_of_the_api(page: Any, server: Any)
     asked = record(page)
     open_settings(page)
     page.get_by_label("Temperature").fill("0")
-    send(page, "Write a Python function that adds two numbers.")
-    wait(page)
+    ask(page, "Write a Python function that adds two numbers.")
     show_tokens(page)
     stats = server.answer(asked[0])["speculation"]
     shown = page.locator(".strip .token")
@@ -56,8 +57,7 @@ def classes_of(nodes: Any) -> list[str]:
 
 def test_page_groups_tokens_by_step_and_opens_the_draft_tree(page: Any) -> None:
     script(page, scripted_stream(HELLO))
-    send(page)
-    wait(page)
+    ask(page)
     show_tokens(page)
     steps = page.locator(".strip .step")
     assert steps.all_text_contents() == ["Hel", "lo world", "!"]
@@ -79,10 +79,8 @@ def test_page_groups_tokens_by_step_and_opens_the_draft_tree(page: Any) -> None:
 
 def test_page_comparison_without_drafts_shows_equal_token_ids(page: Any) -> None:
     asked = record(page)
-    send(page)
-    wait(page)
-    page.get_by_role("button", name="Compare without drafts").click()
-    page.locator(".verdict.same").wait_for()
+    ask(page)
+    compare(page)
     drafted, plain = asked
     assert plain["speculation"]["enabled"] is False
     assert {**plain, "speculation": 0} == {**drafted, "speculation": 0}, "prompt, seed and parameters are the same"
@@ -108,8 +106,7 @@ def test_page_comparison_without_drafts_shows_equal_token_ids(page: Any) -> None
 def test_page_comparison_shows_the_first_differing_token(page: Any) -> None:
     other = scripted_stream([(["Hel"], [], 0), (["la"], [], 0)], first_id=100).replace("[101]", "[777]")
     script(page, scripted_stream(HELLO), other, other.replace('"exact"', '"fast"'))
-    send(page)
-    wait(page)
+    ask(page)
     for reason in ("", " Numerics is fast here: near-ties may fall otherwise."):
         page.get_by_role("button", name="Compare without drafts").click()
         page.get_by_text("Token 2 differs").wait_for()
@@ -120,8 +117,7 @@ def test_page_comparison_shows_the_first_differing_token(page: Any) -> None:
 
 def test_page_comparison_of_a_shorter_answer_differs_at_its_end(page: Any) -> None:
     script(page, scripted_stream(HELLO), scripted_stream(HELLO[:2]))
-    send(page)
-    wait(page)
+    ask(page)
     page.get_by_role("button", name="Compare without drafts").click()
     page.get_by_text("Token 5 differs").wait_for()
     assert "! (id 104) with drafts, none without." in page.locator(".verdict").inner_text()
@@ -145,16 +141,14 @@ def test_stopped_answer_on_the_page_is_kept_and_can_be_compared(page: Any) -> No
     num_tokens = page.locator(".strip .token").count()
     assert 6 <= num_tokens < 1500
     assert page.locator(".strip .token").count() == num_tokens
-    page.get_by_role("button", name="Compare without drafts").click()
-    page.locator(".verdict.same").wait_for()
+    compare(page)
     assert asked[1]["max_tokens"] == num_tokens
 
 
 def test_edited_page_message_replaces_the_later_turns(page: Any) -> None:
     asked = record(page)
     for text in ("First question", "Second question"):
-        send(page, text)
-        wait(page)
+        ask(page, text)
     for place, text in ((1, "Third question"), (0, "Fourth question")):
         page.get_by_role("button", name="Edit").nth(place).click()
         field = page.get_by_label("Edit the message")
@@ -173,8 +167,7 @@ def test_edited_page_message_replaces_the_later_turns(page: Any) -> None:
 
 def test_page_retry_uses_a_new_seed_unless_a_seed_is_set(page: Any) -> None:
     asked = record(page)
-    send(page)
-    wait(page)
+    ask(page)
     page.get_by_role("button", name="Retry").click()
     until(page, lambda: len(asked) == 2)
     wait(page)
@@ -193,17 +186,26 @@ def test_page_retry_uses_a_new_seed_unless_a_seed_is_set(page: Any) -> None:
 
 def test_page_sends_all_turns_and_a_new_chat_starts_empty(page: Any) -> None:
     asked = script(page, scripted_stream(HELLO))
-    send(page, "One")
-    wait(page)
+    ask(page, "One")
     send(page, "Two")
     until(page, lambda: page.locator(".answer .tokens").count() == 2)
     turns = [(message["role"], message["content"]) for message in asked[1]["messages"]]
     assert turns == [("user", "One"), ("assistant", "Hello world!"), ("user", "Two")]
     page.get_by_role("button", name="New chat").click()
     assert page.locator(".turn").count() == 0
-    send(page, "Three")
-    wait(page)
+    ask(page, "Three")
     assert len(asked[2]["messages"]) == 1
+
+
+SETTINGS = {
+    "Temperature": 0.3, "Top p": 0.9, "Top k": 40, "Min p": 0.05, "Min tokens": 2, "Repetition": 1.1, "Presence": 0.5, "Frequency": -0.5,
+    "Stop texts": "END\nSTOP", "Banned words": "bad", "Logit bias": '{"7": -100}', "System prompt": "Be short.",
+}  # fmt: skip
+
+
+def fill(page: Any, settings: Mapping[str, object]) -> None:
+    for label, value in settings.items():
+        page.get_by_label(label).fill(str(value))
 
 
 def test_page_settings_are_sent_as_request_fields(page: Any) -> None:
@@ -211,15 +213,10 @@ def test_page_settings_are_sent_as_request_fields(page: Any) -> None:
     open_settings(page)
     options = page.get_by_label("Drafter").locator("option").all_text_contents()
     assert options == ["draft_model+suffix", "draft_model", "suffix", "none (plain)"]
-    numbers = {"Temperature": 0.3, "Top p": 0.9, "Top k": 40, "Min p": 0.05, "Max tokens": 33, "Seed": 5, "Min tokens": 2}
-    numbers |= {"Repetition": 1.1, "Presence": 0.5, "Frequency": -0.5, "Draft tokens a step": 2}
-    texts = {"Stop texts": "END\nSTOP", "Banned words": "bad", "Logit bias": '{"7": -100}', "JSON schema of": '{"type": "object"}'}
-    for label, value in {**numbers, **texts, "System prompt": "Be short."}.items():
-        page.get_by_label(label).fill(str(value))
+    fill(page, {**SETTINGS, "Max tokens": 33, "Seed": 5, "Draft tokens a step": 2, "JSON schema of": '{"type": "object"}'})
     for drafter in ("suffix", "none"):
         page.get_by_label("Drafter").select_option(drafter)
-        send(page)
-        wait(page)
+        ask(page)
         page.get_by_role("button", name="New chat").click()
     chosen = {"temperature": 0.3, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "max_tokens": 33, "seed": 5, "min_tokens": 2}
     chosen |= {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "stop": ["END", "STOP"], "bad_words": ["bad"]}
@@ -235,25 +232,17 @@ def test_page_settings_are_sent_as_request_fields(page: Any) -> None:
 
 def test_empty_page_settings_are_not_sent(page: Any) -> None:
     asked = script(page, scripted_stream(HELLO))
-    send(page)
-    wait(page)
+    ask(page)
     assert set(asked[0]) == {"model", "messages", "stream", "stream_options", "max_tokens", "seed", "speculation"}
 
 
 def test_server_accepts_every_page_setting(page: Any) -> None:
     asked = record(page)
     open_settings(page)
-    values = {"Temperature": 0.3, "Top p": 0.9, "Top k": 40, "Min p": 0.05, "Max tokens": 9, "Min tokens": 2, "Repetition": 1.1}
-    texts = {"Presence": 0.5, "Frequency": -0.5, "Stop texts": "END\nSTOP", "Banned words": "bad", "Logit bias": '{"7": -100}'}
-    for label, value in {**values, **texts, "System prompt": "Be short."}.items():
-        page.get_by_label(label).fill(str(value))
-    send(page)
-    wait(page)
+    fill(page, {**SETTINGS, "Max tokens": 9})
+    ask(page)
     assert page.get_by_role("alert").count() == 0
-    page.get_by_label("Min tokens").fill("")
-    page.get_by_label("Banned words").fill("")
-    page.get_by_label("Max tokens").fill("40")
-    page.get_by_label("JSON schema of").fill('{"enum": ["yes", "no"]}')
+    fill(page, {"Min tokens": "", "Banned words": "", "Max tokens": 40, "JSON schema of": '{"enum": ["yes", "no"]}'})
     page.get_by_role("button", name="Retry").click()
     until(page, lambda: len(asked) == 2)
     wait(page)
@@ -269,8 +258,7 @@ def test_page_shows_why_an_answer_was_cut(page: Any) -> None:
     limit, context = "Cut after 5 tokens: raise Max tokens in the settings for more.", "Cut where the context is full."
     for max_tokens, shown in (("5", [limit]), ("", [context]), ("5", [])):
         page.get_by_label("Max tokens").fill(max_tokens)
-        send(page)
-        wait(page)
+        ask(page)
         assert notes.all_inner_texts() == shown
         page.get_by_role("button", name="New chat").click()
 
@@ -300,8 +288,7 @@ def test_page_copy_button_copies_the_markdown_of_the_answer(open_page: Any, serv
 
 def test_page_shows_whitespace_and_incomplete_characters_of_tokens(page: Any) -> None:
     script(page, scripted_stream([(["a\n"], [], 0), (["\t", "  b", "bytes:\\xe2\\x82"], ["\t", "  b"], 2)]))
-    send(page)
-    wait(page)
+    ask(page)
     show_tokens(page)
     assert page.locator(".strip .token").all_text_contents() == ["a↵", "→", "  b", "⟨e2 82⟩"]
 
@@ -309,14 +296,12 @@ def test_page_shows_whitespace_and_incomplete_characters_of_tokens(page: Any) ->
 def test_reasoning_on_the_page_is_folded_and_not_sent_back(page: Any) -> None:
     thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "They say *hello*."}, "finish_reason": None}]}
     asked = script(page, f"data: {json.dumps(thought)}\n\n{scripted_stream(HELLO)}")
-    send(page, "Hello")
-    wait(page)
+    ask(page, "Hello")
     thoughts = page.locator(".thoughts .markdown")
     assert not thoughts.is_visible()
     page.get_by_text("Thoughts").click()
     assert thoughts.inner_text() == "They say hello."
-    send(page, "Again")
-    wait(page)
+    ask(page, "Again")
     assert [message["content"] for message in asked[1]["messages"]] == ["Hello", "Hello world!", "Again"]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.page_driver import CHAT, open_settings, record, script, scripted_stream, send, show_tokens, until, wait
+from harness.page_driver import CHAT, STORED, TAXI, ask, open_settings, record, script, scripted_stream, send, show_tokens, until, wait
 
 KEY = "key-of-the-page's-own"
 HOSTILE = """<img src=x onerror="window.pwned=1"><script>window.pwned=1</script><svg onload="window.pwned=1">
@@ -30,8 +30,7 @@ HOSTILE = """<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>
 
 def test_page_escapes_html_in_answers_and_allows_only_web_links(page: Any) -> None:
     script(page, scripted_stream([([HOSTILE], [], 0)]))
-    send(page)
-    wait(page)
+    ask(page)
     answer = page.locator(".markdown")
     assert answer.locator("img, script, svg, style, iframe, object, form, input, [style], [onerror], [onload]").count() == 0
     links = answer.locator("a")
@@ -56,8 +55,7 @@ def test_page_escapes_html_in_answers_and_allows_only_web_links(page: Any) -> No
 
 def test_page_escapes_html_in_user_messages(page: Any) -> None:
     asked = record(page)
-    send(page, HOSTILE)
-    wait(page)
+    ask(page, HOSTILE)
     assert asked[0]["messages"][0]["content"] == HOSTILE.strip()
     assert page.locator(".typed").evaluate("node => node.textContent") == HOSTILE.strip()
     assert page.locator(".typed *").count() == 0
@@ -96,10 +94,11 @@ def test_page_asks_for_the_api_key_and_keeps_it_in_one_tab(open_page: Any, serve
     page.keyboard.press("Enter")
     alert.wait_for(state="detached")
     page.keyboard.press("Escape")
-    send(page)
-    wait(page)
+    ask(page)
     assert page.locator(".markdown").inner_text() != ""
     assert KEY not in page.url
+    until(page, lambda: TAXI in page.evaluate(STORED))
+    assert KEY not in page.evaluate(STORED)
     assert page.evaluate("JSON.stringify(localStorage) + document.cookie") == "{}"
     page.reload()
     until(page, lambda: page.locator(".model").inner_text() == "mini")
@@ -111,8 +110,7 @@ def test_page_shows_the_error_message_of_the_server(open_page: Any, server: Any)
     page = open_page(server.url, expects_faults=True)
     open_settings(page)
     page.get_by_label("Temperature").fill("-1")
-    send(page)
-    wait(page)
+    ask(page)
     alert = page.locator(".answer").get_by_role("alert")
     assert "The server refused: temperature: -1.0 is out of range" in alert.inner_text()
     page.get_by_label("Temperature").fill("0")
@@ -125,8 +123,7 @@ def test_page_shows_the_error_message_of_the_server(open_page: Any, server: Any)
 def test_page_shows_a_stream_error_below_the_partial_answer(page: Any) -> None:
     begun = scripted_stream([(["Half"], [], 0)], finish_reason=None)
     script(page, begun + 'data: {"error": {"message": "the answer was not finished within 1 s"}}\n\n', scripted_stream([(["All"], [], 0)]))
-    send(page)
-    wait(page)
+    ask(page)
     assert page.get_by_role("alert").inner_text().startswith("The server refused: the answer was not finished within 1 s.")
     assert page.locator(".markdown").inner_text() == "Half"
     page.get_by_role("button", name="Retry").click()
@@ -136,8 +133,7 @@ def test_page_shows_a_stream_error_below_the_partial_answer(page: Any) -> None:
 
 def test_page_reports_a_stream_that_ends_early_as_lost_connection(page: Any) -> None:
     script(page, scripted_stream([(["Half"], [], 0)], finish_reason=None))
-    send(page)
-    wait(page)
+    ask(page)
     assert page.get_by_role("alert").inner_text().startswith("The connection was lost: the stream ended before the answer did.")
 
 

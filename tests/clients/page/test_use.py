@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.page_driver import open_settings, record, script, script_slowly, scripted_stream, send, until, wait
+from harness.page_driver import ask, compare, open_settings, record, script, script_slowly, scripted_stream, send, until, wait
 
 ADD = "def add(first, second):\n    return first + second  # the sum\n"
 CODE = f'```python\n{ADD}```\n\n```\nplain <b>text</b>\n```\n\n```nonsense"><i>\nx\n```\n'
@@ -21,8 +21,7 @@ def test_page_race_shows_both_answers_at_their_own_speed(page: Any) -> None:
     drafted = scripted_stream([(["a", "b", "c"], ["a", "b"], 2)] * 10)
     plain = scripted_stream([([letter], [], 0) for letter in "abc" * 10])
     script_slowly(page, drafted, pause_ms=200)
-    send(page)
-    wait(page)
+    ask(page)
     script_slowly(page, plain, pause_ms=200)
     page.get_by_role("button", name="Compare without drafts").click()
     verdict = page.locator(".verdict")
@@ -45,10 +44,8 @@ def test_page_race_shows_both_answers_at_their_own_speed(page: Any) -> None:
 def test_page_race_fits_on_one_screen(open_page: Any, server: Any, viewport: dict[str, int]) -> None:
     page = open_page(server.url, viewport=viewport)
     script(page, scripted_stream([(["word "] * 3, ["word "] * 2, 2)] * 80))
-    send(page)
-    wait(page)
-    page.get_by_role("button", name="Compare without drafts").click()
-    page.locator(".verdict.same").wait_for()
+    ask(page)
+    compare(page)
     left, right = page.locator(".lane").evaluate_all("nodes => nodes.map(node => node.getBoundingClientRect().toJSON())")
     assert (left["top"] == right["top"]) == (viewport["width"] > 390), "side by side where there is room"
     top = page.locator("header.top").evaluate("node => node.getBoundingClientRect().bottom")
@@ -61,8 +58,7 @@ def test_page_race_fits_on_one_screen(open_page: Any, server: Any, viewport: dic
 def test_page_highlights_code_and_copies_it_unchanged(open_page: Any, server: Any) -> None:
     page = open_page(server.url, permissions=["clipboard-read", "clipboard-write"])
     script(page, scripted_stream([([CODE], [], 0)]))
-    send(page)
-    wait(page)
+    ask(page)
     blocks = page.locator(".markdown .code")
     assert blocks.locator("code").all_text_contents() == [ADD, "plain <b>text</b>\n", "x\n"]
     assert blocks.locator(".code-head span").all_text_contents() == ["python", "", 'nonsense"><i>']
@@ -81,8 +77,7 @@ def test_text_file_attached_on_the_page_is_sent_in_the_message(page: Any) -> Non
     words = {"name": "words.txt", "mimeType": "text/plain", "buffer": "Grüße".encode()}
     page.get_by_label("Text files", exact=True).set_input_files([notes, words])
     page.get_by_role("button", name="Remove words.txt").click()
-    send(page, "Sum it up.")
-    wait(page)
+    ask(page, "Sum it up.")
     assert asked[0]["messages"] == [{"role": "user", "content": "Sum it up.\n\nnotes.md:\n````\nOne\n```\ncode\n```\n````"}]
     assert page.get_by_label("Attached files").count() == 0
     page.locator(".file summary").click()
@@ -120,8 +115,7 @@ def test_text_file_dropped_on_the_page_message_is_attached(page: Any) -> None:
 
 def test_page_header_stays_visible_while_scrolling(page: Any) -> None:
     script(page, scripted_stream([(["line\n\n"], [], 0)] * 80))
-    send(page)
-    wait(page)
+    ask(page)
     page.mouse.move(600, 400)
     page.mouse.wheel(0, 800)
     until(page, lambda: page.evaluate("scrollY") > 300)
@@ -131,8 +125,7 @@ def test_page_header_stays_visible_while_scrolling(page: Any) -> None:
 def test_page_keyboard_shortcuts_and_escape_move_the_focus(open_page: Any, server: Any) -> None:
     page = open_page(server.url, viewport={"width": 390, "height": 844})
     script(page, scripted_stream([(["Hello"], [], 0)]))
-    send(page)
-    wait(page)
+    ask(page)
     focused = "document.activeElement.ariaLabel || document.activeElement.id"
     page.keyboard.press("Control+k")
     assert page.evaluate(focused) == "Search chats"
@@ -164,8 +157,7 @@ def test_page_examples_are_sent_and_answered(page: Any) -> None:
 
 def test_page_opens_the_tokens_of_new_answers_if_set(page: Any) -> None:
     script(page, scripted_stream([(["Hello"], [], 0)]))
-    send(page)
-    wait(page)
+    ask(page)
     assert page.locator(".strip").count() == 0
     open_settings(page)
     page.get_by_label("Open the tokens of new answers").check()
@@ -179,8 +171,7 @@ def test_page_can_be_installed_and_opens_while_the_server_is_down(open_page: Any
     server = serve()
     page = open_page(server.url, service_workers="allow", expects_faults=True)
     script(page, scripted_stream([(["Kept"], [], 0)]))
-    send(page, "A question")
-    wait(page)
+    ask(page, "A question")
     manifest = page.context.new_cdp_session(page).send("Page.getAppManifest")
     assert manifest["errors"] == []
     errors = page.context.new_cdp_session(page).send("Page.getInstallabilityErrors")["installabilityErrors"]
@@ -229,11 +220,9 @@ def test_page_sends_completions_to_a_model_without_chat_template(open_page: Any,
     wait(page)
     assert page.get_by_role("alert").count() == 0
     assert asked[0]["prompt"] == "The sky is blue because"
-    page.get_by_role("button", name="Compare without drafts").click()
-    page.locator(".verdict.same").wait_for()
+    compare(page)
     text = page.evaluate("document.querySelector('.answer .markdown').textContent")
-    send(page, "And")
-    wait(page)
+    ask(page, "And")
     assert asked[2]["prompt"].startswith("The sky is blue because\n\n")
     assert asked[2]["prompt"].endswith("\n\nAnd")
     assert text.strip() != ""
@@ -262,11 +251,9 @@ def test_page_lists_models_with_size_and_requests_the_selected_one(page: Any) ->
     for name, known in {"tuned": ["ngram", "none (plain)"], "other": ["as loaded", "none (plain)"]}.items():
         page.get_by_label("Model").select_option(name)
         assert drafters.all_text_contents() == known
-        send(page)
-        wait(page)
+        ask(page)
         assert asked[-1]["model"] == name
         assert page.locator(".answer h2").last.inner_text() == name
     until(page, lambda: len(listed) >= 2)
-    send(page)
-    wait(page)
+    ask(page)
     until(page, lambda: drafters.all_text_contents() == ["suffix", "none (plain)"])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from harness.engine_targets import Open, assert_clean, make, run_to_end
+from harness.engine_targets import Open, assert_clean, make, record_rows, run_to_end
 from paceline import LLM, RequestError, SamplingParams, SpeculationOptions
 from paceline.drafters.ngram import NgramDrafter
 from paceline.runtimes.base import assemble_pass
@@ -56,9 +56,7 @@ def test_samples_share_the_prompt_blocks_and_equal_each_sample_alone(open_llm: O
     alone = open_llm(40, enable_prefix_caching=False)
     expected = alone.generate([PROMPT], replace(SAMPLED, n=4))
     llm = open_llm(40)
-    rows: list[int] = []
-    forward = llm.runtime.forward
-    monkeypatch.setattr(llm.runtime, "forward", lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked))
+    rows = record_rows(llm, monkeypatch)
     outputs = llm.generate([PROMPT, [9]], replace(SAMPLED, n=4))
     assert [output.sample_index for output in outputs] == [0, 1, 2, 3] * 2
     assert [output.token_ids for output in outputs[:4]] == [output.token_ids for output in expected]

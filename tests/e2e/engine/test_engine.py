@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import write_checkpoint
-from harness.engine_targets import Open, assert_clean, make, run_to_end
+from harness.engine_targets import Open, assert_clean, make, record_rows, run_to_end
 from paceline import LLM, CapacityError, CheckpointError, RequestError, SamplingParams
 from paceline.runtimes.base import ForwardOutput
 from paceline.speculation import step as step_module
@@ -74,7 +74,7 @@ def test_max_num_seqs_limits_running_requests(open_llm: Open, solo: list[list[in
     assert llm.stats().num_preemptions == 0
 
 
-def test_preempted_request_reuses_its_cached_blocks_without_counting_a_hit(open_llm: Open) -> None:
+def test_preempted_request_reuses_its_cached_blocks_without_counting_a_hit(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(40)
     request = make(llm, [7] * 100, LONG)
     llm.engine.add_request(request)
@@ -83,9 +83,7 @@ def test_preempted_request_reuses_its_cached_blocks_without_counting_a_hit(open_
     assert len(request.token_ids) == 131
     llm.engine.scheduler.preempt(request)
     assert request.cached_sequence.committed_len == 0
-    rows: list[int] = []
-    forward = llm.runtime.forward
-    llm.runtime.forward = lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked)  # type: ignore[func-returns-value,method-assign]
+    rows = record_rows(llm, monkeypatch)
     run_to_end(llm)
     assert rows[0] == 131 - 128, "four blocks were full"
     assert request.num_cached_tokens == 0, "what it had computed itself is no hit"
@@ -122,9 +120,7 @@ def test_waiting_prompt_is_counted_once_in_cache_statistics(open_llm: Open, monk
 
 def test_prompts_fill_a_pass_next_to_decoding_requests(open_llm: Open, steps: list[list[Request]], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(200)
-    rows: list[int] = []
-    forward = llm.runtime.forward
-    monkeypatch.setattr(llm.runtime, "forward", lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked))
+    rows = record_rows(llm, monkeypatch)
     llm.generate([[7], [8] * 300, [9] * 300, [10] * 300], GREEDY)
     short = steps[0][0]
     assert short.num_prompt_tokens == 1
@@ -140,9 +136,7 @@ def test_drafts_take_the_rows_left_in_a_pass(
 ) -> None:
     llm = open_llm(40, str(directory), max_num_batched_tokens=max_num_batched_tokens)
     llm.engine.speculator.policy = FixedDraftLength(4)
-    rows: list[int] = []
-    forward = llm.runtime.forward
-    monkeypatch.setattr(llm.runtime, "forward", lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked))
+    rows = record_rows(llm, monkeypatch)
     outputs = llm.generate(PROMPTS[:1] + PROMPTS[2:3] + [[40], [50], [60]], GREEDY)
     assert [output.token_ids for output in outputs[:2]] == [solo[0], solo[2]]
     assert max(rows) <= max_num_batched_tokens

@@ -2,12 +2,10 @@
 
 import asyncio
 import gc
-import os
 import signal
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 
 from harness.engine_targets import Open, assert_clean
+from harness.forked import needs_fork, run_forked
 from paceline import AsyncEngine, ConfigError, PacelineError, RequestError, SamplingParams
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import DraftBudget, Drafter
@@ -309,42 +308,27 @@ def test_closed_async_engine_is_held_by_no_call_in_another_thread(open_llm: Open
     assert worker() is None, "the model's memory is held"
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@needs_fork
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_async_engine_used_in_a_forked_process_raises(open_llm: Open, is_busy: bool) -> None:
     engine = serve(open_llm)
 
-    def child_learns() -> bool:
-        async def learn() -> None:
-            for call in (engine.generate([5], GREEDY), anext(engine.stream([5], GREEDY)), engine.stats()):
-                with pytest.raises(ConfigError, match=r"opened in process \d+, .* open one in each process"):
-                    await asyncio.wait_for(call, 10)
-            await asyncio.wait_for(engine.close(), 10)
+    async def check_refused() -> None:
+        for call in (engine.generate([5], GREEDY), anext(engine.stream([5], GREEDY)), engine.stats()):
+            with pytest.raises(ConfigError, match=r"opened in process \d+, .* open one in each process"):
+                await asyncio.wait_for(call, 10)
+        await asyncio.wait_for(engine.close(), 10)
 
-        asyncio.run(learn())
-        return True
+    def in_child() -> None:
+        asyncio.events._set_running_loop(None)
+        asyncio.run(check_refused())
 
-    async def fork() -> int:
+    async def work(engine: AsyncEngine) -> None:
         busy = asyncio.create_task(engine.generate([7] * 80, replace(GREEDY, max_tokens=300))) if is_busy else None
         await asyncio.sleep(0.05)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            child = os.fork()
-        if child == 0:
-            code = 2
-            try:
-                asyncio.events._set_running_loop(None)
-                code = 0 if child_learns() else 1
-            finally:
-                os._exit(code)
-        _, status = await asyncio.to_thread(os.waitpid, child, 0)
+        assert run_forked(in_child) == 0
         if busy is not None:
             assert len((await busy)[0].token_ids) == 300
-        await engine.close()
-        return os.waitstatus_to_exitcode(status)
 
-    async def with_patience() -> int:
-        return await asyncio.wait_for(fork(), PATIENCE_S)
-
-    assert asyncio.run(with_patience()) == 0
+    run(engine, work)
     assert threading.active_count() < 50

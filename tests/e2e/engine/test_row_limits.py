@@ -5,25 +5,12 @@ from typing import Any
 
 import pytest
 
+from harness.engine_targets import record_rows
 from paceline import LLM, ConfigError, Grammar, SamplingParams
 from paceline.config import MAX_PASS_ROWS, EngineConfig
 from paceline.drafters.draft_model import CATCH_UP_ROWS
-from paceline.runtimes.base import ForwardBatch, ForwardOutput
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.stats import SkipReason
-
-
-def count_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of every pass of the target."""
-    rows: list[int] = []
-    forward = llm.runtime.forward
-
-    def counted(inputs: Any, batch: ForwardBatch, wanted: Any) -> ForwardOutput:
-        rows.append(len(batch.positions))
-        return forward(inputs, batch, wanted)
-
-    monkeypatch.setattr(llm.runtime, "forward", counted)
-    return rows
 
 
 def test_draft_model_prefills_prompts_larger_than_one_pass(mini_dir: Path) -> None:
@@ -56,7 +43,7 @@ def test_forced_grammar_tokens_fit_max_num_batched_tokens(
     plain = LLM(str(mini_dir), drafter="none", max_model_len=300, kv_cache_gb=0.1, threads=2).generate(prompts, params)
     llm = LLM(str(mini_dir), drafter="ngram", max_num_batched_tokens=max_num_batched_tokens, max_model_len=300, kv_cache_gb=0.1, threads=2)
     monkeypatch.setattr(llm.engine.speculator.policy, "plan", plan_nothing)
-    rows = count_rows(llm, monkeypatch)
+    rows = record_rows(llm, monkeypatch)
     outputs = llm.generate(prompts, params)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
     assert max(rows) <= max_num_batched_tokens

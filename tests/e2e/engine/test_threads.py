@@ -1,10 +1,7 @@
 """One `LLM` in several threads, in its own step, in forked processes: the tokens are those it gives alone, or one clear error."""
 
 import gc
-import os
 import threading
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 
 from harness.engine_targets import Open, assert_clean
+from harness.forked import needs_fork, run_forked
 from paceline import ConfigError, RequestError, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.runtimes.base import ForwardOutput
@@ -72,47 +70,20 @@ def test_generate_called_within_a_step_fails_that_request(open_llm: Open, call: 
     assert_clean(llm)
 
 
-@pytest.fixture
-def forked() -> Callable[[Callable[[], bool]], int]:
-    """Runs something in a forked child; its exit code is 0 where that was true."""
-
-    def run(work: Callable[[], bool]) -> int:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # newer Pythons warn of forks while there are threads: that is the point here
-            child = os.fork()
-        if child == 0:
-            code = 2
-            try:
-                code = 0 if work() else 1
-            finally:
-                os._exit(code)
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.01)
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        raise AssertionError("the child hangs")
-
-    if not hasattr(os, "fork"):
-        pytest.skip("no fork on this system")
-    return run
-
-
-def test_forked_process_can_use_an_idle_model(
-    open_llm: Open, solo: dict[int, list[RequestOutput]], forked: Callable[[Callable[[], bool]], int]
-) -> None:
+@needs_fork
+def test_forked_process_can_use_an_idle_model(open_llm: Open, solo: dict[int, list[RequestOutput]]) -> None:
     llm = open_llm(80, "ngram")
     llm.generate(PROMPTS[:2], GREEDY)
-    assert forked(lambda: llm.generate([PROMPTS[0]], SAMPLED)[0].token_ids == solo[1][0].token_ids) == 0
-    assert llm.generate([PROMPTS[0]], SAMPLED)[0].token_ids == solo[1][0].token_ids
+
+    def generate() -> None:
+        assert llm.generate([PROMPTS[0]], SAMPLED)[0].token_ids == solo[1][0].token_ids
+
+    assert run_forked(generate) == 0
+    generate()
 
 
-def test_forked_process_runs_no_requests_of_other_threads(
-    open_llm: Open, solo: dict[int, list[RequestOutput]], forked: Callable[[Callable[[], bool]], int]
-) -> None:
+@needs_fork
+def test_forked_process_runs_no_requests_of_other_threads(open_llm: Open, solo: dict[int, list[RequestOutput]]) -> None:
     llm = open_llm(80)
     streams: list[Any] = []
     thread = threading.Thread(target=lambda: (streams.append(llm.stream(PROMPTS[1], GREEDY)), next(streams[0])))
@@ -121,12 +92,16 @@ def test_forked_process_runs_no_requests_of_other_threads(
     mine = llm.stream(PROMPTS[0], GREEDY)
     tokens = list(next(mine).token_ids)
 
-    def goes_on_alone() -> bool:
-        got = sum((chunk.token_ids for chunk in mine), tokens)
-        return got == solo[0][0].token_ids and llm.stats().num_aborted == 1 and llm.engine.is_idle
+    def finish_mine() -> None:
+        assert sum((chunk.token_ids for chunk in mine), tokens) == solo[0][0].token_ids
 
-    assert forked(goes_on_alone) == 0
-    assert sum((chunk.token_ids for chunk in mine), tokens) == solo[0][0].token_ids
+    def go_on_alone() -> None:
+        finish_mine()
+        assert llm.stats().num_aborted == 1
+        assert llm.engine.is_idle
+
+    assert run_forked(go_on_alone) == 0
+    finish_mine()
     streams[0].close()
     assert_clean(llm)
 
@@ -155,9 +130,8 @@ def test_requantize_while_another_thread_prepares_a_call_is_refused(open_llm: Op
     assert llm.engine.is_idle
 
 
-def test_llm_used_after_a_fork_during_a_step_raises(
-    open_llm: Open, forked: Callable[[Callable[[], bool]], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@needs_fork
+def test_llm_used_after_a_fork_during_a_step_raises(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(80)
     real, is_inside, may_go_on = llm.runtime.forward, threading.Event(), threading.Event()
 
@@ -166,17 +140,16 @@ def test_llm_used_after_a_fork_during_a_step_raises(
         may_go_on.wait(PATIENCE_S)
         return real(*arguments)
 
-    def is_refused() -> bool:
+    def check_refused() -> None:
         for call in (lambda: llm.generate([5], GREEDY), lambda: next(llm.stream([5], GREEDY)), llm.stats):
             with pytest.raises(ConfigError, match="forked while another thread used the model"):
                 call()
-        return True
 
     monkeypatch.setattr(llm.runtime, "forward", slow)
     thread = threading.Thread(target=lambda: llm.generate([5], GREEDY))
     thread.start()
     is_inside.wait(PATIENCE_S)
-    assert forked(is_refused) == 0
+    assert run_forked(check_refused) == 0
     may_go_on.set()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()

@@ -1,13 +1,12 @@
 """One thread at a time, and no queued call is lost."""
 
-import os
 import threading
 import time
-import warnings
 from collections import deque
 
 import pytest
 
+from harness.forked import needs_fork, run_forked
 from paceline.engine.engine import StepLock
 from paceline.errors import ConfigError
 
@@ -108,7 +107,7 @@ def test_nested_step_lock_raises_and_other_threads_wait() -> None:
     assert order == ["first", "second"]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@needs_fork
 @pytest.mark.parametrize("is_held", [False, True])
 def test_forked_process_gets_a_new_step_lock_unless_it_was_held(is_held: bool) -> None:
     counter, is_inside, may_leave = Counter(), threading.Event(), threading.Event()
@@ -122,21 +121,17 @@ def test_forked_process_gets_a_new_step_lock_unless_it_was_held(is_held: bool) -
     if is_held:
         holder.start()
         is_inside.wait(10)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        child = os.fork()
-    if child == 0:
-        try:
-            for _ in range(2):
-                with counter.lock.held():
-                    assert counter.num_forks == 1
-            os._exit(0)
-        except ConfigError as error:
-            os._exit(3 if "forked while another thread" in str(error) else 1)
-        finally:
-            os._exit(2)
+
+    def take_the_lock() -> None:
+        if is_held:
+            with pytest.raises(ConfigError, match="forked while another thread"), counter.lock.held():
+                pass
+            return
+        for _ in range(2):
+            with counter.lock.held():
+                assert counter.num_forks == 1
+
+    assert run_forked(take_the_lock) == 0
     may_leave.set()
     if is_held:
         holder.join(10)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == (3 if is_held else 0)
