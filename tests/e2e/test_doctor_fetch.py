@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 
 from harness.checkpoints import write_checkpoint
 from paceline.cli import app
-from paceline.drafters import prepare_drafter
+from paceline.drafters import DRAFT_MODEL, prepare_drafter
 from paceline.proof import suggested_drafters
-from paceline.proof.suggested_drafters import ACCEPTANCE, DRAFT_MODEL, EAGLE, EAGLE3, SuggestedDrafter, recommend_drafter
+from paceline.proof.suggested_drafters import ACCEPTANCE, SuggestedDrafter, recommend_drafter
 
 HEAD = "owner/target-small"
 
@@ -161,7 +161,7 @@ def test_fetch_without_a_published_drafter_names_the_ways_out(
 
 
 def test_recommended_drafter_has_the_highest_assumed_acceptance() -> None:
-    one, other, third = (SuggestedDrafter(f"o/{name}", name, "hub", None, ACCEPTANCE[name]) for name in (DRAFT_MODEL, EAGLE, EAGLE3))
+    one, other, third = (SuggestedDrafter(f"o/{name}", name, "hub", None, ACCEPTANCE[name]) for name in (DRAFT_MODEL, "eagle", "eagle3"))
     assert recommend_drafter([one, other, third]) is third
     assert recommend_drafter([one, SuggestedDrafter("mtp", "mtp", "checkpoint", None, ACCEPTANCE["mtp"])]) is None
     assert recommend_drafter([SuggestedDrafter("ngram", "ngram", "built_in", None, ACCEPTANCE["ngram"])]) is None

@@ -329,9 +329,10 @@ class Panicking:
         self._library, self._method = library, method
 
     def __getattr__(self, name: str) -> Any:
-        if name == self._method:
-            raise PanicException("index out of bounds: the len is 3 but the index is 7")
-        return getattr(self._library, name)
+        return self._panic if name == self._method else getattr(self._library, name)
+
+    def _panic(self, *_: Any, **__: Any) -> None:
+        raise PanicException("index out of bounds: the len is 3 but the index is 7")
 
 
 @pytest.mark.parametrize("method", ["decode", "id_to_token"])

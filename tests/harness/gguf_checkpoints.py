@@ -433,7 +433,7 @@ def write_gemma4_sizes(writer: Any, values: Mapping[str, Any]) -> None:
     writer.add_head_count_kv(
         [sizes.get(layer, {}).get("num_key_value_heads", values["num_key_value_heads"]) for layer in range(num_layers)]
     )
-    width, is_double = values["intermediate_size"], values["use_double_wide_mlp"]
+    width, is_double = values["intermediate_size"], values.get("use_double_wide_mlp", False)
     writer.add_feed_forward_length([width] * (num_layers - num_shared) + [width * 2] * num_shared if is_double else width)
     writer.add_sliding_window(values["sliding_window"])
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in values["layer_types"]])
