@@ -443,8 +443,8 @@ def write_gemma4_sizes(writer: Any, values: Mapping[str, Any]) -> None:
         writer.add_expert_count(values["num_experts"])
         writer.add_expert_used_count(values["top_k_experts"])
         writer.add_expert_feed_forward_length(values["moe_intermediate_size"])
-    if values["final_logit_softcapping"] is not None:
-        writer.add_final_logit_softcapping(values["final_logit_softcapping"])
+    if cap := values.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(cap)
     ropes = [values["rope_parameters"][kind] for kind in ("full_attention", "sliding_attention")]
     writer.add_rope_dimension_count(head_size)
     writer.add_rope_dimension_count_swa(values["head_dim"])
